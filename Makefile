@@ -1,0 +1,39 @@
+# Two commands: `make quickstart` shows that it works, `make test` proves it. Both set up .venv first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+FAST ?=
+
+.PHONY: quickstart test lint format clean
+
+quickstart: .venv/base
+	$(BIN)/maxtext doctor
+
+test: lint
+	$(BIN)/pytest $(if $(FAST),-m "not slow")
+
+lint: .venv/test
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+format: .venv/test
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "maxtext needs Python 3.11 or newer; set PYTHON, e.g. make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+.venv/base: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e .
+	@touch $@
+
+.venv/test: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e ".[test]"
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache

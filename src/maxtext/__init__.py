@@ -1,0 +1,20 @@
+"""maxtext: training, fine-tuning and inference of open language models in JAX."""
+
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maxtext.configs import config
+
+__all__ = ["__version__", "config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Names load on first use, so that `import maxtext` and `maxtext --help` stay instant."""
+    if name == "config":
+        from maxtext.configs import config
+
+        return config
+    if name == "__version__":
+        return metadata.version("maxtext")
+    raise AttributeError(f"module 'maxtext' has no attribute {name!r}")

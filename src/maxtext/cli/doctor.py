@@ -1,0 +1,25 @@
+"""`maxtext doctor`: what this machine can run, and what to mend."""
+
+from maxtext.cli import words as cli_words
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.diagnostics.doctor import examine
+
+
+def run(words: list[str]) -> int:
+    path, settings = cli_words.split(words)
+    # The doctor must speak where no device starts, so it does not ask JAX for them here.
+    report = examine(load(path, settings, devices=Devices(1)).base_output_directory)
+    for title, lines in report.sections.items():
+        print(title)
+        width = max(len(name) for name, _ in lines)
+        for name, value in lines:
+            print(f"  {name:{width}}  {value}")
+        print()
+    if not report.problems:
+        print("No problems found.")
+        return 0
+    print("Problems")
+    for problem, remedy in report.problems:
+        print(f"  {problem}\n    -> {remedy}")
+    return 1

@@ -1,0 +1,108 @@
+"""The `maxtext` command: finds the verb, runs it, and turns errors into sentences and exit codes.
+
+Only the standard library is imported here, so that help is instant; a verb's module is imported when it runs.
+"""
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verb:
+    summary: str
+    example: str
+    usage: str = "[FILE] [key=value ...]"
+    details: str = ""
+
+
+VERBS = {
+    "train": Verb("train a model", "maxtext train run_name=first model_name=llama3.1-8b"),
+    "decode": Verb("complete a prompt with a model", 'maxtext decode prompt="I love to"'),
+    "config": Verb(
+        "show a configuration, where each value comes from, and what keys mean",
+        "maxtext config model_name=llama3.1-8b --changed",
+        "[FILE] [key=value ...] [--changed] [--format yaml|json]\n"
+        "       maxtext config explain KEY [FILE] [key=value ...]\n"
+        "       maxtext config status",
+        "  --changed            only what differs from base.yml\n"
+        "  --format yaml|json   for another program; yaml can be read back as a FILE\n"
+        "  explain KEY          type, default, meaning, source, and whether the key acts\n"
+        "  status               which keys act, which do not, and why\n",
+    ),
+    "doctor": Verb("show versions, devices and what is wrong with this machine", "maxtext doctor"),
+}
+
+COMMON = (
+    "FILE is a YAML file or the name of a shipped preset; key=value words override it (any key of base.yml).\n"
+    "--debug shows the full traceback of an error.\n"
+)
+
+
+def help_text() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {name:{width}}  {verb.summary}" for name, verb in VERBS.items()]
+    return (
+        "usage: maxtext VERB [FILE] [key=value ...]\n\nTraining and inference of open language models in JAX.\n\n"
+        + "\n".join(lines)
+        + f"\n\n{COMMON}\nexample: {VERBS['config'].example}\n"
+        "`maxtext VERB --help` tells more; `maxtext --version` prints the version.\n"
+    )
+
+
+def verb_help(name: str) -> str:
+    verb = VERBS[name]
+    options = f"\n{verb.details}" if verb.details else ""
+    usage = f"usage: maxtext {name} {verb.usage}\n\n{verb.summary.capitalize()}.\n"
+    return f"{usage}{options}\n{COMMON}\nexample: {verb.example}\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return run(words)
+    except BrokenPipeError:  # `maxtext config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        from maxtext.common.errors import UserError
+
+        if debug or not isinstance(error, UserError):
+            raise
+        for line in str(error).splitlines():
+            print(f"maxtext: error: {line}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if words[0] == "--version":
+        from importlib import metadata
+
+        print(f"maxtext {metadata.version('maxtext')}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in VERBS:
+        import difflib
+
+        from maxtext.common.errors import ConfigError
+
+        near = difflib.get_close_matches(name, VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}"
+        raise ConfigError(f"unknown verb {name!r}; {hint}")
+    if any(word in ("-h", "--help") for word in rest):
+        print(verb_help(name), end="")
+        return 0
+    return importlib.import_module(f"maxtext.cli.{name}").run(rest)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""No silent knobs: which keys act, which do not and why (tables/ledger.yml), and what base.yml says that each means."""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from maxtext.configs.sources import BASE, HERE, YamlLoader
+from maxtext.configs.types import DerivedValues, MaxTextConfig
+
+# Sources that are a person's choice. A model's file states facts about the model; `needed_by_model` looks at those.
+CHOSEN = ("file", "environment", "command line", "python")
+
+
+@dataclass(frozen=True)
+class Status:
+    """`kind`: acts, computed, not_yet or never."""
+
+    kind: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        words = {"acts": "acts", "computed": "computed", "not_yet": "does not act yet", "never": "does not act here"}
+        return f"{words[self.kind]}: {self.reason}" if self.reason else words[self.kind]
+
+
+@cache
+def silent_keys() -> dict[str, Status]:
+    """The keys that do not act."""
+    table = yaml.load((HERE / "tables" / "ledger.yml").read_text(), YamlLoader)
+    return {
+        key: Status(kind, section["reason"])
+        for kind in ("not_yet", "never")
+        for section in table[kind]
+        for key in section["keys"]
+    }
+
+
+def status(key: str) -> Status:
+    if key in DerivedValues.model_fields:
+        return Status("computed")
+    return silent_keys().get(key, Status("acts"))
+
+
+def problems(config: MaxTextConfig, base: MaxTextConfig, sources: tuple[str, ...] = CHOSEN) -> list[str]:
+    """A sentence for each key that was set from one of the sources and would be ignored."""
+    return [
+        f"{key}={shown(getattr(config, key))} ({config.source(key)}) would be ignored: it {status}"
+        for key, status in silent_keys().items()
+        if config.source(key).kind in sources and getattr(config, key) != getattr(base, key)
+    ]
+
+
+def shown(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+@cache
+def meanings() -> dict[str, str]:
+    """The comment of each key in base.yml: beside it, or in the lines above it."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    for line in BASE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# ") and not line.startswith("# ----"):
+            above.append(line[2:])
+            continue
+        entry = re.match(r"(\w+):(?:.*?\s#\s(.*))?", line)
+        if entry:
+            found[entry[1]] = entry[2] or " ".join(above)
+        above = []
+    return found
+
+
+def meaning(key: str) -> str:
+    return meanings()[key]

@@ -1,0 +1,125 @@
+"""From files, environment and words to one frozen, checked MaxTextConfig that knows where each value came from."""
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs import derive, fields, ledger, merge, sources
+from maxtext.configs.sources import Layer, Setting, Source
+from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.types.group import DERIVED_RULES, RULES
+
+
+def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
+    """The configuration of a run: defaults, the YAML file, the model's file, M_KEY variables, then the keywords."""
+    return load(path, sources.from_python(overrides))
+
+
+def load(
+    path: str | os.PathLike | None = None,
+    words: Layer | Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+    devices: derive.Devices | None = None,
+) -> MaxTextConfig:
+    """As `config`, from command-line words; devices are this machine's unless given."""
+    environ = os.environ if environ is None else environ
+    settings = resolve(path, words if isinstance(words, dict) else sources.from_words(words), environ)
+    fill_empty(settings, environ)
+    checked = validate(settings)
+    problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(checked, base_values())
+    if problems:
+        raise ConfigError(*problems)
+    derived = derive.derive(checked, devices or derive.visible_devices())
+    complete = checked.model_copy(update=derived)
+    complete._sources.update({key: Source("derived") for key in derived})
+    problems = refuse_derived(settings, complete)
+    problems += [problem for rule in DERIVED_RULES if (problem := rule(complete))]
+    if problems:
+        raise ConfigError(*problems)
+    return complete
+
+
+def resolve(path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]) -> Layer:
+    """The winning setting of every key, not yet checked against its type."""
+    chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
+    base, files = chain[0][1], [layer for _, layer in chain[1:]]
+    environment = sources.from_environment(environ)
+    merge.refuse_unknown(*files, environment, words)
+    name = str(merge.setting_of("model_name", base, *files, environment, words))
+    model_path = sources.model_file(name)
+    model = sources.read_yaml(model_path, "model") if model_path else {}
+    merge.refuse_unknown(model)
+    return merge.join(base, files, model, environment, words)
+
+
+def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
+    """Keys that mean something when left empty: the run's name and folder, the model's tokenizer."""
+
+    def empty(key: str) -> bool:
+        return fields.is_none(settings[key].value) or settings[key].value == ""
+
+    model = str(settings["model_name"].value)
+    if empty("run_name"):
+        place = "JOBSET_NAME" if environ.get("JOBSET_NAME") else "model_name and time"
+        settings["run_name"] = Setting(derive.run_name(model, environ), Source("derived", place))
+    if empty("base_output_directory"):
+        settings["base_output_directory"] = Setting(derive.base_output_directory(), Source("derived"))
+    if empty("tokenizer_path") and model in published_tokenizers():
+        published = Source("derived", "published with the model")
+        settings["tokenizer_path"] = Setting(published_tokenizers()[model], published)
+        if settings["tokenizer_type"].source.kind == "default":
+            settings["tokenizer_type"] = Setting("huggingface", published)
+
+
+@cache
+def published_tokenizers() -> dict[str, str]:
+    return yaml.load((sources.HERE / "tables" / "tokenizers.yml").read_text(), sources.YamlLoader)
+
+
+@cache
+def base_values() -> MaxTextConfig:
+    """What base.yml alone says."""
+    return validate(sources.read_yaml(sources.BASE, "default"))
+
+
+def validate(settings: Layer) -> MaxTextConfig:
+    """Typed values, or every misfit in one error."""
+    values = {
+        key: fields.normalise(key, setting.value)
+        for key, setting in settings.items()
+        if key not in DerivedValues.model_fields
+    }
+    problems = []
+    for key, value in values.items():
+        if not fields.fits(key, value):
+            problems.append(misfit(key, value, settings[key]))
+    try:
+        checked = MaxTextConfig.model_validate(values)
+    except ValidationError as error:
+        wrong = {str(detail["loc"][0]) for detail in error.errors()}
+        problems += [misfit(key, values[key], settings[key]) for key in values if key in wrong]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    checked._sources.update({key: setting.source for key, setting in settings.items()})
+    return checked
+
+
+def refuse_derived(settings: Layer, complete: MaxTextConfig) -> list[str]:
+    """Computed keys may stand in a file, as `maxtext config` writes it, but only with the value they have anyway."""
+    return [
+        f"{key}={settings[key].value!r} ({settings[key].source}) cannot be set, it is computed and comes to "
+        f"{getattr(complete, key)!r}: {ledger.meaning(key)}"
+        for key in DerivedValues.model_fields
+        if settings[key].source.kind != "default" and not fields.same(key, settings[key].value, getattr(complete, key))
+    ]
+
+
+def misfit(key: str, value: Any, setting: Setting) -> str:
+    hint = sources.suggest(value, fields.choices(key)) if isinstance(value, str) else ""
+    shown = "a long value" if len(str(value)) > 80 else repr(value)
+    return f"{key}={shown} ({setting.source}): expected {fields.describe(key)}{hint}"

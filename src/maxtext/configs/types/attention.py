@@ -1,0 +1,180 @@
+"""Attention in all its forms, and the kernels that compute it."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from maxtext.configs.types.group import Group, in_range, one_of, rule
+
+
+class Attention(Group):
+    """Which kernel computes attention, and what each token may see."""
+
+    attention: str = "autoselected"
+    attention_type: Literal["global", "local_sliding", "chunk", "mla", "full"] = "global"
+    share_kv_projections: bool = False
+    global_num_kv_heads: int = 0
+    attention_sink: bool = False
+    float32_qk_product: bool = False
+    float32_logits: bool = False
+    sliding_window_size: NonNegativeInt = 0
+    chunk_attn_window_size: NonNegativeInt = 0
+    attn_logits_soft_cap: None | NonNegativeFloat = None
+    use_post_attn_norm: bool = False
+    use_post_ffw_norm: bool = False
+    use_ragged_attention: bool = False
+    use_tokamax_gmm: bool = False
+    ragged_block_size: int = 256
+    enable_padding_causal_mask: bool = True
+    use_tokamax_splash: bool = False
+    use_jax_splash: bool = False
+    force_q_layout: bool = False
+    use_qk_clip: bool = False
+    qk_clip_threshold: float = 100.0
+
+
+class MoBa(Group):
+    """Block attention in which each query picks a few key chunks."""
+
+    moba: bool = False
+    moba_chunk_size: int = 1024
+    moba_topk: int = 8
+
+
+class MlaAttention(Group):
+    """Multi-head latent attention: sizes of the compressed queries, keys and values."""
+
+    mla_naive_kvcache: bool = True
+    q_lora_rank: NonNegativeInt = 0
+    kv_lora_rank: NonNegativeInt = 512
+    qk_nope_head_dim: NonNegativeInt = 128
+    qk_rope_head_dim: NonNegativeInt = 64
+    v_head_dim: NonNegativeInt = 128
+
+
+class AttentionIndexer(Group):
+    """The small scorer that picks keys in DeepSeek sparse attention."""
+
+    use_indexer: bool = False
+    indexer_head_dim: NonNegativeInt = 128
+    indexer_n_heads: NonNegativeInt = 64
+    indexer_topk: NonNegativeInt = 2048
+    indexer_sparse_training: bool = False
+    indexer_loss_scaling_factor: float = 0.0
+
+
+class Llama4Attention(Group):
+    """Query/key normalisation and the position-dependent temperature of Llama 4."""
+
+    use_qk_norm: bool = False
+    temperature_tuning: bool = False
+
+
+class SplashAttention(Group):
+    """Block sizes and tuning switches of the TPU flash-attention kernel."""
+
+    sa_block_q: int = 512
+    sa_block_kv: int = 512
+    sa_block_kv_compute: int = 512
+    sa_block_q_dkv: int = 512
+    sa_block_kv_dkv: int = 512
+    sa_block_kv_dkv_compute: int = 512
+    sa_block_q_dq: int = 512
+    sa_block_kv_dq: int = 512
+    sa_use_fused_bwd_kernel: bool = False
+    sa_q_layout: str = "HEAD_DIM_MINOR"
+    sa_k_layout: str = "HEAD_DIM_MINOR"
+    sa_v_layout: str = "HEAD_DIM_MINOR"
+    use_max_logit_estimate: int = -1
+    cost_estimate_flops_fwd: int = -1
+    cost_estimate_flops_bwd: int = -1
+    dq_reduction_steps: int = 0
+    use_splash_scheduler: bool = False
+
+
+class PagedAttention(Group):
+    """Size and layout of the paged KV cache used for serving."""
+
+    pagedattn_num_pages: int = 64
+    pagedattn_tokens_per_page: int = 32
+    pagedattn_pages_per_compute_block: int = 4
+    pagedattn_max_pages_per_group: int = -1
+    pagedattn_head_dim_alignment: int = 128
+
+
+class Qwen3Next(Group):
+    """Sizes of the Gated DeltaNet layers in Qwen3-Next and Qwen3.5."""
+
+    gdn_conv_kernel_dim: int = 4
+    gdn_key_head_dim: int = 128
+    gdn_value_head_dim: int = 128
+    gdn_num_key_heads: int = 16
+    gdn_num_value_heads: int = 32
+    gdn_chunk_size: int = 64
+    use_qk_norm_in_gdn: bool = True
+    partial_rotary_factor: float = 1.0
+
+
+one_of("attention", "autoselected", "dot_product", "flash", "cudnn_flash_jax", "cudnn_flash_te", "paged", "vllm_rpa")
+in_range(1, None, "moba_chunk_size", "moba_topk", "ragged_block_size", "qk_clip_threshold")
+in_range(0, 1, "partial_rotary_factor")
+in_range(1, None, "gdn_conv_kernel_dim", "gdn_key_head_dim", "gdn_value_head_dim", "gdn_chunk_size")
+in_range(1, None, "gdn_num_key_heads", "gdn_num_value_heads")
+in_range(1, None, "pagedattn_num_pages", "pagedattn_tokens_per_page", "pagedattn_pages_per_compute_block")
+in_range(
+    1, None, "sa_block_q", "sa_block_kv", "sa_block_kv_compute", "sa_block_q_dkv", "sa_block_kv_dkv",
+    "sa_block_kv_dkv_compute", "sa_block_q_dq", "sa_block_kv_dq",
+)  # fmt: skip
+for _layout in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
+    one_of(_layout, "HEAD_DIM_MINOR", "SEQ_MINOR")
+
+
+@rule
+def sliding_attention_has_a_window(c):
+    if c.attention_type == "local_sliding" and c.sliding_window_size == 0:
+        return "attention_type=local_sliding needs sliding_window_size: the number of tokens that a token sees"
+    return None
+
+
+@rule
+def chunk_attention_has_a_chunk(c):
+    if c.attention_type == "chunk" and c.chunk_attn_window_size == 0:
+        return "attention_type=chunk needs chunk_attn_window_size: the length of a chunk"
+    return None
+
+
+@rule
+def indexer_needs_mla(c):
+    if c.use_indexer and c.attention_type != "mla":
+        return "use_indexer=true needs attention_type=mla: the indexer reads MLA's query latent"
+    return None
+
+
+@rule
+def indexer_needs_a_query_latent(c):
+    if c.use_indexer and c.q_lora_rank == 0:
+        return "use_indexer=true needs q_lora_rank > 0: the indexer reads the query latent"
+    return None
+
+
+@rule
+def qk_clip_needs_mla(c):
+    if c.use_qk_clip and c.attention_type != "mla":
+        return "use_qk_clip=true needs attention_type=mla: clipping rescales MLA's projections"
+    return None
+
+
+@rule
+def delta_net_heads_divide_evenly(c):
+    if c.gdn_num_value_heads % c.gdn_num_key_heads:
+        return (
+            f"gdn_num_value_heads={c.gdn_num_value_heads} is not a multiple of gdn_num_key_heads={c.gdn_num_key_heads}"
+        )
+    return None
+
+
+@rule
+def moba_is_causal_attention(c):
+    if c.moba and c.attention_type != "global":
+        return f"moba=true works on attention_type=global, not {c.attention_type}"
+    return None

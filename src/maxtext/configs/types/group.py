@@ -1,0 +1,76 @@
+"""What every group of keys shares, and the registry of cross-checks.
+
+A rule is a small named function that looks at a loaded configuration and returns a sentence when something does not
+fit together, saying what to change, or None. It stands in the file of the group that it concerns.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Group(BaseModel):
+    """A group of keys: frozen, with unknown keys refused."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+        protected_namespaces=(),
+        defer_build=True,  # each group alone is rarely instantiated, and building 75 validators takes time
+    )
+
+
+Rule = Callable[[Any], str | None]
+
+# Rules over what was set, and rules that also need the derived values.
+RULES: list[Rule] = []
+DERIVED_RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    RULES.append(function)
+    return function
+
+
+def derived_rule(function: Rule) -> Rule:
+    DERIVED_RULES.append(function)
+    return function
+
+
+def in_range(low: float | None, high: float | None, *keys: str, special: Iterable[float] = ()) -> None:
+    """Register one rule a key: low <= value <= high, or one of the special values; None is always allowed."""
+
+    def bounded(key: str) -> Rule:
+        def check(c: Any) -> str | None:
+            value = getattr(c, key)
+            if value is None or value in special:
+                return None
+            if (low is None or value >= low) and (high is None or value <= high):
+                return None
+            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+            extra = "".join(f", or {number}" for number in special)
+            return f"{key}={value} is out of range: it must be {bounds}{extra}"
+
+        check.__name__ = f"{key}_in_range"
+        return check
+
+    for key in keys:
+        RULES.append(bounded(key))
+
+
+def one_of(key: str, *choices: str) -> None:
+    """Register a rule: a text key takes one of the choices."""
+
+    def check(c: Any) -> str | None:
+        value = getattr(c, key)
+        if value in choices:
+            return None
+        names = ", ".join(choice or "(empty)" for choice in choices)
+        return f"{key}={value!r} is not known: use one of {names}"
+
+    check.__name__ = f"{key}_is_known"
+    RULES.append(check)

@@ -1,0 +1,1 @@
+"""Level 5: what a run tells about itself and about the machine."""

@@ -1,0 +1,151 @@
+"""What this machine can run: versions, devices, attention back ends, disk, and what is wrong with a remedy for each."""
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Literal
+
+from maxtext.common.hardware import GIB, lookup
+
+PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
+SUPPORTED_JAX = ((0, 10), (0, 13))  # from, up to but not including
+LOW_DISK = 5 * GIB
+
+
+@dataclass
+class Report:
+    """Sections of (name, value) lines, and problems as (what is wrong, what to do)."""
+
+    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+
+def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> Report:
+    report = Report()
+    report.sections["Versions"] = [("python", platform.python_version()), *versions()]
+    report.problems += version_problems()
+    report.sections["Devices"], problems = devices()
+    report.problems += problems
+    if problems:
+        return report  # nothing below works without devices
+    report.sections["Attention back ends"] = list(attention_back_ends())
+    free = shutil.disk_usage(nearest_folder(output_directory)).free
+    report.sections["Disk"] = [(output_directory, f"{free / GIB:.1f} GiB free")]
+    if free < LOW_DISK:
+        report.problems.append(
+            (
+                f"only {free / GIB:.1f} GiB are free for {output_directory}",
+                "free some space or set base_output_directory",
+            )
+        )
+    report.problems += environment_problems(environ)
+    return report
+
+
+def versions() -> Iterator[tuple[str, str]]:
+    for package in PACKAGES:
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+def version_problems() -> Iterator[tuple[str, str]]:
+    for package, version in versions():
+        if version == "not installed" and package != "maxtext":
+            yield f"{package} is not installed", "pip install -e . in the checkout, or pip install maxtext"
+        if package == "jax" and version != "not installed":
+            release = tuple(int(part) for part in version.split(".")[:2])
+            if not SUPPORTED_JAX[0] <= release < SUPPORTED_JAX[1]:
+                yield f"jax {version} has not been tried with this package", 'pip install "jax>=0.10,<0.13"'
+
+
+def devices() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """One line a kind of device; a start-up failure is a problem, not a crash."""
+    import jax
+
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        remedy = "check the driver (nvidia-smi) and the extra (cuda13, cuda12, tpu), or set JAX_PLATFORMS=cpu"
+        return [("devices", "none")], [(f"JAX finds no devices: {str(error).splitlines()[0]}", remedy)]
+    kinds: dict[str, int] = {}
+    for device in found:
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    lines = [("platform", jax.default_backend()), ("processes", str(jax.process_count()))]
+    lines += [(f"{count} x {kind}", capability(kind)) for kind, count in kinds.items()]
+    return lines, []
+
+
+def capability(kind: str) -> str:
+    hardware = lookup(kind)
+    if hardware is None:
+        return "peak FLOP/s not known, so MFU will be shown as unknown"
+    peaks = ", ".join(f"{dtype} {peak / 1e12:g}" for dtype, peak in hardware.peak.items())
+    memory = f"{hardware.memory_bytes / GIB:.0f} GiB at {hardware.bandwidth / 1e9:g} GB/s"
+    return f"{hardware.name}: dense peak TFLOP/s {peaks}; memory {memory}"
+
+
+def attention_back_ends() -> Iterator[tuple[str, str]]:
+    """Each back end, tried on a small causal problem."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+
+    def library(implementation: Literal["xla", "cudnn"]) -> Callable[[], jax.Array]:
+        return lambda: jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
+
+    def splash() -> jax.Array:
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+        mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((128, 128))] * 2)
+        kernel = splash_attention_kernel.make_splash_mha_single_device(mask)
+        heads = jnp.ones((2, 128, 128), jnp.bfloat16)
+        return kernel(heads, heads, heads)
+
+    for name, needs, run in (
+        ("dot_product", (), library("xla")),
+        ("cudnn_flash_jax", ("gpu",), library("cudnn")),
+        ("flash", ("tpu",), splash),
+    ):
+        if needs and jax.default_backend() not in needs:
+            yield name, f"not here: it needs a {needs[0].upper()}"
+            continue
+        try:
+            jax.block_until_ready(run())
+            yield name, "works"
+        except Exception as error:  # any failure of a trial is the finding
+            yield name, f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+
+
+def nearest_folder(path: str) -> str:
+    """The closest existing parent of a folder that a run would create."""
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def environment_problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    import jax
+
+    if jax.default_backend() == "cpu" and shutil.which("nvidia-smi"):
+        yield (
+            "an NVIDIA GPU seems present but JAX runs on the CPU",
+            'pip install "maxtext[cuda13]" and unset JAX_PLATFORMS',
+        )
+    if jax.default_backend() == "cpu" and os.path.exists("/dev/accel0"):
+        yield "a TPU seems present but JAX runs on the CPU", 'pip install "maxtext[tpu]" and unset JAX_PLATFORMS'
+    if environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false" and jax.default_backend() == "gpu":
+        yield "XLA_PYTHON_CLIENT_PREALLOCATE=false fragments GPU memory in training", "unset it"
+    if environ.get("JAX_DISABLE_JIT", "").lower() in ("1", "true"):
+        yield "JAX_DISABLE_JIT is set: everything runs uncompiled", "unset it"
+    if environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true"):
+        yield "JAX_ENABLE_X64 is set: numbers default to 64 bits, which is slow", "unset it"
+    for name in ("PYTHONOPTIMIZE",):
+        if environ.get(name):
+            yield f"{name} is set: internal checks are off", "unset it"
