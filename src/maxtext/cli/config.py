@@ -2,14 +2,10 @@
 
 import json
 import sys
-from enum import Enum
-from typing import Any
-
-import yaml
 
 from maxtext.cli import words as cli_words
 from maxtext.common.errors import ConfigError
-from maxtext.configs import fields, ledger, load, sources
+from maxtext.configs import fields, ledger, load, sources, text
 from maxtext.configs.load import base_values
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
 
@@ -23,36 +19,21 @@ def run(words: list[str]) -> int:
     style = cli_words.take_option(words, "--format", ("yaml", "json"))
     path, settings = cli_words.split(words)
     config = load(path, settings)
-    keys = changed_keys(config) if changed else list(fields.KEYS)
+    keys = changed_keys(config) if changed else text.KEYS_IN_ORDER
     if style == "json":
-        print(json.dumps({key: plain(getattr(config, key)) for key in ordered(keys)}, indent=2))
+        print(json.dumps({key: text.plain(getattr(config, key)) for key in keys}, indent=2))
     elif style == "yaml":
-        print("\n".join(yaml_line(key, getattr(config, key)) for key in ordered(keys)))
+        print("\n".join(text.yaml_line(key, getattr(config, key)) for key in keys))
     else:
         show(config, set(keys))
     return 0
-
-
-def ordered(keys: list[str]) -> list[str]:
-    return [key for group in GROUPS for key in group.model_fields if key in set(keys)]
 
 
 def changed_keys(config: MaxTextConfig) -> list[str]:
     """The keys that differ from base.yml; computed ones follow from those."""
     base = base_values()
     computed = DerivedValues.model_fields
-    return [key for key in fields.KEYS if key not in computed and getattr(config, key) != getattr(base, key)]
-
-
-def plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
-
-
-def yaml_line(key: str, value: Any) -> str:
-    """`key: value`; a list of lists takes a line for each."""
-    if isinstance(value, list) and any(isinstance(item, list) for item in value):
-        return "\n".join([f"{key}:", *(f"  - {compact(item)}" for item in value)])
-    return f"{key}: {compact(value)}"
+    return [key for key in text.KEYS_IN_ORDER if key not in computed and getattr(config, key) != getattr(base, key)]
 
 
 def show(config: MaxTextConfig, keys: set[str]) -> None:
@@ -66,7 +47,7 @@ def show(config: MaxTextConfig, keys: set[str]) -> None:
         print(f"{bold}# {group.__name__}: {group.__doc__}{end}")
         for key in chosen:
             mark = "" if ledger.status(key).kind in ("acts", "computed") else ", does not act"
-            first, *more = yaml_line(key, getattr(config, key)).splitlines()
+            first, *more = text.yaml_line(key, getattr(config, key)).splitlines()
             print(f"{first:<60}  {dim}# {config.source(key)}{mark}{end}")
             for line in more:
                 print(line)
@@ -86,28 +67,22 @@ def explain(words: list[str]) -> int:
         "group": group_of(key).__name__,
         "meaning": ledger.meaning(key),
         "type": fields.describe(key),
-        "default": compact(getattr(default, key)) if default else "computed",
-        "value": compact(getattr(config, key)),
+        "default": text.compact(getattr(default, key)) if default else "computed",
+        "value": text.compact(getattr(config, key)),
         "source": str(config.source(key)),
         "status": str(ledger.status(key)),
     }
     print(key)
-    for name, text in lines.items():
-        print(f"  {name:8} {text}")
+    for name, line in lines.items():
+        print(f"  {name:8} {line}")
     return 0
-
-
-def compact(value: Any) -> str:
-    """A value on one line."""
-    text = yaml.safe_dump(plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n...\n").strip()
 
 
 def status(words: list[str]) -> int:
     if words:
         raise ConfigError(f"maxtext config status takes no further words, got {words[0]!r}")
     kinds: dict[str, list[str]] = {"acts": [], "computed": [], "not_yet": [], "never": []}
-    for key in ordered(list(fields.KEYS)):
+    for key in text.KEYS_IN_ORDER:
         kinds[ledger.status(key).kind].append(key)
     count = {kind: len(keys) for kind, keys in kinds.items()}
     print(

@@ -54,7 +54,7 @@ def choices(key: str) -> list[str]:
 
 
 def is_none(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.lower() == "none")
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
 
 
 def from_text(key: str, text: str) -> Any:

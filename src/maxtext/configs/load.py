@@ -84,7 +84,7 @@ def published_tokenizers() -> dict[str, str]:
 @cache
 def base_values() -> MaxTextConfig:
     """What base.yml alone says."""
-    return validate(sources.read_yaml(sources.BASE, "default"))
+    return validate(sources.base_layer())
 
 
 def validate(settings: Layer) -> MaxTextConfig:
@@ -115,7 +115,9 @@ def refuse_derived(settings: Layer, complete: MaxTextConfig) -> list[str]:
         f"{key}={settings[key].value!r} ({settings[key].source}) cannot be set, it is computed and comes to "
         f"{getattr(complete, key)!r}: {ledger.meaning(key)}"
         for key in DerivedValues.model_fields
-        if settings[key].source.kind != "default" and not fields.same(key, settings[key].value, getattr(complete, key))
+        if not fields.is_none(settings[key].value)
+        and settings[key].source.kind != "default"
+        and not fields.same(key, settings[key].value, getattr(complete, key))
     ]
 
 

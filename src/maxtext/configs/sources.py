@@ -4,10 +4,10 @@ Every reader returns a Layer: key -> Setting, and a Setting knows the place that
 """
 
 import difflib
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,11 @@ YamlLoader.add_implicit_resolver(
 
 
 def short(path: Path) -> str:
-    """A path as a person would say it: the package's own files relative to it, others as they are."""
-    return str(path.relative_to(HERE)) if path.is_relative_to(HERE) else os.path.relpath(path)
+    """A path as a person would say it: relative to the package or to the current folder where it lies below one."""
+    for folder in (HERE, Path.cwd()):
+        if path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return str(path)
 
 
 def read_yaml(path: Path, kind: str) -> Layer:
@@ -90,6 +93,12 @@ def read_yaml(path: Path, kind: str) -> Layer:
         loader.dispose()
 
 
+@cache
+def base_layer() -> Layer:
+    """base.yml, read once: callers do not change layers."""
+    return read_yaml(BASE, "default")
+
+
 def presets() -> list[str]:
     """The names of the YAML files that ship with the package."""
     return sorted(path.stem for path in HERE.glob("*.yml"))
@@ -115,7 +124,7 @@ def file_chain(path: Path) -> list[tuple[Path, Layer]]:
         if any(current == seen for seen, _ in chain):
             names = " -> ".join(short(seen) for seen, _ in [*chain, (current, None)])
             raise ConfigError(f"base_config forms a circle: {names}")
-        layer = read_yaml(current, "default" if current == BASE else "file")
+        layer = base_layer() if current == BASE else read_yaml(current, "file")
         chain.append((current, layer))
         parent = layer.get("base_config") if current != BASE else None
         if parent is not None and fields.is_none(parent.value):

@@ -172,6 +172,16 @@ def mesh_axes_are_distinct(c):
 
 
 @rule
+def mesh_axes_are_known(c):
+    known = [key[4:-12] for key in IciParallelism.model_fields]
+    known[known.index("pipeline")] = "stage"
+    unknown = [axis for axis in c.mesh_axes if axis not in known]
+    if unknown:
+        return f"mesh_axes has unknown axes {', '.join(map(repr, unknown))}: use {', '.join(known)}"
+    return None
+
+
+@rule
 def axis_rules_are_pairs(c):
     for entry in c.logical_axis_rules:
         shaped = isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
@@ -181,7 +191,7 @@ def axis_rules_are_pairs(c):
 
 
 @rule
-def offload_needs_a_scanned_or_listed_tensor(c):
+def optimizer_state_has_one_place(c):
     if c.optimizer_memory_host_offload and c.shard_optimizer_over_data:
         return "optimizer_memory_host_offload and shard_optimizer_over_data exclude each other: keep one"
     return None

@@ -1,0 +1,11 @@
+"""`maxtext decode`: says, for now, that the engine is not there."""
+
+from maxtext.cli import words as cli_words
+from maxtext.common.errors import ConfigError
+from maxtext.configs import load
+
+
+def run(words: list[str]) -> int:
+    path, settings = cli_words.split(words)
+    load(path, settings)
+    raise ConfigError("decoding is not in this version yet; `maxtext config status` lists what is")

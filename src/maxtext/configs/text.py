@@ -1,0 +1,28 @@
+"""A configuration as text: YAML lines in the order of base.yml."""
+
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from maxtext.configs.types import GROUPS
+
+KEYS_IN_ORDER = [key for group in GROUPS for key in group.model_fields]
+
+
+def plain(value: Any) -> Any:
+    """A choice as its word; anything else as it is."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def compact(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
+    return text.removesuffix("\n...\n").strip()
+
+
+def yaml_line(key: str, value: Any) -> str:
+    """`key: value`; a list of lists takes a line for each."""
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        return "\n".join([f"{key}:", *(f"  - {compact(item)}" for item in value)])
+    return f"{key}: {compact(value)}"

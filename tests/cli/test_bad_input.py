@@ -1,0 +1,185 @@
+"""Every mistake gets a sentence that names the culprit and a remedy, exit code 2, and no traceback."""
+
+import pytest
+
+from maxtext.cli.main import main
+
+# words after `maxtext config`, and what the message must say
+CASES = {
+    "unknown key": (["learning_rat=1"], ["unknown key 'learning_rat'", "learning_rate"]),
+    "unknown key without a neighbour": (["zzzzzz=1"], ["unknown key 'zzzzzz'"]),
+    "part of a key": (["capacity=1"], ["unknown key 'capacity'", "capacity_factor"]),
+    "no value": (["steps"], ["no configuration file 'steps'"]),
+    "no equals sign in a later word": (["run_name=a", "steps"], ["expected key=value", "'steps'"]),
+    "no key": (["=3"], ["expected key=value"]),
+    "unknown option": (["--steps=3"], ["unknown option", "without dashes"]),
+    "unknown format": (["--format", "xml"], ["--format takes yaml or json"]),
+    "format without a value": (["--format"], ["--format takes yaml or json"]),
+    "text for a whole number": (["base_emb_dim=ten"], ["base_emb_dim='ten'", "command line", "a whole number"]),
+    "fraction for a whole number": (["base_emb_dim=1.5"], ["base_emb_dim=1.5", "a whole number"]),
+    "true for a whole number": (["base_emb_dim=true"], ["base_emb_dim=True", "a whole number"]),
+    "list for a whole number": (["base_emb_dim=[1]"], ["base_emb_dim=[1]", "a whole number"]),
+    "none for a whole number": (["base_emb_dim=none"], ["base_emb_dim", "a whole number"]),
+    "text for a number": (["per_device_batch_size=big"], ["per_device_batch_size='big'", "number"]),
+    "true for a number": (["per_device_batch_size=true"], ["per_device_batch_size=True", "number"]),
+    "nan": (["normalization_layer_epsilon=.nan"], ["normalization_layer_epsilon=nan", "a number"]),
+    "infinity": (["normalization_layer_epsilon=.inf"], ["normalization_layer_epsilon=inf", "a number"]),
+    "text for a switch": (["override_model_config=maybe"], ["override_model_config='maybe'", "true or false"]),
+    "text for a list": (["mesh_axes=data"], ["mesh_axes='data'", "a list of text"]),
+    "broken list": (["mesh_axes=[data"], ["mesh_axes=[data", "not a valid value"]),
+    "unknown choice": (["decoder_block=lama2"], ["decoder_block='lama2'", "did you mean llama2"]),
+    "unknown dtype": (["dtype=float12"], ["dtype='float12'", "one of bfloat16, float32, float16"]),
+    "unknown remat policy": (["remat_policy=half"], ["remat_policy='half' is not known", "minimal"]),
+    "unknown remat place": (
+        ["remat_policy=custom", "context=disk"],
+        ["context='disk'", "one of remat, device, offload"],
+    ),
+    "unknown attention": (["attention=fast"], ["attention='fast' is not known", "dot_product"]),
+    "unknown model": (["model_name=llama3.1-9b"], ["unknown model_name 'llama3.1-9b'", "did you mean llama3.1-8b"]),
+    "unknown model and no neighbour": (["model_name=zzz"], ["unknown model_name 'zzz'"]),
+    "missing file": (["nowhere.yml"], ["no configuration file 'nowhere.yml'"]),
+    "misspelt preset": (["bas"], ["no configuration file 'bas'", "did you mean base"]),
+    "set twice": (["run_name=a", "run_name=b"], ["run_name is set twice", "'a' and 'b'"]),
+    "negative below the bound": (["q_lora_rank=-1"], ["q_lora_rank=-1", ">= 0"]),
+    "zero where positive": (["num_experts=0"], ["num_experts=0", "> 0"]),
+    "zero accumulation": (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "> 0"]),
+    "zero width": (["base_emb_dim=0"], ["base_emb_dim=0 is out of range", "at least 1"]),
+    "no layers": (["base_num_decoder_layers=0"], ["base_num_decoder_layers=0 is out of range"]),
+    "negative batch": (["per_device_batch_size=-1"], ["per_device_batch_size=-1 is out of range"]),
+    "fraction above one": (
+        ["warmup_steps_fraction=1.5"],
+        ["warmup_steps_fraction=1.5 is out of range", "between 0 and 1"],
+    ),
+    "dropout above one": (["dropout_rate=2"], ["dropout_rate=2.0 is out of range"]),
+    "negative steps": (["steps=-5"], ["steps=-5 is out of range"]),
+    "port too large": (["prometheus_port=70000"], ["prometheus_port=70000 is out of range", "65535"]),
+    "empty batch": (["per_device_batch_size=0"], ["less than one sequence a step"]),
+    "batch that is no whole number": (["per_device_batch_size=1.5"], ["makes 1.5 sequences"]),
+    "not a power of two": (["global_parameter_scale=3"], ["global_parameter_scale=3 is not a power of two"]),
+    "negative scale": (["global_parameter_scale=-2"], ["global_parameter_scale=-2 is not a power of two"]),
+    "heads": (["base_num_query_heads=6", "base_num_kv_heads=4"], ["base_num_query_heads=6 is not a multiple"]),
+    "two free ICI axes": (
+        ["ici_fsdp_parallelism=-1", "ici_data_parallelism=-1"],
+        ["ici_data_parallelism and ici_fsdp_parallelism are both -1"],
+    ),
+    "two free DCN axes": (["dcn_fsdp_parallelism=-1"], ["dcn_data_parallelism and dcn_fsdp_parallelism are both -1"]),
+    "more devices than there are": (["ici_tensor_parallelism=64"], ["ici_*_parallelism", "multiply to 64"]),
+    "fewer devices than there are": (["ici_fsdp_parallelism=3"], ["ici_*_parallelism", "multiply to 3"]),
+    "zero axis": (["ici_tensor_parallelism=0"], ["ici_tensor_parallelism=0", "1 or more, or -1"]),
+    "axis outside the mesh": (["mesh_axes=[data]", "ici_tensor_parallelism=2"], ["mesh_axes has no axis 'tensor'"]),
+    "repeated mesh axis": (["mesh_axes=[data, data]"], ["mesh_axes names data more than once"]),
+    "unknown mesh axis": (["mesh_axes=[data, fsdp, warp]"], ["mesh_axes", "'warp'"]),
+    "axis rules of a wrong shape": (["logical_axis_rules=[mlp]"], ["must be a list of pairs"]),
+    "axis rules that are no list": (["logical_axis_rules=3"], ["must be a list of pairs"]),
+    "model file conflict": (
+        ["model_name=llama2-7b", "base_emb_dim=64"],
+        ["base_emb_dim=64", "differs from 4096", "override_model_config=true"],
+    ),
+    "two checkpoints": (
+        ["load_parameters_path=/a", "load_full_state_path=/b"],
+        ["load_parameters_path and load_full_state_path are both set"],
+    ),
+    "local checkpoints without a place": (["enable_multi_tier_checkpointing=true"], ["local_checkpoint_directory"]),
+    "zarr3 without ocdbt": (["checkpoint_storage_use_ocdbt=false"], ["needs checkpoint_storage_use_ocdbt=true"]),
+    "window without a size": (["attention_type=local_sliding"], ["needs sliding_window_size"]),
+    "chunks without a size": (["attention_type=chunk"], ["needs chunk_attn_window_size"]),
+    "unknown activation": (["mlp_activations=[sulu]"], ["unknown names sulu"]),
+    "three activations": (["mlp_activations=[silu, linear, relu]"], ["one name, or two"]),
+    "more experts chosen than there are": (["num_experts_per_tok=2"], ["more than num_experts=1"]),
+    "groups that do not divide": (
+        ["num_experts=6", "n_routing_groups=4", "topk_routing_group=2"],
+        ["n_routing_groups=4 does not divide num_experts=6"],
+    ),
+    "bias update without a bias": (["routed_bias_update_rate=0.1"], ["set routed_bias=true"]),
+    "indexer without MLA": (["use_indexer=true"], ["use_indexer=true needs attention_type=mla"]),
+    "ramp-up that misses the target": (
+        ["enable_rampup_batch_size=true", "per_device_batch_size_increment=5"],
+        ["does not end at per_device_batch_size=12"],
+    ),
+    "schedule phases overlap": (
+        ["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.6"],
+        ["warmup_steps_fraction + wsd_decay_steps_fraction is above 1"],
+    ),
+    "bad regular expression": (["adamw_mask=['(']"], ["adamw_mask", "not a regular expression"]),
+    "nucleus without p": (["decode_sampling_strategy=nucleus"], ["needs decode_sampling_nucleus_p"]),
+    "two fine-tuning methods": (["use_dpo=true", "use_sft=true"], ["use_dpo and use_sft exclude each other"]),
+    "sparsity half set": (["weight_sparsity_n=2"], ["weight_sparsity_n and weight_sparsity_m go together"]),
+    "computed key": (["emb_dim=4"], ["emb_dim=4", "cannot be set, it is computed and comes to 2048"]),
+    "key that does not act": (["gcs_metrics=true"], ["gcs_metrics=True", "would be ignored", "Google Cloud"]),
+    "explain nothing": (["explain"], ["explain which key"]),
+    "explain an unknown key": (["explain", "remat"], ["unknown key 'remat'", "remat_policy"]),
+    "status of something": (["status", "steps"], ["takes no further words"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mistake(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words, expected = CASES[name]
+    refused(["config", *words], expected, capsys)
+
+
+def refused(words, expected, capsys):
+    assert main(words) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    assert all(line.startswith("maxtext: error: ") for line in output.err.splitlines())
+    for part in expected:
+        assert part in output.err
+
+
+def test_there_are_at_least_sixty_cases():
+    assert len(CASES) >= 60
+
+
+FILES = {
+    "not YAML": ("steps: 1\n  bad: 2\n", ["mine.yml line 2", "not valid YAML"]),
+    "a list": ("- 1\n- 2\n", ["mine.yml", "expected `key: value` lines"]),
+    "set twice in a file": ("steps: 1\nsteps: 2\n", ["steps is set twice", "mine.yml:1", "line 2"]),
+    "unknown key in a file": ("base_config: base.yml\nstepz: 3\n", ["unknown key 'stepz' (mine.yml:2)", "steps"]),
+    "wrong type in a file": ("\n\nbase_emb_dim: wide\n", ["base_emb_dim='wide' (mine.yml:3)"]),
+    "missing parent": ("base_config: parent.yml\n", ["no configuration file 'parent.yml'"]),
+    "its own parent": ("base_config: mine.yml\n", ["base_config forms a circle"]),
+    "conflict with the model": (
+        "base_config: base.yml\nmodel_name: llama2-7b\nbase_emb_dim: 64\n",
+        ["base_emb_dim=64 (mine.yml:3)", "models/llama2-7b.yml"],
+    ),
+    "not text": (b"\xff\xfe\x00", ["cannot read the configuration file"]),
+    "a tag that runs code": ("steps: !!python/object/apply:os.getcwd []\n", ["not valid YAML", "could not determine"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_mistake_in_a_file(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    content, expected = FILES[name]
+    (tmp_path / "mine.yml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(["config", "mine.yml"], expected, capsys)
+
+
+def test_environment_conflicts_with_the_command_line(capsys, monkeypatch):
+    monkeypatch.setenv("M_STEPS", "3")
+    refused(["config", "steps=3"], ["steps is set by the environment (M_STEPS) and by the command line"], capsys)
+
+
+def test_unknown_and_wrong_environment_variables(capsys, monkeypatch):
+    monkeypatch.setenv("M_STEPZ", "3")
+    refused(["config"], ["unknown key 'stepz' (environment (M_STEPZ))", "steps"], capsys)
+    monkeypatch.delenv("M_STEPZ")
+    monkeypatch.setenv("M_BASE_EMB_DIM", "wide")
+    refused(["config"], ["base_emb_dim='wide' (environment (M_BASE_EMB_DIM))"], capsys)
+
+
+def test_all_mistakes_are_told_at_once(capsys):
+    refused(["config", "base_emb_dim=x", "base_mlp_dim=y"], ["base_emb_dim='x'", "base_mlp_dim='y'"], capsys)
+
+
+def test_unknown_verb(capsys):
+    refused(["trian"], ["unknown verb 'trian'; did you mean train?"], capsys)
+    refused(["zzz"], ["the verbs are"], capsys)
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(Exception, match="unknown key"):
+        main(["config", "stepz=1", "--debug"])

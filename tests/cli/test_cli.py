@@ -1,0 +1,100 @@
+"""The command as a person meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from maxtext.cli.main import VERBS, main
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from maxtext.cli.main import main; main(['--help']); main(['config', '--help']);"
+        "heavy = {'jax', 'numpy', 'pydantic', 'yaml', 'rich', 'flax'} & set(sys.modules); sys.exit(len(heavy))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0
+    assert "usage: maxtext VERB" in result.stdout
+
+
+def test_config_needs_jax_for_devices_only():
+    code = (
+        "import sys; from maxtext.configs import load; from maxtext.configs.derive import Devices;"
+        "load(None, ['model_name=llama3.1-8b'], devices=Devices(1)); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"usage: maxtext {verb}" in text
+    assert f"example: maxtext {verb}" in text
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("maxtext 0.")
+
+
+def test_config_prints_groups_values_and_sources(capsys):
+    assert main(["config", "model_name=llama3.1-8b", "base_output_directory=/out"]) == 0
+    text = capsys.readouterr().out
+    assert "# RunInfo: " in text
+    line = next(line for line in text.splitlines() if line.startswith("base_emb_dim:"))
+    assert line.split("#")[0].strip() == "base_emb_dim: 4096"
+    assert "models/llama3.1-8b.yml:" in line
+    assert sum(":" in line and not line.startswith(("#", " ")) for line in text.splitlines()) == 723
+
+
+def test_config_changed(capsys):
+    assert main(["config", "base_emb_dim=64", "run_name=a", "--changed"]) == 0
+    keys = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line and line[0] not in "# "]
+    assert keys == ["run_name", "base_output_directory", "base_emb_dim"]
+
+
+def test_config_for_programs(capsys):
+    assert main(["config", "base_emb_dim=64", "run_name=a", "--format", "json"]) == 0
+    from_json = json.loads(capsys.readouterr().out)
+    assert main(["config", "base_emb_dim=64", "run_name=a", "--format=yaml"]) == 0
+    from_yaml = yaml.safe_load(capsys.readouterr().out)
+    assert from_json == from_yaml
+    assert len(from_json) == 723
+    assert from_json["emb_dim"] == 64
+    assert from_json["dtype"] == "bfloat16"
+
+
+def test_explain(capsys):
+    assert main(["config", "explain", "remat_policy", "remat_policy=minimal"]) == 0
+    text = capsys.readouterr().out
+    for part in ("RematAndOffload", "backward pass", "default  full", "value    minimal", "command line", "acts"):
+        assert part in text
+    assert main(["config", "explain", "gcs_metrics"]) == 0
+    assert "does not act here" in capsys.readouterr().out
+    assert main(["config", "explain", "emb_dim"]) == 0
+    assert "computed" in capsys.readouterr().out
+
+
+def test_status_counts_every_key(capsys):
+    assert main(["config", "status"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("723 keys: ")
+    assert sum(bool(line) and not line.startswith("#") for line in rest) == 723
+
+
+def test_doors():
+    for door in ("maxtext.train", "maxtext.decode"):
+        result = subprocess.run([sys.executable, "-m", door, "stepz=1"], capture_output=True, text=True)
+        assert (result.returncode, "stepz" in result.stderr) == (2, True)
+    result = subprocess.run([sys.executable, "-m", "maxtext", "--version"], capture_output=True, text=True)
+    assert result.returncode == 0
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m maxtext config | head -1"
+    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,101 @@
+import logging
+import os
+
+import pytest
+
+from maxtext.common import extras, files, log
+from maxtext.common.errors import MissingExtra
+from maxtext.common.hardware import TABLE, lookup, peak_flops
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "folder" / "file.txt"
+    files.write_text(path, "old")
+
+    def fail():
+        with files.atomic_writer(path) as stream:
+            stream.write("half of the new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert path.read_text() == "old"
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_a_write_replaces_whole_and_keeps_the_mode(tmp_path):
+    path = tmp_path / "file.bin"
+    with files.atomic_writer(path, "wb") as stream:
+        stream.write(b"one")
+    assert path.stat().st_mode & 0o777 == 0o666 & ~files.current_umask()
+    path.chmod(0o640)
+    with files.atomic_writer(path, "wb") as stream:
+        stream.write(b"two")
+        assert path.read_bytes() == b"one"
+    assert path.read_bytes() == b"two"
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(ValueError, match="whole files"), files.atomic_writer(path, "a"):
+        pass
+
+
+def test_a_missing_extra_names_the_command(monkeypatch):
+    monkeypatch.setitem(extras.EXTRA_OF, "no_such_package", "hf")
+    with pytest.raises(MissingExtra, match=r'pip install "maxtext\[hf\]"'):
+        extras.require("no_such_package.module", "reading the hub")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("TPU v4", "TPU v4"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU v5p", "TPU v5p"),
+        ("TPU v6 lite", "TPU v6e"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+    ],
+)
+def test_known_devices(kind, name):
+    assert lookup(kind).name == name
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H300", "TPU v9", "NVIDIA L400", "", "NVIDIA H100"])
+def test_unknown_devices_have_no_numbers(kind):
+    assert lookup(kind) is None
+    assert peak_flops(kind, "bfloat16") is None
+
+
+def test_peaks_are_dense_and_in_flops():
+    assert peak_flops("NVIDIA H200", "bfloat16") == pytest.approx(989.4e12)
+    assert peak_flops("TPU v5p", "bfloat16") == pytest.approx(459e12)
+    assert peak_flops("NVIDIA V100", "bfloat16") is None
+    for _, hardware in TABLE:  # a peak below what memory can feed at 1 FLOP a byte would be a slip of units
+        assert all(peak > hardware.bandwidth for peak in hardware.peak.values())
+        assert 10e9 < hardware.memory_bytes < 400e9
+
+
+def test_log_lines(capsys):
+    try:
+        log.configure(process_index=2, process_count=4)
+        log.LOGGER.info("first\nsecond")
+        line = capsys.readouterr().err
+        assert line.endswith("INFO [2/4] first | second\n")
+        assert line.count("\n") == 1
+        log.configure()
+        log.LOGGER.info("alone")
+        assert "[" not in capsys.readouterr().err
+        log.LOGGER.debug("quiet")
+        assert capsys.readouterr().err == ""
+    finally:
+        log.LOGGER.handlers.clear()
+        log.LOGGER.propagate = True
+        log.LOGGER.setLevel(logging.NOTSET)

@@ -1,0 +1,31 @@
+"""The whole resolved configuration of six models as text, so that a changed default shows in a diff.
+
+After a change that is meant: UPDATE_GOLDEN=1 pytest tests/configs/test_golden.py, and read the diff.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from maxtext.configs import load, text
+from maxtext.configs.derive import Devices
+
+GOLDEN = Path(__file__).parent / "golden"
+MODELS = ["llama3.1-8b", "gemma3-12b", "deepseek3-671b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt3-52k"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_resolved(name, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/user")
+    config = load(None, [f"model_name={name}", "run_name=golden"], environ={}, devices=Devices(1))
+    lines = [f"{text.yaml_line(key, getattr(config, key))}  # {config.source(key).kind}" for key in text.KEYS_IN_ORDER]
+    got = "\n".join(lines) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(got)
+    assert got == path.read_text()
+
+
+def test_golden_files_are_the_tested_ones():
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(MODELS)

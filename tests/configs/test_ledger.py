@@ -1,0 +1,93 @@
+"""No silent knobs: what the ledger says of a key is what the source does with it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import maxtext.configs
+from maxtext.common.errors import ConfigError
+from maxtext.configs import ledger, load
+from maxtext.configs.derive import Devices
+from maxtext.configs.types import DerivedValues, MaxTextConfig
+
+PACKAGE = Path(maxtext.configs.__file__).parents[1]
+CONFIG_NAMES = {"config", "c"}
+# Keys whose whole effect is inside configs/: they choose and merge the layers.
+LOADER_KEYS = {
+    "base_config", "model_name", "override_model_config", "override_logical_axis_rules", "run_name",
+    "base_output_directory", "tokenizer_path", "tokenizer_type", "logical_axis_rules",
+}  # fmt: skip
+INPUTS_BY_PATTERN = {  # derive.py reads these through a name made from another key
+    **{key: "parallelism" for key in MaxTextConfig.model_fields if key.startswith(("ici_", "dcn_"))},
+}
+
+
+def reads(path: Path) -> set[str]:
+    """Keys read as `config.key`, `c.key` or `self.config.key` in a file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = node.value
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else None
+            if name in CONFIG_NAMES:
+                found.add(node.attr)
+    return found & set(MaxTextConfig.model_fields)
+
+
+def read_outside() -> set[str]:
+    files = [path for path in PACKAGE.rglob("*.py") if "configs" not in path.relative_to(PACKAGE).parts]
+    return set().union(*map(reads, files))
+
+
+def derivation_inputs() -> set[str]:
+    from maxtext.configs import derive
+
+    found = reads(Path(derive.__file__)) | set(derive.CUSTOM_TENSORS)
+    return found | {key for key in INPUTS_BY_PATTERN if key not in DerivedValues.model_fields}
+
+
+def test_every_listed_key_exists_and_once():
+    assert set(ledger.silent_keys()) <= set(MaxTextConfig.model_fields) - set(DerivedValues.model_fields)
+    import yaml
+
+    table = yaml.safe_load((Path(maxtext.configs.__file__).parent / "tables" / "ledger.yml").read_text())
+    listed = [key for kind in table.values() for section in kind for key in section["keys"]]
+    assert len(listed) == len(set(listed))
+
+
+def test_acting_keys_are_read():
+    acting = {key for key in MaxTextConfig.model_fields if ledger.status(key).kind == "acts"}
+    unread = acting - read_outside() - derivation_inputs() - LOADER_KEYS
+    assert not unread, f"the ledger says that these act, but no code outside configs/ reads them: {sorted(unread)}"
+
+
+def test_silent_keys_are_not_read():
+    read = set(ledger.silent_keys()) & read_outside()
+    assert not read, f"code reads these, but the ledger says that they do not act: {sorted(read)}"
+
+
+def test_setting_a_silent_key_is_an_error_with_the_reason():
+    with pytest.raises(ConfigError, match="gcs_metrics=True .* would be ignored: it does not act here: .*Google Cloud"):
+        load(None, ["gcs_metrics=true"], environ={}, devices=Devices(1))
+    with pytest.raises(ConfigError, match="enable_diloco=True .*does not act yet"):
+        load(None, [], environ={"M_ENABLE_DILOCO": "true"}, devices=Devices(1))
+
+
+def test_the_default_of_a_silent_key_may_be_written_out():
+    from maxtext.configs import text
+    from maxtext.configs.load import base_values
+
+    words = []
+    for key in ledger.silent_keys():
+        value = text.plain(getattr(base_values(), key))
+        words.append(f"{key}={value if isinstance(value, str) else text.compact(value)}")
+    config = load(None, words, environ={}, devices=Devices(1))
+    differing = [key for key in ledger.silent_keys() if getattr(config, key) != getattr(base_values(), key)]
+    assert not differing
+    assert config.source("gcs_metrics").kind == "command line"
+
+
+def test_every_key_has_a_meaning():
+    missing = [key for key in MaxTextConfig.model_fields if len(ledger.meanings().get(key, "")) < 20]
+    assert not missing

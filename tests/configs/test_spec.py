@@ -1,0 +1,98 @@
+"""Every group, key, type, default and choice is the published one."""
+
+import json
+import typing
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from pydantic_core import PydanticUndefined
+
+from maxtext.configs import fields, types
+from maxtext.configs.load import base_values
+from maxtext.configs.types import GROUPS
+
+HERE = Path(__file__).parent
+SHARED = HERE.parents[2] / "shared" / "spec" / "config_keys.json"
+FACTS = json.loads((HERE / "facts.json").read_text())
+# The published default of the cache folder is the home of the machine that listed the keys.
+HOME_DEFAULTS = {"jax_cache_dir": "~/jax_cache"}
+# Filled by base.yml; the type's own default is empty.
+BASE_ONLY = {"logical_axis_rules", "data_sharding"}
+
+
+def type_text(field) -> str:
+    """A type as the facts spell it: constraints as Annotated[…], choices and classes by name."""
+
+    def spell(part) -> str:
+        if part is type(None):
+            return "None"
+        if isinstance(part, type) and not hasattr(part, "__origin__"):
+            return part.__name__
+        text = str(part).replace("typing.", "").replace("NoneType", "None")
+        return text.replace("annotated_types.", "")
+
+    if fields.is_union(field.annotation):
+        text = " | ".join(spell(part) for part in typing.get_args(field.annotation))
+    else:
+        text = spell(field.annotation)
+    for bound in field.metadata:
+        text = f"Annotated[{text}, {bound!r}]"
+    return text
+
+
+def default_text(field):
+    if field.default is PydanticUndefined:
+        return "<factory>"
+    if isinstance(field.default, types.DecoderBlockType | types.ShardMode):
+        return field.default.value
+    if isinstance(field.default, Enum):
+        return str(field.default)
+    return field.default
+
+
+def described():
+    return {
+        group.__name__: {
+            key: [type_text(group.model_fields[key]), default_text(group.model_fields[key])]
+            for key in group.model_fields
+        }
+        for group in GROUPS
+    }
+
+
+@pytest.mark.parametrize("group", FACTS["groups"])
+def test_group(group):
+    expected = {key: list(fact) for key, fact in FACTS["groups"][group].items()}
+    for key, default in HOME_DEFAULTS.items():
+        if key in expected:
+            expected[key][1] = default
+    assert described()[group] == expected
+
+
+def test_no_further_groups_or_keys():
+    assert list(described()) == list(FACTS["groups"])
+    assert len(types.MaxTextConfig.model_fields) == 723
+
+
+@pytest.mark.parametrize("name", FACTS["enums"])
+def test_choices(name):
+    assert {member.name: member.value for member in getattr(types, name)} == FACTS["enums"][name]
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published list is not beside this checkout")
+def test_fixture_is_the_published_list():
+    published = json.loads(SHARED.read_text())
+    groups = {
+        name: {key: [fact["type"], fact["default"]] for key, fact in group["fields"].items()}
+        for name, group in published["groups"].items()
+    }
+    assert {"enums": published["enums"], "groups": groups} == FACTS
+
+
+def test_base_file_has_every_key_with_the_default_of_its_type():
+    bare = types.MaxTextConfig()
+    base = base_values()
+    differing = {key for key in types.MaxTextConfig.model_fields if getattr(bare, key) != getattr(base, key)}
+    assert differing == BASE_ONLY
+    assert all(base.source(key).line for key in types.MaxTextConfig.model_fields)

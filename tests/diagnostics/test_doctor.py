@@ -1,0 +1,37 @@
+from maxtext.cli.main import main
+from maxtext.diagnostics import doctor
+
+
+def test_doctor_on_this_machine(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for part in ("python", "jax ", "platform", "dot_product", "works", "GiB free", "No problems found."):
+        assert part in text
+
+
+def test_capability_tells_numbers_or_that_there_are_none():
+    assert "bfloat16 989.4" in doctor.capability("NVIDIA H200")
+    assert "not known" in doctor.capability("Abacus 3")
+
+
+def test_problems_come_with_remedies():
+    environ = {"JAX_DISABLE_JIT": "1", "JAX_ENABLE_X64": "true"}
+    found = list(doctor.environment_problems(environ))
+    assert [problem.split()[0] for problem, _ in found] == ["JAX_DISABLE_JIT", "JAX_ENABLE_X64"]
+    assert all(remedy for _, remedy in found)
+    assert not list(doctor.environment_problems({}))
+
+
+def test_low_disk_and_failing_devices(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "LOW_DISK", 2**60)
+    report = doctor.examine(str(tmp_path / "not" / "there"), {})
+    assert any("GiB are free" in problem for problem, _ in report.problems)
+
+    import jax
+
+    def broken():
+        raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    report = doctor.examine(str(tmp_path), {})
+    assert report.problems[0][0] == "JAX finds no devices: Unable to initialize backend 'cuda'"

@@ -1,0 +1,60 @@
+"""The rooms of the house: a room imports only from rooms below it."""
+
+import ast
+from pathlib import Path
+
+import maxtext
+
+PACKAGE = Path(maxtext.__file__).parent
+LEVEL = {
+    "common": 0, "configs": 1, "sharding": 2, "kernels": 2, "tokenizers": 2, "optimizers": 2, "layers": 3, "models": 4,
+    "input_pipeline": 4, "checkpoint": 5, "diagnostics": 5, "inference": 6, "trainers": 7, "cli": 8,
+}  # fmt: skip
+# Modules beside the rooms: the package itself and the doors for familiar commands.
+DOORS = {"__init__", "__main__", "train", "decode", "sft_trainer", "train_compile", "standalone_dataloader"}
+
+
+def imported_rooms(path: Path):
+    """(line, room) of every import of one of our rooms, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: imports are absolute here"
+            modules = [node.module or ""]
+            if node.module == "maxtext":
+                modules = [f"maxtext.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        for module in modules:
+            parts = module.split(".")
+            if parts[0] == "maxtext" and len(parts) > 1:
+                yield node.lineno, parts[1]
+
+
+def test_every_folder_is_a_room_and_every_module_a_door():
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(LEVEL)
+    assert {path.stem for path in PACKAGE.glob("*.py")} <= DOORS
+
+
+def test_rooms_import_only_what_is_below_them():
+    wrong = []
+    for room, level in LEVEL.items():
+        for path in (PACKAGE / room).rglob("*.py"):
+            for line, other in imported_rooms(path):
+                if other != room and LEVEL.get(other, 99) >= level:
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {other}")
+    assert not wrong
+
+
+def test_only_sharding_says_partition_spec():
+    said = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "PartitionSpec" in path.read_text() and "sharding" not in path.relative_to(PACKAGE).parts
+    ]
+    assert not said
+
+
+def test_doors_are_thin():
+    thick = [path.name for path in PACKAGE.glob("*.py") if len(path.read_text().splitlines()) > 40]
+    assert not thick
