@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from maxtext.common.errors import ConfigError
 from maxtext.configs.sources import BASE, HERE, YamlLoader
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 
@@ -51,6 +52,13 @@ def problems(config: MaxTextConfig, base: MaxTextConfig, sources: tuple[str, ...
         for key, status in silent_keys().items()
         if config.source(key).kind in sources and getattr(config, key) != getattr(base, key)
     ]
+
+
+def refuse_silent(config: MaxTextConfig, base: MaxTextConfig) -> None:
+    """For a verb that runs a model: what the model's file needs must act, too."""
+    wrong = problems(config, base, sources=("model",))
+    if wrong:
+        raise ConfigError(f"model_name={config.model_name} needs more than this version has", *wrong)
 
 
 def shown(value: Any) -> str:

@@ -1,0 +1,182 @@
+"""When a performance trace is taken: skip_first_n_steps_for_profiler steps after the run's first, for profiler_steps.
+
+profiler=xplane writes into tensorboard_dir, from the first process only. profiler=nsys marks the range for Nsight, in
+every process: start the run as `nsys profile --capture-range=cudaProfilerApi maxtext train …`. With
+profile_periodically_period the window comes again, as often as it fits whole into the run. The loop calls
+
+    profiler = Profiler(config, first_step, last_step)   # both are steps that run
+    profiler.before_step(step, wait)                     # `wait` blocks until the devices have done what was asked
+    …
+    profiler.after_step(step, wait)
+    record = profiler.visible(record)                    # hide_profiler_step_metric
+    profiler.close()                                     # also ends a trace that a signal cut short
+
+A window that the configured run has no room for is a ConfigError. A resumed run that has too few steps left only says
+so: a job that restarts itself near its end must not fail for want of a trace.
+"""
+
+import ctypes
+import importlib.util
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig, ProfilerType
+from maxtext.diagnostics.record import TIMING, Record
+
+Wait = Callable[[], None]
+
+
+class Profiler:
+    """`active` says whether a trace is being taken."""
+
+    def __init__(self, config: MaxTextConfig, first_step: int, last_step: int):
+        self.active = False
+        self.length = config.profiler_steps
+        self.period = config.profile_periodically_period
+        self.clean = config.profile_cleanly
+        self.hides = config.hide_profiler_step_metric
+        self.last_step = last_step
+        self.tool = make_tool(config)
+        self.first_window = first_step + config.skip_first_n_steps_for_profiler
+        self.annotation: jax.profiler.StepTraceAnnotation | None = None
+        self.serving = False
+        skipped = config.skip_first_n_steps_for_profiler
+        if self.tool and skipped + self.length > last_step + 1:
+            raise ConfigError(
+                f"skip_first_n_steps_for_profiler={skipped} and profiler_steps={self.length} need "
+                f"{skipped + self.length} steps, but the run has {last_step + 1}: take fewer, or raise steps"
+            )
+        if self.tool and not self.window(self.first_window):
+            LOGGER.warning("no trace: only %d steps are left of the run", last_step + 1 - first_step)
+        if config.enable_jax_profiler:
+            self.serve(config.jax_profiler_port)
+
+    def window(self, step: int) -> range:
+        """The traced steps that `step` belongs to; empty outside of every window."""
+        past = step - self.first_window
+        start = step - past % self.period if self.period > 0 else self.first_window
+        steps = range(start, start + self.length)
+        whole = self.tool is not None and past >= 0 and steps[-1] <= self.last_step
+        return steps if whole and step in steps else range(0)
+
+    def before_step(self, step: int, wait: Wait) -> None:
+        window = self.window(step)
+        if not self.active and window and step == window[0]:
+            if self.clean:
+                wait()
+            self.active = self.attempt("start")
+        if self.active:
+            # The mark by which TensorBoard and XProf divide a trace into steps.
+            self.annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self.annotation.__enter__()
+
+    def after_step(self, step: int, wait: Wait) -> None:
+        window = self.window(step)
+        if self.active and (not window or step == window[-1]):
+            if self.clean:
+                wait()
+            self.stop()
+        self.end_annotation()
+
+    def visible(self, record: Record) -> Record:
+        """The record, without its timing where hide_profiler_step_metric asks for that in traced steps."""
+        if not (self.hides and self.window(int(record["step"] or 0))):
+            return record
+        return {name: None if name in TIMING else value for name, value in record.items()}
+
+    def stop(self) -> None:
+        self.end_annotation()
+        self.active = False
+        self.attempt("stop")
+
+    def end_annotation(self) -> None:
+        if self.annotation is not None:
+            self.annotation.__exit__(None, None, None)
+            self.annotation = None
+
+    def attempt(self, what: str) -> bool:
+        """Start or stop the tool. A failure (a full disk, a capture under way) costs the trace, not the training."""
+        try:
+            getattr(self.tool, what)()
+            return True
+        except Exception as error:
+            LOGGER.error("the profiler could not %s a trace: %s", what, error)
+            return False
+
+    def serve(self, port: int) -> None:
+        """The live server; JAX only prints a warning when it cannot have the port, so try the port first."""
+        try:
+            with socket.create_server(("", port)):
+                pass
+            jax.profiler.start_server(port)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"jax_profiler_port={port} cannot be opened: {error}; choose another port") from error
+        self.serving = True
+
+    def close(self) -> None:
+        if self.active:
+            self.stop()
+        if self.serving:
+            jax.profiler.stop_server()
+            self.serving = False
+
+
+def make_tool(config: MaxTextConfig) -> Any:
+    """What starts and stops a trace, or None."""
+    if config.profiler == ProfilerType.NSYS:
+        return Nsys()
+    if config.profiler == ProfilerType.XPLANE and jax.process_index() == 0:
+        return Xplane(config.tensorboard_dir or "")
+    return None
+
+
+class Xplane:
+    def __init__(self, folder: str):
+        if not folder:
+            raise ValueError("tensorboard_dir is computed by maxtext.config(); this configuration lacks it")
+        self.folder = folder
+
+    def start(self) -> None:
+        jax.profiler.start_trace(self.folder)
+
+    def stop(self) -> None:
+        jax.profiler.stop_trace()
+        LOGGER.info("wrote a trace to %s", self.folder)
+
+
+class Nsys:
+    """The CUDA runtime's marks for a profiler that is already attached."""
+
+    def __init__(self) -> None:
+        self.library = load_cuda_runtime()
+
+    def start(self) -> None:
+        self.call("cudaProfilerStart")
+
+    def stop(self) -> None:
+        self.call("cudaProfilerStop")
+
+    def call(self, name: str) -> None:
+        status = getattr(self.library, name)()
+        if status:
+            raise RuntimeError(f"{name} returned CUDA error {status}")
+
+
+def load_cuda_runtime() -> ctypes.CDLL:
+    """From the system, or from the wheels that jax[cuda12] and jax[cuda13] bring."""
+    names = ["libcudart.so.13", "libcudart.so.12", "libcudart.so"]
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations or []) if wheels else []:
+        names += [str(path) for path in sorted(Path(folder).glob("*/lib/libcudart.so.*"))]
+    for name in names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise ConfigError("profiler=nsys needs the CUDA runtime (libcudart), which is not found: use profiler=xplane")

@@ -1,0 +1,113 @@
+"""TensorBoard event files with scalars, written without a package.
+
+tensorboardX would do it, but it imports torch where that is installed (two seconds of start-up) and hangs the caller
+when its writing thread dies, as on a full disk. A scalar event is four protobuf fields in a checksummed frame:
+tensorflow/core/util/event.proto, framework/summary.proto and lib/io/record_writer.h say how. Here a write that fails
+raises. What is written reaches the disk every `flush_every` steps and at the end.
+"""
+
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+from maxtext.common.errors import ConfigError
+from maxtext.diagnostics.record import TIMING, Record
+
+DOUBLE, BYTES, FLOAT = 1, 2, 5  # protobuf wire types; 0 is a varint
+SESSION_START = b"\x08\x01"  # SessionLog.status = START
+
+
+class EventFile:
+    """A new event file in `folder`. A resumed run tells TensorBoard to forget steps from `first_step` on."""
+
+    def __init__(self, folder: str | os.PathLike, first_step: int = 0, flush_every: int = 1):
+        self.flush_every = flush_every
+        # TensorBoard reads a folder's files in the order of their names, so the time comes first, with fractions.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.stream = open(Path(folder) / name, "xb")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise ConfigError(f"enable_tensorboard=true, but {folder} cannot be written: {error}") from error
+        self.add(field(3, BYTES, b"brain.Event:2"))
+        if first_step:
+            self.add(varint(2 << 3) + varint(first_step) + field(7, BYTES, SESSION_START))
+        self.stream.flush()
+
+    def write(self, record: Record) -> None:
+        step = int(record["step"] or 0)
+        values = b"".join(
+            field(1, BYTES, field(1, BYTES, tag(name).encode()) + field(2, FLOAT, value))
+            for name, value in record.items()
+            if name != "step" and value is not None
+        )
+        if values:
+            self.add(varint(2 << 3) + varint(step) + field(5, BYTES, values))
+        if step % self.flush_every == 0:
+            self.stream.flush()
+
+    def add(self, event: bytes) -> None:
+        """One framed event: its length, the length's checksum, the event, the event's checksum."""
+        event = field(1, DOUBLE, time.time()) + event
+        length = struct.pack("<Q", len(event))
+        self.stream.write(length + checksum(length) + event + checksum(event))
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def tag(name: str) -> str:
+    """The place of a number in TensorBoard: learning/, performance/ or eval/; a name with a folder keeps it."""
+    if "/" in name:
+        return name
+    if name in TIMING:
+        return f"performance/{name}"
+    return f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"learning/{name}"
+
+
+def field(number: int, wire_type: int, value: bytes | float) -> bytes:
+    """One protobuf field."""
+    key = varint(number << 3 | wire_type)
+    if isinstance(value, bytes):
+        return key + varint(len(value)) + value
+    if wire_type == FLOAT:
+        value = max(min(value, 3.4e38), -3.4e38) if abs(value) != float("inf") else value  # NaN passes through
+        return key + struct.pack("<f", value)
+    return key + struct.pack("<d", value)
+
+
+def varint(number: int) -> bytes:
+    """Seven bits a byte, lowest first; the high bit says that more follow."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def crc_table() -> list[int]:
+    """CRC-32C (Castagnoli), reflected, a byte at a time."""
+    table = []
+    for entry in range(256):
+        for _ in range(8):
+            entry = entry >> 1 ^ (0x82F63B78 if entry & 1 else 0)
+        table.append(entry)
+    return table
+
+
+CRC_TABLE = crc_table()
+
+
+def crc32c(data: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    return crc ^ 0xFFFFFFFF
+
+
+def checksum(data: bytes) -> bytes:
+    """CRC-32C, rotated and shifted, since a plain CRC of data that holds CRCs is weak."""
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

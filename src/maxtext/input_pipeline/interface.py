@@ -1,0 +1,85 @@
+"""What the trainer sees of any data source, and what a data source must offer.
+
+A batch is a dict of int32 arrays [rows, max_target_length], the fields of FIELDS:
+- `targets[t]` is the token after `inputs[t]` in the same document; the shift is done here, once, and nowhere else;
+- `*_segmentation` numbers the documents of a row from 1; 0 = padding, which is also what the loss leaves out;
+- `*_position` counts from 0 in each segment. Padding is 0 in every field, whatever the tokenizer's pad_id.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
+
+Batch = dict[str, np.ndarray]
+State = dict[str, Any]
+
+FIELDS = (
+    "inputs", "inputs_position", "inputs_segmentation", "targets", "targets_position", "targets_segmentation",
+)  # fmt: skip
+
+
+class Split(str, Enum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process loads: its rows of each batch, and its part (`index` of `count`) of the documents."""
+
+    rows: int
+    index: int = 0
+    count: int = 1
+
+
+class BatchIterator(ABC):
+    """Batches until StopIteration. `set_state(get_state())` on a fresh iterator gives the same next batches."""
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Batch: ...
+
+    @abstractmethod
+    def get_state(self) -> State:
+        """The position after the batch last returned, as plain JSON values."""
+
+    @abstractmethod
+    def set_state(self, state: State) -> None: ...
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Back to the first batch, as for each new evaluation."""
+
+    def close(self) -> None:  # noqa: B027 - most iterators hold nothing
+        """Let go of threads and files; the iterator is not used afterwards."""
+
+
+class Source(Protocol):
+    """Makes the iterator of one split for one process. None: the configuration names no data for evaluation."""
+
+    def __call__(self, config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None: ...
+
+
+def seal(made_by: dict[str, Any], position: State) -> State:
+    """A state that says which settings give its position a meaning."""
+    return {"made_by": made_by, "position": position}
+
+
+def unseal(made_by: dict[str, Any], state: State) -> State:
+    """The position of a sealed state, unless other settings made it: then it would point at other data, in silence."""
+    saved = state["made_by"]
+    for name in {**saved, **made_by}:
+        if saved.get(name) != made_by.get(name):
+            raise ConfigError(
+                f"the saved data position was made with {name}={saved.get(name)}, but this run has "
+                f"{name}={made_by.get(name)}: restore the old value, or start again under a new run_name"
+            )
+    return state["position"]

@@ -1,0 +1,50 @@
+"""The registry of data sources, and the two doors of this room: make_train_iterator and make_eval_iterator.
+
+A new source is one file with a function of the `Source` shape, and one line in SOURCES.
+"""
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.grain_source import grain_source
+from maxtext.input_pipeline.interface import BatchIterator, Share, Source, Split
+from maxtext.input_pipeline.reuse import ReusedBatch
+from maxtext.input_pipeline.synthetic import synthetic_source
+
+# value of dataset_type -> what makes its batches
+SOURCES: dict[str, Source] = {
+    "synthetic": synthetic_source,
+    "grain": grain_source,
+}
+
+
+def make_train_iterator(config: MaxTextConfig) -> BatchIterator:
+    """This process's rows of every training batch."""
+    iterator = make_iterator(config, Split.TRAIN, share_of_this_process(config.global_batch_size_to_load))
+    assert iterator is not None, "a source has training data, or says what is missing"
+    return ReusedBatch(iterator) if config.reuse_example_batch else iterator
+
+
+def make_eval_iterator(config: MaxTextConfig) -> BatchIterator | None:
+    """This process's rows of every evaluation batch; None when no evaluation data is named."""
+    return make_iterator(config, Split.EVAL, share_of_this_process(config.global_batch_size_to_load_eval))
+
+
+def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+    name = config.dataset_type.value
+    if name not in SOURCES:
+        raise ConfigError(
+            f"dataset_type={name}: this version reads {' and '.join(sorted(SOURCES))}, choose one of them"
+        )
+    return SOURCES[name](config, split, share)
+
+
+def share_of_this_process(batch_size: int | None) -> Share:
+    import jax  # here, so that the rest of the room can be used without starting a back end
+
+    assert batch_size is not None, "a loaded configuration has its batch sizes"
+    index, count = jax.process_index(), jax.process_count()
+    if batch_size % count:
+        raise ConfigError(
+            f"a batch of {batch_size} sequences does not divide over {count} processes: change per_device_batch_size"
+        )
+    return Share(batch_size // count, index, count)

@@ -1,0 +1,118 @@
+"""cuDNN's flash attention on NVIDIA GPUs, through the public `jax.nn.dot_product_attention`.
+
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+
+Causal and window masks are cuDNN's own: it skips what they hide. JAX's window counts the keys before the query's own,
+so ours (i - window < j <= i) is local_window_size = (window - 1, 0), always with is_causal: without it JAX tells cuDNN
+only the left bound, and a query sees its future (jax-ml/jax#39576).
+
+Segments: cuDNN can pack sequences by offsets, but JAX exposes that only in a private module; the public sequence
+lengths [B] describe padding at the end of a row, not packing, and cannot be had from segment ids that are traced. What
+is left is a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size that JAX makes
+cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is quadratic memory: with causal
+attention, rows that only have padding at the end need no segments at all, since no real token sees what follows it.
+
+Chunks of attention that divide the length are folded into the batch. Head sizes that differ are padded with zeros to
+the larger, which changes no product: the public function asks for equal ones.
+
+Precision: cuDNN multiplies bfloat16 or float16 exactly, accumulates and keeps logits in float32: float32_logits and
+float32_product ask for nothing more. The softmax weights are rounded to the input dtype for the second product.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from maxtext.kernels.attention.masks import hide_blind_queries, mask
+from maxtext.kernels.attention.request import Inputs, Request, Visibility
+
+# The largest head size whose backward pass cuDNN has, by major compute capability.
+# https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html, support matrix of cuDNN 9.18:
+# Ampere and Ada 128, Hopper 256, Blackwell 128 (and two pairs of sizes beyond it that padding would not keep).
+LARGEST_HEAD = {8: 128, 9: 256}
+LARGEST_HEAD_ELSEWHERE = 128
+
+
+def supports(request: Request) -> str | None:
+    """None, or why cuDNN cannot do it."""
+    capability = request.capability or "9.0"  # not known when compiling for a machine that is not here
+    if request.platform != "gpu":
+        return f"it needs a GPU, and this is a {request.platform.upper()}"
+    if not capability.replace(".", "").isdigit():
+        return f"it needs an NVIDIA GPU, and this one is {capability}"
+    major = int(capability.split(".")[0])
+    if major < 8:
+        return f"it needs compute capability 8.0 or newer, and this GPU has {capability}"
+    if request.dtype not in ("bfloat16", "float16"):
+        return f"it computes in bfloat16 or float16, not {request.dtype}"
+    largest = LARGEST_HEAD.get(major, LARGEST_HEAD_ELSEWHERE)
+    head_size = max(request.head_size, request.value_size)
+    if head_size > largest or head_size % 8:
+        return f"its head size is a multiple of 8 up to {largest} on this GPU, not {head_size}"
+    if request.soft_cap is not None:
+        return "it has no soft cap"
+    if request.has_sinks:
+        return "it has no sinks"
+    if request.custom_positions:
+        return "it counts positions from 0 and takes no others"
+    if request.visibility.causal and request.q_length != request.k_length:
+        return f"its causal mask needs as many queries as keys, not {request.q_length} and {request.k_length}"
+    if request.q_length == 1:
+        return "it has no gradient for a single query"
+    if request.visibility.chunk is not None and request.q_length % request.visibility.chunk:
+        return f"chunks of {request.visibility.chunk} do not divide {request.q_length} tokens"
+    if request.has_segments and (request.q_length % 2 or request.k_length % 2):
+        return "with segments it needs even lengths"
+    return None
+
+
+def run(inputs: Inputs) -> Array:
+    if inputs.visibility.chunk is not None:
+        return run_chunks(inputs, inputs.visibility.chunk)
+    size = max(inputs.q.shape[-1], inputs.v.shape[-1])
+    visibility = inputs.visibility
+    window = None if visibility.window is None else (visibility.window - 1, 0)
+    visible = None
+    if inputs.q_segments is not None:
+        visible = mask(inputs)  # holds the window too: cuDNN before 9.10.2 takes no window next to a dense mask
+        assert visible is not None
+        visible, window = visible[:, None], None
+    output = jax.nn.dot_product_attention(
+        pad_heads(inputs.q, size),
+        pad_heads(inputs.k, size),
+        pad_heads(inputs.v, size),
+        mask=visible,
+        scale=inputs.scale,
+        is_causal=visibility.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+    return hide_blind_queries(output[..., : inputs.v.shape[-1]], inputs)
+
+
+def run_chunks(inputs: Inputs, chunk: int) -> Array:
+    """Chunks do not see each other, so they are rows of a larger batch, causal inside."""
+
+    def fold(array: Array) -> Array:
+        return array.reshape(-1, chunk, *array.shape[2:])
+
+    q_segments, k_segments = inputs.q_segments, inputs.k_segments
+    if q_segments is not None and k_segments is not None:
+        shared = q_segments is k_segments
+        q_segments = fold(q_segments)
+        k_segments = q_segments if shared else fold(k_segments)
+    folded = Inputs(
+        q=fold(inputs.q),
+        k=fold(inputs.k),
+        v=fold(inputs.v),
+        visibility=Visibility(causal=True),
+        scale=inputs.scale,
+        q_segments=q_segments,
+        k_segments=k_segments,
+    )
+    return run(folded).reshape(*inputs.q.shape[:3], inputs.v.shape[-1])
+
+
+def pad_heads(array: Array, size: int) -> Array:
+    missing = size - array.shape[-1]
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array

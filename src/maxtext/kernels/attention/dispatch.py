@@ -1,0 +1,214 @@
+"""Which back end computes attention: `attend` runs the one that was named, or chooses and says so once.
+
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+A back end is two functions: `supports(request)` gives None or a reason in words, `run(inputs)` the output. A named back
+end that does not support the request is an error: nothing falls back in silence.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
+from maxtext.kernels.attention import cudnn, dot_product, flash
+from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    supports: Callable[[Request], str | None]
+    run: Callable[[Inputs], Array]
+    platform: str | None = None  # the only one it runs on
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("dot_product", dot_product.supports, dot_product.run),
+        Backend("flash", flash.supports, flash.run, platform="tpu"),
+        Backend("cudnn_flash_jax", cudnn.supports, cudnn.run, platform="gpu"),
+    )
+}
+AUTOSELECTED = "autoselected"
+FASTEST_FIRST = {"gpu": ("cudnn_flash_jax", "dot_product"), "tpu": ("flash", "dot_product")}
+ANYWHERE = ("dot_product",)
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    backend: str,
+    visibility: Visibility,
+    scale: float,
+    q_positions: Array | None = None,
+    k_positions: Array | None = None,
+    q_segments: Array | None = None,
+    k_segments: Array | None = None,
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    float32_logits: bool = False,
+    float32_product: bool = False,
+    block_sizes: BlockSizes | None = None,
+    platform: str | None = None,
+) -> Array:
+    """softmax(scale * q k + mask) v, as [B, S, H, Dv] in q's dtype.
+
+    q [B, S, H, D], k [B, T, K, D], v [B, T, K, Dv], one dtype; query head h uses key/value head h // (H / K).
+    q_positions [B, S], k_positions [B, T]: what `visibility` compares; None is the index, 0..S-1 and 0..T-1. Give them
+        only where the index would be wrong: packed rows need none for causal attention or a window (inside a segment
+        the differences are the same), and the fast back ends take none.
+    q_segments [B, S], k_segments [B, T]: tokens see only their own segment. Segment 0 is padding: it sees nothing and
+        yields 0. k_segments None is q_segments.
+    soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask.
+    sinks [H]: a learned logit in the denominator of each head's softmax.
+    float32_logits, float32_product: see dot_product; the other back ends always do as much.
+    block_sizes: tiles of the flash back end; others have none to set.
+    backend: a name in BACKENDS, or "autoselected". platform: of the default JAX backend unless given.
+    """
+    check_shapes(q, k, v, q_positions, k_positions, q_segments, k_segments, sinks)
+    if not visibility.causal:
+        q_positions = k_positions = None  # nothing compares them
+    if q_positions is None and k_positions is None:
+        visibility = visibility.within(max(q.shape[1], k.shape[1]))
+    inputs = Inputs(
+        q=q,
+        k=k,
+        v=v,
+        visibility=visibility,
+        scale=scale,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_segments=q_segments,
+        k_segments=q_segments if k_segments is None else k_segments,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        float32_logits=float32_logits,
+        float32_product=float32_product,
+        block_sizes=block_sizes,
+    )
+    request = request_of(inputs, platform or jax.default_backend())
+    if backend == AUTOSELECTED:
+        return BACKENDS[announce(request)].run(inputs)
+    return demand(backend, request).run(inputs)
+
+
+def choose(request: Request) -> str:
+    """The fastest back end for the platform that supports the request; dot_product supports all."""
+    names = FASTEST_FIRST.get(request.platform, ANYWHERE)
+    return next(name for name in names if BACKENDS[name].supports(request) is None)
+
+
+@functools.cache  # once for each distinct request, however many layers make it
+def announce(request: Request) -> str:
+    chosen = choose(request)
+    message = f"attention: {chosen} on {request.platform} for {request.describe()}"
+    for name in FASTEST_FIRST.get(request.platform, ANYWHERE):
+        if name == chosen:
+            break
+        message += f"; not {name}: {BACKENDS[name].supports(request)}"
+    LOGGER.info(message)
+    return chosen
+
+
+def demand(name: str, request: Request) -> Backend:
+    """The named back end, or an error that says what it cannot do and what to use."""
+    if name not in BACKENDS:
+        raise ConfigError(f"There is no attention back end {name}; use {AUTOSELECTED}, {', '.join(BACKENDS)}.")
+    reason = BACKENDS[name].supports(request)
+    if reason is not None:
+        raise ConfigError(
+            f"Attention back end {name} cannot do this: {reason}; use {choose(request)} or {AUTOSELECTED}."
+        )
+    return BACKENDS[name]
+
+
+def request_of(inputs: Inputs, platform: str) -> Request:
+    return Request(
+        platform=platform,
+        dtype=inputs.q.dtype.name,
+        q_length=inputs.q.shape[1],
+        k_length=inputs.k.shape[1],
+        q_heads=inputs.q.shape[2],
+        k_heads=inputs.k.shape[2],
+        head_size=inputs.q.shape[3],
+        value_size=inputs.v.shape[3],
+        visibility=inputs.visibility,
+        has_segments=inputs.q_segments is not None,
+        soft_cap=inputs.soft_cap,
+        has_sinks=inputs.sinks is not None,
+        custom_positions=inputs.custom_positions,
+        capability=gpu_capability() if platform == "gpu" else "",
+    )
+
+
+@functools.cache
+def gpu_capability() -> str:
+    """ "9.0" on Hopper, "gfx942" on an AMD card, empty without a GPU (as when compiling for another machine)."""
+    if jax.default_backend() != "gpu":
+        return ""
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
+
+
+def check_shapes(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_positions: Array | None,
+    k_positions: Array | None,
+    q_segments: Array | None,
+    k_segments: Array | None,
+    sinks: Array | None,
+) -> None:
+    """Mistakes of the caller, found before a kernel says something obscure about them."""
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
+    batch, q_length, q_heads, head_size = q.shape
+    _, k_length, k_heads, value_size = v.shape
+    if k_segments is not None and q_segments is None:
+        raise ValueError("k_segments need q_segments")
+    if k_segments is None:
+        k_segments = q_segments
+    expected: tuple[tuple[str, Array | None, tuple[int, ...]], ...] = (
+        ("k", k, (batch, k_length, k_heads, head_size)),
+        ("v", v, (batch, k_length, k_heads, value_size)),
+        ("q_positions", q_positions, (batch, q_length)),
+        ("k_positions", k_positions, (batch, k_length)),
+        ("q_segments", q_segments, (batch, q_length)),
+        ("k_segments", k_segments, (batch, k_length)),
+        ("sinks", sinks, (q_heads,)),
+    )
+    for name, array, shape in expected:
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)} for q {list(q.shape)}, not {list(array.shape)}")
+    if q_heads % k_heads:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {k_heads} key/value heads")
+
+
+def try_backends() -> Iterator[tuple[str, str]]:
+    """(name, what happened) for each back end on a small causal problem whose answer is known.
+
+    Equal keys weigh every visible value the same, so with value t at token t, query i must give the mean of 0..i.
+    """
+    length = 128
+    keys = jnp.ones((1, length, 2, 128), jnp.bfloat16)
+    token = np.arange(length, dtype=np.float32)
+    values = jnp.broadcast_to(jnp.asarray(token, jnp.bfloat16)[None, :, None, None], keys.shape)
+    for backend in BACKENDS.values():
+        if backend.platform not in (None, jax.default_backend()):
+            yield backend.name, f"not here: it needs a {str(backend.platform).upper()}"
+            continue
+        try:
+            output = attend(keys, keys, values, backend=backend.name, visibility=Visibility(), scale=0.1)
+            wrong = np.abs(np.asarray(output, np.float32) - token[:, None, None] / 2).max()
+            yield backend.name, "works" if wrong < 1 else f"fails: its output is wrong by {wrong:.3g}"
+        except Exception as error:  # any failure of a trial is the finding
+            yield backend.name, f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"

@@ -1,0 +1,130 @@
+"""Flash attention on TPUs: the splash kernel that ships with JAX, one call a batch row, heads grouped by the kernel.
+
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+
+The kernel skips the blocks that the causal, window or chunk mask hides, and applies segment ids inside the others; it
+has a soft cap and sinks. It sees equal segment ids wherever they are, so padding (segment 0) would see padding: those
+queries are set to zero afterwards, and so is any query without a visible key.
+
+Precision: the kernel has no scale, so queries are scaled first, in float32, and rounded back to their dtype. Products
+accumulate in float32, logits, softmax and weights are float32: float32_logits asks for nothing more, nor does
+float32_product, since float32 holds the product of two bfloat16 numbers exactly. Sinks are rounded to the dtype of the
+queries, because the kernel returns their gradient in it.
+
+A GPU has no flash back end yet. `interpret=True` runs the kernel's program on any platform, slowly, for tests.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from maxtext.kernels.attention.masks import hide_blind_queries
+from maxtext.kernels.attention.request import TILE, BlockSizes, Inputs, Request, Visibility
+
+
+def supports(request: Request) -> str | None:
+    """None, or why the kernel cannot do it."""
+    if request.platform != "tpu":
+        return f"it needs a TPU, and this is a {request.platform.upper()}"
+    if request.dtype not in ("bfloat16", "float32"):
+        return f"it computes in bfloat16 or float32, not {request.dtype}"
+    if request.q_length % TILE or request.k_length % TILE:
+        return f"its lengths are multiples of {TILE}, not {request.q_length} and {request.k_length}"
+    if request.custom_positions:
+        return "it counts positions from 0 and takes no others"
+    if request.visibility.causal and request.q_length != request.k_length:
+        return f"its causal mask needs as many queries as keys, not {request.q_length} and {request.k_length}"
+    return None
+
+
+def run(inputs: Inputs, interpret: bool = False) -> Array:
+    # Imported here: Pallas takes a second to import, and only a TPU needs it.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    q_length, q_heads = inputs.q.shape[1:3]
+    k_length = inputs.k.shape[1]
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([splash_mask(inputs.visibility, q_length, k_length)] * q_heads),
+        block_sizes=splash_blocks(inputs.block_sizes or BlockSizes(), q_length, k_length),
+        attn_logits_soft_cap=inputs.soft_cap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    q = (inputs.q.astype(jnp.float32) * inputs.scale).astype(inputs.q.dtype)
+    segments = None
+    if inputs.q_segments is not None and inputs.k_segments is not None:
+        segments = splash.SegmentIds(q=inputs.q_segments, kv=inputs.k_segments)
+    sinks = None if inputs.sinks is None else inputs.sinks.astype(inputs.q.dtype)
+    heads_first = [array.swapaxes(1, 2) for array in (q, inputs.k, inputs.v)]
+    by_row = jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))
+    return hide_blind_queries(by_row(*heads_first, segments, sinks).swapaxes(1, 2), inputs)
+
+
+def splash_mask(visibility: Visibility, q_length: int, k_length: int):
+    """The kernel's own mask where it has one; each is read block by block, never as a whole."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape = (q_length, k_length)
+    if not visibility.causal:
+        return splash.FullMask(shape)
+    if visibility.window is not None:
+        return splash.LocalMask(shape, window_size=(visibility.window - 1, 0), offset=0)
+    if visibility.chunk is not None:
+        return chunk_mask(shape, visibility.chunk)
+    return splash.CausalMask(shape)
+
+
+def chunk_mask(shape: tuple[int, int], chunk: int):
+    """Causal inside floor(position / chunk). Blocks are deduplicated by the kernel, so a chunk that is a multiple of
+    the block size costs one triangle of a block."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    class ChunkMask(splash.Mask):
+        def __init__(self) -> None:
+            self.key = (*shape, chunk)
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            return shape
+
+        def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+            rows, columns = (np.arange(length)[part] for part, length in zip(index, shape, strict=True))
+            rows, columns = rows[:, None], columns[None, :]
+            return (columns <= rows) & (rows // chunk == columns // chunk)
+
+        # Equal masks are processed once: for all heads, and by the cache that spares every further layer.
+        def __eq__(self, other: object) -> bool:
+            return getattr(other, "key", None) == self.key
+
+        def __hash__(self) -> int:
+            return hash(self.key)
+
+    return ChunkMask()
+
+
+def splash_blocks(sizes: BlockSizes, q_length: int, k_length: int):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    kv, kv_dkv = fitting(sizes.kv, k_length), fitting(sizes.kv_dkv, k_length)
+    return splash.BlockSizes(
+        block_q=fitting(sizes.q, q_length),
+        block_kv=kv,
+        block_kv_compute=fitting(sizes.kv_compute, kv),
+        block_q_dkv=fitting(sizes.q_dkv, q_length),
+        block_kv_dkv=kv_dkv,
+        block_kv_dkv_compute=fitting(sizes.kv_dkv_compute, kv_dkv),
+        block_q_dq=None if sizes.use_fused_bwd else fitting(sizes.q_dq, q_length),
+        block_kv_dq=None if sizes.use_fused_bwd else fitting(sizes.kv_dq, k_length),
+        use_fused_bwd_kernel=sizes.use_fused_bwd,
+        q_layout=splash.QKVLayout[sizes.q_layout],
+        k_layout=splash.QKVLayout[sizes.k_layout],
+        v_layout=splash.QKVLayout[sizes.v_layout],
+    )
+
+
+def fitting(size: int, length: int) -> int:
+    """The largest multiple of 128 up to `size` that divides `length`, itself a multiple of 128."""
+    tiles = length // TILE
+    return TILE * max(count for count in range(1, min(size // TILE, tiles) + 1) if tiles % count == 0)

@@ -1,0 +1,46 @@
+"""Token embeddings, learned positions, and the way back to the vocabulary."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.parameters import Maker
+from maxtext.sharding import constrain
+
+
+class Embedding(nnx.Module):
+    """[V, E] looked up by id. `one_hot`: as a product with one-hot rows, which shards better on some meshes."""
+
+    def __init__(self, maker: Maker, vocabulary: int, size: int, dtype: Any, one_hot: bool = False):
+        self.dtype, self.one_hot = dtype, one_hot
+        self.embedding = maker.normal(0, (vocabulary, size), 1 / math.sqrt(size), ("vocab", "embed_vocab"))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        table = self.embedding[...].astype(self.dtype)
+        if self.one_hot:
+            x = jax.nn.one_hot(ids, table.shape[0], dtype=self.dtype) @ table
+        else:
+            x = jnp.take(table, ids, axis=0)
+        return constrain(x, "activation_embed_and_logits_batch", "activation_norm_length", "activation_embed")
+
+
+class Positions(nnx.Module):
+    """[positions, E], added to the embeddings."""
+
+    def __init__(self, maker: Maker, count: int, size: int, dtype: Any):
+        self.dtype = dtype
+        self.embedding = maker.normal(0, (count, size), 1 / math.sqrt(size), (None, "embed_vocab"))
+
+    def __call__(self, positions: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding[...].astype(self.dtype), positions, axis=0)
+
+
+def sinusoids(positions: jax.Array, size: int, dtype: Any, max_timescale: float = 10_000.0) -> jax.Array:
+    """Fixed positions of the first transformer: sines in the first half of the width, cosines in the second."""
+    count = size // 2
+    scale = math.log(max_timescale) / max(count - 1, 1)
+    angles = positions[..., None].astype(jnp.float32) * jnp.exp(-scale * jnp.arange(count, dtype=jnp.float32))
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)

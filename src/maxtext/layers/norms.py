@@ -1,0 +1,37 @@
+"""Normalisation over the last dimension, computed in float32."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.parameters import Maker
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """`kind`: rms, or layer (mean removed, with bias). `offset`: the stored scale is what is added to 1."""
+
+    kind: str = "rms"
+    epsilon: float = 1e-5
+    offset: bool = False
+
+
+class Norm(nnx.Module):
+    def __init__(self, maker: Maker, spec: NormSpec, size: int, dtype: Any, axis: str | None = "norm"):
+        self.spec, self.dtype = spec, dtype
+        self.scale = maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,))
+        self.bias = maker.constant((size,), 0.0, (axis,)) if spec.kind == "layer" else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        if self.spec.kind == "layer":
+            x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.spec.epsilon)
+        scale = self.scale[...].astype(jnp.float32)
+        x = x * (scale + 1 if self.spec.offset else scale)
+        if self.bias is not None:
+            x = x + self.bias[...].astype(jnp.float32)
+        return x.astype(self.dtype)

@@ -1,0 +1,103 @@
+"""Weights as NNX parameters that know their logical axes, and models as pure trees of arrays.
+
+A model is described once (`Template`): its NNX graph and, for every weight, shape, dtype and axes; no memory is
+touched. Steps run on the weights alone, a nested dict, and `Template.bind` makes a callable model of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.common import noise
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes weights: where randomness comes from, in which dtype, how wide kernels start."""
+
+    key: jax.Array
+    dtype: Any
+    kernel_scale: float = 1.0
+
+    def child(self, name: int) -> "Maker":
+        """Its own stream of randomness for a part of the model."""
+        return Maker(noise.fold(self.key, name), self.dtype, self.kernel_scale)
+
+    def kernel(self, name: int, inputs: Sequence[int], outputs: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
+        """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale / fan-in."""
+        deviation = math.sqrt(self.kernel_scale / math.prod(inputs))
+        # The factor restores the variance that cutting at two deviations takes away.
+        unit = noise.normal(noise.fold(self.key, name), (*inputs, *outputs), cut=2.0)
+        return nnx.Param((unit * deviation / 0.87962566103423978).astype(self.dtype), axes=tuple(axes))
+
+    def normal(self, name: int, shape: Sequence[int], deviation: float, axes: Sequence[str | None]) -> nnx.Param:
+        unit = noise.normal(noise.fold(self.key, name), tuple(shape))
+        return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
+
+    def constant(self, shape: Sequence[int], value: float, axes: Sequence[str | None]) -> nnx.Param:
+        return nnx.Param(jnp.full(shape, value, self.dtype), axes=tuple(axes))
+
+
+def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
+    """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last where that is less)."""
+    dtype, scale = makers[0].dtype, makers[0].kernel_scale
+
+    def weights(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(make(Maker(key, dtype, scale))))
+
+    single = Template.of(lambda: make(makers[0]))
+    places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
+    stacked = jax.vmap(weights, out_axes=places)(jnp.stack([maker.key for maker in makers]))
+    for _, variable in single.state.flat_state():
+        axes = list(variable.get_metadata()["axes"])
+        axes.insert(min(axis, len(axes)), "layers")
+        variable.set_metadata(axes=tuple(axes))
+    return single.bind(stacked)
+
+
+def slices(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:
+    """A stacked module as its graph and its weights with "layers" first, ready to be scanned over."""
+    graph, state = nnx.split(module)
+    return graph, jax.tree.map(lambda value: jnp.moveaxis(value, min(axis, value.ndim - 1), 0), state)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A model without its weights."""
+
+    graph: nnx.GraphDef
+    state: nnx.State  # of abstract arrays
+
+    @classmethod
+    def of(cls, make: Callable[[], nnx.Module]) -> "Template":
+        graph, state = nnx.split(nnx.eval_shape(make))
+        return cls(graph, state)
+
+    @property
+    def weights(self) -> Tree:
+        """Nested dict of jax.ShapeDtypeStruct."""
+        return nnx.to_pure_dict(self.state)
+
+    @property
+    def axes(self) -> Tree:
+        """Nested dict of tuples of logical axis names, of the same structure."""
+        tree: dict = {}
+        for path, variable in self.state.flat_state():
+            branch = tree
+            for name in path[:-1]:
+                branch = branch.setdefault(name, {})
+            branch[path[-1]] = variable.get_metadata()["axes"]
+        return tree
+
+    def bind(self, weights: Tree) -> Any:
+        """The model with these weights."""
+        state = jax.tree.map(lambda value: value, self.state)
+        nnx.replace_by_pure_dict(state, weights)
+        return nnx.merge(self.graph, state)

@@ -1,0 +1,93 @@
+"""Rotary positions: pairs of a head's dimensions turn by an angle that grows with the position.
+
+`kind`: default; llama3.1 (long wavelengths divided by `factor`, a smooth passage between); yarn (interpolation by
+parts, with a temperature on the attention). `linear_factor` slows all angles alike. With `fraction` < 1 only the first
+dimensions of a head turn.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    kind: str = "default"
+    max_timescale: float = 10_000.0
+    min_timescale: float = 1.0
+    fraction: float = 1.0
+    linear_factor: float = 1.0
+    interleave: bool = False  # pairs are neighbours (0,1), (2,3) … instead of halves (0, D/2) …
+    factor: float = 1.0  # how much longer than `original_length` sequences may be
+    original_length: int = 8192
+    low_frequency_factor: float = 1.0  # llama3.1
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_scaling: bool = False  # yarn: multiply cos and sin by 0.1 ln(factor) + 1
+
+    def rotated(self, head_dim: int) -> int:
+        """How many of a head's dimensions turn."""
+        return int(head_dim * self.fraction)
+
+    @property
+    def magnitude(self) -> float:
+        if self.kind == "yarn" and self.attention_scaling and self.factor > 1:
+            return 0.1 * math.log(self.factor) + 1.0
+        return 1.0
+
+
+def frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
+    """Radians a position, one for each pair."""
+    size = spec.rotated(head_dim)
+    fraction = np.arange(0, size, 2, dtype=np.float64) / size
+    plain = 1.0 / (spec.min_timescale * (spec.max_timescale / spec.min_timescale) ** fraction)
+    if spec.kind == "llama3.1":
+        return llama31(spec, plain)
+    if spec.kind == "yarn":
+        return yarn(spec, plain, size)
+    return plain / spec.linear_factor
+
+
+def llama31(spec: RopeSpec, plain: np.ndarray) -> np.ndarray:
+    turns = spec.original_length * plain / (2 * math.pi)  # over the original length
+    smooth = (turns - spec.low_frequency_factor) / (spec.high_frequency_factor - spec.low_frequency_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)  # 0: slow, divided by the factor; 1: fast, kept
+    return (1 - smooth) * plain / spec.factor + smooth * plain
+
+
+def yarn(spec: RopeSpec, plain: np.ndarray, size: int) -> np.ndarray:
+    def pair_with_turns(turns: float) -> float:
+        """The (fractional) pair that makes so many turns over the original length."""
+        length = spec.original_length / (turns * 2 * math.pi)
+        return size * math.log(length) / (2 * math.log(spec.max_timescale))
+
+    low, high = pair_with_turns(spec.beta_fast), pair_with_turns(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0)  # 0: fast, kept
+    return ramp * plain / spec.factor + (1 - ramp) * plain
+
+
+def rotate(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
+    """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
+    size = spec.rotated(x.shape[-1])
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(spec, x.shape[-1]).astype(np.float32)
+    cos, sin = jnp.cos(angles) * spec.magnitude, jnp.sin(angles) * spec.magnitude
+    turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
+    if spec.interleave:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    joined = (
+        jnp.stack([first, second], axis=-1).reshape(turned.shape)
+        if spec.interleave
+        else jnp.concatenate([first, second], -1)
+    )
+    return jnp.concatenate([joined.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else joined.astype(x.dtype)

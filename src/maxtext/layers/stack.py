@@ -1,0 +1,110 @@
+"""The decoder stack: runs any pattern of layers, scanned over its repeats or unrolled, with rematerialization.
+
+A model is a list of segments; a segment is a pattern of layer specs that repeats. Weights of layer i come from stream i
+of the model's randomness, so they are the same whether a segment is scanned (one weight a spec, stacked over the
+repeats) or unrolled (one weight a layer).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Maker, slices, stack
+
+
+class Spec(Protocol):
+    def build(self, maker: Maker, dtype: Any) -> nnx.Module: ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    pattern: tuple[Any, ...]  # of Spec
+    repeats: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.pattern) * self.repeats
+
+
+@dataclass(frozen=True)
+class RematPolicy:
+    """Names of tensors that are kept on the device or moved to the host; everything else is computed again."""
+
+    kept: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+    def wrap(self, function: Callable, in_scan: bool) -> Callable:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.kept),
+            names_which_can_be_offloaded=list(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        # Inside a scan the loop itself keeps XLA from merging the two computations of a tensor.
+        return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
+
+
+def build(spec: Spec, dtype: Any, maker: Maker) -> nnx.Module:
+    return spec.build(maker, dtype)
+
+
+class Stack(nnx.Module):
+    """The layers of one segment. `scanned` and `axis` say how their weights are kept."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        segment: Segment,
+        first: int,
+        dtype: Any,
+        scanned: bool,
+        axis: int,
+        remat: RematPolicy | None,
+    ):
+        self.segment, self.first, self.scanned, self.axis, self.remat = segment, first, scanned, axis, remat
+        width = len(segment.pattern)
+        blocks: list[Any] = []
+        for place, spec in enumerate(segment.pattern):
+            makers = [maker.child(first + repeat * width + place) for repeat in range(segment.repeats)]
+            if scanned:
+                blocks.append(stack(partial(build, spec, dtype), makers, axis))
+            else:
+                blocks.append(nnx.List([spec.build(one, dtype) for one in makers]))
+        self.blocks: Any = nnx.List(blocks)
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        return self.scan(x, inputs) if self.scanned else self.unroll(x, inputs)
+
+    def unroll(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        for repeat in range(self.segment.repeats):
+            for place, layers in enumerate(self.blocks):
+                graph, state = nnx.split(layers[repeat])
+                index = self.first + repeat * len(self.segment.pattern) + place
+                x = self.apply(graph, state, x, inputs.layer(index))
+        return x
+
+    def scan(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        graphs, states = zip(*(slices(layer, self.axis) for layer in self.blocks), strict=True)
+
+        def body(x: jax.Array, step: tuple[jax.Array, Sequence[nnx.State]]) -> tuple[jax.Array, None]:
+            repeat, weights = step
+            for place, (graph, state) in enumerate(zip(graphs, weights, strict=True)):
+                index = self.first + repeat * len(graphs) + place
+                x = self.apply(graph, state, x, inputs.layer(index))
+            return x, None
+
+        x, _ = jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
+        return x
+
+    def apply(self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+            return nnx.merge(graph, state)(x, inputs)
+
+        function = self.remat.wrap(run, self.scanned) if self.remat else run
+        return function(state, x, inputs)

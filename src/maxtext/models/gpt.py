@@ -1,0 +1,16 @@
+"""GPT-3 and GPT-2: learned positions, LayerNorm with bias, biases everywhere, one gelu branch."""
+
+from typing import Any
+
+from maxtext.layers.stack import Segment
+from maxtext.models.common import attention_spec, layer_spec, mlp_spec, norm_spec
+
+
+def gpt3(config: Any) -> list[Segment]:
+    spec = layer_spec(
+        config,
+        attention=attention_spec(config, bias=True),
+        mlp=mlp_spec(config, bias=True),
+        norm=norm_spec(config, kind="layer"),
+    )
+    return [Segment((spec,), config.num_decoder_layers)]

@@ -1,0 +1,101 @@
+"""The model: embed, run the layers, normalise, score the vocabulary."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.common import noise
+from maxtext.layers.embeddings import Embedding, Positions, sinusoids
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.linear import Linear
+from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.stack import RematPolicy, Stack
+from maxtext.models.common import norm_spec
+from maxtext.models.registry import segments
+from maxtext.sharding import constrain
+
+
+class Transformer(nnx.Module):
+    def __init__(self, config: Any, key: jax.Array):
+        maker = Maker(key, config.weight_dtype.value, config.dense_init_scale)
+        self.dtype = config.dtype.value
+        self.size = config.emb_dim
+        self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
+        self.float32_logits = config.cast_logits_to_fp32
+        self.logit_cap = config.final_logits_soft_cap or None
+        self.logit_scale = 1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0
+        self.fixed_positions = config.use_untrainable_positional_embedding
+
+        self.embedder = Embedding(maker.child(0), config.vocab_size, self.size, self.dtype, config.use_iota_embed)
+        learned = config.trainable_position_size
+        self.positions = Positions(maker.child(1), learned, self.size, self.dtype) if learned > 0 else None
+        stacks, first = [], 0
+        layer_maker = maker.child(2)
+        for segment in segments(config):
+            stacks.append(
+                Stack(
+                    layer_maker, segment, first, self.dtype, config.scan_layers, config.param_scan_axis, remat(config)
+                )
+            )
+            first += segment.layers
+        self.layers = nnx.List(stacks)
+        self.final_norm = Norm(maker, final_norm(config), self.size, self.dtype)
+        if config.logits_via_embedding:
+            self.head = None
+        else:
+            axes = ("embed_vocab", "vocab")
+            self.head = Linear(maker.child(3), (self.size,), (config.vocab_size,), axes, self.logit_dtype)
+
+    def __call__(self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        """Token ids [B, S] to logits [B, S, V]."""
+        return self.logits(self.hidden(inputs, LayerInputs(positions, segments)))
+
+    def hidden(self, ids: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Token ids [B, S] to the normed output of the last layer [B, S, E]."""
+        x = self.embedder(ids)
+        if self.positions is not None:
+            x = x + self.positions(inputs.positions)
+        if self.fixed_positions:
+            x = x + sinusoids(inputs.positions, self.size, self.dtype)
+        for stack in self.layers:
+            x = stack(x, inputs)
+        return self.final_norm(x)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[..., E] to [..., V]."""
+        x = x.astype(self.logit_dtype)
+        if self.head is not None:
+            logits = self.head(x)
+        else:
+            logits = x @ self.embedder.embedding[...].astype(self.logit_dtype).T * self.logit_scale
+        if x.ndim == 3:
+            logits = constrain(logits, "activation_embed_and_logits_batch", "activation_length", "activation_vocab")
+        if self.float32_logits:
+            logits = logits.astype(jnp.float32)
+        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+
+
+def final_norm(config: Any) -> NormSpec:
+    """The last norm is of the layers' kind; layers without norms get a plain one."""
+    spec = segments(config)[-1].pattern[-1]
+    return getattr(spec, "norm", None) or norm_spec(config)
+
+
+def remat(config: Any) -> RematPolicy | None:
+    if config.tensors_on_device is None:
+        return None
+    return RematPolicy(tuple(config.tensors_on_device), tuple(config.tensors_to_offload))
+
+
+def make_template(config: Any) -> Template:
+    """The abstract model of a configuration."""
+    return Template.of(lambda: Transformer(config, noise.seed_key(config.init_weights_seed)))
+
+
+def initial_weights(config: Any) -> Any:
+    """Fresh weights as a nested dict; to be called under jit, so that they are born where they belong."""
+    return nnx.to_pure_dict(nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed))))

@@ -1,0 +1,111 @@
+"""What happens around the steps: records, evaluation, profiles."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from maxtext.common.errors import UserError
+from maxtext.diagnostics.metrics import Recorder
+from maxtext.diagnostics.profiler import Profiler
+from maxtext.trainers.loop import Hook, Loop
+
+
+class TrainingFailed(UserError):
+    """The loss is not a number any more."""
+
+
+class Record(Hook):
+    """Turns the metrics of each step into a record, and ends a run whose loss is lost."""
+
+    def __init__(
+        self, config: Any, recorder: Recorder, flops_per_token: float, peak_flops: float | None, profiler: Profiler
+    ):
+        self.config, self.recorder, self.profiler = config, recorder, profiler
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.losses: list[tuple[int, float]] = []
+        self.last: dict[str, Any] = {}
+
+    def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
+        timing = self.timing(metrics["total_weights"], seconds)
+        self.last = {"step": step, **metrics, **timing}
+        self.losses.append((step, metrics["loss"]))
+        self.recorder.write(self.profiler.visible(self.last))
+        self.check(step, metrics["loss"], metrics["raw_grad_norm"])
+
+    def timing(self, tokens: float, seconds: float) -> dict[str, float | None]:
+        """Speed over the tokens that were learned from: padding is no work done."""
+        rate = tokens / seconds / jax.device_count()
+        flops = rate * self.flops_per_token
+        return {
+            "step_time_seconds": seconds,
+            "tokens_per_second_per_device": rate,
+            "tflops_per_second_per_device": flops / 1e12,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+        }
+
+    def check(self, step: int, loss: float, norm: float) -> None:
+        value = loss if not math.isfinite(loss) else norm
+        lost = (math.isnan(value) and self.config.abort_on_nan_loss) or (
+            math.isinf(value) and self.config.abort_on_inf_loss
+        )
+        if lost:
+            what = "loss" if not math.isfinite(loss) else "gradient norm"
+            raise TrainingFailed(
+                f"the {what} of step {step} is {value}: training stops with the weights of the step before; "
+                "lower learning_rate, check the data, or set abort_on_nan_loss=false and abort_on_inf_loss=false"
+            )
+
+
+class Evaluate(Hook):
+    """Every eval_interval steps: the mean loss over eval_steps batches (-1: all) of the evaluation data."""
+
+    def __init__(
+        self,
+        config: Any,
+        recorder: Recorder,
+        batches: Callable[[], Iterator[Any]],
+        eval_step: Callable[[Any, Any], dict[str, jax.Array]],
+    ):
+        self.config, self.recorder, self.batches, self.eval_step = config, recorder, batches, eval_step
+        self.points: list[tuple[int, float]] = []
+
+    def after_step(self, loop: Loop) -> None:
+        if loop.step % self.config.eval_interval:
+            return
+        loop.wait()
+        loss = self.evaluate(loop.state.weights)
+        step = loop.step - 1
+        self.points.append((step, loss))
+        self.recorder.write({"step": step, "eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))})
+        if self.config.target_eval_loss and loss <= self.config.target_eval_loss:
+            loop.stop = f"eval_loss {loss:.4f} reached target_eval_loss {self.config.target_eval_loss}"
+        loop.restart_clock()
+
+    def evaluate(self, weights: Any) -> float:
+        total: Any = 0.0
+        tokens: Any = 0.0
+        for count, batch in enumerate(self.batches()):
+            if count == self.config.eval_steps:
+                break
+            sums = self.eval_step(weights, batch)
+            total, tokens = total + sums["loss"], tokens + sums["weights"]
+        return float(total) / max(float(tokens), 1.0)
+
+
+class Profile(Hook):
+    def __init__(self, profiler: Profiler):
+        self.profiler = profiler
+
+    def before_step(self, loop: Loop) -> None:
+        self.profiler.before_step(loop.step, lambda: self.settle(loop))
+
+    def after_step(self, loop: Loop) -> None:
+        self.profiler.after_step(loop.step - 1, lambda: self.settle(loop))
+
+    def settle(self, loop: Loop) -> None:
+        jax.block_until_ready(loop.state)
+
+    def at_end(self, loop: Loop) -> None:
+        self.profiler.close()

@@ -1,0 +1,195 @@
+"""Pre-training: a configuration in, a trained state out, with everything a person wants to see on the way."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from maxtext.common import hardware
+from maxtext.common.errors import ConfigError
+from maxtext.common.files import write_text
+from maxtext.common.log import LOGGER
+from maxtext.configs import text
+from maxtext.diagnostics.console import start_banner
+from maxtext.diagnostics.metrics import Recorder, make_writers
+from maxtext.diagnostics.plot import save_loss_png
+from maxtext.diagnostics.profiler import Profiler
+from maxtext.diagnostics.stack_trace import stack_traces
+from maxtext.diagnostics.summary import write_summary
+from maxtext.input_pipeline import BatchIterator, make_eval_iterator, make_train_iterator, prefetch
+from maxtext.models.counts import parameter_count, train_flops_per_token
+from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
+from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.rampup import RampUp, rows_at
+from maxtext.trainers.setup import Setup
+from maxtext.trainers.step import TrainState
+
+HOST_BATCHES = 2  # prepared ahead of the device
+
+
+@dataclass
+class Result:
+    setup: Setup
+    state: TrainState
+    summary: dict[str, Any]
+
+
+def train(config: Any) -> Result:
+    started = time.perf_counter()
+    batches = make_train_iterator(config)
+    evaluation = make_evaluation(config)
+    setup = Setup.of(config)
+    peak = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
+    profiler = Profiler(config, 0, config.steps - 1)
+    steps = CompiledSteps(setup)
+    first_step = steps.for_rows(rows_at(config, 0))
+    start_banner(banner(setup, first_step))
+    write_configuration(config)
+    writers = make_writers(config, is_writer=jax.process_index() == 0, peak_flops=peak, peak_format=config.dtype.value)
+    with Recorder(writers) as recorder, stack_traces(config):
+        record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
+        hooks: list[Hook] = [Profile(profiler), record]
+        if evaluation is not None:
+            rows = config.global_batch_size_to_eval_on
+            feed = evaluation_feed(setup, evaluation, rows)
+            hooks.append(Evaluate(config, recorder, feed, setup.compile_eval_step(rows)))
+        source = prefetch(RampUp(config, batches) if config.enable_rampup_batch_size else batches, HOST_BATCHES)
+        loop = Loop(setup.initial_state(), steps, device_batches(setup, source), setup.key, config.steps, hooks)
+        LOGGER.info("set up in %.1f s", time.perf_counter() - started)
+        failure = None
+        try:
+            loop.run()
+        except TrainingFailed as error:
+            failure = error
+        finally:
+            source.close()
+    summary = summarise(config, setup, loop, hooks, time.perf_counter() - started, failure)
+    if failure is not None:
+        raise failure
+    return Result(setup, loop.state, summary)
+
+
+class CompiledSteps:
+    """The train step, compiled for each batch size that ramp-up brings, when it first comes."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self.compiled: dict[int, jax.stages.Compiled] = {}
+
+    def for_rows(self, rows: int) -> jax.stages.Compiled:
+        if rows not in self.compiled:
+            self.compiled[rows] = self.setup.compile_train_step(rows)
+        return self.compiled[rows]
+
+    def __call__(self, state: TrainState, batch: dict[str, jax.Array], key: jax.Array) -> Any:
+        return self.for_rows(batch["inputs"].shape[0])(state, batch, key)
+
+
+def device_batches(setup: Setup, source: BatchIterator) -> Iterator[dict[str, jax.Array]]:
+    """Batches on the devices, cut to the rows that their step trains on (fewer are trained than loaded when
+    per_device_batch_size is below 1)."""
+    config = setup.config
+    ratio = config.global_batch_size_to_train_on / config.global_batch_size_to_load
+    for batch in source:
+        loaded = len(batch["inputs"]) * jax.process_count()
+        yield setup.to_devices(batch, round(loaded * ratio))
+
+
+def make_evaluation(config: Any) -> BatchIterator | None:
+    if config.eval_interval <= 0:
+        return None
+    iterator = make_eval_iterator(config)
+    if iterator is None:
+        raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: set grain_eval_files")
+    if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
+        raise ConfigError("eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps")
+    return iterator
+
+
+def evaluation_feed(setup: Setup, iterator: BatchIterator, rows: int) -> Callable[[], Iterator[Any]]:
+    def feed() -> Iterator[Any]:
+        iterator.reset()
+        return (setup.to_devices(batch, rows) for batch in iterator)
+
+    return feed
+
+
+def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]:
+    """What is about to run, in numbers."""
+    config = setup.config
+    memory = step.memory_analysis()
+    mesh = {axis: size for axis, size in setup.rules.mesh.shape.items() if size > 1}
+    model = {
+        "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
+        "parameters": f"{parameter_count(setup.template.weights):,}",
+        "layers": f"{config.num_decoder_layers}, {'scanned' if config.scan_layers else 'unrolled'}",
+        "FLOPs a token": f"{train_flops_per_token(config):.3e} in training (products only, causal, no remat)",
+    }
+    if memory is not None:
+        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        parts = f"{size(memory.argument_size_in_bytes)} state and batch, {size(memory.temp_size_in_bytes)} temporary"
+        model["memory a device"] = f"{size(total)} ({parts})"
+    tokens = config.global_batch_size_to_train_on * config.max_target_length
+    return {
+        "Model": model,
+        "Mesh": {
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "axes": ", ".join(f"{axis} {length}" for axis, length in mesh.items()) or "one device",
+            "numbers": f"{config.dtype.value} on {config.weight_dtype.value} weights",
+        },
+        "Plan": {
+            "run": os.path.join(config.base_output_directory, config.run_name),
+            "steps": f"{config.steps:,}",
+            "tokens a step": f"{tokens:,} ({config.global_batch_size_to_train_on} x {config.max_target_length})",
+            "optimizer": f"{config.opt_type.value}, {config.lr_schedule_type.value} to {config.learning_rate:g}",
+            "data": config.dataset_type.value,
+        },
+    }
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def run_folder(config: Any) -> str:
+    return os.path.join(config.base_output_directory, config.run_name)
+
+
+def write_configuration(config: Any) -> None:
+    """The whole configuration beside the run's other files, to read and to run again."""
+    if config.log_config and jax.process_index() == 0:
+        lines = [text.yaml_line(key, getattr(config, key)) for key in text.KEYS_IN_ORDER]
+        write_text(os.path.join(run_folder(config), "config.yml"), "\n".join(lines) + "\n")
+
+
+def summarise(
+    config: Any, setup: Setup, loop: Loop, hooks: list[Hook], seconds: float, failure: Exception | None
+) -> dict[str, Any]:
+    """loss.png and summary.json in the run's folder."""
+    record = next(hook for hook in hooks if isinstance(hook, Record))
+    evaluations = [point for hook in hooks if isinstance(hook, Evaluate) for point in hook.points]
+    summary = {
+        "run_name": config.run_name,
+        "steps": loop.step,
+        "stopped": str(failure) if failure else loop.stop or "all steps done",
+        "parameters": parameter_count(setup.template.weights),
+        "seconds": round(seconds, 3),
+        "first_loss": record.losses[0][1] if record.losses else None,
+        "final": record.last,
+        "eval_loss": evaluations[-1][1] if evaluations else None,
+    }
+    if jax.process_index() == 0:
+        write_summary(os.path.join(run_folder(config), "summary.json"), summary)
+        if record.losses:
+            steps, losses = zip(*record.losses, strict=True)
+            path = os.path.join(run_folder(config), "loss.png")
+            save_loss_png(path, steps, losses, eval_points=evaluations or None, title=config.run_name)
+            LOGGER.info("wrote summary.json and loss.png to %s", run_folder(config))
+    return summary

@@ -1,0 +1,116 @@
+"""What a run needs before its first step: mesh, abstract model, shardings, and a state that is born in its shards."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxtext.input_pipeline import FIELDS
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import initial_weights, make_template
+from maxtext.optimizers import learning_rate_schedule, make_optimizer
+from maxtext.sharding import AxisRules, make_mesh, use_rules
+from maxtext.trainers.step import TrainState, make_eval_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Setup:
+    config: Any
+    rules: AxisRules
+    template: Template
+    optimizer: optax.GradientTransformationExtraArgs
+
+    @classmethod
+    def of(cls, config: Any) -> "Setup":
+        template = make_template(config)
+        rules = AxisRules.of(config, make_mesh(config))
+        return cls(config, rules, template, make_optimizer(config, template.axes))
+
+    def fresh(self) -> TrainState:
+        weights = initial_weights(self.config)
+        return TrainState(jnp.zeros((), jnp.int32), weights, self.optimizer.init(weights))
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        return jax.eval_shape(self.fresh)
+
+    @cached_property
+    def weight_shardings(self) -> Any:
+        return jax.tree.map(
+            lambda leaf, axes: self.rules.sharding(axes, leaf.shape), self.template.weights, self.template.axes
+        )
+
+    @cached_property
+    def state_shardings(self) -> TrainState:
+        """Weights by their axes; whatever the optimizer keeps for a weight, like that weight; the rest everywhere."""
+        of_weight = {
+            path: (leaf.shape, sharding)
+            for (path, leaf), sharding in zip(
+                jax.tree.leaves_with_path(self.template.weights), jax.tree.leaves(self.weight_shardings), strict=True
+            )
+        }
+
+        def place(path: tuple, leaf: Any) -> Any:
+            for start in range(len(path)):
+                shape, sharding = of_weight.get(path[start:], (None, None))
+                if shape == leaf.shape:
+                    return sharding
+            return self.rules.replicated()
+
+        return jax.tree.map_with_path(place, self.abstract_state)
+
+    def batch_sharding(self, shape: tuple[int, ...]) -> Any:
+        return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape)
+
+    def initial_state(self) -> TrainState:
+        with use_rules(self.rules):
+            return jax.jit(self.fresh, out_shardings=self.state_shardings)()
+
+    def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (rows, self.config.max_target_length)
+        return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding(shape)) for name in FIELDS}
+
+    def compile_train_step(self, rows: int) -> jax.stages.Compiled:
+        """The step for batches of so many rows."""
+        step = make_train_step(self.config, self.template, self.optimizer, learning_rate_schedule(self.config))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated()))
+        abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.abstract_state,
+            self.state_shardings,
+        )
+        with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+            return jitted.lower(abstract, self.abstract_batch(rows), self.key).compile()
+
+    @cached_property
+    def key(self) -> jax.Array:
+        """The randomness of training (dropout), apart from that of the initial weights."""
+        return jax.random.fold_in(jax.random.key(self.config.init_weights_seed), 1)
+
+    def compile_eval_step(self, rows: int) -> jax.stages.Compiled:
+        step = make_eval_step(self.config, self.template)
+        abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.template.weights,
+            self.weight_shardings,
+        )
+        with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+            return (
+                jax.jit(step, out_shardings=self.rules.replicated())
+                .lower(abstract, self.abstract_batch(rows))
+                .compile()
+            )
+
+    def to_devices(self, batch: dict[str, np.ndarray], rows: int) -> dict[str, jax.Array]:
+        """This process's rows of a batch, laid out over all devices; the first `rows` of the whole are used."""
+        local = rows // jax.process_count()
+        return {
+            name: jax.make_array_from_process_local_data(
+                self.batch_sharding((rows, *field.shape[1:])), np.ascontiguousarray(field[:local])
+            )
+            for name, field in batch.items()
+        }

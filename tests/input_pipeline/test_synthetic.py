@@ -1,0 +1,86 @@
+"""Synthetic batches, and the batch that is used again and again."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import DatasetType
+from maxtext.input_pipeline import FIELDS, Share, Split, make_eval_iterator, make_train_iterator
+from maxtext.input_pipeline.sources import make_iterator
+
+
+@pytest.fixture
+def config(make_config):
+    return make_config(
+        dataset_type=DatasetType.SYNTHETIC, vocab_size=50, max_target_length=64, global_batch_size_to_load=4,
+        global_batch_size_to_load_eval=2,
+    )  # fmt: skip
+
+
+def test_a_batch_is_one_full_segment_shifted_once(config):
+    batch = next(make_train_iterator(config))
+    assert tuple(batch) == FIELDS
+    assert all(array.dtype == np.int32 and array.shape == (4, 64) for array in batch.values())
+    np.testing.assert_array_equal(batch["targets"][:, :-1], batch["inputs"][:, 1:])
+    assert (batch["inputs_segmentation"] == 1).all()
+    assert (batch["targets_segmentation"] == 1).all()
+    np.testing.assert_array_equal(batch["targets_position"][3], np.arange(64))
+
+
+def test_all_ids_and_no_others_come_up(config):
+    iterator = make_train_iterator(config)
+    seen = np.unique(np.stack([next(iterator)["inputs"] for _ in range(10)]))
+    np.testing.assert_array_equal(seen, np.arange(50))
+
+
+def test_batches_depend_on_seed_process_split_and_step(config):
+    other_seed = config.model_copy(update={"data_shuffle_seed": 1})
+    streams = [
+        make_iterator(config, Split.TRAIN, Share(2)),
+        make_iterator(other_seed, Split.TRAIN, Share(2)),
+        make_iterator(config, Split.TRAIN, Share(2, index=1, count=2)),
+        make_iterator(config, Split.EVAL, Share(2)),
+    ]
+    batches = [next(stream)["inputs"].tobytes() for stream in streams for _ in range(3)]
+    assert len(set(batches)) == 12
+    assert next(make_iterator(config, Split.TRAIN, Share(2)))["inputs"].tobytes() == batches[0]
+
+
+def test_the_position_is_the_step(config):
+    iterator = make_train_iterator(config)
+    batches = [next(iterator) for _ in range(3)]
+    state = json.loads(json.dumps(iterator.get_state()))
+    assert state["position"] == {"step": 3}
+    following = next(iterator)
+    resumed = make_train_iterator(config)
+    resumed.set_state(state)
+    np.testing.assert_array_equal(next(resumed)["inputs"], following["inputs"])
+    resumed.reset()
+    np.testing.assert_array_equal(next(resumed)["inputs"], batches[0]["inputs"])
+
+
+def test_evaluation_has_its_own_batch_size(config):
+    assert next(make_eval_iterator(config))["inputs"].shape == (2, 64)
+
+
+def test_reuse_example_batch(config):
+    first = next(make_train_iterator(config))["inputs"]
+    iterator = make_train_iterator(config.model_copy(update={"reuse_example_batch": 1}))
+    start = iterator.get_state()
+    for _ in range(3):
+        np.testing.assert_array_equal(next(iterator)["inputs"], first)
+    assert iterator.get_state() == start
+    later = make_train_iterator(config)
+    later.set_state({**start, "position": {"step": 7}})
+    iterator.set_state({**start, "position": {"step": 7}})
+    np.testing.assert_array_equal(next(iterator)["inputs"], next(later)["inputs"])
+    iterator.reset()
+    np.testing.assert_array_equal(next(iterator)["inputs"], first)
+
+
+def test_a_position_of_another_source_is_refused(config, make_config, write):
+    state = make_train_iterator(make_config(grain_train_files=write("abcdefgh"))).get_state()
+    with pytest.raises(ConfigError, match="dataset_type=grain, but this run has dataset_type=synthetic"):
+        make_train_iterator(config).set_state(state)
