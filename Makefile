@@ -7,19 +7,19 @@ FAST ?=
 .PHONY: quickstart test lint format clean
 
 quickstart: .venv/base
-	$(BIN)/maxtext doctor
+	$(BIN)/maxtext train quickstart
 
 test: lint
 	$(BIN)/pytest $(if $(FAST),-m "not slow")
 
 lint: .venv/test
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 
 format: .venv/test
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -45,6 +45,14 @@ def test_bits_are_balanced():
         assert abs(((bits >> place) & 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(bits.size)
 
 
+def test_no_number_reaches_the_ends():
+    extremes = np.array([0, 1, 2**32 - 1, 2**31, 2**31 - 1], np.uint32)
+    x = np.asarray(noise.open_interval(extremes))
+    assert np.all(np.abs(x) < 1)
+    assert x[0] == -x[2]
+    assert x[3] == -x[4] > 0
+
+
 def test_the_same_under_vmap_and_jit():
     keys = np.stack([np.asarray(noise.fold(noise.seed_key(0), number)) for number in range(3)])
     together = jax.jit(jax.vmap(lambda key: noise.normal(key, (5, 7))))(keys)

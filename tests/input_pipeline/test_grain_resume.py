@@ -57,6 +57,7 @@ def test_resume_is_exact_after_every_batch(make_config, write, name, shuffle, tr
 @pytest.mark.parametrize("name", PACKINGS)
 def test_more_epochs_go_on_where_the_run_ended(make_config, write, name):
     settings = {"grain_train_files": write(*documents()), "enable_data_shuffling": True, **with_packing(name)}
+    settings["grain_shuffle_buffer_size"] = 1
     short = make_train_iterator(make_config(num_epoch=1, **settings))
     tokens = sum(int((batch["targets_segmentation"] != 0).sum()) for batch in short)
     longer = make_train_iterator(make_config(num_epoch=2, **settings))

@@ -1,20 +1,18 @@
-"""Attention back ends against torch and a float64 reference, forward and gradient; what each supports; the choice.
+"""Attention back ends against torch and a float64 reference, forward and gradients.
 
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
 """
 
-import logging
 from dataclasses import replace
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import BACKENDS, BlockSizes, Inputs, Request, Visibility, attend, choose, try_backends
-from maxtext.kernels.attention import dot_product as dot_product_module
+from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, attend, cudnn
 from maxtext.kernels.attention import flash as flash_module
 from maxtext.kernels.attention.flash import chunk_mask, fitting
 
@@ -292,6 +290,24 @@ def test_flash_zeroes_queries_whose_segment_has_no_key():
     np.testing.assert_allclose(output[:, :64], expected[:, :64], atol=1e-5)
 
 
+@pytest.mark.parametrize("visibility", [Visibility(), Visibility(window=100), Visibility(chunk=96)], ids=str)
+def test_flash_lowers_for_a_tpu_without_one(visibility):
+    """Pallas turns the kernels into Mosaic programs on any machine: one forward, one for dk and dv, one for dq."""
+    q = jax.ShapeDtypeStruct((2, 1024, 4, 192), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 1024, 2, 192), jnp.bfloat16)
+    v = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+    sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
+
+    def loss(q, k, v, segments, sinks):
+        options = {"visibility": visibility, "q_segments": segments, "sinks": sinks, "soft_cap": 50.0}
+        return attend(q, k, v, backend="flash", scale=SCALE, platform="tpu", **options).astype(jnp.float32).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 4)))
+    program = jax.export.export(gradients, platforms=["tpu"])(q, k, v, segments, sinks)
+    assert program.mlir_module().count("tpu_custom_call") == 3
+
+
 def test_chunk_mask_is_read_by_blocks_and_equal_by_value():
     mask = chunk_mask((256, 256), 96)
     block = mask[slice(128, 256), slice(0, 128)]
@@ -309,184 +325,41 @@ def test_blocks_fit_the_length(size, length, expected):
     assert fitting(size, length) == expected
 
 
-# ---- what each back end supports, and the choice
+# ---- cudnn_flash_jax: its call, computed by XLA (test_attention_gpu.py runs cuDNN itself)
 
 
-GPU = Request("gpu", "bfloat16", 256, 256, 8, 2, 128, 128, capability="9.0")
-TPU = replace(GPU, platform="tpu", capability="")
-CPU = replace(TPU, platform="cpu")
+@pytest.fixture
+def without_cudnn(monkeypatch):
+    """JAX defines one meaning for both implementations of its function; a CPU has the other."""
+    public = jax.nn.dot_product_attention
+
+    def by_xla(*arrays, implementation, **options):
+        assert implementation == "cudnn"
+        return public(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("visibility", "segments"),
     [
-        ({"platform": "cpu"}, "needs a GPU"),
-        ({"dtype": "float32"}, "float32"),
-        ({"head_size": 264}, "head size"),
-        ({"head_size": 100, "value_size": 100}, "head size"),
-        ({"head_size": 192, "capability": "8.0"}, "up to 128"),
-        ({"head_size": 192, "capability": "10.0"}, "up to 128"),
-        ({"capability": "7.5"}, "7.5"),
-        ({"capability": "gfx942"}, "NVIDIA"),
-        ({"soft_cap": 50.0}, "soft cap"),
-        ({"has_sinks": True}, "sinks"),
-        ({"custom_positions": True}, "positions"),
-        ({"q_length": 128}, "128 and 256"),
-        ({"q_length": 1, "visibility": Visibility(causal=False)}, "single query"),
-        ({"visibility": Visibility(chunk=100)}, "chunks of 100"),
-        ({"has_segments": True, "q_length": 255, "k_length": 255}, "even"),
+        (Visibility(), None),
+        (Visibility(causal=False), SEGMENTS),
+        (Visibility(window=1), None),
+        (Visibility(window=3), None),
+        (Visibility(window=3), SEGMENTS),
+        (Visibility(chunk=4), None),
+        (Visibility(chunk=4), SEGMENTS),
     ],
 )
-def test_what_cudnn_cannot_do_goes_to_dot_product(change, word):
-    request = replace(GPU, **change)
-    assert word in BACKENDS["cudnn_flash_jax"].supports(request)
-    assert choose(request) == "dot_product"
+def test_cudnn_is_asked_for_the_right_thing(without_cudnn, visibility, segments):
+    case = problem(value_size=6)
+    mask = visible(visibility, index(2, 12), index(2, 12), segments, segments)
+    actual = ours(*case, run=cudnn.run, visibility=visibility, q_segments=segments, k_segments=segments)
+    assert_close(actual, reference(*case, mask))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"dtype": "float16"},
-        {"head_size": 256, "value_size": 256},
-        {"head_size": 192},  # MLA
-        {"visibility": Visibility(window=64)},
-        {"visibility": Visibility(chunk=64)},
-        {"visibility": Visibility(causal=False), "q_length": 128},
-        {"has_segments": True},
-        {"capability": ""},
-    ],
-)
-def test_what_cudnn_can_do_goes_to_it(change):
-    assert choose(replace(GPU, **change)) == "cudnn_flash_jax"
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"platform": "gpu"}, "needs a TPU"),
-        ({"platform": "cpu"}, "needs a TPU"),
-        ({"dtype": "float16"}, "float16"),
-        ({"q_length": 200, "k_length": 200}, "multiples of 128"),
-        ({"custom_positions": True}, "positions"),
-        ({"q_length": 128}, "128 and 256"),
-    ],
-)
-def test_what_flash_cannot_do(change, word):
-    request = replace(TPU, **change)
-    assert word in BACKENDS["flash"].supports(request)
-    assert choose(request) != "flash"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"dtype": "float32"},
-        {"soft_cap": 50.0, "has_sinks": True, "has_segments": True, "visibility": Visibility(chunk=100)},
-        {"head_size": 192},
-        {"visibility": Visibility(causal=False), "q_length": 128},
-    ],
-)
-def test_what_flash_can_do_goes_to_it(change):
-    assert choose(replace(TPU, **change)) == "flash"
-
-
-def test_a_cpu_gets_dot_product_which_supports_everything():
-    assert choose(CPU) == "dot_product"
-    anything = replace(CPU, dtype="float64", q_length=7, custom_positions=True, soft_cap=1.0, has_sinks=True)
-    assert BACKENDS["dot_product"].supports(anything) is None
-
-
-def arrays(**sizes):
-    return [jnp.asarray(array, jnp.float32) for array in problem(**sizes)[:3]]
-
-
-@pytest.mark.parametrize("backend", ["flash", "cudnn_flash_jax"])
-def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend):
-    with pytest.raises(ConfigError) as caught:
-        attend(*arrays(), backend=backend, visibility=Visibility(), scale=SCALE, platform="cpu")
-    (sentence,) = caught.value.problems
-    assert backend in sentence
-    assert "use dot_product or autoselected" in sentence
-
-
-def test_an_error_on_another_platform_names_what_is_best_there():
-    with pytest.raises(ConfigError, match="flash has no|use flash or autoselected"):
-        attend(*arrays(q_length=128), backend="cudnn_flash_jax", visibility=Visibility(), scale=SCALE, platform="tpu")
-
-
-def test_an_unknown_back_end_lists_the_known():
-    with pytest.raises(ConfigError, match="dot_product, flash, cudnn_flash_jax"):
-        attend(*arrays(), backend="flesh", visibility=Visibility(), scale=SCALE)
-
-
-def test_autoselected_computes_and_logs_once(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
-    case = problem(q_length=13)  # a length no other test has asked for
-    options = {"visibility": Visibility(), "scale": SCALE, "platform": "cpu"}
-    q, k, v = (jnp.asarray(array, jnp.float32) for array in case[:3])
-    with caplog.at_level(logging.INFO, logger="maxtext"):
-        output = attend(q, k, v, backend="autoselected", **options)
-        attend(q, k, v, backend="autoselected", **options)
-    assert_close([output], torch_reference(*case, visible(Visibility(), index(2, 13), index(2, 13)))[:1])
-    assert [record.message.split(" for ")[0] for record in caplog.records] == ["attention: dot_product on cpu"]
-
-
-def test_the_log_says_why_the_faster_one_was_not_taken(caplog, monkeypatch):
-    from maxtext.kernels.attention.dispatch import announce
-
-    monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="maxtext"):
-        assert announce(replace(GPU, soft_cap=49.0)) == "dot_product"
-    assert "not cudnn_flash_jax: it has no soft cap" in caplog.text
-
-
-def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
-    seen = []
-    monkeypatch.setattr(dot_product_module, "run", None)
-    monkeypatch.setitem(
-        BACKENDS, "dot_product", replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.visibility))
-    )
-    for visibility in (Visibility(window=12), Visibility(chunk=12), Visibility(window=11)):
-        attend(*arrays(), backend="dot_product", visibility=visibility, scale=SCALE)
-    assert seen == [Visibility(), Visibility(), Visibility(window=11)]
-
-
-@pytest.mark.parametrize(
-    "options", [{"causal": False, "window": 3}, {"window": 3, "chunk": 4}, {"window": 0}, {"chunk": -1}]
-)
-def test_impossible_visibility(options):
-    with pytest.raises(ConfigError):
-        Visibility(**options)
-
-
-@pytest.mark.parametrize("options", [{"q": 64}, {"kv_layout": "x"}, {"k_layout": "ROW_MAJOR"}])
-def test_impossible_block_sizes(options):
-    with pytest.raises((ConfigError, TypeError)):
-        BlockSizes(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"sinks": np.zeros(3)}, "sinks"),
-        ({"q_segments": np.zeros((2, 3), np.int32)}, "q_segments"),
-        ({"k_segments": np.zeros((2, 12), np.int32)}, "need q_segments"),
-        ({"q_positions": np.zeros((1, 12), np.int32)}, "q_positions"),
-    ],
-)
-def test_shapes_are_checked(options, word):
-    with pytest.raises(ValueError, match=word):
-        attend(*arrays(), backend="dot_product", visibility=Visibility(), scale=SCALE, **options)
-    with pytest.raises(ValueError, match="multiple"):
-        attend(*arrays(q_heads=3), backend="dot_product", visibility=Visibility(), scale=SCALE)
-
-
-def test_every_back_end_is_tried_here():
-    found = dict(try_backends())
-    assert set(found) == set(BACKENDS)
-    assert found["dot_product"] == "works"
-    if jax.default_backend() == "cpu":
-        assert found["flash"] == "not here: it needs a TPU"
-        assert found["cudnn_flash_jax"] == "not here: it needs a GPU"
+def test_cudnn_pads_queries_and_keys_to_larger_values(without_cudnn):
+    case = problem(head_size=8, value_size=16)
+    expected = reference(*case, visible(Visibility(), index(2, 12), index(2, 12)))
+    assert_close(ours(*case, run=cudnn.run, visibility=Visibility()), expected)

@@ -10,7 +10,6 @@ EXTRA_OF = {
     "datasets": "hf",
     "transformers": "hf",
     "tensorflow_datasets": "tfds",
-    "tensorboardX": "tensorboard",
     "wandb": "wandb",
     "libtpu": "tpu",
     "fastapi": "serve",

@@ -43,13 +43,15 @@ def random_bits(key: Array, shape: tuple[int, ...]) -> Array:
     return bits
 
 
-def uniform(key: Array, shape: tuple[int, ...]) -> Array:
-    """float32 in the open interval (-1, 1), symmetric about 0."""
-    centred = (random_bits(key, shape) >> 8).astype(jnp.float32) + 0.5  # 24 bits, as many as the format holds
-    return centred / np.float32(2**23) - 1.0
+def open_interval(bits: Array) -> Array:
+    """32 random bits as float32 in the open interval (-1, 1), symmetric about 0.
+
+    Of 23 bits and a half, so that all 24 digits of the format are used and none is rounded: not even to the ends.
+    """
+    return ((bits >> 9).astype(jnp.float32) + np.float32(0.5)) / np.float32(2**22) - np.float32(1.0)
 
 
 def normal(key: Array, shape: tuple[int, ...], cut: float | None = None) -> Array:
     """Standard normal, float32; with `cut` the part of it between -cut and cut."""
     edge = np.float32(1.0 if cut is None else math.erf(cut / math.sqrt(2)))
-    return np.float32(math.sqrt(2)) * jax.lax.erf_inv(uniform(key, shape) * edge)
+    return np.float32(math.sqrt(2)) * jax.lax.erf_inv(open_interval(random_bits(key, shape)) * edge)

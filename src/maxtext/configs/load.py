@@ -58,7 +58,7 @@ def resolve(path: str | os.PathLike | None, words: Layer, environ: Mapping[str, 
 
 
 def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
-    """Keys that mean something when left empty: the run's name and folder, the model's tokenizer."""
+    """Keys that mean something when left open: the run's name, folder and length, the model's tokenizer."""
 
     def empty(key: str) -> bool:
         return fields.is_none(settings[key].value) or settings[key].value == ""
@@ -67,6 +67,8 @@ def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
     if empty("run_name"):
         place = "JOBSET_NAME" if environ.get("JOBSET_NAME") else "model_name and time"
         settings["run_name"] = Setting(derive.run_name(model, environ), Source("derived", place))
+    if settings["steps"].value == -1:  # as long as the schedule; the range check refuses two of -1
+        settings["steps"] = Setting(settings["learning_rate_schedule_steps"].value, Source("derived"))
     if empty("base_output_directory"):
         settings["base_output_directory"] = Setting(derive.base_output_directory(), Source("derived"))
     if empty("tokenizer_path") and model in published_tokenizers():

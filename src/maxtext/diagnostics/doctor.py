@@ -3,12 +3,12 @@
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Literal
 
 from maxtext.common.hardware import GIB, lookup
+from maxtext.kernels.attention import try_backends
 
 PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
 SUPPORTED_JAX = ((0, 10), (0, 13))  # from, up to but not including
@@ -31,7 +31,7 @@ def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> R
     report.problems += problems
     if problems:
         return report  # nothing below works without devices
-    report.sections["Attention back ends"] = list(attention_back_ends())
+    report.sections["Attention back ends"] = list(try_backends())
     free = shutil.disk_usage(nearest_folder(output_directory)).free
     report.sections["Disk"] = [(output_directory, f"{free / GIB:.1f} GiB free")]
     if free < LOW_DISK:
@@ -87,39 +87,6 @@ def capability(kind: str) -> str:
     peaks = ", ".join(f"{dtype} {peak / 1e12:g}" for dtype, peak in hardware.peak.items())
     memory = f"{hardware.memory_bytes / GIB:.0f} GiB at {hardware.bandwidth / 1e9:g} GB/s"
     return f"{hardware.name}: dense peak TFLOP/s {peaks}; memory {memory}"
-
-
-def attention_back_ends() -> Iterator[tuple[str, str]]:
-    """Each back end, tried on a small causal problem."""
-    import jax
-    import jax.numpy as jnp
-
-    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
-
-    def library(implementation: Literal["xla", "cudnn"]) -> Callable[[], jax.Array]:
-        return lambda: jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation=implementation)
-
-    def splash() -> jax.Array:
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
-
-        mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((128, 128))] * 2)
-        kernel = splash_attention_kernel.make_splash_mha_single_device(mask)
-        heads = jnp.ones((2, 128, 128), jnp.bfloat16)
-        return kernel(heads, heads, heads)
-
-    for name, needs, run in (
-        ("dot_product", (), library("xla")),
-        ("cudnn_flash_jax", ("gpu",), library("cudnn")),
-        ("flash", ("tpu",), splash),
-    ):
-        if needs and jax.default_backend() not in needs:
-            yield name, f"not here: it needs a {needs[0].upper()}"
-            continue
-        try:
-            jax.block_until_ready(run())
-            yield name, "works"
-        except Exception as error:  # any failure of a trial is the finding
-            yield name, f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
 def nearest_folder(path: str) -> str:

@@ -3,6 +3,8 @@
 Training visits every document num_epoch times, each epoch in an order of its own, and drops the rows that do not fill
 a last batch. Evaluation visits every document once, in order, and keeps them all. In a run of several processes each
 reads its own documents, so one process may run out of batches before another: the training loop has to agree on it.
+Resuming is exact; a run that ended and goes on with a larger num_epoch may repeat or leave out a few rows of its last
+shuffle window.
 """
 
 import os
@@ -51,6 +53,9 @@ def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIter
     documents = read_documents(config, split, share, files, sizes, seed)
     sequences = grain.experimental.FlatMapIterDataset(documents, ToSequences(length, long_documents(config)))
     rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
+    window = config.grain_shuffle_buffer_size if seed is not None else 1
+    if window > 1:  # the rows of a long document follow each other: mixed, so that they do not make a batch of their own
+        rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=seed)
     batches = to_batches(rows, share.rows, keep_last=split is Split.EVAL)
     iterator = GrainBatches(
         batches,
@@ -60,6 +65,7 @@ def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIter
             "process_count": share.count,
             "documents": len(files),
             "data_shuffle_seed": seed,
+            "grain_shuffle_buffer_size": window,
             "grain_packing_type": packing,
             "max_target_length": length,
             "use_truncation": config.use_truncation,

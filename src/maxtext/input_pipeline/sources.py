@@ -1,19 +1,20 @@
 """The registry of data sources, and the two doors of this room: make_train_iterator and make_eval_iterator.
 
-A new source is one file with a function of the `Source` shape, and one line in SOURCES.
+A new source is one file with a function of the `Source` shape, and one line in SOURCES. It is imported when it is used:
+a run on synthetic data does not wait for the libraries of the others.
 """
+
+import importlib
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.grain_source import grain_source
 from maxtext.input_pipeline.interface import BatchIterator, Share, Source, Split
 from maxtext.input_pipeline.reuse import ReusedBatch
-from maxtext.input_pipeline.synthetic import synthetic_source
 
-# value of dataset_type -> what makes its batches
-SOURCES: dict[str, Source] = {
-    "synthetic": synthetic_source,
-    "grain": grain_source,
+# value of dataset_type -> module:function that makes its batches
+SOURCES = {
+    "synthetic": "maxtext.input_pipeline.synthetic:synthetic_source",
+    "grain": "maxtext.input_pipeline.grain_source:grain_source",
 }
 
 
@@ -35,7 +36,9 @@ def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIte
         raise ConfigError(
             f"dataset_type={name}: this version reads {' and '.join(sorted(SOURCES))}, choose one of them"
         )
-    return SOURCES[name](config, split, share)
+    module, _, function = SOURCES[name].partition(":")
+    source: Source = getattr(importlib.import_module(module), function)
+    return source(config, split, share)
 
 
 def share_of_this_process(batch_size: int | None) -> Share:

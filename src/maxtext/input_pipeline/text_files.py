@@ -2,11 +2,13 @@
 
 Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which `**` goes through
 folders. As in a shell, names that start with a dot are left out unless they are named. The documents are the files
-in sorted order, each once, however often it is named.
+in sorted order, each once, however often it is named. `{stdlib}` stands for the folder of the Python standard library,
+a text that every machine has.
 """
 
 import glob
 import os
+import sysconfig
 
 from maxtext.common.errors import ConfigError
 
@@ -18,7 +20,7 @@ def find_files(key: str, value: str) -> list[str]:
     found: set[str] = set()
     problems = []
     for part in filter(None, (part.strip() for part in value.split(","))):
-        path = os.path.expanduser(part)
+        path = os.path.expanduser(part.replace("{stdlib}", sysconfig.get_path("stdlib")))
         files = files_of(path)
         if not files and glob.has_magic(path):
             problems.append(f"{key}: no file matches {part}")

@@ -12,17 +12,21 @@ from maxtext.layers.parameters import Maker
 
 @dataclass(frozen=True)
 class NormSpec:
-    """`kind`: rms, or layer (mean removed, with bias). `offset`: the stored scale is what is added to 1."""
+    """`kind`: rms, or layer (mean removed, with bias). `offset`: the stored scale is what is added to 1.
+
+    `scaled`: false leaves out the weight.
+    """
 
     kind: str = "rms"
     epsilon: float = 1e-5
     offset: bool = False
+    scaled: bool = True
 
 
 class Norm(nnx.Module):
     def __init__(self, maker: Maker, spec: NormSpec, size: int, dtype: Any, axis: str | None = "norm"):
         self.spec, self.dtype = spec, dtype
-        self.scale = maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,))
+        self.scale = maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,)) if spec.scaled else None
         self.bias = maker.constant((size,), 0.0, (axis,)) if spec.kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -30,8 +34,9 @@ class Norm(nnx.Module):
         if self.spec.kind == "layer":
             x = x - jnp.mean(x, axis=-1, keepdims=True)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.spec.epsilon)
-        scale = self.scale[...].astype(jnp.float32)
-        x = x * (scale + 1 if self.spec.offset else scale)
+        if self.scale is not None:
+            scale = self.scale[...].astype(jnp.float32)
+            x = x * (scale + 1 if self.spec.offset else scale)
         if self.bias is not None:
             x = x + self.bias[...].astype(jnp.float32)
         return x.astype(self.dtype)

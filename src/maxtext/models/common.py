@@ -1,14 +1,17 @@
 """Layer specs from configuration keys: what families start from and change."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
+from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import BlockSizes, Visibility
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.rope import RopeSpec
+from maxtext.layers.stack import Segment
 
 
 def rope_spec(config: Any) -> RopeSpec:
@@ -58,7 +61,7 @@ def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> Atte
         "rope": None if learned else rope_spec(config),
         "bias": config.attention_bias,
         "fused": config.fused_qkv,
-        "qk_norm": norm_spec(config) if config.use_qk_norm else None,
+        "qk_norm": norm_spec(config, scaled=config.qk_norm_with_scale) if config.use_qk_norm else None,
         "soft_cap": config.attn_logits_soft_cap or None,
         "sinks": config.attention_sink,
         "backend": config.attention,
@@ -104,6 +107,25 @@ def mlp_spec(config: Any, **changes: Any) -> MlpSpec:
 
 def dropout_rate(config: Any) -> float:
     return config.dropout_rate if config.enable_dropout else 0.0
+
+
+def uniform(config: Any, spec: LayerSpec) -> list[Segment]:
+    """A stack of one kind of layer, in cycles of inhomogeneous_layer_cycle_interval layers (what one step of the scan
+    runs); every nope_layer_interval-th layer goes without rotary positions."""
+    layers, cycle, without = (
+        config.num_decoder_layers,
+        config.inhomogeneous_layer_cycle_interval,
+        config.nope_layer_interval,
+    )
+    cycle = math.lcm(cycle, max(without, 1))
+    if layers % cycle:
+        raise ConfigError(
+            f"{layers} layers do not divide into cycles of {cycle}: change inhomogeneous_layer_cycle_interval="
+            f"{config.inhomogeneous_layer_cycle_interval}, nope_layer_interval={without} or base_num_decoder_layers"
+        )
+    plain = replace(spec, attention=replace(spec.attention, rope=None))
+    pattern = tuple(plain if without > 0 and (place + 1) % without == 0 else spec for place in range(cycle))
+    return [Segment(pattern, layers // cycle)]
 
 
 def layer_spec(config: Any, **changes: Any) -> LayerSpec:

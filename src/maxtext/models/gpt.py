@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxtext.layers.stack import Segment
-from maxtext.models.common import attention_spec, layer_spec, mlp_spec, norm_spec
+from maxtext.models.common import attention_spec, layer_spec, mlp_spec, norm_spec, uniform
 
 
 def gpt3(config: Any) -> list[Segment]:
@@ -13,4 +13,4 @@ def gpt3(config: Any) -> list[Segment]:
         mlp=mlp_spec(config, bias=True),
         norm=norm_spec(config, kind="layer"),
     )
-    return [Segment((spec,), config.num_decoder_layers)]
+    return uniform(config, spec)

@@ -1,16 +1,17 @@
 """The loop: batch, step, hooks. It never asks which algorithm runs.
 
 The host does not wait for the device: a step is dispatched as soon as its batch is there, and its metrics are read
-`AHEAD` steps later, which also bounds how far the host can run ahead. Hooks see each step before and after it is
-dispatched, and its metrics once they are read.
+`AHEAD` steps later, which also bounds how far the host can run ahead. A thread watches the device, so that a step's
+time is from the end of the step before it to its own end, whenever the host looks. Hooks see each step before and after
+it is dispatched, and its metrics once they are read.
 """
 
+import contextlib
+import queue
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -50,12 +51,12 @@ class Loop:
         self.state, self.train_step, self.batches, self.key = state, train_step, batches, key
         self.steps, self.hooks, self.step = steps, hooks, first_step
         self.stop: str | None = None
-        self.pending: deque[tuple[int, Any]] = deque()
-        self.last_seen = time.perf_counter()
+        self.watcher = Watcher()
+        self.last_done = 0.0  # when the step before ended
 
     def run(self) -> TrainState:
-        with stop_on_signals(self):
-            self.last_seen = time.perf_counter()
+        with stop_on_signals(self), contextlib.closing(self.watcher):
+            self.restart_clock()
             while self.step < self.steps and self.stop is None:
                 try:
                     batch = next(self.batches)
@@ -64,9 +65,9 @@ class Loop:
                     break
                 self.tell("before_step")
                 self.state, metrics = self.train_step(self.state, batch, self.key)
-                self.pending.append((self.step, metrics))
+                self.watcher.watch(self.step, metrics)
                 self.step += 1
-                while len(self.pending) > AHEAD:
+                while self.watcher.waiting > AHEAD:
                     self.read_metrics()
                 self.tell("after_step")
             self.wait()
@@ -75,27 +76,59 @@ class Loop:
 
     def wait(self) -> None:
         """Until every dispatched step is done and its metrics are read."""
-        while self.pending:
+        while self.watcher.waiting:
             self.read_metrics()
 
     def read_metrics(self) -> None:
-        step, metrics = self.pending.popleft()
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        now = time.perf_counter()
-        seconds, self.last_seen = now - self.last_seen, now
+        step, values, done = self.watcher.next()
+        seconds, self.last_done = done - self.last_done, done
         for hook in self.hooks:
             hook.on_metrics(self, step, values, seconds)
 
     def restart_clock(self) -> None:
         """Leave what a hook did (an evaluation, a save) out of the next step's time."""
-        self.last_seen = time.perf_counter()
+        self.last_done = time.perf_counter()
 
     def tell(self, event: str) -> None:
         for hook in self.hooks:
             getattr(hook, event)(self)
 
 
-@contextmanager
+class Watcher:
+    """Reads metrics off the device in the order of their steps, and notes when each came."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[int, dict[str, float], float] | BaseException] = queue.SimpleQueue()
+        self.waiting = 0
+        threading.Thread(target=self.work, name="maxtext-watcher", daemon=True).start()
+
+    def watch(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        self.waiting += 1
+        self.asked.put((step, metrics))
+
+    def next(self) -> tuple[int, dict[str, float], float]:
+        """(step, metrics, time of its end); waits for it. An error of the device is raised here."""
+        result = self.done.get()
+        self.waiting -= 1
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self.asked.put(None)
+
+    def work(self) -> None:
+        while (asked := self.asked.get()) is not None:
+            step, metrics = asked
+            try:
+                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                self.done.put((step, values, time.perf_counter()))
+            except BaseException as error:
+                self.done.put(error)
+
+
+@contextlib.contextmanager
 def stop_on_signals(loop: Loop) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the loop after the current step; a second Ctrl-C ends it at once."""
     if threading.current_thread() is not threading.main_thread():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.common.errors import ConfigError
 from maxtext.sharding import use_rules
 from maxtext.tokenizers import load_tokenizer
 from maxtext.trainers.setup import Setup
@@ -20,6 +21,11 @@ def complete(setup: Setup, weights: Any, prompt: str, tokens: int) -> str:
     tokenizer = load_tokenizer(config)
     length = config.max_target_length
     ids = ([tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []) + tokenizer.encode(prompt)
+    if config.decode_sampling_strategy.value not in ("greedy", "weighted"):
+        raise ConfigError(
+            f"decode_sampling_strategy={config.decode_sampling_strategy.value} needs the inference engine, which is "
+            "not in this version yet: use greedy or weighted"
+        )
     greedy = config.decode_sampling_strategy.value == "greedy"
 
     def next_token(weights: Any, row: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:

@@ -1,0 +1,115 @@
+"""`maxtext` as a person runs it, in this process or in its own."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from maxtext.cli.main import main
+from maxtext.common.log import LOGGER
+
+TINY = [
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
+    "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32", "per_device_batch_size=4", "dtype=float32",
+    "dataset_type=synthetic", "enable_tensorboard=false", "learning_rate=0.01", "lr_schedule_type=wsd",
+    "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000",
+]  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    """An exit code, what was printed, and what lies in the run's folder."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+    metrics: Path
+
+    @property
+    def records(self):
+        return [read_record(line) for line in self.metrics.read_text().splitlines()]
+
+    @property
+    def losses(self):
+        return [record["loss"] for record in self.records if "loss" in record]
+
+    @property
+    def summary(self):
+        return json.loads((self.folder / "summary.json").read_text())
+
+
+def read_record(line):
+    """A line of metrics; numbers that JSON does not have stand beside it by name."""
+    record = json.loads(line)
+    return record | {name: float(word) for name, word in record.pop("not_finite", {}).items()}
+
+
+def complete(words, base, cache):
+    """(words with the tiny model and places of their own, run's folder, metrics file)."""
+    given = {word.partition("=")[0] for word in words}
+    places = [f"base_output_directory={base}", "run_name=it", f"metrics_file={base}/metrics.jsonl"]
+    defaults = [*TINY, *places, f"jax_cache_dir={cache}"]
+    rest = [word for word in defaults if word.partition("=")[0] not in given]
+    return [*words, *rest], base / "it", base / "metrics.jsonl"
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Shared with the runs of tests/trainers: what was compiled once is not compiled again."""
+    return tmp_path_factory.getbasetemp() / "jax_cache"
+
+
+@pytest.fixture(scope="module")
+def train(cache, tmp_path_factory):
+    """`maxtext train` in this process; each run in a folder of its own unless it names one."""
+    before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_disable_most_optimizations", True)
+
+    def run(*words, base=None):
+        base = base or tmp_path_factory.mktemp("run")
+        whole, folder, metrics = complete(words, base, cache)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["train", *whole])
+        return Outcome(code, out.getvalue(), err.getvalue(), folder, metrics)
+
+    yield run
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    compilation_cache.reset_cache()
+    LOGGER.handlers[:], LOGGER.level, LOGGER.propagate = before
+
+
+@pytest.fixture
+def start(cache, tmp_path):
+    """`maxtext train` in a process of its own: (process, Outcome to be completed). It does not outlive the test."""
+    processes = []
+
+    def begin(*words, environment=None, command=("-m", "maxtext", "train")):
+        whole, folder, metrics = complete(words, tmp_path, cache)
+        process = subprocess.Popen(
+            [sys.executable, *command, *whole],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {}),
+        )
+        processes.append(process)
+        return process, Outcome(-1, "", "", folder, metrics)
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

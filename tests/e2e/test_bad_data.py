@@ -1,0 +1,54 @@
+"""Data that cannot be trained on: one sentence, exit code 2, and nothing left behind."""
+
+import pytest
+
+TEXT = ("dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "a.txt").write_text("")
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "a.txt").write_text("too short")
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "a.txt").write_text("a text that is long enough " * 50)
+    return tmp_path
+
+
+CASES = {
+    "no files named": (TEXT, "grain_train_files is empty: name the text files to read"),
+    "no such file": ((*TEXT, "grain_train_files={}/none.txt"), "does not exist"),
+    "no file matches": ((*TEXT, "grain_train_files={}/*.md"), "no file matches"),
+    "an empty folder": ((*TEXT, "grain_train_files={}/empty"), "has no files"),
+    "empty files": ((*TEXT, "grain_train_files={}/hollow"), "are empty"),
+    "too little text": ((*TEXT, "grain_train_files={}/short"), "one batch needs 128"),
+    "empty evaluation files": (
+        (*TEXT, "grain_train_files={}/good", "use_truncation=false", "grain_eval_files={}/hollow", "eval_interval=1"),
+        "grain_eval_files: all 1 files",
+    ),
+    "no evaluation data": (
+        (*TEXT, "grain_train_files={}/good", "use_truncation=false", "eval_interval=1"),
+        "eval_interval=1 needs evaluation data: set grain_eval_files",
+    ),
+    "endless evaluation data": (("eval_interval=1",), "set eval_steps"),
+    "a vocabulary that is too small": (
+        (*TEXT, "grain_train_files={}/good", "vocab_size=200"), "set vocab_size to 259 or more",
+    ),
+    "another format": ((*TEXT[:1], "grain_train_files={}/good"), "set grain_file_type=text"),
+    "another source": (("dataset_type=hf",), "this version reads grain and synthetic"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence_and_nothing_left_behind(train, corpus, case):
+    words, sentence = CASES[case]
+    result = train(*(word.format(corpus) for word in words), base=corpus / "out")
+    assert result.code == 2
+    lines = result.err.splitlines()
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("maxtext: error: ")
+    assert sentence in lines[0]
+    assert result.out == ""
+    assert not (corpus / "out").exists()

@@ -1,0 +1,105 @@
+"""Runs in processes of their own: signals, and more devices than this machine has."""
+
+import json
+import signal
+import time
+
+import pytest
+
+# Two products: a step is so quick that a signal comes in the middle of thousands.
+QUICK = ("decoder_block=simple", "base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none")
+
+
+def wait_for_steps(process, metrics, count):
+    """Until so many steps are recorded."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= count:
+            return
+        time.sleep(0.05)
+    pytest.fail("the run did not come so far in two minutes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step(start, number):
+    process, run = start(*QUICK, "steps=1000000")
+    wait_for_steps(process, run.metrics, 20)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert f"{number.name}: stopping after the current step" in err
+    assert "Traceback" not in err
+    # Every line of the records is whole, and they end where the summary says.
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert run.metrics.read_bytes().endswith(b"\n")
+    assert [record["step"] for record in records] == list(range(len(records)))
+    assert 20 <= len(records) < 1000000
+    summary = run.summary
+    assert summary["stopped"] == number.name
+    assert summary["steps"] == len(records)
+    assert summary["final"] == records[-1]
+    assert (run.folder / "loss.png").exists()
+    assert f"step {len(records) - 1}/1000000  loss" in out
+
+
+FEEDS = """
+import json, sys
+from maxtext.configs import load
+from maxtext.input_pipeline import make_eval_iterator, make_train_iterator
+from maxtext.trainers import pretrain
+from maxtext.trainers.setup import Setup
+
+config = load(None, sys.argv[1:])
+setup = Setup.of(config)
+train = list(pretrain.device_batches(setup, make_train_iterator(config)))
+rows = config.global_batch_size_to_eval_on
+evaluation = list(pretrain.evaluation_feed(setup, make_eval_iterator(config), rows)())
+count = lambda batches: sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches)
+print(json.dumps({
+    "devices": len(train[0]["inputs"].devices()),
+    "rows": sorted({len(batch["inputs"]) for batch in train}),
+    "tokens": count(train), "eval_rows": sorted({len(batch["inputs"]) for batch in evaluation}),
+    "eval_tokens": count(evaluation),
+}))
+"""
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+
+
+@pytest.mark.slow
+def test_half_a_sequence_a_device(start):
+    process, run = start("per_device_batch_size=0.5", "steps=3", *QUICK, environment=TWO_DEVICES)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert [record["total_weights"] for record in run.records] == [32] * 3, "one row of 32 tokens"
+    assert "2 x cpu" in out
+
+
+@pytest.fixture
+def feeds(start, tmp_path):
+    """What two devices are fed from eight documents of 32 tokens, half a sequence each."""
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}").write_text(f"document number {number} of eight..")  # and two ends
+    words = (
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}/text", "grain_num_threads=2",
+        f"grain_eval_files={tmp_path}/text", "tokenizer_path=byte", "per_device_batch_size=0.5", "packing=false",
+    )  # fmt: skip
+    process, _ = start(*words, environment=TWO_DEVICES, command=("-c", FEEDS))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_one_row_lies_over_two_devices(feeds):
+    assert (feeds["devices"], feeds["rows"], feeds["eval_rows"]) == (2, [1], [1])
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="of two loaded rows one is used and one is thrown away")
+@pytest.mark.parametrize("which", ["tokens", "eval_tokens"])
+def test_no_row_that_was_loaded_is_left_out(feeds, which):
+    """Else an epoch is half the data, and the evaluation is not that of the evaluation data."""
+    assert feeds[which] == 8 * 32

@@ -1,0 +1,179 @@
+"""Whole runs of `maxtext train`: they learn, they repeat, and they leave the records that they promise."""
+
+import json
+import math
+import struct
+
+import pytest
+
+from maxtext.cli.main import main
+
+SENTENCE = "a quick brown fox jumps over one lazy dog; "  # no word comes twice
+FIELDS = {
+    "step", "loss", "lm_loss", "learning_rate", "grad_norm", "raw_grad_norm", "param_norm", "total_weights",
+    "step_time_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu",
+}  # fmt: skip
+ONE = ("base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none")
+SIMPLE = ("decoder_block=simple", *ONE)
+
+
+@pytest.fixture(scope="module")
+def fox(train, tmp_path_factory):
+    """A model that has read one sentence often, with every record on."""
+    base = tmp_path_factory.mktemp("fox")
+    (base / "fox.txt").write_text(SENTENCE * 400)
+    words = (
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={base}/fox.txt", "tokenizer_path=byte",
+        "grain_num_threads=2", "use_truncation=false", "num_epoch=8", "steps=120", "enable_tensorboard=true",
+        f"tensorboard_dir={base}/it/tensorboard", "log_period=10", "prompt=a quick",
+    )  # fmt: skip
+    result = train(*words, base=base)
+    assert result.code == 0, result.err
+    return result
+
+
+def test_one_batch_is_learned_by_heart(train):
+    result = train("reuse_example_batch=1", "steps=150")
+    assert result.code == 0, result.err
+    assert len(result.losses) == 150
+    assert abs(result.losses[0] - math.log(259)) < 1.0, "at the start it knows nothing"
+    assert result.losses[-1] < 0.05
+
+
+def test_text_is_learned(fox):
+    """To the entropy of the sentence: nothing is uncertain in it but where a row begins."""
+    assert abs(fox.losses[0] - math.log(259)) < 1.0
+    assert fox.losses[-1] < 0.3
+
+
+def test_the_prompt_is_completed(fox):
+    said = fox.out.partition("what the model writes after 'a quick':")[2]
+    assert said.strip().startswith("a quick brown fox jumps over one lazy dog;")
+
+
+def test_every_step_has_a_whole_record(fox):
+    assert [record["step"] for record in fox.records] == list(range(120))
+    for record in fox.records:
+        assert record.keys() >= FIELDS
+        assert all(record[name] is not None for name in FIELDS - {"mfu"})  # the peak of a CPU is not known
+        assert record["loss"] == record["lm_loss"]
+        assert record["total_weights"] <= 4 * 32
+        speed = record["total_weights"] / record["step_time_seconds"]
+        assert record["tokens_per_second_per_device"] == pytest.approx(speed, rel=1e-9)
+    # Of a token, by hand: two layers of attention (heads of 8: 4 queries, 2 keys and values, 4 out; a token sees 16.5
+    # others on average) and three MLP products of 64, and logits; 2 a multiply-add, three times a forward pass.
+    layer = 2 * 32 * 8 * (4 + 2 + 2 + 4) + 4 * 4 * 8 * 16.5 + 3 * 2 * 32 * 64
+    flops = 3 * (2 * layer + 2 * 32 * 259)
+    record = fox.records[7]
+    expected = record["tokens_per_second_per_device"] * flops / 1e12
+    assert record["tflops_per_second_per_device"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_console_says_what_runs_and_how_it_goes(fox):
+    lines = fox.out.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 120
+    assert steps[0].startswith("step 0/120  loss 5.")
+    weights = 2 * (32 * 8 * 12 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 32 * 259
+    assert any(line.split() == ["parameters", f"{weights:,}"] for line in lines)
+    assert any(line.split()[:4] == ["tokens", "a", "step", "128"] for line in lines)
+
+
+def test_the_summary(fox):
+    summary = fox.summary
+    assert (summary["run_name"], summary["steps"], summary["stopped"]) == ("it", 120, "all steps done")
+    assert summary["first_loss"] == fox.losses[0]
+    assert summary["final"]["loss"] == fox.losses[-1]
+    assert summary["final"]["step"] == 119
+    assert summary["parameters"] == 2 * (32 * 8 * 12 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 32 * 259
+    assert summary["seconds"] > 0
+
+
+def test_the_picture(fox):
+    data = (fox.folder / "loss.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert min(width, height) >= 100
+
+
+def test_tensorboard_shows_the_same_numbers(fox):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(fox.folder / "tensorboard"))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.rpartition("/")[2] == "loss"]
+    assert len(tags) == 1
+    scalars = events.Scalars(tags[0])
+    assert [scalar.step for scalar in scalars] == list(range(120))
+    assert [scalar.value for scalar in scalars] == fox.losses, "losses are float32 in both"
+
+
+def test_the_configuration_can_be_read_back(fox, capsys):
+    path = fox.folder / "config.yml"
+    assert main(["config", str(path), "--format", "json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert len(values) == 723
+    given = {"base_emb_dim": 32, "vocab_size": 259, "learning_rate": 0.01, "prompt": "a quick", "dtype": "float32"}
+    assert given.items() <= values.items()
+    assert main(["config", str(path), "--changed"]) == 0
+    assert "base_emb_dim: 32" in capsys.readouterr().out
+
+
+def test_a_run_can_be_repeated_from_its_configuration(train, tmp_path):
+    first = train(*ONE, "steps=4", base=tmp_path)
+    losses = first.losses
+    again = main(["train", str(first.folder / "config.yml")])
+    assert again == 0
+    assert first.losses == losses
+    assert (tmp_path / "metrics.jsonl.1").exists(), "the earlier records are kept under another name"
+
+
+def test_the_same_seed_gives_the_same_losses_to_the_bit(train):
+    first, second = train(*ONE, "steps=6"), train(*ONE, "steps=6")
+    assert first.losses == second.losses
+    assert len(first.losses) == 6
+    weights, data = train(*ONE, "steps=6", "init_weights_seed=1"), train(*ONE, "steps=6", "data_shuffle_seed=1")
+    for other in (weights, data):
+        assert all(ours != theirs for ours, theirs in zip(other.losses, first.losses, strict=True))
+
+
+def test_dropout_changes_losses_and_repeats(train):
+    calm = train(*ONE, "steps=6")
+    first, second = train(*ONE, "steps=6", "dropout_rate=0.5"), train(*ONE, "steps=6", "dropout_rate=0.5")
+    off = train(*ONE, "steps=6", "dropout_rate=0.5", "enable_dropout=false")
+    assert first.losses == second.losses
+    assert all(ours != theirs for ours, theirs in zip(first.losses, calm.losses, strict=True))
+    assert off.losses == calm.losses
+
+
+def test_the_batch_grows_as_asked(train):
+    """Sizes 1, 2, 3, each for 4 samples, then 4."""
+    words = ("enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1")
+    result = train(*SIMPLE, *words, "global_rampup_samples=12", "steps=10")
+    assert result.code == 0, result.err
+    rows = [record["total_weights"] / 32 for record in result.records]
+    assert rows == [1] * 4 + [2] * 2 + [3] * 2 + [4] * 2
+
+
+def test_a_lost_loss_is_one_sentence(train):
+    """A rate at which float32 overflows in the first update."""
+    result = train(*SIMPLE, "steps=20", "learning_rate=1e38")
+    assert result.code == 1
+    errors = [line for line in result.err.splitlines() if line.startswith("maxtext: error: ")]
+    lost = result.records[-1]
+    assert not math.isfinite(lost["loss"])
+    assert len(errors) == 1
+    assert f"the loss of step {lost['step']} is {lost['loss']}" in errors[0]
+    assert result.summary["stopped"] in errors[0]
+    assert all(math.isfinite(record["loss"]) for record in result.records[:-1])
+    assert "Traceback" not in result.err
+    assert (result.folder / "loss.png").exists()
+
+
+def test_the_end_of_the_data_is_told(train, tmp_path):
+    (tmp_path / "text").write_text("some words to read " * 60)
+    words = ("dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}/text", "tokenizer_path=byte")
+    result = train(*words, "use_truncation=false", "grain_num_threads=2", *SIMPLE, "steps=100")
+    assert result.code == 0
+    assert result.summary["stopped"] == "the data ended"
+    assert result.summary["steps"] == len(result.losses) == math.ceil((60 * 19 + 1) / 32) // 4
+    assert "the data ended" in result.out + result.err, "a run of 100 steps that ends after 8 says why"

@@ -1,0 +1,190 @@
+"""What each attention back end supports, which one is chosen, what is logged, and the errors."""
+
+import logging
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError
+from maxtext.kernels.attention import BACKENDS, BlockSizes, Request, Visibility, attend, choose, try_backends
+from maxtext.kernels.attention.dispatch import announce
+
+SCALE = 0.3
+GPU = Request("gpu", "bfloat16", 256, 256, 8, 2, 128, 128, capability="9.0")
+TPU = replace(GPU, platform="tpu", capability="")
+CPU = replace(TPU, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"platform": "cpu"}, "needs a GPU"),
+        ({"dtype": "float32"}, "float32"),
+        ({"head_size": 264}, "head size"),
+        ({"head_size": 100, "value_size": 100}, "head size"),
+        ({"head_size": 192, "capability": "8.0"}, "up to 128"),
+        ({"head_size": 192, "capability": "10.0"}, "up to 128"),
+        ({"capability": "7.5"}, "7.5"),
+        ({"capability": "gfx942"}, "NVIDIA"),
+        ({"soft_cap": 50.0}, "soft cap"),
+        ({"has_sinks": True}, "sinks"),
+        ({"custom_positions": True}, "positions"),
+        ({"q_length": 128}, "128 and 256"),
+        ({"q_length": 1, "visibility": Visibility(causal=False)}, "single query"),
+        ({"visibility": Visibility(chunk=100)}, "chunks of 100"),
+        ({"has_segments": True, "q_length": 255, "k_length": 255}, "even"),
+    ],
+)
+def test_what_cudnn_cannot_do_goes_to_dot_product(change, word):
+    request = replace(GPU, **change)
+    assert word in BACKENDS["cudnn_flash_jax"].supports(request)
+    assert choose(request) == "dot_product"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "float16"},
+        {"head_size": 256, "value_size": 256},
+        {"head_size": 192},  # MLA
+        {"visibility": Visibility(window=64)},
+        {"visibility": Visibility(chunk=64)},
+        {"visibility": Visibility(causal=False), "q_length": 128},
+        {"has_segments": True},
+        {"capability": ""},
+    ],
+)
+def test_what_cudnn_can_do_goes_to_it(change):
+    assert choose(replace(GPU, **change)) == "cudnn_flash_jax"
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"platform": "gpu"}, "needs a TPU"),
+        ({"platform": "cpu"}, "needs a TPU"),
+        ({"dtype": "float16"}, "float16"),
+        ({"q_length": 200, "k_length": 200}, "multiples of 128"),
+        ({"custom_positions": True}, "positions"),
+        ({"q_length": 128}, "128 and 256"),
+    ],
+)
+def test_what_flash_cannot_do(change, word):
+    request = replace(TPU, **change)
+    assert word in BACKENDS["flash"].supports(request)
+    assert choose(request) != "flash"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": "float32"},
+        {"soft_cap": 50.0, "has_sinks": True, "has_segments": True, "visibility": Visibility(chunk=100)},
+        {"head_size": 192},
+        {"visibility": Visibility(causal=False), "q_length": 128},
+    ],
+)
+def test_what_flash_can_do_goes_to_it(change):
+    assert choose(replace(TPU, **change)) == "flash"
+
+
+def test_a_cpu_gets_dot_product_which_supports_everything():
+    assert choose(CPU) == "dot_product"
+    anything = replace(CPU, dtype="float64", q_length=7, custom_positions=True, soft_cap=1.0, has_sinks=True)
+    assert BACKENDS["dot_product"].supports(anything) is None
+
+
+def arrays(length=12, q_heads=4, k_heads=2, head_size=8):
+    draw = np.random.default_rng(0).normal
+    return [jnp.asarray(draw(size=(2, length, heads, head_size)), jnp.float32) for heads in (q_heads, k_heads, k_heads)]
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn_flash_jax"])
+def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend):
+    with pytest.raises(ConfigError) as caught:
+        attend(*arrays(), backend=backend, visibility=Visibility(), scale=SCALE, platform="cpu")
+    (sentence,) = caught.value.problems
+    assert backend in sentence
+    assert "use dot_product or autoselected" in sentence
+
+
+def test_an_error_on_another_platform_names_what_is_best_there():
+    with pytest.raises(ConfigError, match="use flash or autoselected"):
+        attend(*arrays(length=128), backend="cudnn_flash_jax", visibility=Visibility(), scale=SCALE, platform="tpu")
+
+
+def test_an_unknown_back_end_lists_the_known():
+    with pytest.raises(ConfigError, match="dot_product, flash, cudnn_flash_jax"):
+        attend(*arrays(), backend="flesh", visibility=Visibility(), scale=SCALE)
+
+
+def test_autoselected_computes_and_logs_once(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
+    q, k, v = arrays(length=13)  # a length no other test has asked for
+    options = {"visibility": Visibility(), "scale": SCALE, "platform": "cpu"}
+    with caplog.at_level(logging.INFO, logger="maxtext"):
+        output = attend(q, k, v, backend="autoselected", **options)
+        attend(q, k, v, backend="autoselected", **options)
+    np.testing.assert_array_equal(output, attend(q, k, v, backend="dot_product", **options))
+    assert [record.message.split(" for ")[0] for record in caplog.records] == ["attention: dot_product on cpu"]
+
+
+def test_the_log_says_why_the_faster_one_was_not_taken(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="maxtext"):
+        assert announce(replace(GPU, soft_cap=49.0)) == "dot_product"
+    assert "not cudnn_flash_jax: it has no soft cap" in caplog.text
+
+
+def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
+    seen = []
+    monkeypatch.setitem(
+        BACKENDS, "dot_product", replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.visibility))
+    )
+    for visibility in (Visibility(window=12), Visibility(chunk=12), Visibility(window=11)):
+        attend(*arrays(), backend="dot_product", visibility=visibility, scale=SCALE)
+    assert seen == [Visibility(), Visibility(), Visibility(window=11)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": False, "window": 3}, {"window": 3, "chunk": 4}, {"window": 0}, {"chunk": -1}]
+)
+def test_impossible_visibility(options):
+    with pytest.raises(ConfigError):
+        Visibility(**options)
+
+
+@pytest.mark.parametrize("options", [{"q": 64}, {"kv_layout": "x"}, {"k_layout": "ROW_MAJOR"}])
+def test_impossible_block_sizes(options):
+    with pytest.raises((ConfigError, TypeError)):
+        BlockSizes(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"sinks": np.zeros(3)}, "sinks"),
+        ({"q_segments": np.zeros((2, 3), np.int32)}, "q_segments"),
+        ({"k_segments": np.zeros((2, 12), np.int32)}, "need q_segments"),
+        ({"q_positions": np.zeros((1, 12), np.int32)}, "q_positions"),
+    ],
+)
+def test_shapes_are_checked(options, word):
+    with pytest.raises(ValueError, match=word):
+        attend(*arrays(), backend="dot_product", visibility=Visibility(), scale=SCALE, **options)
+    with pytest.raises(ValueError, match="multiple"):
+        attend(*arrays(q_heads=3), backend="dot_product", visibility=Visibility(), scale=SCALE)
+
+
+def test_every_back_end_is_tried_here():
+    found = dict(try_backends())
+    assert set(found) == set(BACKENDS)
+    assert found["dot_product"] == "works"
+    if jax.default_backend() == "cpu":
+        assert found["flash"] == "not here: it needs a TPU"
+        assert found["cudnn_flash_jax"] == "not here: it needs a GPU"

@@ -1,0 +1,72 @@
+"""Linear against numpy, and what dropout does to numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.common import noise
+from maxtext.layers.linear import Linear, dropout
+from maxtext.layers.parameters import Maker, Template
+
+# inputs, outputs of the kernel, the product as an einsum
+SHAPES = [
+    ((6,), (4,), "bse,em->bsm"),
+    ((6,), (2, 5), "bse,ehd->bshd"),
+    ((2, 5), (6,), "bshd,hde->bse"),
+    ((6,), (2, 3, 5), "bse,ekqd->bskqd"),
+]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("inputs", "outputs", "product"), SHAPES, ids=[shape[2] for shape in SHAPES])
+def test_numpy(inputs, outputs, product, bias):
+    draw = np.random.default_rng(0).normal
+    axes = (None,) * len(inputs + outputs)
+    template = Template.of(lambda: Linear(Maker(noise.seed_key(0), "float32"), inputs, outputs, axes, "float32", bias))
+    weights = {"kernel": draw(size=inputs + outputs)} | ({"bias": draw(size=outputs)} if bias else {})
+    assert jax.tree.map(np.shape, weights) == jax.tree.map(lambda leaf: leaf.shape, template.weights)
+    x = draw(size=(2, 3, *inputs))
+    expected = np.einsum(product, x, weights["kernel"]) + (weights["bias"] if bias else 0)
+    ours = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
+    template = Template.of(lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16", True))
+    assert {leaf.dtype for leaf in jax.tree.leaves(template.weights)} == {jnp.dtype("float32")}
+    weights = {"kernel": jnp.full((6, 4), 1 + 2**-12), "bias": jnp.full((4,), 2**-12)}  # 1 when rounded to bfloat16
+    y = template.bind(weights)(jnp.ones((1, 6), jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(y, np.float32), np.full((1, 4), 6.0))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_keeps_the_mean(rate):
+    x = jnp.full((400, 500), 2.0)
+    y = np.asarray(dropout(x, rate, jax.random.key(0)))
+    assert set(np.unique(y)) == {np.float32(0), np.float32(2 / (1 - rate))}
+    dropped, n = (y == 0).mean(), y.size
+    assert abs(dropped - rate) < 5 * np.sqrt(rate * (1 - rate) / n)
+    assert abs(y.mean() - 2) < 5 * 2 * np.sqrt(rate / (1 - rate) / n)
+    for axis in (0, 1):  # no row and no column is special: each count is binomial
+        counts, size = (y == 0).sum(axis=axis), y.shape[axis]
+        assert np.abs(counts - rate * size).max() < 6 * np.sqrt(rate * (1 - rate) * size)
+
+
+def test_dropout_is_a_function_of_its_key():
+    x = jnp.ones((64, 64))
+    same = [np.asarray(dropout(x, 0.5, jax.random.key(7))) for _ in range(2)]
+    np.testing.assert_array_equal(*same)
+    other = np.asarray(dropout(x, 0.5, jax.random.key(8)))
+    assert abs((same[0] == other).mean() - 0.5) < 5 * 0.5 / 64  # two independent masks agree on half
+
+
+def test_no_dropout_without_key_or_rate():
+    x = jnp.arange(12.0).reshape(3, 4)
+    assert dropout(x, 0.5, None) is x
+    assert dropout(x, 0.0, jax.random.key(0)) is x
+
+
+def test_dropout_keeps_the_dtype():
+    assert dropout(jnp.ones((8, 8), jnp.bfloat16), 0.3, jax.random.key(0)).dtype == jnp.bfloat16

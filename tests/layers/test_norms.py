@@ -1,0 +1,90 @@
+"""Norms against torch.nn.RMSNorm, torch.nn.LayerNorm and Gemma's 1 + w, forward and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+from maxtext.common import noise
+from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.parameters import Maker, Template
+
+SIZE, EPSILON = 24, 1e-2  # large, so that it matters
+
+
+def template(spec, dtype="float32"):
+    return Template.of(lambda: Norm(Maker(noise.seed_key(0), "float32"), spec, SIZE, dtype))
+
+
+def values(seed=0):
+    draw = np.random.default_rng(seed).normal
+    return (draw(size=(3, 5, SIZE)) * 0.3 + 0.5).astype(np.float32), draw(size=(3, 5, SIZE)).astype(np.float32)
+
+
+def weights(*names):
+    draw = np.random.default_rng(1).normal
+    return {name: draw(size=SIZE).astype(np.float32) for name in names}
+
+
+def torch_norm(kind):
+    if kind == "rms":
+        return torch.nn.RMSNorm(SIZE, eps=EPSILON), {"scale": "weight"}
+    if kind == "layer":
+        return torch.nn.LayerNorm(SIZE, eps=EPSILON), {"scale": "weight", "bias": "bias"}
+    if kind == "offset":
+        return GemmaRMSNorm(SIZE, eps=EPSILON), {"scale": "weight"}
+    return torch.nn.RMSNorm(SIZE, eps=EPSILON, elementwise_affine=False), {}
+
+
+SPECS = {
+    "rms": NormSpec(epsilon=EPSILON),
+    "layer": NormSpec("layer", EPSILON),
+    "offset": NormSpec(epsilon=EPSILON, offset=True),
+    "unscaled": NormSpec(epsilon=EPSILON, scaled=False),
+}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_torch(kind):
+    theirs, names = torch_norm(kind)
+    given = weights(*names)
+    with torch.no_grad():
+        for ours, name in names.items():
+            getattr(theirs, name).copy_(torch.tensor(given[ours]))
+    x, back = values()
+    abstract = template(SPECS[kind])
+    assert set(abstract.weights) == set(names)
+    output, pull = jax.vjp(lambda weights, x: abstract.bind(weights)(x), given, jnp.asarray(x))
+    gradients, x_gradient = pull(jnp.asarray(back))
+    leaf = torch.tensor(x, requires_grad=True)
+    expected = theirs(leaf)
+    expected.backward(torch.tensor(back))
+    np.testing.assert_allclose(output, expected.detach(), atol=1e-5)
+    np.testing.assert_allclose(x_gradient, leaf.grad, atol=2e-5)
+    for ours, name in names.items():
+        np.testing.assert_allclose(gradients[ours], getattr(theirs, name).grad, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_bfloat16_is_normed_in_float32(kind):
+    """Only input and output are rounded: a mean of squares in bfloat16 would be off by a per cent."""
+    x, _ = values()
+    x = jnp.asarray(x * 100 + 300, jnp.bfloat16)
+    given = weights("scale", "bias") if kind == "layer" else weights("scale")
+    output = template(SPECS[kind], "bfloat16").bind(given)(x)
+    assert output.dtype == jnp.bfloat16
+    exact = np.asarray(x, np.float64)
+    exact = exact - exact.mean(-1, keepdims=True) if kind == "layer" else exact
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPSILON) * given["scale"] + given.get("bias", 0.0)
+    np.testing.assert_allclose(np.asarray(output, np.float64), exact, rtol=2**-8, atol=1e-5)
+
+
+def test_initial_scale_does_nothing():
+    """1, or 0 where it is added to 1; biases 0."""
+    maker = Maker(noise.seed_key(0), "float32")
+    for kind, expected in (("rms", 1.0), ("layer", 1.0), ("offset", 0.0)):
+        norm = Norm(maker, SPECS[kind], SIZE, "float32")
+        np.testing.assert_array_equal(norm.scale[...], np.full(SIZE, expected))
+        assert norm.bias is None or not np.any(norm.bias[...])
