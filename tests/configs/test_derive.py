@@ -35,7 +35,6 @@ def test_expert_width_defaults_to_the_mlp_width():
         (["per_device_batch_size=0.25"], 8, (8, 2, 2, 8, 2)),
         (["per_device_batch_size=4", "gradient_accumulation_steps=3"], 2, (24, 24, 8, 8, 8)),
         (["per_device_batch_size=4", "eval_per_device_batch_size=2"], 2, (8, 8, 8, 4, 4)),
-        (["per_device_batch_size=4", "expansion_factor_real_data=2"], 2, (16, 8, 8, 16, 8)),
     ],
 )
 def test_batches(words, devices, expected):

@@ -70,17 +70,17 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(cache, tmp_path_factory):
-    """`maxtext train` in this process; each run in a folder of its own unless it names one."""
+    """`maxtext train` in this process, in a folder of its own unless it names one; `file` is a configuration."""
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_disable_most_optimizations", True)
 
-    def run(*words, base=None):
+    def run(*words, base=None, file=None):
         base = base or tmp_path_factory.mktemp("run")
         whole, folder, metrics = complete(words, base, cache)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["train", *whole])
+            code = main(["train", *([str(file), *words] if file else whole)])
         return Outcome(code, out.getvalue(), err.getvalue(), folder, metrics)
 
     yield run
@@ -96,10 +96,10 @@ def start(cache, tmp_path):
     """`maxtext train` in a process of its own: (process, Outcome to be completed). It does not outlive the test."""
     processes = []
 
-    def begin(*words, environment=None, command=("-m", "maxtext", "train")):
+    def begin(*words, environment=None):
         whole, folder, metrics = complete(words, tmp_path, cache)
         process = subprocess.Popen(
-            [sys.executable, *command, *whole],
+            [sys.executable, "-m", "maxtext", "train", *whole],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -118,31 +118,45 @@ def test_the_configuration_can_be_read_back(fox, capsys):
     assert "base_emb_dim: 32" in capsys.readouterr().out
 
 
-def test_a_run_can_be_repeated_from_its_configuration(train, tmp_path):
-    first = train(*ONE, "steps=4", base=tmp_path)
+@pytest.fixture(scope="module")
+def repeated(train, tmp_path_factory):
+    """(losses of a run, the run that its config.yml gives)"""
+    base = tmp_path_factory.mktemp("repeated")
+    first = train(*ONE, "steps=4", base=base)
     losses = first.losses
-    again = main(["train", str(first.folder / "config.yml")])
-    assert again == 0
-    assert first.losses == losses
-    assert (tmp_path / "metrics.jsonl.1").exists(), "the earlier records are kept under another name"
+    return losses, train(file=first.folder / "config.yml", base=base)
 
 
-def test_the_same_seed_gives_the_same_losses_to_the_bit(train):
-    first, second = train(*ONE, "steps=6"), train(*ONE, "steps=6")
-    assert first.losses == second.losses
-    assert len(first.losses) == 6
-    weights, data = train(*ONE, "steps=6", "init_weights_seed=1"), train(*ONE, "steps=6", "data_shuffle_seed=1")
-    for other in (weights, data):
-        assert all(ours != theirs for ours, theirs in zip(other.losses, first.losses, strict=True))
+def test_a_run_can_be_repeated_from_its_configuration(repeated):
+    losses, again = repeated
+    assert again.code == 0
+    assert again.losses == losses
+    assert again.metrics.with_name("metrics.jsonl.1").exists(), "the earlier records are kept under another name"
 
 
-def test_dropout_changes_losses_and_repeats(train):
-    calm = train(*ONE, "steps=6")
-    first, second = train(*ONE, "steps=6", "dropout_rate=0.5"), train(*ONE, "steps=6", "dropout_rate=0.5")
-    off = train(*ONE, "steps=6", "dropout_rate=0.5", "enable_dropout=false")
-    assert first.losses == second.losses
-    assert all(ours != theirs for ours, theirs in zip(first.losses, calm.losses, strict=True))
-    assert off.losses == calm.losses
+def test_the_repeated_run_does_not_do_more(repeated):
+    assert "what the model writes" not in repeated[1].out
+
+
+@pytest.fixture(scope="module")
+def six(train):
+    """The losses of six steps of the default seeds."""
+    return train(*ONE, "steps=6").losses
+
+
+def test_the_same_seed_gives_the_same_losses_to_the_bit(train, six):
+    assert len(six) == 6
+    assert train(*ONE, "steps=6").losses == six
+    for word in ("init_weights_seed=1", "data_shuffle_seed=1"):
+        other = train(*ONE, "steps=6", word).losses
+        assert all(ours != theirs for ours, theirs in zip(other, six, strict=True)), word
+
+
+def test_dropout_changes_losses_and_repeats(train, six):
+    first, second = (train(*ONE, "steps=6", "dropout_rate=0.5").losses for _ in range(2))
+    assert first == second
+    assert all(ours != theirs for ours, theirs in zip(first, six, strict=True))
+    assert train(*ONE, "steps=6", "dropout_rate=0.5", "enable_dropout=false").losses == six
 
 
 def test_the_batch_grows_as_asked(train):
@@ -169,11 +183,33 @@ def test_a_lost_loss_is_one_sentence(train):
     assert (result.folder / "loss.png").exists()
 
 
-def test_the_end_of_the_data_is_told(train, tmp_path):
+def test_the_data_may_end_before_the_steps(train, tmp_path):
     (tmp_path / "text").write_text("some words to read " * 60)
     words = ("dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}/text", "tokenizer_path=byte")
     result = train(*words, "use_truncation=false", "grain_num_threads=2", *SIMPLE, "steps=100")
     assert result.code == 0
     assert result.summary["stopped"] == "the data ended"
     assert result.summary["steps"] == len(result.losses) == math.ceil((60 * 19 + 1) / 32) // 4
-    assert "the data ended" in result.out + result.err, "a run of 100 steps that ends after 8 says why"
+
+
+def test_an_early_end_is_told(train):
+    """A run of a hundred steps that stops after two because it reached its goal."""
+    result = train(*SIMPLE, "steps=100", "eval_interval=2", "eval_steps=1", "target_eval_loss=100")
+    assert result.summary["steps"] == 2
+    assert result.summary["stopped"].startswith("eval_loss")
+    assert result.summary["stopped"] in result.out + result.err
+
+
+def test_a_prompt_that_cannot_be_read_is_refused_before_training(train):
+    result = train(*SIMPLE, "steps=2", "vocab_size=200", "prompt=hello")
+    assert result.code == 2
+    assert "set vocab_size to 259 or more" in result.err
+    assert not result.metrics.exists()
+
+
+def test_a_record_that_cannot_be_written_is_refused_and_leaves_nothing_behind(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = train(*SIMPLE, "steps=2", f"metrics_file={tmp_path}/file/metrics", base=tmp_path / "out")
+    assert result.code == 2
+    assert "cannot be written" in result.err
+    assert not (tmp_path / "out").exists()

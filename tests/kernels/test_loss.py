@@ -10,7 +10,7 @@ import torch
 
 from maxtext.kernels.loss import cross_entropy, tiled_cross_entropy
 
-QUICK = dict(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)  # compiles in a third of the time
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 BATCH, LENGTH, SIZE, VOCABULARY = 3, 12, 8, 37
 
 
@@ -51,7 +51,7 @@ def test_torch(tiles):
 def test_large_logits_do_not_overflow():
     logits = jnp.asarray([[3e4, -3e4, 0.0], [-3e4, -3e4, -3e4]])
     losses, partition = cross_entropy(logits, jnp.asarray([1, 2]))
-    np.testing.assert_allclose(losses, [6e4, np.log(3)], rtol=1e-4)
+    np.testing.assert_allclose(losses, [6e4, np.log(3)], rtol=1e-6, atol=2e-3)  # neighbours of 3e4 are 2e-3 apart
     np.testing.assert_allclose(partition, [3e4, -3e4 + np.log(3)], rtol=1e-6)
 
 

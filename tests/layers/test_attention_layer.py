@@ -20,7 +20,7 @@ from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.rope import RopeSpec
 
 SIZE, LENGTH, HEAD = 24, 9, 8
-QUICK = dict(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)  # compiles in a third of the time
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 
 
 def template(heads, groups, **options):

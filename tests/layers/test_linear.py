@@ -28,12 +28,16 @@ def test_numpy(inputs, outputs, product, bias):
     assert jax.tree.map(np.shape, weights) == jax.tree.map(lambda leaf: leaf.shape, template.weights)
     x = draw(size=(2, 3, *inputs))
     expected = np.einsum(product, x, weights["kernel"]) + (weights["bias"] if bias else 0)
-    ours = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(jnp.asarray(x, jnp.float32))
+    ours = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(
+        jnp.asarray(x, jnp.float32)
+    )
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
 def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
-    template = Template.of(lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16", True))
+    template = Template.of(
+        lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16", True)
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(template.weights)} == {jnp.dtype("float32")}
     weights = {"kernel": jnp.full((6, 4), 1 + 2**-12), "bias": jnp.full((4,), 2**-12)}  # 1 when rounded to bfloat16
     y = template.bind(weights)(jnp.ones((1, 6), jnp.bfloat16))

@@ -33,7 +33,7 @@ def weights(branches, bias, seed=0):
     """Unfused: wi (or wi_0, wi_1 …) and wo."""
     draw = np.random.default_rng(seed).normal
     names = ["wi"] if branches == 1 else [f"wi_{place}" for place in range(branches)]
-    shapes = {name: (SIZE, WIDTH) for name in names} | {"wo": (WIDTH, SIZE)}
+    shapes = dict.fromkeys(names, (SIZE, WIDTH)) | {"wo": (WIDTH, SIZE)}
     tree = {name: {"kernel": draw(size=shape).astype(np.float32)} for name, shape in shapes.items()}
     if bias:
         for name, (_, outputs) in shapes.items():

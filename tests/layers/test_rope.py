@@ -12,12 +12,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from maxtext.layers.rope import RopeSpec, frequencies, rotate
 
 HEAD = 64
-LLAMA31 = dict(rope_theta=500_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-YARN = dict(rope_theta=150_000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0)
+LLAMA31 = {"rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 
 # name: (our spec, transformers' rope_parameters). The original length is 4096 throughout.
 KINDS = {
-    "linear": (RopeSpec(linear_factor=8.0, max_timescale=1e6), dict(rope_type="linear", rope_theta=1e6, factor=8.0)),
+    "linear": (
+        RopeSpec(linear_factor=8.0, max_timescale=1e6),
+        {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    ),
     "llama3.1": (
         RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=4096),
         dict(rope_type="llama3", **LLAMA31),
@@ -25,7 +28,7 @@ KINDS = {
     "llama3.1 wider band": (
         RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=4096, low_frequency_factor=0.5,
                  high_frequency_factor=16.0),
-        dict(rope_type="llama3", **(LLAMA31 | dict(low_freq_factor=0.5, high_freq_factor=16.0))),
+        dict(rope_type="llama3", **(LLAMA31 | {"low_freq_factor": 0.5, "high_freq_factor": 16.0})),
     ),
     "yarn": (
         RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, attention_scaling=True),
@@ -43,7 +46,11 @@ KINDS = {
     "yarn other betas": (
         RopeSpec("yarn", max_timescale=1e4, factor=4.0, original_length=4096, attention_scaling=True, beta_fast=8.0,
                  beta_slow=0.5),
-        dict(rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=8.0, beta_slow=0.5),
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5},
+    ),
+    "yarn whose range ends past the last pair": (
+        RopeSpec("yarn", max_timescale=24.0, factor=32.0, original_length=4096, attention_scaling=True),
+        {"rope_type": "yarn", **(YARN | {"rope_theta": 24.0})},
     ),
     "half of the head, yarn": (
         RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, attention_scaling=True,
@@ -113,7 +120,7 @@ def random_heads(head=HEAD, dtype=np.float32):
 
 @pytest.mark.parametrize("name", ["default", "linear", "llama3.1", "yarn"])
 def test_rotation_of_transformers(name):
-    spec, parameters = KINDS.get(name, (RopeSpec(), dict(rope_type="default", rope_theta=1e4)))
+    spec, parameters = KINDS.get(name, (RopeSpec(), {"rope_type": "default", "rope_theta": 1e4}))
     x, positions = random_heads()
     rotary = LlamaRotaryEmbedding(their_config(parameters))
     theirs = torch.tensor(x)
@@ -173,4 +180,6 @@ def test_bfloat16_heads_turn_in_float32():
     ours = rotate(jnp.asarray(x), jnp.asarray(positions % 50), RopeSpec())
     assert ours.dtype == jnp.bfloat16
     expected = turned(x.astype(np.float64), positions % 50, RopeSpec())
-    np.testing.assert_allclose(np.asarray(ours, np.float64), expected, rtol=2**-8, atol=2e-5)  # one rounding, at the end
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float64), expected, rtol=2**-8, atol=2e-5
+    )  # one rounding, at the end

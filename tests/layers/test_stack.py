@@ -20,7 +20,7 @@ from maxtext.layers.rope import RopeSpec
 from maxtext.layers.stack import Segment, Stack
 
 SIZE, LENGTH, HEAD = 16, 6, 4
-QUICK = dict(xla_cpu_use_fusion_emitters=False, xla_backend_optimization_level=0)  # compiles in a third of the time
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 jit = partial(jax.jit, compiler_options=QUICK)
 
 LOCAL = LayerSpec(

@@ -17,8 +17,8 @@ def configuration(*words):
     return load(None, list(words), environ={}, devices=Devices(1))
 
 
-# name: (words, parameters, forward FLOPs a token). Products count 2 a weight that a token meets; attention 2 for q k and
-# 2 for weights times values, a head, a dimension, and each key that a token sees.
+# name: (words, parameters, forward FLOPs a token). Products count 2 for each weight that a token meets; attention 2 for
+# q k and 2 for weights times values, for each head, dimension, and key that a token sees.
 MODELS = {
     # Touvron et al. 2023: 32 layers, width 4096, 32 heads of 128, MLP 11008, vocabulary 32000; 6.7B. Length 4096: a
     # token sees 2048.5 keys on average.

@@ -21,9 +21,9 @@ SIZES = [
     "attention=dot_product", "remat_policy=none",
 ]  # fmt: skip
 SHARED = dict(
-    vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=512, rms_norm_eps=1e-5,
-    attn_implementation="eager",
+    vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=512,
+    rms_norm_eps=1e-5, attn_implementation="eager",
 )  # fmt: skip
 GATED = [*SIZES, f"base_num_kv_heads={KV_HEADS}", f"base_mlp_dim={MLP}"]
 LLAMA31 = dict(
@@ -33,7 +33,7 @@ LLAMA31 = dict(
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
 
 
-def llama_weights(state, layer=None):
+def llama_weights(state):
     """transformers' names -> ours, as (path, array); torch keeps matrices as [out, in]."""
     for i in range(LAYERS):
         pre = f"model.layers.{i}."
@@ -99,7 +99,8 @@ CASES = {
     "llama unrolled": ("LlamaConfig", "LlamaForCausalLM", {}, [*GATED, "scan_layers=false"], llama_weights),
     "llama 3.1": (
         "LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA31},
-        [*GATED, "rope_type=llama3.1", "rope_max_timescale=500000", "rope_factor=8", "original_max_position_embeddings=32"],
+        [*GATED, "rope_type=llama3.1", "rope_max_timescale=500000", "rope_factor=8",
+         "original_max_position_embeddings=32"],
         llama_weights,
     ),
     "llama yarn": (
@@ -120,8 +121,9 @@ CASES = {
         "GPT2Config", "GPT2LMHeadModel",
         dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=MLP, n_positions=64, resid_pdrop=0, embd_pdrop=0,
              attn_pdrop=0),
-        [*SIZES, f"base_num_kv_heads={HEADS}", f"base_mlp_dim={MLP}", "decoder_block=gpt3", "trainable_position_size=64",
-         "mlp_activations=[gelu]", "logits_via_embedding=true", "normalize_embedding_logits=false", "fused_qkv=true",
+        [*SIZES, f"base_num_kv_heads={HEADS}", f"base_mlp_dim={MLP}", "decoder_block=gpt3",
+         "trainable_position_size=64", "mlp_activations=[gelu]", "logits_via_embedding=true",
+         "normalize_embedding_logits=false", "fused_qkv=true",
          "enable_dropout=false"],
         gpt2_weights,
     ),

@@ -60,14 +60,7 @@ def test_a_lost_loss_ends_the_run_and_names_the_step(run_training):
     assert run.summary["final"]["not_finite"]["loss"] == "NaN"
 
 
-AFTER_THE_BAD_STEP = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="steps dispatched before the loss was read go on from the kept weights"
-)
-
-
-@pytest.mark.parametrize(
-    "once", [pytest.param(False, id="for good"), pytest.param(True, id="for one batch", marks=AFTER_THE_BAD_STEP)]
-)
+@pytest.mark.parametrize("once", [pytest.param(False, id="for good"), pytest.param(True, id="for one batch")])
 def test_the_weights_of_the_last_good_step_stay(run_training, once):
     """As those of a run whose data ended before the bad batch; steps dispatched after it must not move them."""
     good = run_training(*SMALL, batches=GOOD[:BAD])
@@ -130,6 +123,13 @@ def test_each_key_speaks_for_its_own_kind(run_training, words, what, ends):
     assert run.records[-1]["step"] == (BAD if ends else 11)
 
 
+def test_a_run_that_goes_on_counts_its_bad_step(run_training):
+    """Else the schedule and the randomness of dropout lag one step behind the loop from then on."""
+    run = run_training(*SMALL, "abort_on_nan_loss=false", batches=TAINTED)
+    assert run.error is None
+    assert int(run.loop.state.step) == run.loop.step == 12
+
+
 def spikes_of(records, interval, factor):
     """Which steps to skip, by the specification, from the recorded losses and norms."""
     skipped = []
@@ -173,9 +173,6 @@ def test_a_spike_is_skipped_and_recorded(spiked):
     assert records[SPIKE]["param_norm"] == records[SPIKE - 1]["param_norm"]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the optimizer counts its updates, the record counts steps"
-)
 def test_the_recorded_rate_is_the_one_that_was_applied(spiked):
     """Under SGD the weights move by rate * gradient norm. A skipped step does not advance the optimizer's schedule."""
     for step in (SPIKE - 1, SPIKE + 1, SPIKE + 3):
@@ -189,7 +186,6 @@ def test_without_skipping_there_is_no_such_metric(run_training):
     assert "skipped" not in run_training(*SMALL, batches=GOOD[:2]).records[0]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="hooks are not told of the end when one of them raises")
 def test_a_trace_is_ended_when_the_run_fails(run_training):
     run = run_training(*SMALL, "profiler=xplane", "profiler_steps=30", batches=TAINTED)
     profiler = next(hook.profiler for hook in run.loop.hooks if isinstance(hook, Profile))

@@ -129,6 +129,17 @@ def test_padding_is_not_learned_from(make_bench, packed, whole):
         np.testing.assert_array_equal(update[name], expected[name], err_msg=name)
 
 
+def test_rows_of_one_document_are_the_same_with_and_without_packing(make_bench, packed):
+    """Without packing attention has no mask between documents: it needs none before the padding of a row."""
+    rows = [place for place, segments in enumerate(packed["inputs_segmentation"]) if segments.max() <= 1]
+    assert len(rows) == 5
+    single = {name: field[[*rows, *rows[:3]]] for name, field in packed.items()}
+    update, metrics = update_of(make_bench(*PLAIN, *Z_LOSS, "packing=false"), single)
+    expected, expected_metrics = update_of(make_bench(*PLAIN, *Z_LOSS), single)
+    assert_same_update(update, expected)
+    assert metrics == pytest.approx(expected_metrics, rel=2e-6)
+
+
 def test_a_batch_of_padding_alone_changes_nothing(make_bench, packed):
     bench = make_bench(*PLAIN, *Z_LOSS)
     state, metrics = bench({name: np.zeros_like(field) for name, field in packed.items()})

@@ -14,13 +14,16 @@ def run(words: list[str]) -> int:
     ledger.refuse_silent(config, base_values())
     log.configure()
     set_up_jax(config)
+    from maxtext.trainers import sample
     from maxtext.trainers.pretrain import train
-    from maxtext.trainers.sample import complete
 
+    continues = config.prompt != base_values().prompt
+    if continues:
+        sample.check(config)
     result = train(config)
-    if config.source("prompt").kind != "default":
+    if continues and result.summary["steps"] == config.steps:
         print(f"\nwhat the model writes after {config.prompt!r}:\n")
-        print(complete(result.setup, result.state.weights, config.prompt, SAMPLE_TOKENS))
+        print(sample.complete(result.setup, result.state.weights, config.prompt, SAMPLE_TOKENS))
     return 0
 
 

@@ -6,6 +6,7 @@ numbers on every platform and mesh, element by element, and under vmap; a sharde
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ def seed_key(seed: int) -> Array:
     return fold(jnp.stack([jnp.uint32(low), jnp.uint32(high)]), 0)
 
 
+@jax.jit  # traced once, however many keys are made
 def fold(key: Array, number: int | Array) -> Array:
     """A new key for each number."""
     first = mix(key[0] ^ (jnp.asarray(number).astype(jnp.uint32) + GOLDEN))
@@ -51,6 +53,7 @@ def open_interval(bits: Array) -> Array:
     return ((bits >> 9).astype(jnp.float32) + np.float32(0.5)) / np.float32(2**22) - np.float32(1.0)
 
 
+@partial(jax.jit, static_argnames=("shape", "cut"))
 def normal(key: Array, shape: tuple[int, ...], cut: float | None = None) -> Array:
     """Standard normal, float32; with `cut` the part of it between -cut and cut."""
     edge = np.float32(1.0 if cut is None else math.erf(cut / math.sqrt(2)))

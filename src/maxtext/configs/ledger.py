@@ -10,9 +10,7 @@ import yaml
 from maxtext.common.errors import ConfigError
 from maxtext.configs.sources import BASE, HERE, YamlLoader
 from maxtext.configs.types import DerivedValues, MaxTextConfig
-
-# Sources that are a person's choice. A model's file states facts about the model; `needed_by_model` looks at those.
-CHOSEN = ("file", "environment", "command line", "python")
+from maxtext.configs.types.group import CHOSEN
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIter
     sequences = grain.experimental.FlatMapIterDataset(documents, ToSequences(length, long_documents(config)))
     rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
     window = config.grain_shuffle_buffer_size if seed is not None else 1
-    if window > 1:  # the rows of a long document follow each other: mixed, so that they do not make a batch of their own
+    if window > 1:  # the rows of a long document follow each other; mixed, they do not make a batch of their own
         rows = grain.experimental.WindowShuffleIterDataset(rows, window_size=window, seed=seed)
     batches = to_batches(rows, share.rows, keep_last=split is Split.EVAL)
     iterator = GrainBatches(

@@ -13,10 +13,13 @@ from jax import Array
 def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
     """(negative log-likelihood, log of the partition sum) of each token; logits [..., V], targets [...]."""
     logits = logits.astype(jnp.float32)
-    partition = jax.nn.logsumexp(logits, axis=-1)
+    # Relative to the largest logit, so that the difference of two large numbers is never taken.
+    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    shifted = logits - largest
+    partition = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     # A masked sum instead of a gather: it stays local where the vocabulary is split over devices.
     chosen = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
-    return partition - jnp.sum(jnp.where(chosen, logits, 0.0), axis=-1), partition
+    return partition - jnp.sum(jnp.where(chosen, shifted, 0.0), axis=-1), partition + largest[..., 0]
 
 
 def tiled_cross_entropy(

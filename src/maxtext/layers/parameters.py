@@ -20,25 +20,35 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes weights: where randomness comes from, in which dtype, how wide kernels start."""
+    """Makes weights: where randomness comes from, in which dtype, how wide kernels start.
 
-    key: jax.Array
+    Without a key it makes weights of the right shape and no value, for a description of the model.
+    """
+
+    key: jax.Array | None
     dtype: Any
     kernel_scale: float = 1.0
 
     def child(self, name: int) -> "Maker":
         """Its own stream of randomness for a part of the model."""
-        return Maker(noise.fold(self.key, name), self.dtype, self.kernel_scale)
+        return Maker(self.fold(name), self.dtype, self.kernel_scale)
+
+    def fold(self, name: int) -> jax.Array | None:
+        return None if self.key is None else noise.fold(self.key, name)
+
+    def noise(self, name: int, shape: tuple[int, ...], cut: float | None = None) -> jax.Array:
+        key = self.fold(name)
+        return jnp.zeros(shape) if key is None else noise.normal(key, shape, cut)
 
     def kernel(self, name: int, inputs: Sequence[int], outputs: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
         """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale / fan-in."""
         deviation = math.sqrt(self.kernel_scale / math.prod(inputs))
         # The factor restores the variance that cutting at two deviations takes away.
-        unit = noise.normal(noise.fold(self.key, name), (*inputs, *outputs), cut=2.0)
+        unit = self.noise(name, (*inputs, *outputs), cut=2.0)
         return nnx.Param((unit * deviation / 0.87962566103423978).astype(self.dtype), axes=tuple(axes))
 
     def normal(self, name: int, shape: Sequence[int], deviation: float, axes: Sequence[str | None]) -> nnx.Param:
-        unit = noise.normal(noise.fold(self.key, name), tuple(shape))
+        unit = self.noise(name, tuple(shape))
         return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
 
     def constant(self, shape: Sequence[int], value: float, axes: Sequence[str | None]) -> nnx.Param:
@@ -52,10 +62,18 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
     def weights(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(make(Maker(key, dtype, scale))))
 
-    single = Template.of(lambda: make(makers[0]))
+    single = Template.of(lambda: make(Maker(None, dtype, scale)))
     places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
-    stacked = jax.vmap(weights, out_axes=places)(jnp.stack([maker.key for maker in makers]))
-    for _, variable in single.state.flat_state():
+    keys = [maker.key for maker in makers if maker.key is not None]
+    if keys:
+        stacked = jax.vmap(weights, out_axes=places)(jnp.stack(keys))
+    else:
+        stacked = jax.tree.map(
+            lambda value, place: jnp.zeros((*value.shape[:place], len(makers), *value.shape[place:]), value.dtype),
+            single.weights,
+            places,
+        )
+    for _, variable in nnx.to_flat_state(single.state):
         axes = list(variable.get_metadata()["axes"])
         axes.insert(min(axis, len(axes)), "layers")
         variable.set_metadata(axes=tuple(axes))
@@ -89,7 +107,7 @@ class Template:
     def axes(self) -> Tree:
         """Nested dict of tuples of logical axis names, of the same structure."""
         tree: dict = {}
-        for path, variable in self.state.flat_state():
+        for path, variable in nnx.to_flat_state(self.state):
             branch = tree
             for name in path[:-1]:
                 branch = branch.setdefault(name, {})

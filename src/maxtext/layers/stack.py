@@ -46,7 +46,7 @@ class RematPolicy:
             offload_src="device",
             offload_dst="pinned_host",
         )
-        # Inside a scan the loop itself keeps XLA from merging the two computations of a tensor.
+        # Inside a loop, XLA cannot merge the two computations of a tensor; elsewhere it has to be kept from it.
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
@@ -106,5 +106,6 @@ class Stack(nnx.Module):
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> jax.Array:
             return nnx.merge(graph, state)(x, inputs)
 
-        function = self.remat.wrap(run, self.scanned) if self.remat else run
+        looped = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one
+        function = self.remat.wrap(run, looped) if self.remat else run
         return function(state, x, inputs)

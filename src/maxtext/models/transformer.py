@@ -20,7 +20,7 @@ from maxtext.sharding import constrain
 
 
 class Transformer(nnx.Module):
-    def __init__(self, config: Any, key: jax.Array):
+    def __init__(self, config: Any, key: jax.Array | None):
         maker = Maker(key, config.weight_dtype.value, config.dense_init_scale)
         self.dtype = config.dtype.value
         self.size = config.emb_dim
@@ -93,7 +93,7 @@ def remat(config: Any) -> RematPolicy | None:
 
 def make_template(config: Any) -> Template:
     """The abstract model of a configuration."""
-    return Template.of(lambda: Transformer(config, noise.seed_key(config.init_weights_seed)))
+    return Template.of(lambda: Transformer(config, None))
 
 
 def initial_weights(config: Any) -> Any:

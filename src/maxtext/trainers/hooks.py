@@ -13,7 +13,9 @@ from maxtext.trainers.loop import Hook, Loop
 
 
 class TrainingFailed(UserError):
-    """The loss is not a number any more."""
+    """The loss is not a number any more. `state` is that of the last good step."""
+
+    state: Any = None
 
 
 class Record(Hook):

@@ -55,7 +55,7 @@ class Loop:
         self.last_done = 0.0  # when the step before ended
 
     def run(self) -> TrainState:
-        with stop_on_signals(self), contextlib.closing(self.watcher):
+        with stop_on_signals(self), contextlib.closing(self.watcher), self.ending():
             self.restart_clock()
             while self.step < self.steps and self.stop is None:
                 try:
@@ -71,8 +71,15 @@ class Loop:
                     self.read_metrics()
                 self.tell("after_step")
             self.wait()
-        self.tell("at_end")
         return self.state
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Hooks hear of the end also when one of them ends the run by an error."""
+        try:
+            yield
+        finally:
+            self.tell("at_end")
 
     def wait(self) -> None:
         """Until every dispatched step is done and its metrics are read."""
@@ -122,8 +129,9 @@ class Watcher:
         while (asked := self.asked.get()) is not None:
             step, metrics = asked
             try:
-                values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                self.done.put((step, values, time.perf_counter()))
+                jax.block_until_ready(metrics)
+                done = time.perf_counter()  # before the copies, which may wait for the next step
+                self.done.put((step, {name: float(value) for name, value in metrics.items()}, done))
             except BaseException as error:
                 self.done.put(error)
 

@@ -23,7 +23,7 @@ from maxtext.input_pipeline import BatchIterator, make_eval_iterator, make_train
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.loop import Hook, Loop
-from maxtext.trainers.rampup import RampUp, rows_at
+from maxtext.trainers.rows import Rebatch, rows_at
 from maxtext.trainers.setup import Setup
 from maxtext.trainers.step import TrainState
 
@@ -47,22 +47,23 @@ def train(config: Any) -> Result:
     steps = CompiledSteps(setup)
     first_step = steps.for_rows(rows_at(config, 0))
     start_banner(banner(setup, first_step))
-    write_configuration(config)
     writers = make_writers(config, is_writer=jax.process_index() == 0, peak_flops=peak, peak_format=config.dtype.value)
+    write_configuration(config)
     with Recorder(writers) as recorder, stack_traces(config):
         record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
         hooks: list[Hook] = [Profile(profiler), record]
         if evaluation is not None:
             rows = config.global_batch_size_to_eval_on
-            feed = evaluation_feed(setup, evaluation, rows)
+            feed = evaluation_feed(setup, Rebatch(evaluation, lambda step: rows, keep_last=True))
             hooks.append(Evaluate(config, recorder, feed, setup.compile_eval_step(rows)))
-        source = prefetch(RampUp(config, batches) if config.enable_rampup_batch_size else batches, HOST_BATCHES)
+        source = prefetch(Rebatch(batches, lambda step: rows_at(config, step)), HOST_BATCHES)
         loop = Loop(setup.initial_state(), steps, device_batches(setup, source), setup.key, config.steps, hooks)
         LOGGER.info("set up in %.1f s", time.perf_counter() - started)
         failure = None
         try:
             loop.run()
         except TrainingFailed as error:
+            error.state = loop.state
             failure = error
         finally:
             source.close()
@@ -89,13 +90,7 @@ class CompiledSteps:
 
 
 def device_batches(setup: Setup, source: BatchIterator) -> Iterator[dict[str, jax.Array]]:
-    """Batches on the devices, cut to the rows that their step trains on (fewer are trained than loaded when
-    per_device_batch_size is below 1)."""
-    config = setup.config
-    ratio = config.global_batch_size_to_train_on / config.global_batch_size_to_load
-    for batch in source:
-        loaded = len(batch["inputs"]) * jax.process_count()
-        yield setup.to_devices(batch, round(loaded * ratio))
+    return map(setup.to_devices, source)
 
 
 def make_evaluation(config: Any) -> BatchIterator | None:
@@ -109,10 +104,10 @@ def make_evaluation(config: Any) -> BatchIterator | None:
     return iterator
 
 
-def evaluation_feed(setup: Setup, iterator: BatchIterator, rows: int) -> Callable[[], Iterator[Any]]:
+def evaluation_feed(setup: Setup, source: BatchIterator) -> Callable[[], Iterator[Any]]:
     def feed() -> Iterator[Any]:
-        iterator.reset()
-        return (setup.to_devices(batch, rows) for batch in iterator)
+        source.reset()
+        return device_batches(setup, source)
 
     return feed
 
@@ -185,6 +180,7 @@ def summarise(
         "final": record.last,
         "eval_loss": evaluations[-1][1] if evaluations else None,
     }
+    LOGGER.info("stopped after %d steps: %s", loop.step, summary["stopped"])
     if jax.process_index() == 0:
         write_summary(os.path.join(run_folder(config), "summary.json"), summary)
         if record.losses:

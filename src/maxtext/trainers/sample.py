@@ -15,17 +15,24 @@ from maxtext.tokenizers import load_tokenizer
 from maxtext.trainers.setup import Setup
 
 
+def check(config: Any) -> None:
+    """Refuse before training what could not be sampled after it."""
+    load_tokenizer(config)
+    if not config.prompt and not config.add_bos:
+        raise ConfigError("prompt is empty and add_bos=false: there is nothing to continue")
+    if config.decode_sampling_strategy.value not in ("greedy", "weighted"):
+        raise ConfigError(
+            f"decode_sampling_strategy={config.decode_sampling_strategy.value} needs the inference engine, which is "
+            "not in this version yet: use greedy or weighted"
+        )
+
+
 def complete(setup: Setup, weights: Any, prompt: str, tokens: int) -> str:
     """The prompt and up to `tokens` more, sampled at decode_sampling_temperature (greedy: the likeliest token)."""
     config = setup.config
     tokenizer = load_tokenizer(config)
     length = config.max_target_length
     ids = ([tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []) + tokenizer.encode(prompt)
-    if config.decode_sampling_strategy.value not in ("greedy", "weighted"):
-        raise ConfigError(
-            f"decode_sampling_strategy={config.decode_sampling_strategy.value} needs the inference engine, which is "
-            "not in this version yet: use greedy or weighted"
-        )
     greedy = config.decode_sampling_strategy.value == "greedy"
 
     def next_token(weights: Any, row: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ loss is the sum over all learned tokens divided by their number, so the cut does
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,9 +22,12 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
+    """`lost`: a step had no finite loss, and nothing has changed since (see `hold`)."""
+
     step: jax.Array
     weights: Any
     optimizer: Any
+    lost: jax.Array
 
 
 def make_train_step(
@@ -34,7 +37,6 @@ def make_train_step(
     schedule: Callable[[jax.Array], jax.Array],
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     pieces = config.gradient_accumulation_steps
-    guarded = config.abort_on_nan_loss or config.abort_on_inf_loss
     dropping = config.enable_dropout and config.dropout_rate > 0
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -53,17 +55,15 @@ def make_train_step(
         updates, optimizer_state = optimizer.update(
             clipped, state.optimizer, state.weights, loss=value, raw_grad_norm=raw_norm
         )
-        new = TrainState(state.step + 1, optax.apply_updates(state.weights, updates), optimizer_state)
-        if guarded:
-            # The weights of the last good step stay: the loop ends when it sees the loss of this one.
-            good = jnp.isfinite(value) & jnp.isfinite(raw_norm)
-            new = jax.tree.map(lambda after, before: jnp.where(good, after, before), new, state)
+        new = TrainState(state.step + 1, optax.apply_updates(state.weights, updates), optimizer_state, state.lost)
+        if config.abort_on_nan_loss or config.abort_on_inf_loss:
+            new = hold(new, state, is_lost(config, value) | is_lost(config, raw_norm))
         metrics = means | {
             "loss": value,
-            "learning_rate": schedule(state.step),
+            "learning_rate": schedule(updates_done(state)),
             "grad_norm": norm,
             "raw_grad_norm": raw_norm,
-            "param_norm": optax.global_norm(new.weights),
+            "param_norm": optax.tree_utils.tree_norm(new.weights),
             "total_weights": jnp.sum(token_weights(batch)),
         }
         skipped = getattr(optimizer_state, "skipped", None)
@@ -72,6 +72,24 @@ def make_train_step(
         return new, metrics
 
     return train_step
+
+
+def is_lost(config: Any, value: jax.Array) -> jax.Array:
+    """Whether a loss or a norm is of a kind that ends the run."""
+    return (jnp.isnan(value) & config.abort_on_nan_loss) | (jnp.isinf(value) & config.abort_on_inf_loss)
+
+
+def hold(after: TrainState, before: TrainState, lost: jax.Array) -> TrainState:
+    """The state before a lost step, for that step and those dispatched after it, until the loop sees the loss."""
+    lost = lost | before.lost
+    kept = jax.tree.map(lambda new, old: jnp.where(lost, old, new), after, before)
+    return replace(kept, lost=lost)
+
+
+def updates_done(state: TrainState) -> jax.Array:
+    """The optimizer's own count, by which it reads its schedule: a skipped step does not advance it."""
+    counts = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
+    return counts[0][1] if counts else state.step
 
 
 def accumulate(

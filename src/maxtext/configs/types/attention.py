@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from maxtext.configs.types.group import Group, in_range, one_of, rule
+from maxtext.configs.types.group import Group, acts_only, in_range, one_of, rule
 
 
 class Attention(Group):
@@ -127,6 +127,24 @@ in_range(
 )  # fmt: skip
 for _layout in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
     one_of(_layout, "HEAD_DIM_MINOR", "SEQ_MINOR")
+
+
+PLAIN_BLOCKS = ("default", "llama2", "gpt3", "simple", "simple_mlp")  # whose layers are all of attention_type
+
+acts_only(lambda c: c.attention_type == "local_sliding" or c.decoder_block.value not in PLAIN_BLOCKS,
+          "attention_type=local_sliding, or a decoder_block with sliding layers", "sliding_window_size")  # fmt: skip
+acts_only(lambda c: c.attention_type == "chunk" or c.decoder_block.value not in PLAIN_BLOCKS,
+          "attention_type=chunk, or a decoder_block with chunked layers", "chunk_attn_window_size")  # fmt: skip
+acts_only(lambda c: c.use_qk_norm or c.decoder_block.value not in PLAIN_BLOCKS, "use_qk_norm=true",
+          "qk_norm_with_scale")  # fmt: skip
+acts_only(lambda c: c.trainable_position_size < 0 and not c.use_untrainable_positional_embedding,
+          "rotary positions", "partial_rotary_factor")  # fmt: skip
+acts_only(lambda c: not c.decoder_block.value.startswith("simple"), "a decoder_block with attention",
+          "attention_type", "attention_sink", "float32_qk_product", "float32_logits", "attn_logits_soft_cap",
+          "use_qk_norm")  # fmt: skip
+acts_only(lambda c: c.decoder_block.value not in ("default", "simple", "simple_mlp"),
+          "a decoder_block whose attention and MLP follow each other", "use_post_attn_norm",
+          "use_post_ffw_norm")  # fmt: skip
 
 
 @rule

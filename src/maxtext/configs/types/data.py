@@ -159,6 +159,16 @@ def rampup_grows_to_the_full_batch(c):
 
 
 @rule
+def rampup_counts_what_is_loaded(c):
+    if c.enable_rampup_batch_size and (c.expansion_factor_real_data > 0 or c.per_device_batch_size_start < 1):
+        return (
+            "enable_rampup_batch_size works with whole sequences on every device: leave expansion_factor_real_data -1 "
+            "and start from per_device_batch_size_start of at least 1"
+        )
+    return None
+
+
+@rule
 def one_chat_template(c):
     if c.chat_template and c.chat_template_path:
         return "chat_template and chat_template_path both give the template: keep one"

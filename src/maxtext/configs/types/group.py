@@ -24,6 +24,9 @@ class Group(BaseModel):
     )
 
 
+# Kinds of source that are a person's choice; a model's file states facts about the model.
+CHOSEN = ("file", "environment", "command line", "python")
+
 Rule = Callable[[Any], str | None]
 
 # Rules over what was set, and rules that also need the derived values.
@@ -60,6 +63,24 @@ def in_range(low: float | None, high: float | None, *keys: str, special: Iterabl
 
     for key in keys:
         RULES.append(bounded(key))
+
+
+def acts_only(when: Callable[[Any], bool], need: str, *keys: str) -> None:
+    """Register one rule a key: a person who sets it away from its default must also have what it `need`s."""
+
+    def needed(key: str) -> Rule:
+        def check(c: Any) -> str | None:
+            chosen = c.source(key).kind in CHOSEN and getattr(c, key) != type(c).model_fields[key].default
+            if not chosen or when(c):
+                return None
+            value = getattr(getattr(c, key), "value", getattr(c, key))
+            return f"{key}={value} ({c.source(key)}) would do nothing: it needs {need}"
+
+        check.__name__ = f"{key}_has_what_it_needs"
+        return check
+
+    for key in keys:
+        RULES.append(needed(key))
 
 
 def one_of(key: str, *choices: str) -> None:

@@ -12,7 +12,7 @@ from maxtext.configs.types.enums import (
     QuantizationType,
     RopeType,
 )
-from maxtext.configs.types.group import Group, in_range, one_of, rule
+from maxtext.configs.types.group import Group, acts_only, in_range, one_of, rule
 
 
 class DataTypes(Group):
@@ -160,6 +160,29 @@ in_range(1, None, "weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_upd
 in_range(2, None, "engram_max_ngram_size")
 one_of("dtype_mm", "float32", "bfloat16", "float16")
 
+
+def rotates(c):
+    return c.trainable_position_size < 0 and not c.use_untrainable_positional_embedding
+
+
+def scales_rope(c):
+    return c.rope_type.value in ("yarn", "llama3.1")
+
+
+def has_layers_of_attention(c):
+    return c.decoder_block.value not in ("simple", "simple_mlp")
+
+
+acts_only(rotates, "rotary positions (no trainable_position_size or use_untrainable_positional_embedding)",
+          "rope_type", "rope_min_timescale", "rope_max_timescale", "nope_layer_interval")  # fmt: skip
+acts_only(scales_rope, "rope_type=yarn or llama3.1", "rope_factor", "original_max_position_embeddings")
+acts_only(lambda c: c.rope_type.value == "yarn", "rope_type=yarn", "beta_fast", "beta_slow", "rope_interleave",
+          "rope_truncate", "rope_attention_scaling")  # fmt: skip
+acts_only(lambda c: c.rope_type.value == "llama3.1", "rope_type=llama3.1", "rope_use_scale")
+acts_only(lambda c: c.rope_type.value == "default", "rope_type=default", "rope_linear_scaling_factor")
+acts_only(lambda c: c.logits_via_embedding, "logits_via_embedding=true", "normalize_embedding_logits")
+acts_only(has_layers_of_attention, "a decoder_block with attention", "fused_qkv", "attention_bias", "fused_mlp")
+
 ACTIVATIONS = ("linear", "relu", "silu", "swish", "gelu", "gelu_exact", "sigmoid", "tanh")
 
 
@@ -193,8 +216,22 @@ def activations_are_known(c):
 
 @rule
 def rope_rotates_pairs(c):
-    if c.head_dim % 2 and c.trainable_position_size < 0:
-        return f"head_dim={c.head_dim} is odd, and rotary positions rotate pairs: use an even head_dim"
+    rotated = int(c.head_dim * c.partial_rotary_factor)
+    if rotated % 2 and rotates(c):
+        return (
+            f"head_dim={c.head_dim} x partial_rotary_factor={c.partial_rotary_factor:g} makes {rotated} dimensions "
+            "that turn, and rotary positions turn pairs: choose values that make an even number"
+        )
+    return None
+
+
+@rule
+def learned_positions_reach_the_end(c):
+    if 0 < c.trainable_position_size < c.max_target_length:
+        return (
+            f"trainable_position_size={c.trainable_position_size} is below max_target_length={c.max_target_length}: "
+            "a token would have no position"
+        )
     return None
 
 

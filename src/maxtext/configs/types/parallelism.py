@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from maxtext.configs.types.enums import CustomRule, RematLocation, ReorderStrategy, ShardMode
-from maxtext.configs.types.group import Group, derived_rule, in_range, one_of, rule
+from maxtext.configs.types.group import Group, acts_only, derived_rule, in_range, one_of, rule
 
 
 class HardwareAndMesh(Group):
@@ -163,6 +163,11 @@ in_range(0, None, "param_scan_axis")
 in_range(0, None, "diloco_outer_lr", "diloco_outer_momentum")
 in_range(1, None, "num_pipeline_repeats", "num_pipeline_microbatches", special=(-1,))
 in_range(0, None, "pipeline_parallel_layers", special=(-1,))
+
+acts_only(
+    lambda c: c.remat_policy == "custom", "remat_policy=custom", "decoder_layer_input", "context", "mlpwi", "mlpwi_0",
+    "mlpwi_1", "mlpwo", "query_proj", "key_proj", "value_proj", "qkv_proj", "out_proj", "attention_out",
+)  # fmt: skip
 
 
 @rule

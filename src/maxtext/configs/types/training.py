@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from maxtext.configs.types.enums import LearningRateScheduleType, OptimizerType, WsdDecayStyle
-from maxtext.configs.types.group import Group, in_range, rule
+from maxtext.configs.types.group import Group, acts_only, in_range, rule
 
 
 class TrainingLoop(Group):
@@ -105,10 +105,14 @@ class Distillation(Group):
 
 in_range(1, None, "steps", "log_period", "skip_step_scaling_factor")
 in_range(1, None, "eval_interval", "eval_steps", "learning_rate_schedule_steps", special=(-1,))
-in_range(0, 1, "learning_rate_final_fraction", "warmup_steps_fraction", "wsd_decay_steps_fraction", "dropout_rate")
+in_range(0, 1, "learning_rate_final_fraction", "warmup_steps_fraction", "wsd_decay_steps_fraction")
 in_range(0, 1, "adam_b1", "adam_b2", "muon_beta", "distill_alpha", "distill_alpha_end", "dpo_label_smoothing")
 in_range(0, None, "adam_eps", "adam_eps_root", "adam_weight_decay", "muon_weight_decay", "dpo_beta", "distill_beta")
 in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
+in_range(0, 0.99, "dropout_rate")
+
+acts_only(lambda c: c.enable_dropout, "enable_dropout=true", "dropout_rate")
+acts_only(lambda c: c.eval_interval > 0, "eval_interval", "eval_steps", "target_eval_loss")
 
 
 @rule

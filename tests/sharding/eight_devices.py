@@ -1,0 +1,44 @@
+"""Run by test_devices.py in a process of its own with eight CPU devices: prints a JSON of what it found."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from maxtext.configs import load
+from maxtext.sharding import make_mesh
+from maxtext.trainers.setup import Setup
+
+
+def mesh_of(words):
+    mesh = make_mesh(load(None, words, environ={}))
+    return {"shape": {axis: size for axis, size in mesh.shape.items() if size > 1},
+            "ids": np.vectorize(lambda device: device.id)(mesh.devices).squeeze().tolist()}  # fmt: skip
+
+
+def train(words, batch, folder):
+    """Two steps. The loss of each, and the shard and global shape of each weight; the weights go to a file."""
+    setup = Setup.of(load(None, words, environ={}))
+    rows = len(next(iter(batch.values())))
+    state, step = setup.initial_state(), setup.compile_train_step(rows)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, setup.to_devices(batch), setup.key)
+        losses.append(float(metrics["loss"]))
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)}
+    np.savez(folder, **{name: np.asarray(leaf) for name, leaf in leaves.items()})
+    moments = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.optimizer)}
+    return {
+        "losses": losses,
+        "weights": {name: [leaf.addressable_shards[0].data.shape, leaf.shape] for name, leaf in leaves.items()},
+        "moments": {name: [leaf.addressable_shards[0].data.shape, leaf.shape] for name, leaf in moments.items()},
+    }
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.stdin.read())
+    batch = {name: np.asarray(field, np.int32) for name, field in job["batch"].items()}
+    found = {"devices": len(jax.devices()), "meshes": [mesh_of(words) for words in job["meshes"]]}
+    found["train"] = train(job["train"], batch, job["folder"])
+    print(json.dumps(found))

@@ -1,0 +1,131 @@
+"""Eight devices in a process of their own: meshes, and a training step that equals the one of a single device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.models import make_template
+from maxtext.optimizers import make_optimizer
+from maxtext.sharding import AxisRules, make_mesh
+from maxtext.trainers.setup import Setup
+
+ROWS, LENGTH = 8, 16
+MODEL = [
+    "vocab_size=64", f"max_target_length={LENGTH}", "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2",
+    "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=2", "dtype=float32", "matmul_precision=highest",
+    "attention=dot_product", "learning_rate=0.01", "warmup_steps_fraction=0",
+]  # fmt: skip
+SPLIT = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+MESHES = [
+    SPLIT,
+    ["ici_fsdp_parallelism=-1"],
+    ["dcn_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"],
+    ["dcn_data_parallelism=1", "dcn_fsdp_parallelism=2", "ici_fsdp_parallelism=4"],
+    ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=2", "ici_data_parallelism=2", "ici_fsdp_parallelism=1"],
+]
+
+
+def batch():
+    """Rows of two documents and padding."""
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 64, (ROWS, LENGTH + 1))
+    segments, positions = np.zeros((ROWS, LENGTH), int), np.zeros((ROWS, LENGTH), int)
+    for row in range(ROWS):
+        end = int(draw.integers(4, 10))
+        segments[row, :end], positions[row, :end] = 1, np.arange(end)
+        segments[row, end:14], positions[row, end:14] = 2, np.arange(14 - end)
+    fields = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    for name in ("inputs", "targets"):
+        fields |= {f"{name}_position": positions, f"{name}_segmentation": segments}
+    return {name: field.astype(np.int32) for name, field in fields.items()}
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    file = tmp_path_factory.mktemp("eight") / "weights.npz"
+    job = {
+        "meshes": MESHES,
+        "train": [*MODEL, *SPLIT, f"per_device_batch_size={ROWS // 8}"],
+        "batch": {name: field.tolist() for name, field in batch().items()},
+        "folder": str(file),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_devices.py")],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["devices"] == 8
+    return found, dict(np.load(file))
+
+
+@pytest.mark.slow
+def test_meshes(eight):
+    plain, inferred, dcn_data, dcn_fsdp, both = eight[0]["meshes"]
+    assert plain["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert inferred["shape"] == {"fsdp": 8}
+    # Slices are the first and the second four devices: a DCN axis joins them, an ICI axis stays inside one.
+    assert dcn_data["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dcn_data["ids"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert dcn_fsdp["shape"] == {"fsdp": 8}
+    assert dcn_fsdp["ids"] == [0, 1, 2, 3, 4, 5, 6, 7]
+    # Four slices of two: data is 2 between slices times 2 inside, fsdp 2 between.
+    assert both["shape"] == {"data": 4, "fsdp": 2}
+    assert both["ids"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+
+
+@pytest.fixture(scope="module")
+def one():
+    """(losses, weights) after the same two steps on one device of this process."""
+    config = load(None, [*MODEL, f"per_device_batch_size={ROWS}"], environ={}, devices=Devices(1))
+    template = make_template(config)
+    rules = AxisRules.of(config, make_mesh(config, jax.devices()[:1]))
+    setup = Setup(config, rules, template, make_optimizer(config, template.axes))
+    state, step = setup.initial_state(), setup.compile_train_step(ROWS)
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, setup.to_devices(batch()), setup.key)
+        losses.append(float(metrics["loss"]))
+    return losses, {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)}
+
+
+@pytest.mark.slow
+def test_same_training_as_on_one_device(eight, one):
+    found, weights = eight
+    losses, expected = one
+    np.testing.assert_allclose(found["train"]["losses"], losses, rtol=1e-5)
+    assert losses[0] != losses[1]
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(weights[name], value, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_weights_and_moments_are_split(eight):
+    train = eight[0]["train"]
+    layer = "['layers'][0]['blocks'][0]"
+    expected = {  # fsdp and tensor halve a dimension each; data copies
+        f"{layer}['attention']['query']['kernel']": ([16, 2, 2, 8], [32, 2, 4, 8]),
+        f"{layer}['attention']['key']['kernel']": ([16, 2, 1, 8], [32, 2, 2, 8]),
+        f"{layer}['attention']['out']['kernel']": ([2, 2, 8, 16], [4, 2, 8, 32]),
+        f"{layer}['mlp']['wi_0']['kernel']": ([16, 2, 24], [32, 2, 48]),
+        f"{layer}['mlp']['wo']['kernel']": ([24, 2, 16], [48, 2, 32]),
+        "['embedder']['embedding']": ([32, 16], [64, 32]),
+        "['head']['kernel']": ([16, 32], [32, 64]),
+    }
+    for name, shapes in expected.items():
+        assert tuple(train["weights"][name]) == shapes, name
+        moments = [tuple(both) for path, both in train["moments"].items() if path.endswith(name)]
+        assert moments == [shapes, shapes], name  # Adam's two, like their weight

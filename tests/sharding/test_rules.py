@@ -1,0 +1,88 @@
+"""Logical rules: which mesh axes a dimension gets. A mesh without devices is enough to ask."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.sharding import AxisRules, constrain, use_rules
+
+SIZES = {"data": 2, "stage": 1, "fsdp": 4, "context": 1, "tensor": 2, "expert": 1}
+RULES = (
+    ("batch", ("data", "fsdp")),
+    ("heads", ("tensor",)),
+    ("mlp", ("fsdp", "tensor")),
+    ("mlp", ("tensor",)),
+    ("embed", ("fsdp", "context", "expert")),
+    ("length", ("context",)),
+    ("nowhere", ()),
+    ("layers", ("stage",)),
+    ("other", ("unknown_axis", "tensor")),
+)
+
+
+def rules(sizes=SIZES, table=RULES):
+    return AxisRules(AbstractMesh(tuple(sizes.values()), tuple(sizes)), table)
+
+
+CASES = {
+    "several axes for one dimension": (("batch", None), (16, 5), (("data", "fsdp"), None)),
+    "axes of size 1 are left out": (("embed", "layers"), (8, 4), (("fsdp",), None)),
+    "no rule": (("never heard of", "heads"), (8, 8), (None, ("tensor",))),
+    "no name": ((None, None), (8, 8), (None, None)),
+    "a rule of no axes": (("nowhere",), (8,), (None,)),
+    "the first rule that fits": (("mlp",), (16,), (("fsdp", "tensor"),)),
+    "the next rule where the first does not divide": (("mlp",), (6,), (("tensor",),)),
+    "none divides": (("mlp", "batch"), (7, 7), (None, None)),
+    "4 over 8 devices does not divide": (("batch",), (4,), (None,)),
+    "used axes are skipped": (("embed", "mlp"), (8, 8), (("fsdp",), ("tensor",))),
+    "also in the other order": (("mlp", "embed"), (16, 8), (("fsdp", "tensor"), None)),
+    "a name twice": (("heads", "heads"), (4, 4), (("tensor",), None)),
+    "an axis that the mesh does not have": (("other",), (4,), (("tensor",),)),
+    "what did not divide is still free": (("batch", "embed"), (6, 8), (None, ("fsdp",))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_spec(name):
+    axes, shape, expected = CASES[name]
+    assert rules().spec(axes, shape) == PartitionSpec(*expected)
+
+
+def test_names_and_shape_must_match():
+    with pytest.raises(ValueError, match="zip"):
+        rules().spec(("batch", None), (4,))
+
+
+def test_one_device_splits_nothing():
+    alone = rules(dict.fromkeys(SIZES, 1))
+    for axes, shape, _ in CASES.values():
+        assert alone.spec(axes, shape) == PartitionSpec(*(None,) * len(shape))
+
+
+def test_rules_of_base_yml():
+    """The published layouts: fsdp splits the embedding dimension of weights, tensor heads, MLP width and vocabulary."""
+    config = load(
+        None, ["ici_data_parallelism=2", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"], environ={},
+        devices=Devices(16),
+    )  # fmt: skip
+    mesh = AbstractMesh(tuple(config.ici_parallelism), tuple(config.mesh_axes))
+    ours = AxisRules.of(config, mesh)
+    fsdp, tensor = ("fsdp",), ("tensor",)
+    assert ours.spec(("embed", "q_heads", "kv"), (64, 8, 16)) == PartitionSpec(fsdp, tensor, None)
+    assert ours.spec(("heads", "kv", "embed"), (8, 16, 64)) == PartitionSpec(tensor, None, fsdp)
+    assert ours.spec(("embed", "layers", "mlp"), (64, 3, 256)) == PartitionSpec(fsdp, None, tensor)
+    assert ours.spec(("vocab", "embed_vocab"), (512, 64)) == PartitionSpec(tensor, fsdp)
+    assert ours.spec(("embed", "kv_heads", "kv_head_dim"), (64, 1, 16)) == PartitionSpec(fsdp, None, None)  # MQA
+    batch = config.input_data_sharding_logical_axes
+    assert ours.spec(batch, (32, 128)) == PartitionSpec(("data", "fsdp"), None)
+
+
+def test_constrain_without_rules_does_nothing():
+    x = jnp.ones((4, 4))
+    assert constrain(x, "batch", "length") is x
+    one = AxisRules(jax.make_mesh((1,), ("data",)), RULES)
+    with use_rules(one):
+        assert constrain(x, "batch", "length") is x
