@@ -50,15 +50,13 @@ def test_a_signal_ends_the_run_after_its_step(start, number):
 FEEDS = """
 import json, sys
 from maxtext.configs import load
-from maxtext.input_pipeline import make_eval_iterator, make_train_iterator
 from maxtext.trainers import pretrain
 from maxtext.trainers.setup import Setup
 
 config = load(None, sys.argv[1:])
 setup = Setup.of(config)
-train = list(pretrain.device_batches(setup, make_train_iterator(config)))
-rows = config.global_batch_size_to_eval_on
-evaluation = list(pretrain.evaluation_feed(setup, make_eval_iterator(config), rows)())
+train = list(pretrain.device_batches(setup, pretrain.train_source(config)))
+evaluation = list(pretrain.evaluation_feed(setup, pretrain.eval_source(config))())
 count = lambda batches: sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches)
 print(json.dumps({
     "devices": len(train[0]["inputs"].devices()),
@@ -81,14 +79,14 @@ def test_half_a_sequence_a_device(start):
 
 @pytest.fixture(scope="module")
 def feeds(tmp_path_factory):
-    """What two devices are fed from eight documents of 32 tokens, half a sequence each."""
+    """What two devices are fed from eight documents of 28 characters, half a sequence each."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(8):
-        (folder / f"{number}").write_text(f"document number {number} of eight..")  # and two ends
+        (folder / f"{number}").write_text(f"document number {number} of eight..")
     words = [
         "dataset_type=grain", "grain_file_type=text", f"grain_train_files={folder}", f"grain_eval_files={folder}",
         "tokenizer_path=byte", "vocab_size=259", "max_target_length=32", "per_device_batch_size=0.5", "packing=false",
-        "base_emb_dim=32", "grain_num_threads=2", *QUICK,
+        "base_emb_dim=32", "grain_num_threads=2", "eval_interval=1", *QUICK,
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | TWO_DEVICES
     result = subprocess.run([sys.executable, "-c", FEEDS, *words], capture_output=True, text=True, env=environment)
@@ -105,4 +103,4 @@ def test_one_row_lies_over_two_devices(feeds):
 @pytest.mark.parametrize("which", ["tokens", "eval_tokens"])
 def test_no_row_that_was_loaded_is_left_out(feeds, which):
     """Else an epoch is half the data, and the evaluation is not that of the evaluation data."""
-    assert feeds[which] == 8 * 32
+    assert feeds[which] == 8 * (28 + 1)  # a document of n characters between its two ends has n + 1 next tokens

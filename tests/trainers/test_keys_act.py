@@ -219,7 +219,6 @@ UNREAD = [
     ("chunk_attn_window_size=4", ()),
     ("normalize_embedding_logits=false", ()),
     ("qk_norm_with_scale=false", ()),
-    ("dropout_rate=0.5", ("enable_dropout=false",)),
     ("target_eval_loss=1", ()),
     ("attention_sink=true", ("decoder_block=simple",)),
     ("out_proj=device", ()),

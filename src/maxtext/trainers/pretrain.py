@@ -39,8 +39,8 @@ class Result:
 
 def train(config: Any) -> Result:
     started = time.perf_counter()
-    batches = make_train_iterator(config)
-    evaluation = make_evaluation(config)
+    source = train_source(config)
+    evaluation = eval_source(config)
     setup = Setup.of(config)
     peak = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
     profiler = Profiler(config, 0, config.steps - 1)
@@ -53,10 +53,8 @@ def train(config: Any) -> Result:
         record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
         hooks: list[Hook] = [Profile(profiler), record]
         if evaluation is not None:
-            rows = config.global_batch_size_to_eval_on
-            feed = evaluation_feed(setup, Rebatch(evaluation, lambda step: rows, keep_last=True))
-            hooks.append(Evaluate(config, recorder, feed, setup.compile_eval_step(rows)))
-        source = prefetch(Rebatch(batches, lambda step: rows_at(config, step)), HOST_BATCHES)
+            eval_step = setup.compile_eval_step(config.global_batch_size_to_eval_on)
+            hooks.append(Evaluate(config, recorder, evaluation_feed(setup, evaluation), eval_step))
         loop = Loop(setup.initial_state(), steps, device_batches(setup, source), setup.key, config.steps, hooks)
         LOGGER.info("set up in %.1f s", time.perf_counter() - started)
         failure = None
@@ -93,7 +91,12 @@ def device_batches(setup: Setup, source: BatchIterator) -> Iterator[dict[str, ja
     return map(setup.to_devices, source)
 
 
-def make_evaluation(config: Any) -> BatchIterator | None:
+def train_source(config: Any) -> BatchIterator:
+    """What each step trains on, prepared in the background."""
+    return prefetch(Rebatch(make_train_iterator(config), lambda step: rows_at(config, step)), HOST_BATCHES)
+
+
+def eval_source(config: Any) -> BatchIterator | None:
     if config.eval_interval <= 0:
         return None
     iterator = make_eval_iterator(config)
@@ -101,7 +104,7 @@ def make_evaluation(config: Any) -> BatchIterator | None:
         raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: set grain_eval_files")
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
         raise ConfigError("eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps")
-    return iterator
+    return Rebatch(iterator, lambda step: config.global_batch_size_to_eval_on, keep_last=True)
 
 
 def evaluation_feed(setup: Setup, source: BatchIterator) -> Callable[[], Iterator[Any]]:

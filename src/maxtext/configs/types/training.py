@@ -111,7 +111,6 @@ in_range(0, None, "adam_eps", "adam_eps_root", "adam_weight_decay", "muon_weight
 in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
 in_range(0, 0.99, "dropout_rate")
 
-acts_only(lambda c: c.enable_dropout, "enable_dropout=true", "dropout_rate")
 acts_only(lambda c: c.eval_interval > 0, "eval_interval", "eval_steps", "target_eval_loss")
 
 

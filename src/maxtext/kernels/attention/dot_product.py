@@ -1,7 +1,8 @@
 """Attention as two einsums and a softmax, for any platform and any request: the definition the other back ends match.
 
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, G = H / K, D head size, Dv value size.
-Logits are [B, K, G, S, T], so this is the back end with the largest memory. Keys and values are never repeated.
+Logits are [B, K, G, S, T], without G where it is 1, so this is the back end with the largest memory. Keys and values
+are never repeated.
 
 Precision: products accumulate in float32. The product of queries and keys is rounded to the dtype of the inputs, unless
 float32_logits keeps it in float32, or float32_product casts queries and keys to float32 first (the result is the same
@@ -28,25 +29,34 @@ def run(inputs: Inputs) -> Array:
     batch, q_length, q_heads, head_size = inputs.q.shape
     k_heads, value_size = inputs.v.shape[2:]
     groups = q_heads // k_heads
-    q, k, v = inputs.q.reshape(batch, q_length, k_heads, groups, head_size), inputs.k, inputs.v
+    q, k, v = inputs.q, inputs.k, inputs.v
     if inputs.float32_product:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
 
     logits_dtype = jnp.float32 if inputs.float32_logits else q.dtype
-    logits = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=logits_dtype)
+    if groups == 1:  # without that dimension: on CPUs one of size 1 makes the softmax much slower
+        logits = jnp.einsum("bskd,btkd->bkst", q, k, preferred_element_type=logits_dtype)
+    else:
+        q = q.reshape(batch, q_length, k_heads, groups, head_size)
+        logits = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=logits_dtype)
     logits = logits.astype(jnp.float32) * inputs.scale
     if inputs.soft_cap is not None:
         logits = inputs.soft_cap * jnp.tanh(logits / inputs.soft_cap)
     visible = mask(inputs)
     if visible is not None:
-        by_batch = visible if visible.ndim == 2 else visible[:, None, None]
+        heads = (1,) * (logits.ndim - 3)
+        by_batch = visible if visible.ndim == 2 else visible.reshape(visible.shape[0], *heads, *visible.shape[1:])
         logits = jnp.where(by_batch, logits, HIDDEN)
 
     weights = jax.nn.softmax(logits, axis=-1)
     if inputs.sinks is not None:
         # With a sink s the denominator is e^s larger: every weight shrinks by sum / (sum + e^s) = sigmoid(log sum - s).
-        sinks = inputs.sinks.astype(jnp.float32).reshape(k_heads, groups, 1, 1)
+        sinks = inputs.sinks.astype(jnp.float32).reshape(*logits.shape[1:-2], 1, 1)
         weights *= jax.nn.sigmoid(jax.nn.logsumexp(logits, axis=-1, keepdims=True) - sinks)
-    output = jnp.einsum("bkgst,btkv->bskgv", weights.astype(v.dtype), v)
-    output = output.reshape(batch, q_length, q_heads, value_size).astype(inputs.q.dtype)
+    weights = weights.astype(v.dtype)
+    if groups == 1:
+        output = jnp.einsum("bkst,btkv->bskv", weights, v)
+    else:
+        output = jnp.einsum("bkgst,btkv->bskgv", weights, v).reshape(batch, q_length, q_heads, value_size)
+    output = output.astype(inputs.q.dtype)
     return hide_blind_queries(output, inputs)
