@@ -31,7 +31,7 @@ def other():
     """Another seed, another scale, biases and everything fused."""
     return weights(
         "init_weights_seed=1", "dense_init_scale=0.25", "attention_bias=true", "mlp_bias=true", "attention_sink=true",
-        "fused_qkv=true", "fused_mlp=true", "trainable_position_size=256",
+        "fused_qkv=true", "fused_mlp=true", "trainable_position_size=256", "max_target_length=256",
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ class Verb:
 
 
 VERBS = {
-    "train": Verb("train a model", "maxtext train run_name=first model_name=llama3.1-8b"),
-    "decode": Verb("complete a prompt with a model", 'maxtext decode prompt="I love to"'),
+    "train": Verb("train a model", "maxtext train quickstart"),
+    "decode": Verb("complete a prompt with a model (not in this version yet)", 'maxtext decode prompt="I love to"'),
     "config": Verb(
         "show a configuration, where each value comes from, and what keys mean",
         "maxtext config model_name=llama3.1-8b --changed",

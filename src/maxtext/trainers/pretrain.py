@@ -144,6 +144,7 @@ def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]
             "tokens a step": f"{tokens:,} ({config.global_batch_size_to_train_on} x {config.max_target_length})",
             "optimizer": f"{config.opt_type.value}, {config.lr_schedule_type.value} to {config.learning_rate:g}",
             "data": config.dataset_type.value,
+            "saved": "metrics and plots; checkpoints are not in this version yet",
         },
     }
 
