@@ -154,7 +154,7 @@ class Nsys:
     """The CUDA runtime's marks for a profiler that is already attached."""
 
     def __init__(self) -> None:
-        self.library = load_cuda_runtime()
+        self.runtime = load_cuda_runtime()
 
     def start(self) -> None:
         self.call("cudaProfilerStart")
@@ -163,7 +163,7 @@ class Nsys:
         self.call("cudaProfilerStop")
 
     def call(self, name: str) -> None:
-        status = getattr(self.library, name)()
+        status = getattr(self.runtime, name)()
         if status:
             raise RuntimeError(f"{name} returned CUDA error {status}")
 
