@@ -52,10 +52,6 @@ class AxisRules:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def batch(self, shape: Sequence[int], axes: Axes) -> NamedSharding:
-        """A batch field [sequences, length]."""
-        return self.sharding(axes, shape)
-
 
 _ACTIVE: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
 

@@ -139,7 +139,7 @@ def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]
             "numbers": f"{config.dtype.value} on {config.weight_dtype.value} weights",
         },
         "Plan": {
-            "run": os.path.join(config.base_output_directory, config.run_name),
+            "run": run_folder(config),
             "steps": f"{config.steps:,}",
             "tokens a step": f"{tokens:,} ({config.global_batch_size_to_train_on} x {config.max_target_length})",
             "optimizer": f"{config.opt_type.value}, {config.lr_schedule_type.value} to {config.learning_rate:g}",
