@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from maxtext.configs import config
+    from maxtext.inference.llm import LLM
 
-__all__ = ["__version__", "config"]
+__all__ = ["LLM", "__version__", "config"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,6 +16,10 @@ def __getattr__(name: str) -> Any:
         from maxtext.configs import config
 
         return config
+    if name == "LLM":
+        from maxtext.inference.llm import LLM
+
+        return LLM
     if name == "__version__":
         return metadata.version("maxtext")
     raise AttributeError(f"module 'maxtext' has no attribute {name!r}")

@@ -31,6 +31,7 @@ CPU = replace(TPU, platform="cpu")
         ({"capability": "gfx942"}, "NVIDIA"),
         ({"soft_cap": 50.0}, "soft cap"),
         ({"has_sinks": True}, "sinks"),
+        ({"has_selection": True}, "selection"),
         ({"custom_positions": True}, "positions"),
         ({"q_length": 128}, "128 and 256"),
         ({"q_length": 1, "visibility": Visibility(causal=False)}, "single query"),
@@ -69,6 +70,7 @@ def test_what_cudnn_can_do_goes_to_it(change):
         ({"platform": "cpu"}, "needs a TPU"),
         ({"dtype": "float16"}, "float16"),
         ({"q_length": 200, "k_length": 200}, "multiples of 128"),
+        ({"has_selection": True}, "selection"),
         ({"custom_positions": True}, "positions"),
         ({"q_length": 128}, "128 and 256"),
     ],
@@ -95,7 +97,9 @@ def test_what_flash_can_do_goes_to_it(change):
 
 def test_a_cpu_gets_dot_product_which_supports_everything():
     assert choose(CPU) == "dot_product"
-    anything = replace(CPU, dtype="float64", q_length=7, custom_positions=True, soft_cap=1.0, has_sinks=True)
+    anything = replace(
+        CPU, dtype="float64", q_length=7, custom_positions=True, soft_cap=1.0, has_sinks=True, has_selection=True
+    )
     assert BACKENDS["dot_product"].supports(anything) is None
 
 
@@ -116,6 +120,19 @@ def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend)
 def test_an_error_on_another_platform_names_what_is_best_there():
     with pytest.raises(ConfigError, match="use flash or autoselected"):
         attend(*arrays(length=128), backend="cudnn_flash_jax", visibility=Visibility(), scale=SCALE, platform="tpu")
+
+
+@pytest.mark.parametrize(("backend", "platform"), [("flash", "tpu"), ("cudnn_flash_jax", "gpu")])
+def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend, platform):
+    q, k, v = (array.astype(jnp.bfloat16) for array in arrays(length=128))
+    selected = jnp.ones((2, 1, 128, 128), bool)
+    with pytest.raises(ConfigError) as caught:
+        attend(q, k, v, backend=backend, visibility=Visibility(), scale=SCALE, platform=platform, selected=selected)
+    (sentence,) = caught.value.problems
+    assert sentence == (
+        f"Attention back end {backend} cannot do this: it takes no selection of keys; use dot_product or autoselected."
+    )
+    assert choose(replace(TPU if platform == "tpu" else GPU, has_selection=True)) == "dot_product"
 
 
 def test_an_unknown_back_end_lists_the_known():
@@ -172,6 +189,9 @@ def test_impossible_block_sizes(options):
         ({"q_segments": np.zeros((2, 3), np.int32)}, "q_segments"),
         ({"k_segments": np.zeros((2, 12), np.int32)}, "need q_segments"),
         ({"q_positions": np.zeros((1, 12), np.int32)}, "q_positions"),
+        ({"selected": np.ones((2, 12, 12), bool)}, "selected"),
+        ({"selected": np.ones((2, 2, 12, 12), bool)}, "selected"),  # by key/value head
+        ({"selected": np.ones((2, 1, 12, 12), np.int32)}, "selected must be booleans"),
     ],
 )
 def test_shapes_are_checked(options, word):

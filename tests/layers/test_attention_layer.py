@@ -61,7 +61,7 @@ def inputs(batch=2):
 
 
 def output(template, tree, x, layer_inputs):
-    return jax.jit(lambda tree, x: template.bind(tree)(x, layer_inputs), compiler_options=QUICK)(tree, x)
+    return jax.jit(lambda tree, x: template.bind(tree)(x, layer_inputs)[0], compiler_options=QUICK)(tree, x)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -69,13 +69,13 @@ def output(template, tree, x, layer_inputs):
 def test_fused_is_separate(heads, groups, bias):
     tree = separate_weights(heads, groups, bias)
     x, layer_inputs = inputs()
-    separate = template(heads, groups, rope=RopeSpec(), bias=bias)
-    fused = template(heads, groups, rope=RopeSpec(), bias=bias, fused=True)
+    separate = template(heads, groups, rope=RopeSpec(), bias=bias, out_bias=bias)
+    fused = template(heads, groups, rope=RopeSpec(), bias=bias, out_bias=bias, fused=True)
 
     @partial(jax.jit, compiler_options=QUICK)
     def run(tree, fused_tree, x):
         one, other = separate.bind(tree), fused.bind(fused_tree)
-        return other.project(x), one(x, layer_inputs), other(x, layer_inputs)
+        return other.project(x), one(x, layer_inputs)[0], other(x, layer_inputs)[0]
 
     projected, expected, ours = run(tree, fuse(tree, heads, groups), x)
     for part, name in zip(projected, ("query", "key", "value"), strict=True):
@@ -146,6 +146,6 @@ def test_sinks_biases_and_window_of_gpt_oss():
         "yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, truncate=False, attention_scaling=True
     )
     visible = np.array([[i - 3 < j <= i for j in range(LENGTH)] for i in range(LENGTH)])
-    ours = template(4, 2, rope=rope, bias=True, sinks=True, visibility=Visibility(window=3))
+    ours = template(4, 2, rope=rope, bias=True, out_bias=True, sinks=True, visibility=Visibility(window=3))
     expected = their_output(layer, GptOssRotaryEmbedding(config), x, visible)
     np.testing.assert_allclose(output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5)

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from maxtext.common import noise
-from maxtext.layers.mlp import ACTIVATIONS, Mlp, MlpSpec
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
 from maxtext.layers.parameters import Maker, Template
 
 SIZE, WIDTH = 6, 10
@@ -26,7 +27,13 @@ TORCH = {
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: Mlp(Maker(noise.seed_key(0), "float32"), spec, SIZE, dtype))
+    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, dtype))
+
+
+def apply(mlp, x, key=None):
+    y, aux = mlp(x, LayerInputs(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]), key=key))
+    assert aux == {}
+    return y
 
 
 def weights(branches, bias, seed=0):
@@ -80,7 +87,7 @@ def test_torch(activations):
     tree = weights(len(activations), bias)
     abstract = template(MlpSpec(WIDTH, activations, bias=bias))
     assert jax.tree.map(np.shape, tree) == jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
-    np.testing.assert_allclose(abstract.bind(tree)(values()), in_torch(tree, activations, values()), atol=2e-5)
+    np.testing.assert_allclose(apply(abstract.bind(tree), values()), in_torch(tree, activations, values()), atol=2e-5)
 
 
 @pytest.mark.parametrize("activations", [("gelu",), ("silu", "linear"), ("relu", "tanh", "linear")], ids="-".join)
@@ -89,7 +96,24 @@ def test_fused_is_unfused(activations, bias):
     tree = weights(len(activations), bias)
     abstract = template(MlpSpec(WIDTH, activations, bias=bias, fused=True))
     assert jax.tree.map(np.shape, joined(tree)) == jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
-    np.testing.assert_allclose(abstract.bind(joined(tree))(values()), in_torch(tree, activations, values()), atol=2e-5)
+    np.testing.assert_allclose(
+        apply(abstract.bind(joined(tree)), values()), in_torch(tree, activations, values()), atol=2e-5
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_limit(fused):
+    """gpt-oss: values below and above the limit on either side, in both branches."""
+    tree = weights(2, True) | {"wo": SHOW | {"bias": np.zeros(SIZE, np.float32)}}
+    spec = MlpSpec(WIDTH, ("sigmoid", "linear"), bias=True, fused=fused, limit=1.5)
+    y = apply(template(spec).bind(joined(tree) if fused else tree), values())
+    gate, up = (values() @ tree[name]["kernel"] + tree[name]["bias"] for name in ("wi_0", "wi_1"))
+    for branch in (gate, up):
+        assert branch.min() < -1.5
+        assert branch.max() > 1.5
+        assert abs(branch).min() < 1.5
+    gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+    np.testing.assert_allclose(y, (gate / (1 + np.exp(-1.702 * gate)) * (up + 1))[..., :SIZE], atol=2e-5)
 
 
 def test_float32_activations():
@@ -103,7 +127,7 @@ def test_float32_activations():
     off = {}
     for float32 in (False, True):
         spec = MlpSpec(WIDTH, ("silu", "linear"), float32=float32)
-        y = template(spec, "bfloat16").bind(tree)(x)
+        y = apply(template(spec, "bfloat16").bind(tree), x)
         assert y.dtype == jnp.bfloat16
         off[float32] = np.abs(np.asarray(y, np.float64) / exact - 1).max()
     assert off[True] <= 2**-8 < off[False]
@@ -113,10 +137,10 @@ def test_dropout_is_on_the_hidden_values():
     """Kept ones are scaled by 1 / (1 - rate)."""
     tree = weights(1, False) | {"wo": SHOW}
     mlp = template(MlpSpec(WIDTH, ("relu",), dropout_rate=0.25)).bind(tree)
-    plain = np.asarray(mlp(values()))
+    plain = np.asarray(apply(mlp, values()))
     np.testing.assert_allclose(plain, np.maximum(values() @ tree["wi"]["kernel"], 0)[..., :SIZE], atol=1e-5)
-    dropped = np.asarray(mlp(values(), jax.random.key(0)))
+    dropped = np.asarray(apply(mlp, values(), jax.random.key(0)))
     kept = dropped != 0
     np.testing.assert_allclose(dropped[kept], plain[kept] / 0.75, rtol=1e-5)
     assert 0 < (~kept & (plain > 0)).sum() < (plain > 0).sum()
-    np.testing.assert_array_equal(dropped, mlp(values(), jax.random.key(0)))
+    np.testing.assert_array_equal(dropped, apply(mlp, values(), jax.random.key(0)))

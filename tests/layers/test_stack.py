@@ -28,8 +28,8 @@ LOCAL = LayerSpec(
     dropout_rate=0.3,
 )  # fmt: skip
 GLOBAL = LayerSpec(
-    SIZE, AttentionSpec(2, 2, HEAD, HEAD**-0.5, Visibility(), bias=True), MlpSpec(20, ("gelu",), bias=True),
-    NormSpec("layer"), dropout_rate=0.3,
+    SIZE, AttentionSpec(2, 2, HEAD, HEAD**-0.5, Visibility(), bias=True, out_bias=True),
+    MlpSpec(20, ("gelu",), bias=True), NormSpec("layer"), dropout_rate=0.3,
 )  # fmt: skip
 PATTERNS = {
     "one": [Segment((LOCAL,), 3)],
@@ -54,7 +54,7 @@ def tower(name, scanned, axis=1):
 
 def run(stacks, x, inputs):
     for stack in stacks:
-        x = stack(x, inputs)
+        x, _ = stack(x, inputs)
     return x
 
 
@@ -156,7 +156,7 @@ def test_layers_run_in_order_with_their_own_weights(built, name):
     @jit
     def by_hand(x):
         for index, spec in enumerate(ORDER[name]):
-            x = spec.build(maker().child(index), "float32")(x, layer_inputs(KEYS[name]).layer(index))
+            x, _ = spec.build(maker().child(index), "float32")(x, layer_inputs(KEYS[name]).fold(index))
         return x
 
     close(unrolled.output, by_hand(x))
@@ -170,6 +170,6 @@ def test_dropout_differs_between_layers_and_keys(built):
     (_, other), _ = one.evaluate(one.weights, x, jax.random.key(6))
     assert np.abs(one.output - other).max() > 0.1
     inputs = layer_inputs(KEYS["two segments"])
-    masks = [jax.random.bernoulli(inputs.layer(index).key, 0.5, (64,)) for index in range(4)]
+    masks = [jax.random.bernoulli(inputs.fold(index).key, 0.5, (64,)) for index in range(4)]
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
-    assert layer_inputs().layer(3).key is None
+    assert layer_inputs().fold(3).key is None

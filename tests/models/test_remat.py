@@ -13,7 +13,7 @@ from maxtext.configs import load
 from maxtext.configs.derive import SAVED_ON_DEVICE, Devices
 from maxtext.models import make_template
 from maxtext.models.transformer import initial_weights
-from maxtext.trainers.losses import language_model_sums
+from maxtext.trainers.losses import language_model_losses
 
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 BATCH, LENGTH = 2, 32
@@ -71,7 +71,9 @@ def loss_of(config):
     batch |= {"inputs_segmentation": np.ones_like(positions), "targets_segmentation": np.ones_like(positions)}
     batch = jax.tree.map(lambda field: jnp.asarray(field, jnp.int32), batch)
     template = make_template(config)
-    return lambda weights: language_model_sums(config, template, weights, batch, None)["lm_loss"] / ids[:, 1:].size
+    return lambda weights: (
+        language_model_losses(config, template, weights, batch, None).sums["lm_loss"] / ids[:, 1:].size
+    )
 
 
 class Runs:

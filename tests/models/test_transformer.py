@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
@@ -155,7 +154,7 @@ def test_one_hot_is_gather():
     one_hot = make_template(configuration("decoder_block=simple", "use_iota_embed=true")).bind(weights)
     assert one_hot.embedder.one_hot
     inputs = LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)))
-    np.testing.assert_allclose(one_hot.hidden(ids, inputs), plain.hidden(ids, inputs), atol=1e-6)
+    np.testing.assert_allclose(one_hot.hidden(ids, inputs)[0], plain.hidden(ids, inputs)[0], atol=1e-6)
 
 
 def test_simple_blocks_are_products():
@@ -168,7 +167,7 @@ def test_simple_blocks_are_products():
             for product in weights["layers"][0]["blocks"][0][layer]["products"].values():
                 x = x @ product["kernel"]
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weights["final_norm"]["scale"]
-        np.testing.assert_allclose(ours.hidden(ids, inputs), x, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ours.hidden(ids, inputs)[0], x, rtol=1e-4, atol=1e-4)
 
 
 # Patterns.
@@ -185,10 +184,14 @@ def test_every_fourth_layer_without_rope():
 def test_cycles_hold_several_layers():
     (segment,) = segments(configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=3"))
     assert (len(segment.pattern), segment.repeats) == (3, 2)
-    with pytest.raises(ConfigError, match="6 layers do not divide"):
-        segments(configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=4"))
+    cycle, rest = segments(configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=4"))
+    assert [(len(one.pattern), one.repeats) for one in (cycle, rest)] == [(4, 1), (1, 2)]
 
 
-def test_unknown_blocks_are_refused():
-    with pytest.raises(ConfigError, match="gemma2 .* is not in this version yet: use default, llama2"):
-        segments(configuration("decoder_block=gemma2"))
+def test_patterns_are_found():
+    """Five sliding layers to a global one, ending in the middle: whole patterns first, then what is left."""
+    words = ("decoder_block=gemma3", "base_num_decoder_layers=20", "sliding_window_size=4")
+    whole, rest = segments(configuration(*words))
+    assert (len(whole.pattern), whole.repeats, len(rest.pattern), rest.repeats) == (6, 3, 1, 2)
+    windows = [spec.attention.visibility.window for spec in [*whole.pattern * whole.repeats, *rest.pattern * 2]]
+    assert windows == ([4] * 5 + [None]) * 3 + [4] * 2

@@ -7,9 +7,8 @@ import pytest
 
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.layers.inputs import LayerInputs
 from maxtext.models import make_template
-from maxtext.trainers.losses import language_model_sums
+from maxtext.trainers.losses import language_model_losses
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -162,7 +161,7 @@ def test_logits(pair):
     assert jax.tree.map(lambda a: a.shape, weights) == jax.tree.map(lambda a: a.shape, template.weights)
     with jax.default_matmul_precision("highest"):
         model = template.bind(weights)
-        ours = model.logits(model.hidden(jnp.asarray(ids[:, :-1]), LayerInputs(positions())))
+        ours = model(jnp.asarray(ids[:, :-1]), positions())
     expected = theirs(input_ids=torch.tensor(ids[:, :-1])).logits.detach().numpy()
     np.testing.assert_allclose(ours, expected, atol=2e-5 * expected.std(), rtol=2e-5)
 
@@ -181,7 +180,7 @@ def test_gradients(pair):
     batch = jax.tree.map(lambda field: jnp.asarray(field, jnp.int32), batch)
 
     def loss(weights):
-        return language_model_sums(config, template, weights, batch, None)["lm_loss"] / inputs.size
+        return language_model_losses(config, template, weights, batch, None).sums["lm_loss"] / inputs.size
 
     with jax.default_matmul_precision("highest"):
         ours = jax.jit(jax.grad(loss))(weights)

@@ -20,12 +20,16 @@ def run(words: list[str]) -> int:
     path, settings = cli_words.split(words)
     config = load(path, settings)
     keys = changed_keys(config) if changed else text.KEYS_IN_ORDER
+    facts = {"architecture": found} if (found := text.facts(config)) else {}
     if style == "json":
-        print(json.dumps({key: text.plain(getattr(config, key)) for key in keys}, indent=2))
-    elif style == "yaml":
+        print(json.dumps({key: text.plain(getattr(config, key)) for key in keys} | facts, indent=2))
+        return 0
+    if style == "yaml":
         print("\n".join(text.yaml_line(key, getattr(config, key)) for key in keys))
     else:
         show(config, set(keys))
+    for key, value in facts.items():
+        print(text.yaml_line(key, value))
     return 0
 
 

@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import derive, fields, ledger, merge, sources
+from maxtext.configs import architecture, derive, fields, ledger, merge, sources
 from maxtext.configs.sources import Layer, Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.group import DERIVED_RULES, RULES
@@ -25,12 +25,16 @@ def load(
     words: Layer | Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
     devices: derive.Devices | None = None,
+    model: Layer | None = None,
 ) -> MaxTextConfig:
-    """As `config`, from command-line words; devices are this machine's unless given."""
+    """As `config`, from command-line words; devices are this machine's unless given. `model`: what a checkpoint says
+    of itself, in place of the file of model_name."""
     environ = os.environ if environ is None else environ
-    settings = resolve(path, words if isinstance(words, dict) else sources.from_words(words), environ)
+    words = words if isinstance(words, dict) else sources.from_words(words)
+    settings, facts = resolve(path, words, environ, model)
     fill_empty(settings, environ)
     checked = validate(settings)
+    checked._architecture = facts
     problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(checked, base_values())
     if problems:
         raise ConfigError(*problems)
@@ -44,17 +48,21 @@ def load(
     return complete
 
 
-def resolve(path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]) -> Layer:
-    """The winning setting of every key, not yet checked against its type."""
+def resolve(
+    path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str], model: Layer | None
+) -> tuple[Layer, architecture.Architecture]:
+    """The winning setting of every key, not yet checked against its type, and the facts beyond keys."""
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
     base, files = chain[0][1], [layer for _, layer in chain[1:]]
     environment = sources.from_environment(environ)
+    if model is None:
+        name = str(merge.setting_of("model_name", base, *files, environment, words))
+        model_path = sources.model_file(name)
+        model = sources.read_yaml(model_path, "model") if model_path else {}
+    facts = architecture.take([model := dict(model), *files, environment, words])
     merge.refuse_unknown(*files, environment, words)
-    name = str(merge.setting_of("model_name", base, *files, environment, words))
-    model_path = sources.model_file(name)
-    model = sources.read_yaml(model_path, "model") if model_path else {}
     merge.refuse_unknown(model)
-    return merge.join(base, files, model, environment, words)
+    return merge.join(base, files, model, environment, words), facts
 
 
 def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:

@@ -26,3 +26,8 @@ def yaml_line(key: str, value: Any) -> str:
     if isinstance(value, list) and any(isinstance(item, list) for item in value):
         return "\n".join([f"{key}:", *(f"  - {compact(item)}" for item in value)])
     return f"{key}: {compact(value)}"
+
+
+def facts(config: Any) -> dict[str, Any]:
+    """What is set under `architecture`, as plain data."""
+    return config.architecture.model_dump(exclude_defaults=True, mode="json")

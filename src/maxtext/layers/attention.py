@@ -9,12 +9,29 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.attention import BlockSizes, Visibility, attend
-from maxtext.layers.inputs import LayerInputs
+from maxtext.kernels.moba import moba_selection
+from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries grow with the logarithm of the position: times 1 + scale ln(floor((position + 1) / length) + 1)."""
+
+    scale: float = 0.1
+    length: int = 8192
+
+
+@dataclass(frozen=True)
+class Moba:
+    """Each query sees the `top` chunks of keys that suit it best, its own among them."""
+
+    chunk: int
+    top: int
 
 
 @dataclass(frozen=True)
@@ -25,15 +42,26 @@ class AttentionSpec:
     scale: float
     visibility: Visibility
     rope: RopeSpec | None = None
-    bias: bool = False
+    bias: bool = False  # of queries, keys and values
+    out_bias: bool = False
     fused: bool = False  # one product for queries, keys and values
-    qk_norm: NormSpec | None = None  # over each head, before RoPE
+    shared_kv: bool = False  # values are the projected keys, before norm and rotation
+    gated: bool = False  # the output of a head times the sigmoid of a gate that is projected like its query
+    qk_norm: NormSpec | None = None
+    qk_norm_over: str = "head"  # head: each before RoPE; heads: all of a token jointly; rotated: each after RoPE
+    value_norm: NormSpec | None = None
+    temperature: Temperature | None = None
+    moba: Moba | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    output_size: int | None = None  # None: as wide as the input
     backend: str = "dot_product"
     float32_product: bool = False
     float32_logits: bool = False
     blocks: BlockSizes | None = None
+
+    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
+        return Attention(maker, self, size, dtype)
 
 
 class Attention(nnx.Module):
@@ -46,14 +74,22 @@ class Attention(nnx.Module):
             axes: tuple[str | None, ...] = ("embed", "kv_heads", "qkv", "kv_head_dim")
             self.qkv = Linear(maker.child(0), (size,), shape, axes, dtype, spec.bias)
         else:
-            self.query = Linear(maker.child(0), (size,), (heads, dim), ("embed", "q_heads", "kv"), dtype, spec.bias)
+            axes = ("embed", "q_heads", "kv")
+            self.query = Linear(maker.child(0), (size,), (heads, dim), axes, dtype, spec.bias)
+            if spec.gated:
+                self.output_gate = Linear(maker.child(5), (size,), (heads, dim), axes, dtype, spec.bias)
             axes = ("embed", "kv_heads", "kv_head_dim")
             self.key = Linear(maker.child(1), (size,), (groups, dim), axes, dtype, spec.bias)
-            self.value = Linear(maker.child(2), (size,), (groups, dim), axes, dtype, spec.bias)
-        self.out = Linear(maker.child(3), (heads, dim), (size,), ("heads", "kv", "embed"), dtype, spec.bias)
+            if not spec.shared_kv:
+                self.value = Linear(maker.child(2), (size,), (groups, dim), axes, dtype, spec.bias)
+        width = spec.output_size or size
+        self.out = Linear(maker.child(3), (heads, dim), (width,), ("heads", "kv", "embed"), dtype, spec.out_bias)
         if spec.qk_norm:
-            self.query_norm = Norm(maker, spec.qk_norm, dim, dtype)
-            self.key_norm = Norm(maker, spec.qk_norm, dim, dtype)
+            jointly = spec.qk_norm_over == "heads"
+            self.query_norm = Norm(maker, spec.qk_norm, heads * dim if jointly else dim, dtype)
+            self.key_norm = Norm(maker, spec.qk_norm, groups * dim if jointly else dim, dtype)
+        if spec.value_norm:
+            self.value_norm = Norm(maker, spec.value_norm, dim, dtype)
         self.sinks = maker.normal(4, (heads,), 0.02, ("q_heads",)) if spec.sinks else None
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -62,19 +98,41 @@ class Attention(nnx.Module):
             joined = checkpoint_name(self.qkv(x), "qkv_proj")
             query = joined[..., :-2, :].reshape(*joined.shape[:-3], self.spec.query_heads, self.spec.head_dim)
             return query, joined[..., -2, :], joined[..., -1, :]
-        return (
-            checkpoint_name(self.query(x), "query_proj"),
-            checkpoint_name(self.key(x), "key_proj"),
-            checkpoint_name(self.value(x), "value_proj"),
-        )
+        query = checkpoint_name(self.query(x), "query_proj")
+        key = checkpoint_name(self.key(x), "key_proj")
+        return query, key, key if self.spec.shared_kv else checkpoint_name(self.value(x), "value_proj")
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.spec.qk_norm_over != "heads":
+            return self.query_norm(q), self.key_norm(k)
+        jointly = [
+            norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+            for norm, x in ((self.query_norm, q), (self.key_norm, k))
+        ]
+        return jointly[0], jointly[1]
+
+    def turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        return x if self.spec.rope is None else rotate(x, positions, self.spec.rope)
+
+    def select(self, q: jax.Array, k: jax.Array, inputs: LayerInputs) -> jax.Array | None:
+        """Which keys a query may see beside what visibility says."""
+        if self.spec.moba is None:
+            return None
+        return moba_selection(q, k, self.spec.moba.chunk, self.spec.moba.top, inputs.positions, inputs.segments)
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         spec = self.spec
         q, k, v = self.project(x)
-        if spec.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if spec.rope:
-            q, k = rotate(q, inputs.positions, spec.rope), rotate(k, inputs.positions, spec.rope)
+        if spec.value_norm:
+            v = self.value_norm(v)
+        if spec.qk_norm and spec.qk_norm_over != "rotated":
+            q, k = self.normed(q, k)
+        q, k = self.turned(q, inputs.positions), self.turned(k, inputs.positions)
+        if spec.qk_norm and spec.qk_norm_over == "rotated":
+            q, k = self.normed(q, k)
+        if spec.temperature:
+            steps = jnp.floor((inputs.positions + 1) / spec.temperature.length)
+            q = q * (1 + spec.temperature.scale * jnp.log1p(steps))[..., None, None].astype(q.dtype)
         q = constrain(q, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         k = constrain(k, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
         v = constrain(v, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
@@ -90,6 +148,7 @@ class Attention(nnx.Module):
             k_positions=inputs.positions if spec.visibility.chunk else None,
             q_segments=inputs.segments,
             k_segments=inputs.segments,
+            selected=self.select(q, k, inputs),
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
             float32_logits=spec.float32_logits,
@@ -98,4 +157,6 @@ class Attention(nnx.Module):
         )
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
-        return checkpoint_name(self.out(mixed), "out_proj")
+        if spec.gated:
+            mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
+        return checkpoint_name(self.out(mixed), "out_proj"), {}

@@ -1,5 +1,6 @@
-"""One decoder layer: a mixer and a feed-forward, each behind a norm and added to the stream."""
+"""One decoder layer: a mixer and a feed-forward, each added to the stream, which may be several (hyper-connections)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,10 +8,10 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.attention import Attention, AttentionSpec
-from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.engram import EngramSpec
+from maxtext.layers.hyper_connections import HyperConnectionSpec
+from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import dropout
-from maxtext.layers.mlp import Mlp, MlpSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
@@ -18,16 +19,21 @@ from maxtext.sharding import constrain
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer is made of. `parallel`: mixer and feed-forward read the same normed input."""
+    """What a layer is made of. `attention` and `mlp` are specs of any mixer and any feed-forward."""
 
     size: int
-    attention: AttentionSpec
-    mlp: MlpSpec
+    attention: Any
+    mlp: Any
     norm: NormSpec
-    parallel: bool = False
+    parallel: bool = False  # mixer and feed-forward read the same normed input
+    attention_norm: bool = True  # a norm on what the mixer reads
+    mlp_norm: bool = True
     post_attention_norm: bool = False  # a norm on the mixer's output, before it is added
     post_mlp_norm: bool = False
+    scaled: bool = False  # the layer's output times a number that is kept, and not learned
     dropout_rate: float = 0.0
+    streams: HyperConnectionSpec | None = None
+    engram: EngramSpec | None = None  # a memory of n-grams, added before the mixer
 
     def build(self, maker: Maker, dtype: Any) -> nnx.Module:
         return Block(maker, self, dtype)
@@ -36,36 +42,67 @@ class LayerSpec:
 class Block(nnx.Module):
     def __init__(self, maker: Maker, spec: LayerSpec, dtype: Any):
         self.spec = spec
-        self.attention_norm = Norm(maker, spec.norm, spec.size, dtype)
-        self.attention = Attention(maker.child(0), spec.attention, spec.size, dtype)
-        self.mlp = Mlp(maker.child(1), spec.mlp, spec.size, dtype)
-        if not spec.parallel:
-            self.mlp_norm = Norm(maker, spec.norm, spec.size, dtype)
-        if spec.post_attention_norm:
-            self.post_attention_norm = Norm(maker, spec.norm, spec.size, dtype)
-        if spec.post_mlp_norm:
-            self.post_mlp_norm = Norm(maker, spec.norm, spec.size, dtype)
+        self.attention = spec.attention.build(maker.child(0), spec.size, dtype)
+        self.mlp = spec.mlp.build(maker.child(1), spec.size, dtype)
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        def norm(present: bool) -> Norm | None:
+            return Norm(maker, spec.norm, spec.size, dtype) if present else None
+
+        self.attention_norm = norm(spec.attention_norm)
+        self.mlp_norm = norm(spec.mlp_norm and not spec.parallel)
+        self.post_attention_norm = norm(spec.post_attention_norm)
+        self.post_mlp_norm = norm(spec.post_mlp_norm)
+        self.scale = maker.constant((1,), 1.0, (None,), trained=False) if spec.scaled else None
+        connect = spec.streams.build if spec.streams else lambda *_: None
+        self.attention_streams = connect(maker.child(2), spec.size, dtype)
+        self.mlp_streams = connect(maker.child(3), spec.size, dtype)
+        self.engram = spec.engram.build(maker.child(4), spec.size, dtype) if spec.engram else None
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         x = stream(checkpoint_name(x, "decoder_layer_input"))
-        keys = (None, None, None) if inputs.key is None else jax.random.split(inputs.key, 3)
+        if self.engram is not None:
+            x = stream(x + self.engram(x, inputs))
         if self.spec.parallel:
-            normed = self.attention_norm(x)
-            return stream(x + self.drop(self.attention(normed, inputs) + self.mlp(normed, keys[2]), keys[0]))
-        x = stream(x + self.drop(self.mix(self.attention_norm(x), inputs), keys[0]))
-        return stream(x + self.drop(self.feed(self.mlp_norm(x), keys[2]), keys[1]))
+            x, aux = self.add(x, self.attention_streams, lambda x: self.both(x, inputs.fold(0)))
+        else:
+            x, mixer = self.add(x, self.attention_streams, lambda x: self.mix(x, inputs.fold(0)))
+            x, feed = self.add(x, self.mlp_streams, lambda x: self.feed(x, inputs.fold(1)))
+            aux = mixer | feed
+        return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype), aux
 
-    def mix(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        x = self.attention(x, inputs)
-        return self.post_attention_norm(x) if self.spec.post_attention_norm else x
+    def add(
+        self, x: jax.Array, streams: Any, run: Callable[[jax.Array], tuple[jax.Array, Aux]]
+    ) -> tuple[jax.Array, Aux]:
+        """The stream with what a sub-layer makes of it."""
+        if streams is None:
+            y, aux = run(x)
+            return stream(x + y), aux
+        read, state = streams.read(x)
+        y, aux = run(read)
+        return stream(streams.write(x, state, y)), aux
 
-    def feed(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        x = self.mlp(x, key)
-        return self.post_mlp_norm(x) if self.spec.post_mlp_norm else x
+    def mix(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        y, aux = self.attention(normed(self.attention_norm, x), inputs)
+        return self.drop(normed(self.post_attention_norm, y), inputs), aux
 
-    def drop(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        return dropout(x, self.spec.dropout_rate, key)
+    def feed(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        y, aux = self.mlp(normed(self.mlp_norm, x), inputs)
+        return self.drop(normed(self.post_mlp_norm, y), inputs), aux
+
+    def both(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        x = normed(self.attention_norm, x)
+        mixed, mixer = self.attention(x, inputs.fold(0))
+        fed, feed = self.mlp(x, inputs.fold(1))
+        return self.drop(mixed + fed, inputs), mixer | feed
+
+    def drop(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        return dropout(x, self.spec.dropout_rate, inputs.fold(2).key)
+
+
+def normed(norm: Norm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 def stream(x: jax.Array) -> jax.Array:
-    return constrain(x, "activation_batch", "activation_norm_length", "activation_embed")
+    """Lay out [B, S, E], or several streams [B, S, streams, E]."""
+    return constrain(x, "activation_batch", "activation_norm_length", *[None] * (x.ndim - 3), "activation_embed")

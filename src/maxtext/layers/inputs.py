@@ -1,8 +1,11 @@
-"""What every layer of a pass sees beside its activations."""
+"""What every layer of a pass sees beside its activations, and what it reports beside its output."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+
+# Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H].
+Aux = dict[str, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -11,9 +14,8 @@ class LayerInputs:
     positions: jax.Array  # [B, S], within each document
     segments: jax.Array | None = None  # [B, S], the document of a token, 0 is padding; None: one document a row
     key: jax.Array | None = None  # randomness of dropout; None: no dropout
+    tokens: jax.Array | None = None  # [B, S], the ids that were embedded
 
-    def layer(self, index: jax.Array | int) -> "LayerInputs":
-        """The same with the layer's own randomness."""
-        if self.key is None:
-            return self
-        return LayerInputs(self.positions, self.segments, jax.random.fold_in(self.key, index))
+    def fold(self, index: jax.Array | int) -> "LayerInputs":
+        """The same with the randomness of one layer, or of one part of a layer."""
+        return self if self.key is None else replace(self, key=jax.random.fold_in(self.key, index))

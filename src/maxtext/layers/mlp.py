@@ -2,14 +2,16 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, dropout
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
@@ -22,8 +24,29 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": jax.nn.gelu,  # the tanh form
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "sigmoid": jax.nn.sigmoid,
-    "tanh": jax.numpy.tanh,
+    "tanh": jnp.tanh,
 }
+LIMITED_STEEPNESS = 1.702  # gate · sigmoid(1.702 gate) is close to GELU
+HIDDEN_DROPOUT = 0x6D6C70  # which number is folded into a layer's key; far from the small ones that `split` uses
+
+
+def combine(
+    activations: Sequence[str], branches: Sequence[jax.Array], limit: float | None = None, float32: bool = False
+) -> jax.Array:
+    """The product of the branches, each after its activation; `float32` computes it so and returns it so.
+
+    With a `limit` (gpt-oss, two branches): the gate is cut off above it and the other branch on both sides, the gate is
+    multiplied by its activation instead of replaced by it, and the other branch is centred on one. So "sigmoid" and
+    "linear" give gate · sigmoid(1.702 gate) · (up + 1).
+    """
+    if float32:
+        branches = [branch.astype(jnp.float32) for branch in branches]
+    functions = [ACTIVATIONS[name] for name in activations]
+    if limit is None:
+        return functools.reduce(operator.mul, (apply(x) for apply, x in zip(functions, branches, strict=True)))
+    (gate, up), (gated, linear) = branches, functions
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * gated(LIMITED_STEEPNESS * gate) * (linear(up) + 1)
 
 
 @dataclass(frozen=True)
@@ -34,6 +57,10 @@ class MlpSpec:
     fused: bool = False  # one product for all branches
     dropout_rate: float = 0.0
     float32: bool = False  # activations computed in float32
+    limit: float | None = None  # on the branches' values, see `combine`
+
+    def build(self, maker: Maker, size: int, dtype: Any) -> "Mlp":
+        return Mlp(maker, self, size, dtype)
 
 
 class Mlp(nnx.Module):
@@ -53,17 +80,15 @@ class Mlp(nnx.Module):
     def branch(self, place: int) -> str:
         return "wi" if len(self.spec.activations) == 1 else f"wi_{place}"
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        if self.spec.fused:
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        spec = self.spec
+        if spec.fused:
             joined = checkpoint_name(self.wi(x), "mlpwi")
-            branches = [joined[..., place, :] for place in range(len(self.spec.activations))]
+            branches = [joined[..., place, :] for place in range(len(spec.activations))]
         else:
-            names = [self.branch(place) for place in range(len(self.spec.activations))]
+            names = [self.branch(place) for place in range(len(spec.activations))]
             branches = [checkpoint_name(getattr(self, name)(x), f"mlp{name}") for name in names]
-        hidden = functools.reduce(operator.mul, map(self.activate, self.spec.activations, branches))
-        hidden = dropout(hidden.astype(self.dtype), self.spec.dropout_rate, key)
+        hidden = combine(spec.activations, branches, spec.limit, spec.float32).astype(self.dtype)
+        hidden = dropout(hidden, spec.dropout_rate, inputs.fold(HIDDEN_DROPOUT).key)
         hidden = constrain(hidden, "activation_batch", "activation_length", "activation_mlp")
-        return checkpoint_name(self.wo(hidden), "mlpwo")
-
-    def activate(self, name: str, x: jax.Array) -> jax.Array:
-        return ACTIVATIONS[name](x.astype("float32") if self.spec.float32 else x)
+        return checkpoint_name(self.wo(hidden), "mlpwo"), {}

@@ -51,8 +51,11 @@ class Maker:
         unit = self.noise(name, tuple(shape))
         return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
 
-    def constant(self, shape: Sequence[int], value: float, axes: Sequence[str | None]) -> nnx.Param:
-        return nnx.Param(jnp.full(shape, value, self.dtype), axes=tuple(axes))
+    def constant(
+        self, shape: Sequence[int], value: float, axes: Sequence[str | None], trained: bool = True
+    ) -> nnx.Param:
+        """`trained`: false for a weight that no optimizer may touch."""
+        return nnx.Param(jnp.full(shape, value, self.dtype), axes=tuple(axes), trained=trained)
 
 
 def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
@@ -106,12 +109,20 @@ class Template:
     @property
     def axes(self) -> Tree:
         """Nested dict of tuples of logical axis names, of the same structure."""
+        return self.metadata(lambda facts: facts["axes"])
+
+    @property
+    def trained(self) -> Tree:
+        """Nested dict of bools: which weights an optimizer may touch."""
+        return self.metadata(lambda facts: facts.get("trained", True))
+
+    def metadata(self, read: Callable[[dict], Any]) -> Tree:
         tree: dict = {}
         for path, variable in nnx.to_flat_state(self.state):
             branch = tree
             for name in path[:-1]:
                 branch = branch.setdefault(name, {})
-            branch[path[-1]] = variable.get_metadata()["axes"]
+            branch[path[-1]] = read(variable.get_metadata())
         return tree
 
     def bind(self, weights: Tree) -> Any:

@@ -2,7 +2,7 @@
 
 `kind`: default; llama3.1 (long wavelengths divided by `factor`, a smooth passage between); yarn (interpolation by
 parts, with a temperature on the attention). `linear_factor` slows all angles alike. With `fraction` < 1 only the first
-dimensions of a head turn.
+dimensions of a head turn; `proportional`: the pairs and angles are those of the whole head, and the last pairs stay.
 """
 
 import math
@@ -19,6 +19,7 @@ class RopeSpec:
     max_timescale: float = 10_000.0
     min_timescale: float = 1.0
     fraction: float = 1.0
+    proportional: bool = False
     linear_factor: float = 1.0
     interleave: bool = False  # pairs are neighbours (0,1), (2,3) … instead of halves (0, D/2) …
     factor: float = 1.0  # how much longer than `original_length` sequences may be
@@ -29,13 +30,16 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_scaling: bool = False  # yarn: multiply cos and sin by 0.1 ln(factor) + 1
+    attention_factor: float | None = None  # … or by this
 
     def rotated(self, head_dim: int) -> int:
         """How many of a head's dimensions turn."""
-        return int(head_dim * self.fraction)
+        return head_dim if self.proportional else int(head_dim * self.fraction)
 
     @property
     def magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.kind == "yarn" and self.attention_scaling and self.factor > 1:
             return 0.1 * math.log(self.factor) + 1.0
         return 1.0
@@ -46,6 +50,8 @@ def frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
     size = spec.rotated(head_dim)
     fraction = np.arange(0, size, 2, dtype=np.float64) / size
     plain = 1.0 / (spec.min_timescale * (spec.max_timescale / spec.min_timescale) ** fraction)
+    if spec.proportional:
+        plain[int(spec.fraction * head_dim // 2) :] = 0.0
     if spec.kind == "llama3.1":
         return llama31(spec, plain)
     if spec.kind == "yarn":

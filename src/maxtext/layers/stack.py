@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.parameters import Maker, slices, stack
 
 
@@ -30,6 +30,31 @@ class Segment:
     @property
     def layers(self) -> int:
         return len(self.pattern) * self.repeats
+
+
+LONGEST_PATTERN = 16
+
+
+def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
+    """Layers as patterns that repeat: at each place the pattern that covers most of what follows, the shortest of
+    equals. A pattern whose length divides `cycle` is repeated to that length, which is what a step of the scan runs."""
+    segments, place = [], 0
+    while place < len(layers):
+        rest = layers[place:]
+        best = (1, 1)  # length, repeats
+        for length in range(1, min(LONGEST_PATTERN, len(rest) // 2) + 1):
+            repeats = 1
+            while rest[repeats * length : (repeats + 1) * length] == rest[:length]:
+                repeats += 1
+            if repeats > 1 and length * repeats > best[0] * best[1]:
+                best = (length, repeats)
+        length, repeats = best
+        times = cycle // length if cycle % length == 0 else 1
+        if 1 < times <= repeats:
+            length, repeats = cycle, repeats // times
+        segments.append(Segment(tuple(rest[:length]), repeats))
+        place += length * repeats
+    return segments
 
 
 @dataclass(frozen=True)
@@ -78,32 +103,35 @@ class Stack(nnx.Module):
                 blocks.append(nnx.List([spec.build(one, dtype) for one in makers]))
         self.blocks: Any = nnx.List(blocks)
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
+        """The stream after these layers, and by place in the pattern what its layers report, [repeats, ...]."""
         return self.scan(x, inputs) if self.scanned else self.unroll(x, inputs)
 
-    def unroll(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
+        reports: dict[int, list[Aux]] = {place: [] for place in range(len(self.blocks))}
         for repeat in range(self.segment.repeats):
             for place, layers in enumerate(self.blocks):
                 graph, state = nnx.split(layers[repeat])
                 index = self.first + repeat * len(self.segment.pattern) + place
-                x = self.apply(graph, state, x, inputs.layer(index))
-        return x
+                x, aux = self.apply(graph, state, x, inputs.fold(index))
+                reports[place].append(aux)
+        return x, {place: jax.tree.map(lambda *each: jnp.stack(each), *auxes) for place, auxes in reports.items()}
 
-    def scan(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def scan(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         graphs, states = zip(*(slices(layer, self.axis) for layer in self.blocks), strict=True)
 
-        def body(x: jax.Array, step: tuple[jax.Array, Sequence[nnx.State]]) -> tuple[jax.Array, None]:
+        def body(x: jax.Array, step: tuple[jax.Array, Sequence[nnx.State]]) -> tuple[jax.Array, dict[int, Aux]]:
             repeat, weights = step
+            reports = {}
             for place, (graph, state) in enumerate(zip(graphs, weights, strict=True)):
                 index = self.first + repeat * len(graphs) + place
-                x = self.apply(graph, state, x, inputs.layer(index))
-            return x, None
+                x, reports[place] = self.apply(graph, state, x, inputs.fold(index))
+            return x, reports
 
-        x, _ = jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
-        return x
+        return jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
 
-    def apply(self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def apply(self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             return nnx.merge(graph, state)(x, inputs)
 
         looped = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one

@@ -1,53 +1,80 @@
 """Layer specs from configuration keys: what families start from and change."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import BlockSizes, Visibility
-from maxtext.layers.attention import AttentionSpec
+from maxtext.layers.attention import AttentionSpec, Moba
 from maxtext.layers.block import LayerSpec
+from maxtext.layers.engram import EngramSpec
+from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.mlp import MlpSpec
+from maxtext.layers.moe import MoeSpec
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.rope import RopeSpec
-from maxtext.layers.stack import Segment
+from maxtext.layers.routers import RouterSpec
+
+# attention_type -> kind of layer
+KINDS = {"global": "full", "mla": "full", "local_sliding": "sliding", "chunk": "chunk", "full": "unmasked"}
 
 
-def rope_spec(config: Any) -> RopeSpec:
-    kind = config.rope_type.value
-    shared: dict[str, Any] = {
+def layer_kinds(config: Any, layers: int, rule: Callable[[int], str]) -> list[str]:
+    """What each layer's mixer sees, full, sliding, chunk or linear: as the checkpoint lists it, or by the family's
+    rule of the layer's number."""
+    return per_layer("layer_kinds", config.architecture.layer_kinds, layers) or [rule(i) for i in range(layers)]
+
+
+def moe_layers(config: Any, layers: int, rule: Callable[[int], bool]) -> list[bool]:
+    """Which layers have experts."""
+    return per_layer("moe_layers", config.architecture.moe_layers, layers) or [rule(i) for i in range(layers)]
+
+
+def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]:
+    if listed is not None and len(listed) != layers:
+        raise ConfigError(
+            f"architecture.{name} lists {len(listed)} layers and the model has {layers}: the list belongs to a "
+            "checkpoint of another depth, leave it out or keep base_num_decoder_layers"
+        )
+    return list(listed or [])
+
+
+def rope_spec(config: Any, layer_kind: str = "full", **changes: Any) -> RopeSpec:
+    """Rotary positions of a kind of layer: the checkpoint's own, or by the keys."""
+    listed = config.architecture.rope
+    if listed is not None and layer_kind in listed:
+        return RopeSpec(**listed[layer_kind])
+    values: dict[str, Any] = {
         "max_timescale": config.rope_max_timescale,
         "min_timescale": config.rope_min_timescale,
         "fraction": config.partial_rotary_factor,
         "linear_factor": config.rope_linear_scaling_factor,
     }
-    if kind == "llama3.1" and config.rope_use_scale:
-        return RopeSpec(
-            "llama3.1", factor=config.rope_factor, original_length=config.original_max_position_embeddings, **shared
-        )
-    if kind == "yarn":
-        return RopeSpec(
-            "yarn",
-            interleave=config.rope_interleave,
-            factor=config.rope_factor,
-            original_length=config.original_max_position_embeddings,
-            beta_fast=config.beta_fast,
-            beta_slow=config.beta_slow,
-            truncate=config.rope_truncate,
-            attention_scaling=config.rope_attention_scaling,
-            **shared,
-        )
-    return RopeSpec("default", **shared)
+    kinds = {"kind": config.rope_type.value, "factor": config.rope_factor}
+    kinds["original_length"] = config.original_max_position_embeddings
+    if config.rope_type.value == "llama3.1" and config.rope_use_scale:
+        values |= kinds
+    if config.rope_type.value == "yarn":
+        values |= kinds | {
+            "interleave": config.rope_interleave,
+            "beta_fast": config.beta_fast,
+            "beta_slow": config.beta_slow,
+            "truncate": config.rope_truncate,
+            "attention_scaling": config.rope_attention_scaling,
+        }
+    return RopeSpec(**(values | changes))
 
 
 def visibility(config: Any, kind: str | None = None) -> Visibility:
-    kind = kind or config.attention_type
-    if kind == "local_sliding":
+    """What a kind of layer sees; attention_type names the kinds of models whose layers are all alike."""
+    kind = kind or KINDS[config.attention_type]
+    if kind == "sliding":
         return Visibility(window=config.sliding_window_size)
     if kind == "chunk":
         return Visibility(chunk=config.chunk_attn_window_size)
-    return Visibility(causal=kind != "full")
+    return Visibility(causal=kind != "unmasked")
 
 
 def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> AttentionSpec:
@@ -56,14 +83,16 @@ def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> Atte
         "query_heads": config.num_query_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "scale": 1 / math.sqrt(config.head_dim),
+        "scale": config.architecture.softmax_scale or 1 / math.sqrt(config.head_dim),
         "visibility": visibility(config, kind),
-        "rope": None if learned else rope_spec(config),
+        "rope": None if learned else rope_spec(config, kind or "full"),
         "bias": config.attention_bias,
+        "out_bias": config.attention_bias,
         "fused": config.fused_qkv,
         "qk_norm": norm_spec(config, scaled=config.qk_norm_with_scale) if config.use_qk_norm else None,
         "soft_cap": config.attn_logits_soft_cap or None,
         "sinks": config.attention_sink,
+        "moba": Moba(config.moba_chunk_size, config.moba_topk) if config.moba else None,
         "backend": config.attention,
         "float32_product": config.float32_qk_product,
         "float32_logits": config.float32_logits,
@@ -101,41 +130,105 @@ def mlp_spec(config: Any, **changes: Any) -> MlpSpec:
         "fused": config.fused_mlp,
         "dropout_rate": dropout_rate(config),
         "float32": config.activations_in_float32,
+        "limit": activation_limit(config),
     }
     return MlpSpec(**(values | changes))
+
+
+def router_spec(config: Any, **changes: Any) -> RouterSpec:
+    """Softmax over all experts, of which the best are taken; groups and scaling by the keys."""
+    grouped = config.n_routing_groups > 0
+    values: dict[str, Any] = {
+        "experts": config.num_experts,
+        "chosen": config.num_experts_per_tok,
+        "normalise": config.norm_topk_prob,
+        "scaling": config.routed_scaling_factor,
+        "groups": config.n_routing_groups if grouped else 1,
+        "kept_groups": config.topk_routing_group if grouped else 1,
+        "float32": config.float32_gate_logits,
+        "random": config.use_random_routing,
+    }
+    values |= changes
+    if config.architecture.normalise_chosen is not None:
+        values["normalise"] = config.architecture.normalise_chosen
+    return RouterSpec(**values)
+
+
+def moe_spec(config: Any, router: RouterSpec, **changes: Any) -> MoeSpec:
+    shared = config.architecture.shared_expert_dim or config.shared_experts * config.moe_mlp_dim
+    drops = config.capacity_factor > 0
+    values: dict[str, Any] = {
+        "router": router,
+        "width": config.moe_mlp_dim,
+        "activations": tuple(config.mlp_activations),
+        "limit": activation_limit(config),
+        "shared": mlp_spec(config, width=shared) if shared else None,
+        "method": "dropping" if drops else "sparse" if config.sparse_matmul else "dense",
+        "capacity_factor": config.capacity_factor if drops else 1.0,
+        "buffer_factor": config.ragged_buffer_factor if config.ragged_buffer_factor > 0 else None,
+        "custom_sort_vjp": config.use_custom_sort_vjp,
+        "balance_weight": config.load_balance_loss_weight,
+        "report_load": config.routed_bias_update_rate > 0,
+        "float32_sum": config.float32_weight_sum,
+        "float32": config.activations_in_float32,
+    }
+    return MoeSpec(**(values | changes))
+
+
+def activation_limit(config: Any) -> float | None:
+    return config.mlp_activations_limit if config.mlp_activations_limit > 0 else None
 
 
 def dropout_rate(config: Any) -> float:
     return config.dropout_rate if config.enable_dropout else 0.0
 
 
-def uniform(config: Any, spec: LayerSpec) -> list[Segment]:
-    """A stack of one kind of layer, in cycles of inhomogeneous_layer_cycle_interval layers (what one step of the scan
-    runs); every nope_layer_interval-th layer goes without rotary positions."""
-    layers, cycle, without = (
-        config.num_decoder_layers,
-        config.inhomogeneous_layer_cycle_interval,
-        config.nope_layer_interval,
-    )
-    cycle = math.lcm(cycle, max(without, 1))
-    if layers % cycle:
-        raise ConfigError(
-            f"{layers} layers do not divide into cycles of {cycle}: change inhomogeneous_layer_cycle_interval="
-            f"{config.inhomogeneous_layer_cycle_interval}, nope_layer_interval={without} or base_num_decoder_layers"
-        )
+def uniform(config: Any, spec: LayerSpec) -> list[LayerSpec]:
+    """Layers of one kind; every nope_layer_interval-th goes without rotary positions."""
+    without = config.nope_layer_interval
     plain = replace(spec, attention=replace(spec.attention, rope=None))
-    pattern = tuple(plain if without > 0 and (place + 1) % without == 0 else spec for place in range(cycle))
-    return [Segment(pattern, layers // cycle)]
+    return [plain if without > 0 and (layer + 1) % without == 0 else spec for layer in range(config.num_decoder_layers)]
 
 
 def layer_spec(config: Any, **changes: Any) -> LayerSpec:
     values: dict[str, Any] = {
         "size": config.emb_dim,
-        "attention": attention_spec(config),
+        "attention": changes.get("attention") or attention_spec(config),
         "mlp": mlp_spec(config),
         "norm": norm_spec(config),
         "post_attention_norm": config.use_post_attn_norm,
         "post_mlp_norm": config.use_post_ffw_norm,
         "dropout_rate": dropout_rate(config),
+        "streams": streams_spec(config),
     }
-    return LayerSpec(**({key: value for key, value in values.items() if key not in changes} | changes))
+    return LayerSpec(**(values | changes))
+
+
+def streams_spec(config: Any) -> HyperConnectionSpec | None:
+    if config.mhc_expansion_rate == 1:
+        return None
+    return HyperConnectionSpec(config.mhc_expansion_rate, config.sinkhorn_iterations, norm_spec(config))
+
+
+def with_engrams(config: Any, layers: list[Any]) -> list[Any]:
+    """The layers, those of engram_layers with a memory of n-grams."""
+
+    def memory(layer: int) -> EngramSpec:
+        return EngramSpec(
+            heads=config.engram_num_heads,
+            head_dim=config.engram_head_dim,
+            vocabulary_bases=tuple(config.engram_vocab_bases),
+            max_ngram=config.engram_max_ngram_size,
+            kernel_size=config.engram_kernel_size,
+            seed=config.engram_seed,
+            layer=layer,
+            layers=tuple(sorted(config.engram_layers)),
+            vocabulary=config.vocab_size,
+            norm=norm_spec(config),
+            streams=config.mhc_expansion_rate,
+        )
+
+    return [
+        replace(spec, engram=memory(number)) if number in config.engram_layers else spec
+        for number, spec in enumerate(layers)
+    ]

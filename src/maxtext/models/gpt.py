@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from maxtext.layers.stack import Segment
+from maxtext.layers.block import LayerSpec
 from maxtext.models.common import attention_spec, layer_spec, mlp_spec, norm_spec, uniform
 
 
-def gpt3(config: Any) -> list[Segment]:
+def gpt3(config: Any) -> list[LayerSpec]:
     spec = layer_spec(
         config,
-        attention=attention_spec(config, bias=True),
+        attention=attention_spec(config, bias=True, out_bias=True),
         mlp=mlp_spec(config, bias=True),
         norm=norm_spec(config, kind="layer"),
     )

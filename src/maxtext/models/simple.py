@@ -6,10 +6,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.parameters import Maker
-from maxtext.layers.stack import Segment
 
 
 @dataclass(frozen=True)
@@ -33,15 +32,15 @@ class SimpleBlock(nnx.Module):
             down = Linear(maker.child(1), (width,), (size,), ("mlp", "embed"), dtype)
             self.products = nnx.List([up, down])
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         for product in self.products:
             x = product(x)
-        return x
+        return x, {}
 
 
-def simple(config: Any) -> list[Segment]:
-    return [Segment((SimpleSpec(config.emb_dim),), config.num_decoder_layers)]
+def simple(config: Any) -> list[SimpleSpec]:
+    return [SimpleSpec(config.emb_dim)] * config.num_decoder_layers
 
 
-def simple_mlp(config: Any) -> list[Segment]:
-    return [Segment((SimpleSpec(config.emb_dim, config.mlp_dim),), config.num_decoder_layers)]
+def simple_mlp(config: Any) -> list[SimpleSpec]:
+    return [SimpleSpec(config.emb_dim, config.mlp_dim)] * config.num_decoder_layers

@@ -1,6 +1,7 @@
 """The model: embed, run the layers, normalise, score the vocabulary."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,13 +10,15 @@ from flax import nnx
 
 from maxtext.common import noise
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
+from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear
+from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.stack import RematPolicy, Stack
 from maxtext.models.common import norm_spec
-from maxtext.models.registry import segments
+from maxtext.models.registry import family, layers, segments
 from maxtext.sharding import constrain
 
 
@@ -29,6 +32,8 @@ class Transformer(nnx.Module):
         self.logit_cap = config.final_logits_soft_cap or None
         self.logit_scale = 1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0
         self.fixed_positions = config.use_untrainable_positional_embedding
+        self.embedding_scale = math.sqrt(config.emb_dim) if family(config).scaled_embedding else None
+        self.streams = config.mhc_expansion_rate
 
         self.embedder = Embedding(maker.child(0), config.vocab_size, self.size, self.dtype, config.use_iota_embed)
         learned = config.trainable_position_size
@@ -43,6 +48,7 @@ class Transformer(nnx.Module):
             )
             first += segment.layers
         self.layers = nnx.List(stacks)
+        self.mtp = multi_token(config, maker.child(4), self.dtype)
         self.final_norm = Norm(maker, final_norm(config), self.size, self.dtype)
         if config.logits_via_embedding:
             self.head = None
@@ -52,18 +58,32 @@ class Transformer(nnx.Module):
 
     def __call__(self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """Token ids [B, S] to logits [B, S, V]."""
-        return self.logits(self.hidden(inputs, LayerInputs(positions, segments)))
+        x, _ = self.hidden(inputs, LayerInputs(positions, segments))
+        return self.logits(x)
 
-    def hidden(self, ids: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """Token ids [B, S] to the normed output of the last layer [B, S, E]."""
-        x = self.embedder(ids)
+    def hidden(self, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict]:
+        """Token ids [B, S] to the normed output of the last layer [B, S, E], and what the layers report."""
+        x, reports = self.run(ids, inputs)
+        return self.final_norm(x), reports
+
+    def run(self, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict]:
+        """The output of the last layer, and {"layers": {segment: {"blocks": {place: {name: [repeats, ...]}}}}}."""
+        x = self.embed(ids)
+        inputs = replace(inputs, tokens=ids)
         if self.positions is not None:
             x = x + self.positions(inputs.positions)
         if self.fixed_positions:
             x = x + sinusoids(inputs.positions, self.size, self.dtype)
-        for stack in self.layers:
-            x = stack(x, inputs)
-        return self.final_norm(x)
+        x = x if self.streams == 1 else expand(x, self.streams)
+        reports = {}
+        for number, stack in enumerate(self.layers):
+            x, report = stack(x, inputs)
+            reports[number] = {"blocks": report}
+        return x if self.streams == 1 else collapse(x), {"layers": reports}
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        x = self.embedder(ids)
+        return x if self.embedding_scale is None else x * jnp.asarray(self.embedding_scale, x.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., E] to [..., V]."""
@@ -81,8 +101,16 @@ class Transformer(nnx.Module):
 
 def final_norm(config: Any) -> NormSpec:
     """The last norm is of the layers' kind; layers without norms get a plain one."""
-    spec = segments(config)[-1].pattern[-1]
-    return getattr(spec, "norm", None) or norm_spec(config)
+    return getattr(layers(config)[-1], "norm", None) or norm_spec(config)
+
+
+def multi_token(config: Any, maker: Maker, dtype: Any) -> MultiToken | None:
+    """Layers like the last one that predict further tokens."""
+    if not config.mtp_num_layers:
+        return None
+    block = replace(layers(config)[-1], engram=None)
+    spec = MultiTokenSpec(config.mtp_num_layers, block, norm_spec(config), config.mhc_expansion_rate)
+    return spec.build(maker, config.emb_dim, dtype, remat(config))
 
 
 def remat(config: Any) -> RematPolicy | None:

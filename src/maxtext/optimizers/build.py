@@ -30,8 +30,11 @@ WSD_KEYS = ("wsd_decay_steps_fraction", "wsd_decay_style")
 SKIP_KEYS = ("skip_step_interval", "skip_step_scaling_factor")
 
 
-def make_optimizer(config: MaxTextConfig, axis_names: Any) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of parameters whose tree is that of `axis_names`, with a tuple of logical axis names a leaf.
+def make_optimizer(
+    config: MaxTextConfig, axis_names: Any, trained: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of parameters whose tree is that of `axis_names`, with a tuple of logical axis names a leaf;
+    `trained`: bools of the same tree, false for weights that the model sets in another way.
 
     `update(grads, state, params, loss=..., raw_grad_norm=...)`: only skip_step_on_spikes looks at the last two.
     """
@@ -40,6 +43,8 @@ def make_optimizer(config: MaxTextConfig, axis_names: Any) -> optax.GradientTran
     trains = jax.tree.map(lambda _: True, names)
     if config.trainable_parameters_mask:
         trains = selected("trainable_parameters_mask", config.trainable_parameters_mask, names)
+    if trained is not None:
+        trains = jax.tree.map(lambda wanted, possible: wanted and possible, trains, trained)
     dimensions = jax.tree.map(lambda _: None, names)
     if config.opt_type == "muon":
         dimensions = jax.tree.map(dimension_numbers, names, axis_names)

@@ -49,6 +49,10 @@ class AxisRules:
     def sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
+    def shardings(self, axes: Any, weights: Any) -> Any:
+        """A tree of shardings for a tree of abstract weights and one of their axis names."""
+        return jax.tree.map(lambda leaf, names: self.sharding(names, leaf.shape), weights, axes)
+
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 

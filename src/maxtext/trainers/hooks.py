@@ -77,23 +77,27 @@ class Evaluate(Hook):
         if loop.step % self.config.eval_interval:
             return
         loop.wait()
-        loss = self.evaluate(loop.state.weights)
+        sums = self.evaluate(loop.state.weights)
+        loss = sums["loss"] / max(sums["weights"], 1.0)
         step = loop.step - 1
         self.points.append((step, loss))
-        self.recorder.write({"step": step, "eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))})
+        record = {"step": step, "eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+        if "drafts" in sums:
+            record["eval_mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
+        self.recorder.write(record)
         if self.config.target_eval_loss and loss <= self.config.target_eval_loss:
             loop.stop = f"eval_loss {loss:.4f} reached target_eval_loss {self.config.target_eval_loss}"
         loop.restart_clock()
 
-    def evaluate(self, weights: Any) -> float:
-        total: Any = 0.0
-        tokens: Any = 0.0
+    def evaluate(self, weights: Any) -> dict[str, float]:
+        """The sums of eval_step over the batches."""
+        total: dict[str, Any] = {"loss": 0.0, "weights": 0.0}
         for count, batch in enumerate(self.batches()):
             if count == self.config.eval_steps:
                 break
             sums = self.eval_step(weights, batch)
-            total, tokens = total + sums["loss"], tokens + sums["weights"]
-        return float(total) / max(float(tokens), 1.0)
+            total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
+        return {name: float(value) for name, value in total.items()}
 
 
 class Profile(Hook):

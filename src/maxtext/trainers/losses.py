@@ -1,5 +1,10 @@
-"""Losses as pure functions of weights and batch, each as (sum, weight) so that batches of unequal size add up right."""
+"""Losses as pure functions of weights and batch.
 
+What is averaged over tokens comes as a sum with its weight, so that batches of unequal size add up right; what layers
+report about themselves (balance of experts, the indexer's loss) keeps its own full weight.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -7,9 +12,20 @@ import jax.numpy as jnp
 
 from maxtext.kernels.loss import tiled_cross_entropy
 from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
 
 Batch = dict[str, jax.Array]
+AUXILIARY = ("load_balance_loss", "indexer_loss")  # reports that are losses
+MTP_KEY = 0x6D7470  # folded into the key of dropout, far from the numbers of layers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Losses:
+    sums: dict[str, jax.Array]  # over tokens: lm_loss, z_loss, mtp_loss
+    auxiliary: dict[str, jax.Array]  # summed over layers
+    reports: dict  # of the layers, by their paths in the weights
 
 
 def token_weights(batch: Batch) -> jax.Array:
@@ -17,23 +33,88 @@ def token_weights(batch: Batch) -> jax.Array:
     return (batch["targets_segmentation"] != 0).astype(jnp.float32)
 
 
+def token_counts(config: Any, batch: Batch) -> dict[str, jax.Array]:
+    """What each sum over tokens is divided by."""
+    tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+    counts = {"lm_loss": tokens, "z_loss": tokens}
+    if config.mtp_num_layers:
+        ahead = [mtp_mask(batch, step) for step in range(1, config.mtp_num_layers + 1)]
+        counts["mtp_loss"] = jnp.maximum(sum(jnp.sum(mask) for mask in ahead), 1.0)
+    return counts
+
+
+def mtp_mask(batch: Batch, step: int) -> jax.Array:
+    return mtp_targets(batch["targets"], batch["targets_segmentation"], step)[1].astype(jnp.float32)
+
+
 def separates(config: Any) -> bool:
     """Whether attention has to keep documents apart. Rows of one document need no mask for it, which is faster: causal
-    attention does not look at the padding after it, and what padding itself computes is not learned from."""
+    attention does not look at the padding after it, and what padding itself computes is not learned from. Experts would
+    make room for padding, so they are told of it."""
     packed = config.packing and config.dataset_type.value != "synthetic"
-    return packed or config.attention_type == "full"
+    crowded = config.num_experts > 1 and config.dataset_type.value != "synthetic"
+    return packed or crowded or config.attention_type == "full"
 
 
-def language_model_sums(
-    config: Any, template: Template, weights: Any, batch: Batch, key: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Sums over the batch's tokens: lm_loss and z_loss."""
+def layer_inputs(config: Any, batch: Batch, key: jax.Array | None) -> LayerInputs:
+    return LayerInputs(batch["inputs_position"], batch["inputs_segmentation"] if separates(config) else None, key)
+
+
+def language_model_losses(config: Any, template: Template, weights: Any, batch: Batch, key: jax.Array | None) -> Losses:
     model = template.bind(weights)
-    inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"] if separates(config) else None, key)
-    hidden = model.hidden(batch["inputs"], inputs)
-    losses, partition = tiled_cross_entropy(model.logits, hidden, batch["targets"], config.num_vocab_tiling)
+    inputs = layer_inputs(config, batch, key)
+    x, reports = model.run(batch["inputs"], inputs)
+    losses, partition = tiled_cross_entropy(
+        model.logits, model.final_norm(x), batch["targets"], config.num_vocab_tiling
+    )
     mask = token_weights(batch)
     sums = {"lm_loss": jnp.sum(losses * mask)}
     if config.z_loss_multiplier:
         sums["z_loss"] = config.z_loss_multiplier * jnp.sum(jnp.square(partition) * mask)
+    if config.mtp_num_layers:
+        outputs, report = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
+        sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_sum(config, model, outputs, batch)
+        each = {
+            number: {"block": jax.tree.map(lambda value, at=number: value[at], report)}
+            for number in range(len(outputs))
+        }
+        reports = reports | {"mtp": {"layers": each}}
+    return Losses(sums, auxiliary(reports), reports)
+
+
+def mtp_sum(config: Any, model: Any, outputs: list[jax.Array], batch: Batch) -> jax.Array:
+    total = jnp.float32(0)
+    for step, hidden in enumerate(outputs, start=1):
+        targets, mask = mtp_targets(batch["targets"], batch["targets_segmentation"], step)
+        losses, _ = tiled_cross_entropy(model.logits, hidden, targets, config.num_vocab_tiling)
+        total += jnp.sum(losses * mask)
+    return total
+
+
+def auxiliary(reports: dict) -> dict[str, jax.Array]:
+    """The losses among the reports, each summed over the layers."""
+    totals: dict[str, jax.Array] = {}
+    for path, value in jax.tree.leaves_with_path(reports):
+        name = path[-1].key
+        if name in AUXILIARY:
+            totals[name] = totals.get(name, jnp.float32(0)) + jnp.sum(value)
+    return totals
+
+
+def evaluation_sums(config: Any, template: Template, weights: Any, batch: Batch) -> dict[str, jax.Array]:
+    """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also how many of that layer's drafts the
+    model itself would have said, and of how many."""
+    model = template.bind(weights)
+    inputs = layer_inputs(config, batch, None)
+    x, _ = model.run(batch["inputs"], inputs)
+    hidden = model.final_norm(x)
+    losses, _ = tiled_cross_entropy(model.logits, hidden, batch["targets"], config.num_vocab_tiling)
+    mask = token_weights(batch)
+    sums = {"loss": jnp.sum(losses * mask), "weights": jnp.sum(mask)}
+    ahead = config.mtp_eval_target_module
+    if ahead:
+        outputs, _ = model.mtp(x, model.embed, inputs, batch["inputs"])
+        said, drafted = (jnp.argmax(model.logits(y), axis=-1) for y in (hidden, outputs[ahead - 1]))
+        taken, drafts = accepted(said, drafted, mtp_mask(batch, ahead), ahead)
+        sums |= {"accepted": taken, "drafts": drafts}
     return sums

@@ -31,7 +31,7 @@ class Setup:
     def of(cls, config: Any) -> "Setup":
         template = make_template(config)
         rules = AxisRules.of(config, make_mesh(config))
-        return cls(config, rules, template, make_optimizer(config, template.axes))
+        return cls(config, rules, template, make_optimizer(config, template.axes, template.trained))
 
     def fresh(self) -> TrainState:
         return self.first_state(initial_weights(self.config))
@@ -45,9 +45,7 @@ class Setup:
 
     @cached_property
     def weight_shardings(self) -> Any:
-        return jax.tree.map(
-            lambda leaf, axes: self.rules.sharding(axes, leaf.shape), self.template.weights, self.template.axes
-        )
+        return self.rules.shardings(self.template.axes, self.template.weights)
 
     @cached_property
     def state_shardings(self) -> TrainState:

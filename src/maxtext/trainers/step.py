@@ -14,7 +14,8 @@ import optax
 
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import clip_by_global_norm
-from maxtext.trainers.losses import Batch, language_model_sums, token_weights
+from maxtext.trainers.after_update import after_update
+from maxtext.trainers.losses import Batch, evaluation_sums, language_model_losses, token_counts, token_weights
 
 Metrics = dict[str, jax.Array]
 
@@ -41,21 +42,23 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         step_key = jax.random.fold_in(key, state.step) if dropping else None
-        total = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+        counts = token_counts(config, batch)
 
-        def loss(weights: Any, piece: Batch, key: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-            sums = language_model_sums(config, template, weights, piece, key)
-            means = {name: value / total for name, value in sums.items()}
-            return sum(means.values(), jnp.float32(0)), means
+        def loss(weights: Any, piece: Batch, key: jax.Array | None) -> tuple[jax.Array, tuple[Metrics, dict]]:
+            losses = language_model_losses(config, template, weights, piece, key)
+            means = {name: value / counts[name] for name, value in losses.sums.items()}
+            means |= {name: value / pieces for name, value in losses.auxiliary.items()}
+            return objective(config, means), (means, losses.reports)
 
-        gradients, means = accumulate(jax.grad(loss, has_aux=True), state.weights, batch, step_key, pieces)
+        gradients, (means, reports) = accumulate(jax.grad(loss, has_aux=True), state.weights, batch, step_key, pieces)
         gradients = jax.tree.map(lambda gradient: gradient.astype(config.grad_dtype.value), gradients)
-        value = sum(means.values(), jnp.float32(0))
+        value = objective(config, means)
         clipped, raw_norm, norm = clip_by_global_norm(gradients, config.gradient_clipping_threshold)
         updates, optimizer_state = optimizer.update(
             clipped, state.optimizer, state.weights, loss=value, raw_grad_norm=raw_norm
         )
-        new = TrainState(state.step + 1, optax.apply_updates(state.weights, updates), optimizer_state, state.lost)
+        weights = after_update(config, optax.apply_updates(state.weights, updates), reports)
+        new = TrainState(state.step + 1, weights, optimizer_state, state.lost)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
             new = hold(new, state, is_lost(config, value) | is_lost(config, raw_norm))
         metrics = means | {
@@ -72,6 +75,13 @@ def make_train_step(
         return new, metrics
 
     return train_step
+
+
+def objective(config: Any, means: Metrics) -> jax.Array:
+    """What is minimised. While an indexer warms up, it alone learns: attention is still dense, and must not change."""
+    warming = config.use_indexer and config.indexer_loss_scaling_factor > 0 and not config.indexer_sparse_training
+    learned = {"indexer_loss": means["indexer_loss"]} if warming else means
+    return sum(learned.values(), jnp.float32(0))
 
 
 def is_lost(config: Any, value: jax.Array) -> jax.Array:
@@ -92,10 +102,8 @@ def updates_done(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def accumulate(
-    gradient: Callable, weights: Any, batch: Batch, key: jax.Array | None, pieces: int
-) -> tuple[Any, dict[str, jax.Array]]:
-    """Gradients and loss parts summed over `pieces` equal cuts of the batch, one after the other."""
+def accumulate(gradient: Callable, weights: Any, batch: Batch, key: jax.Array | None, pieces: int) -> tuple[Any, Any]:
+    """Gradients and what comes with them summed over `pieces` equal cuts of the batch, one after the other."""
     if pieces == 1:
         return gradient(weights, batch, key)
 
@@ -103,10 +111,14 @@ def accumulate(
         # Rows are dealt out in turn, so that each piece holds rows of every device.
         return field.reshape(field.shape[0] // pieces, pieces, *field.shape[1:]).swapaxes(0, 1)
 
+    def merge(path: tuple, sums: jax.Array, piece: jax.Array) -> jax.Array:
+        largest = getattr(path[-1], "key", None) == "max_logits"
+        return jnp.maximum(sums, piece) if largest else sums + piece
+
     def add(sums: Any, piece: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         index, rows = piece
         piece_key = None if key is None else jax.random.fold_in(key, index)
-        return jax.tree.map(jnp.add, sums, gradient(weights, rows, piece_key)), None
+        return jax.tree.map_with_path(merge, sums, gradient(weights, rows, piece_key)), None
 
     cuts = jax.tree.map(cut, batch)
     shapes = jax.eval_shape(gradient, weights, jax.tree.map(lambda field: field[0], cuts), key)
@@ -116,10 +128,5 @@ def accumulate(
 
 
 def make_eval_step(config: Any, template: Template) -> Callable[[Any, Batch], Metrics]:
-    """(sum of losses, number of tokens) of a batch."""
-
-    def eval_step(weights: Any, batch: Batch) -> Metrics:
-        sums = language_model_sums(config, template, weights, batch, None)
-        return {"loss": sums["lm_loss"], "weights": jnp.sum(token_weights(batch))}
-
-    return eval_step
+    """Sums over a batch, of the losses and of what they are divided by."""
+    return lambda weights, batch: evaluation_sums(config, template, weights, batch)

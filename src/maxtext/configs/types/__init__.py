@@ -249,10 +249,16 @@ class MaxTextConfig(
     """A whole configuration: one flat, frozen object, made by `maxtext.config()`."""
 
     _sources: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _architecture: Any = PrivateAttr(default=None)
 
     def source(self, key: str) -> Any:
         """The Source of a key's value: default, file and line, model file, environment, command line, derived."""
         return self._sources[key]
+
+    @property
+    def architecture(self) -> Any:
+        """What a published checkpoint fixes and no key names: an Architecture."""
+        return self._architecture
 
 
 def group_of(key: str) -> type[Group]:

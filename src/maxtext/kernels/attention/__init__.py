@@ -1,12 +1,17 @@
 """Attention over arrays: `attend` with a named back end, or with the fastest that can do what is asked.
 
 dot_product: einsums and a softmax, everywhere and for everything; memory quadratic in the length.
-flash: the splash kernel on TPUs; lengths that are multiples of 128, positions by index.
-cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no sinks, positions by index.
+flash: the splash kernel on TPUs; lengths that are multiples of 128, positions by index, no selection of keys.
+cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no sinks, no selection, positions by index.
+
+`compute` is `attend` from gathered `Inputs`, from which `max_logits` and `mean_weights` are had as well.
 """
 
-from maxtext.kernels.attention.dispatch import BACKENDS, Backend, attend, choose, try_backends
+from maxtext.kernels.attention.dispatch import BACKENDS, Backend, attend, choose, compute, try_backends
+from maxtext.kernels.attention.masks import largest, mask, mask_by_head
+from maxtext.kernels.attention.queries import map_queries
 from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.attention.statistics import max_logits, mean_weights
 
 __all__ = [
     "BACKENDS",
@@ -17,5 +22,12 @@ __all__ = [
     "Visibility",
     "attend",
     "choose",
+    "compute",
+    "largest",
+    "map_queries",
+    "mask",
+    "mask_by_head",
+    "max_logits",
+    "mean_weights",
     "try_backends",
 ]

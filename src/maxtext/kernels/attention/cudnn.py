@@ -53,6 +53,8 @@ def supports(request: Request) -> str | None:
         return "it has no soft cap"
     if request.has_sinks:
         return "it has no sinks"
+    if request.has_selection:
+        return "it takes no selection of keys"
     if request.custom_positions:
         return "it counts positions from 0 and takes no others"
     if request.visibility.causal and request.q_length != request.k_length:

@@ -17,6 +17,7 @@ from jax import Array
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.kernels.attention import cudnn, dot_product, flash
+from maxtext.kernels.attention.checks import checked
 from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
 
 
@@ -55,6 +56,7 @@ def attend(
     k_segments: Array | None = None,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    selected: Array | None = None,
     float32_logits: bool = False,
     float32_product: bool = False,
     block_sizes: BlockSizes | None = None,
@@ -70,15 +72,11 @@ def attend(
         yields 0. k_segments None is q_segments.
     soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask.
     sinks [H]: a learned logit in the denominator of each head's softmax.
+    selected [B, 1 or H, S, T]: True for keys that a query may see, beside what visibility and segments ask.
     float32_logits, float32_product: see dot_product; the other back ends always do as much.
     block_sizes: tiles of the flash back end; others have none to set.
     backend: a name in BACKENDS, or "autoselected". platform: of the default JAX backend unless given.
     """
-    check_shapes(q, k, v, q_positions, k_positions, q_segments, k_segments, sinks)
-    if not visibility.causal:
-        q_positions = k_positions = None  # nothing compares them
-    if q_positions is None and k_positions is None:
-        visibility = visibility.within(max(q.shape[1], k.shape[1]))
     inputs = Inputs(
         q=q,
         k=k,
@@ -88,13 +86,20 @@ def attend(
         q_positions=q_positions,
         k_positions=k_positions,
         q_segments=q_segments,
-        k_segments=q_segments if k_segments is None else k_segments,
+        k_segments=k_segments,
         soft_cap=soft_cap,
         sinks=sinks,
+        selected=selected,
         float32_logits=float32_logits,
         float32_product=float32_product,
         block_sizes=block_sizes,
     )
+    return compute(inputs, backend, platform)
+
+
+def compute(inputs: Inputs, backend: str, platform: str | None = None) -> Array:
+    """As `attend`, from inputs that are gathered already."""
+    inputs = checked(inputs)
     request = request_of(inputs, platform or jax.default_backend())
     if backend == AUTOSELECTED:
         return BACKENDS[announce(request)].run(inputs)
@@ -145,6 +150,7 @@ def request_of(inputs: Inputs, platform: str) -> Request:
         has_segments=inputs.q_segments is not None,
         soft_cap=inputs.soft_cap,
         has_sinks=inputs.sinks is not None,
+        has_selection=inputs.selected is not None,
         custom_positions=inputs.custom_positions,
         capability=gpu_capability() if platform == "gpu" else "",
     )
@@ -156,41 +162,6 @@ def gpu_capability() -> str:
     if jax.default_backend() != "gpu":
         return ""
     return str(getattr(jax.local_devices()[0], "compute_capability", ""))
-
-
-def check_shapes(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_positions: Array | None,
-    k_positions: Array | None,
-    q_segments: Array | None,
-    k_segments: Array | None,
-    sinks: Array | None,
-) -> None:
-    """Mistakes of the caller, found before a kernel says something obscure about them."""
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
-    batch, q_length, q_heads, head_size = q.shape
-    _, k_length, k_heads, value_size = v.shape
-    if k_segments is not None and q_segments is None:
-        raise ValueError("k_segments need q_segments")
-    if k_segments is None:
-        k_segments = q_segments
-    expected: tuple[tuple[str, Array | None, tuple[int, ...]], ...] = (
-        ("k", k, (batch, k_length, k_heads, head_size)),
-        ("v", v, (batch, k_length, k_heads, value_size)),
-        ("q_positions", q_positions, (batch, q_length)),
-        ("k_positions", k_positions, (batch, k_length)),
-        ("q_segments", q_segments, (batch, q_length)),
-        ("k_segments", k_segments, (batch, k_length)),
-        ("sinks", sinks, (q_heads,)),
-    )
-    for name, array, shape in expected:
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)} for q {list(q.shape)}, not {list(array.shape)}")
-    if q_heads % k_heads:
-        raise ValueError(f"{q_heads} query heads are not a multiple of {k_heads} key/value heads")
 
 
 def try_backends() -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.attention.masks import hide_blind_queries, mask
+from maxtext.kernels.attention.masks import hide_blind_queries, mask_by_head
 from maxtext.kernels.attention.request import Inputs, Request
 
 HIDDEN = -1e30  # finite, so that a row with nothing visible has a finite softmax and gradient
@@ -26,10 +26,29 @@ def supports(request: Request) -> str | None:
 
 
 def run(inputs: Inputs) -> Array:
-    batch, q_length, q_heads, head_size = inputs.q.shape
+    batch, q_length, q_heads, _ = inputs.q.shape
     k_heads, value_size = inputs.v.shape[2:]
+    logits = masked_logits(inputs)
+    weights = jax.nn.softmax(logits, axis=-1)
+    if inputs.sinks is not None:
+        # With a sink s the denominator is e^s larger: every weight shrinks by sum / (sum + e^s) = sigmoid(log sum - s).
+        sinks = inputs.sinks.astype(jnp.float32).reshape(*logits.shape[1:-2], 1, 1)
+        weights *= jax.nn.sigmoid(jax.nn.logsumexp(logits, axis=-1, keepdims=True) - sinks)
+    weights = weights.astype(inputs.v.dtype)
+    if q_heads == k_heads:
+        output = jnp.einsum("bkst,btkv->bskv", weights, inputs.v)
+    else:
+        output = jnp.einsum("bkgst,btkv->bskgv", weights, inputs.v).reshape(batch, q_length, q_heads, value_size)
+    output = output.astype(inputs.q.dtype)
+    return hide_blind_queries(output, inputs)
+
+
+def masked_logits(inputs: Inputs) -> Array:
+    """What enters the softmax, in float32: [B, K, S, T], or [B, K, G, S, T] where query heads share keys."""
+    batch, q_length, q_heads, head_size = inputs.q.shape
+    k_heads = inputs.k.shape[2]
     groups = q_heads // k_heads
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q, k = inputs.q, inputs.k
     if inputs.float32_product:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
 
@@ -42,21 +61,10 @@ def run(inputs: Inputs) -> Array:
     logits = logits.astype(jnp.float32) * inputs.scale
     if inputs.soft_cap is not None:
         logits = inputs.soft_cap * jnp.tanh(logits / inputs.soft_cap)
-    visible = mask(inputs)
-    if visible is not None:
-        heads = (1,) * (logits.ndim - 3)
-        by_batch = visible if visible.ndim == 2 else visible.reshape(visible.shape[0], *heads, *visible.shape[1:])
-        logits = jnp.where(by_batch, logits, HIDDEN)
-
-    weights = jax.nn.softmax(logits, axis=-1)
-    if inputs.sinks is not None:
-        # With a sink s the denominator is e^s larger: every weight shrinks by sum / (sum + e^s) = sigmoid(log sum - s).
-        sinks = inputs.sinks.astype(jnp.float32).reshape(*logits.shape[1:-2], 1, 1)
-        weights *= jax.nn.sigmoid(jax.nn.logsumexp(logits, axis=-1, keepdims=True) - sinks)
-    weights = weights.astype(v.dtype)
-    if groups == 1:
-        output = jnp.einsum("bkst,btkv->bskv", weights, v)
-    else:
-        output = jnp.einsum("bkgst,btkv->bskgv", weights, v).reshape(batch, q_length, q_heads, value_size)
-    output = output.astype(inputs.q.dtype)
-    return hide_blind_queries(output, inputs)
+    visible = mask_by_head(inputs)
+    if visible is None:
+        return logits
+    if visible.ndim == 4 and groups > 1:
+        heads = (1, 1) if visible.shape[1] == 1 else (k_heads, groups)
+        visible = visible.reshape(visible.shape[0], *heads, *visible.shape[2:])
+    return jnp.where(visible, logits, HIDDEN)

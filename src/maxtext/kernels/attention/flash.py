@@ -31,6 +31,8 @@ def supports(request: Request) -> str | None:
         return f"it computes in bfloat16 or float32, not {request.dtype}"
     if request.q_length % TILE or request.k_length % TILE:
         return f"its lengths are multiples of {TILE}, not {request.q_length} and {request.k_length}"
+    if request.has_selection:
+        return "it takes no selection of keys"
     if request.custom_positions:
         return "it counts positions from 0 and takes no others"
     if request.visibility.causal and request.q_length != request.k_length:

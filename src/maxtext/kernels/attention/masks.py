@@ -1,7 +1,8 @@
-"""Boolean masks from positions and segments, and the queries that see no key at all.
+"""Boolean masks from positions, segments and scores, and the queries that see no key at all.
 
-Shapes: B batch, S query length, T key length. A mask is [S, T] when it is the same for the whole batch (an iota that
-XLA fuses into its consumer), [B, S, T] when positions or segments differ by row, and None when everything is visible.
+Shapes: B batch, S query length, T key length, H query heads. A mask is [S, T] when it is the same for the whole batch
+(an iota that XLA fuses into its consumer), [B, S, T] when positions or segments differ by row, [B, 1 or H, S, T] with a
+selection of keys, and None when everything is visible.
 """
 
 import jax.numpy as jnp
@@ -11,13 +12,23 @@ from maxtext.kernels.attention.request import Inputs
 
 
 def mask(inputs: Inputs) -> Array | None:
-    """True where a query may see a key."""
+    """True where positions and segments let a query see a key; a selection of keys is not in it."""
     by_position = position_mask(inputs)
     if inputs.q_segments is None or inputs.k_segments is None:
         return by_position
     q_segments = inputs.q_segments[:, :, None]
     same = (q_segments == inputs.k_segments[:, None, :]) & (q_segments != 0)
     return same if by_position is None else by_position & same
+
+
+def mask_by_head(inputs: Inputs) -> Array | None:
+    """True where a query may see a key, for all reasons together: [S, T], [B, 1, S, T] or [B, H, S, T]."""
+    visible = mask(inputs)
+    if visible is not None and visible.ndim == 3:
+        visible = visible[:, None]
+    if inputs.selected is None:
+        return visible
+    return inputs.selected if visible is None else inputs.selected & visible
 
 
 def position_mask(inputs: Inputs) -> Array | None:
@@ -38,8 +49,17 @@ def positions(given: Array | None, length: int) -> Array:
     return lax.iota(jnp.int32, length) if given is None else given
 
 
+def largest(scores: Array, count: int) -> Array:
+    """True for the `count` largest of the last dimension, exactly as many: of equal ones, the first."""
+    cut = lax.top_k(scores, count)[0][..., -1:]
+    above, equal = scores > cut, scores == cut
+    # Comparisons and a running count instead of a scatter of indices, which is slow on TPUs.
+    missing = count - above.sum(axis=-1, keepdims=True)
+    return above | (equal & (jnp.cumsum(equal, axis=-1) <= missing))
+
+
 def hide_blind_queries(output: Array, inputs: Inputs) -> Array:
-    """Set to zero the [B, S, ...] output of every query that sees no key.
+    """Set to zero the [B, S, H, ...] output of every query that sees no key.
 
     A softmax over no key is undefined and each kernel makes something else of it: an average of values, or worse. Doing
     it at the output also stops the gradient: it reaches the kernel as zeros, and leaves it as zeros.
@@ -47,11 +67,19 @@ def hide_blind_queries(output: Array, inputs: Inputs) -> Array:
     seeing = seeing_queries(inputs)
     if seeing is None:
         return output
-    return jnp.where(seeing.reshape(seeing.shape + (1,) * (output.ndim - 2)), output, 0)
+    batched = seeing if seeing.ndim > 1 else seeing[None]
+    return jnp.where(batched.reshape(batched.shape + (1,) * (output.ndim - batched.ndim)), output, 0)
 
 
 def seeing_queries(inputs: Inputs) -> Array | None:
-    """[B, S] or [S], True for queries that see some key; None when all do, for reasons known before any value is."""
+    """True for queries that see some key: [B, S], [S], or with a selection [B, S, 1 or H].
+
+    None when all do, for reasons known before any value is.
+    """
+    if inputs.selected is not None:
+        visible = mask_by_head(inputs)
+        assert visible is not None
+        return visible.any(axis=-1).swapaxes(1, 2)
     if inputs.is_self_attention:  # a token sees itself, unless it is padding
         return None if inputs.q_segments is None else inputs.q_segments != 0
     visible = mask(inputs)

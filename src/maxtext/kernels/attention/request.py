@@ -99,6 +99,7 @@ class Request:
     has_segments: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
+    has_selection: bool = False
     custom_positions: bool = False
     capability: str = ""  # of a GPU: "9.0" is Hopper; empty when not known
 
@@ -114,12 +115,13 @@ class Request:
         words += ["positions"] * self.custom_positions
         words += [f"soft cap {self.soft_cap:g}"] if self.soft_cap is not None else []
         words += ["sinks"] * self.has_sinks
+        words += ["a selection of keys"] * self.has_selection
         return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arrays of one call and its options, as `attend` documents them, shapes already checked."""
+    """The arrays of one call and its options, as `attend` documents them."""
 
     q: Array  # [B, S, H, D]
     k: Array  # [B, T, K, D]
@@ -132,6 +134,7 @@ class Inputs:
     k_segments: Array | None = None  # [B, T]; the very object q_segments where queries and keys share them
     soft_cap: float | None = None
     sinks: Array | None = None  # [H]
+    selected: Array | None = None  # [B, 1 or H, S, T]
     float32_logits: bool = False
     float32_product: bool = False
     block_sizes: BlockSizes | None = None

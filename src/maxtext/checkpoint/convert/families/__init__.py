@@ -1,0 +1,1 @@
+"""One table a family: its config.json and its tensors, to ours and back."""

@@ -1,0 +1,117 @@
+"""Which table a Hugging Face folder or a configuration of ours goes by."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from maxtext.checkpoint.convert.families import deepseek, gemma, llama, others, qwen
+from maxtext.checkpoint.convert.families.table import Json, Table
+from maxtext.common.errors import UserError
+from maxtext.configs.sources import Layer, Setting, Source
+
+TABLES: tuple[Table, ...] = (*llama.TABLES, *gemma.TABLES, *qwen.TABLES, *deepseek.TABLES, *others.TABLES)
+
+# How folders with images, or of a bare model without its head, name what we know by the second.
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+# Parts of such folders that are no part of the text model.
+OTHER_PARTS = (
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\..*",
+)
+
+
+def read_config(folder: Path) -> Json:
+    """config.json of a Hugging Face folder."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no config.json: it is not a Hugging Face folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return found
+
+
+def table_of(hf: Json, place: str) -> Table:
+    """The table of a config.json."""
+    named = list(hf.get("architectures") or [])
+    for table in TABLES:
+        if any(name in table.architectures for name in named):
+            return table
+    kind = hf.get("model_type")
+    if not named:
+        for table in TABLES:
+            if kind in (table.model_type, table.model_type.removesuffix("_text")):
+                return table
+    known = ", ".join(table.architectures[0] for table in TABLES)
+    raise UserError(f"{place}: the architecture {', '.join(named) or kind!r} is not known; these are: {known}")
+
+
+def table_for(config: Any) -> Table:
+    """The table by which a model of ours is written."""
+    block = config.decoder_block.value
+    for table in TABLES:
+        if table.block == block and table.suits(config):
+            return table
+    known = ", ".join(sorted({table.block for table in TABLES}))
+    raise UserError(f"decoder_block={block} has no Hugging Face architecture; these have: {known}")
+
+
+def model_layer(hf: Json, place: str) -> Layer:
+    """A config.json as the settings that a model's file would make."""
+    table = table_of(hf, place)
+    text = hf.get("text_config") or hf
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method", "unknown")
+        raise UserError(
+            f"{place}: the weights are quantized ({method}): load the folder with transformers, dequantize it, save it "
+            "with save_pretrained, and use that folder"
+        )
+    if "tie_word_embeddings" in hf and text is not hf:
+        text = {"tie_word_embeddings": hf["tie_word_embeddings"]} | text
+    try:
+        reading = table.read(text)
+    except KeyError as error:
+        raise UserError(f"{place}: {error.args[0]} is missing, and {table.architectures[0]} needs it") from error
+    source = Source("model", place)
+    layer = {key: Setting(value, source) for key, value in reading.keys.items()}
+    facts = {name: value for name, value in reading.facts.items() if value is not None}
+    if facts:
+        layer["architecture"] = Setting(facts, source)
+    return layer
+
+
+def canonical(names: Iterable[str], table: Table) -> dict[str, str]:
+    """The names that rules know -> the names in a folder."""
+    renamed, names = {}, list(names)
+    bare = not any(name.startswith(("model.", "transformer.", "language_model.")) for name in names)
+    base = "transformer." if table.model_type == "gpt2" else "model."
+    for name in names:
+        known = next((new + name[len(old) :] for old, new in PREFIXES.items() if name.startswith(old)), name)
+        if bare and not known.startswith("lm_head."):
+            known = base + known
+        renamed[known] = name
+    return renamed
+
+
+def ignored(table: Table, config: Any) -> tuple[str, ...]:
+    """Tensors that may be in a folder and are no weights of ours, as regular expressions."""
+    tied = (r"lm_head\.weight",) if config.logits_via_embedding else ()
+    return (*table.ignored, *OTHER_PARTS, *tied)
+
+
+def their_config(config: Any, dtype: str) -> Json:
+    """A config.json for a model of ours."""
+    table = table_for(config)
+    return {
+        "architectures": [table.architectures[0]],
+        "model_type": table.model_type,
+        "dtype": dtype,
+        **{key: value for key, value in table.write(config).items() if value is not None},
+    }

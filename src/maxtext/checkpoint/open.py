@@ -1,0 +1,179 @@
+"""Checkpoints of a model, whoever wrote them: what they say of the model, and its weights by our names.
+
+Two kinds of folders are opened alike: Hugging Face's (config.json, model.safetensors …) and ours (config.yml,
+weights.safetensors …, and in hugging_face/ the files that came with the model). Both can be written again as the other.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from maxtext.checkpoint.convert import registry
+from maxtext.checkpoint.convert.stream import from_hf, to_hf
+from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
+from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream, Tensor, cast
+from maxtext.checkpoint.weights import Place, find_places
+from maxtext.checkpoint.writer import write_ours, write_theirs
+from maxtext.common.errors import UserError
+from maxtext.configs import text, types
+from maxtext.configs.load import base_values
+from maxtext.configs.sources import Layer, read_yaml
+from maxtext.layers.parameters import Template
+from maxtext.models.registry import segments
+
+CARRIED, NAMES = "hugging_face", "tensor_names.json"
+DTYPE_WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+# What a model is, apart from how it is run.
+MODEL_GROUPS = (
+    types.ModelArchitecture, types.MTP, types.Logits, types.Attention, types.MoBa, types.MlaAttention,
+    types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.DeepSeekMoE, types.Qwen3Next,
+    types.PositionalEmbedding, types.Rope, types.YarnRope, types.ManifoldConstrainedHyperConnections, types.Engram,
+)  # fmt: skip
+MODEL_KEYS = ("vocab_size", *(key for group in MODEL_GROUPS for key in group.model_fields if key != "attention"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened folder."""
+
+    path: Path
+    folder: Folder
+    settings: Layer  # what it says of the model, as a model's file would
+    carried: tuple[Path, ...]  # configuration and tokenizer files in Hugging Face's form
+    names: frozenset[str]  # of its tensors in Hugging Face's form, where they are known
+    table: Any = None  # of a Hugging Face folder
+
+    def weights(self, config: Any, places: Mapping[str, Place], dtype: np.dtype | None = None) -> Any:
+        """Its tensors as weights of a model of ours."""
+        if self.table is None:
+            return self.folder
+        renamed = registry.canonical(self.folder.tensors, self.table)
+        source = Renamed(self.folder, renamed)
+        return from_hf(source, self.table.rules(config), places, registry.ignored(self.table, config), dtype)
+
+
+@dataclass(frozen=True)
+class Recast:
+    """A source of weights, each in a dtype of its own where one is given."""
+
+    source: Stream
+    dtypes: Mapping[str, np.dtype]
+
+    @property
+    def title(self) -> str:
+        return self.source.title
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: one.cast(self.dtypes.get(name)) for name, one in self.source.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return cast(self.source.read(name), self.tensors[name].dtype)
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, array in self.source:
+            yield name, cast(array, self.tensors[name].dtype)
+
+
+def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise UserError(f"there is no folder {path}")
+    if any((path / f"{OURS}.safetensors{end}").exists() for end in ("", ".index.json")):
+        return open_ours(path)
+    hf = registry.read_config(path)
+    settings = registry.model_layer(hf, str(path / "config.json"))
+    folder = Folder.open(path, THEIRS)
+    table = registry.table_of(hf, str(path / "config.json"))
+    names = frozenset(registry.canonical(folder.tensors, table))
+    return Checkpoint(path, folder, settings, tuple(companions(path)), names, table)
+
+
+def open_ours(path: Path) -> Checkpoint:
+    if not (path / "config.yml").is_file():
+        raise UserError(f"{path} has weights but no config.yml, which says what model they are of")
+    settings = read_yaml(path / "config.yml", "model")
+    settings.pop("base_config", None)
+    carried = tuple(companions(path / CARRIED)) if (path / CARRIED).is_dir() else ()
+    names: frozenset[str] = frozenset()
+    for file in carried:
+        if file.name == NAMES:
+            names = frozenset(json.loads(file.read_text(encoding="utf-8")))
+    return Checkpoint(path, Folder.open(path, OURS), settings, carried, names)
+
+
+def dtype_of(word: str | None) -> np.dtype | None:
+    return None if word is None else DTYPES[DTYPE_WORDS[word]]
+
+
+def model_text(config: Any) -> str:
+    """A config.yml that says what model a configuration describes, and nothing of how to run it."""
+    base = base_values()
+    changed = [key for key in text.KEYS_IN_ORDER if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)]
+    lines = ["base_config: base.yml", *(text.yaml_line(key, getattr(config, key)) for key in changed)]
+    facts = text.facts(config)
+    if facts:
+        lines.append(yaml.safe_dump({"architecture": facts}, default_flow_style=None, sort_keys=False, width=120))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def save_ours(
+    out: str | os.PathLike,
+    config: Any,
+    weights: Stream,
+    carried: tuple[Path, ...] = (),
+    names: frozenset[str] = frozenset(),
+    progress: Progress | None = None,
+    shard_bytes: int = 2 * 10**9,
+) -> None:
+    """A folder of our weights. `names`: of the tensors that they were read from, to be written so again."""
+    files = [file for file in carried if file.name != NAMES]
+    texts = {"config.yml": model_text(config)}
+    if names:
+        texts[f"{CARRIED}/{NAMES}"] = json.dumps(sorted(names))
+    write_ours(out, weights, texts, files, shard_bytes, progress)
+
+
+def save_theirs(
+    out: str | os.PathLike,
+    config: Any,
+    places: Mapping[str, Place],
+    weights: Stream,
+    carried: tuple[Path, ...] = (),
+    names: frozenset[str] = frozenset(),
+    progress: Progress | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """A Hugging Face folder. Its config.json is the one carried along if there is one, for it may say more than we
+    know; the dtype in it is brought up to date."""
+    table = registry.table_for(config)
+    tensors = to_hf(weights, table.rules(config), places, names)
+    floats = [tensor for tensor in tensors.tensors.values() if tensor.nbytes]
+    widest = max(floats, key=lambda tensor: tensor.nbytes).dtype.name
+    texts = {"config.json": json.dumps(renewed(carried, widest) or registry.their_config(config, widest), indent=2)}
+    files = [file for file in carried if file.name != NAMES]
+    write_theirs(out, tensors, texts, files, shard_bytes, progress)
+
+
+def renewed(carried: tuple[Path, ...], dtype: str) -> dict[str, Any] | None:
+    """The config.json that came with a model, with the dtype that is written now; None if none came, or if it was of a
+    larger model than the text model that is written."""
+    for file in carried:
+        if file.name == "config.json":
+            hf = json.loads(file.read_text(encoding="utf-8"))
+            if "text_config" in hf:
+                return None
+            key = "torch_dtype" if "torch_dtype" in hf else "dtype"
+            return hf | {key: dtype}
+    return None
+
+
+def places_of(template: Template, config: Any) -> dict[str, Place]:
+    return find_places(template, segments(config))

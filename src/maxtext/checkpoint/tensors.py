@@ -1,0 +1,116 @@
+"""Named tensors, wherever they are kept: what a source of them offers, and how a set of them is checked."""
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from maxtext.common.errors import UserError
+
+Shape = tuple[int, ...]
+Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, the tensor just done)
+
+# The names that safetensors files give to dtypes.
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(kind)
+    for name, kind in {
+        "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+        "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    }.items()
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Plain numbers, which may be cast to one another; values of eight bits mean nothing without their scales.
+FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    dtype: np.dtype
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def cast(self, dtype: np.dtype | None) -> "Tensor":
+        """The same in another floating dtype; what is no float stays as it is."""
+        return Tensor(dtype, self.shape) if dtype is not None and self.dtype in FLOATS else self
+
+
+class Source(Protocol):
+    """Tensors that can be read one at a time; what they are is known before any is read."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class Stream(Source, Protocol):
+    """A source that also gives every tensor once, in the order that suits it."""
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]: ...
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A source under other names; what has none is left out."""
+
+    source: Source
+    names: Mapping[str, str]  # new -> old
+
+    @property
+    def title(self) -> str:
+        return self.source.title
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return {new: self.source.tensors[old] for new, old in self.names.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self.source.read(self.names[name])
+
+
+def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return array if array.dtype == dtype else array.astype(dtype)
+
+
+def refuse(title: str, problems: Collection[str], shown: int = 5) -> None:
+    """One error for all problems, if there are any."""
+    if problems:
+        some = "; ".join(list(problems)[:shown])
+        rest = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
+        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+        raise UserError(f"{title} does not fit the model ({count}): {some}{rest}")
+
+
+def unexpected(names: Iterable[str], expected: Collection[str], ignored: Iterable[str] = ()) -> list[str]:
+    """Names that nobody asked for and that no regular expression in `ignored` matches as a whole."""
+    patterns = [re.compile(pattern) for pattern in ignored]
+    return [name for name in names if name not in expected and not any(p.fullmatch(name) for p in patterns)]
+
+
+def wrong_shape(name: str, found: Shape, needed: Shape) -> str:
+    return f"{name} has shape {list(found)}, the model needs {list(needed)}"
+
+
+def check_weights(source: Source, shapes: Mapping[str, Shape]) -> None:
+    """A source of our weights must have these names and shapes and no others."""
+    problems = [f"{name} is missing" for name in shapes if name not in source.tensors]
+    problems += [f"{name} is not a weight of this model" for name in unexpected(source.tensors, shapes)]
+    for name, shape in shapes.items():
+        found = source.tensors.get(name)
+        if found is not None and found.shape != shape:
+            problems.append(wrong_shape(name, found.shape, shape))
+    refuse(source.title, problems)

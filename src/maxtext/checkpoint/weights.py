@@ -1,0 +1,179 @@
+"""Our weights by name, a layer at a time, however a model keeps them.
+
+A model keeps the weights of its layers stacked (scanned) or one by one (unrolled); by name every layer has its own:
+`layers/{i}/attention/query/kernel`, i counted over the whole model. A weight outside the layers is named by its path in
+the model: `embedder/embedding`. So one folder of weights serves a model either way, on any mesh.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from maxtext.checkpoint.tensors import Progress, Shape, Source, Tensor, check_weights
+from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.stack import Segment
+
+Path = tuple[str | int, ...]
+Bounds = tuple[tuple[int, int], ...]  # a block of an array: where it starts and ends along each axis
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a named weight lies in a model."""
+
+    path: Path
+    layer: int | None  # its number along the stack; None: it is not stacked
+    axis: int  # of the stack
+    shape: Shape
+    dtype: np.dtype
+
+
+def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Place]:
+    """All weights of a model by name: those outside the layers, then layer by layer."""
+    outside: dict[str, Place] = {}
+    inside: dict[int, dict[str, Place]] = {}
+    firsts = [0, *itertools.accumulate(segment.layers for segment in segments)]
+    axes = flatten(template.axes)
+    for path, leaf in flatten(template.weights).items():
+        dtype = np.dtype(leaf.dtype)
+        if path[0] != "layers":
+            outside["/".join(map(str, path))] = Place(path, None, 0, leaf.shape, dtype)
+            continue
+        _, number, _, place, *rest = path
+        segment = segments[int(number)]
+        stacked = "layers" in axes[path]
+        if stacked:
+            axis = axes[path].index("layers")
+            shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
+            repeats = [(repeat, Place(path, repeat, axis, shape, dtype)) for repeat in range(segment.repeats)]
+        else:
+            repeat, *rest = rest
+            repeats = [(int(repeat), Place(path, None, 0, leaf.shape, dtype))]
+        for repeat, found in repeats:
+            layer = firsts[int(number)] + repeat * len(segment.pattern) + int(place)
+            inside.setdefault(layer, {})["/".join(map(str, ("layers", layer, *rest)))] = found
+    for layer in sorted(inside):
+        outside |= inside[layer]
+    return outside
+
+
+def flatten(tree: Tree, path: Path = ()) -> dict[Path, Any]:
+    """The leaves of a nested dict by their paths."""
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {where: leaf for name, branch in tree.items() for where, leaf in flatten(branch, (*path, name)).items()}
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The weights of a model in memory as a source of named tensors."""
+
+    weights: Tree
+    places: Mapping[str, Place]
+    title: str = "the model"
+
+    @cached_property
+    def leaves(self) -> dict[Path, Any]:
+        return flatten(self.weights)
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            name: Tensor(np.dtype(self.leaves[place.path].dtype), place.shape) for name, place in self.places.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        place = self.places[name]
+        leaf = self.leaves[place.path]
+        if place.layer is not None:
+            # The number is an argument of the compiled slice, so that one serves all layers.
+            leaf = jax.lax.dynamic_index_in_dim(leaf, place.layer, place.axis, keepdims=False)
+        return np.asarray(leaf)
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name in self.places:
+            yield name, self.read(name)
+
+
+def load_weights(
+    source: Source,
+    places: Mapping[str, Place],
+    template: Template,
+    shardings: Tree | None = None,
+    dtype: Any = None,
+    progress: Progress | None = None,
+    host_bytes: int = 4 * 10**9,
+) -> Tree:
+    """A model's weights from a source that must have exactly these, in the template's dtype (or `dtype`, where that is
+    floating), laid out by `shardings` (a tree like the weights; None: on the first device).
+
+    The host holds one weight of a layer and as many blocks for devices as fit into host_bytes, but at least one.
+    """
+    check_weights(source, {name: place.shape for name, place in places.items()})
+    named: dict[Path, dict[str, Place]] = {}
+    for name, place in places.items():
+        named.setdefault(place.path, {})[name] = place
+    leaves = flatten(template.weights)
+    layout = flatten(shardings) if shardings is not None else {}
+    total = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
+    done = 0
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        kind = np.dtype(dtype if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
+        sharding = layout.get(path) or SingleDeviceSharding(jax.local_devices()[0])
+        branch = tree
+        for step in path[:-1]:
+            branch = branch.setdefault(step, {})
+        branch[path[-1]] = load_leaf(source, named[path], Tensor(kind, leaf.shape), sharding, host_bytes)
+        done += leaf.size * np.dtype(leaf.dtype).itemsize
+        if progress:
+            progress(done, total, "/".join(map(str, path)))
+    return tree
+
+
+def load_leaf(
+    source: Source, named: Mapping[str, Place], whole: Tensor, sharding: Sharding, host_bytes: int
+) -> jax.Array:
+    """One weight of the tree, from the named weights that it consists of."""
+    devices: dict[Bounds, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(whole.shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), whole.shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    block_bytes = Tensor(whole.dtype, sharding.shard_shape(whole.shape)).nbytes
+    at_once = max(1, host_bytes // max(1, block_bytes))
+    arrays: list[jax.Array] = []
+    for start in range(0, len(devices), at_once):
+        blocks = {
+            bounds: np.empty([end - first for first, end in bounds], whole.dtype)
+            for bounds in list(devices)[start : start + at_once]
+        }
+        for name, place in named.items():
+            fill(blocks, place, source, name)
+        placed = [
+            jax.device_put(block, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+            for bounds, block in blocks.items()
+            for device in devices[bounds]
+        ]
+        arrays += jax.block_until_ready(placed)  # or blocks of the next round would come on top of these
+    return jax.make_array_from_single_device_arrays(whole.shape, sharding, arrays, dtype=whole.dtype)
+
+
+def fill(blocks: Mapping[Bounds, np.ndarray], place: Place, source: Source, name: str) -> None:
+    """Write a named weight into the blocks that have a part in it; it is read only if there are any."""
+    array = None
+    for bounds, block in blocks.items():
+        if place.layer is not None:
+            first, end = bounds[place.axis]
+            if not first <= place.layer < end:
+                continue
+            bounds = bounds[: place.axis] + bounds[place.axis + 1 :]
+            block = np.moveaxis(block, place.axis, 0)[place.layer - first, ...]
+        array = source.read(name) if array is None else array
+        block[...] = array[tuple(slice(*part) for part in bounds)]

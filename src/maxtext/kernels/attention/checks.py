@@ -1,0 +1,57 @@
+"""Mistakes of the caller of attention, found before a kernel says something obscure about them.
+
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import Array
+
+from maxtext.kernels.attention.request import Inputs
+
+
+def checked(inputs: Inputs) -> Inputs:
+    """The same call with what it leaves open filled in and what says nothing left out; an error if it is malformed."""
+    check_shapes(inputs)
+    if inputs.k_segments is None:
+        inputs = replace(inputs, k_segments=inputs.q_segments)
+    if not inputs.visibility.causal:
+        inputs = replace(inputs, q_positions=None, k_positions=None)  # nothing compares them
+    if not inputs.custom_positions:
+        longest = max(inputs.q.shape[1], inputs.k.shape[1])
+        inputs = replace(inputs, visibility=inputs.visibility.within(longest))
+    return inputs
+
+
+def check_shapes(inputs: Inputs) -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
+    batch, q_length, q_heads, head_size = q.shape
+    _, k_length, k_heads, value_size = v.shape
+    if inputs.k_segments is not None and inputs.q_segments is None:
+        raise ValueError("k_segments need q_segments")
+    k_segments = inputs.q_segments if inputs.k_segments is None else inputs.k_segments
+    expected: tuple[tuple[str, Array | None, tuple[int, ...]], ...] = (
+        ("k", k, (batch, k_length, k_heads, head_size)),
+        ("v", v, (batch, k_length, k_heads, value_size)),
+        ("q_positions", inputs.q_positions, (batch, q_length)),
+        ("k_positions", inputs.k_positions, (batch, k_length)),
+        ("q_segments", inputs.q_segments, (batch, q_length)),
+        ("k_segments", k_segments, (batch, k_length)),
+        ("sinks", inputs.sinks, (q_heads,)),
+    )
+    for name, array, shape in expected:
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)} for q {list(q.shape)}, not {list(array.shape)}")
+    if q_heads % k_heads:
+        raise ValueError(f"{q_heads} query heads are not a multiple of {k_heads} key/value heads")
+    selected = inputs.selected
+    if selected is not None:
+        shapes = [(batch, heads, q_length, k_length) for heads in (1, q_heads)]
+        if selected.shape not in shapes or selected.dtype != jnp.bool_:
+            raise ValueError(
+                f"selected must be booleans {list(shapes[0])} or {list(shapes[1])} for q {list(q.shape)}, "
+                f"not {selected.dtype} {list(selected.shape)}"
+            )

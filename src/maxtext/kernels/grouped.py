@@ -1,0 +1,87 @@
+"""Products of sorted rows with one kernel a group, and the way of rows into that order and back.
+
+Shapes: T tokens, k assignments a token, N rows of the sorted buffer, X groups (experts), E and M row widths.
+
+The rows of group 0 come first, then those of group 1 and so on; what lies behind the last group belongs to nobody: it
+comes out as zeros and has no gradient. Shapes never depend on where tokens go.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+def grouped_product(rows: Array, kernels: Array, group_sizes: Array) -> Array:
+    """rows [N, E] of sorted groups, kernels [X, E, M], group_sizes [X] of int32 -> [N, M].
+
+    Accumulates in float32 and returns the dtype of the rows, which the kernels must share: asking for a float32 result
+    here would make the backward products float32, too.
+    """
+    mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
+    # What `ragged_dot` leaves behind the last group differs between platforms; the first mask is for its gradient.
+    products = jax.lax.ragged_dot(jnp.where(mine, rows, 0), kernels, group_sizes)
+    return jnp.where(mine, products, 0)
+
+
+class Order(NamedTuple):
+    """Where the assignments of tokens stand when they are sorted by group.
+
+    `assignments` [N]: which one of the T·k stands in a row (assignment a is of token a // k). `places` [T, k]: in which
+    row an assignment stands; N or more where it has none. `groups` [N]: the group of a row, X behind the last group.
+    `sizes` [X]: rows of each group.
+    """
+
+    assignments: Array
+    places: Array
+    groups: Array
+    sizes: Array
+
+
+def sort_by_group(groups: Array, count: int, rows: int | None = None) -> Order:
+    """The order of groups [T, k]; `count` of them, and the number `count` itself means: in no group.
+
+    Within a group, tokens keep their order. With fewer `rows` than T·k, the last ones in this order have no row.
+    """
+    flat = groups.reshape(-1)
+    rows = flat.size if rows is None else min(rows, flat.size)
+    order = jnp.argsort(flat, stable=True)
+    places = jnp.argsort(order)  # the inverse
+    in_order = flat[order]
+    ends = jnp.searchsorted(in_order, jnp.arange(count, dtype=flat.dtype), side="right").astype(jnp.int32)
+    sizes = jnp.diff(jnp.minimum(ends, rows), prepend=0)
+    return Order(order[:rows], places.reshape(groups.shape), in_order[:rows], sizes)
+
+
+def gather_rows(tokens: Array, order: Order) -> Array:
+    """tokens [T, E] -> rows [N, E]."""
+    return jnp.take(tokens, order.assignments // order.places.shape[1], axis=0, mode="clip")
+
+
+def return_rows(rows: Array, order: Order) -> Array:
+    """rows [N, E] -> [T, k, E], zeros for an assignment without a row."""
+    return jnp.take(rows, order.places, axis=0, mode="fill", fill_value=0)
+
+
+def no_gradient(order: Order) -> Any:
+    """The cotangent of integers."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), order)
+
+
+def gather_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:
+    return jnp.sum(return_rows(cotangent, order), axis=1), no_gradient(order)
+
+
+def return_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:
+    flat = cotangent.reshape(-1, cotangent.shape[-1])
+    return jnp.take(flat, order.assignments, axis=0, mode="clip"), no_gradient(order)
+
+
+# The same with gradients that gather: each is the other's transpose, up to the sum over a token's assignments. Autodiff
+# does not know that and adds row after row into place, which is slow and, on GPUs, not deterministic.
+gather_rows_fast = jax.custom_vjp(gather_rows)
+gather_rows_fast.defvjp(lambda tokens, order: (gather_rows(tokens, order), order), gather_rows_backward)
+return_rows_fast = jax.custom_vjp(return_rows)
+return_rows_fast.defvjp(lambda rows, order: (return_rows(rows, order), order), return_rows_backward)

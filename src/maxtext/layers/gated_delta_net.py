@@ -1,0 +1,142 @@
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a mixer whose memory does not grow with the sequence.
+
+Queries, keys and values pass a short causal convolution and SiLU; the gated delta rule mixes them over the sequence
+with a decay and a step that each token chooses; the result is normed, gated and projected back.
+
+Value head j reads with the query and key of head j // G, so the weights of all that belongs to one key head lie
+together and heads can be split over devices: every projection is [E, K, what one key head has of it].
+
+Shapes: B batch, S sequence, E embedding, K key heads, G value heads for each of them, Dk key size, Dv value size,
+W convolution width.
+
+Precision: projections and convolutions in the computation's dtype; decay, step, L2 norms, the delta rule, the output's
+norm and its gate in float32.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.kernels.delta_rule import causal_convolution, gated_delta_rule, recurrent_gated_delta_rule
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear
+from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.parameters import Maker
+from maxtext.sharding import constrain
+
+FORMS = ("chunked", "recurrent")
+RATES = (0.01, 16.0)  # decay rates start uniform between these
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetSpec:
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    chunk: int  # tokens computed together in the chunked form
+    norm_epsilon: float
+    qk_norm: bool = True  # queries and keys of length 1
+    form: str = "chunked"  # or recurrent, one token after the other; the same result
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"form must be one of {', '.join(FORMS)}, not {self.form}")
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads")
+
+    @property
+    def group(self) -> int:
+        return self.value_heads // self.key_heads
+
+    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
+        return GatedDeltaNet(maker, self, size, dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    def __init__(self, maker: Maker, spec: GatedDeltaNetSpec, size: int, dtype: Any):
+        self.spec, self.dtype = spec, dtype
+        heads, group, values = spec.key_heads, spec.group, spec.group * spec.value_dim
+
+        def projection(name: int, width: int) -> Linear:
+            return Linear(maker.child(name), (size,), (heads, width), ("embed", "gdn_head", None), dtype)
+
+        def convolution(name: int, width: int) -> nnx.Param:
+            return maker.kernel(name, (spec.conv_width,), (heads, width), (None, "gdn_head", None))
+
+        self.query, self.key = projection(0, spec.key_dim), projection(1, spec.key_dim)
+        self.value, self.gate = projection(2, values), projection(3, values)
+        self.beta, self.decay = projection(4, group), projection(5, group)
+        self.conv_query, self.conv_key = convolution(6, spec.key_dim), convolution(7, spec.key_dim)
+        self.conv_value = convolution(8, values)
+        low, high = RATES
+        rate = low + (high - low) * jax.scipy.special.ndtr(maker.noise(9, (heads, group)))
+        self.log_rate = nnx.Param(jnp.log(rate).astype(maker.dtype), axes=("gdn_head", None))
+        self.step_bias = maker.constant((heads, group), 1.0, ("gdn_head", None))
+        self.norm = Norm(maker, NormSpec(epsilon=spec.norm_epsilon), spec.value_dim, "float32")
+        self.out = Linear(maker.child(10), (heads, values), (size,), ("gdn_head", None, "embed"), dtype)
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        segments = inputs.segments
+        if segments is not None:
+            segments = constrain(segments, "activation_batch_attn", "activation_kv_length")
+        query = self.convolve(checkpoint_name(self.query(x), "query_proj"), self.conv_query, segments)
+        key = self.convolve(checkpoint_name(self.key(x), "key_proj"), self.conv_key, segments)
+        value = self.convolve(checkpoint_name(self.value(x), "value_proj"), self.conv_value, segments)
+        if self.spec.qk_norm:
+            query, key = unit_length(query), unit_length(key)
+        mixed = self.mix(query, key, value, by_head(self.log_decay(x)), by_head(self.step(x)), segments)
+        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
+        gate = jax.nn.silu(by_head(self.gate(x)).astype(jnp.float32))
+        gated = self.norm(mixed).reshape(gate.shape) * gate
+        return checkpoint_name(self.out(by_head(gated.astype(self.dtype))), "out_proj"), {}
+
+    def convolve(self, x: jax.Array, kernel: nnx.Param, segments: jax.Array | None) -> jax.Array:
+        return jax.nn.silu(causal_convolution(by_head(x), kernel[...], segments)[0])
+
+    def log_decay(self, x: jax.Array) -> jax.Array:
+        """[B, S, K, G], at most 0."""
+        rate = jnp.exp(self.log_rate[...].astype(jnp.float32))
+        return -rate * jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32))
+
+    def step(self, x: jax.Array) -> jax.Array:
+        """How much of an old answer a token replaces: [B, S, K, G], between 0 and 1."""
+        return jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
+
+    def mix(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        log_decay: jax.Array,
+        step: jax.Array,
+        segments: jax.Array | None,
+    ) -> jax.Array:
+        """[B, S, K G, Dv]: the delta rule over value heads, each with the query and key of its key head."""
+        spec = self.spec
+        places = query.shape[:2]
+        query, key = (jnp.repeat(x, spec.group, axis=2) for x in (query, key))
+        value = value.reshape(*places, spec.value_heads, spec.value_dim)
+        log_decay, step = (x.reshape(*places, spec.value_heads) for x in (log_decay, step))
+        if spec.form == "recurrent":
+            return recurrent_gated_delta_rule(query, key, value, log_decay, step, segments=segments)[0]
+        return gated_delta_rule(query, key, value, log_decay, step, chunk=spec.chunk, segments=segments)[0]
+
+
+def unit_length(x: jax.Array) -> jax.Array:
+    """In float32; the small number keeps a zero vector zero."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+
+def by_head(x: jax.Array) -> jax.Array:
+    """[B, S, K, ...] with heads over devices and sequences whole: the state passes from the first token to the last.
+
+    Were the sequence of any input split, XLA would split chunks, and gather them all in each step of the scan.
+    """
+    return constrain(x, "activation_batch_attn", "activation_kv_length", "activation_heads", None)

@@ -1,0 +1,169 @@
+"""Multi-head latent attention (DeepSeek V2, V3): keys and values of all heads come from one small latent of a token.
+
+Shapes: B batch, S sequence, T key length (here S), E embedding, H heads, Rq and R ranks of the query and of the
+key/value latent, N head size without position, P with position (RoPE), V value size.
+
+    query:   x -> [Rq] -> norm -> [H, N + P]; straight to [H, N + P] with query_rank 0; the last P turn
+    latent:  x -> [R + P]; the first R are normed, the last P turn and are a key part that all heads share
+    keys [H, N] and values [H, V] come from the normed latent by one weight, `kv_b`
+
+`latent` computes the same without making keys and values: the key part of kv_b is applied to the queries and its value
+part to the result, and attention goes over the latent itself, as one head of keys [R + P] and values [R]. It is what a
+cache of latents needs; over many queries it costs more, since R is larger than N and V.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.common.errors import ConfigError
+from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, compute, max_logits
+from maxtext.layers.indexer import IndexerSpec
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear
+from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.parameters import Maker
+from maxtext.layers.rope import RopeSpec, rotate
+from maxtext.sharding import constrain
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float  # of the logits, with YaRN's correction in it
+    rope: RopeSpec
+    norm: NormSpec  # of both latents
+    visibility: Visibility
+    query_rank: int = 0  # 0: queries come straight from the input
+    bias: bool = False  # of the projections to the latents and of the output
+    soft_cap: float | None = None
+    latent: bool = False
+    indexer: IndexerSpec | None = None
+    report_max_logits: bool = False  # each head's largest logit, as "max_logits" [H]
+    backend: str = "dot_product"
+    float32_product: bool = False
+    float32_logits: bool = False
+    blocks: BlockSizes | None = None
+
+    def __post_init__(self) -> None:
+        if self.indexer and not self.query_rank:
+            raise ConfigError("The indexer reads the query latent, so it needs q_lora_rank above 0.")
+
+    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
+        return Mla(maker, self, size, dtype)
+
+
+class Mla(nnx.Module):
+    def __init__(self, maker: Maker, spec: MlaSpec, size: int, dtype: Any):
+        self.spec, self.dtype = spec, dtype
+        heads, rank = spec.heads, spec.kv_rank
+        shape = (heads, spec.nope_dim + spec.rope_dim)
+        if spec.query_rank:
+            axes: tuple[str, ...] = ("embed", "q_lora_up_proj")
+            self.query_a = Linear(maker.child(0), (size,), (spec.query_rank,), axes, dtype, spec.bias)
+            self.query_norm = Norm(maker, spec.norm, spec.query_rank, dtype)
+            self.query_b = Linear(maker.child(1), (spec.query_rank,), shape, ("q_lora", "q_heads", "kv"), dtype)
+        else:
+            self.query = Linear(maker.child(0), (size,), shape, ("embed", "q_heads", "kv"), dtype)
+        axes = ("embed", "kv_lora_up_proj")
+        self.kv_a = Linear(maker.child(2), (size,), (rank + spec.rope_dim,), axes, dtype, spec.bias)
+        self.kv_norm = Norm(maker, spec.norm, rank, dtype)
+        axes = ("kv_lora", "kv_heads", "kv_head_dim")
+        self.kv_b = Linear(maker.child(3), (rank,), (heads, spec.nope_dim + spec.value_dim), axes, dtype)
+        axes = ("heads", "kv", "embed")
+        self.out = Linear(maker.child(4), (heads, spec.value_dim), (size,), axes, dtype, spec.bias)
+        self.indexer = spec.indexer.build(maker.child(5), size, spec.query_rank, dtype) if spec.indexer else None
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        spec = self.spec
+        query, query_latent = self.queries(x, inputs.positions)
+        latent, key_rope = self.compress(x, inputs.positions)
+        q, k, v = self.absorbed(query, latent, key_rope) if spec.latent else self.expanded(query, latent, key_rope)
+        attention = Inputs(
+            q=q,
+            k=k,
+            v=v,
+            visibility=spec.visibility,
+            scale=spec.scale,
+            # Windows may be measured in the row; chunks start anew with each document.
+            q_positions=inputs.positions if spec.visibility.chunk else None,
+            k_positions=inputs.positions if spec.visibility.chunk else None,
+            q_segments=inputs.segments,
+            k_segments=inputs.segments,
+            soft_cap=spec.soft_cap,
+            float32_logits=spec.float32_logits,
+            float32_product=spec.float32_product,
+            block_sizes=spec.blocks,
+        )
+        aux: Aux = {}
+        if self.indexer is not None and query_latent is not None:
+            attention, aux = self.indexer(attention, x, query_latent, inputs)
+        if spec.report_max_logits:
+            aux = aux | {"max_logits": max_logits(attention)}
+        mixed = compute(attention, spec.backend)
+        if spec.latent:
+            mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
+        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
+        mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
+        return checkpoint_name(self.out(mixed), "out_proj"), aux
+
+    def queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """[B, S, H, N + P], turned, and the normed query latent [B, S, Rq], if there is one."""
+        latent = None
+        if self.spec.query_rank:
+            latent = self.query_norm(checkpoint_name(self.query_a(x), "query_wa_proj"))
+            query = self.query_b(latent)
+        else:
+            query = self.query(x)
+        query = checkpoint_name(query, "mla_q")
+        nope, rope = jnp.split(query, [self.spec.nope_dim], axis=-1)
+        return jnp.concatenate([nope, rotate(rope, positions, self.spec.rope)], axis=-1), latent
+
+    def compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What a cache of latents holds: the normed latent [B, S, R] and the turned key part [B, S, 1, P]."""
+        joined = checkpoint_name(self.kv_a(x), "kv_wa_proj")
+        latent, rope = jnp.split(joined, [self.spec.kv_rank], axis=-1)
+        latent = constrain(self.kv_norm(latent), "activation_batch_attn", "activation_kv_length", None)
+        return latent, rotate(rope[:, :, None], positions, self.spec.rope)
+
+    def expanded(
+        self, query: jax.Array, latent: jax.Array, key_rope: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q and k [B, S, H, N + P], v [B, S, H, V]."""
+        joined = checkpoint_name(self.kv_b(latent), "mla_kv")
+        nope, value = jnp.split(joined, [self.spec.nope_dim], axis=-1)
+        shared = jnp.broadcast_to(key_rope, (*nope.shape[:-1], key_rope.shape[-1]))
+        key = jnp.concatenate([nope, shared], axis=-1)
+        by_key = ("activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
+        return (
+            self.laid_out(query),
+            checkpoint_name(constrain(key, *by_key), "key_proj"),
+            checkpoint_name(constrain(value, *by_key), "value_proj"),
+        )
+
+    def absorbed(
+        self, query: jax.Array, latent: jax.Array, key_rope: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, S, H, R + P], k [B, S, 1, R + P], v [B, S, 1, R]: every head's keys and values are the latent."""
+        nope, rope = jnp.split(query, [self.spec.nope_dim], axis=-1)
+        query = jnp.concatenate([jnp.einsum("bshn,rhn->bshr", nope, self.up_projections()[0]), rope], axis=-1)
+        value = latent[:, :, None]
+        key = checkpoint_name(jnp.concatenate([value, key_rope], axis=-1), "key_proj")
+        return self.laid_out(query), key, checkpoint_name(value, "value_proj")
+
+    def up_projections(self) -> tuple[jax.Array, jax.Array]:
+        """The parts of kv_b that make keys [R, H, N] and values [R, H, V]."""
+        key, value = jnp.split(self.kv_b.kernel[...].astype(self.dtype), [self.spec.nope_dim], axis=-1)
+        return key, value
+
+    def laid_out(self, query: jax.Array) -> jax.Array:
+        names = ("activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
+        return checkpoint_name(constrain(query, *names), "query_proj")

@@ -1,0 +1,196 @@
+"""A mixture of experts: a router sends each token to some of many MLPs; shared ones see every token.
+
+Shapes: B batch, S sequence, T = B·S tokens, E embedding, X experts, k experts of a token, M expert width, C capacity,
+N rows of the sorted buffer.
+
+Three methods for the same sum:
+- sparse: tokens are sorted by expert and multiplied group by group (`kernels/grouped.py`). Drops nothing, unless a
+  `buffer_factor` bounds the rows: N = int(T·k·factor), at most T·k and at least 1; then the last assignments in the
+  order of experts (within an expert: of tokens) are dropped, over the whole batch.
+- dense: every expert sees every token, and the sum leaves out what was not chosen. The reference.
+- dropping: an expert has C = int(max(ceil(S·k/X)·capacity_factor, capacity_factor)) places in each sequence, taken in
+  the order of tokens, and of a token's choices; the rest is dropped. One-hot products send tokens there and back.
+
+What is dropped adds nothing to the sum; the other weights stay as they are. Padding (segment 0) goes to no expert: it
+takes no place, does not count, and gets nothing from the routed experts.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.kernels import grouped
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear
+from maxtext.layers.mlp import MlpSpec, combine
+from maxtext.layers.parameters import Maker
+from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
+from maxtext.sharding import constrain
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    router: RouterSpec
+    width: int  # of each expert
+    activations: tuple[str, ...] = ("silu", "linear")
+    bias: bool = False
+    limit: float | None = None  # on the branches' values, see mlp.combine
+    float32: bool = False  # activations computed in float32
+    float32_sum: bool = True  # the weighted sum over a token's experts computed in float32
+    weigh_input: bool = False  # the router's weights multiply what experts read instead of what they give
+    shared: MlpSpec | None = None
+    shared_gate: bool = False  # the shared MLP's output times a sigmoid, one for each token
+    method: str = "sparse"  # or dense, or dropping
+    capacity_factor: float = 1.0  # of dropping
+    buffer_factor: float | None = None  # of sparse: a bound on the sorted buffer
+    custom_sort_vjp: bool = True  # of sparse: sorting has a gradient that gathers; false: as autodiff has it
+    balance_weight: float = 0.0  # reports "load_balance_loss"
+    report_load: bool = False  # reports "expert_load" [X]: how many tokens chose each expert
+
+    def build(self, maker: Maker, size: int, dtype: Any) -> "Moe":
+        return Moe(maker, self, size, dtype)
+
+
+class ExpertLinear(nnx.Module):
+    """A kernel and an optional bias for each expert."""
+
+    def __init__(
+        self, maker: Maker, experts: int, inputs: int, outputs: int, axes: tuple[str, str], dtype: Any, bias: bool
+    ):
+        self.dtype, self.output = dtype, f"activation_{axes[1]}"
+        # The maker takes the experts for part of the fan-in, and the factor takes them out again.
+        maker = dataclasses.replace(maker, kernel_scale=maker.kernel_scale * experts)
+        self.kernel = maker.kernel(0, (experts, inputs), (outputs,), ("exp", *axes))
+        self.bias = maker.constant((experts, outputs), 0.0, ("exp", axes[1])) if bias else None
+
+    def on_sorted(self, rows: jax.Array, order: grouped.Order) -> jax.Array:
+        """rows [N, inputs] -> [N, outputs]; zeros behind the last group."""
+        y = grouped.grouped_product(rows, self.kernel[...].astype(self.dtype), order.sizes)
+        if self.bias is not None:
+            y = y + jnp.take(self.bias[...].astype(self.dtype), order.groups, axis=0, mode="fill", fill_value=0)
+        return constrain(y, "activation_batch_moe", self.output)
+
+    def on_each(self, x: jax.Array) -> jax.Array:
+        """x [X, B, C, inputs] -> [X, B, C, outputs]: each expert has its own."""
+        y = jnp.einsum("xbci,xio->xbco", x, self.kernel[...].astype(self.dtype))
+        if self.bias is not None:
+            y = y + self.bias[...].astype(self.dtype)[:, None, None]
+        return constrain(y, "activation_exp", "activation_batch_moe", None, self.output)
+
+
+class Experts(nnx.Module):
+    def __init__(self, maker: Maker, spec: MoeSpec, size: int, dtype: Any):
+        self.spec, self.dtype = spec, dtype
+        experts, width = spec.router.experts, spec.width
+        count = len(spec.activations)
+        self.names = ("wi",) if count == 1 else tuple(f"wi_{place}" for place in range(count))
+        for place, name in enumerate(self.names):
+            axes = ("embed_moe", "mlp_moe")
+            setattr(self, name, ExpertLinear(maker.child(place), experts, size, width, axes, dtype, spec.bias))
+        axes = ("mlp_moe", "embed_moe")
+        self.wo = ExpertLinear(maker.child(count), experts, width, size, axes, dtype, spec.bias)
+
+    def __call__(self, x: jax.Array, apply: Callable[[ExpertLinear, jax.Array], jax.Array]) -> jax.Array:
+        """`apply` multiplies rows, however they are laid out, by the kernels of their experts."""
+        branches = [tag(apply(getattr(self, name), x), name) for name in self.names]
+        hidden = combine(self.spec.activations, branches, self.spec.limit, self.spec.float32).astype(self.dtype)
+        return tag(apply(self.wo, hidden), "wo")
+
+
+def tag(x: jax.Array, name: str) -> jax.Array:
+    """Named for rematerialization, as an MLP's tensor and as an expert's."""
+    return checkpoint_name(checkpoint_name(x, f"mlp{name}"), f"moe_mlp{name}")
+
+
+class Moe(nnx.Module):
+    def __init__(self, maker: Maker, spec: MoeSpec, size: int, dtype: Any):
+        self.spec, self.dtype = spec, dtype
+        self.sum_dtype = jnp.dtype(jnp.float32 if spec.float32_sum else dtype)
+        self.router = spec.router.build(maker.child(0), size, dtype)
+        self.experts = Experts(maker.child(1), spec, size, dtype)
+        self.shared = spec.shared.build(maker.child(2), size, dtype) if spec.shared else None
+        self.shared_gate = Linear(maker.child(3), (size,), (1,), ("embed", None), dtype) if spec.shared_gate else None
+
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        """x [B, S, E] -> [B, S, E]. The router reads `router_input` where it is given."""
+        real = None if inputs.segments is None else inputs.segments > 0
+        routing = self.router(x if router_input is None else router_input)
+        methods = {"sparse": self.sparse, "dense": self.dense, "dropping": self.dropping}
+        y = methods[self.spec.method](x, routing, real)
+        if self.shared is not None:
+            shared, _ = self.shared(x, inputs)
+            y = y + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared)
+        return y, self.report(routing, real)
+
+    def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
+        spec, count = self.spec, self.spec.router.experts
+        gather, give_back = (
+            (grouped.gather_rows_fast, grouped.return_rows_fast)
+            if spec.custom_sort_vjp
+            else (grouped.gather_rows, grouped.return_rows)
+        )
+        targets = routing.indices if real is None else jnp.where(real[..., None], routing.indices, count)
+        assignments = targets.size
+        bound = assignments if spec.buffer_factor is None else max(1, int(assignments * spec.buffer_factor))
+        order = grouped.sort_by_group(targets.reshape(-1, spec.router.chosen), count, bound)
+        rows = gather(x.reshape(-1, x.shape[-1]), order)
+        if spec.weigh_input:
+            rows = rows * jnp.take(routing.weights.reshape(-1, 1), order.assignments, axis=0).astype(rows.dtype)
+        rows = constrain(rows, "activation_batch_moe", "activation_embed_moe")
+        rows = self.experts(rows, lambda layer, rows: layer.on_sorted(rows, order))
+        parts = give_back(rows, order).reshape(*routing.indices.shape, -1).astype(self.sum_dtype)
+        if not spec.weigh_input:
+            parts = parts * routing.weights[..., None].astype(self.sum_dtype)
+        return jnp.sum(parts, axis=-2).astype(self.dtype)
+
+    def dense(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
+        picked = self.picked(routing, real)  # [B, S, k, X]
+        chosen = jnp.sum(picked, axis=-2)
+        weights = jnp.einsum("bsk,bskx->bsx", routing.weights, picked)
+        read, give = (weights, chosen) if self.spec.weigh_input else (jnp.ones_like(chosen), weights)
+        each = jnp.einsum("bsx,bse->xbse", read.astype(self.dtype), x)
+        y = self.experts(each, ExpertLinear.on_each)
+        return jnp.einsum("bsx,xbse->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)).astype(self.dtype)
+
+    def dropping(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
+        picked = self.picked(routing, real)  # [B, S, k, X]
+        batch, length, chosen, experts = picked.shape
+        capacity = expert_capacity(length, chosen, experts, self.spec.capacity_factor)
+        turns = jnp.cumsum(picked.reshape(batch, length * chosen, experts), axis=1).reshape(picked.shape)
+        turn = jnp.sum(turns * picked, axis=-1).astype(jnp.int32)  # [B, S, k]: 1 for an expert's first, 0 for no expert
+        place = jax.nn.one_hot(turn - 1, capacity, dtype=jnp.float32)  # zeros where it is out of bounds
+        sent = jnp.einsum("bskx,bskc->bsxc", picked, place)
+        weighted = jnp.einsum("bsk,bskx,bskc->bsxc", routing.weights, picked, place)
+        read, give = (weighted, sent) if self.spec.weigh_input else (sent, weighted)
+        each = jnp.einsum("bsxc,bse->xbce", read.astype(self.dtype), x)
+        # With the experts first, the expert axis of the mesh goes to them, and this is where tokens change devices.
+        each = constrain(each, "activation_exp", "activation_batch_moe", None, "activation_embed_moe")
+        y = self.experts(each, ExpertLinear.on_each)
+        return jnp.einsum("bsxc,xbce->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)).astype(self.dtype)
+
+    def picked(self, routing: Routing, real: jax.Array | None) -> jax.Array:
+        """[B, S, k, X] of float32: one where a token's choice is the expert; padding chooses none."""
+        picked = jax.nn.one_hot(routing.indices, self.spec.router.experts, dtype=jnp.float32)
+        return picked if real is None else picked * real[..., None, None]
+
+    def report(self, routing: Routing, real: jax.Array | None) -> Aux:
+        aux: Aux = {}
+        if self.spec.balance_weight > 0:
+            aux["load_balance_loss"] = self.spec.balance_weight * load_balance_loss(routing, real)
+        if self.spec.report_load:
+            aux["expert_load"] = jnp.sum(expert_counts(routing.indices, self.spec.router.experts, real), axis=0)
+        return aux
+
+
+def expert_capacity(length: int, chosen: int, experts: int, factor: float) -> int:
+    """How many tokens of a sequence an expert takes."""
+    return int(max(math.ceil(length * chosen / experts) * factor, factor))

@@ -1,0 +1,117 @@
+"""Qwen 2.5 and 3, dense and with experts; Qwen3-Next and 3.5, whose layers are mostly Gated DeltaNets; and a variant
+that attends and mixes experts in a narrow space."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxtext.common.errors import ConfigError
+from maxtext.layers.attention import AttentionSpec
+from maxtext.layers.block import LayerSpec, stream
+from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear
+from maxtext.layers.moe import MoeSpec
+from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.parameters import Maker
+from maxtext.models.common import attention_spec, layer_kinds, layer_spec, moe_layers, moe_spec, norm_spec, router_spec
+
+
+def qwen2(config: Any) -> list[LayerSpec]:
+    """Llama with biases on queries, keys and values alone; a checkpoint may list sliding layers."""
+    return [layer_spec(config, attention=attention_spec(config, kind, out_bias=False)) for kind in listed_kinds(config)]
+
+
+def qwen3(config: Any) -> list[LayerSpec]:
+    return [layer_spec(config, attention=attention_spec(config, kind)) for kind in listed_kinds(config)]
+
+
+def listed_kinds(config: Any) -> list[str | None]:
+    return [*layer_kinds(config, config.num_decoder_layers, lambda _: "")]
+
+
+def qwen3_moe(config: Any) -> list[LayerSpec]:
+    experts = moe_spec(config, router_spec(config))
+    has_experts = moe_layers(config, config.num_decoder_layers, lambda _: True)
+    return [
+        layer_spec(config, attention=attention_spec(config, kind), **({"mlp": experts} if sparse else {}))
+        for kind, sparse in zip(listed_kinds(config), has_experts, strict=True)
+    ]
+
+
+def qwen3_next(config: Any) -> list[LayerSpec]:
+    """Every fourth layer attends, with a gate on its output; the others are Gated DeltaNets."""
+    norm = norm_spec(config, offset=True)
+    count = config.num_decoder_layers
+    kinds = layer_kinds(config, count, lambda layer: "linear" if (layer + 1) % 4 else "full")
+    has_experts = moe_layers(config, count, lambda _: config.num_experts > 1)
+    experts = moe_spec(config, router_spec(config), shared_gate=config.shared_experts > 0)
+
+    def layer(kind: str, sparse: bool) -> LayerSpec:
+        mixer: Any = delta_net_spec(config)
+        if kind != "linear":
+            mixer = attention_spec(config, kind, qk_norm=norm, gated=True)
+        return layer_spec(config, attention=mixer, norm=norm, **({"mlp": experts} if sparse else {}))
+
+    return [layer(kind, sparse) for kind, sparse in zip(kinds, has_experts, strict=True)]
+
+
+qwen3_5 = qwen3_next  # for text; they differ in how images are placed and in the names of weights
+
+
+def delta_net_spec(config: Any) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        key_heads=config.gdn_num_key_heads,
+        value_heads=config.gdn_num_value_heads,
+        key_dim=config.gdn_key_head_dim,
+        value_dim=config.gdn_value_head_dim,
+        conv_width=config.gdn_conv_kernel_dim,
+        chunk=config.gdn_chunk_size,
+        norm_epsilon=config.normalization_layer_epsilon,
+        qk_norm=config.use_qk_norm_in_gdn,
+    )
+
+
+def qwen3_custom_moe(config: Any) -> list["NarrowSpec"]:
+    """Attention writes attention_output_dim numbers a token; experts work on those, and the result is widened."""
+    width = config.attention_output_dim if config.attention_output_dim > 0 else config.emb_dim
+    if config.moe_expert_input_dim not in (-1, width):
+        raise ConfigError(
+            f"moe_expert_input_dim={config.moe_expert_input_dim} is what experts read, and attention writes "
+            f"attention_output_dim={width}: give both the same value"
+        )
+    attention = attention_spec(config, output_size=width)
+    spec = NarrowSpec(config.emb_dim, width, attention, moe_spec(config, router_spec(config)), norm_spec(config))
+    return [spec] * config.num_decoder_layers
+
+
+@dataclass(frozen=True)
+class NarrowSpec:
+    """x + widened(experts(norm(attention(norm(x)))))."""
+
+    size: int
+    width: int
+    attention: AttentionSpec
+    mlp: MoeSpec
+    norm: NormSpec
+
+    def build(self, maker: Maker, dtype: Any) -> nnx.Module:
+        return NarrowBlock(maker, self, dtype)
+
+
+class NarrowBlock(nnx.Module):
+    def __init__(self, maker: Maker, spec: NarrowSpec, dtype: Any):
+        self.attention_norm = Norm(maker, spec.norm, spec.size, dtype)
+        self.attention = spec.attention.build(maker.child(0), spec.size, dtype)
+        self.mlp_norm = Norm(maker, spec.norm, spec.width, dtype)
+        self.mlp = spec.mlp.build(maker.child(1), spec.width, dtype)
+        widens = spec.width != spec.size
+        axes = ("mlp", "embed")
+        self.widen = Linear(maker.child(2), (spec.width,), (spec.size,), axes, dtype) if widens else None
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        mixed, _ = self.attention(self.attention_norm(stream(x)), inputs.fold(0))
+        fed, aux = self.mlp(self.mlp_norm(mixed), inputs.fold(1))
+        return stream(x + (fed if self.widen is None else self.widen(fed))), aux

@@ -1,0 +1,144 @@
+"""A small Llama for the tests of conversion: its rules, by transformers' names, and folders of random weights.
+
+Run as a script it does one job in a process of its own; the job is JSON on standard input.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from maxtext.checkpoint.convert import OURS, Folder, Rule, from_hf, to_hf, write_ours, write_theirs
+from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.weights import find_places, flatten, load_weights
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.models import make_template
+from maxtext.models.registry import segments
+
+LAYER = "model.layers.{i}."
+RULES = [
+    Rule("model.embed_tokens.weight", "embedder/embedding", "v e -> v e"),
+    Rule("model.norm.weight", "final_norm/scale", "e -> e"),
+    Rule("lm_head.weight", "head/kernel", "v e -> e v"),
+    Rule(f"{LAYER}input_layernorm.weight", "layers/{i}/attention_norm/scale", "e -> e"),
+    Rule(f"{LAYER}post_attention_layernorm.weight", "layers/{i}/mlp_norm/scale", "e -> e"),
+    Rule(f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/kernel", "e (h d) -> h d e"),
+    *(
+        Rule(f"{LAYER}self_attn.{theirs}_proj.weight", f"layers/{{i}}/attention/{ours}/kernel", "(h d) e -> e h d")
+        for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"))
+    ),
+    *(
+        Rule(f"{LAYER}mlp.{theirs}_proj.weight", f"layers/{{i}}/mlp/{ours}/kernel", "o n -> n o")
+        for theirs, ours in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))
+    ),
+]
+SIZES = [
+    "decoder_block=llama2", "vocab_size=64", "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2",
+    "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=4", "max_target_length=16", "dtype=float32",
+    "attention=dot_product",
+]  # fmt: skip
+
+
+def model(*words, devices=1):
+    """(configuration, template, places) of the small Llama, changed by words."""
+    settings = dict(word.split("=") for word in (*SIZES, *words))
+    config = load(None, [f"{key}={value}" for key, value in settings.items()], environ={}, devices=Devices(devices))
+    template = make_template(config)
+    return config, template, find_places(template, segments(config))
+
+
+class Random:
+    """Random bytes as the tensors of a checkpoint: NaNs and all, to be compared bit by bit."""
+
+    title = "random tensors"
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+        self.draw = np.random.default_rng(0)
+
+    def __iter__(self):
+        for name, tensor in self.tensors.items():
+            yield name, np.frombuffer(self.draw.bytes(tensor.nbytes), tensor.dtype).reshape(tensor.shape)
+
+
+class Counted:
+    """A source that counts how often it is read."""
+
+    title = "counted"
+
+    def __init__(self, source):
+        self.source, self.tensors, self.reads = source, source.tensors, 0
+
+    def read(self, name):
+        self.reads += 1
+        return self.source.read(name)
+
+
+def their_tensors(places, dtype, rules=RULES):
+    shapes = {name: place.shape for name, place in places.items()}
+    bounds = [rule.bind(shapes, layer) for rule in rules for layer in rule.layers(shapes)]
+    return {
+        name: Tensor(np.dtype(dtype), shape)
+        for bound in bounds
+        for name, shape in zip(bound.theirs, bound.their_shapes, strict=True)
+    }
+
+
+def memory(field):
+    """A figure of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def convert(job):
+    """From Hugging Face and back, with the memory that each took beyond what was in use before."""
+    _, _, places = model(*job["words"])
+    found = {}
+    start = memory("VmRSS")
+    write_ours(job["ours"], from_hf(Folder.open(job["theirs"]), RULES, places), {}, [])
+    found["from_hf"] = memory("VmHWM") - start
+    write_theirs(job["back"], to_hf(Folder.open(job["ours"], OURS), RULES, places), {}, [])
+    found["to_hf"] = memory("VmHWM") - start
+    return found
+
+
+def hang(job):
+    """Convert half of a model and then wait to be killed."""
+    _, _, places = model()
+
+    def progress(done, total, name):
+        if done > total / 2:
+            print("half", flush=True)
+            time.sleep(120)
+
+    write_ours(job["ours"], from_hf(Folder.open(job["theirs"]), RULES, places), {}, [], 10_000, progress)
+
+
+def shard(job):
+    """Load a folder of our weights on the devices of this process, laid out by a configuration."""
+    import jax
+
+    from maxtext.sharding import AxisRules, make_mesh
+
+    config, template, places = model(*job["words"], devices=len(jax.devices()))
+    rules = AxisRules.of(config, make_mesh(config))
+    shardings = jax.tree.map(lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes)
+    counted = Counted(Folder.open(job["ours"], OURS))
+    weights = flatten(load_weights(counted, places, template, shardings, host_bytes=job["host_bytes"]))
+    np.savez(job["file"], **{"/".join(map(str, path)): np.asarray(leaf) for path, leaf in weights.items()})
+    return {
+        "devices": len(jax.devices()),
+        "reads": counted.reads,
+        "split": {
+            "/".join(map(str, path)): [leaf.addressable_shards[0].data.shape, leaf.shape, str(leaf.sharding == where)]
+            for (path, leaf), where in zip(weights.items(), flatten(shardings).values(), strict=True)
+        },
+    }
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.stdin.read())
+    print(json.dumps({"convert": convert, "hang": hang, "shard": shard}[job["do"]](job)))

@@ -1,0 +1,267 @@
+"""Whole conversions: bits survive the way there and back, transformers computes the same, all problems come at once."""
+
+import re
+import tracemalloc
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext.checkpoint.convert import OURS, Folder, Renamed, Rule, Tensor, from_hf, to_hf, write_ours, write_theirs
+from maxtext.checkpoint.weights import ModelWeights, Place, load_weights
+from maxtext.common.errors import UserError
+
+
+class Values:
+    """Arrays as a source that notes what is read."""
+
+    title = "values"
+
+    def __init__(self, **arrays):
+        self.arrays, self.order = arrays, []
+        self.tensors = {name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}
+
+    def read(self, name):
+        self.order.append(name)
+        return self.arrays[name]
+
+
+def places_of(**shapes):
+    return {name: Place((name,), None, 0, shape, np.dtype(np.float32)) for name, shape in shapes.items()}
+
+
+def numbers(*shape, dtype=np.float32, start=0):
+    return (start + np.arange(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int8])
+def test_there_and_back(llama, dtype, tmp_path):
+    """Folder to folder to folder, in several shards: the same bits in the same dtype."""
+    _, _, places = llama.model()
+    tensors = llama.their_tensors(places, dtype)
+    write_theirs(tmp_path / "theirs", llama.Random(tensors), {}, [], 40_000)
+    there = from_hf(Folder.open(tmp_path / "theirs"), llama.RULES, places)
+    write_ours(tmp_path / "ours", there, {}, [], 30_000)
+    ours = Folder.open(tmp_path / "ours", OURS)
+    assert ours.tensors == {name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()}
+    write_theirs(tmp_path / "back", to_hf(ours, llama.RULES, places), {}, [])
+    back = Folder.open(tmp_path / "back")
+    assert back.tensors == tensors
+    for name, array in llama.Random(tensors):
+        assert back.read(name).tobytes() == array.tobytes()
+    # By hand, one of each kind.
+    first = Folder.open(tmp_path / "theirs")
+    query = first.read("model.layers.2.self_attn.q_proj.weight")
+    assert ours.read("layers/2/attention/query/kernel").tobytes() == query.T.reshape(32, 4, 8).tobytes()
+    down = first.read("model.layers.3.mlp.down_proj.weight")
+    assert ours.read("layers/3/mlp/wo/kernel").tobytes() == down.T.tobytes()
+
+
+def test_transformers_computes_the_same(llama, tmp_path):
+    """Their folder to our logits, and our folder to theirs."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5, initializer_range=0.2, tie_word_embeddings=False,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float().eval()
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    ids = np.random.default_rng(0).integers(0, 64, (2, 16))
+    expected = theirs(input_ids=torch.tensor(ids)).logits.detach().numpy()
+
+    _, template, places = llama.model("normalization_layer_epsilon=1e-5", "matmul_precision=highest")
+    source = from_hf(Folder.open(tmp_path / "theirs"), llama.RULES, places)
+    weights = load_weights(source, places, template)  # straight from their folder
+    positions = np.broadcast_to(np.arange(16), ids.shape)
+    ours = np.asarray(jax.jit(lambda weights: template.bind(weights)(ids, positions))(weights))
+    np.testing.assert_allclose(ours, expected, atol=3e-5 * expected.std(), rtol=3e-5)
+
+    config = [tmp_path / "theirs" / "config.json"]
+    write_theirs(tmp_path / "back", to_hf(ModelWeights(weights, places), llama.RULES, places), {}, config, 50_000)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back").float().eval()
+    np.testing.assert_array_equal(again(input_ids=torch.tensor(ids)).logits.detach().numpy(), expected)
+
+
+def test_one_error_for_all_problems(llama, theirs, tmp_path):
+    folder = Folder.open(theirs[0])
+    _, _, places = llama.model("base_num_kv_heads=4", "base_num_decoder_layers=5")
+    rules = [rule for rule in llama.RULES if rule.theirs != "model.norm.weight"]
+    with pytest.raises(UserError) as caught:
+        write_ours(tmp_path / "out", from_hf(folder, rules, places), {}, [])
+    message = str(caught.value)
+    # Our final norm has no rule; the fifth layer is missing (9 tensors); the keys and values of four have another
+    # shape (8); their norm is unexpected.
+    assert message.startswith(f"{theirs[0]} does not fit the model (19 problems): ")
+    assert message.count(";") == 5
+    assert message.endswith("; and 14 more")
+    assert "no rule is known for our final_norm/scale [32]" in message
+    assert "\n" not in message
+    assert not any(tmp_path.iterdir())
+
+
+def test_each_problem(llama, theirs):
+    _, _, places = llama.model()
+    rest = {name: array for name, array in theirs[1].items() if name != "lm_head.weight"}
+    for changes, message in [
+        ({}, "(1 problem): lm_head.weight is missing"),
+        (
+            {"lm_head.weight": numbers(32, 64, dtype=ml_dtypes.bfloat16)},
+            "(1 problem): lm_head.weight has shape [32, 64], the model needs [64, 32]",
+        ),
+        (
+            {"lm_head.weight": theirs[1]["lm_head.weight"], "lm_tail.weight": numbers(3)},
+            "(1 problem): lm_tail.weight is not a tensor of this model",
+        ),
+    ]:
+        source = Values(**rest, **changes)
+        with pytest.raises(UserError, match=re.escape(f"values does not fit the model {message}") + "$"):
+            from_hf(source, llama.RULES, places)
+        assert not source.order  # no data was read
+    source = Values(**theirs[1], **{"model.layers.0.rotary_emb.inv_freq": numbers(3)})
+    from_hf(source, llama.RULES, places, ignored=[r".*rotary_emb\.inv_freq"])
+    with pytest.raises(UserError, match="rotary_emb"):
+        from_hf(source, llama.RULES, places, ignored=[r"rotary_emb\.inv_freq"])  # not the whole name
+
+
+def test_tensors_of_one_rule_have_one_dtype():
+    rule = Rule(("a", "b"), "o", "w -> w", join="w")
+    source = Values(a=numbers(2), b=numbers(2, dtype=np.float16))
+    with pytest.raises(UserError, match="a and b belong together and have dtypes F16 and F32"):
+        from_hf(source, [rule], places_of(o=(4,)))
+    made = from_hf(source, [rule], places_of(o=(4,)), dtype=np.dtype(np.float32))
+    np.testing.assert_array_equal(made.read("o"), [0, 1, 0, 1])
+    assert made.tensors == {"o": Tensor(np.dtype(np.float32), (4,))}
+
+
+EACH = Rule("experts.{x}", "w", "x m e -> x e m")
+PACKED = Rule("packed", "w", "x e m -> x e m")
+TURNED = Rule("packed", "w", "x m e -> x e m")
+
+
+def test_the_first_rule_that_finds_its_tensors():
+    ours = numbers(2, 3, 4)
+    places = places_of(w=(2, 3, 4))
+    each = {"experts.0": ours[0].T, "experts.1": ours[1].T}
+    for arrays, expected in [
+        (each, EACH),
+        ({"packed": ours}, PACKED),
+        ({"packed": ours.swapaxes(1, 2)}, TURNED),  # by its shape
+    ]:
+        made = from_hf(Values(**arrays), [EACH, PACKED, TURNED], places)
+        assert made.steps[0] == expected.bind({"w": (2, 3, 4)})
+        np.testing.assert_array_equal(made.read("w"), ours)
+    with pytest.raises(UserError, match=r"\(1 problem\): packed is not a tensor"):  # the same weights twice
+        from_hf(Values(**each, packed=ours), [EACH, PACKED], places)
+    with pytest.raises(UserError, match=r"\(1 problem\): experts.1 is missing"):
+        from_hf(Values(**{"experts.0": ours[0].T}), [EACH, PACKED], places)
+    with pytest.raises(UserError, match=r"packed has shape \[2, 3, 5\], the model needs \[2, 3, 4\]"):
+        from_hf(Values(packed=numbers(2, 3, 5)), [EACH, PACKED, TURNED], places)
+
+
+def test_which_form_is_written():
+    source = Values(w=numbers(2, 3, 4))
+    places = places_of(w=(2, 3, 4))
+    for names, expected in [
+        (None, ["experts.0", "experts.1"]),
+        ({"packed", "other"}, ["packed"]),
+        ({"experts.0", "experts.1"}, ["experts.0", "experts.1"]),
+        ({"experts.0", "packed"}, ["packed"]),  # all of its tensors must be among the names
+        ({"experts.0"}, ["experts.0", "experts.1"]),  # none fits: the first
+    ]:
+        made = to_hf(source, [EACH, PACKED], places, names)
+        assert list(made.tensors) == [name for name, _ in made] == expected
+
+
+def test_two_weights_in_one_tensor():
+    """A head may be read from the embedding that it is tied to, but not both be written there."""
+    rules = [Rule("e", "embedding", "v e -> v e"), Rule("h", "head", "v e -> e v"), Rule("e", "head", "v e -> e v")]
+    places = places_of(embedding=(3, 2), head=(2, 3))
+    made = dict(from_hf(Values(e=numbers(3, 2)), rules, places))
+    np.testing.assert_array_equal(made["head"], numbers(3, 2).T)
+    np.testing.assert_array_equal(made["embedding"], numbers(3, 2))
+    ours = Values(embedding=numbers(3, 2), head=numbers(2, 3))
+    assert list(to_hf(ours, rules, places).tensors) == ["e", "h"]
+    with pytest.raises(UserError, match="e would have to hold both embedding and head"):
+        to_hf(ours, rules, places, names={"e"})
+
+
+def test_our_side_is_checked_as_well():
+    rule = Rule("t", "a", "x -> x")
+    with pytest.raises(UserError, match=r"\(2 problems\): a is missing; b is not a weight of this model"):
+        to_hf(Values(b=numbers(2)), [rule], places_of(a=(2,)))
+    with pytest.raises(UserError, match=r"no rule is known for our b \[2\]"):
+        to_hf(Values(a=numbers(2), b=numbers(2)), [rule], places_of(a=(2,), b=(2,)))
+
+
+def test_a_cast_leaves_other_numbers_alone():
+    rules = [Rule("t", "a", "x -> x"), Rule("u", "b", "x -> x"), Rule("v", "c", "x -> x")]
+    source = Values(
+        a=np.array([1 / 3, 2]), b=np.array([1, 2], np.int32), c=np.array([1, 2], ml_dtypes.float8_e4m3fn)
+    )  # fmt: skip
+    made = to_hf(source, rules, places_of(a=(2,), b=(2,), c=(2,)), dtype=np.dtype(ml_dtypes.bfloat16))
+    arrays = dict(made)
+    assert {name: array.dtype for name, array in arrays.items()} == {
+        "t": ml_dtypes.bfloat16, "u": np.int32, "v": ml_dtypes.float8_e4m3fn
+    }  # fmt: skip
+    assert float(arrays["t"][0]) == 0.333984375  # the nearest bfloat16 to a third
+    assert {name: tensor.dtype for name, tensor in made.tensors.items()} == {
+        name: array.dtype for name, array in arrays.items()
+    }
+
+
+def test_layer_by_layer(llama, theirs):
+    """Whatever the order of the rules, a layer is done before the next one begins."""
+    source = Values(**theirs[1])
+    _, _, places = llama.model()
+    made = from_hf(source, llama.RULES[::-1], places)
+    assert [name for name, _ in made] == list(made.tensors) == list(places)
+    layers = [int(name.split(".")[2]) for name in source.order if name.startswith("model.layers.")]
+    assert layers == sorted(layers)
+    assert len(source.order) == len(theirs[1])  # each read once
+
+
+class Fresh:
+    """Arrays that exist only while somebody holds them."""
+
+    title = "fresh"
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def read(self, name):
+        return np.ones(self.tensors[name].shape, self.tensors[name].dtype)
+
+
+def peak(action):
+    tracemalloc.start()
+    action()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most
+
+
+def test_memory_holds_one_rule(tmp_path):
+    """Three layers of 8 experts: a layer's weight is 4 MiB, a tensor of theirs 512 KiB. What was handed over goes."""
+    rule = Rule("l.{i}.experts.{x}", "layers/{i}/w", "x m e -> x e m")
+    places = {f"layers/{i}/w": Place(("w",), i, 0, (8, 256, 512), np.dtype(np.float32)) for i in range(3)}
+    kind = np.dtype(np.float32)
+    theirs = Fresh({f"l.{i}.experts.{x}": Tensor(kind, (512, 256)) for i in range(3) for x in range(8)})
+    ours = Fresh({name: Tensor(kind, place.shape) for name, place in places.items()})
+    layer, tensor = 2**22, 2**19
+    there, back = from_hf(theirs, [rule], places), to_hf(ours, [rule], places)
+    assert layer < peak(lambda: write_ours(tmp_path / "ours", there, {}, [])) < layer + 1.5 * tensor
+    assert layer < peak(lambda: write_theirs(tmp_path / "theirs", back, {}, [])) < layer + 1.5 * tensor
+
+
+def test_other_names_for_a_source(llama, theirs):
+    _, _, places = llama.model()
+    source = Values(**{f"language_model.{name}": array for name, array in theirs[1].items()}, other=numbers(1))
+    renamed = Renamed(source, {name: f"language_model.{name}" for name in theirs[1]})
+    made = from_hf(renamed, llama.RULES, places)
+    assert made.title == "values"
+    expected = from_hf(Values(**theirs[1]), llama.RULES, places)
+    for name in ("head/kernel", "layers/1/attention/key/kernel"):
+        assert made.read(name).tobytes() == expected.read(name).tobytes()

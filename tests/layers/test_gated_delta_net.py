@@ -1,0 +1,234 @@
+"""Gated DeltaNet against the layers of transformers: values, gradients, packed documents, decoding, precision."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3NextConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from maxtext.common import noise
+from maxtext.kernels.delta_rule import causal_convolution_step, gated_delta_step
+from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, unit_length
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Maker, Template
+
+SIZE, HEADS, KEY, VALUE, WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
+LENGTH = 21
+CLOSE = dict(rtol=1e-4, atol=2e-5)
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
+jit = partial(jax.jit, compiler_options=QUICK)
+FAMILIES = {"next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet), "3.5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet)}
+
+
+def template(group, dtype="float32", **options):
+    spec = GatedDeltaNetSpec(
+        HEADS, HEADS * group, KEY, VALUE, WIDTH, **{"chunk": 8, "norm_epsilon": EPSILON, **options}
+    )
+    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), dtype), SIZE, dtype))
+
+
+def theirs(family, group):
+    make_config, make = FAMILIES[family]
+    config = make_config(
+        hidden_size=SIZE,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        rms_norm_eps=EPSILON,
+        linear_conv_kernel_dim=WIDTH,
+        linear_key_head_dim=KEY,
+        linear_value_head_dim=VALUE,
+        linear_num_key_heads=HEADS,
+        linear_num_value_heads=HEADS * group,
+    )
+    layer = make(config, 0)
+    generator = torch.Generator().manual_seed(group)
+    for name, weight in layer.named_parameters():
+        weight.data = torch.randn(weight.shape, generator=generator) * 0.5 + (name == "norm.weight")
+    return layer
+
+
+def ours(tensors, group):
+    """Their tensors (weights or gradients) as our tree."""
+    tensors = {name.removesuffix(".weight"): tensor.detach().numpy() for name, tensor in tensors.items()}
+    values = group * VALUE
+    if "in_proj_qkvz" in tensors:
+        qkvz = tensors["in_proj_qkvz"].reshape(HEADS, 2 * KEY + 2 * values, SIZE)
+        query, key, value, gate = np.split(qkvz, np.cumsum([KEY, KEY, values]), axis=1)
+        beta, decay = np.split(tensors["in_proj_ba"].reshape(HEADS, 2 * group, SIZE), 2, axis=1)
+    else:
+        query, key, value = np.split(tensors["in_proj_qkv"], np.cumsum([HEADS * KEY, HEADS * KEY]))
+        gate, beta, decay = (tensors[f"in_proj_{name}"] for name in "zba")
+    projections = dict(query=query, key=key, value=value, gate=gate, beta=beta, decay=decay)
+    convolutions = np.split(tensors["conv1d"], np.cumsum([HEADS * KEY, HEADS * KEY]))
+    return {
+        **{name: {"kernel": rows.reshape(HEADS, -1, SIZE).transpose(2, 0, 1)} for name, rows in projections.items()},
+        **{
+            f"conv_{name}": channels.reshape(HEADS, -1, WIDTH).transpose(2, 0, 1)
+            for name, channels in zip(("query", "key", "value"), convolutions, strict=True)
+        },
+        "log_rate": tensors["A_log"].reshape(HEADS, group),
+        "step_bias": tensors["dt_bias"].reshape(HEADS, group),
+        "norm": {"scale": tensors["norm"]},
+        "out": {"kernel": tensors["out_proj"].T.reshape(HEADS, values, SIZE)},
+    }
+
+
+def activations(length=LENGTH, seed=0):
+    return np.random.default_rng(seed).normal(size=(2, length, SIZE)).astype(np.float32)
+
+
+def inputs(segments=None, length=LENGTH):
+    return LayerInputs(jnp.broadcast_to(jnp.arange(length), (2, length)), segments)
+
+
+def run(model, tree, x, layer_inputs):
+    return jit(lambda tree, x: model.bind(tree)(x, layer_inputs)[0])(tree, x)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers(family, group):
+    layer, x = theirs(family, group), activations(70)  # more than one of their chunks
+    expected = layer(torch.tensor(x)).detach()
+    tree = ours(dict(layer.named_parameters()), group)
+    for form in ("chunked", "recurrent"):
+        y = run(template(group, form=form), tree, x, inputs(length=70))
+        np.testing.assert_allclose(y, expected, **CLOSE)
+
+
+def test_gradients_are_transformers():
+    layer, x, group = theirs("next", 2), activations(), 2
+    weights = activations(seed=1)
+    given = torch.tensor(x, requires_grad=True)
+    (layer(given) * torch.tensor(weights)).sum().backward()
+    model = template(group)
+
+    def total(tree, x):
+        return jnp.sum(model.bind(tree)(x, inputs())[0] * weights)
+
+    gradients, of_x = jit(jax.grad(total, argnums=(0, 1)))(ours(dict(layer.named_parameters()), group), x)
+    expected = ours({name: weight.grad for name, weight in layer.named_parameters()}, group)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), gradients, expected)
+    np.testing.assert_allclose(of_x, given.grad, rtol=1e-4, atol=1e-4)
+    assert all(np.abs(gradient).max() > 1e-3 for gradient in jax.tree.leaves(gradients))
+
+
+def test_without_qk_norm(monkeypatch):
+    """transformers always norms; made not to, its layer is ours with qk_norm off."""
+    rule = modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    def unnormed(*arguments, **options):
+        return rule(*arguments, **{**options, "use_qk_l2norm_in_kernel": False})
+
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", unnormed)
+    layer, x = theirs("next", 2), activations() * 0.5
+    expected = layer(torch.tensor(x)).detach()
+    tree = ours(dict(layer.named_parameters()), 2)
+    np.testing.assert_allclose(run(template(2, qk_norm=False), tree, x, inputs()), expected, **CLOSE)
+    assert np.abs(run(template(2), tree, x, inputs()) - expected.numpy()).max() > 1e-2
+
+
+SEGMENTS = np.array([[1] * 2 + [2] * 13 + [3] * 4 + [0] * 2, [0] * 3 + [5] * 9 + [6] * 9])
+DOCUMENTS = [(0, 0, 2), (0, 2, 15), (0, 15, 19), (1, 3, 12), (1, 12, 21)]  # row, first, end
+
+
+@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+def test_packed_documents(form):
+    """A document in a packed row is what transformers makes of it alone, whatever the padding holds."""
+    layer, x = theirs("3.5", 2), activations()
+    tree, model = ours(dict(layer.named_parameters()), 2), template(2, form=form)
+    y = run(model, tree, x, inputs(SEGMENTS))
+    for row, first, end in DOCUMENTS:
+        expected = layer(torch.tensor(x[row : row + 1, first:end])).detach()[0]
+        np.testing.assert_allclose(y[row, first:end], expected, **CLOSE)
+    other = run(model, tree, np.where(SEGMENTS[..., None] == 0, 7.0, x).astype(np.float32), inputs(SEGMENTS))
+    np.testing.assert_array_equal(np.asarray(other)[SEGMENTS != 0], np.asarray(y)[SEGMENTS != 0])
+
+
+def test_decoding():
+    """Token by token with the kernels' states, over the layer's weights: what transformers makes of the whole."""
+    group = 2
+    layer, x = theirs("next", group), activations(12)
+    expected = layer(torch.tensor(x)).detach()
+    module = template(group).bind(jax.tree.map(jnp.asarray, ours(dict(layer.named_parameters()), group)))
+
+    @jit
+    def step(x, states):
+        """x [B, E]; the states of the three convolutions and of the rule."""
+        mixed, kept = [], []
+        for name, state in zip(("query", "key", "value"), states, strict=False):
+            y, state = causal_convolution_step(getattr(module, name)(x), getattr(module, f"conv_{name}")[...], state)
+            mixed.append(jax.nn.silu(y))
+            kept.append(state)
+        q, k = (jnp.repeat(unit_length(one), group, axis=1) for one in mixed[:2])
+        v = mixed[2].reshape(2, -1, VALUE)
+        decay, beta = (one.reshape(2, -1) for one in (module.log_decay(x), module.step(x)))
+        out, memory = gated_delta_step(q, k, v, decay, beta, states[3])
+        gate = jax.nn.silu(module.gate(x))
+        return module.out(module.norm(out).reshape(gate.shape) * gate), [*kept, memory]
+
+    widths = (KEY, KEY, group * VALUE)
+    states = [jnp.zeros((2, WIDTH - 1, HEADS, width)) for width in widths]
+    states.append(jnp.zeros((2, HEADS * group, KEY, VALUE)))
+    for t in range(12):
+        y, states = step(x[:, t], states)
+        np.testing.assert_allclose(y, expected[:, t], **CLOSE)
+
+
+def test_bfloat16():
+    """Values and gradients are finite, and as near to float32 as a number of 8 bits can be."""
+    layer, x = theirs("next", 2), activations()
+    expected = layer(torch.tensor(x)).detach().numpy()
+    tree = jax.tree.map(lambda weight: jnp.asarray(weight, jnp.bfloat16), ours(dict(layer.named_parameters()), 2))
+    model = template(2, dtype="bfloat16")
+
+    def total(tree):
+        y, _ = model.bind(tree)(jnp.asarray(x, jnp.bfloat16), inputs(SEGMENTS * 0 + 1))
+        return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+    gradients, y = jit(jax.grad(total, has_aux=True))(tree)
+    assert y.dtype == jnp.bfloat16
+    error = np.asarray(y, np.float32) - expected
+    assert np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 0.02
+    assert all(np.isfinite(gradient.astype(jnp.float32)).all() for gradient in jax.tree.leaves(gradients))
+
+
+def test_weights():
+    model = template(3)
+    axes, values = model.axes, 3 * VALUE
+    shapes = jax.tree.map(lambda weight: weight.shape, model.weights)
+    for name, width in dict(query=KEY, key=KEY, value=values, gate=values, beta=3, decay=3).items():
+        assert shapes[name]["kernel"] == (SIZE, HEADS, width)
+        assert axes[name]["kernel"] == ("embed", "gdn_head", None)
+    for name, width in dict(query=KEY, key=KEY, value=values).items():
+        assert shapes[f"conv_{name}"] == (WIDTH, HEADS, width)
+        assert axes[f"conv_{name}"] == (None, "gdn_head", None)
+    assert axes["log_rate"] == axes["step_bias"] == ("gdn_head", None)
+    assert shapes["log_rate"] == shapes["step_bias"] == (HEADS, 3)
+    assert (shapes["out"]["kernel"], axes["out"]["kernel"]) == ((HEADS, values, SIZE), ("gdn_head", None, "embed"))
+    assert shapes["norm"]["scale"] == (VALUE,)
+
+
+def test_initial_rates():
+    """Uniform between 0.01 and 16, in as many heads as the statistics need."""
+    spec = GatedDeltaNetSpec(32, 1024, 1, 1, WIDTH, 8, EPSILON)
+    module = spec.build(Maker(noise.seed_key(0), "float32"), 1, "float32")
+    rates = np.sort(np.exp(module.log_rate[...]).ravel())
+    assert rates[0] >= 0.01
+    np.testing.assert_allclose(rates, np.linspace(0.01, 16, rates.size), atol=0.9)  # Kolmogorov: 0.05 of the range
+    np.testing.assert_array_equal(module.step_bias[...], 1)
+    np.testing.assert_array_equal(module.norm.scale[...], 1)
+
+
+def test_wrong_specs():
+    with pytest.raises(ValueError, match="form must be one of chunked, recurrent, not parallel"):
+        template(1, form="parallel")
+    with pytest.raises(ValueError, match="3 value heads are not a multiple of 2 key heads"):
+        GatedDeltaNetSpec(2, 3, KEY, VALUE, WIDTH, 8, EPSILON)

@@ -1,0 +1,270 @@
+"""Latent attention against transformers' DeepSeek V2 and V3, and its absorbed form against the plain one.
+
+Shapes: B batch, S sequence, E embedding, H heads.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+
+from maxtext.common import noise
+from maxtext.common.errors import ConfigError
+from maxtext.kernels.attention import Visibility
+from maxtext.layers.indexer import IndexerSpec
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.mla import MlaSpec
+from maxtext.layers.norms import NormSpec
+from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.rope import RopeSpec
+
+BATCH, LENGTH, SIZE, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = 2, 11, 24, 4, 12, 16, 10, 8, 6
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
+FACTOR, ORIGINAL, MSCALE = 4.0, 16, 0.7
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=FACTOR, original_max_position_embeddings=ORIGINAL, beta_fast=32.0,
+    beta_slow=1.0, mscale=MSCALE, mscale_all_dim=MSCALE,
+)  # fmt: skip
+PLAIN = dict(rope_type="default", rope_theta=10000.0)
+SHARED = dict(
+    hidden_size=SIZE, num_attention_heads=HEADS, num_key_value_heads=HEADS, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
+    qk_nope_head_dim=NOPE, v_head_dim=VALUE, max_position_embeddings=64, attn_implementation="eager",
+)  # fmt: skip
+# Two documents and padding in the first row, one in the second; positions start anew.
+SEGMENTS = np.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * LENGTH], np.int32)
+PACKED = np.array([[*range(4), *range(5), *range(2)], [*range(LENGTH)]], np.int32)
+
+
+def rope_spec(yarn, interleave):
+    if not yarn:
+        return RopeSpec(interleave=interleave)
+    return RopeSpec("yarn", interleave=interleave, factor=FACTOR, original_length=ORIGINAL)
+
+
+def mla_spec(query_rank=QUERY_RANK, yarn=False, interleave=True, **options):
+    scale = (NOPE + ROPE) ** -0.5
+    if yarn:
+        scale *= (0.1 * MSCALE * math.log(FACTOR) + 1) ** 2
+    return MlaSpec(
+        HEADS, RANK, NOPE, ROPE, VALUE, scale, rope_spec(yarn, interleave), NormSpec(epsilon=1e-6), Visibility(),
+        query_rank=query_rank, **options,
+    )  # fmt: skip
+
+
+def template(spec):
+    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32"))
+
+
+def random_weights(spec, seed=0):
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda leaf: (draw(size=leaf.shape) * 0.4).astype(np.float32), template(spec).weights)
+
+
+def hidden(seed=3):
+    return np.random.default_rng(seed).normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
+
+
+def layer_inputs(packed=False):
+    if packed:
+        return LayerInputs(jnp.asarray(PACKED), jnp.asarray(SEGMENTS))
+    return LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)))
+
+
+def shuffled(layer):
+    """Every weight is random, so that a forgotten one shows."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    return layer.float().eval()
+
+
+SHAPES = {
+    "query_a": ("q_a_proj", (SIZE, QUERY_RANK)),
+    "query_b": ("q_b_proj", (QUERY_RANK, HEADS, NOPE + ROPE)),
+    "query": ("q_proj", (SIZE, HEADS, NOPE + ROPE)),
+    "kv_a": ("kv_a_proj_with_mqa", (SIZE, RANK + ROPE)),
+    "kv_b": ("kv_b_proj", (RANK, HEADS, NOPE + VALUE)),
+    "out": ("o_proj", (HEADS, VALUE, SIZE)),
+}
+
+
+def from_torch(named):
+    """Our tree from transformers' names; torch keeps matrices as [out, in]."""
+    tree = {}
+    for ours, (theirs, shape) in SHAPES.items():
+        if f"{theirs}.weight" in named:
+            tree[ours] = {"kernel": named[f"{theirs}.weight"].T.reshape(shape)}
+        if f"{theirs}.bias" in named:
+            tree[ours]["bias"] = named[f"{theirs}.bias"]
+    for ours, theirs in (("query_norm", "q_a_layernorm"), ("kv_norm", "kv_a_layernorm")):
+        if f"{theirs}.weight" in named:
+            tree[ours] = {"scale": named[f"{theirs}.weight"]}
+    return tree
+
+
+def visible(packed):
+    mask = np.tril(np.ones((BATCH, LENGTH, LENGTH), bool))
+    if packed:
+        mask &= (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & (SEGMENTS[:, :, None] != 0)
+    return mask
+
+
+def theirs(layer, rotary, x, packed, gradient=None):
+    """Output, and with `gradient` those of the input and of every weight in our names."""
+    x = torch.tensor(x, requires_grad=gradient is not None)
+    positions = torch.tensor(PACKED) if packed else torch.arange(LENGTH)[None].expand(BATCH, LENGTH)
+    mask = torch.where(torch.tensor(visible(packed))[:, None], 0.0, torch.finfo(torch.float32).min)
+    output = layer(x, position_embeddings=rotary(x, positions), attention_mask=mask)[0]
+    if gradient is None:
+        return output.detach().numpy()
+    output.backward(torch.tensor(gradient))
+    named = {name: parameter.grad.numpy() for name, parameter in layer.named_parameters()}
+    return output.detach().numpy(), from_torch(named), x.grad.numpy()
+
+
+def run(spec, tree, x, packed=False):
+    model = template(spec)
+    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=QUICK)(tree, x)
+
+
+def version_2(yarn, query_rank, bias):
+    config = DeepseekV2Config(
+        **SHARED, q_lora_rank=query_rank or None, rope_parameters=YARN if yarn else PLAIN, attention_bias=bias
+    )
+    return shuffled(DeepseekV2Attention(config, 0)), DeepseekV2RotaryEmbedding(config)
+
+
+def version_3(yarn, query_rank, bias, interleave=True):
+    config = DeepseekV3Config(
+        **SHARED, q_lora_rank=query_rank or None, rope_parameters=YARN if yarn else PLAIN, attention_bias=bias,
+        rope_interleave=interleave,
+    )  # fmt: skip
+    return shuffled(DeepseekV3Attention(config, 0)), DeepseekV3RotaryEmbedding(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "query_rank", "yarn", "bias", "packed"),
+    [
+        (version_2, 0, False, False, False),
+        (version_2, QUERY_RANK, True, True, True),
+        (version_3, 0, True, True, True),
+        (version_3, QUERY_RANK, False, False, False),
+        (partial(version_3, interleave=False), QUERY_RANK, True, False, False),
+    ],
+    ids=["v2 direct", "v2 yarn bias packed", "v3 direct yarn bias packed", "v3", "v3 halves yarn"],
+)
+def test_output_is_transformers(make, query_rank, yarn, bias, packed):
+    layer, rotary = make(yarn, query_rank, bias)
+    interleave = not isinstance(make, partial)
+    spec = mla_spec(query_rank, yarn, interleave, bias=bias)
+    tree = from_torch({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
+    assert jax.tree.structure(tree) == jax.tree.structure(template(spec).weights)
+    x = hidden()
+    real = SEGMENTS != 0 if packed else np.ones((BATCH, LENGTH), bool)
+    ours, aux = run(spec, tree, x, packed)
+    np.testing.assert_allclose(ours[real], theirs(layer, rotary, x, packed)[real], atol=2e-5)
+    assert aux == {}
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_gradients_are_transformers(latent):
+    """Also of the form without keys and values: it is the same function of the same weights."""
+    layer, rotary = version_3(True, QUERY_RANK, True)
+    x, gradient = hidden(), hidden(5)
+    expected, weight_gradients, input_gradient = theirs(layer, rotary, x, False, gradient)
+    tree = from_torch({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
+    model = template(mla_spec(yarn=True, bias=True, latent=latent))
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def ours(tree, x):
+        output, pull = jax.vjp(lambda tree, x: model.bind(tree)(x, layer_inputs())[0], tree, x)
+        return output, *pull(gradient)
+
+    output, by_weight, by_input = ours(tree, x)
+    np.testing.assert_allclose(output, expected, atol=2e-5)
+    np.testing.assert_allclose(by_input, input_gradient, atol=1e-4)
+    assert jax.tree.structure(by_weight) == jax.tree.structure(weight_gradients)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), by_weight, weight_gradients)
+
+
+@pytest.mark.parametrize("query_rank", [0, QUERY_RANK])
+def test_latent_form_is_the_plain_one(query_rank):
+    """With packed rows and padding; values and gradients of all weights."""
+    tree = random_weights(mla_spec(query_rank))
+    x, gradient = hidden(), hidden(5)
+
+    @partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    def both(latent, tree, x):
+        model = template(mla_spec(query_rank, latent=latent))
+        output, pull = jax.vjp(lambda tree, x: model.bind(tree)(x, layer_inputs(packed=True))[0], tree, x)
+        return output, *pull(gradient)
+
+    plain, absorbed = both(False, tree, x), both(True, tree, x)
+    assert not np.asarray(plain[0])[SEGMENTS == 0].any()  # without bias, padding gives nothing
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), absorbed, plain)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_the_largest_logits_are_reported(latent):
+    """Against numpy, with RoPE as a product of complex numbers; asking changes nothing else."""
+    spec = mla_spec(latent=latent, report_max_logits=True)
+    tree = random_weights(spec)
+    x = hidden()
+    output, aux = run(spec, tree, x, packed=True)
+    plain, _ = run(mla_spec(), tree, x, packed=True)
+    np.testing.assert_allclose(output, plain, atol=1e-4)
+
+    def normed(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def turned(x):  # [B, S, H, P], neighbours as complex numbers
+        pairs = x[..., 0::2] + 1j * x[..., 1::2]
+        return pairs * np.exp(1j * PACKED[:, :, None, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE))
+
+    q = normed(x @ tree["query_a"]["kernel"], tree["query_norm"]["scale"])
+    q = np.einsum("bsr,rhd->bshd", q, tree["query_b"]["kernel"])
+    joined = x @ tree["kv_a"]["kernel"]
+    k = normed(joined[..., :RANK], tree["kv_norm"]["scale"])
+    k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["kernel"])[..., :NOPE]
+    logits = np.einsum("bshd,bthd->bhst", q[..., :NOPE], k)
+    logits += np.einsum("bshd,btd->bhst", turned(q[..., NOPE:]), turned(joined[:, :, None, RANK:])[:, :, 0].conj()).real
+    logits = np.where(visible(packed=True)[:, None], logits * spec.scale, -np.inf)
+    np.testing.assert_allclose(aux["max_logits"], logits.max(axis=(0, 2, 3)), rtol=1e-4)
+
+
+def test_axes_and_shapes_of_the_weights():
+    model = template(mla_spec(bias=True))
+    axes = model.axes
+    assert axes["query_a"] == {"kernel": ("embed", "q_lora_up_proj"), "bias": ("q_lora_up_proj",)}
+    assert axes["query_b"] == {"kernel": ("q_lora", "q_heads", "kv")}
+    assert axes["kv_a"]["kernel"] == ("embed", "kv_lora_up_proj")
+    assert axes["kv_b"] == {"kernel": ("kv_lora", "kv_heads", "kv_head_dim")}
+    assert axes["out"]["kernel"] == ("heads", "kv", "embed")
+    assert template(mla_spec(0)).axes["query"] == {"kernel": ("embed", "q_heads", "kv")}
+    jax.tree.map(
+        lambda names, leaf: np.testing.assert_equal(len(names), leaf.ndim),
+        axes, model.weights, is_leaf=lambda value: isinstance(value, tuple),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_every_tensor_that_can_be_kept_has_its_tag(latent):
+    model = template(mla_spec(latent=latent))
+    program = str(jax.make_jaxpr(lambda tree, x: model.bind(tree)(x, layer_inputs())[0])(model.weights, hidden()))
+    tags = {"query_wa_proj", "kv_wa_proj", "mla_q", "query_proj", "key_proj", "value_proj", "context", "out_proj"}
+    tags |= {"attention_out"} | (set() if latent else {"mla_kv"})  # the latent form makes no keys and values
+    assert tags == {word for word in tags | {"mla_kv"} if f"name={word}" in program}
+
+
+def test_an_indexer_needs_the_query_latent():
+    indexer = IndexerSpec(2, 16, ROPE, RopeSpec(), topk=4)
+    with pytest.raises(ConfigError, match="q_lora_rank"):
+        mla_spec(0, indexer=indexer)

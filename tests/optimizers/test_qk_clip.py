@@ -1,0 +1,90 @@
+"""QK-clip: what the logits of a latent attention are after it, computed by the layer that reports them.
+
+Shapes: B batch, S sequence, E embedding, H heads, L layers.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.common import noise
+from maxtext.kernels.attention import Visibility
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.mla import MlaSpec
+from maxtext.layers.norms import NormSpec
+from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.rope import RopeSpec
+from maxtext.optimizers.qk_clip import clip_mla
+
+BATCH, LENGTH, SIZE, HEADS, NOPE, ROPE, VALUE = 2, 9, 16, 4, 6, 4, 5
+QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
+
+
+def template(query_rank):
+    spec = MlaSpec(
+        HEADS, 8, NOPE, ROPE, VALUE, 0.4, RopeSpec(interleave=True), NormSpec(), Visibility(),
+        query_rank=query_rank, report_max_logits=True,
+    )  # fmt: skip
+    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32"))
+
+
+def random_weights(query_rank, seed=0):
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.map(lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template(query_rank).weights)
+
+
+def logits_of(query_rank, weights):
+    x = np.random.default_rng(7).normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
+    places = LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)))
+    model = template(query_rank)
+    return jax.jit(lambda tree: model.bind(tree)(x, places)[1]["max_logits"], compiler_options=QUICK)(weights)
+
+
+@pytest.mark.parametrize("query_rank", [0, 10])
+def test_largest_logits_come_down_to_the_threshold(query_rank):
+    weights = random_weights(query_rank)
+    before = np.asarray(logits_of(query_rank, weights))
+    threshold = float(np.sort(before)[1:3].mean())  # two heads above, two below
+    clipped = clip_mla(weights, jnp.asarray(before), threshold, NOPE)
+    after = np.asarray(logits_of(query_rank, clipped))
+    above = before > threshold
+    assert above.sum() == 2
+    np.testing.assert_allclose(after[above], threshold, rtol=1e-5)
+    np.testing.assert_array_equal(after[~above], before[~above])
+    # By half each where queries and keys both can shrink, in queries alone where keys are shared; the rest is kept.
+    query = "query_b" if query_rank else "query"
+    scale = np.minimum(1, threshold / before)[:, None]
+    ratio = {name: np.asarray(clipped[name]["kernel"] / weights[name]["kernel"]) for name in (query, "kv_b")}
+    for name, part, expected in (
+        (query, slice(None, NOPE), np.sqrt(scale)),
+        (query, slice(NOPE, None), scale),
+        ("kv_b", slice(None, NOPE), np.sqrt(scale)),
+        ("kv_b", slice(NOPE, None), np.ones_like(scale)),
+    ):
+        found = ratio[name][..., part]
+        np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), rtol=1e-5)
+    for name in set(weights) - {query, "kv_b"}:
+        jax.tree.map(np.testing.assert_array_equal, clipped[name], weights[name])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 3])
+def test_stacked_layers_are_clipped_each_by_its_own(axis):
+    layers = [random_weights(10, seed) for seed in (0, 1, 2)]
+    largest = jnp.asarray([[5.0, 50.0, 200.0, -3.0], [1.0, 2.0, 3.0, 4.0], [400.0, 100.0, 101.0, -jnp.inf]])
+    stacked = jax.tree.map(lambda *each: jnp.stack(each, axis=min(axis, each[0].ndim)), *layers)
+    found = clip_mla(stacked, largest, 100.0, NOPE, layers_axis=axis)
+    each = [clip_mla(tree, row, 100.0, NOPE) for tree, row in zip(layers, largest, strict=True)]
+    expected = jax.tree.map(lambda *each: jnp.stack(each, axis=min(axis, each[0].ndim)), *each)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # Nothing above: the very same numbers, also where the largest logit is negative or there was none.
+    jax.tree.map(np.testing.assert_array_equal, each[1], layers[1])
+    for before, after in zip(layers, each, strict=True):
+        for name in ("query_b", "kv_b"):
+            np.testing.assert_array_equal(before[name]["kernel"][:, 3], after[name]["kernel"][:, 3])
+
+
+def test_dtype_of_the_weights_is_kept():
+    weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_weights(10))
+    clipped = clip_mla(weights, jnp.full(HEADS, 200.0), 100.0, NOPE)
+    assert {leaf.dtype for leaf in jax.tree.leaves(clipped)} == {jnp.dtype("bfloat16")}
