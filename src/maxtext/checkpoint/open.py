@@ -6,19 +6,17 @@ weights.safetensors …, and in hugging_face/ the files that came with the model
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from maxtext.checkpoint.convert import registry
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
 from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
-from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream, Tensor, cast
+from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
 from maxtext.checkpoint.weights import Place, find_places
 from maxtext.checkpoint.writer import write_ours, write_theirs
 from maxtext.common.errors import UserError
@@ -59,29 +57,6 @@ class Checkpoint:
         return from_hf(source, self.table.rules(config), places, registry.ignored(self.table, config), dtype)
 
 
-@dataclass(frozen=True)
-class Recast:
-    """A source of weights, each in a dtype of its own where one is given."""
-
-    source: Stream
-    dtypes: Mapping[str, np.dtype]
-
-    @property
-    def title(self) -> str:
-        return self.source.title
-
-    @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        return {name: one.cast(self.dtypes.get(name)) for name, one in self.source.tensors.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return cast(self.source.read(name), self.tensors[name].dtype)
-
-    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name, array in self.source:
-            yield name, cast(array, self.tensors[name].dtype)
-
-
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     path = Path(path).expanduser()
     if not path.is_dir():
@@ -117,11 +92,7 @@ def model_text(config: Any) -> str:
     """A config.yml that says what model a configuration describes, and nothing of how to run it."""
     base = base_values()
     changed = [key for key in text.KEYS_IN_ORDER if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)]
-    lines = ["base_config: base.yml", *(text.yaml_line(key, getattr(config, key)) for key in changed)]
-    facts = text.facts(config)
-    if facts:
-        lines.append(yaml.safe_dump({"architecture": facts}, default_flow_style=None, sort_keys=False, width=120))
-    return "\n".join(lines).rstrip() + "\n"
+    return "base_config: base.yml\n" + text.yaml_text(config, changed)
 
 
 def save_ours(

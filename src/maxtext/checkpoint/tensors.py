@@ -86,6 +86,29 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return array if array.dtype == dtype else array.astype(dtype)
 
 
+@dataclass(frozen=True)
+class Recast:
+    """A source of weights, each in a dtype of its own where one is given."""
+
+    source: Stream
+    dtypes: Mapping[str, np.dtype]
+
+    @property
+    def title(self) -> str:
+        return self.source.title
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {name: one.cast(self.dtypes.get(name)) for name, one in self.source.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return cast(self.source.read(name), self.tensors[name].dtype)
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, array in self.source:
+            yield name, cast(array, self.tensors[name].dtype)
+
+
 def refuse(title: str, problems: Collection[str], shown: int = 5) -> None:
     """One error for all problems, if there are any."""
     if problems:

@@ -20,16 +20,14 @@ def run(words: list[str]) -> int:
     path, settings = cli_words.split(words)
     config = load(path, settings)
     keys = changed_keys(config) if changed else text.KEYS_IN_ORDER
-    facts = {"architecture": found} if (found := text.facts(config)) else {}
     if style == "json":
+        facts = {"architecture": found} if (found := text.facts(config)) else {}
         print(json.dumps({key: text.plain(getattr(config, key)) for key in keys} | facts, indent=2))
-        return 0
-    if style == "yaml":
-        print("\n".join(text.yaml_line(key, getattr(config, key)) for key in keys))
+    elif style == "yaml":
+        print(text.yaml_text(config, keys), end="")
     else:
         show(config, set(keys))
-    for key, value in facts.items():
-        print(text.yaml_line(key, value))
+        print(text.yaml_text(config, ()).strip())
     return 0
 
 

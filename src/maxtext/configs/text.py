@@ -1,5 +1,7 @@
 """A configuration as text: YAML lines in the order of base.yml."""
 
+import textwrap
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -31,3 +33,12 @@ def yaml_line(key: str, value: Any) -> str:
 def facts(config: Any) -> dict[str, Any]:
     """What is set under `architecture`, as plain data."""
     return config.architecture.model_dump(exclude_defaults=True, mode="json")
+
+
+def yaml_text(config: Any, keys: Iterable[str]) -> str:
+    """These keys of a configuration, and its facts, as a file that can be read back."""
+    lines = [yaml_line(key, getattr(config, key)) for key in keys]
+    if facts(config):
+        section = yaml.safe_dump(facts(config), default_flow_style=None, sort_keys=False, width=120)
+        lines.append("architecture:\n" + textwrap.indent(section, "  ").rstrip())
+    return "\n".join(lines) + "\n"

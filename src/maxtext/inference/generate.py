@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.inference.sampling import Sampling, draw
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Template
 
 BUCKET = 64  # lengths are rounded up to multiples of it, so that few programs are compiled
 
@@ -55,3 +57,22 @@ def padded(prompts: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np
     for row, prompt in zip(rows, prompts, strict=True):
         row[: len(prompt)] = prompt
     return rows, lengths
+
+
+def extend(
+    generate: Callable, weights: Any, prompts: Sequence[Sequence[int]], count: int, seed: int, ends: Sequence[int]
+) -> list[list[int]]:
+    """The new ids of each prompt: up to `count`, or up to and with one of `ends`."""
+    rows, lengths = padded(prompts, count)
+    stops = np.asarray(list(ends) or [-1], np.int32)  # no token has the id -1
+    done, reached = generate(weights, rows, lengths, np.int32(count), np.uint32(seed), stops)
+    done, reached = np.asarray(done), np.asarray(reached)
+    return [done[row, start:end].tolist() for row, (start, end) in enumerate(zip(lengths, reached, strict=True))]
+
+
+def last_scores(template: Template, weights: Any, rows: jax.Array, last: jax.Array) -> jax.Array:
+    """The scores after one place of each row: only those go through the head."""
+    model = template.bind(weights)
+    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    hidden, _ = model.hidden(rows, LayerInputs(positions))
+    return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.checkpoint.open import Checkpoint, Recast, dtype_of, open_checkpoint, places_of, save_ours, save_theirs
-from maxtext.checkpoint.tensors import Progress
+from maxtext.checkpoint.open import Checkpoint, dtype_of, open_checkpoint, places_of, save_ours, save_theirs
+from maxtext.checkpoint.tensors import Progress, Recast
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
-from maxtext.inference.generate import make_generator, padded
+from maxtext.inference.generate import extend, last_scores, make_generator
 from maxtext.inference.sampling import Sampling
-from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh, use_rules
@@ -122,17 +121,10 @@ class LLM:
 
     def extend(self, rows: list[list[int]], count: int, sampling: Sampling, seed: int, ends: Ids) -> list[list[int]]:
         """The new ids of each row."""
-        tokens, lengths = padded(rows, count)
         if sampling not in self.generators:
-            self.generators[sampling] = make_generator(self.last_scores, sampling)
-        # An id that no token has, where none ends a row.
-        stops = np.asarray(list(ends) or [-1], np.int32)
+            self.generators[sampling] = make_generator(partial(last_scores, self.template), sampling)
         with self.context():
-            done, reached = self.generators[sampling](
-                self.weights, tokens, lengths, np.int32(count), np.uint32(seed), stops
-            )
-        done, reached = np.asarray(done), np.asarray(reached)
-        return [done[row, start:end].tolist() for row, (start, end) in enumerate(zip(lengths, reached, strict=True))]
+            return extend(self.generators[sampling], self.weights, rows, count, seed, ends)
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """The weights as they are, with config.yml: a folder that `LLM.load` and `maxtext convert` take."""
@@ -185,13 +177,6 @@ class LLM:
             return self.template.bind(weights)(rows, positions)
 
         return jax.jit(run)
-
-    def last_scores(self, weights: Any, rows: jax.Array, last: jax.Array) -> jax.Array:
-        """The scores after one place of each row: only those go through the head."""
-        model = self.template.bind(weights)
-        positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
-        hidden, _ = model.hidden(rows, LayerInputs(positions))
-        return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
 
     def check(self, ids: np.ndarray, length: int) -> None:
         low, high = int(ids.min()), int(ids.max())

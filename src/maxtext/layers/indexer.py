@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import Inputs, largest, map_queries, mask, mask_by_head, mean_weights
+from maxtext.kernels.attention import Inputs, largest_keys, map_queries, mask, mask_by_head, mean_weights
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -70,7 +70,7 @@ class Indexer(nnx.Module):
         scores = self.scores(jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), inputs.positions)
         if choosing:
             chosen = constrain(
-                largest(hide(scores, mask(attention), -jnp.inf), spec.topk)[:, None],
+                largest_keys(hide(scores, mask(attention), -jnp.inf), spec.topk)[:, None],
                 "activation_batch_attn", None, "activation_length_attn", "activation_kv_length",
             )  # fmt: skip
             attention = replace(attention, selected=chosen)

@@ -21,6 +21,7 @@ from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
 from maxtext.input_pipeline import BatchIterator, make_eval_iterator, make_train_iterator, prefetch
 from maxtext.models.counts import parameter_count, train_flops_per_token
+from maxtext.models.registry import layers
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.rows import Rebatch, rows_at
@@ -123,7 +124,7 @@ def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]
     model = {
         "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
         "parameters": f"{parameter_count(setup.template.weights):,}",
-        "layers": f"{config.num_decoder_layers}, {'scanned' if config.scan_layers else 'unrolled'}",
+        "layers": f"{len(layers(config))}, {'scanned' if config.scan_layers else 'unrolled'}",
         "FLOPs a token": f"{train_flops_per_token(config):.3e} in training (products only, causal, no remat)",
     }
     if memory is not None:
@@ -144,6 +145,7 @@ def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]
             "tokens a step": f"{tokens:,} ({config.global_batch_size_to_train_on} x {config.max_target_length})",
             "optimizer": f"{config.opt_type.value}, {config.lr_schedule_type.value} to {config.learning_rate:g}",
             "data": config.dataset_type.value,
+            "weights": f"from {config.load_parameters_path}" if config.load_parameters_path else "fresh",
             "saved": "metrics and plots; checkpoints are not in this version yet",
         },
     }
@@ -164,8 +166,7 @@ def run_folder(config: Any) -> str:
 def write_configuration(config: Any) -> None:
     """The whole configuration beside the run's other files, to read and to run again."""
     if config.log_config and jax.process_index() == 0:
-        lines = [text.yaml_line(key, getattr(config, key)) for key in text.KEYS_IN_ORDER]
-        write_text(os.path.join(run_folder(config), "config.yml"), "\n".join(lines) + "\n")
+        write_text(os.path.join(run_folder(config), "config.yml"), text.yaml_text(config, text.KEYS_IN_ORDER))
 
 
 def summarise(

@@ -1,15 +1,13 @@
-"""What a model writes: a plain loop that runs the whole sequence again for every token.
+"""What a model writes after training, by the same generator that `LLM.generate` uses."""
 
-Good enough to look at a model after training; the inference engine has caches.
-"""
-
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from maxtext.common.errors import ConfigError
+from maxtext.inference.generate import extend, last_scores, make_generator
+from maxtext.inference.sampling import Sampling
 from maxtext.sharding import use_rules
 from maxtext.tokenizers import load_tokenizer
 from maxtext.trainers.setup import Setup
@@ -31,25 +29,12 @@ def complete(setup: Setup, weights: Any, prompt: str, tokens: int) -> str:
     """The prompt and up to `tokens` more, sampled at decode_sampling_temperature (greedy: the likeliest token)."""
     config = setup.config
     tokenizer = load_tokenizer(config)
-    length = config.max_target_length
     ids = ([tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []) + tokenizer.encode(prompt)
     greedy = config.decode_sampling_strategy.value == "greedy"
-
-    def next_token(weights: Any, row: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
-        positions = jnp.arange(length)[None]
-        logits = setup.template.bind(weights)(row[None], positions)[0, last].astype(jnp.float32)
-        if greedy:
-            return jnp.argmax(logits)
-        return jax.random.categorical(key, logits / config.decode_sampling_temperature)
-
-    with use_rules(setup.rules):
-        step = jax.jit(next_token)
-        for count in range(tokens):
-            window = ids[-length:]
-            row = np.zeros(length, np.int32)
-            row[: len(window)] = window
-            chosen = int(step(weights, row, len(window) - 1, jax.random.fold_in(setup.key, count)))
-            if chosen == tokenizer.eos_id:
-                break
-            ids.append(chosen)
-    return tokenizer.decode(ids)
+    sampling = Sampling(0.0 if greedy else config.decode_sampling_temperature)
+    room = max(config.trainable_position_size - len(ids), 0) if config.trainable_position_size > 0 else tokens
+    ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    with use_rules(setup.rules), jax.default_matmul_precision(config.matmul_precision.value):
+        generate = make_generator(partial(last_scores, setup.template), sampling)
+        (new,) = extend(generate, weights, [ids], min(tokens, room), config.init_weights_seed, ends)
+    return tokenizer.decode([*ids, *(token for token in new if token not in ends)])

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxtext.checkpoint.open import open_checkpoint, places_of
+from maxtext.checkpoint.weights import load_weights
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
@@ -70,8 +72,13 @@ class Setup:
         return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape)
 
     def initial_state(self) -> TrainState:
+        """Fresh, or with the weights of load_parameters_path: a folder of ours, or one of Hugging Face's."""
         with use_rules(self.rules):
-            return jax.jit(self.fresh, out_shardings=self.state_shardings)()
+            if not self.config.load_parameters_path:
+                return jax.jit(self.fresh, out_shardings=self.state_shardings)()
+            weights = read_weights(self.config, self.template, self.weight_shardings)
+            make = jax.jit(self.first_state, out_shardings=self.state_shardings, donate_argnums=0)
+            return make(weights)
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (rows, self.config.max_target_length)
@@ -105,6 +112,13 @@ class Setup:
             )
             for name, field in batch.items()
         }
+
+
+def read_weights(config: Any, template: Template, shardings: Any) -> Any:
+    """The weights that a run starts from, straight into their shards."""
+    places = places_of(template, config)
+    source = open_checkpoint(config.load_parameters_path).weights(config, places)
+    return load_weights(source, places, template, shardings)
 
 
 def placed(tree: Any, shardings: Any) -> Any:

@@ -8,10 +8,11 @@ cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no si
 """
 
 from maxtext.kernels.attention.dispatch import BACKENDS, Backend, attend, choose, compute, try_backends
-from maxtext.kernels.attention.masks import largest, mask, mask_by_head
+from maxtext.kernels.attention.masks import mask, mask_by_head
 from maxtext.kernels.attention.queries import map_queries
 from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
+from maxtext.kernels.attention.ties import largest_keys
 
 __all__ = [
     "BACKENDS",
@@ -23,7 +24,7 @@ __all__ = [
     "attend",
     "choose",
     "compute",
-    "largest",
+    "largest_keys",
     "map_queries",
     "mask",
     "mask_by_head",

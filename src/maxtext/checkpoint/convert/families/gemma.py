@@ -197,7 +197,7 @@ def write_gemma4(config: Any) -> Json:
 
 def gemma4_rules(config: Any) -> list[Rule]:
     layer, ours = "model.layers.{i}.", "layers/{i}/mlp/"
-    rules = sandwich_rules(config) + [Rule(f"{layer}layer_scalar", "layers/{i}/scale", "n -> n")]
+    rules = [*sandwich_rules(config), Rule(f"{layer}layer_scalar", "layers/{i}/scale", "n -> n")]
     if config.num_experts == 1:
         return rules
     beside = {

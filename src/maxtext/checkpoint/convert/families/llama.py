@@ -52,7 +52,7 @@ def write_mistral(config: Any) -> Json:
 
 
 def read_mixtral(hf: Json) -> Reading:
-    rope = one_rope(hf)
+    rope = one_rope(hf, 1_000_000.0)
     keys = dense_keys(hf, "mixtral", rms_norm_eps=1e-5, max_position_embeddings=131072)
     keys |= {
         "base_moe_mlp_dim": hf["intermediate_size"],
@@ -74,7 +74,7 @@ def write_mixtral(config: Any) -> Json:
 def mixtral_rules(config: Any) -> list[Rule]:
     moe = "model.layers.{i}.block_sparse_moe."
     router = Rule(f"{moe}gate.weight", "layers/{i}/mlp/router/kernel", "x e -> e x")
-    return dense_rules(config) + [router] + expert_rules(f"{moe}experts.", ("w1", "w3", "w2"))
+    return [*dense_rules(config), router, *expert_rules(f"{moe}experts.", ("w1", "w3", "w2"))]
 
 
 def read_llama4(hf: Json) -> Reading:

@@ -214,7 +214,7 @@ def their_rope(spec: RopeSpec) -> Json:
 def one_rope(hf: Json, theta: float = 10_000.0, **options: Any) -> Reading:
     """Keys and facts of a model whose layers all turn alike."""
     fields = rope_fields(hf, rope_parameters(hf, theta), **options)
-    return Reading(rope_keys(fields), {"rope": dict.fromkeys(("full", "sliding", "chunk"), fields)})
+    return Reading(rope_keys(fields), {"rope": {"all": fields}})
 
 
 def their_kinds(config: Any) -> list[str]:

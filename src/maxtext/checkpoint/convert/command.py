@@ -1,0 +1,45 @@
+"""Whole checkpoints from one form to the other, a tensor at a time."""
+
+import os
+from typing import Any
+
+from maxtext.checkpoint.open import Checkpoint, dtype_of, open_checkpoint, places_of, save_ours, save_theirs
+from maxtext.checkpoint.tensors import Progress, Recast
+from maxtext.checkpoint.weights import Place
+from maxtext.common.errors import UserError
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import load
+from maxtext.models.transformer import make_template
+
+SHARD_BYTES = 2 * 10**9
+
+
+def from_folder(
+    source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats."""
+    checkpoint = open_checkpoint(source)
+    if checkpoint.table is None:
+        raise UserError(f"{source} is a folder of ours already")
+    config, places = described(checkpoint)
+    weights = checkpoint.weights(config, places, dtype_of(dtype))
+    save_ours(out, config, weights, checkpoint.carried, checkpoint.names, progress, SHARD_BYTES)
+
+
+def to_folder(
+    source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """A folder of ours as one that Hugging Face's libraries load."""
+    checkpoint = open_checkpoint(source)
+    if checkpoint.table is not None:
+        raise UserError(f"{source} is a Hugging Face folder already")
+    config, places = described(checkpoint)
+    wanted = dtype_of(dtype)
+    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dict.fromkeys(places, wanted))
+    save_theirs(out, config, places, weights, checkpoint.carried, checkpoint.names, progress)
+
+
+def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Place]]:
+    """The configuration of a checkpoint's model, unrolled so that each weight is a layer's own, and its weights."""
+    config = load(None, ["scan_layers=false"], environ={}, devices=Devices(1), model=checkpoint.settings)
+    return config, places_of(make_template(config), config)
