@@ -113,7 +113,7 @@ class LLM:
         ends = [] if ignore_eos else self.end_ids
         new = self.extend(rows, max_new_tokens, Sampling(temperature, top_k, top_p), seed, ends)
         if as_text:
-            return [self.known_tokenizer.decode([token for token in row if token not in ends]) for row in new]
+            return [self.continuation(row, more) for row, more in zip(rows, new, strict=True)]
         if as_lists:
             return new
         width = max(map(len, new))
@@ -125,6 +125,11 @@ class LLM:
             self.generators[sampling] = make_generator(partial(last_scores, self.template), sampling)
         with self.context():
             return extend(self.generators[sampling], self.weights, rows, count, seed, ends)
+
+    def continuation(self, prompt: Ids, new: Ids) -> str:
+        """What new ids add to the text of a prompt; in many vocabularies a word's token alone has lost its space."""
+        before, whole = (self.known_tokenizer.decode(ids) for ids in (prompt, [*prompt, *new]))
+        return whole[len(before) :] if whole.startswith(before) else self.known_tokenizer.decode(new)
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """The weights as they are, with config.yml: a folder that `LLM.load` and `maxtext convert` take."""
