@@ -9,6 +9,7 @@ import maxtext.configs
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, load
 from maxtext.configs.derive import Devices
+from maxtext.configs.load import base_values
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 
 PACKAGE = Path(maxtext.configs.__file__).parents[1]
@@ -76,7 +77,6 @@ def test_setting_a_silent_key_is_an_error_with_the_reason():
 
 def test_the_default_of_a_silent_key_may_be_written_out():
     from maxtext.configs import text
-    from maxtext.configs.load import base_values
 
     words = []
     for key in ledger.silent_keys():
@@ -91,3 +91,32 @@ def test_the_default_of_a_silent_key_may_be_written_out():
 def test_every_key_has_a_meaning():
     missing = [key for key in MaxTextConfig.model_fields if len(ledger.meanings().get(key, "")) < 20]
     assert not missing
+
+
+def needs(name, *words):
+    """What a verb that runs the model would refuse."""
+    config = load(None, [f"model_name={name}", *words], environ={}, devices=Devices(1))
+    try:
+        ledger.refuse_silent(config, base_values())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_with_images_trains_on_text():
+    for name in ("llama4-17b-16e", "llama4-17b-128e", "gemma3-4b", "gemma4-26b", "qwen3.5-397b-a17b"):
+        config = load(None, [f"model_name={name}"], environ={}, devices=Devices(1))
+        assert config.source("hidden_size_for_vit").kind == "model"
+        assert not needs(name)
+
+
+def test_a_model_that_takes_images_is_refused_until_they_are_switched_off():
+    refused = needs("qwen3-omni-30b-a3b")
+    assert "use_multimodal=True" in refused
+    assert "hidden_size_for_vit=1152" in refused
+    assert not needs("qwen3-omni-30b-a3b", "use_multimodal=false", "override_model_config=true")
+
+
+def test_image_keys_of_the_user_are_refused_even_for_text():
+    with pytest.raises(ConfigError, match="hidden_size_for_vit=99 .*would be ignored"):
+        load(None, ["hidden_size_for_vit=99"], environ={}, devices=Devices(1))

@@ -49,9 +49,9 @@ def mistral(width: int, layers: int, heads: int, mlp: int, vocabulary: int, **mo
     }  # fmt: skip
 
 
-def mixtral(*sizes: int) -> Json:
-    more = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
-    return mistral(*sizes, **more)
+def mixtral(*sizes: int, **more: Any) -> Json:
+    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    return mistral(*sizes, **experts, **more)
 
 
 # Llama 4's images: a tower and a projector, the same in both models.
@@ -163,7 +163,8 @@ def qwen(
         "architectures": [f"Qwen{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp, "vocab_size": 151936,
         "tie_word_embeddings": tied, "rms_norm_eps": 1e-6, "rope_theta": theta, "hidden_act": "silu",
-        "use_sliding_window": False, "max_position_embeddings": 40960, **more,
+        "use_sliding_window": False, "max_position_embeddings": 40960,  # of most; plain rotations do not ask for it
+        **more,
     }  # fmt: skip
 
 
@@ -260,7 +261,8 @@ PUBLISHED: dict[str, Published] = {
                                  llama4(128, 2, False, None, 1048576), 401_583_781_376 - LLAMA4_VISION),
     "mistral-7b": Published("mistralai/Mistral-7B-Instruct-v0.2", mistral(4096, 32, 32, 14336, 32000), 7_241_732_096),
     "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1", mixtral(4096, 32, 32, 14336, 32000), 46_702_792_704),
-    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-Instruct-v0.1", mixtral(6144, 56, 48, 16384, 32768),
+    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-Instruct-v0.1", mixtral(6144, 56, 48, 16384, 32768,
+                                                                                  max_position_embeddings=65536),
                                140_630_071_296),
     "deepseek2-16b": Published(
         "deepseek-ai/DeepSeek-V2-Lite",

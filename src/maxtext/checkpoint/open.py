@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint.convert import registry
+from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
 from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
 from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
 from maxtext.checkpoint.weights import Place, find_places
 from maxtext.checkpoint.writer import write_ours, write_theirs
 from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
 from maxtext.configs import text, types
 from maxtext.configs.load import base_values
 from maxtext.configs.sources import Layer, read_yaml
@@ -42,7 +44,7 @@ class Checkpoint:
     """An opened folder."""
 
     path: Path
-    folder: Folder
+    folder: Stream  # its tensors, in plain floats
     settings: Layer  # what it says of the model, as a model's file would
     carried: tuple[Path, ...]  # configuration and tokenizer files in Hugging Face's form
     names: frozenset[str]  # of its tensors in Hugging Face's form, where they are known
@@ -54,7 +56,11 @@ class Checkpoint:
             return self.folder
         renamed = registry.canonical(self.folder.tensors, self.table)
         source = Renamed(self.folder, renamed)
-        return from_hf(source, self.table.rules(config), places, registry.ignored(self.table, config), dtype)
+        weights = from_hf(source, self.table.rules(config), places, registry.ignored(self.table, config), dtype)
+        left_out = set(renamed).difference(*(step.theirs for step in weights.steps))
+        if left_out:
+            LOGGER.info("%s: left out %d tensors that the model lacks, as %s", self.path, len(left_out), min(left_out))
+        return weights
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
@@ -64,9 +70,11 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if any((path / f"{OURS}.safetensors{end}").exists() for end in ("", ".index.json")):
         return open_ours(path)
     hf = registry.read_config(path)
-    settings = registry.model_layer(hf, str(path / "config.json"))
-    folder = Folder.open(path, THEIRS)
-    table = registry.table_of(hf, str(path / "config.json"))
+    place = str(path / "config.json")
+    settings, table, scheme = registry.model_layer(hf, place), registry.table_of(hf, place), scheme_of(hf, place)
+    folder: Stream = Folder.open(path, THEIRS)
+    if scheme is not None:
+        folder = Dequantized.of(folder, scheme)
     names = frozenset(registry.canonical(folder.tensors, table))
     return Checkpoint(path, folder, settings, tuple(companions(path)), names, table)
 
@@ -123,25 +131,29 @@ def save_theirs(
     shard_bytes: int = 5 * 10**9,
 ) -> None:
     """A Hugging Face folder. Its config.json is the one carried along if there is one, for it may say more than we
-    know; the dtype in it is brought up to date."""
+    know; what it says of the tensors is brought up to date."""
     table = registry.table_for(config)
     tensors = to_hf(weights, table.rules(config), places, names)
     floats = [tensor for tensor in tensors.tensors.values() if tensor.nbytes]
     widest = max(floats, key=lambda tensor: tensor.nbytes).dtype.name
-    texts = {"config.json": json.dumps(renewed(carried, widest) or registry.their_config(config, widest), indent=2)}
+    hf = renewed(carried, config, widest) or registry.their_config(config, widest)
+    texts = {"config.json": json.dumps(hf, indent=2)}
     files = [file for file in carried if file.name != NAMES]
     write_theirs(out, tensors, texts, files, shard_bytes, progress)
 
 
-def renewed(carried: tuple[Path, ...], dtype: str) -> dict[str, Any] | None:
-    """The config.json that came with a model, with the dtype that is written now; None if none came, or if it was of a
-    larger model than the text model that is written."""
+def renewed(carried: tuple[Path, ...], config: Any, dtype: str) -> dict[str, Any] | None:
+    """The config.json that came with a model, true of the tensors that are written now, which are plain floats; None if
+    none came, or if it was of a larger model than the text model that is written."""
     for file in carried:
         if file.name == "config.json":
             hf = json.loads(file.read_text(encoding="utf-8"))
             if "text_config" in hf:
                 return None
             key = "torch_dtype" if "torch_dtype" in hf else "dtype"
+            hf.pop("quantization_config", None)
+            if "num_nextn_predict_layers" in hf:
+                hf["num_nextn_predict_layers"] = config.mtp_num_layers
             return hf | {key: dtype}
     return None
 

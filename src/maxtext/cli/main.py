@@ -15,11 +15,22 @@ class Verb:
     example: str
     usage: str = "[FILE] [key=value ...]"
     details: str = ""
+    settings: bool = True  # takes a FILE and key=value words
 
 
 VERBS = {
     "train": Verb("train a model", "maxtext train quickstart"),
     "decode": Verb("complete a prompt with a model (not in this version yet)", 'maxtext decode prompt="I love to"'),
+    "convert": Verb(
+        "turn a Hugging Face folder into a checkpoint of ours, or back",
+        "maxtext convert from_hf ~/models/Qwen3-0.6B qwen3",
+        "from_hf DIR OUT [--dtype float32|bfloat16|float16]\n"
+        "       maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16]",
+        "  from_hf   safetensors, config.json and tokenizer of a supported family -> weights by layer, config.yml\n"
+        "  to_hf     the way back; what came with the model from Hugging Face goes along\n"
+        "  --dtype   of all floating weights; without it every tensor keeps its own\n",
+        settings=False,
+    ),
     "config": Verb(
         "show a configuration, where each value comes from, and what keys mean",
         "maxtext config model_name=llama3.1-8b --changed",
@@ -30,6 +41,12 @@ VERBS = {
         "  --format yaml|json   for another program; yaml can be read back as a FILE\n"
         "  explain KEY          type, default, meaning, source, and whether the key acts\n"
         "  status               which keys act, which do not, and why\n",
+    ),
+    "models": Verb(
+        "list the named models with their sizes, or one with its parts",
+        "maxtext models qwen3-30b-a3b",
+        "[NAME]",
+        settings=False,
     ),
     "doctor": Verb("show versions, devices and what is wrong with this machine", "maxtext doctor"),
 }
@@ -54,8 +71,9 @@ def help_text() -> str:
 def verb_help(name: str) -> str:
     verb = VERBS[name]
     options = f"\n{verb.details}" if verb.details else ""
-    usage = f"usage: maxtext {name} {verb.usage}\n\n{verb.summary.capitalize()}.\n"
-    return f"{usage}{options}\n{COMMON}\nexample: {verb.example}\n"
+    usage = f"usage: maxtext {name} {verb.usage}\n\n{verb.summary[0].upper()}{verb.summary[1:]}.\n"
+    common = f"\n{COMMON}" if verb.settings else "\n"
+    return f"{usage}{options}{common}\nexample: {verb.example}\n"
 
 
 def main(argv: list[str] | None = None) -> int:

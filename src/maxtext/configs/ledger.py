@@ -1,6 +1,7 @@
 """No silent knobs: which keys act, which do not and why (tables/ledger.yml), and what base.yml says that each means."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,6 +12,15 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.sources import BASE, HERE, YamlLoader
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.group import CHOSEN
+from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, VisionProjector, VisionTower
+
+# What no text model reads. With use_multimodal=false, model files may describe their images and sounds all the same.
+BESIDE_TEXT = {
+    key
+    for group in (MultimodalGeneral, VisionTower, VisionProjector, AudioEncoder)
+    for key in group.model_fields
+    if key != "use_multimodal"
+}
 
 
 @dataclass(frozen=True)
@@ -43,18 +53,20 @@ def status(key: str) -> Status:
     return silent_keys().get(key, Status("acts"))
 
 
-def problems(config: MaxTextConfig, base: MaxTextConfig, sources: tuple[str, ...] = CHOSEN) -> list[str]:
+def problems(
+    config: MaxTextConfig, base: MaxTextConfig, sources: tuple[str, ...] = CHOSEN, excused: Collection[str] = ()
+) -> list[str]:
     """A sentence for each key that was set from one of the sources and would be ignored."""
     return [
         f"{key}={shown(getattr(config, key))} ({config.source(key)}) would be ignored: it {status}"
         for key, status in silent_keys().items()
-        if config.source(key).kind in sources and getattr(config, key) != getattr(base, key)
+        if key not in excused and config.source(key).kind in sources and getattr(config, key) != getattr(base, key)
     ]
 
 
 def refuse_silent(config: MaxTextConfig, base: MaxTextConfig) -> None:
     """For a verb that runs a model: what the model's file needs must act, too."""
-    wrong = problems(config, base, sources=("model",))
+    wrong = problems(config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT)
     if wrong:
         raise ConfigError(f"model_name={config.model_name} needs more than this version has", *wrong)
 

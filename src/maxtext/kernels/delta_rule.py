@@ -18,16 +18,22 @@ Shapes: B batch, S sequence, H heads (as many for keys as for values), Dk key si
 W convolution width.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-# Where float32 products are approximated by default: near-float32 is enough for products of activations (TF32 on
-# GPUs, three bfloat16 passes on TPUs), but an inverse multiplies its own errors.
-product = partial(jnp.einsum, precision=jax.lax.Precision.HIGH)
-exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+def product(pattern: str, *arrays: Array) -> Array:
+    """Near-float32 is enough for products of activations (TF32 on GPUs, three bfloat16 passes on TPUs), unless the
+    highest precision is asked for."""
+    exact = jax.config.jax_default_matmul_precision in ("highest", "float32")
+    return jnp.einsum(pattern, *arrays, precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.HIGH)
+
+
+def exact_product(pattern: str, *arrays: Array) -> Array:
+    """For an inverse, which multiplies its own errors."""
+    return jnp.einsum(pattern, *arrays, precision=jax.lax.Precision.HIGHEST)
+
 
 FADED = -100.0  # exp of this is 0 in float32; nothing below it is told apart, and sums of it stay finite
 SMALL = 16  # blocks up to this size are inverted whole: smaller products would be too many

@@ -55,7 +55,7 @@ class Block(nnx.Module):
         self.scale = maker.constant((1,), 1.0, (None,), trained=False) if spec.scaled else None
         connect = spec.streams.build if spec.streams else lambda *_: None
         self.attention_streams = connect(maker.child(2), spec.size, dtype)
-        self.mlp_streams = connect(maker.child(3), spec.size, dtype)
+        self.mlp_streams = None if spec.parallel else connect(maker.child(3), spec.size, dtype)
         self.engram = spec.engram.build(maker.child(4), spec.size, dtype) if spec.engram else None
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

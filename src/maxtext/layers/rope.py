@@ -61,8 +61,8 @@ def frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
 
 def llama31(spec: RopeSpec, plain: np.ndarray) -> np.ndarray:
     turns = spec.original_length * plain / (2 * math.pi)  # over the original length
-    smooth = (turns - spec.low_frequency_factor) / (spec.high_frequency_factor - spec.low_frequency_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)  # 0: slow, divided by the factor; 1: fast, kept
+    width = max(spec.high_frequency_factor - spec.low_frequency_factor, 1e-9)  # Llama 4 has no passage between
+    smooth = np.clip((turns - spec.low_frequency_factor) / width, 0.0, 1.0)  # 0: slow, divided by the factor; 1: kept
     return (1 - smooth) * plain / spec.factor + smooth * plain
 
 

@@ -28,7 +28,9 @@ def layer_kinds(config: Any, layers: int, rule: Callable[[int], str]) -> list[st
 
 
 def moe_layers(config: Any, layers: int, rule: Callable[[int], bool]) -> list[bool]:
-    """Which layers have experts."""
+    """Which layers have experts; with num_experts=1, none has."""
+    if config.num_experts == 1:
+        return [False] * layers
     return per_layer("moe_layers", config.architecture.moe_layers, layers) or [rule(i) for i in range(layers)]
 
 
@@ -44,8 +46,9 @@ def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]
 def rope_spec(config: Any, layer_kind: str = "full", **changes: Any) -> RopeSpec:
     """Rotary positions of a kind of layer: the checkpoint's own, or by the keys."""
     listed = config.architecture.rope
-    if listed is not None and layer_kind in listed:
-        return RopeSpec(**listed[layer_kind])
+    fields = None if listed is None else listed.get(layer_kind, listed.get("all"))
+    if fields is not None:
+        return RopeSpec(**fields)
     values: dict[str, Any] = {
         "max_timescale": config.rope_max_timescale,
         "min_timescale": config.rope_min_timescale,
@@ -85,7 +88,7 @@ def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> Atte
         "head_dim": config.head_dim,
         "scale": config.architecture.softmax_scale or 1 / math.sqrt(config.head_dim),
         "visibility": visibility(config, kind),
-        "rope": None if learned else rope_spec(config, kind or "full"),
+        "rope": rope_spec(config, kind or "full"),
         "bias": config.attention_bias,
         "out_bias": config.attention_bias,
         "fused": config.fused_qkv,
@@ -98,7 +101,7 @@ def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> Atte
         "float32_logits": config.float32_logits,
         "blocks": block_sizes(config),
     }
-    return AttentionSpec(**(values | changes))
+    return AttentionSpec(**(values | changes | ({"rope": None} if learned else {})))
 
 
 def block_sizes(config: Any) -> BlockSizes:
@@ -173,6 +176,11 @@ def moe_spec(config: Any, router: RouterSpec, **changes: Any) -> MoeSpec:
         "float32": config.activations_in_float32,
     }
     return MoeSpec(**(values | changes))
+
+
+def feed_spec(config: Any, router: RouterSpec, **changes: Any) -> MoeSpec | MlpSpec:
+    """Experts, or with num_experts=1 an MLP."""
+    return moe_spec(config, router, **changes) if config.num_experts > 1 else mlp_spec(config)
 
 
 def activation_limit(config: Any) -> float | None:

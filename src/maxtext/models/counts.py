@@ -5,14 +5,18 @@ embedding look-up does not; a training step is three forward passes; remateriali
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import singledispatch
 from typing import Any
 
 import jax
 
 from maxtext.kernels.attention import Visibility
-from maxtext.layers.attention import AttentionSpec
+from maxtext.layers.attention import AttentionSpec, Moba
+from maxtext.layers.engram import EngramSpec
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
+from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.mla import MlaSpec
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec
@@ -21,33 +25,77 @@ from maxtext.models.qwen import NarrowSpec
 from maxtext.models.registry import layers
 from maxtext.models.simple import SimpleSpec
 
+# The parts of a model, by the names on the way to a weight; the first that has one of them takes it.
+PARTS: dict[str, tuple[str, ...]] = {
+    "n-gram memory": ("engram",),
+    "hyper-connections": ("attention_streams", "mlp_streams"),
+    "norms": ("norm",),  # and whatever ends in _norm
+    "embedding": ("embedder", "positions"),
+    "output head": ("head",),
+    "experts": ("experts",),
+    "shared experts": ("shared", "shared_gate"),
+    "routers": ("router",),
+    "attention": ("attention",),
+    "mlp": ("mlp", "widen", "products"),
+}
+
 
 def parameter_count(weights: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
 
 
 def active_count(config: Any, weights: Any) -> int:
-    """The weights that a token meets: of the experts, those that are chosen for it."""
-    chosen, experts = config.num_experts_per_tok, config.num_experts
-    return sum(
-        math.prod(leaf.shape) * chosen // experts
-        if any(getattr(step, "key", None) == "experts" for step in path)
-        else math.prod(leaf.shape)
-        for path, leaf in jax.tree.leaves_with_path(weights)
-    )
+    """The weights that a token meets: of the experts, those that are chosen for it; all others, embedding and output
+    head among them, whole."""
+    parts = breakdown(weights)
+    experts = parts.pop("experts", 0)
+    return sum(parts.values()) + experts * config.num_experts_per_tok // config.num_experts
 
 
-def visible_keys(visibility: Visibility, length: int) -> float:
-    """The mean number of keys that a token of a sequence sees."""
+def breakdown(weights: Any) -> dict[str, int]:
+    """How many weights each part has, for the parts that there are."""
+    found: dict[str, int] = {}
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        part = part_of([str(step.key) for step in path])
+        found[part] = found.get(part, 0) + math.prod(leaf.shape)
+    order = ["embedding", "attention", "mlp", "experts", "shared experts", "routers", "norms", "hyper-connections"]
+    order += ["n-gram memory", "output head", "other"]
+    return {part: found[part] for part in order if part in found}
+
+
+def part_of(path: Sequence[str]) -> str:
+    names = {"norm" if name.endswith("_norm") else name for name in path}
+    # A memory, and the connections of streams, have norms and products of their own.
+    return next((part for part, marks in PARTS.items() if names.intersection(marks)), "other")
+
+
+def visible_keys(visibility: Visibility, length: int, most: int | None = None) -> float:
+    """The mean number of keys that a token of a sequence sees; `most`: no token sees more."""
+    most = length if most is None else most
     if not visibility.causal:
-        return length
-    reach = visibility.window or visibility.chunk
-    if reach is None or reach >= length:
-        return (length + 1) / 2
-    if visibility.window:  # 1, 2, …, reach, reach, …
-        return (reach * (reach + 1) / 2 + (length - reach) * reach) / length
-    whole, rest = divmod(length, reach)  # chunks that each start anew
-    return (whole * reach * (reach + 1) + rest * (rest + 1)) / 2 / length
+        return min(length, most)
+    if visibility.window:
+        return ramp(length, min(visibility.window, most)) / length
+    if visibility.chunk:
+        whole, rest = divmod(length, visibility.chunk)  # chunks that each start anew
+        return (whole * ramp(visibility.chunk, most) + ramp(rest, most)) / length
+    return ramp(length, most) / length
+
+
+def ramp(tokens: int, most: int) -> float:
+    """1 + 2 + … + most + most + …, so many terms."""
+    rising = min(tokens, most)
+    return rising * (rising + 1) / 2 + (tokens - rising) * most
+
+
+def moba_keys(moba: Moba, length: int) -> tuple[float, float]:
+    """The mean number of keys that a token sees, and of chunks before its own that it chooses from."""
+    whole, rest = divmod(length, moba.chunk)
+    own = visible_keys(Visibility(chunk=moba.chunk), length)
+    tokens = [moba.chunk] * whole + [rest]
+    before = sum(place * count for place, count in enumerate(tokens)) / length
+    kept = sum(min(place, moba.top - 1) * count for place, count in enumerate(tokens)) / length
+    return own + kept * moba.chunk, before
 
 
 def layer_flops(spec: Any, length: int) -> float:
@@ -58,13 +106,20 @@ def layer_flops(spec: Any, length: int) -> float:
     if isinstance(spec, NarrowSpec):
         return flops + feed_flops(spec.mlp, spec.width) + 2 * spec.width * spec.size * (spec.width != spec.size)
     flops += feed_flops(spec.mlp, spec.size)
-    if spec.streams:  # two sub-layers, each with its mappings, what it reads, and the mixing of the streams
-        count = spec.streams.streams
-        flops += 2 * 2 * spec.size * count * (count * (count + 2) + 1 + count)
-    if spec.engram:
-        flops += 2 * spec.engram.width * spec.size * (spec.engram.streams + 1)
-        flops += 2 * spec.engram.kernel_size * spec.size * spec.engram.streams
-    return flops
+    if spec.streams:
+        flops += (1 if spec.parallel else 2) * stream_flops(spec.streams.streams, spec.size)
+    return flops + (engram_flops(spec.engram, spec.size) if spec.engram else 0.0)
+
+
+def stream_flops(streams: int, size: int) -> float:
+    """Around one sub-layer: the mappings, k·E to k(k+2) numbers; what is read, k to 1; the mixing, k to k; and what is
+    written, 1 to k."""
+    return 2 * size * streams * (streams * (streams + 2) + 1 + streams + 1)
+
+
+def engram_flops(spec: EngramSpec, size: int) -> float:
+    """Keys for each stream and one value from the rows looked up; the keys' products with the streams; the taps."""
+    return 2 * size * (spec.width * (spec.streams + 1) + spec.streams + spec.kernel_size * spec.streams)
 
 
 @singledispatch
@@ -77,10 +132,11 @@ def _(spec: AttentionSpec, size: int, length: int) -> float:
     heads = spec.query_heads * (1 + spec.gated) + (2 - spec.shared_kv) * spec.kv_heads
     projections = 2 * size * heads * spec.head_dim
     projections += 2 * spec.query_heads * spec.head_dim * (spec.output_size or size)
-    seen = visible_keys(spec.visibility, length)
     if spec.moba:
-        seen = min(seen, spec.moba.chunk * spec.moba.top)
-    return projections + 4 * spec.query_heads * spec.head_dim * seen
+        seen, weighed = moba_keys(spec.moba, length)
+    else:
+        seen, weighed = visible_keys(spec.visibility, length), 0.0
+    return projections + spec.query_heads * spec.head_dim * (4 * seen + 2 * weighed)
 
 
 @mixer_flops.register
@@ -89,17 +145,23 @@ def _(spec: MlaSpec, size: int, length: int) -> float:
     projections = size * query if not spec.query_rank else spec.query_rank * (size + query)
     projections += size * (spec.kv_rank + spec.rope_dim) + spec.heads * spec.value_dim * size
     projections += spec.kv_rank * spec.heads * (spec.nope_dim + spec.value_dim)
-    everything = visible_keys(spec.visibility, length)
-    seen, scoring = everything, 0.0
-    if spec.indexer:
+    seen = visible_keys(spec.visibility, length)
+    scoring = 0.0
+    if spec.indexer and scores_keys(spec.indexer, length):
         projections += spec.indexer.heads * (spec.query_rank * spec.indexer.head_dim + size)
         projections += size * spec.indexer.head_dim
-        scoring = 2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * everything
-        seen = min(everything, spec.indexer.topk) if spec.indexer.selecting else everything
+        scoring = 2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * seen  # products with keys, their weighted sum
+        if spec.indexer.selecting:
+            seen = visible_keys(spec.visibility, length, spec.indexer.topk)
     width = spec.nope_dim + spec.rope_dim + spec.value_dim
     if spec.latent:
         width = 2 * spec.kv_rank + spec.rope_dim
     return 2 * projections + scoring + 2 * spec.heads * width * seen
+
+
+def scores_keys(spec: IndexerSpec, length: int) -> bool:
+    """Where there are no more keys than it would keep, an indexer has nothing to do, unless it learns."""
+    return spec.loss_factor > 0 or (spec.selecting and length > spec.topk)
 
 
 @mixer_flops.register
@@ -138,8 +200,11 @@ def forward_flops_per_token(config: Any, length: int | None = None) -> float:
     length = length or config.max_target_length
     specs = layers(config)
     head = 2 * config.emb_dim * config.vocab_size
-    ahead = layer_flops(specs[-1], length) + 4 * config.emb_dim**2 + head  # a layer, its projection, the head again
-    return sum(layer_flops(spec, length) for spec in specs) + head + config.mtp_num_layers * ahead
+    flops = sum(layer_flops(spec, length) for spec in specs) + head
+    if config.mtp_num_layers:  # each a layer like the last, without its memory, a projection, and the head again
+        further = layer_flops(replace(specs[-1], engram=None), length) + 4 * config.emb_dim**2 + head
+        flops += config.mtp_num_layers * further
+    return flops
 
 
 def train_flops_per_token(config: Any) -> float:

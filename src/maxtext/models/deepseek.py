@@ -53,6 +53,7 @@ def mla_spec(config: Any) -> MlaSpec:
         norm=norm_spec(config, epsilon=LATENT_EPSILON),
         bias=config.attention_bias,
         visibility=visibility(config),
+        soft_cap=config.attn_logits_soft_cap or None,
         backend=config.attention,
         float32_logits=config.float32_logits,
         float32_product=config.float32_qk_product,

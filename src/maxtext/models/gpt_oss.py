@@ -3,11 +3,11 @@
 from typing import Any
 
 from maxtext.layers.block import LayerSpec
-from maxtext.models.common import attention_spec, layer_kinds, layer_spec, moe_spec, router_spec
+from maxtext.models.common import attention_spec, feed_spec, layer_kinds, layer_spec, router_spec
 
 
 def gpt_oss(config: Any) -> list[LayerSpec]:
     kinds = layer_kinds(config, config.num_decoder_layers, lambda layer: "full" if layer % 2 else "sliding")
     bias = "logits" if config.routed_bias else "none"
-    experts = moe_spec(config, router_spec(config, score="softmax_of_chosen", bias=bias), bias=config.mlp_bias)
-    return [layer_spec(config, attention=attention_spec(config, kind), mlp=experts) for kind in kinds]
+    feed = feed_spec(config, router_spec(config, score="softmax_of_chosen", bias=bias), bias=config.mlp_bias)
+    return [layer_spec(config, attention=attention_spec(config, kind), mlp=feed) for kind in kinds]

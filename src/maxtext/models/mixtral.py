@@ -3,10 +3,10 @@
 from typing import Any
 
 from maxtext.layers.block import LayerSpec
-from maxtext.models.common import attention_spec, layer_spec, moe_spec, router_spec, uniform
+from maxtext.models.common import attention_spec, feed_spec, layer_spec, router_spec, uniform
 
 
 def mixtral(config: Any) -> list[LayerSpec]:
     kind = "sliding" if config.sliding_window_size else None
-    experts = moe_spec(config, router_spec(config, normalise=True))
-    return uniform(config, layer_spec(config, attention=attention_spec(config, kind), mlp=experts))
+    feed = feed_spec(config, router_spec(config, normalise=True))
+    return uniform(config, layer_spec(config, attention=attention_spec(config, kind), mlp=feed))

@@ -7,16 +7,25 @@ from typing import Any
 import jax
 from flax import nnx
 
-from maxtext.common.errors import ConfigError
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import LayerSpec, stream
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
+from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
-from maxtext.models.common import attention_spec, layer_kinds, layer_spec, moe_layers, moe_spec, norm_spec, router_spec
+from maxtext.models.common import (
+    attention_spec,
+    feed_spec,
+    layer_kinds,
+    layer_spec,
+    moe_layers,
+    moe_spec,
+    norm_spec,
+    router_spec,
+)
 
 
 def qwen2(config: Any) -> list[LayerSpec]:
@@ -46,7 +55,7 @@ def qwen3_next(config: Any) -> list[LayerSpec]:
     norm = norm_spec(config, offset=True)
     count = config.num_decoder_layers
     kinds = layer_kinds(config, count, lambda layer: "linear" if (layer + 1) % 4 else "full")
-    has_experts = moe_layers(config, count, lambda _: config.num_experts > 1)
+    has_experts = moe_layers(config, count, lambda _: True)
     experts = moe_spec(config, router_spec(config), shared_gate=config.shared_experts > 0)
 
     def layer(kind: str, sparse: bool) -> LayerSpec:
@@ -76,14 +85,11 @@ def delta_net_spec(config: Any) -> GatedDeltaNetSpec:
 
 def qwen3_custom_moe(config: Any) -> list["NarrowSpec"]:
     """Attention writes attention_output_dim numbers a token; experts work on those, and the result is widened."""
-    width = config.attention_output_dim if config.attention_output_dim > 0 else config.emb_dim
-    if config.moe_expert_input_dim not in (-1, width):
-        raise ConfigError(
-            f"moe_expert_input_dim={config.moe_expert_input_dim} is what experts read, and attention writes "
-            f"attention_output_dim={width}: give both the same value"
-        )
-    attention = attention_spec(config, output_size=width)
-    spec = NarrowSpec(config.emb_dim, width, attention, moe_spec(config, router_spec(config)), norm_spec(config))
+    written, read = (
+        width if width > 0 else config.emb_dim for width in (config.attention_output_dim, config.moe_expert_input_dim)
+    )
+    attention = attention_spec(config, output_size=written)
+    spec = NarrowSpec(config.emb_dim, read, attention, feed_spec(config, router_spec(config)), norm_spec(config))
     return [spec] * config.num_decoder_layers
 
 
@@ -94,7 +100,7 @@ class NarrowSpec:
     size: int
     width: int
     attention: AttentionSpec
-    mlp: MoeSpec
+    mlp: MoeSpec | MlpSpec
     norm: NormSpec
 
     def build(self, maker: Maker, dtype: Any) -> nnx.Module:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint.convert.families import deepseek, gemma, llama, others, qwen
+from maxtext.checkpoint.convert.families.defaults import DEFAULTS
 from maxtext.checkpoint.convert.families.table import Json, Table
+from maxtext.checkpoint.convert.quantized import scheme_of
 from maxtext.common.errors import UserError
 from maxtext.configs.sources import Layer, Setting, Source
 
@@ -50,7 +52,7 @@ def table_of(hf: Json, place: str) -> Table:
             if kind in (table.model_type, table.model_type.removesuffix("_text")):
                 return table
     known = ", ".join(table.architectures[0] for table in TABLES)
-    raise UserError(f"{place}: the architecture {', '.join(named) or kind!r} is not known; these are: {known}")
+    raise UserError(f"{place}: the architecture {', '.join(named) or kind} is not known; these are: {known}")
 
 
 def table_for(config: Any) -> Table:
@@ -66,17 +68,12 @@ def table_for(config: Any) -> Table:
 def model_layer(hf: Json, place: str) -> Layer:
     """A config.json as the settings that a model's file would make."""
     table = table_of(hf, place)
-    text = hf.get("text_config") or hf
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise UserError(
-            f"{place}: the weights are quantized ({method}): load the folder with transformers, dequantize it, save it "
-            "with save_pretrained, and use that folder"
-        )
+    text = hf if hf.get("text_config") is None else hf["text_config"]
+    scheme_of(hf, place)  # refuses what cannot be read
     if "tie_word_embeddings" in hf and text is not hf:
         text = {"tie_word_embeddings": hf["tie_word_embeddings"]} | text
     try:
-        reading = table.read(text)
+        reading = table.read(DEFAULTS[table.model_type] | text)
     except KeyError as error:
         raise UserError(f"{place}: {error.args[0]} is missing, and {table.architectures[0]} needs it") from error
     source = Source("model", place)
@@ -103,7 +100,7 @@ def canonical(names: Iterable[str], table: Table) -> dict[str, str]:
 def ignored(table: Table, config: Any) -> tuple[str, ...]:
     """Tensors that may be in a folder and are no weights of ours, as regular expressions."""
     tied = (r"lm_head\.weight",) if config.logits_via_embedding else ()
-    return (*table.ignored, *OTHER_PARTS, *tied)
+    return (*table.ignored, *table.ignored_in(config), *OTHER_PARTS, *tied)
 
 
 def their_config(config: Any, dtype: str) -> Json:
@@ -113,5 +110,5 @@ def their_config(config: Any, dtype: str) -> Json:
         "architectures": [table.architectures[0]],
         "model_type": table.model_type,
         "dtype": dtype,
-        **{key: value for key, value in table.write(config).items() if value is not None},
+        **table.write(config),  # null says what an absent entry would not: none of what transformers takes by default
     }

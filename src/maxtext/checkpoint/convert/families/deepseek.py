@@ -1,5 +1,6 @@
 """DeepSeek 2, 3 and 3.2; Kimi K2 has the classes of DeepSeek 3."""
 
+from dataclasses import replace
 from typing import Any
 
 from maxtext.checkpoint.convert.families.table import (
@@ -23,12 +24,12 @@ from maxtext.checkpoint.convert.rules import Rule
 from maxtext.common.errors import UserError
 from maxtext.models.registry import layers
 
-SIZES = {"rms_norm_eps": 1e-6}
+AHEAD_NORMS = {"enorm": "embedding_norm", "hnorm": "hidden_norm", "shared_head.norm": "output_norm"}
+BUFFERS = (r".*rotary_emb\.inv_freq",)  # in Kimi K2's folders
 
 
-def read_shared(hf: Json, interleave: bool = True, **defaults: Any) -> Reading:
+def read_shared(hf: Json, interleave: bool = True) -> Reading:
     """What the three versions have in common."""
-    hf = SIZES | defaults | hf
     rope = one_rope(hf, interleave=interleave)
     keys = dense_keys(hf, "deepseek") | rope.keys
     del keys["head_dim"]  # heads have three sizes of their own
@@ -57,10 +58,7 @@ def read_shared(hf: Json, interleave: bool = True, **defaults: Any) -> Reading:
 
 def read_deepseek2(hf: Json) -> Reading:
     need(hf, scoring_func="softmax")
-    reading = read_shared(
-        hf, max_position_embeddings=2048, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
-        v_head_dim=128, n_shared_experts=2, routed_scaling_factor=1.0, first_k_dense_replace=0,
-    )  # fmt: skip
+    reading = read_shared(hf)
     method = hf.get("topk_method") or "greedy"
     if method == "greedy":
         reading.keys |= {"n_routing_groups": -1, "topk_routing_group": -1}
@@ -72,24 +70,19 @@ def read_deepseek2(hf: Json) -> Reading:
 
 def read_deepseek3(hf: Json) -> Reading:
     need(hf, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    reading = read_shared(
-        hf, bool(hf.get("rope_interleave", True)), max_position_embeddings=4096, q_lora_rank=1536, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_shared_experts=1, routed_scaling_factor=2.5,
-        first_k_dense_replace=3,
-        n_group=8, topk_group=4,
-    )  # fmt: skip
+    reading = read_shared(hf, bool(hf.get("rope_interleave", True)))
     reading.keys |= {"routed_score_func": "sigmoid", "routed_bias": True}
-    reading.facts["normalise_chosen"] = bool(hf.get("norm_topk_prob", True))
+    reading.facts["normalise_chosen"] = bool(hf["norm_topk_prob"])
     return reading
 
 
 def read_deepseek32(hf: Json) -> Reading:
-    reading = read_deepseek3({"max_position_embeddings": 163840} | hf)
+    reading = read_deepseek3(hf)
     reading.keys |= {
         "use_indexer": True,
-        "indexer_n_heads": hf.get("index_n_heads", 64),
-        "indexer_head_dim": hf.get("index_head_dim", 128),
-        "indexer_topk": hf.get("index_topk", 2048),
+        "indexer_n_heads": hf["index_n_heads"],
+        "indexer_head_dim": hf["index_head_dim"],
+        "indexer_topk": hf["index_topk"],
     }
     if hf.get("mlp_layer_types"):
         reading.facts["moe_layers"] = [kind == "sparse" for kind in hf["mlp_layer_types"]]
@@ -136,7 +129,11 @@ def write_deepseek2(config: Any) -> Json:
 def write_deepseek3(config: Any) -> Json:
     router = next(spec.mlp.router for spec in layers(config) if hasattr(spec.mlp, "router"))
     interleave = layers(config)[0].attention.rope.interleave
-    return write_shared(config) | {"norm_topk_prob": router.normalise, "rope_interleave": interleave}
+    return write_shared(config) | {
+        "norm_topk_prob": router.normalise,
+        "rope_interleave": interleave,
+        "num_nextn_predict_layers": config.mtp_num_layers,
+    }
 
 
 def write_deepseek32(config: Any) -> Json:
@@ -150,10 +147,13 @@ def write_deepseek32(config: Any) -> Json:
 
 
 def deepseek_rules(config: Any) -> list[Rule]:
+    return [*outer_rules(), *layer_rules(), *ahead_rules(config)]
+
+
+def layer_rules() -> list[Rule]:
     theirs, ours = "model.layers.{i}.self_attn.", "layers/{i}/attention/"
     mlp, our_mlp = "model.layers.{i}.mlp.", "layers/{i}/mlp/"
     return [
-        *outer_rules(),
         *norm_rules(PRE_NORMS),
         Rule(f"{theirs}q_proj.weight", f"{ours}query/kernel", "(h w) e -> e h w"),
         Rule(f"{theirs}q_a_proj.weight", f"{ours}query_a/kernel", "r e -> e r"),
@@ -179,6 +179,30 @@ def deepseek_rules(config: Any) -> list[Rule]:
     ]
 
 
+def ahead_rules(config: Any) -> list[Rule]:
+    """Of the layers that predict further tokens (mtp_num_layers): with them the numbering goes on."""
+    rules = []
+    for layer in range(config.mtp_num_layers):
+        theirs, ours = f"model.layers.{config.num_decoder_layers + layer}.", f"mtp/layers/{layer}/"
+        rules.append(Rule(f"{theirs}eh_proj.weight", f"{ours}projection/kernel", "e f -> f e"))
+        for their_norm, our_norm in AHEAD_NORMS.items():
+            rules.append(Rule(f"{theirs}{their_norm}.weight", f"{ours}{our_norm}/scale", "e -> e"))
+        for rule in layer_rules():
+            their_names = tuple(name.replace("model.layers.{i}.", theirs) for name in rule.their_names)
+            our_names = tuple(name.replace("layers/{i}/", f"{ours}block/") for name in rule.our_names)
+            rules.append(replace(rule, theirs=their_names, ours=our_names))
+    return rules
+
+
+def ignored_layers(config: Any) -> tuple[str, ...]:
+    """Layers beyond those of the model; and in those that predict further tokens, the copies of embedding and head."""
+    known = "|".join(map(str, range(config.num_decoder_layers + config.mtp_num_layers)))
+    return (
+        rf"model\.layers\.(?!({known})\.)\d+\..*",
+        r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",
+    )
+
+
 def version(config: Any) -> int:
     if config.use_indexer:
         return 32
@@ -189,7 +213,7 @@ TABLES = (
     Table(("DeepseekV2ForCausalLM",), "deepseek_v2", "deepseek", read_deepseek2, write_deepseek2, deepseek_rules,
           lambda config: version(config) == 2),
     Table(("DeepseekV3ForCausalLM",), "deepseek_v3", "deepseek", read_deepseek3, write_deepseek3, deepseek_rules,
-          lambda config: version(config) == 3),
+          lambda config: version(config) == 3, BUFFERS, ignored_layers),
     Table(("DeepseekV32ForCausalLM",), "deepseek_v32", "deepseek", read_deepseek32, write_deepseek32, deepseek_rules,
-          lambda config: version(config) == 32),
+          lambda config: version(config) == 32, BUFFERS, ignored_layers),
 )  # fmt: skip

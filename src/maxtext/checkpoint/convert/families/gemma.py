@@ -29,12 +29,11 @@ from maxtext.checkpoint.convert.rules import Rule
 from maxtext.common.errors import UserError
 from maxtext.models.registry import layers
 
-SIZES = {"rms_norm_eps": 1e-6, "max_position_embeddings": 8192, "tie_word_embeddings": True, "head_dim": 256}
 
-
-def gemma_keys(hf: Json, block: str, **defaults: Any) -> Json:
-    need(hf, use_bidirectional_attention=False)
-    keys = dense_keys(hf, block, **(SIZES | defaults))
+def gemma_keys(hf: Json, block: str) -> Json:
+    if hf.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision" is of images alone
+        raise UserError("config.json: use_bidirectional_attention of text is not supported")
+    keys = dense_keys(hf, block)
     # The first releases wrote gelu and meant its tanh form.
     name = hf.get("hidden_activation") or hf.get("hidden_act") or "gelu_pytorch_tanh"
     keys["mlp_activations"] = ["gelu" if name == "gelu" else activation(name), "linear"]
@@ -54,11 +53,11 @@ def write_gemma(config: Any) -> Json:
     return dense_config(config) | {"rope_parameters": their_rope(layers(config)[0].attention.rope)}
 
 
-def capped_keys(hf: Json, attention: float | None = None, final: float | None = None) -> Json:
+def capped_keys(hf: Json) -> Json:
     return {
-        "attn_logits_soft_cap": hf.get("attn_logit_softcapping", attention),
-        "final_logits_soft_cap": hf.get("final_logit_softcapping", final),
-        "sliding_window_size": hf.get("sliding_window", 4096) or 0,
+        "attn_logits_soft_cap": hf.get("attn_logit_softcapping"),
+        "final_logits_soft_cap": hf.get("final_logit_softcapping"),
+        "sliding_window_size": hf["sliding_window"] or 0,
         "use_post_attn_norm": True,
         "use_post_ffw_norm": True,
     }
@@ -66,10 +65,10 @@ def capped_keys(hf: Json, attention: float | None = None, final: float | None = 
 
 def read_gemma2(hf: Json) -> Reading:
     rope = one_rope(hf)
-    keys = gemma_keys(hf, "gemma2") | capped_keys(hf, 50.0, 30.0) | rope.keys
+    keys = gemma_keys(hf, "gemma2") | capped_keys(hf) | rope.keys
     facts = {
         "layer_kinds": kinds(hf, lambda i: "full" if i % 2 else "sliding"),
-        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "softmax_scale": hf["query_pre_attn_scalar"] ** -0.5,
     }
     return Reading(keys, facts | rope.facts)
 
@@ -108,15 +107,15 @@ def read_gemma3(hf: Json) -> Reading:
             "full_attention": scaling | {"rope_theta": hf.get("rope_theta", 1_000_000.0)},
             "sliding_attention": {"rope_theta": hf.get("rope_local_base_freq", 10_000.0)},
         }
-    full = rope_fields(hf | {"max_position_embeddings": 131072}, parameters["full_attention"])
-    sliding = rope_fields(hf | {"max_position_embeddings": 131072}, parameters["sliding_attention"])
+    full = rope_fields(hf, {"rope_theta": 1_000_000.0} | parameters["full_attention"])
+    sliding = rope_fields(hf, {"rope_theta": 10_000.0} | parameters["sliding_attention"])
     pattern = hf.get("sliding_window_pattern", 6)
-    keys = gemma_keys(hf, "gemma3", max_position_embeddings=131072) | capped_keys(hf) | rope_keys(full)
+    keys = gemma_keys(hf, "gemma3") | capped_keys(hf) | rope_keys(full)
     if sliding["max_timescale"].is_integer():
         keys["local_rope_max_timescale"] = int(sliding["max_timescale"])
     facts = {
         "layer_kinds": kinds(hf, lambda i: "sliding" if (i + 1) % pattern else "full"),
-        "softmax_scale": hf.get("query_pre_attn_scalar", 256) ** -0.5,
+        "softmax_scale": hf["query_pre_attn_scalar"] ** -0.5,
         "rope": {"full": full, "sliding": sliding},
     }
     return Reading(keys, facts)
@@ -140,13 +139,14 @@ def read_gemma4(hf: Json) -> Reading:
     listed = kinds(hf, lambda i: "sliding" if (i + 1) % 6 else "full") or []
     listed[-1] = "full"
     shares = hf.get("attention_k_eq_v", False)
-    wide = {"head_dim": hf.get("global_head_dim", 512)}
+    wide = {"head_dim": hf["global_head_dim"]}
     if shares and hf.get("num_global_key_value_heads"):
         wide["num_key_value_heads"] = hf["num_global_key_value_heads"]
-    own = hf.get("per_layer_config")
-    each = [wide if own is None else own.get(str(i), {}) for i, kind in enumerate(listed) if kind == "full"]
+    # Layers are numbered 0, 1, … or, in models of more than ten, 00, 01, …
+    own = hf.get("per_layer_config") and {int(number): layer for number, layer in hf["per_layer_config"].items()}
+    each = [wide if own is None else own.get(i, {}) for i, kind in enumerate(listed) if kind == "full"]
     if any(layer != each[0] for layer in each) or any(
-        own.get(str(i)) for i, kind in enumerate(listed) if own and kind != "full"
+        own.get(i) for i, kind in enumerate(listed) if own and kind != "full"
     ):
         raise UserError(
             "config.json: per_layer_config must be the same on all full_attention layers and absent elsewhere"

@@ -27,7 +27,7 @@ from maxtext.models.registry import layers
 
 def read_llama(hf: Json) -> Reading:
     rope = one_rope(hf)
-    keys = dense_keys(hf, "llama2", rms_norm_eps=1e-6, max_position_embeddings=2048)
+    keys = dense_keys(hf, "llama2")
     return Reading(keys | rope.keys, rope.facts)
 
 
@@ -42,9 +42,8 @@ def dense_rules(config: Any) -> list[Rule]:
 
 def read_mistral(hf: Json) -> Reading:
     rope = one_rope(hf)
-    keys = dense_keys(hf, "mistral", rms_norm_eps=1e-6, max_position_embeddings=131072)
-    # An absent window is the first release's; null is none.
-    return Reading(keys | rope.keys | {"sliding_window_size": hf.get("sliding_window", 4096) or 0}, rope.facts)
+    keys = dense_keys(hf, "mistral") | {"sliding_window_size": hf["sliding_window"] or 0}
+    return Reading(keys | rope.keys, rope.facts)
 
 
 def write_mistral(config: Any) -> Json:
@@ -52,8 +51,8 @@ def write_mistral(config: Any) -> Json:
 
 
 def read_mixtral(hf: Json) -> Reading:
-    rope = one_rope(hf, 1_000_000.0)
-    keys = dense_keys(hf, "mixtral", rms_norm_eps=1e-5, max_position_embeddings=131072)
+    rope = one_rope(hf)
+    keys = dense_keys(hf, "mixtral")
     keys |= {
         "base_moe_mlp_dim": hf["intermediate_size"],
         "num_experts": hf["num_local_experts"],
@@ -79,31 +78,31 @@ def mixtral_rules(config: Any) -> list[Rule]:
 
 def read_llama4(hf: Json) -> Reading:
     need(hf, router_jitter_noise=0.0)
-    rope = one_rope(hf, 500_000.0, interleave=True)
-    count, step = hf["num_hidden_layers"], hf.get("interleave_moe_layer_step", 1)
-    interval = hf.get("no_rope_layer_interval", 4)
+    rope = one_rope(hf, interleave=True)
+    count, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
+    interval = hf["no_rope_layer_interval"]
     turns = [bool(turn) for turn in hf.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]]
     moe = hf.get("moe_layers")
     experts = [i in moe if moe is not None else (i + 1) % step == 0 for i in range(count)]
-    keys = dense_keys(hf, "llama4", rms_norm_eps=1e-5, max_position_embeddings=131072, head_dim=128)
+    keys = dense_keys(hf, "llama4")
     keys |= {
         "base_mlp_dim": hf["intermediate_size_mlp"],
         "base_moe_mlp_dim": hf["intermediate_size"],
         "num_experts": hf["num_local_experts"],
-        "num_experts_per_tok": hf.get("num_experts_per_tok", 1),
+        "num_experts_per_tok": hf["num_experts_per_tok"],
         "shared_experts": 1,
-        "use_qk_norm": hf.get("use_qk_norm", True),
+        "use_qk_norm": hf["use_qk_norm"],
         "nope_layer_interval": interval,
         "interleave_moe_layer_step": step,
-        "temperature_tuning": bool(hf.get("attn_temperature_tuning", True)),
-        "chunk_attn_window_size": hf.get("attention_chunk_size", 8192) or 0,
+        "temperature_tuning": bool(hf["attn_temperature_tuning"]),
+        "chunk_attn_window_size": hf["attention_chunk_size"] or 0,
     }
     facts = {
         "rope_layers": turns,
         "moe_layers": experts,
         "layer_kinds": kinds(hf, lambda i: "chunk" if turns[i] else "full"),
-        "temperature_scale": hf.get("attn_scale", 0.1),
-        "temperature_length": hf.get("floor_scale", 8192),
+        "temperature_scale": hf["attn_scale"],
+        "temperature_length": hf["floor_scale"],
     }
     return Reading(keys | rope.keys, facts | rope.facts)
 

@@ -38,28 +38,25 @@ def read_gpt_oss(hf: Json) -> Reading:
     need(hf, swiglu_alpha=1.702, hidden_act="silu")
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):
         hf = hf | {"rope_parameters": GPT_OSS_ROPE}
-    rope = one_rope(hf, 150_000.0)
-    keys = dense_keys(
-        hf, "gpt_oss", rms_norm_eps=1e-5, max_position_embeddings=131072, head_dim=64, attention_bias=True
-    )
+    rope = one_rope(hf)
+    keys = dense_keys(hf, "gpt_oss")
     keys |= {
         "mlp_activations": ["sigmoid", "linear"],
-        "mlp_activations_limit": hf.get("swiglu_limit", 7.0),
+        "mlp_activations_limit": hf["swiglu_limit"],
         "base_moe_mlp_dim": hf["intermediate_size"],
-        "num_experts": hf.get("num_local_experts", 128),
-        "num_experts_per_tok": hf.get("num_experts_per_tok", hf.get("experts_per_token", 4)),
+        "num_experts": hf["num_local_experts"],
+        "num_experts_per_tok": hf["num_experts_per_tok"],
         "routed_bias": True,
         "mlp_bias": True,
         "attention_sink": True,
-        "sliding_window_size": hf.get("sliding_window", 128) or 0,
+        "sliding_window_size": hf["sliding_window"] or 0,
     }
     return Reading(keys | rope.keys, {"layer_kinds": kinds(hf, lambda i: "full" if i % 2 else "sliding")} | rope.facts)
 
 
 def write_gpt_oss(config: Any) -> Json:
-    return dense_config(config) | {
+    return dense_config(config, hidden_act="silu") | {
         "intermediate_size": config.moe_mlp_dim,
-        "hidden_act": "silu",
         "swiglu_limit": config.mlp_activations_limit,
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.num_experts_per_tok,
@@ -85,15 +82,14 @@ def gpt_oss_rules(config: Any) -> list[Rule]:
 
 
 def read_olmo3(hf: Json) -> Reading:
-    parameters = rope_parameters(hf, 500_000.0)
+    parameters = rope_parameters(hf)
     if "full_attention" in parameters:
         full, sliding = parameters["full_attention"], parameters["sliding_attention"]
     else:
-        full, sliding = parameters, {"rope_theta": parameters.get("rope_theta", 500_000.0)}
-    sizes = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
-    ropes = {"full": rope_fields(sizes | hf, full), "sliding": rope_fields(sizes | hf, sliding)}
-    keys = dense_keys(hf, "olmo3", **sizes) | rope_keys(ropes["full"])
-    keys |= {"use_qk_norm": True, "sliding_window_size": hf.get("sliding_window", 4096) or 0}
+        full, sliding = parameters, {"rope_theta": parameters.get("rope_theta")}
+    ropes = {"full": rope_fields(hf, full), "sliding": rope_fields(hf, sliding)}
+    keys = dense_keys(hf, "olmo3") | rope_keys(ropes["full"])
+    keys |= {"use_qk_norm": True, "sliding_window_size": hf["sliding_window"] or 0}
     return Reading(keys, {"layer_kinds": kinds(hf, lambda i: "sliding" if (i + 1) % 4 else "full"), "rope": ropes})
 
 
@@ -102,13 +98,11 @@ def write_olmo3(config: Any) -> Json:
     for spec, kind in zip(layers(config), their_kinds(config), strict=True):
         ropes.setdefault(kind, their_rope(spec.attention.rope))
     only = next(iter(ropes.values()))
-    written = dense_config(config) | {
+    return dense_config(config) | {
         "layer_types": their_kinds(config),
         "sliding_window": config.sliding_window_size,
         "rope_parameters": {kind: ropes.get(kind, only) for kind in ("full_attention", "sliding_attention")},
     }
-    del written["head_dim"]  # their heads are the width over their number
-    return written
 
 
 def olmo3_rules(config: Any) -> list[Rule]:
@@ -128,11 +122,11 @@ def read_gpt2(hf: Json) -> Reading:
         "base_mlp_dim": hf.get("n_inner") or 4 * width,
         "base_num_decoder_layers": hf["n_layer"],
         "vocab_size": hf["vocab_size"],
-        "mlp_activations": [activation(hf.get("activation_function", "gelu_new"))],
-        "normalization_layer_epsilon": hf.get("layer_norm_epsilon", 1e-5),
+        "mlp_activations": [activation(hf["activation_function"])],
+        "normalization_layer_epsilon": hf["layer_norm_epsilon"],
         "trainable_position_size": hf["n_positions"],
         "max_target_length": hf["n_positions"],
-        "logits_via_embedding": hf.get("tie_word_embeddings", True),
+        "logits_via_embedding": hf["tie_word_embeddings"],
         "normalize_embedding_logits": False,
         "fused_qkv": True,
         "enable_dropout": False,

@@ -23,21 +23,22 @@ from maxtext.checkpoint.convert.families.table import (
 from maxtext.checkpoint.convert.rules import Rule
 from maxtext.models.registry import layers
 
-SIZES = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
-
 
 def window(hf: Json) -> int:
-    """The sliding window where the model uses it; 4096 unless said otherwise."""
-    return (hf.get("sliding_window", 4096) or 0) if hf.get("use_sliding_window", False) else 0
+    """The sliding window where the model uses it."""
+    return (hf["sliding_window"] or 0) if hf.get("use_sliding_window") else 0
 
 
-def read_dense(hf: Json, block: str, **defaults: Any) -> Reading:
+def read_shared(hf: Json, block: str) -> Reading:
     rope = one_rope(hf)
-    size = window(hf)
-    keys = dense_keys(hf, block, **(SIZES | defaults)) | rope.keys | {"sliding_window_size": size}
-    last = hf.get("max_window_layers", 28)
-    listed = kinds(hf, lambda i: "sliding" if size and i >= last else "full") or []
-    return Reading(keys, {"layer_kinds": listed} | rope.facts)
+    return Reading(dense_keys(hf, block) | rope.keys | {"sliding_window_size": window(hf)}, rope.facts)
+
+
+def read_dense(hf: Json, block: str) -> Reading:
+    reading = read_shared(hf, block)
+    last = hf["max_window_layers"]
+    reading.facts["layer_kinds"] = kinds(hf, lambda i: "sliding" if window(hf) and i >= last else "full")
+    return reading
 
 
 def read_qwen2(hf: Json) -> Reading:
@@ -48,12 +49,12 @@ def read_qwen2(hf: Json) -> Reading:
 
 def write_qwen2(config: Any) -> Json:
     written = write_qwen3(config)
-    del written["attention_bias"], written["head_dim"]
+    del written["attention_bias"]
     return written
 
 
 def read_qwen3(hf: Json) -> Reading:
-    reading = read_dense(hf, "qwen3", head_dim=128)
+    reading = read_dense(hf, "qwen3")
     reading.keys["use_qk_norm"] = True
     return reading
 
@@ -69,23 +70,23 @@ def write_qwen3(config: Any) -> Json:
     }
 
 
-def expert_keys(hf: Json, normalised: bool) -> Json:
+def expert_keys(hf: Json) -> Json:
     return {
         "base_moe_mlp_dim": hf["moe_intermediate_size"],
         "num_experts": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],
         "num_experts_per_tok": hf["num_experts_per_tok"],
-        "norm_topk_prob": hf.get("norm_topk_prob", normalised),
+        "norm_topk_prob": hf["norm_topk_prob"],
     }
 
 
 def sparse_layers(hf: Json) -> list[bool]:
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or []
+    step, dense = hf["decoder_sparse_step"], hf.get("mlp_only_layers") or []
     return [i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])]
 
 
 def read_qwen3_moe(hf: Json) -> Reading:
-    reading = read_dense(hf, "qwen3_moe", head_dim=hf["hidden_size"] // hf["num_attention_heads"])
-    reading.keys |= expert_keys(hf, normalised=False) | {"use_qk_norm": True}
+    reading = read_shared(hf, "qwen3_moe")
+    reading.keys |= expert_keys(hf) | {"use_qk_norm": True}
     kind = "sliding" if window(hf) else "full"
     reading.facts |= {"layer_kinds": [kind] * hf["num_hidden_layers"], "moe_layers": sparse_layers(hf)}
     return reading
@@ -124,13 +125,13 @@ def experts(mlp: str) -> list[Rule]:
 
 def read_delta(hf: Json, block: str) -> Reading:
     rope = one_rope(hf, fraction=0.25)
-    keys = dense_keys(hf, block, head_dim=256, intermediate_size=hf.get("moe_intermediate_size"), **SIZES) | rope.keys
+    keys = dense_keys(hf, block) | rope.keys
     keys |= {
-        "gdn_conv_kernel_dim": hf.get("linear_conv_kernel_dim", 4),
-        "gdn_key_head_dim": hf.get("linear_key_head_dim", 128),
-        "gdn_value_head_dim": hf.get("linear_value_head_dim", 128),
-        "gdn_num_key_heads": hf.get("linear_num_key_heads", 16),
-        "gdn_num_value_heads": hf.get("linear_num_value_heads", 32),
+        "gdn_conv_kernel_dim": hf["linear_conv_kernel_dim"],
+        "gdn_key_head_dim": hf["linear_key_head_dim"],
+        "gdn_value_head_dim": hf["linear_value_head_dim"],
+        "gdn_num_key_heads": hf["linear_num_key_heads"],
+        "gdn_num_value_heads": hf["linear_num_value_heads"],
     }
     interval = hf.get("full_attention_interval", 4)
     return Reading(keys, {"layer_kinds": kinds(hf, lambda i: "linear" if (i + 1) % interval else "full")} | rope.facts)
@@ -138,7 +139,7 @@ def read_delta(hf: Json, block: str) -> Reading:
 
 def read_sparse_delta(hf: Json, block: str) -> Reading:
     reading = read_delta(hf, block)
-    reading.keys |= expert_keys(hf, normalised=True) | {"shared_experts": 1}
+    reading.keys |= expert_keys(hf) | {"shared_experts": 1}
     reading.facts |= {"shared_expert_dim": hf["shared_expert_intermediate_size"], "moe_layers": sparse_layers(hf)}
     return reading
 

@@ -26,11 +26,12 @@ class Table:
     architectures: tuple[str, ...]  # the first is written; those after it hold the same text model, or the same tensors
     model_type: str
     block: str  # decoder_block
-    read: Callable[[Json], Reading]
+    read: Callable[[Json], Reading]  # of a config.json with the defaults of its class
     write: Callable[[Any], Json]  # of a configuration, without architectures, model_type and dtype
     rules: Callable[[Any], list[Rule]]
     suits: Callable[[Any], bool] = lambda config: True  # among the tables of one decoder_block
     ignored: tuple[str, ...] = ()  # tensors that transformers leaves out as well
+    ignored_in: Callable[[Any], tuple[str, ...]] = lambda config: ()  # likewise, where the configuration says which
 
 
 ACTIVATIONS = {
@@ -56,7 +57,13 @@ def activation(name: str) -> str:
 
 
 def their_activation(config: Any) -> str:
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.mlp_activations[0])
+    for theirs, ours in ACTIVATIONS.items():
+        if ours == config.mlp_activations[0]:
+            return theirs
+    known = ", ".join(dict.fromkeys(ACTIVATIONS.values()))
+    raise UserError(
+        f"mlp_activations={config.mlp_activations} has no name in a Hugging Face config.json; these have: {known}"
+    )
 
 
 def need(hf: Json, **values: Any) -> None:
@@ -77,9 +84,9 @@ def kinds(hf: Json, default: Callable[[int], str] | None = None) -> list[str] | 
     return [KINDS[name] for name in listed]
 
 
-def dense_keys(hf: Json, block: str, **changes: Any) -> Json:
-    """Keys that nearly all families state alike. `changes`: a default for what their config.json may leave out."""
-    hf = changes | {name: value for name, value in hf.items() if value is not None}
+def dense_keys(hf: Json, block: str) -> Json:
+    """Keys that nearly all families state alike."""
+    hf = {name: value for name, value in hf.items() if value is not None}
     heads = hf["num_attention_heads"]
     return {
         "decoder_block": block,
@@ -101,8 +108,8 @@ def dense_keys(hf: Json, block: str, **changes: Any) -> Json:
     }
 
 
-def dense_config(config: Any) -> Json:
-    """The entries of config.json that nearly all families state alike."""
+def dense_config(config: Any, hidden_act: str | None = None) -> Json:
+    """The entries of config.json that nearly all families state alike; `hidden_act` where it is not the key's."""
     count = len(layers(config))
     return {
         "hidden_size": config.emb_dim,
@@ -112,7 +119,7 @@ def dense_config(config: Any) -> Json:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "hidden_act": their_activation(config),
+        "hidden_act": hidden_act or their_activation(config),
         "rms_norm_eps": config.normalization_layer_epsilon,
         "tie_word_embeddings": config.logits_via_embedding,
         "attention_bias": config.attention_bias,
@@ -120,13 +127,13 @@ def dense_config(config: Any) -> Json:
     }
 
 
-def rope_parameters(hf: Json, theta: float = 10_000.0) -> Json:
+def rope_parameters(hf: Json) -> Json:
     """Their rotary parameters in the newer form, of one kind of layer or by kind."""
     if hf.get("rope_parameters"):
         return hf["rope_parameters"]
     scaling = dict(hf.get("rope_scaling") or {})
     scaling.setdefault("rope_type", scaling.pop("type", "default"))
-    return scaling | {"rope_theta": hf.get("rope_theta", theta)}
+    return scaling | {"rope_theta": hf.get("rope_theta", 10_000.0)}
 
 
 def rope_fields(hf: Json, parameters: Json, fraction: float = 1.0, interleave: bool = False) -> Json:
@@ -139,7 +146,7 @@ def rope_fields(hf: Json, parameters: Json, fraction: float = 1.0, interleave: b
         "fraction": float(parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or fraction),
         "interleave": interleave,
     }
-    original = parameters.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+    original = parameters.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
     if kind == "linear":
         fields["linear_factor"] = float(parameters["factor"])
     elif kind == "proportional":
@@ -211,9 +218,9 @@ def their_rope(spec: RopeSpec) -> Json:
     return parameters
 
 
-def one_rope(hf: Json, theta: float = 10_000.0, **options: Any) -> Reading:
+def one_rope(hf: Json, **options: Any) -> Reading:
     """Keys and facts of a model whose layers all turn alike."""
-    fields = rope_fields(hf, rope_parameters(hf, theta), **options)
+    fields = rope_fields(hf, rope_parameters(hf), **options)
     return Reading(rope_keys(fields), {"rope": {"all": fields}})
 
 

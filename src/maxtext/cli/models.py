@@ -1,0 +1,63 @@
+"""`maxtext models`: what the named models are, counted from their descriptions; no weight is made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs import fields, load
+from maxtext.configs.derive import Devices
+from maxtext.models import make_template
+from maxtext.models.counts import active_count, breakdown, parameter_count
+from maxtext.models.registry import layers
+
+COLUMNS = ("name", "family", "layers", "width", "vocabulary", "parameters", "active")
+NOTE = "active: of the experts those that a token meets, and all other weights (embedding and output head, too)."
+
+
+def run(words: list[str]) -> int:
+    if len(words) > 1 or any(word.startswith("-") or "=" in word for word in words):
+        raise ConfigError(f"maxtext models takes the name of one model or nothing, not {' '.join(words)!r}")
+    print(description(words[0]) if words else table(), end="")
+    return 0
+
+
+def table() -> str:
+    """All named models, a line each."""
+    rows = [COLUMNS, *(row(name) for name in fields.choices("model_name"))]
+    return aligned(rows, left=2) + f"\n{NOTE}\n"
+
+
+def row(name: str) -> tuple[str, ...]:
+    config, weights = model(name)
+    sizes = (len(layers(config)), config.emb_dim, config.vocab_size)
+    counts = (parameter_count(weights), active_count(config, weights))
+    return name, config.decoder_block.value, *(f"{number:,}" for number in (*sizes, *counts))
+
+
+def description(name: str) -> str:
+    """One model, part by part."""
+    config, weights = model(name)
+    total = parameter_count(weights)
+    counts = breakdown(weights) | {"parameters": total, "active": active_count(config, weights)}
+    rows = [(part, f"{count:,}", f"{count / total:.1%}") for part, count in counts.items()]
+    title = f"{name}: {config.decoder_block.value}, {len(layers(config))} layers of width {config.emb_dim:,}"
+    return f"{title}, vocabulary {config.vocab_size:,}\n\n{aligned(rows, left=1)}\n{NOTE}\n"
+
+
+def model(name: str) -> tuple[Any, Any]:
+    """The configuration as the model's file has it, and its weights without values."""
+    # Scanned layers are described once for all repeats.
+    words = [f"model_name={name}", "scan_layers=true", "override_model_config=true"]
+    config = load(None, words, environ={}, devices=Devices(1))
+    return config, make_template(config).weights
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns as wide as their widest entry, the first ones flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for cells in rows:
+        sides = ["<"] * left + [">"] * (len(cells) - left)
+        padded = [f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,178 @@
+"""`maxtext convert`: there and back bit for bit, and what is refused with one sentence and nothing written."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from maxtext.cli.main import main
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A tiny Mixtral in bfloat16, in several shards, with a tokenizer's file beside it."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=3, max_position_embeddings=64,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("mixtral")
+    transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(path, max_shard_size="8KB")
+    (path / "tokenizer.json").write_text("{}")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+def tensors(folder):
+    from maxtext.checkpoint.folders import Folder
+
+    opened = Folder.open(folder)
+    return {name: opened.read(name) for name in opened.tensors}
+
+
+def convert(*words):
+    return main(["convert", *map(str, words)])
+
+
+def test_there_and_back(source, tmp_path, capsys):
+    assert convert("from_hf", source, tmp_path / "ours") == 0
+    assert convert("to_hf", tmp_path / "ours", tmp_path / "theirs") == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'ours'}\nwrote {tmp_path / 'theirs'}\n"
+    before, after = tensors(source), tensors(tmp_path / "theirs")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert (tensor.view(np.uint16) == after[name].view(np.uint16)).all()
+    assert (tmp_path / "theirs" / "tokenizer.json").read_text() == "{}"
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "theirs")]
+    assert configs[0] == configs[1]
+
+
+def test_another_dtype(source, tmp_path):
+    assert convert("from_hf", source, tmp_path / "ours", "--dtype", "float32") == 0
+    assert convert("to_hf", tmp_path / "ours", tmp_path / "half", "--dtype=float16") == 0
+    for name, tensor in tensors(tmp_path / "half").items():
+        assert tensor.dtype == np.float16
+        np.testing.assert_array_equal(tensor, tensors(source)[name].astype(np.float32).astype(np.float16))
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
+
+
+def truncated(folder):
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def no_shard(folder):
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+
+
+def wrong_shape(folder):
+    change(folder, intermediate_size=32)
+
+
+def one_layer_less(folder):
+    change(folder, num_hidden_layers=2)
+
+
+def one_layer_more(folder):
+    change(folder, num_hidden_layers=4)
+
+
+def unknown(folder):
+    change(folder, architectures=["MambaForCausalLM"])
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text('{"architectures": ')
+
+
+def no_size(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def strange_rope(folder):
+    change(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+
+
+def strange_activation(folder):
+    change(folder, hidden_act="xielu")
+
+
+def quantized(folder):
+    change(folder, quantization_config={"quant_method": "gptq"})
+
+
+def only_a_pickle(folder):
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def change(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+BAD_FOLDERS = {
+    truncated: "maxtext: error: .*model-00001.*",
+    no_shard: "model-00002.*",
+    wrong_shape: "block_sparse_moe.*has shape \\[24, 16\\], the model needs \\[32, 16\\].* more",
+    one_layer_less: "model.layers.2.*is not a tensor of this model",
+    one_layer_more: "model.layers.3.*is missing",
+    unknown: "the architecture MambaForCausalLM is not known; these are: LlamaForCausalLM, ",
+    no_config: "has no config.json",
+    broken_config: "config.json cannot be read",
+    no_size: "hidden_size is missing, and MixtralForCausalLM needs it",
+    strange_rope: "rope_type='longrope' is not supported",
+    strange_activation: "the activation 'xielu' is not supported",
+    quantized: "the weights are quantized \\(gptq\\)",
+    only_a_pickle: "pickle files are never loaded",
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_FOLDERS, ids=lambda spoil: spoil.__name__)
+def test_bad_folders(source, tmp_path, capsys, spoil):
+    folder = tmp_path / "bad"
+    shutil.copytree(source, folder)
+    spoil(folder)
+    assert convert("from_hf", folder, tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.count("\n") == 1
+    assert re.search(BAD_FOLDERS[spoil], error), error
+    assert {path.name for path in tmp_path.iterdir()} == {"bad"}
+
+
+def test_what_is_in_the_way_stays(source, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert convert("from_hf", source, tmp_path / "out") == 1
+    assert "exists already" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        ([], 2, "give a direction and two folders"),
+        (["sideways", "a", "b"], 2, "give a direction and two folders"),
+        (["from_hf", "a", "b", "--dtype", "int3"], 2, "--dtype takes float32 or bfloat16 or float16"),
+        (["from_hf", "nowhere", "out"], 1, "there is no folder nowhere"),
+    ],
+)
+def test_bad_words(words, code, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert convert(*words) == code
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
