@@ -63,7 +63,7 @@ def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
 
 
 def test_text_in_text_out(llm, model):
-    """A prompt gets the <s> that the tokenizer puts before it; the answer is what follows it, without special tokens."""
+    """A prompt gets the <s> that the tokenizer puts before it; the answer is what follows, without special tokens."""
     words = their_greedy(model, [0, 5, 9], 4)
     assert 1 not in words
     answer = "".join(f" w{word}" for word in words if word > 2)

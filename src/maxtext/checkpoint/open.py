@@ -59,7 +59,7 @@ class Checkpoint:
         weights = from_hf(source, self.table.rules(config), places, registry.ignored(self.table, config), dtype)
         left_out = set(renamed).difference(*(step.theirs for step in weights.steps))
         if left_out:
-            LOGGER.info("%s: left out %d tensors that the model lacks, as %s", self.path, len(left_out), min(left_out))
+            LOGGER.info("%s: %d tensors are no part of the model: %s …", self.path, len(left_out), min(left_out))
         return weights
 
 
@@ -99,7 +99,9 @@ def dtype_of(word: str | None) -> np.dtype | None:
 def model_text(config: Any) -> str:
     """A config.yml that says what model a configuration describes, and nothing of how to run it."""
     base = base_values()
-    changed = [key for key in text.KEYS_IN_ORDER if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)]
+    # Learned positions bound the length, which by default may be above them.
+    keys = (*MODEL_KEYS, "max_target_length") if config.trainable_position_size > 0 else MODEL_KEYS
+    changed = [key for key in text.KEYS_IN_ORDER if key in keys and getattr(config, key) != getattr(base, key)]
     return "base_config: base.yml\n" + text.yaml_text(config, changed)
 
 

@@ -122,21 +122,22 @@ def in_threads(work: Callable[[Any], None], items: Iterable[Any]) -> None:
 
 def scheme_of(hf: Json, place: str) -> Scheme | None:
     """How the weights that a config.json describes are quantized; None: they are not."""
-    stated = hf.get("quantization_config") or (hf.get("text_config") or {}).get("quantization_config")
-    if not stated:
+    places = (hf, hf.get("text_config"))
+    stated = next((one for it in places if isinstance(it, dict) and (one := it.get("quantization_config"))), None)
+    if stated is None:
         return None
+    stated = stated if isinstance(stated, dict) else {}
     method = stated.get("quant_method", "unknown")
     if method == "mxfp4":
         return MicroscalingFloat4()
     if method == "fp8":
-        block = stated.get("weight_block_size")
+        block: Any = stated.get("weight_block_size")
         known = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
         other = [f"{key}={stated[key]}" for key, value in known.items() if stated.get(key, value) != value]
-        if isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block):
-            if not other:
-                return BlockFloat8(*block)
-        else:
+        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
             other.append(f"weight_block_size={block}")
+        if not other:
+            return BlockFloat8(*block)
         method = ", ".join([method, *other])
     raise UserError(
         f"{place}: the weights are quantized ({method}): load the folder with transformers, dequantize it, save it "

@@ -26,6 +26,7 @@ from maxtext.checkpoint.convert.families.table import (
     their_rope,
 )
 from maxtext.checkpoint.convert.rules import Rule
+from maxtext.common.errors import UserError
 from maxtext.models.registry import layers
 
 GPT_OSS_ROPE = {
@@ -136,6 +137,11 @@ def read_gpt2(hf: Json) -> Reading:
 
 def write_gpt2(config: Any) -> Json:
     name = their_activation(config)
+    if config.num_query_heads * config.head_dim != config.emb_dim:
+        raise UserError(
+            f"GPT-2's heads are as wide as the model together: head_dim={config.head_dim} must be "
+            f"{config.emb_dim} / {config.num_query_heads}"
+        )
     return {
         "n_embd": config.emb_dim,
         "n_head": config.num_query_heads,

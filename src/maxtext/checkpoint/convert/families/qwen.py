@@ -12,6 +12,7 @@ from maxtext.checkpoint.convert.families.table import (
     dense_config,
     dense_keys,
     expert_rules,
+    in_layers,
     kinds,
     mlp_rules,
     norm_rules,
@@ -166,9 +167,8 @@ def delta_rules(config: Any, projections: list[Rule]) -> list[Rule]:
     """Every layer's rules; a Gated DeltaNet's projections differ between the two families."""
     net, attention, ours = "model.layers.{i}.linear_attn.", "model.layers.{i}.self_attn.", "layers/{i}/attention/"
     channels = tuple(f"{ours}conv_{name}" for name in ("query", "key", "value"))
-    return [
-        *outer_rules(),
-        *norm_rules(PRE_NORMS),
+    attends = [hasattr(layer.attention, "rope") for layer in layers(config)]
+    attending = [
         # A head's query and its gate lie together.
         Rule(
             f"{attention}q_proj.weight",
@@ -177,14 +177,21 @@ def delta_rules(config: Any, projections: list[Rule]) -> list[Rule]:
             join="w",
         ),
         Rule(f"{attention}q_proj.bias", (f"{ours}query/bias", f"{ours}output_gate/bias"), "(h w) -> h w", join="w"),
-        *attention_rules(config, attention)[:5],
-        *[rule for rule in attention_rules(config, attention)[5:] if "q_proj" not in rule.theirs[0]],
+        *[rule for rule in attention_rules(config) if not any("q_proj" in name for name in rule.their_names)],
+    ]
+    nets = [
         *projections,
         Rule(f"{net}conv1d.weight", channels, "(k w) 1 t -> t k w", join=0),
         Rule(f"{net}A_log", f"{ours}log_rate", "(k g) -> k g"),
         Rule(f"{net}dt_bias", f"{ours}step_bias", "(k g) -> k g"),
         Rule(f"{net}norm.weight", f"{ours}norm/scale", "d -> d"),
         Rule(f"{net}out_proj.weight", f"{ours}out/kernel", "e (k w) -> k w e"),
+    ]
+    return [
+        *outer_rules(),
+        *norm_rules(PRE_NORMS),
+        *in_layers([i for i, one in enumerate(attends) if one], attending),
+        *in_layers([i for i, one in enumerate(attends) if not one], nets),
         *mlp_rules(),
         *experts("model.layers.{i}.mlp."),
     ]

@@ -1,11 +1,11 @@
 """What a family's table is, and the parts that most tables share."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from maxtext.checkpoint.convert.rules import Rule
+from maxtext.checkpoint.convert.rules import LAYER, Rule
 from maxtext.common.errors import UserError
 from maxtext.layers.rope import RopeSpec
 from maxtext.models.registry import layers
@@ -235,6 +235,21 @@ def their_kinds(config: Any) -> list[str]:
 
 
 # Rules that many families share. Those whose weights a model lacks are passed over.
+
+
+def in_layers(numbers: Iterable[int], rules: list[Rule]) -> list[Rule]:
+    """Rules for these layers alone: where mixers of two kinds have weights of one name."""
+
+    def numbered(names: str | tuple[str, ...], number: int) -> str | tuple[str, ...]:
+        if isinstance(names, str):
+            return names.replace(LAYER, str(number))
+        return tuple(name.replace(LAYER, str(number)) for name in names)
+
+    return [
+        replace(rule, theirs=numbered(rule.theirs, number), ours=numbered(rule.ours, number))
+        for number in numbers
+        for rule in rules
+    ]
 
 
 def outer_rules(prefix: str = "model.") -> list[Rule]:
