@@ -92,6 +92,12 @@ def open_ours(path: Path) -> Checkpoint:
     return Checkpoint(path, Folder.open(path, OURS), settings, carried, names)
 
 
+def within_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with as long a sequence as the model has learned positions for, unless they say how long."""
+    learned = settings.get("trainable_position_size")
+    return keys if learned is None or "max_target_length" in keys else keys | {"max_target_length": learned.value}
+
+
 def dtype_of(word: str | None) -> np.dtype | None:
     return None if word is None else DTYPES[DTYPE_WORDS[word]]
 

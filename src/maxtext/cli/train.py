@@ -1,16 +1,18 @@
 """`maxtext train`: pre-training from a configuration."""
 
+import os
+
 from maxtext.cli import words as cli_words
 from maxtext.common import log
-from maxtext.configs import ledger, load
-from maxtext.configs.load import base_values
+from maxtext.configs import ledger, load, sources
+from maxtext.configs.load import base_values, wanted
 
 SAMPLE_TOKENS = 300
 
 
 def run(words: list[str]) -> int:
     path, settings = cli_words.split(words)
-    config = load(path, settings)
+    config = load(path, settings, model=checkpoint_model(path, sources.from_words(settings)))
     ledger.refuse_silent(config, base_values())
     log.configure()
     set_up_jax(config)
@@ -25,6 +27,16 @@ def run(words: list[str]) -> int:
         print(f"\nwhat the model writes after {config.prompt!r}:\n")
         print(sample.complete(result.setup, result.state.weights, config.prompt, SAMPLE_TOKENS))
     return 0
+
+
+def checkpoint_model(path: str | None, words: sources.Layer) -> sources.Layer | None:
+    """What the checkpoint that a run starts from says of its model; nothing where model_name says it."""
+    folder = wanted("load_parameters_path", path, words, os.environ)
+    if not folder or wanted("model_name", path, words, os.environ) not in (None, "default"):
+        return None
+    from maxtext.checkpoint.open import open_checkpoint
+
+    return open_checkpoint(folder).settings
 
 
 def set_up_jax(config) -> None:

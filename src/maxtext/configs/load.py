@@ -48,6 +48,14 @@ def load(
     return complete
 
 
+def wanted(key: str, path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]) -> Any:
+    """What files, environment and words say of a key, before anything is checked; None where they say nothing."""
+    files = [layer for _, layer in sources.file_chain(sources.find_file(str(path)))[1:]] if path is not None else []
+    layers = [*files, sources.from_environment(environ), words]
+    value = next((layer[key].value for layer in reversed(layers) if key in layer), None)
+    return None if value is None or fields.is_none(value) else value
+
+
 def resolve(
     path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str], model: Layer | None
 ) -> tuple[Layer, architecture.Architecture]:

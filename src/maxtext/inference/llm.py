@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.checkpoint.open import Checkpoint, dtype_of, open_checkpoint, places_of, save_ours, save_theirs
+from maxtext.checkpoint.open import (
+    Checkpoint,
+    dtype_of,
+    open_checkpoint,
+    places_of,
+    save_ours,
+    save_theirs,
+    within_positions,
+)
 from maxtext.checkpoint.tensors import Progress, Recast
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import ConfigError, UserError
@@ -59,7 +67,8 @@ class LLM:
 
     @classmethod
     def from_folder(cls, checkpoint: Checkpoint, progress: Progress | None, config: dict[str, Any]) -> "LLM":
-        settled = load(None, from_python(config), model=checkpoint.settings)
+        keys = from_python(within_positions(checkpoint.settings, config))
+        settled = load(None, keys, model=checkpoint.settings)
         template = make_template(settled)
         rules = AxisRules.of(settled, make_mesh(settled))
         places = places_of(template, settled)

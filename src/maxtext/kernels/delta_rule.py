@@ -26,7 +26,8 @@ from jax import Array
 def product(pattern: str, *arrays: Array) -> Array:
     """Near-float32 is enough for products of activations (TF32 on GPUs, three bfloat16 passes on TPUs), unless the
     highest precision is asked for."""
-    exact = jax.config.jax_default_matmul_precision in ("highest", "float32")
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    exact = asked in ("highest", "float32")
     return jnp.einsum(pattern, *arrays, precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.HIGH)
 
 

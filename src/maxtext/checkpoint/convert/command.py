@@ -3,12 +3,21 @@
 import os
 from typing import Any
 
-from maxtext.checkpoint.open import Checkpoint, dtype_of, open_checkpoint, places_of, save_ours, save_theirs
+from maxtext.checkpoint.open import (
+    Checkpoint,
+    dtype_of,
+    open_checkpoint,
+    places_of,
+    save_ours,
+    save_theirs,
+    within_positions,
+)
 from maxtext.checkpoint.tensors import Progress, Recast
 from maxtext.checkpoint.weights import Place
 from maxtext.common.errors import UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
+from maxtext.configs.sources import from_python
 from maxtext.models.transformer import make_template
 
 SHARD_BYTES = 2 * 10**9
@@ -41,5 +50,6 @@ def to_folder(
 
 def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Place]]:
     """The configuration of a checkpoint's model, unrolled so that each weight is a layer's own, and its weights."""
-    config = load(None, ["scan_layers=false"], environ={}, devices=Devices(1), model=checkpoint.settings)
+    keys = from_python(within_positions(checkpoint.settings, {"scan_layers": False}))
+    config = load(None, keys, environ={}, devices=Devices(1), model=checkpoint.settings)
     return config, places_of(make_template(config), config)

@@ -126,7 +126,6 @@ def read_gpt2(hf: Json) -> Reading:
         "mlp_activations": [activation(hf["activation_function"])],
         "normalization_layer_epsilon": hf["layer_norm_epsilon"],
         "trainable_position_size": hf["n_positions"],
-        "max_target_length": hf["n_positions"],
         "logits_via_embedding": hf["tie_word_embeddings"],
         "normalize_embedding_logits": False,
         "fused_qkv": True,
