@@ -4,6 +4,11 @@ import pytest
 
 from maxtext.cli.main import main
 
+MOE = ["decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2"]
+LATENT = ["decoder_block=deepseek", "attention_type=mla"]
+INDEXED = [*LATENT, "use_indexer=true", "q_lora_rank=8"]
+MEMORY = ["engram_layers=[0]", "engram_vocab_bases=[20, 20]"]
+
 # words after `maxtext config`, and what the message must say
 CASES = {
     "unknown key": (["learning_rat=1"], ["unknown key 'learning_rat'", "learning_rate"]),
@@ -92,6 +97,223 @@ CASES = {
     ),
     "bias update without a bias": (["routed_bias_update_rate=0.1"], ["set routed_bias=true"]),
     "indexer without MLA": (["use_indexer=true"], ["use_indexer=true needs attention_type=mla"]),
+    "experts in a block without them": (["num_experts=8"], ["num_experts=8", "would do nothing", "mixtral"]),
+    "key of experts without experts": (
+        ["decoder_block=mixtral", "load_balance_loss_weight=0.1"],
+        ["load_balance_loss_weight=0.1", "num_experts above 1"],
+    ),
+    "capacity of experts that drop nothing": ([*MOE, "capacity_factor=1.5"], ["set sparse_matmul=false"]),
+    "no capacity": ([*MOE, "capacity_factor=0"], ["capacity_factor=0 leaves experts no room"]),
+    "no buffer": ([*MOE, "ragged_buffer_factor=0"], ["ragged_buffer_factor=0 leaves experts no room"]),
+    "buffer for everything": ([*MOE, "ragged_buffer_factor=2"], ["ragged_buffer_factor=2 would do nothing"]),
+    "buffer of dense experts": (
+        [*MOE, "sparse_matmul=false", "ragged_buffer_factor=0.5"],
+        ["ragged_buffer_factor=0.5", "it needs sparse_matmul=true"],
+    ),
+    "sort of dense experts": (
+        [*MOE, "sparse_matmul=false", "use_custom_sort_vjp=false"],
+        ["use_custom_sort_vjp=False", "it needs sparse_matmul=true"],
+    ),
+    "fewer experts in the groups than chosen": (
+        [
+            "decoder_block=mixtral",
+            "num_experts=8",
+            "num_experts_per_tok=3",
+            "n_routing_groups=4",
+            "topk_routing_group=1",
+        ],
+        ["topk_routing_group=1 groups of 2 experts are fewer than num_experts_per_tok=3"],
+    ),
+    "score function of another family": ([*MOE, "routed_score_func=sigmoid"], ["it needs decoder_block=deepseek"]),
+    "bias of another family's router": ([*MOE, "routed_bias=true"], ["decoder_block=deepseek or gpt_oss"]),
+    "balancing of a bias that is learned": (
+        [
+            "decoder_block=gpt_oss",
+            "num_experts=8",
+            "sliding_window_size=4",
+            "routed_bias=true",
+            "routed_bias_update_rate=0.1",
+        ],
+        ["routed_bias_update_rate=0.1", "it needs decoder_block=deepseek"],
+    ),
+    "dense layers of another family": ([*MOE, "first_num_dense_layers=1"], ["it needs decoder_block=deepseek"]),
+    "interleaved experts of another family": ([*MOE, "interleave_moe_layer_step=2"], ["it needs decoder_block=llama4"]),
+    "two shared MLPs in gemma4": (
+        ["decoder_block=gemma4", "num_experts=8", "sliding_window_size=4", "shared_experts=2"],
+        ["shared_experts=2", "gemma4 has one shared MLP"],
+    ),
+    "sum that is in float32 anyway": (
+        ["decoder_block=llama4", "num_experts=8", "chunk_attn_window_size=4", "float32_weight_sum=false"],
+        ["float32_weight_sum=False", "llama4 weighs what experts read"],
+    ),
+    "two widths of experts": (
+        [*MOE, "base_mlp_dim=64", "base_moe_mlp_dim=32"],
+        ["base_mlp_dim=64", "all layers have experts", "base_moe_mlp_dim=32"],
+    ),
+    "biases of experts": ([*MOE, "mlp_bias=true"], ["mlp_bias=True", "an MLP beside or in place of experts"]),
+    "fused MLP of experts": ([*MOE, "fused_mlp=true"], ["fused_mlp=True", "an MLP beside or in place of experts"]),
+    "narrow experts of another family": ([*MOE, "moe_expert_input_dim=8"], ["it needs decoder_block=qwen3_custom_moe"]),
+    "narrow attention of another family": (["attention_output_dim=8"], ["it needs decoder_block=qwen3_custom_moe"]),
+    "attention and experts of two widths": (
+        ["decoder_block=qwen3_custom_moe", "num_experts=8", "attention_output_dim=8", "moe_expert_input_dim=4"],
+        ["moe_expert_input_dim=4", "attention_output_dim=8", "the same value"],
+    ),
+    "latent attention of another family": (["attention_type=mla"], ["attention_type=mla needs decoder_block=deepseek"]),
+    "size of latents without latents": (["kv_lora_rank=8"], ["kv_lora_rank=8", "it needs attention_type=mla"]),
+    "no latent": ([*LATENT, "kv_lora_rank=0"], ["kv_lora_rank=0 is out of range"]),
+    "head size beside latent sizes": ([*LATENT, "head_dim=64"], ["head_dim=64", "qk_nope_head_dim"]),
+    "shared keys of latent attention": (
+        [*LATENT, "base_num_kv_heads=8"],
+        ["base_num_kv_heads=8", "own keys", "set it to 16"],
+    ),
+    "odd rotary part": ([*LATENT, "qk_rope_head_dim=7"], ["qk_rope_head_dim=7", "turn pairs"]),
+    "learned positions beside latent attention": (
+        [*LATENT, "trainable_position_size=4096"],
+        ["trainable_position_size does not go with attention_type=mla"],
+    ),
+    "sinks of latent attention": (
+        [*LATENT, "attention_sink=true"],
+        ["attention_sink=True", "attention other than MLA"],
+    ),
+    "norms of latent attention": ([*LATENT, "use_qk_norm=true"], ["use_qk_norm=True", "attention other than MLA"]),
+    "fused projections of latent attention": ([*LATENT, "fused_qkv=true"], ["fused_qkv=True", "other than MLA"]),
+    "clipping without latents": (["use_qk_clip=true"], ["use_qk_clip=true needs attention_type=mla"]),
+    "threshold without clipping": (["qk_clip_threshold=50"], ["qk_clip_threshold=50", "use_qk_clip=true"]),
+    "size of an indexer without one": ([*LATENT, "indexer_topk=8"], ["indexer_topk=8", "it needs use_indexer=true"]),
+    "indexer without a query latent": ([*LATENT, "use_indexer=true"], ["needs q_lora_rank > 0"]),
+    "indexer that picks nothing": ([*INDEXED, "indexer_topk=0"], ["indexer_topk=0 is out of range"]),
+    "sparse training without a loss": (
+        [*INDEXED, "indexer_sparse_training=true"],
+        ["indexer_sparse_training=True", "indexer_loss_scaling_factor"],
+    ),
+    "indexer heads below the rotary part": (
+        [*INDEXED, "indexer_head_dim=32"],
+        ["indexer_head_dim=32 is below qk_rope_head_dim=64"],
+    ),
+    "attention type of a block with its own": (
+        ["decoder_block=gemma2", "sliding_window_size=4", "attention_type=chunk", "chunk_attn_window_size=4"],
+        ["attention_type=chunk", "would do nothing"],
+    ),
+    "block with sliding layers and no window": (
+        ["decoder_block=gemma3"],
+        ["decoder_block=gemma3 needs sliding_window_size"],
+    ),
+    "block with chunks and no size": (["decoder_block=llama4"], ["decoder_block=llama4 needs chunk_attn_window_size"]),
+    "MoBA over windows": (
+        ["moba=true", "decoder_block=gemma2", "sliding_window_size=4"],
+        ["moba=true works on plain causal attention", "full and sliding"],
+    ),
+    "MoBA over latents": ([*LATENT, "moba=true"], ["moba=true works on plain causal attention", "mla"]),
+    "size of MoBA without it": (["moba_topk=2"], ["moba_topk=2", "it needs moba=true"]),
+    "Gated DeltaNets of another family": (["gdn_chunk_size=32"], ["decoder_block=qwen3_next or qwen3_5"]),
+    "fused projections with a gate": (["decoder_block=qwen3_next", "fused_qkv=true"], ["whose attention has a gate"]),
+    "fused projections without values": (
+        ["decoder_block=gemma4", "sliding_window_size=4", "share_kv_projections=true", "fused_qkv=true"],
+        ["fused_qkv=true does not go with share_kv_projections=true"],
+    ),
+    "global heads of another family": (["global_num_kv_heads=4"], ["it needs decoder_block=gemma4"]),
+    "global heads that do not divide": (
+        ["decoder_block=gemma4", "sliding_window_size=4", "global_num_kv_heads=3"],
+        ["not a multiple of global_num_kv_heads=3"],
+    ),
+    "odd global heads": (
+        ["decoder_block=gemma4", "sliding_window_size=4", "global_head_dim=15"],
+        ["global_head_dim=15 is odd"],
+    ),
+    "proportions of another family": (["global_rope_proportion=0.5"], ["it needs decoder_block=gemma4"]),
+    "local base of another family": (["local_rope_max_timescale=500"], ["it needs decoder_block=gemma3 or gemma4"]),
+    "rotary part of a block with proportions": (
+        ["decoder_block=gemma4", "sliding_window_size=4", "partial_rotary_factor=0.5"],
+        ["partial_rotary_factor=0.5", "global_rope_proportion"],
+    ),
+    "pairs of a block that has its own": (
+        ["decoder_block=llama4", "chunk_attn_window_size=4", "rope_type=yarn", "rope_interleave=false"],
+        ["rope_interleave=False", "llama4, which always turns neighbours"],
+    ),
+    "stretch that is switched off": (
+        ["model_name=llama4-17b-128e", "rope_factor=8"],
+        ["rope_factor=8", "rope_use_scale=true"],
+    ),
+    "correction without latents": (["rope_type=yarn", "mscale=0.5"], ["mscale=0.5", "attention_type=mla"]),
+    "layers without positions in a block that has none": (
+        ["decoder_block=qwen3", "nope_layer_interval=4"],
+        ["nope_layer_interval=4", "llama4"],
+    ),
+    "temperature of another family": (["temperature_tuning=true"], ["decoder_block=llama4 and nope_layer_interval"]),
+    "norms that always have a scale": (
+        ["decoder_block=gemma3", "sliding_window_size=4", "use_qk_norm=true", "qk_norm_with_scale=false"],
+        ["qk_norm_with_scale=False", "other than gemma3"],
+    ),
+    "norms behind a block without a place for them": (
+        ["decoder_block=default", "use_post_attn_norm=true"],
+        ["use_post_attn_norm=True", "follow each other"],
+    ),
+    "limit on one activation": (
+        ["mlp_activations=[gelu]", "mlp_activations_limit=7"],
+        ["mlp_activations_limit=7", "must be two"],
+    ),
+    "limit of zero": (["mlp_activations_limit=0"], ["mlp_activations_limit=0 is out of range", "above 0"]),
+    "dropout in a block without it": (
+        ["decoder_block=simple", "dropout_rate=0.1"],
+        ["dropout_rate=0.1", "a decoder_block that drops"],
+    ),
+    "dropout of a model that switches it off": (
+        ["model_name=mistral-7b", "dropout_rate=0.1"],
+        ["dropout_rate=0.1", "enable_dropout=true"],
+    ),
+    "further tokens of a block that cannot": (
+        ["decoder_block=simple", "mtp_num_layers=1"],
+        ["mtp_num_layers=1 does not go with decoder_block=simple"],
+    ),
+    "weight of no further tokens": (["mtp_loss_scaling_factor=0.5"], ["it needs mtp_num_layers"]),
+    "drafts that nobody evaluates": (
+        ["mtp_num_layers=1", "mtp_eval_target_module=1"],
+        ["mtp_eval_target_module=1", "it needs eval_interval"],
+    ),
+    "streams of a block with one line": (
+        ["decoder_block=default", "mhc_expansion_rate=2"],
+        ["mhc_expansion_rate=2 does not go with decoder_block=default"],
+    ),
+    "iterations without streams": (["sinkhorn_iterations=5"], ["it needs mhc_expansion_rate above 1"]),
+    "memory of a block without a place for it": (
+        ["decoder_block=qwen3_custom_moe", "num_experts=8", *MEMORY],
+        ["engram_layers does not go with decoder_block=qwen3_custom_moe"],
+    ),
+    "size of no memory": (["engram_num_heads=2"], ["engram_num_heads=2", "it needs engram_layers"]),
+    "memory in a layer twice": (
+        ["engram_layers=[1, 1]", "engram_vocab_bases=[20, 20]"],
+        ["engram_layers=[1, 1] names a layer more than once"],
+    ),
+    "memory in a layer that is not there": (
+        ["engram_layers=[16]", "engram_vocab_bases=[20, 20]"],
+        ["engram_layers [16] are outside 0..15"],
+    ),
+    "expert tensors without experts": (
+        ["remat_policy=custom", "moe_mlpwo=device"],
+        ["moe_mlpwo=device", "num_experts above 1"],
+    ),
+    "latent tensors without latents": (["remat_policy=custom", "mla_q=device"], ["mla_q=device", "attention_type=mla"]),
+    "query latent that is not there": (
+        [*LATENT, "remat_policy=custom", "query_wa_proj=device"],
+        ["query_wa_proj=device", "q_lora_rank"],
+    ),
+    "memory's tensor without a memory": (
+        ["remat_policy=custom", "engram=device"],
+        ["engram=device", "remat_policy=custom and engram_layers"],
+    ),
+    "joint tensor of separate projections": (
+        ["remat_policy=custom", "qkv_proj=device"],
+        ["qkv_proj=device", "it needs fused_qkv=true"],
+    ),
+    "separate tensors of joint projections": (
+        ["remat_policy=custom", "fused_qkv=true", "key_proj=device"],
+        ["key_proj=device", "it needs fused_qkv=false"],
+    ),
+    "joint tensor of separate branches": (["remat_policy=custom", "mlpwi=device"], ["mlpwi=device", "fused_mlp=true"]),
+    "separate tensors of joint branches": (
+        ["remat_policy=custom", "fused_mlp=true", "mlpwi_0=device"],
+        ["mlpwi_0=device", "fused_mlp=false"],
+    ),
     "ramp-up that misses the target": (
         ["enable_rampup_batch_size=true", "per_device_batch_size_increment=5"],
         ["does not end at per_device_batch_size=12"],

@@ -16,7 +16,8 @@ def resolved(*words, devices=1, slices=1):
     [(1, 1, 1, 1), (2, 1, 1, 2), (4, 1, 2, 2), (8, 2, 2, 2), (16, 2, 2, 4), (32, 2, 4, 4), (64, 4, 4, 4)],
 )
 def test_parameter_scale(scale, layers, width, heads):
-    config = resolved(f"global_parameter_scale={scale}", "base_moe_mlp_dim=100")
+    experts = ("decoder_block=mixtral", "num_experts=2", "base_moe_mlp_dim=100")
+    config = resolved(f"global_parameter_scale={scale}", *experts)
     assert config.num_decoder_layers == 16 * layers
     assert config.emb_dim == 2048 * width
     assert (config.num_query_heads, config.num_kv_heads) == (16 * heads, 16 * heads)

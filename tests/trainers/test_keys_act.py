@@ -2,12 +2,13 @@
 
 A key is shown to act by lowering the train step, as the trainer lowers it, with and without the key: the two StableHLO
 texts differ. Where that cannot be (the loop or the data reads the key), the key is exempt here, with the test that
-shows it elsewhere.
+shows it elsewhere. test_no_silent_keys.py asks the same of every family.
 """
 
 import jax
 import pytest
 
+from maxtext.checkpoint.convert.registry import their_config
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, types
 from maxtext.trainers.setup import Setup
@@ -15,7 +16,8 @@ from maxtext.trainers.setup import Setup
 GROUPS = (
     types.ModelArchitecture, types.DataTypes, types.Logits, types.Attention, types.Optimizer, types.AdamW, types.Muon,
     types.PositionalEmbedding, types.Rope, types.YarnRope, types.TrainingLoop, types.Llama4Attention, types.Qwen3Next,
-    types.DeepSeekMoE,
+    types.DeepSeekMoE, types.MTP, types.MoBa, types.MlaAttention, types.AttentionIndexer, types.MoEGeneral,
+    types.MoEKernels, types.ManifoldConstrainedHyperConnections, types.Engram,
 )  # fmt: skip
 
 # What a key is added to. A model's keys are shown under the smallest optimizer, an optimizer's on the smallest model.
@@ -31,6 +33,36 @@ PRODUCTS = ("decoder_block=simple_mlp",)
 WSD = (*PRODUCTS, "lr_schedule_type=wsd")
 SKIPPING = (*PRODUCTS, "skip_step_on_spikes=true")
 MUON = (*PRODUCTS, "opt_type=muon")
+GEMMA4 = (*PLAIN, "decoder_block=gemma4", "base_num_decoder_layers=6", "sliding_window_size=4", "global_head_dim=16")
+LLAMA4 = (*PLAIN, "decoder_block=llama4", "chunk_attn_window_size=4", "nope_layer_interval=1")
+AHEAD = (*PLAIN, "mtp_num_layers=1")
+CHUNKS = (*PLAIN, "moba=true", "moba_chunk_size=4", "moba_topk=2")
+LATENT = (
+    *PLAIN, "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128", "q_lora_rank=12",
+    "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=8",
+)  # fmt: skip
+LATENT_YARN = (*LATENT, "rope_type=yarn", "rope_factor=4")
+CLIPPED = (*LATENT, "use_qk_clip=true")
+PICKING = (*LATENT, "use_indexer=true", "indexer_topk=3", "indexer_head_dim=8", "indexer_n_heads=2")
+LEARNING = (*PICKING, "indexer_loss_scaling_factor=1")
+EXPERTS = (*PLAIN, "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2")
+HALF_EXPERTS = (*EXPERTS, "dtype=bfloat16")
+ROUTED = (*PLAIN, "decoder_block=qwen3_moe", "num_experts=4", "num_experts_per_tok=2")
+DEEPSEEK = (*PLAIN, "decoder_block=deepseek", "num_experts=4", "num_experts_per_tok=2")
+BIASED = (*DEEPSEEK, "routed_bias=true")
+GROUPED = (*DEEPSEEK, "n_routing_groups=2", "topk_routing_group=1")
+MAVERICK = (*LLAMA4, "num_experts=4", "base_num_decoder_layers=2")
+NARROW = (
+    *PLAIN, "decoder_block=qwen3_custom_moe", "num_experts=4", "attention_output_dim=8", "moe_expert_input_dim=8",
+)  # fmt: skip
+DELTA_NET = (
+    *PLAIN, "decoder_block=qwen3_next", "base_num_decoder_layers=1", "gdn_key_head_dim=8", "gdn_value_head_dim=6",
+    "gdn_num_key_heads=2", "gdn_num_value_heads=4",
+)  # fmt: skip
+STREAMS = (*PLAIN, "mhc_expansion_rate=2")
+MEMORY = (
+    *PLAIN, "engram_layers=[0]", "engram_vocab_bases=[20, 20]", "engram_head_dim=4", "engram_num_heads=2",
+)  # fmt: skip
 
 CASES = {
     # ModelArchitecture
@@ -49,6 +81,10 @@ CASES = {
     "attention_bias": ("true", PLAIN),
     "fused_mlp": ("true", PLAIN),
     "qk_norm_with_scale": ("false", NORMED),
+    "attention_output_dim": ("12", NARROW, "moe_expert_input_dim=12"),
+    "global_head_dim": ("12", GEMMA4),
+    "mlp_activations_limit": ("7", PLAIN),
+    "v_norm_with_scale": ("false", GEMMA4),
     # DataTypes
     "dtype": ("bfloat16", PRODUCTS),
     "grad_dtype": ("bfloat16", PRODUCTS),
@@ -72,6 +108,10 @@ CASES = {
     "attn_logits_soft_cap": ("5", PLAIN),
     "use_post_attn_norm": ("true", PLAIN),
     "use_post_ffw_norm": ("true", PLAIN),
+    "share_kv_projections": ("true", GEMMA4),
+    "global_num_kv_heads": ("1", GEMMA4),
+    "use_qk_clip": ("true", LATENT),
+    "qk_clip_threshold": ("50", CLIPPED),
     # Optimizer
     "opt_type": ("adam_pax", PRODUCTS),
     "skip_step_on_spikes": ("true", PRODUCTS),
@@ -110,6 +150,10 @@ CASES = {
     "rope_min_timescale": ("2", PLAIN),
     "rope_max_timescale": ("500", PLAIN),
     "rope_linear_scaling_factor": ("2", PLAIN),
+    "local_rope_max_timescale": ("500", GEMMA4),
+    "global_rope_max_timescale": ("500", GEMMA4),
+    "global_rope_proportion": ("0.5", GEMMA4),
+    "local_rope_proportion": ("0.5", GEMMA4),
     # YarnRope
     "original_max_position_embeddings": ("64", YARN),
     "rope_factor": ("8", YARN),
@@ -118,15 +162,82 @@ CASES = {
     "rope_interleave": ("false", YARN),
     "rope_truncate": ("false", YARN),
     "rope_attention_scaling": ("true", YARN),
+    "mscale": ("0.5", LATENT_YARN),
     # TrainingLoop
     "steps": ("60", PRODUCTS),
     "enable_dropout": ("false", SHAKEN),
     "dropout_rate": ("0.25", SHAKEN),
     "init_weights_seed": ("1", PRODUCTS),
-    # Llama4Attention, Qwen3Next, DeepSeekMoE: keys that other families use as well
+    # Llama4Attention
     "use_qk_norm": ("true", PLAIN),
-    "partial_rotary_factor": ("0.5", PLAIN),
+    "temperature_tuning": ("true", LLAMA4),
+    # MTP
+    "mtp_num_layers": ("1", PLAIN),
+    "mtp_loss_scaling_factor": ("0.5", AHEAD),
+    # MoBa
+    "moba": ("true", (*PLAIN, "moba_chunk_size=1024", "moba_topk=8")),
+    "moba_chunk_size": ("8", CHUNKS),
+    "moba_topk": ("3", CHUNKS),
+    # MlaAttention
+    "mla_naive_kvcache": ("false", LATENT),
+    "q_lora_rank": ("0", LATENT),
+    "kv_lora_rank": ("12", LATENT),
+    "qk_nope_head_dim": ("4", LATENT),
+    "qk_rope_head_dim": ("8", LATENT),
+    "v_head_dim": ("6", LATENT),
+    # AttentionIndexer
+    "use_indexer": ("true", LATENT),
+    "indexer_head_dim": ("16", PICKING),
+    "indexer_n_heads": ("3", PICKING),
+    "indexer_topk": ("5", PICKING),
+    "indexer_sparse_training": ("true", LEARNING),
+    "indexer_loss_scaling_factor": ("0.5", LEARNING),
+    # MoEGeneral
+    "num_experts": ("8", EXPERTS),
+    "num_experts_per_tok": ("1", EXPERTS),
+    "capacity_factor": ("1.5", (*EXPERTS, "sparse_matmul=false")),
+    "ragged_buffer_factor": ("0.5", EXPERTS),
+    "moe_expert_input_dim": ("12", NARROW, "attention_output_dim=12"),
+    "base_moe_mlp_dim": ("24", (*BIASED, "first_num_dense_layers=1", "base_num_decoder_layers=2")),
+    "load_balance_loss_weight": ("0.1", EXPERTS),
+    "use_custom_sort_vjp": ("false", EXPERTS),
+    "use_random_routing": ("true", EXPERTS),
+    "interleave_moe_layer_step": ("2", MAVERICK),
+    "norm_topk_prob": ("true", ROUTED),
+    "float32_weight_sum": ("false", HALF_EXPERTS),
+    "float32_gate_logits": ("true", HALF_EXPERTS),
+    # MoEKernels
+    "sparse_matmul": ("false", EXPERTS),
+    # DeepSeekMoE
+    "first_num_dense_layers": ("1", DEEPSEEK),
+    "shared_experts": ("1", EXPERTS),
+    "routed_scaling_factor": ("2.5", EXPERTS),
+    "routed_score_func": ("sigmoid", DEEPSEEK),
+    "routed_bias": ("true", DEEPSEEK),
+    "routed_bias_update_rate": ("0.1", BIASED),
     "mlp_bias": ("true", PLAIN),
+    "n_routing_groups": ("4", GROUPED, "topk_routing_group=2"),
+    "topk_routing_group": ("2", GROUPED),
+    # Qwen3Next
+    "gdn_conv_kernel_dim": ("3", DELTA_NET),
+    "gdn_key_head_dim": ("4", DELTA_NET),
+    "gdn_value_head_dim": ("4", DELTA_NET),
+    "gdn_num_key_heads": ("4", DELTA_NET),
+    "gdn_num_value_heads": ("2", DELTA_NET),
+    "gdn_chunk_size": ("8", DELTA_NET),
+    "use_qk_norm_in_gdn": ("false", DELTA_NET),
+    "partial_rotary_factor": ("0.5", PLAIN),
+    # ManifoldConstrainedHyperConnections
+    "mhc_expansion_rate": ("2", PLAIN),
+    "sinkhorn_iterations": ("5", STREAMS),
+    # Engram
+    "engram_layers": ("[1]", (*MEMORY, "base_num_decoder_layers=2")),
+    "engram_num_heads": ("3", MEMORY),
+    "engram_head_dim": ("6", MEMORY),
+    "engram_vocab_bases": ("[30, 30]", MEMORY),
+    "engram_max_ngram_size": ("2", MEMORY, "engram_vocab_bases=[20]"),
+    "engram_kernel_size": ("3", MEMORY),
+    "engram_seed": ("1", MEMORY),
 }
 
 EXEMPT = {
@@ -135,6 +246,8 @@ EXEMPT = {
     "eval_interval": "read by the loop: test_evaluate.py",
     "eval_steps": "read by the loop: test_evaluate.py",
     "target_eval_loss": "read by the loop: test_evaluate.py",
+    "mtp_eval_target_module": "read by evaluation: test_losses.py and test_families.py",
+    "max_position_embeddings": "test_the_longest_context_is_told_to_hugging_face, below",
     "abort_on_nan_loss": "each alone is read by the loop, both together change the step: test_guard.py",
     "abort_on_inf_loss": "as abort_on_nan_loss: test_guard.py",
     "enable_data_shuffling": "the order of the data: tests/input_pipeline/test_grain_coverage.py",
@@ -191,9 +304,10 @@ def test_the_same_configuration_is_the_same_program(configure, programs):
 @pytest.mark.slow
 @pytest.mark.parametrize("key", CASES)
 def test_the_key_acts(programs, key):
-    value, words = CASES[key]
-    without = tuple(word for word in words if word.partition("=")[0] != key)
-    base, changed = words, (*without, f"{key}={value}")
+    value, words, *more = CASES[key]
+    added = {word.partition("=")[0]: word for word in (f"{key}={value}", *more)}
+    without = tuple(word for word in words if word.partition("=")[0] not in added)
+    base, changed = words, (*without, *added.values())
     same = programs("step", *base) == programs("step", *changed)
     if same:  # then it may change what training starts from
         assert programs("start", *base) != programs("start", *changed), f"{key}={value} changes nothing"
@@ -205,6 +319,12 @@ def test_a_back_end_that_cannot_run_is_refused(configure):
             Program(configure(*PLAIN, f"attention={name}")).step()
 
 
+def test_the_longest_context_is_told_to_hugging_face(configure):
+    written = their_config(configure("max_position_embeddings=4321"), "float32")
+    assert written["max_position_embeddings"] == 4321
+
+
+# (a key that would do nothing, beside what); the rest of the model's keys, in every family: test_no_silent_keys.py
 UNREAD = [
     ("rope_factor=8", ()),
     ("original_max_position_embeddings=64", ()),
@@ -222,10 +342,15 @@ UNREAD = [
     ("target_eval_loss=1", ()),
     ("attention_sink=true", ("decoder_block=simple",)),
     ("out_proj=device", ()),
+    ("moe_mlpwo=device", EXPERTS),
+    ("moe_mlpwo=device", ("remat_policy=custom",)),
+    ("mla_kv=device", (*LATENT, "mla_naive_kvcache=false", "remat_policy=custom")),
+    ("engram=device", ("remat_policy=custom",)),
+    ("qkv_proj=device", ("remat_policy=custom",)),
 ]
 
 
-@pytest.mark.parametrize(("word", "words"), UNREAD, ids=[word for word, _ in UNREAD])
+@pytest.mark.parametrize(("word", "words"), UNREAD)
 def test_a_key_that_would_do_nothing_is_refused(configure, word, words):
     """As the optimizers refuse theirs (muon_beta under adamw): a key acts, or setting it is an error."""
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
@@ -237,10 +362,22 @@ def test_learned_positions_reach_to_the_end_of_a_row(configure):
         Setup.of(configure("trainable_position_size=8", "max_target_length=16"))
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", "query_wa_proj", "kv_wa_proj", "mla_q", "mla_kv", "engram"],
-)
-def test_remat_of_tensors_that_do_not_exist_is_not_said_to_act(key):
-    """With remat_policy=custom, moe_mlpwo=device and the like change no program, while the ledger lists them."""
-    assert ledger.status(key).kind != "acts"
+# Tensors kept under remat_policy=custom. With norms on outputs, the backward pass needs what comes before them.
+NEEDED = ("use_post_attn_norm=true", "use_post_ffw_norm=true", "remat_policy=custom")
+TENSORS = {
+    "moe_mlpwi_0": EXPERTS,
+    "moe_mlpwi_1": EXPERTS,
+    "moe_mlpwo": EXPERTS,
+    "query_wa_proj": LATENT,
+    "kv_wa_proj": LATENT,
+    "mla_q": LATENT,
+    "mla_kv": LATENT,
+    "engram": MEMORY,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", TENSORS)
+def test_a_tensor_can_be_kept(programs, key):
+    words = (*TENSORS[key], *NEEDED)
+    assert programs("step", *words) != programs("step", *words, f"{key}=device")

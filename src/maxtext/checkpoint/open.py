@@ -24,7 +24,8 @@ from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs import text, types
 from maxtext.configs.load import base_values
-from maxtext.configs.sources import Layer, read_yaml
+from maxtext.configs.sources import Layer, Source, read_yaml
+from maxtext.configs.types.group import RULES
 from maxtext.layers.parameters import Template
 from maxtext.models.registry import segments
 
@@ -105,10 +106,13 @@ def dtype_of(word: str | None) -> np.dtype | None:
 def model_text(config: Any) -> str:
     """A config.yml that says what model a configuration describes, and nothing of how to run it."""
     base = base_values()
-    # Learned positions bound the length, which by default may be above them.
-    keys = (*MODEL_KEYS, "max_target_length") if config.trainable_position_size > 0 else MODEL_KEYS
-    changed = [key for key in text.KEYS_IN_ORDER if key in keys and getattr(config, key) != getattr(base, key)]
-    return "base_config: base.yml\n" + text.yaml_text(config, changed)
+    changed = [key for key in text.KEYS_IN_ORDER if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)]
+    # As a file it is a person's choice, and what a person may not choose, since it would do nothing, is left out.
+    probe = config.model_copy()
+    probe._sources = dict.fromkeys(type(config).model_fields, Source("file", "config.yml"))
+    problems = [problem for rule in RULES if (problem := rule(probe)) and "would do nothing" in problem]
+    idle = {problem.partition("=")[0] for problem in problems}
+    return "base_config: base.yml\n" + text.yaml_text(config, (key for key in changed if key not in idle))
 
 
 def save_ours(

@@ -45,10 +45,10 @@ SAID_BY_KEYS = {
 }  # fmt: skip
 
 
-def take(layers: Iterable[Layer]) -> Architecture:
+def take(base: Layer, layers: Iterable[Layer]) -> Architecture:
     """The facts of layers given from the weakest to the strongest; they are taken out of the layers."""
     facts: dict[str, Any] = {}
-    seen: Layer = {}
+    seen = base
     for layer in layers:
         own = layer.pop("architecture", None)
         for fact, keys in SAID_BY_KEYS.items():
@@ -61,7 +61,7 @@ def take(layers: Iterable[Layer]) -> Architecture:
 
 
 def changes(key: str, layer: Layer, before: Layer) -> bool:
-    return key in layer and key in before and not fields.same(key, layer[key].value, before[key].value)
+    return key in layer and not fields.same(key, layer[key].value, before[key].value)
 
 
 def checked(setting: Setting) -> Architecture:

@@ -67,7 +67,7 @@ def resolve(
         name = str(merge.setting_of("model_name", base, *files, environment, words))
         model_path = sources.model_file(name)
         model = sources.read_yaml(model_path, "model") if model_path else {}
-    facts = architecture.take([model := dict(model), *files, environment, words])
+    facts = architecture.take(base, [model := dict(model), *files, environment, words])
     merge.refuse_unknown(*files, environment, words)
     merge.refuse_unknown(model)
     return merge.join(base, files, model, environment, words), facts

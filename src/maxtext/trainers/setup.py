@@ -9,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxtext.checkpoint.convert.faithful import unsaid
 from maxtext.checkpoint.open import open_checkpoint, places_of
 from maxtext.checkpoint.weights import load_weights
+from maxtext.common.errors import ConfigError
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import load
+from maxtext.configs.sources import from_python
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
@@ -115,9 +120,17 @@ class Setup:
 
 
 def read_weights(config: Any, template: Template, shardings: Any) -> Any:
-    """The weights that a run starts from, straight into their shards."""
+    """The weights that a run starts from, straight into their shards; they must be of this very model."""
+    checkpoint = open_checkpoint(config.load_parameters_path)
     places = places_of(template, config)
-    source = open_checkpoint(config.load_parameters_path).weights(config, places)
+    source = checkpoint.weights(config, places)
+    words = from_python({"max_target_length": config.max_target_length})
+    other = unsaid(config, load(None, words, environ={}, devices=Devices(1), model=checkpoint.settings))
+    if other and not config.override_model_config:
+        raise ConfigError(
+            f"load_parameters_path={checkpoint.path} holds another model: this run's has {', '.join(other)}; leave out "
+            "what differs (the folder says what model it is), or set override_model_config=true to use its weights so"
+        )
     return load_weights(source, places, template, shardings)
 
 

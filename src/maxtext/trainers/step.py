@@ -57,7 +57,10 @@ def make_train_step(
         updates, optimizer_state = optimizer.update(
             clipped, state.optimizer, state.weights, loss=value, raw_grad_norm=raw_norm
         )
-        weights = after_update(config, optax.apply_updates(state.weights, updates), reports)
+        if warms_up(config):
+            weights = optax.apply_updates(state.weights, of_indexers(updates))
+        else:
+            weights = after_update(config, optax.apply_updates(state.weights, updates), reports)
         new = TrainState(state.step + 1, weights, optimizer_state, state.lost)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
             new = hold(new, state, is_lost(config, value) | is_lost(config, raw_norm))
@@ -77,11 +80,24 @@ def make_train_step(
     return train_step
 
 
+def warms_up(config: Any) -> bool:
+    """Whether indexers learn what attention looks at while it is still dense: they alone change."""
+    return config.use_indexer and config.indexer_loss_scaling_factor > 0 and not config.indexer_sparse_training
+
+
 def objective(config: Any, means: Metrics) -> jax.Array:
-    """What is minimised. While an indexer warms up, it alone learns: attention is still dense, and must not change."""
-    warming = config.use_indexer and config.indexer_loss_scaling_factor > 0 and not config.indexer_sparse_training
-    learned = {"indexer_loss": means["indexer_loss"]} if warming else means
+    """What is minimised."""
+    learned = {"indexer_loss": means["indexer_loss"]} if warms_up(config) else means
     return sum(learned.values(), jnp.float32(0))
+
+
+def of_indexers(updates: Any) -> Any:
+    """The updates of indexers, and none of other weights, which would still decay without a gradient."""
+
+    def kept(path: tuple, update: jax.Array) -> jax.Array:
+        return update if any(getattr(step, "key", None) == "indexer" for step in path) else jnp.zeros_like(update)
+
+    return jax.tree.map_with_path(kept, updates)
 
 
 def is_lost(config: Any, value: jax.Array) -> jax.Array:

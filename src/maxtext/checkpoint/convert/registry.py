@@ -5,12 +5,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from maxtext.checkpoint.convert.faithful import unsaid
 from maxtext.checkpoint.convert.families import deepseek, gemma, llama, others, qwen
 from maxtext.checkpoint.convert.families.defaults import DEFAULTS
 from maxtext.checkpoint.convert.families.table import Json, Table
 from maxtext.checkpoint.convert.quantized import scheme_of
 from maxtext.common.errors import UserError
-from maxtext.configs.sources import Layer, Setting, Source
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import load
+from maxtext.configs.sources import Layer, Setting, Source, from_python
 
 TABLES: tuple[Table, ...] = (*llama.TABLES, *gemma.TABLES, *qwen.TABLES, *deepseek.TABLES, *others.TABLES)
 
@@ -104,11 +107,17 @@ def ignored(table: Table, config: Any) -> tuple[str, ...]:
 
 
 def their_config(config: Any, dtype: str) -> Json:
-    """A config.json for a model of ours."""
+    """A config.json for a model of ours; an error if it could not say all of it."""
     table = table_for(config)
-    return {
+    written = {
         "architectures": [table.architectures[0]],
         "model_type": table.model_type,
         "dtype": dtype,
         **table.write(config),  # null says what an absent entry would not: none of what transformers takes by default
     }
+    words = from_python({"max_target_length": config.max_target_length})
+    again = load(None, words, environ={}, devices=Devices(1), model=model_layer(written, "config.json"))
+    left = unsaid(config, again)
+    if left:
+        raise UserError(f"a config.json of {table.architectures[0]} cannot say: {', '.join(left)}")
+    return written

@@ -70,7 +70,8 @@ def acts_only(when: Callable[[Any], bool], need: str, *keys: str) -> None:
 
     def needed(key: str) -> Rule:
         def check(c: Any) -> str | None:
-            chosen = c.source(key).kind in CHOSEN and getattr(c, key) != type(c).model_fields[key].default
+            default = type(c).model_fields[key].get_default(call_default_factory=True)
+            chosen = c.source(key).kind in CHOSEN and getattr(c, key) != default
             if not chosen or when(c):
                 return None
             value = getattr(getattr(c, key), "value", getattr(c, key))

@@ -4,6 +4,23 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from maxtext.configs.types.blocks import (
+    DELTA_NETS,
+    NARROW,
+    NORMS_QUERIES,
+    SKIPS_POSITIONS,
+    attends,
+    block,
+    custom_remat,
+    dense_layers,
+    dense_mlp,
+    experts,
+    in_turn,
+    latent,
+    layered,
+    plainly_attends,
+    rotates,
+)
 from maxtext.configs.types.enums import (
     DecoderBlockType,
     DType,
@@ -12,7 +29,7 @@ from maxtext.configs.types.enums import (
     QuantizationType,
     RopeType,
 )
-from maxtext.configs.types.group import Group, acts_only, in_range, one_of, rule
+from maxtext.configs.types.group import CHOSEN, Group, acts_only, in_range, one_of, rule
 
 
 class DataTypes(Group):
@@ -155,33 +172,74 @@ in_range(1, None, "trainable_position_size", "nope_layer_interval", "attention_o
 in_range(1, None, "local_rope_max_timescale", "global_rope_max_timescale", special=(-1,))
 in_range(0, None, "normalization_layer_epsilon", "dense_init_scale", "z_loss_multiplier", "rope_linear_scaling_factor")
 in_range(0, 1, "global_rope_proportion", "local_rope_proportion")
-in_range(0, None, "mlp_activations_limit", special=(-1.0,))
 in_range(1, None, "weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_update_step")
 in_range(2, None, "engram_max_ngram_size")
+in_range(1, None, "engram_num_heads", "engram_head_dim", "engram_kernel_size")
+in_range(0, None, "engram_seed", "global_head_dim", "mscale")
 one_of("dtype_mm", "float32", "bfloat16", "float16")
 
 
-def rotates(c):
-    return c.trainable_position_size < 0 and not c.use_untrainable_positional_embedding
+def stretches(c):
+    return c.rope_type.value == "yarn" or (c.rope_type.value == "llama3.1" and c.rope_use_scale)
 
 
-def scales_rope(c):
-    return c.rope_type.value in ("yarn", "llama3.1")
+def yarn(c):
+    return rotates(c) and c.rope_type.value == "yarn"
 
 
-def has_layers_of_attention(c):
-    return c.decoder_block.value not in ("simple", "simple_mlp")
+def gemma4(c):
+    return block(c) == "gemma4"
 
 
 acts_only(rotates, "rotary positions (no trainable_position_size or use_untrainable_positional_embedding)",
-          "rope_type", "rope_min_timescale", "rope_max_timescale", "nope_layer_interval")  # fmt: skip
-acts_only(scales_rope, "rope_type=yarn or llama3.1", "rope_factor", "original_max_position_embeddings")
-acts_only(lambda c: c.rope_type.value == "yarn", "rope_type=yarn", "beta_fast", "beta_slow", "rope_interleave",
-          "rope_truncate", "rope_attention_scaling")  # fmt: skip
-acts_only(lambda c: c.rope_type.value == "llama3.1", "rope_type=llama3.1", "rope_use_scale")
-acts_only(lambda c: c.rope_type.value == "default", "rope_type=default", "rope_linear_scaling_factor")
+          "rope_type", "rope_min_timescale", "rope_max_timescale")  # fmt: skip
+acts_only(lambda c: rotates(c) and block(c) in SKIPS_POSITIONS,
+          f"rotary positions, in one of the decoder_blocks {', '.join(SKIPS_POSITIONS)}",
+          "nope_layer_interval")  # fmt: skip
+acts_only(lambda c: stretches(c) or (c.rope_type.value == "llama3.1" and c.source("rope_use_scale").kind in CHOSEN),
+          "rope_type=yarn, or llama3.1 with rope_use_scale=true", "rope_factor",
+          "original_max_position_embeddings")  # fmt: skip
+acts_only(yarn, "rope_type=yarn", "beta_fast", "beta_slow", "rope_truncate")
+acts_only(lambda c: yarn(c) and block(c) != "llama4", "rope_type=yarn, and not llama4, which always turns neighbours",
+          "rope_interleave")  # fmt: skip
+acts_only(lambda c: yarn(c) and c.rope_factor > 1, "rope_type=yarn and a rope_factor above 1", "rope_attention_scaling")
+acts_only(lambda c: yarn(c) and c.rope_factor > 1 and latent(c),
+          "rope_type=yarn, a rope_factor above 1 and attention_type=mla", "mscale")  # fmt: skip
+acts_only(lambda c: rotates(c) and c.rope_type.value == "llama3.1", "rope_type=llama3.1", "rope_use_scale")
+acts_only(lambda c: rotates(c) and not stretches(c), "rope_type=default", "rope_linear_scaling_factor")
+acts_only(lambda c: rotates(c) and block(c) in ("gemma3", "gemma4"), "decoder_block=gemma3 or gemma4",
+          "local_rope_max_timescale")  # fmt: skip
+acts_only(lambda c: rotates(c) and gemma4(c), "decoder_block=gemma4", "global_rope_max_timescale",
+          "global_rope_proportion", "local_rope_proportion")  # fmt: skip
+acts_only(gemma4, "decoder_block=gemma4", "global_head_dim", "v_norm_with_scale")
 acts_only(lambda c: c.logits_via_embedding, "logits_via_embedding=true", "normalize_embedding_logits")
-acts_only(has_layers_of_attention, "a decoder_block with attention", "fused_qkv", "attention_bias", "fused_mlp")
+acts_only(plainly_attends, "attention other than MLA, whose sizes are q_lora_rank, kv_lora_rank, qk_nope_head_dim, "
+          "qk_rope_head_dim and v_head_dim", "fused_qkv")  # fmt: skip
+acts_only(lambda c: not latent(c) or not attends(c), "attention other than MLA, whose sizes are qk_nope_head_dim, "
+          "qk_rope_head_dim and v_head_dim", "head_dim")  # fmt: skip
+acts_only(attends, "a decoder_block with attention", "attention_bias", "mlp_activations", "mlp_activations_limit",
+          "activations_in_float32", "mlpwo", "context", "out_proj", "attention_out")  # fmt: skip
+acts_only(dense_mlp, "a layer with an MLP beside or in place of experts", "fused_mlp")
+acts_only(lambda c: plainly_attends(c) and c.use_qk_norm and block(c) not in NORMS_QUERIES,
+          f"use_qk_norm=true, in a decoder_block other than {', '.join(NORMS_QUERIES)}",
+          "qk_norm_with_scale")  # fmt: skip
+acts_only(lambda c: block(c) == NARROW, f"decoder_block={NARROW}", "attention_output_dim")
+acts_only(lambda c: layered(c) and (c.enable_dropout or c.source("enable_dropout").kind in CHOSEN),
+          "enable_dropout=true, and a decoder_block that drops (not simple, simple_mlp or qwen3_custom_moe)",
+          "dropout_rate")  # fmt: skip
+acts_only(lambda c: c.mtp_num_layers > 0, "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_eval_target_module")
+acts_only(lambda c: c.eval_interval > 0, "eval_interval", "mtp_eval_target_module")
+acts_only(lambda c: c.mhc_expansion_rate > 1, "mhc_expansion_rate above 1", "sinkhorn_iterations")
+acts_only(lambda c: bool(c.engram_layers), "engram_layers", "engram_num_heads", "engram_head_dim", "engram_vocab_bases",
+          "engram_max_ngram_size", "engram_kernel_size", "engram_seed")  # fmt: skip
+
+# Tensors that remat_policy=custom can keep only where they exist.
+acts_only(layered, "a decoder_block that keeps what enters its layers", "decoder_layer_input")
+acts_only(lambda c: len(c.mlp_activations) == 1 or (c.fused_mlp and dense_mlp(c)), "fused_mlp=true or one activation",
+          "mlpwi")  # fmt: skip
+acts_only(lambda c: attends(c) and len(c.mlp_activations) == 2 and (not c.fused_mlp or experts(c)),
+          "two activations and fused_mlp=false", "mlpwi_0", "mlpwi_1")  # fmt: skip
+acts_only(lambda c: custom_remat(c) and bool(c.engram_layers), "remat_policy=custom and engram_layers", "engram")
 
 ACTIVATIONS = ("linear", "relu", "silu", "swish", "gelu", "gelu_exact", "sigmoid", "tanh")
 
@@ -215,12 +273,82 @@ def activations_are_known(c):
 
 
 @rule
-def rope_rotates_pairs(c):
-    rotated = int(c.head_dim * c.partial_rotary_factor)
-    if rotated % 2 and rotates(c):
+def a_limit_is_on_a_gate_and_a_branch(c):
+    limit = c.mlp_activations_limit
+    if limit <= 0 and limit != -1:
+        return f"mlp_activations_limit={limit:g} is out of range: it must be above 0, or -1"
+    if limit > 0 and len(c.mlp_activations) != 2:
+        return f"mlp_activations_limit={limit:g} cuts off a gate and its branch: mlp_activations must be two"
+    return None
+
+
+@rule
+def mlp_width_is_of_some_mlp(c):
+    """Where every layer has experts, their width is base_moe_mlp_dim; base_mlp_dim may only repeat it."""
+    chosen = c.source("base_mlp_dim").kind in CHOSEN
+    if chosen and experts(c) and not dense_layers(c) and c.base_moe_mlp_dim not in (-1, c.base_mlp_dim):
         return (
-            f"head_dim={c.head_dim} x partial_rotary_factor={c.partial_rotary_factor:g} makes {rotated} dimensions "
+            f"base_mlp_dim={c.base_mlp_dim} ({c.source('base_mlp_dim')}) would do nothing: all layers have experts, "
+            f"which are base_moe_mlp_dim={c.base_moe_mlp_dim} wide; leave one of the two out"
+        )
+    return None
+
+
+@rule
+def rope_rotates_pairs(c):
+    if not rotates(c):
+        return None
+    key = "qk_rope_head_dim" if latent(c) else "head_dim"
+    whole = block(c) == "gemma4"  # which turns by proportions of its own
+    rotated = int(getattr(c, key) * (1 if whole else c.partial_rotary_factor))
+    if rotated % 2:
+        return (
+            f"{key}={getattr(c, key)} x partial_rotary_factor={c.partial_rotary_factor:g} makes {rotated} dimensions "
             "that turn, and rotary positions turn pairs: choose values that make an even number"
+        )
+    if c.global_head_dim % 2:
+        return f"global_head_dim={c.global_head_dim} is odd, and rotary positions turn pairs: choose an even number"
+    return None
+
+
+@rule
+def latent_attention_has_rotary_positions(c):
+    if latent(c) and not rotates(c):
+        key = "trainable_position_size" if c.trainable_position_size > 0 else "use_untrainable_positional_embedding"
+        return f"{key} does not go with attention_type=mla, which has rotary positions built in: leave it out"
+    return None
+
+
+@rule
+def fused_projections_are_of_queries_keys_and_values(c):
+    if c.fused_qkv and block(c) in DELTA_NETS:
+        return f"fused_qkv=true does not go with decoder_block={block(c)}, whose attention has a gate: leave it out"
+    if c.fused_qkv and c.share_kv_projections:
+        return "fused_qkv=true does not go with share_kv_projections=true: there are no values to project"
+    return None
+
+
+@rule
+def attention_and_experts_are_equally_narrow(c):
+    if block(c) == NARROW and c.moe_expert_input_dim != c.attention_output_dim:
+        return (
+            f"moe_expert_input_dim={c.moe_expert_input_dim} is what experts read, and attention writes "
+            f"attention_output_dim={c.attention_output_dim}: give both the same value"
+        )
+    return None
+
+
+@rule
+def add_ons_fit_the_block(c):
+    name = block(c)
+    if c.mtp_num_layers and not layered(c):
+        return f"mtp_num_layers={c.mtp_num_layers} does not go with decoder_block={name}: its layers cannot look ahead"
+    if c.engram_layers and not layered(c):
+        return f"engram_layers does not go with decoder_block={name}: its layers have no place for a memory"
+    if c.mhc_expansion_rate > 1 and not in_turn(c):
+        return (
+            f"mhc_expansion_rate={c.mhc_expansion_rate} does not go with decoder_block={name}: streams need a block "
+            "whose attention and MLP follow each other"
         )
     return None
 
@@ -278,5 +406,11 @@ def engram_has_a_vocabulary_for_each_order(c):
 
 @rule
 def engram_layers_exist(c):
-    outside = [layer for layer in c.engram_layers if not 0 <= layer < c.base_num_decoder_layers]
-    return f"engram_layers {outside} are outside 0..{c.base_num_decoder_layers - 1}" if outside else None
+    pairs = block(c) == "gemma2" and not c.architecture.layer_kinds  # where base_num_decoder_layers counts pairs
+    last = c.base_num_decoder_layers * (2 if pairs else 1) - 1
+    outside = [layer for layer in c.engram_layers if not 0 <= layer <= last]
+    if outside:
+        return f"engram_layers {outside} are outside 0..{last}"
+    if len(set(c.engram_layers)) != len(c.engram_layers):
+        return f"engram_layers={c.engram_layers} names a layer more than once"
+    return None

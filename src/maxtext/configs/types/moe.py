@@ -2,7 +2,8 @@
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from maxtext.configs.types.group import Group, in_range, one_of, rule
+from maxtext.configs.types.blocks import EXPERTS, NARROW, block, custom_remat, dense_mlp, experts
+from maxtext.configs.types.group import Group, acts_only, in_range, one_of, rule
 
 
 class MoEGeneral(Group):
@@ -74,7 +75,6 @@ class DeepSeekMoE(Group):
 
 one_of("routed_score_func", "", "softmax", "sigmoid")
 in_range(1, None, "base_moe_mlp_dim", "moe_expert_input_dim", special=(-1,))
-in_range(0, None, "capacity_factor", "ragged_buffer_factor", special=(-1.0,))
 in_range(1, None, "interleave_moe_layer_step", "batch_split_factor")
 in_range(0, None, "routed_bias_update_rate")
 in_range(
@@ -84,6 +84,31 @@ in_range(
     "wo_tile_dlhs_batch_seq", "wo_tile_dlhs_embed_dim", "wo_tile_dlhs_mlp_dim", "wo_tile_drhs_batch_seq",
     "wo_tile_drhs_embed_dim", "wo_tile_drhs_mlp_dim",
 )  # fmt: skip
+
+NEEDS_EXPERTS = f"num_experts above 1 in one of the decoder_blocks {', '.join(EXPERTS)}"
+
+acts_only(lambda c: block(c) in EXPERTS, f"one of the decoder_blocks {', '.join(EXPERTS)}", "num_experts")
+acts_only(experts, NEEDS_EXPERTS, "num_experts_per_tok", "base_moe_mlp_dim", "capacity_factor", "ragged_buffer_factor",
+          "load_balance_loss_weight", "use_random_routing", "norm_topk_prob", "float32_gate_logits",
+          "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
+          "sparse_matmul", "use_custom_sort_vjp")  # fmt: skip
+acts_only(lambda c: experts(c) and (block(c) != "llama4" or not c.sparse_matmul),
+          f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32", "float32_weight_sum")  # fmt: skip
+acts_only(lambda c: experts(c) and (block(c) != "gemma4" or c.shared_experts == 1),
+          f"{NEEDS_EXPERTS}; gemma4 has one shared MLP", "shared_experts")  # fmt: skip
+acts_only(lambda c: block(c) == NARROW, f"decoder_block={NARROW}", "moe_expert_input_dim")
+acts_only(lambda c: experts(c) and block(c) == "llama4", "decoder_block=llama4 and num_experts above 1",
+          "interleave_moe_layer_step")  # fmt: skip
+acts_only(lambda c: experts(c) and block(c) == "deepseek", "decoder_block=deepseek and num_experts above 1",
+          "first_num_dense_layers", "routed_score_func", "routed_bias_update_rate")  # fmt: skip
+acts_only(lambda c: experts(c) and block(c) in ("deepseek", "gpt_oss"),
+          "decoder_block=deepseek or gpt_oss and num_experts above 1", "routed_bias")  # fmt: skip
+acts_only(lambda c: dense_mlp(c) or block(c) == "gpt_oss",
+          "an MLP beside or in place of experts (experts themselves have biases in gpt_oss)", "mlp_bias")  # fmt: skip
+acts_only(lambda c: c.sparse_matmul, "sparse_matmul=true", "ragged_buffer_factor", "use_custom_sort_vjp")
+acts_only(lambda c: custom_remat(c) and experts(c), f"remat_policy=custom and {NEEDS_EXPERTS}", "moe_mlpwo")
+acts_only(lambda c: custom_remat(c) and experts(c) and len(c.mlp_activations) == 2,
+          f"remat_policy=custom, two activations and {NEEDS_EXPERTS}", "moe_mlpwi_0", "moe_mlpwi_1")  # fmt: skip
 
 
 @rule
@@ -102,6 +127,11 @@ def routing_groups_divide_the_experts(c):
         return f"topk_routing_group={kept} must lie in 1..n_routing_groups={groups}, or both be -1"
     if c.num_experts % groups:
         return f"n_routing_groups={groups} does not divide num_experts={c.num_experts}"
+    if kept * c.num_experts // groups < c.num_experts_per_tok:
+        return (
+            f"topk_routing_group={kept} groups of {c.num_experts // groups} experts are fewer than "
+            f"num_experts_per_tok={c.num_experts_per_tok}: keep more groups"
+        )
     return None
 
 
@@ -120,6 +150,26 @@ def loss_free_balancing_needs_a_bias(c):
     if c.routed_bias_update_rate > 0 and not c.routed_bias:
         return "routed_bias_update_rate updates the router's bias: set routed_bias=true"
     return None
+
+
+@rule
+def capacity_is_of_experts_that_drop(c):
+    factor = c.capacity_factor
+    if factor <= 0 and factor != -1:
+        return f"capacity_factor={factor:g} leaves experts no room: it must be above 0, or -1 to drop nothing"
+    if factor > 0 and c.sparse_matmul:
+        return f"capacity_factor={factor:g} is of experts that drop tokens: set sparse_matmul=false"
+    return None
+
+
+@rule
+def a_buffer_that_holds_everything_is_no_bound(c):
+    factor = c.ragged_buffer_factor
+    if factor == -1 or 0 < factor < 1:
+        return None
+    if factor >= 1:
+        return f"ragged_buffer_factor={factor:g} would do nothing: from 1 on the buffer holds all tokens; leave it -1"
+    return f"ragged_buffer_factor={factor:g} leaves experts no room: it must be above 0, or -1 for all tokens"
 
 
 @rule

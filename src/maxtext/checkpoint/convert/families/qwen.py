@@ -160,7 +160,8 @@ def write_delta(config: Any) -> Json:
 
 def write_sparse_delta(config: Any) -> Json:
     shared = [layer.mlp.shared.width for layer in layers(config) if getattr(layer.mlp, "shared", None)]
-    return write_delta(config) | write_experts(config) | {"shared_expert_intermediate_size": shared[0]}
+    width = shared[0] if shared else 0
+    return write_delta(config) | write_experts(config) | {"shared_expert_intermediate_size": width}
 
 
 def delta_rules(config: Any, projections: list[Rule]) -> list[Rule]:

@@ -196,8 +196,10 @@ def rope_keys(fields: Json) -> Json:
     return keys
 
 
-def their_rope(spec: RopeSpec) -> Json:
+def their_rope(spec: RopeSpec | None) -> Json:
     """Their rotary parameters of a RopeSpec."""
+    if spec is None:
+        raise UserError("a model without rotary positions has no place in a Hugging Face config.json of this family")
     if spec.min_timescale != 1:
         raise UserError("rope_min_timescale other than 1 has no place in a Hugging Face config.json")
     parameters: Json = {"rope_type": "default", "rope_theta": float(spec.max_timescale)}

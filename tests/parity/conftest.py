@@ -1,0 +1,59 @@
+"""What the tests against transformers share: its tiny models, each made once, and ours of the same folders."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxtext import LLM
+
+ORACLES = ("torch", "transformers")
+
+if all(importlib.util.find_spec(name) for name in ORACLES):
+    sys.path.insert(0, str(Path(__file__).parent))  # so that tests can import the zoo
+else:
+    collect_ignore = ["test_zoo.py", "test_config_json.py", "test_other_folders.py"]
+
+
+@pytest.fixture(scope="module")
+def quick_programs():
+    """Compiling is most of the time here, and half of it goes into making programs of a moment faster."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def specimen(tmp_path_factory):
+    """(name of a case) -> its folder and transformers' scores."""
+    import transformers
+    import zoo
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = zoo.make(zoo.CASES[name], tmp_path_factory.mktemp("zoo") / "model")
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def model(specimen):
+    """(name of a case) -> our model of its folder."""
+    import zoo
+
+    loaded = {}
+
+    def get(name):
+        if name not in loaded:
+            loaded[name] = LLM.load(specimen(name).folder, **zoo.SETTINGS)
+        return loaded[name]
+
+    return get

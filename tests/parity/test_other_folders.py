@@ -1,0 +1,79 @@
+"""Folders that hold other than one text model under its usual names: with images, without a prefix, in parts."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import zoo
+from safetensors.torch import load_file, save_file
+
+from maxtext import LLM
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+EYES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+SQUARES = EYES | dict(image_size=28, patch_size=14)
+# Classes, the text model, and what is beside it.
+LARGER = {
+    "gemma3": ("Gemma3", "gemma3", dict(vision_config=SQUARES, mm_tokens_per_image=4, image_token_index=5)),
+    "gemma4": (
+        "Gemma4", "gemma4 experts",
+        dict(vision_config=EYES | dict(num_key_value_heads=2, head_dim=16), audio_config=None),
+    ),
+    "llama4": (
+        "Llama4", "llama4 scaled",
+        dict(vision_config=SQUARES | dict(vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)),
+    ),
+    "qwen3.5": (
+        "Qwen3_5", "qwen3.5 one to one",
+        dict(vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=48,
+                                num_position_embeddings=16)),
+    ),
+}  # fmt: skip
+IDS = np.random.default_rng(0).integers(10, zoo.VOCABULARY, (zoo.ROWS, zoo.LENGTH))
+
+
+@pytest.mark.parametrize("name", zoo.parameters(LARGER, {"llama4"}))
+def test_text_of_a_model_with_images(name, specimen, tmp_path):
+    """What is read, and written as a text model, with and without a folder of ours in between."""
+    kind, text, beside = LARGER[name]
+    tolerance = specimen(text).case.tolerance
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(text_config=dict(zoo.CASES[text].options), **beside)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    zoo.stir(model)
+    model.save_pretrained(tmp_path / "whole")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
+    ours = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
+    assert zoo.distance(ours.logits(IDS), expected) < tolerance
+    ours.save_hf(tmp_path / "text")
+    assert zoo.distance(zoo.scores(tmp_path / "text", IDS), expected) < 1e-6
+    ours.save(tmp_path / "ours")
+    LLM.load(tmp_path / "ours", **zoo.SETTINGS).save_hf(tmp_path / "again")
+    assert (tmp_path / "again/config.json").read_text() == (tmp_path / "text/config.json").read_text()
+    first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("text", "again"))
+    assert all(first[name].equal(second[name]) for name in first.keys() | second.keys())
+
+
+@pytest.mark.parametrize("name", zoo.parameters(["llama float16", "gpt2"], {"gpt2"}))
+def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
+    """As GPT-2 was published: tensors of the model below the head, and masks among them."""
+    one = specimen(name)
+    tensors = load_file(one.folder / "model.safetensors")
+    bare = {tensor.removeprefix("model.").removeprefix("transformer."): tensors[tensor] for tensor in tensors}
+    if name == "gpt2":
+        bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((one.folder / "config.json").read_text())
+    ours = LLM.load(tmp_path, **zoo.SETTINGS)
+    assert zoo.distance(ours.logits(one.ids), one.scores) < one.case.tolerance
+
+
+def test_the_zoo_has_weights_in_several_files(specimen):
+    for name in ("llama bfloat16", "mixtral"):
+        index = json.loads((specimen(name).folder / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 1

@@ -1,0 +1,69 @@
+"""Models loaded from Hugging Face folders compute what transformers computes, and are written back bit for bit."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file
+
+from maxtext import LLM
+from maxtext.models.registry import layers
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+NEW_TOKENS = 6
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_tensors(folder: Path, other: Path) -> None:
+    ours, theirs = tensors(folder), tensors(other)
+    assert sorted(ours) == sorted(theirs)
+    wrong = [name for name in ours if ours[name].dtype != theirs[name].dtype or not ours[name].equal(theirs[name])]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
+def test_scores(name, specimen, model):
+    one = specimen(name)
+    assert zoo.distance(model(name).logits(one.ids), one.scores) < one.case.tolerance
+
+
+@pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
+def test_round_trips(name, specimen, model, tmp_path):
+    """Through a folder of theirs; and through one of ours, which describes the same layers."""
+    one, loaded = specimen(name), model(name)
+    loaded.save_hf(tmp_path / "theirs")
+    assert_same_tensors(tmp_path / "theirs", one.folder)
+
+    if one.case.dtype != torch.float32:  # a folder of ours keeps weights as the model has them
+        loaded = LLM.load(one.folder, weight_dtype=str(one.case.dtype).removeprefix("torch."))
+    loaded.save(tmp_path / "ours")
+    again = LLM.load(tmp_path / "ours", **zoo.SETTINGS)
+    assert layers(again.config) == layers(model(name).config)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again.weights, model(name).weights))
+    again.save_hf(tmp_path / "again")
+    assert_same_tensors(tmp_path / "again", one.folder)
+
+
+@pytest.mark.parametrize("name", zoo.parameters(zoo.PLAIN, {"llama", "gemma2"}))
+def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
+    one = specimen(name)
+    model(name).save(tmp_path)
+    unrolled = LLM.load(tmp_path, scan_layers=False, **zoo.SETTINGS)
+    assert zoo.distance(unrolled.logits(one.ids), one.scores) < one.case.tolerance
+
+
+@pytest.mark.parametrize("name", zoo.parameters(zoo.PLAIN, {"llama", "gemma2"}))
+def test_greedy(name, specimen, model):
+    """Prompts of several lengths, all longer than windows and chunks."""
+    one = specimen(name)
+    prompts = [[int(token) for token in row[:length]] for row, length in zip(one.ids, (21, 14), strict=True)]
+    theirs = zoo.theirs(one.folder)
+    expected = [zoo.continued(theirs, prompt, NEW_TOKENS) for prompt in prompts]
+    assert model(name).generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected

@@ -1,0 +1,175 @@
+"""What a step changes beside the optimizer's update, and what no optimizer may change.
+
+Weights are compared by the names that they have in checkpoints, which are the same for stacked layers and single ones.
+What layers report is computed here again, from the layers' parts.
+"""
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.checkpoint.open import places_of
+from maxtext.checkpoint.weights import ModelWeights
+from maxtext.layers.inputs import LayerInputs
+from maxtext.trainers.setup import Setup
+
+ADAMW = ("learning_rate=0.01", "adam_weight_decay=0.5")
+LATENT = (
+    "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128", "q_lora_rank=12",
+    "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=8", "base_num_decoder_layers=2",
+)  # fmt: skip
+BIASED = (
+    *LATENT, "num_experts=4", "num_experts_per_tok=2", "routed_score_func=sigmoid", "routed_bias=true",
+    "routed_bias_update_rate=0.01",
+)  # fmt: skip
+UNROLLED, SCANNED = "scan_layers=false", "scan_layers=true"
+
+
+def named(bench, state):
+    """The weights of a state by their names in checkpoints."""
+    return dict(ModelWeights(state.weights, places_of(bench.setup.template, bench.config)))
+
+
+def changed(state, end, change):
+    """The state with other values for the weights whose paths end so."""
+
+    def value(path, leaf):
+        place = jax.tree_util.keystr(path, simple=True, separator="/")
+        return jnp.asarray(change(leaf), leaf.dtype) if place.endswith(end) else leaf
+
+    return replace(state, weights=jax.tree.map_with_path(value, state.weights))
+
+
+def layers_of(model):
+    return [
+        layers[repeat] for stack in model.layers for repeat in range(stack.segment.repeats) for layers in stack.blocks
+    ]
+
+
+# Balancing experts without a loss.
+
+
+def loads(bench, state, batch):
+    """How many tokens choose each expert of each layer, [layers, X]; padding chooses none."""
+    model, found = bench.setup.template.bind(state.weights), []
+    inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
+    x = model.embed(batch["inputs"])
+    for layer in layers_of(model):
+        x = x + layer.mix(x, inputs)[0]
+        router = layer.mlp.router
+        scores = jax.nn.sigmoid(layer.mlp_norm(x) @ router.kernel[...]) + router.bias[...]
+        chosen = np.argsort(-np.asarray(scores), axis=-1)[..., :2][batch["inputs_segmentation"] > 0]
+        found.append(np.bincount(chosen.ravel(), minlength=4))
+        x = x + layer.feed(x, inputs)[0]
+    return np.array(found)
+
+
+def uneven(bias):
+    """Biases of four experts, the same in every layer; layers are stacked last."""
+    values = np.array([0.03, -0.02, 0.01, 0.0], np.float32)
+    return np.broadcast_to(values[:, None] if bias.ndim == 2 else values, bias.shape)
+
+
+@pytest.mark.parametrize("pieces", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_biases_follow_the_load_and_nothing_else(make_bench, packed, pieces):
+    """By exactly the rate, from biases that would decay if anything let them."""
+    words = (*BIASED, *ADAMW, f"gradient_accumulation_steps={pieces}")
+    unrolled = make_bench(*words, UNROLLED)
+    with jax.default_matmul_precision("highest"):
+        expected = loads(unrolled, changed(unrolled.state, "router/bias", uneven), packed)
+    assert (expected != expected.mean(axis=1, keepdims=True)).any(axis=1).all()
+    for bench in (unrolled, make_bench(*words, SCANNED)):
+        begin = changed(bench.state, "router/bias", uneven)
+        before, after = named(bench, begin), named(bench, bench(packed, begin)[0])
+        for layer, load in enumerate(expected):
+            name = f"layers/{layer}/mlp/router/bias"
+            step = np.float32(0.01) * np.sign(load.mean() - load).astype(np.float32)
+            np.testing.assert_array_equal(after[name], before[name] + step, err_msg=name)
+        assert all((before[name] != after[name]).any() for name in before if not name.endswith("router/bias"))
+
+
+# QK-clip.
+
+FACTORS = np.array([0.01, 3.0, 30.0, 90.0])  # on the queries of the four heads
+
+
+def largest_logits(bench, state, batch):
+    """[layers, heads], over the keys that queries see: before them, in the same document."""
+    segments = batch["inputs_segmentation"]
+    places = np.arange(segments.shape[1])
+    seen = (places[:, None] >= places) & (segments[:, :, None] == segments[:, None]) & (segments[:, :, None] > 0)
+    model, found = bench.setup.template.bind(state.weights), []
+    inputs = LayerInputs(batch["inputs_position"], segments)
+    x = model.embed(batch["inputs"])
+    for layer in layers_of(model):
+        attention, read = layer.attention, layer.attention_norm(x)
+        query, _ = attention.queries(read, inputs.positions)
+        query, key, _ = attention.expanded(query, *attention.compress(read, inputs.positions))
+        logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(6 + 4)
+        found.append(np.where(seen[:, None], logits, -np.inf).max(axis=(0, 2, 3)))
+        x = x + layer.feed(x, inputs)[0]  # attention adds nothing here, see below
+    return np.array(found)
+
+
+def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
+    """Heads below it stay as they are. The rate is zero and attention's output, too, so that logits change by clipping
+    alone, in every layer."""
+    words = (*LATENT, "use_qk_clip=true", "qk_clip_threshold=2", "opt_type=sgd", "learning_rate=0")
+    scanned, unrolled = make_bench(*words, SCANNED), make_bench(*words, UNROLLED)
+
+    def begin(bench):
+        state = changed(bench.state, "attention/out/kernel", jnp.zeros_like)
+        return changed(state, "query_b/kernel", lambda kernel: kernel * FACTORS[:, None])
+
+    state, _ = unrolled(packed, begin(unrolled))
+    with jax.default_matmul_precision("highest"):
+        before, after = (largest_logits(unrolled, each, packed) for each in (begin(unrolled), state))
+    assert (before > 2).any(axis=1).all()
+    assert (before < 2).any(axis=1).all()
+    np.testing.assert_allclose(after, np.minimum(before, 2), rtol=1e-4)
+    ours, start = named(unrolled, state), named(unrolled, begin(unrolled))
+    for name, value in named(scanned, scanned(packed, begin(scanned))[0]).items():
+        np.testing.assert_allclose(value, ours[name], rtol=1e-5, err_msg=name)
+        if not name.endswith(("query_b/kernel", "kv_b/kernel")):
+            np.testing.assert_array_equal(value, start[name], err_msg=name)
+
+
+def test_while_indexers_warm_up_nothing_else_changes(make_bench, packed):
+    """Not by weight decay, not by the load of experts, not by clipping."""
+    indexed = ("use_indexer=true", "indexer_topk=3", "indexer_head_dim=8", "indexer_n_heads=2")
+    words = (*BIASED, *indexed, "indexer_loss_scaling_factor=1", "use_qk_clip=true", "qk_clip_threshold=1", *ADAMW)
+    bench = make_bench(*words)
+    begin = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 30)
+    state, metrics = bench(packed, begin)
+    before, after = named(bench, begin), named(bench, state)
+    moved = {name for name in before if not np.array_equal(before[name], after[name])}
+    assert moved == {name for name in before if "/indexer/" in name} != set()
+    assert metrics["loss"] == metrics["indexer_loss"] > 0
+
+
+# What the model keeps, and an optimizer leaves alone.
+
+KEPT = {
+    "gemma4": ("sliding_window_size=4", "base_num_decoder_layers=6"),
+    "deepseek": BIASED,
+    "gpt_oss": ("sliding_window_size=4", "num_experts=4", "routed_bias=true"),  # whose router's bias is learned
+}
+
+
+@pytest.mark.parametrize("block", KEPT)
+def test_no_optimizer_touches_what_the_model_keeps(configure, quickly, block):
+    """The factor of a layer (Gemma 4) and the biases that choose experts (DeepSeek), not even by decay."""
+    constant = ("lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", SCANNED)
+    words = dict(word.partition("=")[::2] for word in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant))
+    setup = Setup.of(configure(*(f"{key}={value}" for key, value in words.items())))
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), setup.template.weights)
+    updates, _ = quickly(setup.optimizer.update)(ones, setup.optimizer.init(ones), ones)
+    kept = {"gemma4": r"blocks/\d+/scale$", "deepseek": r"router/bias$", "gpt_oss": r"^$"}[block]
+    for path, update in jax.tree.leaves_with_path(updates):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert (update == 0).all() if re.search(kept, name) else (update < 0).all(), name
+    assert block == "gpt_oss" or not all((update < 0).all() for update in jax.tree.leaves(updates))

@@ -1,0 +1,224 @@
+"""No silent knobs, in any family: a key of the model that is set changes what is computed, or is refused.
+
+Every key of the model's groups is added to every configuration below. What is computed is: the shapes of the weights;
+where they stay the same, the traced loss of a batch, and its gradient; where those do, too, the training step, its
+start, and the evaluation as StableHLO. `configs/types/blocks.py` says what blocks have; this holds it against models.
+"""
+
+import re
+from functools import cached_property
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs import ledger, load, types
+from maxtext.configs.derive import CUSTOM_TENSORS, Devices
+from maxtext.sharding import use_rules
+from maxtext.trainers.losses import language_model_losses
+from maxtext.trainers.setup import Setup
+
+# bfloat16, so that asking for float32 makes a difference; two rows, and more tokens than any window or chunk.
+TINY = {
+    "base_emb_dim": 16, "base_num_query_heads": 4, "base_num_kv_heads": 4, "base_mlp_dim": 24,
+    "base_num_decoder_layers": 1, "vocab_size": 29, "max_target_length": 16, "per_device_batch_size": 2,
+    "dataset_type": "synthetic", "attention": "dot_product", "steps": 50, "eval_interval": 10,
+}  # fmt: skip
+HEADS = {"base_num_kv_heads": 2, "head_dim": 8}
+MOE = {"num_experts": 8, "num_experts_per_tok": 2}
+WINDOW = {"sliding_window_size": 4}
+LATENT = {
+    "decoder_block": "deepseek", "attention_type": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8, "v_head_dim": 6,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 256, "rope_max_timescale": 100}
+GEMMA4 = {"decoder_block": "gemma4", "base_num_decoder_layers": 6, "global_head_dim": 16}
+ENGRAM = {"engram_layers": "[0]", "engram_vocab_bases": "[20, 20]", "engram_head_dim": 4, "engram_num_heads": 2}
+CUSTOM = {"remat_policy": "custom", "use_post_ffw_norm": "true"}  # the norm needs what the MLP gives
+INDEXED = {"use_indexer": "true", "indexer_topk": 3, "indexer_head_dim": 8, "indexer_n_heads": 2}
+CONFIGURATIONS = {
+    **{name: HEADS | {"decoder_block": name} for name in ("default", "llama2", "mistral", "gemma", "qwen2", "qwen3")},
+    "gpt3": HEADS | {"decoder_block": "gpt3", "trainable_position_size": 16, "mlp_activations": "[gelu]"},
+    "mistral window": HEADS | WINDOW | {"decoder_block": "mistral"},
+    "gemma2": HEADS | WINDOW | {"decoder_block": "gemma2"},
+    "gemma3": HEADS | WINDOW | {"decoder_block": "gemma3", "base_num_decoder_layers": 6},
+    "gemma4": HEADS | WINDOW | GEMMA4,
+    "gemma4 experts": HEADS | WINDOW | GEMMA4 | MOE,
+    "olmo3": HEADS | WINDOW | YARN | {"decoder_block": "olmo3", "base_num_decoder_layers": 4},
+    "mixtral": HEADS | MOE | {"decoder_block": "mixtral"},
+    "qwen3_moe": HEADS | MOE | {"decoder_block": "qwen3_moe"},
+    "qwen3_custom_moe": HEADS | MOE | {"decoder_block": "qwen3_custom_moe"},
+    "qwen3_next": HEADS | {"decoder_block": "qwen3_next", "base_num_decoder_layers": 4, "gdn_num_value_heads": 16},
+    "qwen3_5 experts": HEADS | MOE | {"decoder_block": "qwen3_5", "base_num_decoder_layers": 4},
+    "gpt_oss": HEADS | WINDOW | MOE | {"decoder_block": "gpt_oss", "base_num_decoder_layers": 2},
+    "llama4": HEADS | MOE | {"decoder_block": "llama4", "chunk_attn_window_size": 4},
+    "llama4 without positions": HEADS | MOE | YARN | {
+        "decoder_block": "llama4", "chunk_attn_window_size": 4, "nope_layer_interval": 2, "base_num_decoder_layers": 2,
+    },
+    "deepseek without latents": HEADS | MOE | {"decoder_block": "deepseek", "routed_bias": "true"},
+    "deepseek": LATENT | MOE | YARN | {"first_num_dense_layers": 1, "base_num_decoder_layers": 2},
+    "deepseek that picks": LATENT | MOE | INDEXED | {
+        "routed_bias": "true", "routed_score_func": "sigmoid", "shared_experts": 1, "use_qk_clip": "true",
+        "indexer_loss_scaling_factor": 1, "indexer_sparse_training": "true",
+    },
+    "add-ons": HEADS | ENGRAM | {"mhc_expansion_rate": 2, "mtp_num_layers": 1},
+    "one expert": HEADS | {"decoder_block": "mixtral"},
+    "learned positions": HEADS | {"trainable_position_size": 16},
+    "llama3.1": HEADS | {"rope_type": "llama3.1"},
+    "yarn": HEADS | YARN,
+    "chunks": HEADS | {"attention_type": "chunk", "chunk_attn_window_size": 4},
+    "norms": HEADS | {"use_qk_norm": "true"},
+    "moba": HEADS | {"moba": "true", "moba_chunk_size": 4, "moba_topk": 2},
+    "custom": HEADS | CUSTOM,
+    "custom fused": HEADS | CUSTOM | {"fused_qkv": "true", "fused_mlp": "true"},
+    "custom latents": LATENT | ENGRAM | CUSTOM,
+    "custom experts": HEADS | MOE | CUSTOM | {"decoder_block": "mixtral"},
+    "dense experts": HEADS | MOE | {"decoder_block": "mixtral", "sparse_matmul": "false"},
+    "simple": {"decoder_block": "simple"},
+    "simple_mlp": {"decoder_block": "simple_mlp"},
+}  # fmt: skip
+
+GROUPS = (
+    types.ModelArchitecture, types.MTP, types.Attention, types.MoBa, types.MlaAttention,
+    types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.MoEKernels, types.DeepSeekMoE,
+    types.Qwen3Next, types.PositionalEmbedding, types.Rope, types.YarnRope, types.ManifoldConstrainedHyperConnections,
+    types.Engram,
+)  # fmt: skip
+# Switches are flipped; other keys are tried with these values in turn.
+VALUES = {
+    "base_emb_dim": [32], "base_num_query_heads": [8], "base_num_kv_heads": [1], "base_mlp_dim": [40],
+    "dense_init_scale": [2], "base_num_decoder_layers": [12], "head_dim": [16], "attention_output_dim": [8],
+    "global_head_dim": [12], "mlp_activations": ["[gelu, linear]"], "mlp_activations_limit": [7],
+    "normalization_layer_epsilon": [1e-3], "mtp_num_layers": [2], "mtp_loss_scaling_factor": [0.5],
+    "mtp_eval_target_module": [1],
+    "attention_type": ["local_sliding", "chunk", "mla", "full"], "global_num_kv_heads": [1], "sliding_window_size": [3],
+    "chunk_attn_window_size": [3], "attn_logits_soft_cap": [5], "qk_clip_threshold": [50], "moba_chunk_size": [8],
+    "moba_topk": [3], "q_lora_rank": [8], "kv_lora_rank": [12], "qk_nope_head_dim": [4], "qk_rope_head_dim": [4],
+    "v_head_dim": [4], "indexer_head_dim": [16], "indexer_n_heads": [3], "indexer_topk": [5],
+    "indexer_loss_scaling_factor": [0.5], "num_experts": [4], "num_experts_per_tok": [3], "capacity_factor": [1.5],
+    "ragged_buffer_factor": [0.5], "moe_expert_input_dim": [8], "base_moe_mlp_dim": [20],
+    "load_balance_loss_weight": [0.1], "interleave_moe_layer_step": [2], "first_num_dense_layers": [1],
+    "shared_experts": [2], "routed_scaling_factor": [2.5], "routed_score_func": ["sigmoid"],
+    "routed_bias_update_rate": [0.1], "n_routing_groups": [4], "topk_routing_group": [2], "gdn_conv_kernel_dim": [3],
+    "gdn_key_head_dim": [64], "gdn_value_head_dim": [64], "gdn_num_key_heads": [8], "gdn_num_value_heads": [48],
+    "gdn_chunk_size": [8], "partial_rotary_factor": [0.5], "trainable_position_size": [20], "nope_layer_interval": [1],
+    "rope_type": ["yarn", "llama3.1"], "rope_min_timescale": [2], "rope_max_timescale": [500],
+    "rope_linear_scaling_factor": [2], "local_rope_max_timescale": [500], "global_rope_max_timescale": [500],
+    "global_rope_proportion": [0.5], "local_rope_proportion": [0.5], "original_max_position_embeddings": [32],
+    "rope_factor": [8], "beta_fast": [2], "beta_slow": [4], "mscale": [0.5], "mhc_expansion_rate": [3],
+    "sinkhorn_iterations": [5], "engram_layers": ["[0]"], "engram_num_heads": [3], "engram_head_dim": [6],
+    "engram_vocab_bases": ["[30, 30]"], "engram_max_ngram_size": [2], "engram_kernel_size": [3], "engram_seed": [1],
+    "dropout_rate": [0.5],
+}  # fmt: skip
+# What comes with a key, for it makes no sense alone.
+COMPANIONS = {
+    "attention_output_dim": {"moe_expert_input_dim": 8},
+    "moe_expert_input_dim": {"attention_output_dim": 8},
+    "n_routing_groups": {"topk_routing_group": 2},
+    "topk_routing_group": {"n_routing_groups": 4},
+    "capacity_factor": {"sparse_matmul": "false"},
+    "engram_max_ngram_size": {"engram_vocab_bases": "[20]"},
+}
+# Keys that leave the program of a training step alone, and the test that shows what they do.
+ELSEWHERE = {
+    "attention": "test_keys_act.py: on a CPU there is but one back end",
+    "max_position_embeddings": "test_keys_act.py: it is written into config.json for Hugging Face",
+}
+# What a family does anyway may be said again.
+ALREADY = {
+    "norm_topk_prob": {"mixtral", "custom experts", "dense experts", "gemma4 experts", "deepseek that picks"},
+    "float32_gate_logits": {"deepseek", "deepseek without latents", "deepseek that picks"},
+    "use_qk_norm": {"gemma3", "gemma4", "gemma4 experts", "qwen3_next", "qwen3_5 experts"},
+    "use_post_attn_norm": {"olmo3"},
+    "use_post_ffw_norm": {"olmo3"},
+    "attention_type": {"mistral window"},
+    "attention_bias": {"gpt3"},
+    "mlp_bias": {"gpt3"},
+}
+SIZES = {"base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"}
+# Blocks that stand in for a model take all its sizes, and read those that they have.
+STAND_INS = {"simple": SIZES, "simple_mlp": SIZES - {"base_mlp_dim"}}
+
+
+def tried():
+    """(key, value) of every key of the model that acts."""
+    keys = [key for group in GROUPS for key in group.model_fields if ledger.status(key).kind == "acts"]
+    for key in [*keys, *CUSTOM_TENSORS, "dropout_rate"]:
+        if key in ELSEWHERE or key in ("decoder_block", "global_parameter_scale"):
+            continue
+        default = types.MaxTextConfig.model_fields[key].default
+        if key in CUSTOM_TENSORS:
+            values = ["offload" if default.value == "device" else "device"]
+        else:
+            values = [str(not default).lower()] if isinstance(default, bool) else VALUES[key]
+        for value in values:
+            yield key, value
+
+
+class Program:
+    """A configuration's programs, each lowered when asked for."""
+
+    def __init__(self, words):
+        self.config = load(None, [f"{key}={value}" for key, value in words.items()], environ={}, devices=Devices(1))
+        self.setup = Setup.of(self.config)
+
+    @cached_property
+    def weights(self):
+        return str(self.setup.template.weights)
+
+    @cached_property
+    def loss(self):
+        return self.traced(self.losses)
+
+    @cached_property
+    def gradient(self):
+        return self.traced(jax.grad(lambda *inputs: sum(jax.tree.leaves(self.losses(*inputs)))))
+
+    def losses(self, weights, batch, key):
+        losses = language_model_losses(self.config, self.setup.template, weights, batch, key)
+        return losses.sums, losses.auxiliary
+
+    def traced(self, function):
+        dropping = self.config.enable_dropout and self.config.dropout_rate > 0
+        key = self.setup.key if dropping else None
+        with use_rules(self.setup.rules):
+            traced = jax.make_jaxpr(function)(self.setup.template.weights, self.setup.abstract_batch(2), key)
+        constants = [array.tobytes() for array in map(np.asarray, traced.consts)]
+        return re.sub(r"0x[0-9a-f]+", "", str(traced)), constants
+
+    @cached_property
+    def steps(self):
+        return list(self.lowered())
+
+    def lowered(self):
+        with pytest.MonkeyPatch.context() as patch:  # stop where compiling begins
+            patch.setattr(jax.stages.Lowered, "compile", lambda self, *arguments, **options: self)
+            yield self.setup.compile_train_step(2).as_text()
+            yield self.setup.compile_eval_step(2).as_text()
+        yield jax.jit(self.setup.fresh).lower().as_text()
+
+
+def silent(name):
+    """The keys, with values, that change nothing and are not refused; and how many are refused."""
+    words = TINY | CONFIGURATIONS[name]
+    base, found, refused = Program(words), [], 0
+    for key, value in tried():
+        if str(words.get(key)) == str(value):
+            continue
+        try:
+            changed = Program(words | COMPANIONS.get(key, {}) | {key: value})
+            same = (getattr(base, part) == getattr(changed, part) for part in ("weights", "loss", "gradient", "steps"))
+            if all(same):
+                found.append((key, value))
+        except ConfigError:
+            refused += 1
+    return found, refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_no_key_is_silent(name):
+    found, _ = silent(name)
+    excused = {key for key, names in ALREADY.items() if name in names} | STAND_INS.get(name, set())
+    assert {key for key, _ in found} == excused
