@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Inputs, Visibility, attend, largest, map_queries, max_logits, mean_weights
+from maxtext.kernels.attention import Inputs, Visibility, attend, map_queries, max_logits, mean_weights
+from maxtext.kernels.attention.masks import largest
 
 SCALE = 0.3
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster

@@ -54,9 +54,7 @@ def test_text_of_a_model_with_images(name, specimen, tmp_path):
     assert zoo.distance(zoo.scores(tmp_path / "text", IDS), expected) < 1e-6
     ours.save(tmp_path / "ours")
     LLM.load(tmp_path / "ours", **zoo.SETTINGS).save_hf(tmp_path / "again")
-    assert (tmp_path / "again/config.json").read_text() == (tmp_path / "text/config.json").read_text()
-    first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("text", "again"))
-    assert all(first[name].equal(second[name]) for name in first.keys() | second.keys())
+    assert zoo.distance(zoo.scores(tmp_path / "again", IDS), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", zoo.parameters(["llama float16", "gpt2"], {"gpt2"}))

@@ -51,7 +51,7 @@ def test_round_trips(name, specimen, model, tmp_path):
     assert_same_tensors(tmp_path / "again", one.folder)
 
 
-@pytest.mark.parametrize("name", zoo.parameters(zoo.PLAIN, {"llama", "gemma2"}))
+@pytest.mark.parametrize("name", zoo.parameters(zoo.ONE_EACH, {"llama", "gemma2"}))
 def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
     one = specimen(name)
     model(name).save(tmp_path)
@@ -59,7 +59,7 @@ def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
     assert zoo.distance(unrolled.logits(one.ids), one.scores) < one.case.tolerance
 
 
-@pytest.mark.parametrize("name", zoo.parameters(zoo.PLAIN, {"llama", "gemma2"}))
+@pytest.mark.parametrize("name", zoo.parameters(zoo.ONE_EACH, {"llama", "gemma2"}))
 def test_greedy(name, specimen, model):
     """Prompts of several lengths, all longer than windows and chunks."""
     one = specimen(name)
