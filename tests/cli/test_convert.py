@@ -133,7 +133,7 @@ BAD_FOLDERS = {
     unknown: "the architecture MambaForCausalLM is not known; these are: LlamaForCausalLM, ",
     no_config: "has no config.json",
     broken_config: "config.json cannot be read",
-    no_size: "model.embed_tokens.weight has shape \\[50, 16\\], the model needs \\[50, 4096\\]",  # the class's own width
+    no_size: "embed_tokens.weight has shape \\[50, 16\\], the model needs \\[50, 4096\\]",  # as the class has it
     strange_rope: "rope_type='longrope' is not supported",
     strange_activation: "the activation 'xielu' is not supported",
     quantized: "the weights are quantized \\(gptq\\)",

@@ -93,7 +93,8 @@ acts_only(experts, NEEDS_EXPERTS, "num_experts_per_tok", "base_moe_mlp_dim", "ca
           "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
           "sparse_matmul", "use_custom_sort_vjp")  # fmt: skip
 acts_only(lambda c: experts(c) and (block(c) != "llama4" or not c.sparse_matmul),
-          f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32", "float32_weight_sum")  # fmt: skip
+          f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32",
+          "float32_weight_sum")  # fmt: skip
 acts_only(lambda c: experts(c) and (block(c) != "gemma4" or c.shared_experts == 1),
           f"{NEEDS_EXPERTS}; gemma4 has one shared MLP", "shared_experts")  # fmt: skip
 acts_only(lambda c: block(c) == NARROW, f"decoder_block={NARROW}", "moe_expert_input_dim")
