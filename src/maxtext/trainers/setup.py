@@ -1,5 +1,6 @@
 """What a run needs before its first step: mesh, abstract model, shardings, and a state that is born in its shards."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,9 +36,10 @@ class Setup:
     optimizer: optax.GradientTransformationExtraArgs
 
     @classmethod
-    def of(cls, config: Any) -> "Setup":
+    def of(cls, config: Any, devices: Sequence[jax.Device] | None = None) -> "Setup":
+        """For this run's devices, or for others that need not be here: then the step can be compiled, not run."""
         template = make_template(config)
-        rules = AxisRules.of(config, make_mesh(config))
+        rules = AxisRules.of(config, make_mesh(config, devices))
         return cls(config, rules, template, make_optimizer(config, template.axes, template.trained))
 
     def fresh(self) -> TrainState:
@@ -91,23 +93,38 @@ class Setup:
 
     def compile_train_step(self, rows: int) -> jax.stages.Compiled:
         """The step for batches of so many rows."""
+        return self.compile(self.lower_train_step(rows))
+
+    def lower_train_step(self, rows: int) -> jax.stages.Lowered:
         step = make_train_step(self.config, self.template, self.optimizer, learning_rate_schedule(self.config))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated()))
-        return self.compile(jitted, placed(self.abstract_state, self.state_shardings), rows, self.key)
+        return self.lower(jitted, placed(self.abstract_state, self.state_shardings), rows, self.abstract_key)
 
     def compile_eval_step(self, rows: int) -> jax.stages.Compiled:
         step = jax.jit(make_eval_step(self.config, self.template), out_shardings=self.rules.replicated())
-        return self.compile(step, placed(self.template.weights, self.weight_shardings), rows)
+        return self.compile(self.lower(step, placed(self.template.weights, self.weight_shardings), rows))
 
-    def compile(self, step: Any, state: Any, rows: int, *rest: Any) -> jax.stages.Compiled:
+    def lower(self, step: Any, state: Any, rows: int, *rest: Any) -> jax.stages.Lowered:
         with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
-            lowered = step.lower(state, self.abstract_batch(rows), *rest)
-        return lowered.compile(COMPILER_OPTIONS.get(jax.default_backend(), {}))
+            return step.lower(state, self.abstract_batch(rows), *rest)
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        platform = self.rules.mesh.devices.flat[0].platform
+        return lowered.compile(COMPILER_OPTIONS.get(platform, {}))
 
     @cached_property
     def key(self) -> jax.Array:
-        """The randomness of training (dropout), apart from that of the initial weights."""
+        """The randomness of training (dropout), apart from that of the initial weights; on every device."""
+        make = jax.jit(self.make_key, out_shardings=self.rules.replicated())
+        return make()
+
+    def make_key(self) -> jax.Array:
         return jax.random.fold_in(jax.random.key(self.config.init_weights_seed), 1)
+
+    @property
+    def abstract_key(self) -> jax.ShapeDtypeStruct:
+        key = jax.eval_shape(self.make_key)
+        return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.rules.replicated())
 
     def to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows of a batch, laid out over all devices together with the others'."""
