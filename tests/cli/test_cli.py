@@ -87,7 +87,7 @@ def test_status_counts_every_key(capsys):
 
 
 def test_doors():
-    for door in ("maxtext.train", "maxtext.decode"):
+    for door in ("maxtext.train", "maxtext.decode", "maxtext.train_compile"):
         result = subprocess.run([sys.executable, "-m", door, "stepz=1"], capture_output=True, text=True)
         assert (result.returncode, "stepz" in result.stderr) == (2, True)
     result = subprocess.run([sys.executable, "-m", "maxtext", "--version"], capture_output=True, text=True)

@@ -18,6 +18,7 @@ CONFIG_NAMES = {"config", "c"}
 LOADER_KEYS = {
     "base_config", "model_name", "override_model_config", "override_logical_axis_rules", "run_name",
     "base_output_directory", "tokenizer_path", "tokenizer_type", "logical_axis_rules",
+    "custom_mesh_and_rule",
 }  # fmt: skip
 INPUTS_BY_PATTERN = {  # derive.py reads these through a name made from another key
     **{key: "parallelism" for key in MaxTextConfig.model_fields if key.startswith(("ici_", "dcn_"))},

@@ -21,6 +21,7 @@ TINY = [
     "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32", "per_device_batch_size=4", "dtype=float32",
     "dataset_type=synthetic", "enable_tensorboard=false", "learning_rate=0.01", "lr_schedule_type=wsd",
     "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000",
+    "enable_checkpointing=false",
 ]  # fmt: skip
 
 

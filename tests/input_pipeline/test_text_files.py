@@ -91,9 +91,9 @@ def test_too_few_documents_without_packing(make_config, write):
         make_train_iterator(config)
 
 
-def test_fewer_documents_than_processes(make_config, write):
+def test_fewer_documents_than_streams(make_config, write):
     config = make_config(grain_train_files=write("abc", "de"))
-    with pytest.raises(ConfigError, match="2 documents for 3 processes"):
+    with pytest.raises(ConfigError, match="2 documents for 3 streams"):
         make_iterator(config, Split.TRAIN, Share(rows=1, index=0, count=3))
 
 
@@ -121,7 +121,7 @@ def test_large_files_are_read_ahead_one_by_one(make_config, monkeypatch):
     config = make_config(grain_num_threads=4, grain_prefetch_buffer_size=6)
 
     def ahead(*sizes):
-        options = grain_source.read_options(config, Split.TRAIN, list(sizes))
+        options = grain_source.read_options(config, Split.TRAIN, list(sizes), 1)
         return options.prefetch_buffer_size, options.num_threads
 
     assert ahead(1, 1, 1) == (6, 4)  # all fit, the key stands

@@ -14,7 +14,7 @@ import torch
 
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, attend, cudnn
 from maxtext.kernels.attention import flash as flash_module
-from maxtext.kernels.attention.flash import chunk_mask, fitting
+from maxtext.kernels.attention.flash import fitting, ordered_mask
 
 SCALE = 0.3
 # Two segments and padding in the first row, three segments in the second: [B=2, 12].
@@ -309,13 +309,13 @@ def test_flash_lowers_for_a_tpu_without_one(visibility):
 
 
 def test_chunk_mask_is_read_by_blocks_and_equal_by_value():
-    mask = chunk_mask((256, 256), 96)
+    mask = ordered_mask((256, 256), Visibility(chunk=96))
     block = mask[slice(128, 256), slice(0, 128)]
     expected = visible_fast(Visibility(chunk=96), 256, None)[0]
     assert (block == expected[128:256, 0:128]).all()
-    assert mask == chunk_mask((256, 256), 96)
-    assert hash(mask) == hash(chunk_mask((256, 256), 96))
-    assert mask != chunk_mask((256, 256), 97)
+    assert mask == ordered_mask((256, 256), Visibility(chunk=96))
+    assert hash(mask) == hash(ordered_mask((256, 256), Visibility(chunk=96)))
+    assert mask != ordered_mask((256, 256), Visibility(chunk=97))
 
 
 @pytest.mark.parametrize(

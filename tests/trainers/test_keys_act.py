@@ -242,6 +242,9 @@ CASES = {
 
 EXEMPT = {
     "attention": "test_a_back_end_that_cannot_run_is_refused, below: on a CPU there is but one",
+    "use_ring_of_experts": "needs several devices: tests/layers/test_moe_sharded.py",
+    "moe_fsdp_use_two_stage_all_gather": "needs several devices: tests/layers/test_moe_sharded.py",
+    "shard_exp_on_fsdp": "needs several devices: tests/layers/test_moe_sharded.py",
     "log_period": "read by the console and TensorBoard: tests/diagnostics",
     "eval_interval": "read by the loop: test_evaluate.py",
     "eval_steps": "read by the loop: test_evaluate.py",

@@ -1,7 +1,8 @@
 """Checkpoints of a model, whoever wrote them: what they say of the model, and its weights by our names.
 
-Two kinds of folders are opened alike: Hugging Face's (config.json, model.safetensors …) and ours (config.yml,
-weights.safetensors …, and in hugging_face/ the files that came with the model). Both can be written again as the other.
+Three kinds of folders are opened alike: Hugging Face's (config.json, model.safetensors …), ours (config.yml,
+weights.safetensors …, and in hugging_face/ the files that came with the model), and checkpoints of training, of which
+the newest step counts. The first two can be written again as the other.
 """
 
 import json
@@ -13,11 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.checkpoint import steps
 from maxtext.checkpoint.convert import registry
 from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
 from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
+from maxtext.checkpoint.saver import MODEL_FILE
+from maxtext.checkpoint.stored import Stored
 from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
+from maxtext.checkpoint.training import TrainingWeights
 from maxtext.checkpoint.weights import Place, find_places
 from maxtext.checkpoint.writer import write_ours, write_theirs
 from maxtext.common.errors import UserError
@@ -70,6 +75,8 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         raise UserError(f"there is no folder {path}")
     if any((path / f"{OURS}.safetensors{end}").exists() for end in ("", ".index.json")):
         return open_ours(path)
+    if steps.is_checkpoints(path):
+        return open_training(steps.steps_under(path)[-1])
     hf = registry.read_config(path)
     place = str(path / "config.json")
     settings, table, scheme = registry.model_layer(hf, place), registry.table_of(hf, place), scheme_of(hf, place)
@@ -91,6 +98,12 @@ def open_ours(path: Path) -> Checkpoint:
         if file.name == NAMES:
             names = frozenset(json.loads(file.read_text(encoding="utf-8")))
     return Checkpoint(path, Folder.open(path, OURS), settings, carried, names)
+
+
+def open_training(step: Path) -> Checkpoint:
+    settings = read_yaml(step / steps.RUN / MODEL_FILE, "model")
+    settings.pop("base_config", None)
+    return Checkpoint(step, TrainingWeights(Stored(step), settings), settings, (), frozenset())
 
 
 def within_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:

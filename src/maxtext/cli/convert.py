@@ -1,4 +1,4 @@
-"""`maxtext convert`: checkpoints from Hugging Face's form to ours and back."""
+"""`maxtext convert`: checkpoints from Hugging Face's form to ours and back, and weights out of training checkpoints."""
 
 import sys
 from pathlib import Path
@@ -11,13 +11,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def run(words: list[str]) -> int:
     dtype = cli_words.take_option(words, "--dtype", DTYPES)
-    if len(words) != 3 or words[0] not in ("from_hf", "to_hf"):
-        raise ConfigError("give a direction and two folders: maxtext convert from_hf DIR OUT, or to_hf CHECKPOINT OUT")
-    from maxtext.checkpoint.convert.command import from_folder, to_folder
+    if len(words) != 3 or words[0] not in ("from_hf", "to_hf", "params-only"):
+        raise ConfigError(
+            "say what to do, and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT OUT, or "
+            "params-only CHECKPOINT OUT"
+        )
+    from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
 
-    direction, source, out = words
+    what, source, out = words
+    convert = {"from_hf": from_folder, "to_hf": to_folder, "params-only": from_training}[what]
     with Bar(f"{source} -> {out}") as progress:
-        (from_folder if direction == "from_hf" else to_folder)(source, out, dtype, progress)
+        convert(source, out, dtype, progress)
     print(f"wrote {Path(out)}")
     return 0
 

@@ -6,6 +6,8 @@ Only the standard library is imported here, so that help is instant; a verb's mo
 import importlib
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -20,14 +22,33 @@ class Verb:
 
 VERBS = {
     "train": Verb("train a model", "maxtext train quickstart"),
+    "launch": Verb(
+        "train with several processes of this machine, or write the files for a cluster",
+        "maxtext launch --local 2 --restarts 3 -- train quickstart",
+        "--local N [--restarts K] [--devices-per-process D] [--cpu] [--grace S] -- train ...\n"
+        "       maxtext launch --print k8s|slurm [--nodes N] [--gpus-per-node G] [--name NAME] ... -- train ...",
+        "  --local N                  so many processes; when one fails, all are stopped\n"
+        "  --restarts K               then start all again from the last checkpoint, at most K times\n"
+        "  --devices-per-process D    GPUs of each (else all, evenly); on CPUs, make believe that there are so many\n"
+        "  --cpu                      leave accelerators alone\n"
+        "  --grace S                  seconds for a last save when the run is told to stop (60; clusters 120)\n"
+        "  --print k8s                a JobSet for Kubernetes on standard output; also takes\n"
+        "                             --tpu-topology v5p:4x4x4 --slices S --image IMAGE --volume CLAIM\n"
+        "  --print slurm              a batch script on standard output; also takes --time 24:00:00\n"
+        "  elastic_enabled=true       with --local: go on with fewer processes when one is lost\n",
+        settings=False,
+    ),
     "decode": Verb("complete a prompt with a model (not in this version yet)", 'maxtext decode prompt="I love to"'),
     "convert": Verb(
-        "turn a Hugging Face folder into a checkpoint of ours, or back",
+        "turn a Hugging Face folder into a checkpoint of ours, or back; take the weights out of a training checkpoint",
         "maxtext convert from_hf ~/models/Qwen3-0.6B qwen3",
         "from_hf DIR OUT [--dtype float32|bfloat16|float16]\n"
-        "       maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16]",
+        "       maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16]\n"
+        "       maxtext convert params-only CHECKPOINT OUT [--dtype float32|bfloat16|float16]",
         "  from_hf   safetensors, config.json and tokenizer of a supported family -> weights by layer, config.yml\n"
         "  to_hf     the way back; what came with the model from Hugging Face goes along\n"
+        "  params-only   of a training checkpoint (a run's folder, its checkpoints, or one step): its newest weights\n"
+        "            without the optimizer, by layer, with config.yml\n"
         "  --dtype   of all floating weights; without it every tensor keeps its own\n",
         settings=False,
     ),
@@ -42,11 +63,38 @@ VERBS = {
         "  explain KEY          type, default, meaning, source, and whether the key acts\n"
         "  status               which keys act, which do not, and why\n",
     ),
+    "inspect": Verb(
+        "show what a checkpoint holds and whether its files are whole",
+        "maxtext inspect maxtext_output/my_run --verify",
+        "DIR [--verify] [--json]",
+        "  DIR        a run's folder, its checkpoints, one step, or a folder of safetensors\n"
+        "  --verify   read every file and compare it with the sums that were written after the save\n"
+        "  --json     for another program\n",
+        settings=False,
+    ),
     "models": Verb(
         "list the named models with their sizes, or one with its parts",
         "maxtext models qwen3-30b-a3b",
         "[NAME]",
         settings=False,
+    ),
+    "estimate": Verb(
+        "tell whether a training step fits on a target, and what would fit better",
+        "maxtext estimate model_name=llama2-7b --target v5p:4x4x4 --no-compile",
+        "[FILE] [key=value ...] [--target NAME] [--slices N] [--no-compile] [--search] [--format json]",
+        "  --target NAME   cpu, cpu:8, gpu, or a TPU slice such as v5p:4x4x4 or v5p-128;\n"
+        "                  without it compile_topology, else this machine\n"
+        "  --slices N      so many slices of a TPU target\n"
+        "  --no-compile    arithmetic from shapes only\n"
+        "  --search        compile the suggestions, too, to confirm them\n"
+        "  --format json   for another program\n",
+    ),
+    "compile": Verb(
+        "compile the train step ahead of time, for this machine or a TPU slice",
+        "maxtext compile quickstart compiled_trainstep_file=step.bin",
+        details="  compiled_trainstep_file=FILE      where to write; maxtext train loads it by the same key\n"
+        "  compile_topology=v5p-128          the target; without it this machine\n"
+        "  compile_topology_num_slices=1     of the target\n",
     ),
     "doctor": Verb("show versions, devices and what is wrong with this machine", "maxtext doctor"),
 }
@@ -87,15 +135,23 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return leave(130)
     except Exception as error:
         from maxtext.common.errors import UserError
 
         if debug or not isinstance(error, UserError):
+            leave(1, traceback.print_exc)
             raise
         for line in str(error).splitlines():
             print(f"maxtext: error: {line}", file=sys.stderr)
-        return error.exit_code
+        return leave(error.exit_code)
+
+
+def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
+    """A verb that failed among several processes must not wait for them; see common/processes.py."""
+    from maxtext.common import processes
+
+    return processes.leave(code, last_words)
 
 
 def run(words: list[str]) -> int:

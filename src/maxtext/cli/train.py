@@ -1,10 +1,14 @@
 """`maxtext train`: pre-training from a configuration."""
 
+import logging
 import os
+from types import SimpleNamespace
 
 from maxtext.cli import words as cli_words
-from maxtext.common import log
-from maxtext.configs import ledger, load, sources
+from maxtext.common import log, processes
+from maxtext.common.errors import ConfigError
+from maxtext.common.supervise import die_with_launcher
+from maxtext.configs import fields, ledger, load, sources
 from maxtext.configs.load import base_values, wanted
 
 SAMPLE_TOKENS = 300
@@ -12,9 +16,14 @@ SAMPLE_TOKENS = 300
 
 def run(words: list[str]) -> int:
     path, settings = cli_words.split(words)
+    die_with_launcher(os.environ)
+    # The configuration counts the devices of all processes, so they join first.
+    world = processes.start(start_settings(path, sources.from_words(settings)))
     config = load(path, settings, model=checkpoint_model(path, sources.from_words(settings)))
     ledger.refuse_silent(config, base_values())
-    log.configure()
+    if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
+        raise ConfigError("elastic_enabled=true would do nothing: it needs `maxtext launch --local N -- train ...`")
+    log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
     set_up_jax(config)
     from maxtext.trainers import sample
     from maxtext.trainers.pretrain import train
@@ -24,9 +33,20 @@ def run(words: list[str]) -> int:
         sample.check(config)
     result = train(config)
     if continues and result.summary["steps"] == config.steps:
-        print(f"\nwhat the model writes after {config.prompt!r}:\n")
-        print(sample.complete(result.setup, result.state.weights, config.prompt, SAMPLE_TOKENS))
+        text = sample.complete(result.setup, result.state.weights, config.prompt, SAMPLE_TOKENS)
+        if world.index == 0:
+            print(f"\nwhat the model writes after {config.prompt!r}:\n")
+            print(text)
     return 0
+
+
+def start_settings(path: str | None, words: sources.Layer) -> SimpleNamespace:
+    """The keys of process start-up. One with a value that does not fit has its default: `load` then refuses it."""
+    found = {}
+    for key in ("hardware", "jax_distributed_initialization_timeout", "skip_jax_distributed_system"):
+        value = fields.normalise(key, wanted(key, path, words, os.environ))
+        found[key] = value if value is not None and fields.fits(key, value) else getattr(base_values(), key)
+    return SimpleNamespace(**found)
 
 
 def checkpoint_model(path: str | None, words: sources.Layer) -> sources.Layer | None:
@@ -40,9 +60,10 @@ def checkpoint_model(path: str | None, words: sources.Layer) -> sources.Layer | 
 
 
 def set_up_jax(config) -> None:
-    """The persistent compilation cache, so that a second start skips compiling."""
+    """The compiler's part that splits programs, and the persistent cache, with which a second start skips compiling."""
     import jax
 
+    jax.config.update("jax_use_shardy_partitioner", config.shardy)
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

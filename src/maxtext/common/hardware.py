@@ -3,6 +3,7 @@
 A device that is not listed has no peak here, and whoever divides by it must say "unknown" instead of a number.
 """
 
+import os
 from dataclasses import dataclass
 
 GB = 10**9
@@ -77,3 +78,17 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     """Dense peak FLOP/s of a device for a number format, or None when it is not known."""
     hardware = lookup(device_kind)
     return hardware.peak.get(dtype) if hardware else None
+
+
+def host_memory_bytes() -> int:
+    """All memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def size(count: float) -> str:
+    """Bytes for people: 512 B, 7.63 MiB, 25.1 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"

@@ -6,12 +6,12 @@ devices of this machine.
 
 import math
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.processes import FULL_PROCESSES, STARTED, now
 from maxtext.configs.types import DerivedValues
 
 MESH_KEYS = {"stage": "pipeline"}  # the one mesh axis whose keys are not named after it
@@ -44,17 +44,20 @@ CUSTOM_TENSORS = (
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices a run has, over how many slices."""
+    """How many devices a run has, over how many slices; `full`: how many before an elastic run lost some."""
 
     count: int
     slices: int = 1
+    full: int | None = None
 
 
-def visible_devices() -> Devices:
+def visible_devices(environ: Mapping[str, str] = os.environ) -> Devices:
     import jax
 
     devices = jax.devices()
-    return Devices(len(devices), len({getattr(device, "slice_index", 0) for device in devices}))
+    began_with = environ.get(FULL_PROCESSES)
+    full = len(devices) // jax.process_count() * int(began_with) if began_with else None
+    return Devices(len(devices), len({getattr(device, "slice_index", 0) for device in devices}), full)
 
 
 class Draft:
@@ -199,14 +202,19 @@ def num_target_devices(c: Any) -> int:
 # Batches, in sequences over all devices. A micro-batch is what one forward pass sees.
 
 
+def batch_devices(c: Any) -> int:
+    """The devices that per_device_batch_size multiplies: an elastic run keeps the global batch that it began with."""
+    return c.devices.full if c.elastic_enabled and c.devices.full else c.num_target_devices
+
+
 def micro_batch(c: Any, per_device: float) -> int:
-    return round(per_device * c.num_target_devices)
+    return round(per_device * batch_devices(c))
 
 
 def micro_batch_to_load(c: Any, per_device: float) -> int:
     """At least one sequence a device, since each host loads whole sequences; more when few hosts read real data."""
     expansion = c.expansion_factor_real_data if c.expansion_factor_real_data > 0 else 1
-    return round(max(per_device, 1) * c.num_target_devices * expansion)
+    return round(max(per_device, 1) * batch_devices(c) * expansion)
 
 
 def eval_per_device(c: Any) -> float:
@@ -323,7 +331,7 @@ def tensors_to_offload(c: Any) -> list[str] | None:
 
 
 def run_name(model_name: str, environ: Mapping[str, str]) -> str:
-    return environ.get("JOBSET_NAME") or f"{model_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return environ.get("JOBSET_NAME") or f"{model_name}-{environ.get(STARTED) or now()}"
 
 
 def base_output_directory() -> str:

@@ -63,6 +63,9 @@ def resolve(
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
     base, files = chain[0][1], [layer for _, layer in chain[1:]]
     environment = sources.from_environment(environ)
+    layout = str(merge.setting_of("custom_mesh_and_rule", base, *files, environment, words) or "")
+    if (path := sources.LAYOUTS / f"{layout}.yml").is_file():  # another name is refused with the other misfits
+        files = [sources.read_yaml(path, "file"), *files]
     if model is None:
         name = str(merge.setting_of("model_name", base, *files, environment, words))
         model_path = sources.model_file(name)

@@ -19,6 +19,7 @@ from maxtext.configs import fields
 HERE = Path(__file__).parent
 BASE = HERE / "base.yml"
 MODELS = HERE / "models"
+LAYOUTS = HERE / "layouts"  # of custom_mesh_and_rule
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""dataset_type=grain: files → documents of this process → tokens → sequences → rows → batches.
+"""dataset_type=grain: files → documents of this stream → tokens → sequences → rows → batches.
 
 Training visits every document num_epoch times, each epoch in an order of its own, and drops the rows that do not fill
-a last batch. Evaluation visits every document once, in order, and keeps them all. In a run of several processes each
-reads its own documents, so one process may run out of batches before another: the training loop has to agree on it.
+a last batch. Evaluation visits every document once, in order, and keeps them all. Each stream reads its own documents,
+so one may run out of batches before another.
 Resuming is exact; a run that ended and goes on with a larger num_epoch may repeat or leave out a few rows of its last
 shuffle window.
 """
@@ -26,6 +26,7 @@ from maxtext.tokenizers import load_tokenizer
 # Text that may be read ahead. A record is a whole file here, and grain_prefetch_buffer_size counts records: without
 # this bound a few hundred large files would be in memory at once.
 READ_AHEAD_BYTES = 256 * 2**20
+STREAM_DOCUMENTS = 8  # at least so many for each stream, or its rows would all come from the same few
 
 
 def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
@@ -43,8 +44,8 @@ def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIter
         raise ConfigError(f"{key}: all {len(files)} files of {value} are empty")
     if len(files) < share.count:
         raise ConfigError(
-            f"{key} has {len(files)} documents for {share.count} processes, and each reads its own: "
-            "split the text into more files, or use fewer processes"
+            f"{key} has {len(files)} documents for {share.count} streams, and each reads its own: "
+            "name the files that the run began with, or start again under a new run_name"
         )
 
     packing = config.grain_packing_type if config.packing else None
@@ -61,8 +62,8 @@ def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIter
         batches,
         made_by={
             "dataset_type": "grain",
-            "process_index": share.index,
-            "process_count": share.count,
+            "stream": share.index,
+            "streams": share.count,
             "documents": len(files),
             "data_shuffle_seed": seed,
             "grain_shuffle_buffer_size": window,
@@ -77,26 +78,32 @@ def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIter
     return iterator
 
 
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    value = config.grain_train_files if split is Split.TRAIN else config.grain_eval_files
+    return max(1, len(find_files(f"grain_{split.value}_files", value)) // STREAM_DOCUMENTS)
+
+
 def read_documents(
     config: MaxTextConfig, split: Split, share: Share, files: list[str], sizes: list[int], seed: int | None
 ) -> grain.IterDataset:
-    """Token ids of this process's documents, epoch after epoch."""
+    """Token ids of this stream's documents, epoch after epoch."""
     dataset = grain.MapDataset.source(TextFiles(files))
     if seed is not None:
         dataset = dataset.shuffle(seed)
-    # Shared out after the shuffle and before the repeat: in each epoch the processes together have every document once.
+    # Shared out after the shuffle and before the repeat: in each epoch the streams together have every document once.
     dataset = dataset[share.index :: share.count].repeat(config.num_epoch if split is Split.TRAIN else 1)
     dataset = dataset.map(Encode(load_tokenizer(config), config.add_bos, config.add_eos))
-    return dataset.to_iter_dataset(read_options(config, split, sizes))
+    return dataset.to_iter_dataset(read_options(config, split, sizes, share.beside))
 
 
-def read_options(config: MaxTextConfig, split: Split, sizes: list[int]) -> grain.ReadOptions:
+def read_options(config: MaxTextConfig, split: Split, sizes: list[int], beside: int) -> grain.ReadOptions:
     if split is Split.TRAIN:
         threads, ahead = config.grain_num_threads, config.grain_prefetch_buffer_size
     else:
         threads, ahead = config.grain_num_threads_eval, config.grain_prefetch_buffer_size_eval
+    threads, ahead = -(-threads // beside), -(-ahead // beside)
     largest = np.cumsum(sorted(sizes, reverse=True)[:ahead])
-    fits = max(int(np.searchsorted(largest, READ_AHEAD_BYTES, side="right")), 1)
+    fits = max(int(np.searchsorted(largest, READ_AHEAD_BYTES // beside, side="right")), 1)
     if fits < len(largest):
         LOGGER.info("reading %d large files ahead instead of %d, to spare memory", fits, ahead)
         ahead = fits
@@ -115,7 +122,7 @@ def too_little(config: MaxTextConfig, split: Split, share: Share, documents: Any
     length = config.max_target_length
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used
-    where = f" for process {share.index} of {share.count}" if share.count > 1 else ""
+    where = f" for stream {share.index} of {share.count}" if share.count > 1 else ""
     if split is Split.EVAL:
         return ConfigError(f"grain_eval_files has no document of two tokens or more{where}, so nothing to predict")
     rescue = f"set use_truncation=false, which now leaves out {cut} tokens, " if cut else ""

@@ -31,11 +31,13 @@ class Split(str, Enum):
 
 @dataclass(frozen=True)
 class Share:
-    """What one process loads: its rows of each batch, and its part (`index` of `count`) of the documents."""
+    """What one stream loads: its rows of each batch, and its part (`index` of `count`) of the documents. `beside`: how
+    many streams this process loads at once, and shares its threads among."""
 
     rows: int
     index: int = 0
     count: int = 1
+    beside: int = 1
 
 
 class BatchIterator(ABC):
@@ -63,7 +65,7 @@ class BatchIterator(ABC):
 
 
 class Source(Protocol):
-    """Makes the iterator of one split for one process. None: the configuration names no data for evaluation."""
+    """Makes the iterator of one split for one stream. None: the configuration names no data for evaluation."""
 
     def __call__(self, config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None: ...
 

@@ -1,10 +1,11 @@
 """The registry of data sources, and the two doors of this room: make_train_iterator and make_eval_iterator.
 
-A new source is one file with a function of the `Source` shape, and one line in SOURCES. It is imported when it is used:
-a run on synthetic data does not wait for the libraries of the others.
+A new source is one file with a function of the `Source` shape and `most_streams`, and one line in SOURCES. It is
+imported when it is used: a run on synthetic data does not wait for the libraries of the others.
 """
 
 import importlib
+from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
@@ -18,36 +19,37 @@ SOURCES = {
 }
 
 
-def make_train_iterator(config: MaxTextConfig) -> BatchIterator:
-    """This process's rows of every training batch."""
-    iterator = make_iterator(config, Split.TRAIN, share_of_this_process(config.global_batch_size_to_load))
+def make_train_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator:
+    """The training batches, or a stream's share of them."""
+    iterator = make_iterator(config, Split.TRAIN, share or Share(whole(config.global_batch_size_to_load)))
     assert iterator is not None, "a source has training data, or says what is missing"
     return ReusedBatch(iterator) if config.reuse_example_batch else iterator
 
 
-def make_eval_iterator(config: MaxTextConfig) -> BatchIterator | None:
-    """This process's rows of every evaluation batch; None when no evaluation data is named."""
-    return make_iterator(config, Split.EVAL, share_of_this_process(config.global_batch_size_to_load_eval))
+def make_eval_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator | None:
+    """The evaluation batches, or a stream's share of them; None when no evaluation data is named."""
+    return make_iterator(config, Split.EVAL, share or Share(whole(config.global_batch_size_to_load_eval)))
 
 
 def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+    source: Source = getattr(source_module(config), SOURCES[config.dataset_type.value].partition(":")[2])
+    return source(config, split, share)
+
+
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    """Into how many streams the documents can be dealt so that each has some to mix."""
+    return source_module(config).most_streams(config, split)
+
+
+def source_module(config: MaxTextConfig) -> Any:
     name = config.dataset_type.value
     if name not in SOURCES:
         raise ConfigError(
             f"dataset_type={name}: this version reads {' and '.join(sorted(SOURCES))}, choose one of them"
         )
-    module, _, function = SOURCES[name].partition(":")
-    source: Source = getattr(importlib.import_module(module), function)
-    return source(config, split, share)
+    return importlib.import_module(SOURCES[name].partition(":")[0])
 
 
-def share_of_this_process(batch_size: int | None) -> Share:
-    import jax  # here, so that the rest of the room can be used without starting a back end
-
+def whole(batch_size: int | None) -> int:
     assert batch_size is not None, "a loaded configuration has its batch sizes"
-    index, count = jax.process_index(), jax.process_count()
-    if batch_size % count:
-        raise ConfigError(
-            f"a batch of {batch_size} sequences does not divide over {count} processes: change per_device_batch_size"
-        )
-    return Share(batch_size // count, index, count)
+    return batch_size

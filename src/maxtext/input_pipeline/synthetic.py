@@ -1,7 +1,9 @@
 """dataset_type=synthetic: endless random tokens, to measure speed and to try a model without data.
 
-Batch n depends on data_shuffle_seed, split, process and n alone, so the position is n.
+Batch n depends on data_shuffle_seed, split, stream and n alone, so the position is n.
 """
+
+import sys
 
 import numpy as np
 
@@ -14,6 +16,10 @@ MADE_BY = {"dataset_type": "synthetic"}
 def synthetic_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator:
     stream = [config.data_shuffle_seed, list(Split).index(split), share.index]
     return SyntheticBatches(stream, share.rows, config.max_target_length, config.vocab_size)
+
+
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    return sys.maxsize
 
 
 class SyntheticBatches(BatchIterator):

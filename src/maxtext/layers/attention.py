@@ -1,6 +1,6 @@
 """Attention over projected queries, keys and values: the weights and their tags; the kernels compute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels.attention import BlockSizes, Visibility, attend
+from maxtext.kernels.attention import BlockSizes, Inputs, Visibility
 from maxtext.kernels.moba import moba_selection
+from maxtext.layers.attend import attend
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -136,12 +137,11 @@ class Attention(nnx.Module):
         q = constrain(q, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         k = constrain(k, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
         v = constrain(v, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
-        mixed = attend(
-            q,
-            k,
-            v,
-            backend=spec.backend,
-            visibility=spec.visibility,
+        attention = Inputs(
+            q=q,
+            k=k,
+            v=v,
+            visibility=replace(spec.visibility, order=inputs.order),
             scale=spec.scale,
             # Windows may be measured in the row; chunks start anew with each document.
             q_positions=inputs.positions if spec.visibility.chunk else None,
@@ -155,6 +155,7 @@ class Attention(nnx.Module):
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
+        mixed = attend(attention, spec.backend)
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         if spec.gated:

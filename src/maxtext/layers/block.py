@@ -82,18 +82,20 @@ class Block(nnx.Module):
         return stream(streams.write(x, state, y)), aux
 
     def mix(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        y, aux = self.attention(normed(self.attention_norm, x), inputs)
+        y, aux = self.attention(gathered(normed(self.attention_norm, x)), inputs)
+        y = gathered(y)
         return self.drop(normed(self.post_attention_norm, y), inputs), aux
 
     def feed(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        y, aux = self.mlp(normed(self.mlp_norm, x), inputs)
+        y, aux = self.mlp(gathered(normed(self.mlp_norm, x)), inputs)
+        y = gathered(y)
         return self.drop(normed(self.post_mlp_norm, y), inputs), aux
 
     def both(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        x = normed(self.attention_norm, x)
+        x = gathered(normed(self.attention_norm, x))
         mixed, mixer = self.attention(x, inputs.fold(0))
         fed, feed = self.mlp(x, inputs.fold(1))
-        return self.drop(mixed + fed, inputs), mixer | feed
+        return self.drop(gathered(mixed + fed), inputs), mixer | feed
 
     def drop(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         return dropout(x, self.spec.dropout_rate, inputs.fold(2).key)
@@ -103,6 +105,12 @@ def normed(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
+def gathered(x: jax.Array) -> jax.Array:
+    """[B, S, E] as products need it: where norms split the sequence over devices that split heads and widths, it comes
+    together here. Left to itself, the compiler may gather the weights instead."""
+    return constrain(x, "activation_batch", "activation_length", "activation_embed")
+
+
 def stream(x: jax.Array) -> jax.Array:
-    """Lay out [B, S, E], or several streams [B, S, streams, E]."""
+    """Lay out [B, S, E], or several streams [B, S, streams, E], as norms and residuals need it."""
     return constrain(x, "activation_batch", "activation_norm_length", *[None] * (x.ndim - 3), "activation_embed")

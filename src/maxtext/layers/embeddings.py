@@ -20,10 +20,14 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         table = self.embedding[...].astype(self.dtype)
+        if ids.ndim == 2:
+            ids = constrain(ids, "activation_embed_and_logits_batch", "activation_length")
         if self.one_hot:
             x = jax.nn.one_hot(ids, table.shape[0], dtype=self.dtype) @ table
         else:
             x = jnp.take(table, ids, axis=0)
+        # In two steps: first the devices that share the vocabulary add up, then they may split the sequence.
+        x = constrain(x, "activation_embed_and_logits_batch", "activation_length", "activation_embed")
         return constrain(x, "activation_embed_and_logits_batch", "activation_norm_length", "activation_embed")
 
 

@@ -1,8 +1,10 @@
 """What every layer of a pass sees beside its activations, and what it reports beside its output."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
+
+from maxtext.common.order import Order
 
 # Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H].
 Aux = dict[str, jax.Array]
@@ -15,6 +17,7 @@ class LayerInputs:
     segments: jax.Array | None = None  # [B, S], the document of a token, 0 is padding; None: one document a row
     key: jax.Array | None = None  # randomness of dropout; None: no dropout
     tokens: jax.Array | None = None  # [B, S], the ids that were embedded
+    order: Order | None = field(default=None, metadata={"static": True})  # of the tokens, if it is not their own
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":
         """The same with the randomness of one layer, or of one part of a layer."""

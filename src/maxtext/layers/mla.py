@@ -12,7 +12,7 @@ part to the result, and attention goes over the latent itself, as one head of ke
 cache of latents needs; over many queries it costs more, since R is larger than N and V.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, compute, max_logits
+from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, max_logits
+from maxtext.layers.attend import attend
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
@@ -91,7 +92,7 @@ class Mla(nnx.Module):
             q=q,
             k=k,
             v=v,
-            visibility=spec.visibility,
+            visibility=replace(spec.visibility, order=inputs.order),
             scale=spec.scale,
             # Windows may be measured in the row; chunks start anew with each document.
             q_positions=inputs.positions if spec.visibility.chunk else None,
@@ -108,7 +109,7 @@ class Mla(nnx.Module):
             attention, aux = self.indexer(attention, x, query_latent, inputs)
         if spec.report_max_logits:
             aux = aux | {"max_logits": max_logits(attention)}
-        mixed = compute(attention, spec.backend)
+        mixed = attend(attention, spec.backend)
         if spec.latent:
             mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")

@@ -4,9 +4,10 @@ Shapes: B batch, S sequence, T = B·S tokens, E embedding, X experts, k experts 
 N rows of the sorted buffer.
 
 Three methods for the same sum:
-- sparse: tokens are sorted by expert and multiplied group by group (`kernels/grouped.py`). Drops nothing, unless a
-  `buffer_factor` bounds the rows: N = int(T·k·factor), at most T·k and at least 1; then the last assignments in the
-  order of experts (within an expert: of tokens) are dropped, over the whole batch.
+- sparse: tokens are sorted by expert and multiplied group by group (`layers/sorted_experts.py`, which says how devices
+  share the work). Drops nothing, unless a `buffer_factor` bounds the rows: N = int(T·k·factor), at most T·k and at
+  least 1; then the last assignments in the order of experts (within an expert: of tokens) are dropped, over the whole
+  batch. With several devices, each has its own bound, of its own tokens.
 - dense: every expert sees every token, and the sum leaves out what was not chosen. The reference.
 - dropping: an expert has C = int(max(ceil(S·k/X)·capacity_factor, capacity_factor)) places in each sequence, taken in
   the order of tokens, and of a token's choices; the rest is dropped. One-hot products send tokens there and back.
@@ -26,12 +27,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels import grouped
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.mlp import MlpSpec, combine
 from maxtext.layers.parameters import Maker
 from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
+from maxtext.layers.sorted_experts import Affine, SortedExperts
 from maxtext.sharding import constrain
 
 
@@ -51,6 +52,9 @@ class MoeSpec:
     capacity_factor: float = 1.0  # of dropping
     buffer_factor: float | None = None  # of sparse: a bound on the sorted buffer
     custom_sort_vjp: bool = True  # of sparse: sorting has a gradient that gathers; false: as autodiff has it
+    ring: bool = False  # of sparse: devices that share the experts gather tokens; false: rows go where they belong
+    two_stage_gather: bool = False  # of sparse: kernels are gathered over one mesh axis after the other
+    experts_on_fsdp: bool = False  # kernels are split by experts, not by the embedding, over the mesh's fsdp axis
     balance_weight: float = 0.0  # reports "load_balance_loss"
     report_load: bool = False  # reports "expert_load" [X]: how many tokens chose each expert
 
@@ -59,49 +63,55 @@ class MoeSpec:
 
 
 class ExpertLinear(nnx.Module):
-    """A kernel and an optional bias for each expert."""
+    """A kernel and an optional bias for each expert. `names` of the axes of both."""
 
-    def __init__(
-        self, maker: Maker, experts: int, inputs: int, outputs: int, axes: tuple[str, str], dtype: Any, bias: bool
-    ):
-        self.dtype, self.output = dtype, f"activation_{axes[1]}"
+    def __init__(self, maker: Maker, spec: MoeSpec, inputs: int, outputs: int, axes: tuple[str, str], dtype: Any):
+        self.dtype, experts = dtype, spec.router.experts
+        split = "exp_with_fsdp" if spec.experts_on_fsdp else "exp"
+        self.names = Affine((split, *axes), (split, axes[1]) if spec.bias else None)
         # The maker takes the experts for part of the fan-in, and the factor takes them out again.
         maker = dataclasses.replace(maker, kernel_scale=maker.kernel_scale * experts)
-        self.kernel = maker.kernel(0, (experts, inputs), (outputs,), ("exp", *axes))
-        self.bias = maker.constant((experts, outputs), 0.0, ("exp", axes[1])) if bias else None
+        self.kernel = maker.kernel(0, (experts, inputs), (outputs,), self.names.kernel)
+        self.bias = maker.constant((experts, outputs), 0.0, self.names.bias) if spec.bias else None
 
-    def on_sorted(self, rows: jax.Array, order: grouped.Order) -> jax.Array:
-        """rows [N, inputs] -> [N, outputs]; zeros behind the last group."""
-        y = grouped.grouped_product(rows, self.kernel[...].astype(self.dtype), order.sizes)
-        if self.bias is not None:
-            y = y + jnp.take(self.bias[...].astype(self.dtype), order.groups, axis=0, mode="fill", fill_value=0)
-        return constrain(y, "activation_batch_moe", self.output)
+    @property
+    def weights(self) -> Affine:
+        """In the dtype of the product."""
+        bias = None if self.bias is None else self.bias[...].astype(self.dtype)
+        return Affine(self.kernel[...].astype(self.dtype), bias)
 
     def on_each(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, inputs] -> [X, B, C, outputs]: each expert has its own."""
-        y = jnp.einsum("xbci,xio->xbco", x, self.kernel[...].astype(self.dtype))
-        if self.bias is not None:
-            y = y + self.bias[...].astype(self.dtype)[:, None, None]
-        return constrain(y, "activation_exp", "activation_batch_moe", None, self.output)
+        kernel, bias = self.weights
+        y = jnp.einsum("xbci,xio->xbco", x, kernel)
+        if bias is not None:
+            y = y + bias[:, None, None]
+        return constrain(y, "activation_exp", "activation_batch_moe", None, f"activation_{self.names.kernel[-1]}")
 
 
 class Experts(nnx.Module):
     def __init__(self, maker: Maker, spec: MoeSpec, size: int, dtype: Any):
         self.spec, self.dtype = spec, dtype
-        experts, width = spec.router.experts, spec.width
         count = len(spec.activations)
-        self.names = ("wi",) if count == 1 else tuple(f"wi_{place}" for place in range(count))
-        for place, name in enumerate(self.names):
+        self.branches = ("wi",) if count == 1 else tuple(f"wi_{place}" for place in range(count))
+        for place, name in enumerate(self.branches):
             axes = ("embed_moe", "mlp_moe")
-            setattr(self, name, ExpertLinear(maker.child(place), experts, size, width, axes, dtype, spec.bias))
-        axes = ("mlp_moe", "embed_moe")
-        self.wo = ExpertLinear(maker.child(count), experts, width, size, axes, dtype, spec.bias)
+            setattr(self, name, ExpertLinear(maker.child(place), spec, size, spec.width, axes, dtype))
+        self.wo = ExpertLinear(maker.child(count), spec, spec.width, size, ("mlp_moe", "embed_moe"), dtype)
 
-    def __call__(self, x: jax.Array, apply: Callable[[ExpertLinear, jax.Array], jax.Array]) -> jax.Array:
-        """`apply` multiplies rows, however they are laid out, by the kernels of their experts."""
-        branches = [tag(apply(getattr(self, name), x), name) for name in self.names]
+    @property
+    def layers(self) -> dict[str, ExpertLinear]:
+        return {name: getattr(self, name) for name in (*self.branches, "wo")}
+
+    def feed(self, x: jax.Array, apply: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
+        """`apply` multiplies rows, however they are laid out, by the named kernels of their experts."""
+        branches = [tag(apply(name, x), name) for name in self.branches]
         hidden = combine(self.spec.activations, branches, self.spec.limit, self.spec.float32).astype(self.dtype)
-        return tag(apply(self.wo, hidden), "wo")
+        return tag(apply("wo", hidden), "wo")
+
+    def on_each(self, x: jax.Array) -> jax.Array:
+        """x [X, B, C, E] -> [X, B, C, E]."""
+        return self.feed(x, lambda name, x: self.layers[name].on_each(x))
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
@@ -132,25 +142,12 @@ class Moe(nnx.Module):
         return y, self.report(routing, real)
 
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
-        spec, count = self.spec, self.spec.router.experts
-        gather, give_back = (
-            (grouped.gather_rows_fast, grouped.return_rows_fast)
-            if spec.custom_sort_vjp
-            else (grouped.gather_rows, grouped.return_rows)
-        )
-        targets = routing.indices if real is None else jnp.where(real[..., None], routing.indices, count)
-        assignments = targets.size
-        bound = assignments if spec.buffer_factor is None else max(1, int(assignments * spec.buffer_factor))
-        order = grouped.sort_by_group(targets.reshape(-1, spec.router.chosen), count, bound)
-        rows = gather(x.reshape(-1, x.shape[-1]), order)
-        if spec.weigh_input:
-            rows = rows * jnp.take(routing.weights.reshape(-1, 1), order.assignments, axis=0).astype(rows.dtype)
-        rows = constrain(rows, "activation_batch_moe", "activation_embed_moe")
-        rows = self.experts(rows, lambda layer, rows: layer.on_sorted(rows, order))
-        parts = give_back(rows, order).reshape(*routing.indices.shape, -1).astype(self.sum_dtype)
-        if not spec.weigh_input:
-            parts = parts * routing.weights[..., None].astype(self.sum_dtype)
-        return jnp.sum(parts, axis=-2).astype(self.dtype)
+        none = self.spec.router.experts
+        targets = routing.indices if real is None else jnp.where(real[..., None], routing.indices, none)
+        weights = {name: layer.weights for name, layer in self.experts.layers.items()}
+        names = {name: layer.names for name, layer in self.experts.layers.items()}
+        run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype)
+        return run(x, targets, routing.weights, weights, names)
 
     def dense(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
         picked = self.picked(routing, real)  # [B, S, k, X]
@@ -158,7 +155,7 @@ class Moe(nnx.Module):
         weights = jnp.einsum("bsk,bskx->bsx", routing.weights, picked)
         read, give = (weights, chosen) if self.spec.weigh_input else (jnp.ones_like(chosen), weights)
         each = jnp.einsum("bsx,bse->xbse", read.astype(self.dtype), x)
-        y = self.experts(each, ExpertLinear.on_each)
+        y = self.experts.on_each(each)
         return jnp.einsum("bsx,xbse->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)).astype(self.dtype)
 
     def dropping(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
@@ -174,7 +171,7 @@ class Moe(nnx.Module):
         each = jnp.einsum("bsxc,bse->xbce", read.astype(self.dtype), x)
         # With the experts first, the expert axis of the mesh goes to them, and this is where tokens change devices.
         each = constrain(each, "activation_exp", "activation_batch_moe", None, "activation_embed_moe")
-        y = self.experts(each, ExpertLinear.on_each)
+        y = self.experts.on_each(each)
         return jnp.einsum("bsxc,xbce->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)).astype(self.dtype)
 
     def picked(self, routing: Routing, real: jax.Array | None) -> jax.Array:

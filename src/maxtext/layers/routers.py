@@ -15,6 +15,7 @@ A router makes logits for all experts, scores of them, and takes the k best:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from flax import nnx
 
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
+from maxtext.sharding import manual
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
@@ -107,10 +109,13 @@ class Router(nnx.Module):
             values = scores
         else:
             values = logits  # in the order of the scores, of which many round to the same number
-        if spec.groups > 1:
-            values = self.keep_groups(values)
         # Indices have no gradient; saying so early saves autodiff the way there.
-        return jax.lax.top_k(jax.lax.stop_gradient(values), spec.chosen)[1]
+        return by_token(self.best, jax.lax.stop_gradient(values))
+
+    def best(self, values: jax.Array) -> jax.Array:
+        """values [B, S, X] -> [B, S, k]."""
+        kept = self.keep_groups(values) if self.spec.groups > 1 else values
+        return jax.lax.top_k(kept, self.spec.chosen)[1]
 
     def keep_groups(self, values: jax.Array) -> jax.Array:
         """Minus infinity for all experts outside of the best groups."""
@@ -122,6 +127,18 @@ class Router(nnx.Module):
         best = jax.lax.top_k(strength, self.spec.kept_groups)[1]
         kept = jnp.any(best[..., None] == jnp.arange(self.spec.groups), axis=-2)
         return jnp.where(kept[..., None], grouped, -jnp.inf).reshape(values.shape)
+
+
+def by_token(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
+    """function of [B, S, X], where no token looks at another: each device's own tokens.
+
+    The compiler does not know that of `top_k`, and would gather the values of all tokens on all devices.
+    """
+    rules = manual.current()
+    if rules is None:
+        return function(values)
+    split = rules.axes_of(("activation_batch_moe", "activation_norm_length_moe", None), values.shape)
+    return manual.run_manual(rules, function, (values,), (split,), split)
 
 
 def balanced_choice(shape: tuple[int, ...], experts: int, chosen: int) -> jax.Array:

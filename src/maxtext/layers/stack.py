@@ -16,6 +16,7 @@ from flax import nnx
 
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.parameters import Maker, slices, stack
+from maxtext.sharding.state import to_device
 
 
 class Spec(Protocol):
@@ -91,8 +92,10 @@ class Stack(nnx.Module):
         scanned: bool,
         axis: int,
         remat: RematPolicy | None,
+        on_host: bool = False,
     ):
         self.segment, self.first, self.scanned, self.axis, self.remat = segment, first, scanned, axis, remat
+        self.on_host = on_host  # weights live in host memory and come to the device with their layer
         width = len(segment.pattern)
         blocks: list[Any] = []
         for place, spec in enumerate(segment.pattern):
@@ -132,6 +135,8 @@ class Stack(nnx.Module):
 
     def apply(self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+            if self.on_host:
+                state = to_device(state)
             return nnx.merge(graph, state)(x, inputs)
 
         looped = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one

@@ -43,7 +43,14 @@ class Transformer(nnx.Module):
         for segment in segments(config):
             stacks.append(
                 Stack(
-                    layer_maker, segment, first, self.dtype, config.scan_layers, config.param_scan_axis, remat(config)
+                    layer_maker,
+                    segment,
+                    first,
+                    self.dtype,
+                    config.scan_layers,
+                    config.param_scan_axis,
+                    remat(config),
+                    config.parameter_memory_host_offload,
                 )
             )
             first += segment.layers
@@ -88,6 +95,8 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., E] to [..., V]."""
         x = x.astype(self.logit_dtype)
+        if x.ndim == 3:
+            x = constrain(x, "activation_embed_and_logits_batch", "activation_length", "activation_embed")
         if self.head is not None:
             logits = self.head(x)
         else:

@@ -9,10 +9,14 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from maxtext.common.errors import ConfigError
+
 
 def make_mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a configuration over this run's devices (all of them unless given)."""
     devices = jax.devices() if devices is None else devices
+    if config.using_pipeline_parallelism:
+        raise ConfigError("pipeline parallelism is not in this version yet: leave the pipeline sizes of the mesh at 1")
     split = config.allow_split_physical_axes
     if math.prod(config.dcn_parallelism) == 1:
         grid = mesh_utils.create_device_mesh(config.ici_parallelism, devices=devices, allow_split_physical_axes=split)

@@ -4,6 +4,9 @@ The host does not wait for the device: a step is dispatched as soon as its batch
 `AHEAD` steps later, which also bounds how far the host can run ahead. A thread watches the device, so that a step's
 time is from the end of the step before it to its own end, whenever the host looks. Hooks see each step before and after
 it is dispatched, and its metrics once they are read.
+
+In a run of several processes no process may leave alone: a wish to stop goes out as a vote with the next batch (see
+feed.py) and is heeded by all when the metrics of that step are read, which all do after the same number of steps.
 """
 
 import contextlib
@@ -18,9 +21,11 @@ from typing import Any
 import jax
 
 from maxtext.common.log import LOGGER
-from maxtext.trainers.step import TrainState
+from maxtext.trainers.feed import TrainFeed
+from maxtext.trainers.step import ENDED, GO_ON, STOP, TrainState
 
 AHEAD = 2
+ASKED_ELSEWHERE = "another process was asked to stop"
 
 
 class Hook:
@@ -36,7 +41,8 @@ class Hook:
 
 
 class Loop:
-    """`step` is the number of steps done; a hook ends the loop by setting `stop` to the reason."""
+    """`step` is the number of steps done; a hook ends the loop by setting `stop` to the reason, the same in all
+    processes; what one process alone wants it asks for with `ask_to_stop`."""
 
     def __init__(
         self,
@@ -51,7 +57,9 @@ class Loop:
         self.state, self.train_step, self.batches, self.key = state, train_step, batches, key
         self.steps, self.hooks, self.step = steps, hooks, first_step
         self.stop: str | None = None
+        self.asked: str | None = None  # why this process wants to stop
         self.watcher = Watcher()
+        self.ended: int | None = None  # the first step without data
         self.last_done = 0.0  # when the step before ended
 
     def run(self) -> TrainState:
@@ -73,6 +81,13 @@ class Loop:
             self.wait()
         return self.state
 
+    def ask_to_stop(self, reason: str) -> None:
+        self.asked = reason
+        if isinstance(self.batches, TrainFeed) and jax.process_count() > 1:
+            self.batches.stop = True
+        else:
+            self.stop = reason
+
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
         """Hooks hear of the end also when one of them ends the run by an error."""
@@ -89,6 +104,13 @@ class Loop:
     def read_metrics(self) -> None:
         step, values, done = self.watcher.next()
         seconds, self.last_done = done - self.last_done, done
+        vote = values.pop("vote", GO_ON)
+        if vote == ENDED or self.ended is not None:  # this step and those behind it changed nothing
+            self.ended = step if self.ended is None else self.ended
+            self.stop, self.step = "the data ended", self.ended
+            return
+        if vote == STOP:
+            self.stop = self.asked or ASKED_ELSEWHERE
         for hook in self.hooks:
             hook.on_metrics(self, step, values, seconds)
 
@@ -140,15 +162,15 @@ class Watcher:
 def stop_on_signals(loop: Loop) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the loop after the current step; a second Ctrl-C ends it at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; whoever runs a loop elsewhere sets `stop`
+        yield  # only the main thread may set handlers; whoever runs a loop elsewhere asks
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if loop.stop == name and number == signal.SIGINT:
+        if loop.asked == name and number == signal.SIGINT:
             raise KeyboardInterrupt
         LOGGER.warning("%s: stopping after the current step", name)
-        loop.stop = name
+        loop.ask_to_stop(name)
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.order import Order
 from maxtext.kernels.loss import tiled_cross_entropy
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
+from maxtext.sharding.state import to_device
 
 Batch = dict[str, jax.Array]
 AUXILIARY = ("load_balance_loss", "indexer_loss")  # reports that are losses
@@ -57,11 +59,28 @@ def separates(config: Any) -> bool:
 
 
 def layer_inputs(config: Any, batch: Batch, key: jax.Array | None) -> LayerInputs:
-    return LayerInputs(batch["inputs_position"], batch["inputs_segmentation"] if separates(config) else None, key)
+    segments = batch["inputs_segmentation"] if separates(config) else None
+    return LayerInputs(batch["inputs_position"], segments, key, order=token_order(config))
+
+
+def token_order(config: Any) -> Order | None:
+    """In which order a row's tokens come, where they are split over devices and are to make equal work for them."""
+    shards, strategy = config.context_parallel_size, config.context_parallel_reorder_strategy.value
+    if shards == 1 or not config.context_parallel_load_balance:
+        return None
+    return Order("dual_chunk_swap" if strategy == "auto" else strategy, shards)
+
+
+def bound(config: Any, template: Template, weights: Any) -> Any:
+    """The model with its weights. Those that live in host memory come to the device here, except for the layers', which
+    come one layer at a time (see stack.py)."""
+    if config.parameter_memory_host_offload:
+        weights = {name: tree if name == "layers" else to_device(tree) for name, tree in weights.items()}
+    return template.bind(weights)
 
 
 def language_model_losses(config: Any, template: Template, weights: Any, batch: Batch, key: jax.Array | None) -> Losses:
-    model = template.bind(weights)
+    model = bound(config, template, weights)
     inputs = layer_inputs(config, batch, key)
     x, reports = model.run(batch["inputs"], inputs)
     losses, partition = tiled_cross_entropy(
@@ -104,7 +123,7 @@ def auxiliary(reports: dict) -> dict[str, jax.Array]:
 def evaluation_sums(config: Any, template: Template, weights: Any, batch: Batch) -> dict[str, jax.Array]:
     """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also how many of that layer's drafts the
     model itself would have said, and of how many."""
-    model = template.bind(weights)
+    model = bound(config, template, weights)
     inputs = layer_inputs(config, batch, None)
     x, _ = model.run(batch["inputs"], inputs)
     hidden = model.final_norm(x)

@@ -1,15 +1,19 @@
 """Pre-training: a configuration in, a trained state out, with everything a person wants to see on the way."""
 
+import contextlib
+import json
 import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from maxtext.checkpoint.agreement import SaveFailed
+from maxtext.checkpoint.saver import check_writable
 from maxtext.common import hardware
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.configs import text
@@ -19,16 +23,16 @@ from maxtext.diagnostics.plot import save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
-from maxtext.input_pipeline import BatchIterator, make_eval_iterator, make_train_iterator, prefetch
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.models.registry import layers
+from maxtext.trainers import ahead, restore
+from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.loop import Hook, Loop
-from maxtext.trainers.rows import Rebatch, rows_at
+from maxtext.trainers.rows import rows_at
+from maxtext.trainers.save import Save
 from maxtext.trainers.setup import Setup
 from maxtext.trainers.step import TrainState
-
-HOST_BATCHES = 2  # prepared ahead of the device
 
 
 @dataclass
@@ -40,40 +44,70 @@ class Result:
 
 def train(config: Any) -> Result:
     started = time.perf_counter()
-    source = train_source(config)
-    evaluation = eval_source(config)
+    check_writable(Path(run_folder(config)), "base_output_directory")
     setup = Setup.of(config)
+    setup.check_layout()
+    feed = TrainFeed(setup)
+    evaluation = eval_streams(setup)
+    start = restore.start(setup, feed.source)
+    if start.step >= config.steps:
+        feed.close()
+        return nothing_to_do(setup, start)
     peak = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
-    profiler = Profiler(config, 0, config.steps - 1)
+    profiler = Profiler(config, start.step, config.steps - 1)
     steps = CompiledSteps(setup)
-    first_step = steps.for_rows(rows_at(config, 0))
-    start_banner(banner(setup, first_step))
-    writers = make_writers(config, is_writer=jax.process_index() == 0, peak_flops=peak, peak_format=config.dtype.value)
+    first_step = steps.for_rows(rows_at(config, start.step))
+    if jax.process_index() == 0:
+        start_banner(banner(setup, first_step, start))
+    writers = make_writers(
+        config,
+        is_writer=jax.process_index() == 0,
+        first_step=start.step,
+        peak_flops=peak,
+        peak_format=config.dtype.value,
+    )
     write_configuration(config)
-    with Recorder(writers) as recorder, stack_traces(config):
+    with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
         record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
         hooks: list[Hook] = [Profile(profiler), record]
         if evaluation is not None:
             eval_step = setup.compile_eval_step(config.global_batch_size_to_eval_on)
-            hooks.append(Evaluate(config, recorder, evaluation_feed(setup, evaluation), eval_step))
-        loop = Loop(setup.initial_state(), steps, device_batches(setup, source), setup.key, config.steps, hooks)
+            hooks.append(Evaluate(config, recorder, EvaluationFeed(setup, evaluation), eval_step))
+        save = Save(setup, feed.source, start) if config.enable_checkpointing else None
+        if save is not None:
+            hooks.append(save)
+            closing.callback(save.close)
+        loop = Loop(start.state, steps, feed, start.key, config.steps, hooks, start.step)
         LOGGER.info("set up in %.1f s", time.perf_counter() - started)
-        failure = None
+        failure: UserError | None = None
         try:
             loop.run()
         except TrainingFailed as error:
             error.state = loop.state
             failure = error
         finally:
-            source.close()
+            feed.close()
+        if save is not None:
+            try:
+                save.finish(loop)
+            except SaveFailed as error:
+                failure = failure or error
     summary = summarise(config, setup, loop, hooks, time.perf_counter() - started, failure)
     if failure is not None:
         raise failure
     return Result(setup, loop.state, summary)
 
 
+def nothing_to_do(setup: Setup, start: restore.Start) -> Result:
+    """The end of a run that had ended before: nothing is written."""
+    LOGGER.info("nothing to do: %s is at steps=%d already; raise steps to go on", start.origin, setup.config.steps)
+    path = Path(run_folder(setup.config)) / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return Result(setup, start.state, summary | {"steps": start.step})
+
+
 class CompiledSteps:
-    """The train step, compiled for each batch size that ramp-up brings, when it first comes."""
+    """The train step, compiled for each batch size that ramp-up brings, when it first comes; or compiled ahead."""
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -81,42 +115,14 @@ class CompiledSteps:
 
     def for_rows(self, rows: int) -> jax.stages.Compiled:
         if rows not in self.compiled:
-            self.compiled[rows] = self.setup.compile_train_step(rows)
+            self.compiled[rows] = ahead.train_step(self.setup, rows)
         return self.compiled[rows]
 
     def __call__(self, state: TrainState, batch: dict[str, jax.Array], key: jax.Array) -> Any:
         return self.for_rows(batch["inputs"].shape[0])(state, batch, key)
 
 
-def device_batches(setup: Setup, source: BatchIterator) -> Iterator[dict[str, jax.Array]]:
-    return map(setup.to_devices, source)
-
-
-def train_source(config: Any) -> BatchIterator:
-    """What each step trains on, prepared in the background."""
-    return prefetch(Rebatch(make_train_iterator(config), lambda step: rows_at(config, step)), HOST_BATCHES)
-
-
-def eval_source(config: Any) -> BatchIterator | None:
-    if config.eval_interval <= 0:
-        return None
-    iterator = make_eval_iterator(config)
-    if iterator is None:
-        raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: set grain_eval_files")
-    if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
-        raise ConfigError("eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps")
-    return Rebatch(iterator, lambda step: config.global_batch_size_to_eval_on, keep_last=True)
-
-
-def evaluation_feed(setup: Setup, source: BatchIterator) -> Callable[[], Iterator[Any]]:
-    def feed() -> Iterator[Any]:
-        source.reset()
-        return device_batches(setup, source)
-
-    return feed
-
-
-def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]:
+def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dict[str, dict[str, str]]:
     """What is about to run, in numbers."""
     config = setup.config
     memory = step.memory_analysis()
@@ -145,10 +151,18 @@ def banner(setup: Setup, step: jax.stages.Compiled) -> dict[str, dict[str, str]]
             "tokens a step": f"{tokens:,} ({config.global_batch_size_to_train_on} x {config.max_target_length})",
             "optimizer": f"{config.opt_type.value}, {config.lr_schedule_type.value} to {config.learning_rate:g}",
             "data": config.dataset_type.value,
-            "weights": f"from {config.load_parameters_path}" if config.load_parameters_path else "fresh",
-            "saved": "metrics and plots; checkpoints are not in this version yet",
+            "start": start.origin,
+            "saved": saved(config),
         },
     }
+
+
+def saved(config: Any) -> str:
+    if not config.enable_checkpointing:
+        return "metrics and plots, no checkpoints"
+    when = "at every chance" if config.enable_continuous_checkpointing else f"every {config.checkpoint_period:,} steps"
+    kept = config.max_num_checkpoints_to_keep
+    return f"metrics, plots, and checkpoints {when}" + (f", of which {kept} stay" if kept else "")
 
 
 def size(count: float) -> str:

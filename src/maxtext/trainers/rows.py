@@ -8,14 +8,13 @@ the next, so no row is lost or repeated, also across a restart.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxtext.input_pipeline import Batch, BatchIterator
 
 
 def rows_at(config: Any, step: int) -> int:
-    """Rows over all processes that step number `step` trains on."""
+    """Rows that step number `step` trains on."""
     if not config.enable_rampup_batch_size or step >= config.rampup_end_step:
         return config.global_batch_size_to_train_on
     rows, past = config.global_batch_size_to_load_start, 0
@@ -26,9 +25,17 @@ def rows_at(config: Any, step: int) -> int:
         rows += config.global_batch_size_to_load_increment
 
 
+def row_counts(config: Any) -> list[int]:
+    """All sizes that rows_at gives, the full one last."""
+    full = config.global_batch_size_to_train_on
+    if not config.enable_rampup_batch_size:
+        return [full]
+    return [*range(config.global_batch_size_to_load_start, full, config.global_batch_size_to_load_increment), full]
+
+
 class Rebatch(BatchIterator):
-    """Batches of `rows(step)` rows over all processes, of which this one has its share. With `keep_last` the rows that
-    are left at the end make one more batch, filled up with padding."""
+    """Batches of `rows(step)` rows. With `keep_last` the rows that are left at the end make one more batch, filled up
+    with padding."""
 
     def __init__(self, source: BatchIterator, rows: Callable[[int], int], keep_last: bool = False):
         self.source, self.rows, self.keep_last = source, rows, keep_last
@@ -38,7 +45,7 @@ class Rebatch(BatchIterator):
         self.before = source.get_state()  # the source's state before `batch`
 
     def __next__(self) -> Batch:
-        wanted = self.rows(self.step) // jax.process_count()
+        wanted = self.rows(self.step)
         parts: list[Batch] = []
         have = 0
         while have < wanted:

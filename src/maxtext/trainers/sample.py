@@ -9,6 +9,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.inference.generate import extend, last_scores, make_generator
 from maxtext.inference.sampling import Sampling
 from maxtext.sharding import use_rules
+from maxtext.sharding.state import on_device
 from maxtext.tokenizers import load_tokenizer
 from maxtext.trainers.setup import Setup
 
@@ -34,6 +35,7 @@ def complete(setup: Setup, weights: Any, prompt: str, tokens: int) -> str:
     sampling = Sampling(0.0 if greedy else config.decode_sampling_temperature)
     room = max(config.trainable_position_size - len(ids), 0) if config.trainable_position_size > 0 else tokens
     ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    weights = jax.device_put(weights, jax.tree.map(on_device, setup.weight_shardings))
     with use_rules(setup.rules), jax.default_matmul_precision(config.matmul_precision.value):
         generate = make_generator(partial(last_scores, setup.template), sampling)
         (new,) = extend(generate, weights, [ids], min(tokens, room), config.init_weights_seed, ends)

@@ -1,7 +1,7 @@
 """What a run needs before its first step: mesh, abstract model, shardings, and a state that is born in its shards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 from maxtext.checkpoint.convert.faithful import unsaid
-from maxtext.checkpoint.open import open_checkpoint, places_of
+from maxtext.checkpoint.open import Checkpoint, open_checkpoint, places_of
 from maxtext.checkpoint.weights import load_weights
 from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
@@ -22,6 +23,8 @@ from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.optimizers import learning_rate_schedule, make_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
+from maxtext.sharding.state import check_split, describe, on_device, on_host, split_further
+from maxtext.trainers.losses import token_order
 from maxtext.trainers.step import TrainState, make_eval_step, make_train_step
 
 # By platform. On CPUs, LLVM's first level compiles a step in three quarters of the time, and it runs as fast.
@@ -54,15 +57,28 @@ class Setup:
 
     @cached_property
     def weight_shardings(self) -> Any:
-        return self.rules.shardings(self.template.axes, self.template.weights)
+        shardings = self.rules.shardings(self.template.axes, self.template.weights)
+        return jax.tree.map(on_host, shardings) if self.config.parameter_memory_host_offload else shardings
+
+    @cached_property
+    def moment_shardings(self) -> Any:
+        """Of what an optimizer keeps for each weight, and of gradients when they reach it: like the weight, and with
+        ZeRO-1 also split over the data axis."""
+        shardings = jax.tree.map(on_device, self.weight_shardings)
+        if not self.config.shard_optimizer_over_data:
+            return shardings
+        return jax.tree.map(
+            lambda sharding, weight: split_further(sharding, weight.shape, "data"), shardings, self.template.weights
+        )
 
     @cached_property
     def state_shardings(self) -> TrainState:
-        """Weights by their axes; whatever the optimizer keeps for a weight, like that weight; the rest everywhere."""
+        """Weights by their axes; what the optimizer keeps for a weight, with it; the rest everywhere."""
+        kept = jax.tree.map(on_host, self.moment_shardings) if self.offloads_optimizer else self.moment_shardings
         of_weight = {
             path: (leaf.shape, sharding)
             for (path, leaf), sharding in zip(
-                jax.tree.leaves_with_path(self.template.weights), jax.tree.leaves(self.weight_shardings), strict=True
+                jax.tree.leaves_with_path(self.template.weights), jax.tree.leaves(kept), strict=True
             )
         }
 
@@ -73,10 +89,25 @@ class Setup:
                     return sharding
             return self.rules.replicated()
 
-        return jax.tree.map_with_path(place, self.abstract_state)
+        placed = jax.tree.map_with_path(place, self.abstract_state)
+        return replace(placed, weights=self.weight_shardings)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.config.optimizer_memory_host_offload
+
+    def check_layout(self) -> None:
+        """Refuse a layout that copies what it could split; say how weights lie, if asked."""
+        weights, axes = self.template.weights, self.template.axes
+        if self.config.debug_sharding:
+            for line in describe(self.rules, axes, weights):
+                LOGGER.info("sharding: %s", line)
+        check_split(self.rules, axes, weights, self.config.sharding_tolerance)
 
     def batch_sharding(self, shape: tuple[int, ...]) -> Any:
-        return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape)
+        """By its logical axes, over the mesh axes that data_sharding lets it be split over."""
+        allowed = {axis for axes in self.config.data_sharding for axis in ([axes] if isinstance(axes, str) else axes)}
+        return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape, allowed)
 
     def initial_state(self) -> TrainState:
         """Fresh, or with the weights of load_parameters_path: a folder of ours, or one of Hugging Face's."""
@@ -89,24 +120,38 @@ class Setup:
 
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (rows, self.config.max_target_length)
-        return {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding(shape)) for name in FIELDS}
+        placed = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding(shape))
+        return dict.fromkeys(FIELDS, placed)
 
     def compile_train_step(self, rows: int) -> jax.stages.Compiled:
         """The step for batches of so many rows."""
         return self.compile(self.lower_train_step(rows))
 
     def lower_train_step(self, rows: int) -> jax.stages.Lowered:
-        step = make_train_step(self.config, self.template, self.optimizer, learning_rate_schedule(self.config))
+        step = make_train_step(
+            self.config, self.template, self.optimizer, learning_rate_schedule(self.config), self.to_optimizer
+        )
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated()))
-        return self.lower(jitted, placed(self.abstract_state, self.state_shardings), rows, self.abstract_key)
+        state, batch = placed(self.abstract_state, self.state_shardings), self.abstract_batch(rows)
+        if len({device.process_index for device in self.rules.mesh.devices.flat}) > 1:
+            votes = jax.ShapeDtypeStruct((self.rules.mesh.size,), jnp.int32, sharding=self.rules.over_devices())
+            batch["vote"] = votes
+        return self.lower(jitted, state, batch, self.abstract_key)
+
+    def to_optimizer(self, gradients: Any) -> Any:
+        """Gradients as the optimizer needs them: with ZeRO-1 each device keeps the part that it updates."""
+        if not self.config.shard_optimizer_over_data:
+            return gradients
+        return jax.lax.with_sharding_constraint(gradients, self.moment_shardings)
 
     def compile_eval_step(self, rows: int) -> jax.stages.Compiled:
         step = jax.jit(make_eval_step(self.config, self.template), out_shardings=self.rules.replicated())
-        return self.compile(self.lower(step, placed(self.template.weights, self.weight_shardings), rows))
+        weights = placed(self.template.weights, self.weight_shardings)
+        return self.compile(self.lower(step, weights, self.abstract_batch(rows)))
 
-    def lower(self, step: Any, state: Any, rows: int, *rest: Any) -> jax.stages.Lowered:
+    def lower(self, step: Any, *arguments: Any) -> jax.stages.Lowered:
         with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
-            return step.lower(state, self.abstract_batch(rows), *rest)
+            return step.lower(*arguments)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         platform = self.rules.mesh.devices.flat[0].platform
@@ -126,14 +171,33 @@ class Setup:
         key = jax.eval_shape(self.make_key)
         return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.rules.replicated())
 
-    def to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows of a batch, laid out over all devices together with the others'."""
-        return {
-            name: jax.make_array_from_process_local_data(
-                self.batch_sharding((field.shape[0] * jax.process_count(), *field.shape[1:])), field
-            )
-            for name, field in batch.items()
-        }
+    def to_devices(
+        self, batch: dict[str, np.ndarray], streams: Sequence[int] = (0,), count: int = 1
+    ) -> dict[str, jax.Array]:
+        """A batch laid out over all devices, of which this process has the rows of some of its `count` streams."""
+
+        order = token_order(self.config)
+
+        def place(field: np.ndarray) -> jax.Array:
+            field = field if order is None else field[:, order.tokens(field.shape[1])]
+            rows = field.shape[0] // len(streams)
+            first = {stream: place * rows for place, stream in enumerate(streams)}
+            shape = (rows * count, *field.shape[1:])
+
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                start, stop, _ = index[0].indices(shape[0])
+                begin = first[start // rows] + start % rows
+                return field[(slice(begin, begin + stop - start), *index[1:])]
+
+            return jax.make_array_from_callback(shape, self.batch_sharding(shape), part)
+
+        return {name: place(field) for name, field in batch.items()}
+
+    def on_all_devices(self, number: int) -> jax.Array:
+        """[devices]: this process's number on each of its devices."""
+        value = np.full(1, number, np.int32)
+        return jax.make_array_from_callback((self.rules.mesh.size,), self.rules.over_devices(), lambda index: value)
 
 
 def read_weights(config: Any, template: Template, shardings: Any) -> Any:
@@ -141,6 +205,12 @@ def read_weights(config: Any, template: Template, shardings: Any) -> Any:
     checkpoint = open_checkpoint(config.load_parameters_path)
     places = places_of(template, config)
     source = checkpoint.weights(config, places)
+    refuse_other_model(config, checkpoint)
+    return load_weights(source, places, template, shardings)
+
+
+def refuse_other_model(config: Any, checkpoint: Checkpoint) -> None:
+    """A run starts from weights of its own model, or says that it knows better."""
     words = from_python({"max_target_length": config.max_target_length})
     other = unsaid(config, load(None, words, environ={}, devices=Devices(1), model=checkpoint.settings))
     if other and not config.override_model_config:
@@ -148,7 +218,6 @@ def read_weights(config: Any, template: Template, shardings: Any) -> Any:
             f"load_parameters_path={checkpoint.path} holds another model: this run's has {', '.join(other)}; leave out "
             "what differs (the folder says what model it is), or set override_model_config=true to use its weights so"
         )
-    return load_weights(source, places, template, shardings)
 
 
 def placed(tree: Any, shardings: Any) -> Any:

@@ -14,10 +14,12 @@ import optax
 
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import clip_by_global_norm
+from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
 from maxtext.trainers.losses import Batch, evaluation_sums, language_model_losses, token_counts, token_weights
 
 Metrics = dict[str, jax.Array]
+GO_ON, STOP, ENDED = range(3)  # what processes vote (see feed.py); the strongest counts
 
 
 @jax.tree_util.register_dataclass
@@ -36,11 +38,14 @@ def make_train_step(
     template: Template,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Callable[[jax.Array], jax.Array],
+    to_optimizer: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     pieces = config.gradient_accumulation_steps
     dropping = config.enable_dropout and config.dropout_rate > 0
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
+        vote = jnp.max(batch["vote"]) if "vote" in batch else None
+        batch = {name: field for name, field in batch.items() if name != "vote"}
         step_key = jax.random.fold_in(key, state.step) if dropping else None
         counts = token_counts(config, batch)
 
@@ -51,7 +56,11 @@ def make_train_step(
             return objective(config, means), (means, losses.reports)
 
         gradients, (means, reports) = accumulate(jax.grad(loss, has_aux=True), state.weights, batch, step_key, pieces)
-        gradients = jax.tree.map(lambda gradient: gradient.astype(config.grad_dtype.value), gradients)
+        if config.parameter_memory_host_offload:
+            gradients, state = to_device(gradients), replace(state, weights=to_device(state.weights))
+        if config.optimizer_memory_host_offload:
+            state = replace(state, optimizer=to_device(state.optimizer))
+        gradients = jax.tree.map(lambda gradient: gradient.astype(config.grad_dtype.value), to_optimizer(gradients))
         value = objective(config, means)
         clipped, raw_norm, norm = clip_by_global_norm(gradients, config.gradient_clipping_threshold)
         updates, optimizer_state = optimizer.update(
@@ -64,6 +73,8 @@ def make_train_step(
         new = TrainState(state.step + 1, weights, optimizer_state, state.lost)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
             new = hold(new, state, is_lost(config, value) | is_lost(config, raw_norm))
+        if vote is not None:
+            new = choose(vote == ENDED, state, new)
         metrics = means | {
             "loss": value,
             "learning_rate": schedule(updates_done(state)),
@@ -72,6 +83,8 @@ def make_train_step(
             "param_norm": optax.tree_utils.tree_norm(new.weights),
             "total_weights": jnp.sum(token_weights(batch)),
         }
+        if vote is not None:
+            metrics["vote"] = vote.astype(jnp.float32)
         skipped = getattr(optimizer_state, "skipped", None)
         if skipped is not None:
             metrics["skipped"] = skipped.astype(jnp.float32)
@@ -108,8 +121,11 @@ def is_lost(config: Any, value: jax.Array) -> jax.Array:
 def hold(after: TrainState, before: TrainState, lost: jax.Array) -> TrainState:
     """The state before a lost step, for that step and those dispatched after it, until the loop sees the loss."""
     lost = lost | before.lost
-    kept = jax.tree.map(lambda new, old: jnp.where(lost, old, new), after, before)
-    return replace(kept, lost=lost)
+    return replace(choose(lost, before, after), lost=lost)
+
+
+def choose(first: jax.Array, one: TrainState, other: TrainState) -> TrainState:
+    return jax.tree.map(lambda one, other: jnp.where(first, one, other), one, other)
 
 
 def updates_done(state: TrainState) -> jax.Array:

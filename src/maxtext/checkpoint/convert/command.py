@@ -1,8 +1,11 @@
 """Whole checkpoints from one form to the other, a tensor at a time."""
 
 import os
+from pathlib import Path
 from typing import Any
 
+from maxtext.checkpoint import steps
+from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.open import (
     Checkpoint,
     dtype_of,
@@ -33,6 +36,22 @@ def from_folder(
     config, places = described(checkpoint)
     weights = checkpoint.weights(config, places, dtype_of(dtype))
     save_ours(out, config, weights, checkpoint.carried, checkpoint.names, progress, SHARD_BYTES)
+
+
+def from_training(
+    source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
+) -> None:
+    """The weights of the newest step of a training checkpoint as a folder of ours."""
+    folder = Path(source).expanduser().absolute()
+    if not steps.is_checkpoints(folder):
+        raise UserError(f"{source} holds no complete checkpoint of training")
+    checkpoint = open_checkpoint(folder)
+    if problems := verify(checkpoint.path):
+        raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
+    config, places = described(checkpoint)
+    wanted = dtype_of(dtype)
+    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dict.fromkeys(places, wanted))
+    save_ours(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
 
 
 def to_folder(

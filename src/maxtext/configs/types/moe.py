@@ -1,9 +1,11 @@
 """Mixture-of-experts layers: experts, routers, and the grouped product."""
 
+import math
+
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from maxtext.configs.types.blocks import EXPERTS, NARROW, block, custom_remat, dense_mlp, experts
-from maxtext.configs.types.group import Group, acts_only, in_range, one_of, rule
+from maxtext.configs.types.group import Group, acts_only, derived_rule, in_range, one_of, rule
 
 
 class MoEGeneral(Group):
@@ -91,7 +93,8 @@ acts_only(lambda c: block(c) in EXPERTS, f"one of the decoder_blocks {', '.join(
 acts_only(experts, NEEDS_EXPERTS, "num_experts_per_tok", "base_moe_mlp_dim", "capacity_factor", "ragged_buffer_factor",
           "load_balance_loss_weight", "use_random_routing", "norm_topk_prob", "float32_gate_logits",
           "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
-          "sparse_matmul", "use_custom_sort_vjp")  # fmt: skip
+          "sparse_matmul", "use_custom_sort_vjp", "use_ring_of_experts", "moe_fsdp_use_two_stage_all_gather",
+          "shard_exp_on_fsdp")  # fmt: skip
 acts_only(lambda c: experts(c) and (block(c) != "llama4" or not c.sparse_matmul),
           f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32",
           "float32_weight_sum")  # fmt: skip
@@ -106,7 +109,8 @@ acts_only(lambda c: experts(c) and block(c) in ("deepseek", "gpt_oss"),
           "decoder_block=deepseek or gpt_oss and num_experts above 1", "routed_bias")  # fmt: skip
 acts_only(lambda c: dense_mlp(c) or block(c) == "gpt_oss",
           "an MLP beside or in place of experts (experts themselves have biases in gpt_oss)", "mlp_bias")  # fmt: skip
-acts_only(lambda c: c.sparse_matmul, "sparse_matmul=true", "ragged_buffer_factor", "use_custom_sort_vjp")
+acts_only(lambda c: c.sparse_matmul, "sparse_matmul=true", "ragged_buffer_factor", "use_custom_sort_vjp",
+          "use_ring_of_experts", "moe_fsdp_use_two_stage_all_gather")  # fmt: skip
 acts_only(lambda c: custom_remat(c) and experts(c), f"remat_policy=custom and {NEEDS_EXPERTS}", "moe_mlpwo")
 acts_only(lambda c: custom_remat(c) and experts(c) and len(c.mlp_activations) == 2,
           f"remat_policy=custom, two activations and {NEEDS_EXPERTS}", "moe_mlpwi_0", "moe_mlpwi_1")  # fmt: skip
@@ -164,13 +168,81 @@ def capacity_is_of_experts_that_drop(c):
 
 
 @rule
-def a_buffer_that_holds_everything_is_no_bound(c):
+def a_buffer_has_room(c):
     factor = c.ragged_buffer_factor
-    if factor == -1 or 0 < factor < 1:
+    if factor <= 0 and factor != -1:
+        return f"ragged_buffer_factor={factor:g} leaves experts no room: it must be above 0, or -1 for all tokens"
+    return None
+
+
+@derived_rule
+def a_buffer_that_holds_everything_is_no_bound(c):
+    factor, sharing = c.ragged_buffer_factor, devices_that_share_experts(c)
+    if factor >= sharing:
+        return (
+            f"ragged_buffer_factor={factor:g} would do nothing: with experts shared by {sharing} "
+            f"device{'s' * (sharing > 1)}, from {sharing} on the buffer holds all tokens; leave it -1"
+        )
+    return None
+
+
+@derived_rule
+def a_ring_has_several_devices(c):
+    if c.use_ring_of_experts and devices_that_share_experts(c) == 1:
+        return (
+            "use_ring_of_experts=true would do nothing: it needs devices that share the experts; set "
+            f"ici_expert_parallelism above 1, to a divisor of num_experts={c.num_experts}"
+        )
+    return None
+
+
+@derived_rule
+def two_stages_have_two_axes(c):
+    if c.moe_fsdp_use_two_stage_all_gather and not (parts(c, "fsdp") > 1 and parts(c, "fsdp_transpose") > 1):
+        return (
+            "moe_fsdp_use_two_stage_all_gather=true would do nothing: it needs ici_fsdp_parallelism and "
+            "ici_fsdp_transpose_parallelism above 1"
+        )
+    return None
+
+
+@derived_rule
+def fsdp_splits_the_experts(c):
+    if not c.shard_exp_on_fsdp:
         return None
-    if factor >= 1:
-        return f"ragged_buffer_factor={factor:g} would do nothing: from 1 on the buffer holds all tokens; leave it -1"
-    return f"ragged_buffer_factor={factor:g} leaves experts no room: it must be above 0, or -1 for all tokens"
+    splitting = axes_of(c, "exp_with_fsdp")
+    if "fsdp" in splitting and parts(c, "fsdp") == 1:
+        return "shard_exp_on_fsdp=true would do nothing: it needs ici_fsdp_parallelism above 1"
+    if c.num_experts % parts(c, *splitting):
+        return (
+            f"shard_exp_on_fsdp=true splits experts over {parts(c, *splitting)} devices, which do not divide "
+            f"num_experts={c.num_experts}: change ici_fsdp_parallelism"
+        )
+    idle = axes_of(c, "exp") - splitting
+    if parts(c, *idle) > 1:
+        return (
+            f"shard_exp_on_fsdp=true leaves the mesh axis {sorted(idle)[0]!r} without experts: set its parallelism to "
+            "1, or add it to the rule exp_with_fsdp in logical_axis_rules"
+        )
+    return None
+
+
+def axes_of(c, name):
+    """The mesh axes that may split the dimension of a name."""
+    return {axis for rule_name, axes in c.logical_axis_rules if rule_name == name for axis in axes}
+
+
+def parts(c, *axes):
+    """The product of the sizes of mesh axes."""
+    sizes = zip(c.mesh_axes, c.ici_parallelism, c.dcn_parallelism, strict=True)
+    return math.prod(ici * dcn for axis, ici, dcn in sizes if axis in axes)
+
+
+def devices_that_share_experts(c):
+    """Each owns some of them, and tokens travel."""
+    named = axes_of(c, "exp_with_fsdp" if c.shard_exp_on_fsdp else "exp")
+    count = parts(c, *(named & axes_of(c, "activation_exp")))
+    return 1 if c.num_experts % count else count
 
 
 @rule

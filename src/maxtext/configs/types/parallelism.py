@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from maxtext.configs.types import blocks
 from maxtext.configs.types.enums import CustomRule, RematLocation, ReorderStrategy, ShardMode
 from maxtext.configs.types.group import Group, acts_only, derived_rule, in_range, one_of, rule
 
@@ -203,6 +204,16 @@ def optimizer_state_has_one_place(c):
 
 
 @rule
+def offloaded_layers_lie_together(c):
+    if c.parameter_memory_host_offload and c.scan_layers and c.param_scan_axis != 0:
+        return (
+            "parameter_memory_host_offload=true brings one layer at a time to the device, and param_scan_axis="
+            f"{c.param_scan_axis} interleaves them: set param_scan_axis=0 or scan_layers=false"
+        )
+    return None
+
+
+@rule
 def one_way_to_gather_pipeline_weights(c):
     if c.pipeline_fsdp_ag_once and c.pipeline_fsdp_ag_per_repeat:
         return "pipeline_fsdp_ag_once and pipeline_fsdp_ag_per_repeat exclude each other: keep one"
@@ -229,10 +240,56 @@ def context_divides_the_sequence(c):
 
 @derived_rule
 def balanced_context_is_even(c):
-    if c.context_parallel_load_balance and c.context_parallel_size > 1 and c.context_parallel_size % 2:
+    if balanced(c) and c.context_parallel_size % 2:
         return (
             f"context_parallel_load_balance needs an even number of context shards, not {c.context_parallel_size}: "
             "change the number or set it to false"
+        )
+    return None
+
+
+def balanced(c):
+    """Whether tokens come in an order that gives every context shard the same work."""
+    return c.context_parallel_load_balance and c.context_parallel_size > 1
+
+
+@derived_rule
+def balanced_context_has_no_neighbours(c):
+    needing = {
+        "gated DeltaNet layers": "linear" in blocks.sees(c),
+        "engram_layers": c.engram_layers,
+        "mtp_num_layers": c.mtp_num_layers,
+        "moba": c.moba,
+        "capacity_factor": c.num_experts > 1 and c.capacity_factor > 0,
+    }
+    found = [name for name, present in needing.items() if present]
+    if balanced(c) and found:
+        return (
+            f"context_parallel_load_balance=true changes the order of tokens, and {found[0]} need them in their own: "
+            "set context_parallel_load_balance=false"
+        )
+    return None
+
+
+@derived_rule
+def reordering_needs_balance(c):
+    if not balanced(c) and c.context_parallel_reorder_strategy is not ReorderStrategy.AUTO:
+        return (
+            f"context_parallel_reorder_strategy={c.context_parallel_reorder_strategy.value} would do nothing: it needs "
+            "context_parallel_load_balance=true and more than one context shard"
+        )
+    return None
+
+
+@derived_rule
+def every_mesh_axis_splits_something(c):
+    named = {axis for _, axes in c.logical_axis_rules for axis in ([axes] if isinstance(axes, str) else axes or ())}
+    sizes = zip(c.mesh_axes, c.ici_parallelism, c.dcn_parallelism, strict=True)
+    idle = [axis for axis, ici, dcn in sizes if ici * dcn > 1 and axis not in named]
+    if idle:
+        return (
+            f"mesh axis {idle[0]} has more than one device, but no logical axis rule names it, so its devices all "
+            "do the same: use another axis, or add it to logical_axis_rules"
         )
     return None
 

@@ -7,8 +7,9 @@ cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no si
 `compute` is `attend` from gathered `Inputs`, from which `max_logits` and `mean_weights` are had as well.
 """
 
-from maxtext.kernels.attention.dispatch import BACKENDS, Backend, attend, choose, compute, try_backends
-from maxtext.kernels.attention.masks import mask, mask_by_head
+from maxtext.kernels.attention.checks import checked
+from maxtext.kernels.attention.dispatch import BACKENDS, Backend, attend, backend_for, choose, compute, try_backends
+from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_head
 from maxtext.kernels.attention.queries import map_queries
 from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
@@ -22,8 +23,11 @@ __all__ = [
     "Request",
     "Visibility",
     "attend",
+    "backend_for",
+    "checked",
     "choose",
     "compute",
+    "hide_blind_queries",
     "largest_keys",
     "map_queries",
     "mask",

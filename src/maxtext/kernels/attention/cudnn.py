@@ -55,7 +55,7 @@ def supports(request: Request) -> str | None:
         return "it has no sinks"
     if request.has_selection:
         return "it takes no selection of keys"
-    if request.custom_positions:
+    if request.custom_positions or request.visibility.order is not None:
         return "it counts positions from 0 and takes no others"
     if request.visibility.causal and request.q_length != request.k_length:
         return f"its causal mask needs as many queries as keys, not {request.q_length} and {request.k_length}"

@@ -27,13 +27,14 @@ class Backend:
     supports: Callable[[Request], str | None]
     run: Callable[[Inputs], Array]
     platform: str | None = None  # the only one it runs on
+    opaque: bool = False  # the compiler cannot split it over devices
 
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("dot_product", dot_product.supports, dot_product.run),
-        Backend("flash", flash.supports, flash.run, platform="tpu"),
+        Backend("flash", flash.supports, flash.run, platform="tpu", opaque=True),
         Backend("cudnn_flash_jax", cudnn.supports, cudnn.run, platform="gpu"),
     )
 }
@@ -100,10 +101,13 @@ def attend(
 def compute(inputs: Inputs, backend: str, platform: str | None = None) -> Array:
     """As `attend`, from inputs that are gathered already."""
     inputs = checked(inputs)
+    return backend_for(inputs, backend, platform).run(inputs)
+
+
+def backend_for(inputs: Inputs, backend: str, platform: str | None = None) -> Backend:
+    """The one that is named, or the one to be chosen, for inputs that are checked."""
     request = request_of(inputs, platform or jax.default_backend())
-    if backend == AUTOSELECTED:
-        return BACKENDS[announce(request)].run(inputs)
-    return demand(backend, request).run(inputs)
+    return BACKENDS[announce(request)] if backend == AUTOSELECTED else demand(backend, request)
 
 
 def choose(request: Request) -> str:

@@ -14,6 +14,8 @@ queries, because the kernel returns their gradient in it.
 A GPU has no flash back end yet. `interpret=True` runs the kernel's program on any platform, slowly, for tests.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,19 +43,32 @@ def supports(request: Request) -> str | None:
 
 
 def run(inputs: Inputs, interpret: bool = False) -> Array:
+    kernel = make_kernel(inputs, inputs.q.shape[2], interpret=interpret)
+    return hide_blind_queries(run_kernel(kernel, inputs), inputs)
+
+
+def make_kernel(inputs: Inputs, heads: int, shards: int = 1, interpret: bool = False):
+    """The kernel for all queries and `heads` of their heads. It holds its mask as arrays; where queries are cut into
+    `shards`, each works with a part of them (see layers/attend.py)."""
     # Imported here: Pallas takes a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    q_length, q_heads = inputs.q.shape[1:3]
-    k_length = inputs.k.shape[1]
-    kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([splash_mask(inputs.visibility, q_length, k_length)] * q_heads),
-        block_sizes=splash_blocks(inputs.block_sizes or BlockSizes(), q_length, k_length),
+    q_length, k_length = inputs.q.shape[1], inputs.k.shape[1]
+    return splash.make_splash_mha(
+        splash.MultiHeadMask([splash_mask(inputs.visibility, q_length, k_length)] * heads),
+        block_sizes=splash_blocks(inputs.block_sizes or BlockSizes(), q_length // shards, k_length),
         attn_logits_soft_cap=inputs.soft_cap,
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=shards,
+        residual_checkpoint_name="context",  # what rematerialization keeps under that name, the backward kernels use
         interpret=interpret,
     )
+
+
+def run_kernel(kernel: Callable[..., Array], inputs: Inputs) -> Array:
+    """Of the queries that the kernel is for. Queries without a visible key give anything."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
     q = (inputs.q.astype(jnp.float32) * inputs.scale).astype(inputs.q.dtype)
     segments = None
     if inputs.q_segments is not None and inputs.k_segments is not None:
@@ -61,7 +76,7 @@ def run(inputs: Inputs, interpret: bool = False) -> Array:
     sinks = None if inputs.sinks is None else inputs.sinks.astype(inputs.q.dtype)
     heads_first = [array.swapaxes(1, 2) for array in (q, inputs.k, inputs.v)]
     by_row = jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))
-    return hide_blind_queries(by_row(*heads_first, segments, sinks).swapaxes(1, 2), inputs)
+    return by_row(*heads_first, segments, sinks).swapaxes(1, 2)
 
 
 def splash_mask(visibility: Visibility, q_length: int, k_length: int):
@@ -71,30 +86,37 @@ def splash_mask(visibility: Visibility, q_length: int, k_length: int):
     shape = (q_length, k_length)
     if not visibility.causal:
         return splash.FullMask(shape)
+    if visibility.order is not None:
+        return ordered_mask(shape, visibility)
     if visibility.window is not None:
         return splash.LocalMask(shape, window_size=(visibility.window - 1, 0), offset=0)
     if visibility.chunk is not None:
-        return chunk_mask(shape, visibility.chunk)
+        return ordered_mask(shape, visibility)
     return splash.CausalMask(shape)
 
 
-def chunk_mask(shape: tuple[int, int], chunk: int):
-    """Causal inside floor(position / chunk). Blocks are deduplicated by the kernel, so a chunk that is a multiple of
-    the block size costs one triangle of a block."""
+def ordered_mask(shape: tuple[int, int], visibility: Visibility):
+    """A mask that the kernel has no class for: chunks, or tokens in an order of their own. The kernel looks at it block
+    by block and keeps equal blocks once, so a chunk that is a multiple of the block size costs one triangle."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    class ChunkMask(splash.Mask):
+    class OrderedMask(splash.Mask):
         def __init__(self) -> None:
-            self.key = (*shape, chunk)
+            self.key = (shape, visibility)
 
         @property
         def shape(self) -> tuple[int, ...]:
             return shape
 
         def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-            rows, columns = (np.arange(length)[part] for part, length in zip(index, shape, strict=True))
+            rows, columns = (visibility.positions(length)[part] for part, length in zip(index, shape, strict=True))
             rows, columns = rows[:, None], columns[None, :]
-            return (columns <= rows) & (rows // chunk == columns // chunk)
+            visible = columns <= rows
+            if visibility.window is not None:
+                visible &= columns > rows - visibility.window
+            if visibility.chunk is not None:
+                visible &= rows // visibility.chunk == columns // visibility.chunk
+            return visible
 
         # Equal masks are processed once: for all heads, and by the cache that spares every further layer.
         def __eq__(self, other: object) -> bool:
@@ -103,7 +125,7 @@ def chunk_mask(shape: tuple[int, int], chunk: int):
         def __hash__(self) -> int:
             return hash(self.key)
 
-    return ChunkMask()
+    return OrderedMask()
 
 
 def splash_blocks(sizes: BlockSizes, q_length: int, k_length: int):

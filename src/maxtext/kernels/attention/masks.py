@@ -8,7 +8,7 @@ selection of keys, and None when everything is visible.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from maxtext.kernels.attention.request import Inputs
+from maxtext.kernels.attention.request import Inputs, Visibility
 
 
 def mask(inputs: Inputs) -> Array | None:
@@ -35,8 +35,8 @@ def position_mask(inputs: Inputs) -> Array | None:
     visibility = inputs.visibility
     if not visibility.causal:
         return None
-    q = positions(inputs.q_positions, inputs.q.shape[1])[..., :, None]
-    k = positions(inputs.k_positions, inputs.k.shape[1])[..., None, :]
+    q = positions(inputs.q_positions, inputs.q.shape[1], visibility)[..., :, None]
+    k = positions(inputs.k_positions, inputs.k.shape[1], visibility)[..., None, :]
     visible = k <= q
     if visibility.window is not None:
         visible &= k > q - visibility.window
@@ -45,8 +45,10 @@ def position_mask(inputs: Inputs) -> Array | None:
     return visible
 
 
-def positions(given: Array | None, length: int) -> Array:
-    return lax.iota(jnp.int32, length) if given is None else given
+def positions(given: Array | None, length: int, visibility: Visibility) -> Array:
+    if given is not None:
+        return given
+    return lax.iota(jnp.int32, length) if visibility.order is None else jnp.asarray(visibility.positions(length))
 
 
 def largest(scores: Array, count: int) -> Array:

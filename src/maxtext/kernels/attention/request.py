@@ -9,9 +9,11 @@ do the job. `Inputs` holds the arrays with the same options, for the back end th
 
 from dataclasses import dataclass
 
+import numpy as np
 from jax import Array
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.order import Order
 
 LAYOUTS = ("HEAD_DIM_MINOR", "SEQ_MINOR")
 TILE = 128  # the lanes of a TPU register: every block of the flash kernel is a multiple of it
@@ -22,11 +24,13 @@ class Visibility:
     """Which keys a query may see, before segments. Position i sees position j when
 
     causal: j <= i; window: also i - window < j; chunk: also floor(i / chunk) == floor(j / chunk).
+    order: where tokens stand in an order of their own; their positions, unless given, are those before it.
     """
 
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
+    order: Order | None = None
 
     def __post_init__(self) -> None:
         if not self.causal and (self.window is not None or self.chunk is not None):
@@ -40,10 +44,18 @@ class Visibility:
     def within(self, length: int) -> "Visibility":
         """The same visibility for positions 0..length-1: a window or chunk that covers them all says nothing."""
         if max(self.window or 0, self.chunk or 0) >= length:
-            return Visibility(causal=True)
+            return Visibility(causal=True, order=self.order)
         return self
 
+    def positions(self, length: int) -> np.ndarray:
+        """[length], of the tokens as they stand."""
+        return np.arange(length, dtype=np.int32) if self.order is None else self.order.tokens(length)
+
     def describe(self) -> str:
+        words = self.describe_mask()
+        return words if self.order is None else f"{words} in {self.order.kind} order over {self.order.shards} shards"
+
+    def describe_mask(self) -> str:
         if self.window is not None:
             return f"window {self.window}"
         if self.chunk is not None:

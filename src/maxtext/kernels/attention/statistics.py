@@ -52,7 +52,9 @@ def by_block(function: Callable[[Inputs], Array], inputs: Inputs) -> Array:
     """function(inputs), [B, S, ...], computed for some of the queries and all keys at a time."""
     inputs = checked(replace(inputs, q=jax.lax.stop_gradient(inputs.q), k=jax.lax.stop_gradient(inputs.k)))
     # A block does not know its place in the row, so the index that absent positions mean is written out.
-    q_positions = jnp.broadcast_to(positions(inputs.q_positions, inputs.q.shape[1]), inputs.q.shape[:2])
+    q_positions = jnp.broadcast_to(
+        positions(inputs.q_positions, inputs.q.shape[1], inputs.visibility), inputs.q.shape[:2]
+    )
     selected = None if inputs.selected is None else inputs.selected.swapaxes(1, 2)
 
     def part(arrays: tuple[Array, Array, Array | None, Array | None]) -> Array:

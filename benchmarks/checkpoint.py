@@ -1,0 +1,100 @@
+"""How long an asynchronous save holds a training run, against a save that the run waits for.
+
+    python benchmarks/checkpoint.py [--megabytes 300]
+
+A small model with a wide vocabulary trains with AdamW in float32, so that weights and moments have the given size. Both
+kinds of save are measured in the same run, in turn, three times, and the median of each counts. Blocking: from the call
+until the checkpoint is complete. Stall: how much longer than usual it takes until the step after the save is done: the
+call itself, and whatever the next step, which reuses the memory of the state, has to wait for. Prints one JSON line.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from maxtext.checkpoint.open import model_text
+from maxtext.checkpoint.saver import Saver, Storage
+from maxtext.checkpoint.state import named
+from maxtext.configs import load
+from maxtext.trainers.feed import TrainFeed
+from maxtext.trainers.restore import description, tree_to_save
+from maxtext.trainers.setup import Setup
+
+WIDTH, REPEATS = 256, 3
+
+
+def words(megabytes: int) -> list[str]:
+    # Embedding and head are nearly all of the weights; with the two moments there are six such arrays of float32.
+    vocabulary = megabytes * 10**6 // (6 * 4 * WIDTH)
+    return [
+        "run_name=checkpoint", "dataset_type=synthetic", f"base_emb_dim={WIDTH}", "base_num_query_heads=4",
+        "base_num_kv_heads=4", "head_dim=64", "base_mlp_dim=256", "base_num_decoder_layers=2",
+        f"vocab_size={vocabulary}", "max_target_length=16", "per_device_batch_size=1", "dtype=float32",
+        "remat_policy=none", "enable_tensorboard=false",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=300)
+    config = load(None, words(parser.parse_args().megabytes), environ={})
+    setup = Setup.of(config)
+    feed = TrainFeed(setup)
+    state, step = setup.initial_state(), setup.compile_train_step(config.global_batch_size_to_train_on)
+    size = sum(array.nbytes for array in named(state).values())
+
+    def train() -> float:
+        nonlocal state
+        batch = next(feed)
+        begin = time.perf_counter()
+        state, _ = step(state, batch, setup.key)
+        jax.block_until_ready(state)
+        return time.perf_counter() - begin
+
+    usual = statistics.median([train() for _ in range(12)][2:])
+    blocking, stalls, held = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        saver = Saver(Path(folder), Storage.of(config), kept=1)
+
+        def save(number: int) -> float:
+            begin = time.perf_counter()
+            position = feed.source.get_state()
+            saver.save(number, tree_to_save(state, setup.key), description(setup, number), model_text(config), position)
+            return time.perf_counter() - begin
+
+        for number in range(2 * REPEATS + 2):
+            train()
+            begin = time.perf_counter()
+            call = save(number)
+            if number % 2:
+                saver.wait()
+                blocking.append(time.perf_counter() - begin)
+            else:
+                stalls.append(call + train() - usual)
+                held.append(call)
+                saver.wait()
+        saver.close()
+    feed.close()
+    # The first of each kind warms up files and threads.
+    stall, whole = statistics.median(stalls[1:]), statistics.median(blocking[1:])
+    print(
+        json.dumps(
+            {
+                "state_mb": round(size / 1e6),
+                "step_ms": round(usual * 1e3, 1),
+                "blocking_save_ms": round(whole * 1e3, 1),
+                "async_call_ms": round(statistics.median(held[1:]) * 1e3, 1),
+                "async_stall_ms": round(stall * 1e3, 1),
+                "stall_ratio": round(stall / whole, 4),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

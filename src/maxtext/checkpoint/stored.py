@@ -1,0 +1,91 @@
+"""A saved step as it lies on disk: what it holds, its descriptions, and its arrays, read straight into their shards."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from maxtext.checkpoint import steps
+from maxtext.checkpoint.saver import RUN_FILE, Storage, position_file, quiet_orbax
+from maxtext.checkpoint.state import Name, named, nested, unnamed
+from maxtext.checkpoint.tensors import Tensor
+from maxtext.common.errors import UserError
+
+
+class Damaged(UserError):
+    """A step cannot be read."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A step's folder."""
+
+    path: Path
+
+    @property
+    def step(self) -> int:
+        return int(self.path.name)
+
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """What the run said of itself when it saved: its model, the layout of its weights, its optimizer, its mesh."""
+        return self.read_json(RUN_FILE)
+
+    def positions(self) -> list[Any]:
+        """The places in the data of all processes that saved the step, in their order."""
+        return [self.read_json(position_file(process)) for process in range(self.run["processes"])]
+
+    def read_json(self, name: str) -> Any:
+        file = self.path / steps.RUN / name
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+    @cached_property
+    def metadata(self) -> dict[Name, Any]:
+        """Orbax's own record of each array: shape, dtype, sharding, chunks."""
+        quiet_orbax()
+        try:
+            with ocp.Checkpointer(Storage().handler()) as reader:
+                found = reader.metadata(self.path / steps.STATE).item_metadata
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            raise Damaged(f"{self.path} cannot be read: {error}") from error
+        if found is None:
+            raise Damaged(f"{self.path} cannot be read: what it says of its arrays is damaged")
+        return named(found.tree)
+
+    @cached_property
+    def tensors(self) -> dict[Name, Tensor]:
+        return {name: Tensor(np.dtype(one.dtype), tuple(one.shape)) for name, one in self.metadata.items()}
+
+    def read(self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: Storage | None = None) -> dict[Name, Any]:
+        """These arrays, in their dtypes and shardings; without a sharding as numpy arrays. All must be there."""
+        tree = nested(wanted)
+        how = nested({name: restore_args(leaf) for name, leaf in wanted.items()})
+        handler = (storage or Storage()).handler()
+        quiet_orbax()
+        try:
+            with ocp.Checkpointer(handler) as reader:
+                arguments = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
+                found = named(reader.restore(self.path / steps.STATE, args=arguments))
+        except (ValueError, OSError, KeyError, RuntimeError) as error:
+            raise Damaged(f"{self.path} cannot be read: {str(error).splitlines()[0][:300]}") from error
+        return {name: found[name] for name in wanted}
+
+
+def restore_args(leaf: Any) -> ocp.RestoreArgs:
+    if getattr(leaf, "sharding", None) is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def read_like(stored: Stored, like: Any, storage: Storage) -> Any:
+    """A tree like an abstract one that says where its arrays lie."""
+    return unnamed(like, stored.read(named(like), storage))

@@ -1,0 +1,80 @@
+"""The weights of a training checkpoint by our names, a layer at a time, read on the host.
+
+For whatever works on one tensor after the other: conversion, inspection, inference on one machine. Training restores
+its shards directly (trainers/restore.py). Layers that were saved as one stack are read as one array and cut; a few such
+arrays are kept, since neighbours are asked for together.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.checkpoint.layouts import words
+from maxtext.checkpoint.state import WEIGHTS, Name, shown
+from maxtext.checkpoint.stored import Stored
+from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.weights import Place, find_places
+from maxtext.common.errors import UserError
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import load
+from maxtext.configs.sources import Layer, from_python
+from maxtext.models.registry import segments
+from maxtext.models.transformer import make_template
+
+KEPT_BYTES = 4 * 10**9
+
+
+@dataclass
+class TrainingWeights:
+    stored: Stored
+    settings: Layer  # of its model
+    kept: OrderedDict[Name, np.ndarray] = field(default_factory=OrderedDict)
+
+    @property
+    def title(self) -> str:
+        return str(self.stored.path)
+
+    @cached_property
+    def places(self) -> Mapping[str, Place]:
+        keys: dict[str, Any] = dict(self.stored.run["layout"])
+        if learned := self.settings.get("trainable_position_size"):
+            keys["max_target_length"] = learned.value
+        config = load(None, from_python(keys), environ={}, devices=Devices(1), model=self.settings)
+        places = find_places(make_template(config), segments(config))
+        for place in places.values():
+            if self.leaf(place) not in self.stored.tensors:
+                raise UserError(f"{self.title} has no {shown(self.leaf(place))}, though its settings describe it")
+        return places
+
+    def leaf(self, place: Place) -> Name:
+        return (WEIGHTS, *words(place.path))
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            name: Tensor(self.stored.tensors[self.leaf(place)].dtype, place.shape)
+            for name, place in self.places.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        place = self.places[name]
+        array = self.whole(self.leaf(place))
+        return array if place.layer is None else np.take(array, place.layer, place.axis)
+
+    def whole(self, name: Name) -> np.ndarray:
+        if name not in self.kept:
+            tensor = self.stored.tensors[name]
+            self.kept[name] = self.stored.read({name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)})[name]
+            while len(self.kept) > 1 and sum(array.nbytes for array in self.kept.values()) > KEPT_BYTES:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(name)
+        return self.kept[name]
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name in sorted(self.places, key=lambda name: self.leaf(self.places[name])):  # array by array
+            yield name, self.read(name)

@@ -1,0 +1,33 @@
+"""`maxtext compile`: the train step, compiled ahead of time and kept in a file that `maxtext train` loads."""
+
+import time
+
+from maxtext.cli import words as cli_words
+from maxtext.cli.targets import load_for_target
+from maxtext.common import log
+from maxtext.common.errors import ConfigError
+from maxtext.common.hardware import size
+
+
+def run(words: list[str]) -> int:
+    path, settings = cli_words.split(words)
+    config, target = load_for_target(path, settings)
+    if not config.compiled_trainstep_file:
+        raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")
+    log.configure()
+    from maxtext.trainers import ahead
+    from maxtext.trainers.estimate import Program
+    from maxtext.trainers.setup import Setup
+
+    ahead.check_writable(config.compiled_trainstep_file)
+    started = time.perf_counter()
+    setup = Setup.of(config, target.devices())
+    setup.check_layout()
+    lowered = setup.lower_train_step(config.global_batch_size_to_train_on)
+    compiled = ahead.compile_step(setup, lowered)
+    program = Program.of(compiled)
+    print(f"compiled for {target} in {time.perf_counter() - started:.1f} s")
+    print(f"a device needs {size(program.needed)}, of it {size(program.temporaries)} temporary")
+    written = ahead.save(config.compiled_trainstep_file, setup, lowered, compiled)
+    print(f"wrote {size(written)} to {config.compiled_trainstep_file}")
+    return 0

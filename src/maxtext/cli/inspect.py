@@ -1,0 +1,78 @@
+"""`maxtext inspect`: what a checkpoint holds, and whether its files are as they were written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maxtext.checkpoint.inspect import Row, View, look
+from maxtext.cli import words as cli_words
+from maxtext.cli.models import aligned
+from maxtext.common.errors import ConfigError, UserError
+
+
+def run(words: list[str]) -> int:
+    thorough = cli_words.take_flag(words, "--verify")
+    as_json = cli_words.take_flag(words, "--json")
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
+    view = look(Path(words[0]).expanduser().absolute(), thorough)
+    print(json.dumps(plain(view)) if as_json else text(view), end="\n" if as_json else "")
+    if view.damaged:
+        raise UserError("\n".join(view.damaged))
+    return 0
+
+
+def text(view: View) -> str:
+    lines = [f"{view.path}: {view.kind}"]
+    lines += [f"  {name}: {words_of(value)}" for name, value in view.about.items() if value not in ({}, None)]
+    steps = [("step", "size", "state"), *((step.path.name, size(step.size), step.state) for step in view.steps)]
+    table = aligned([(name, state, count) for name, count, state in steps], left=2)
+    parts = ["\n".join(lines) + "\n", table]
+    if view.rows:
+        whole = [step for step in view.steps if step.state != "incomplete"]
+        columns = 5 if any(row.sharding for row in view.rows) else 4
+        rows = [("name", "shape", "dtype", "size", "sharding"), *map(cells, view.rows)]
+        total = sum(row.tensor.nbytes for row in view.rows)
+        parts.append(f"tensors of {whole[-1].path.name}\n" + aligned([row[:columns] for row in rows], left=3))
+        parts.append(f"{len(view.rows):,} tensors, {size(total)}\n")
+    return "\n".join(parts)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    shape = " x ".join(map(str, row.tensor.shape)) or "one number"
+    return row.name, shape, row.tensor.dtype.name, size(row.tensor.nbytes), row.sharding
+
+
+def words_of(value: Any) -> str:
+    return ", ".join(f"{key} {word}" for key, word in value.items()) if isinstance(value, dict) else str(value)
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def plain(view: View) -> dict[str, Any]:
+    """For another program."""
+    return {
+        "path": str(view.path),
+        "kind": view.kind,
+        "about": dict(view.about),
+        "steps": [
+            {"name": step.path.name, "bytes": step.size, "state": step.state, "problems": list(step.problems)}
+            for step in view.steps
+        ],
+        "tensors": [
+            {
+                "name": row.name,
+                "shape": list(row.tensor.shape),
+                "dtype": row.tensor.dtype.name,
+                "bytes": row.tensor.nbytes,
+                "sharding": row.sharding,
+            }
+            for row in view.rows
+        ],
+    }

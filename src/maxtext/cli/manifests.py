@@ -1,0 +1,218 @@
+"""What `maxtext launch --print` writes: a JobSet for Kubernetes or a batch script for SLURM, one process a node.
+
+Both give the run a fixed name, so that a restarted job resumes from its last checkpoint; both send SIGTERM early enough
+for a last save (enable_autocheckpoint); neither restarts a run whose configuration is wrong (exit code 2).
+"""
+
+import argparse
+import math
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from maxtext.cli import words as cli_words
+from maxtext.common.errors import ConfigError
+from maxtext.common.rendezvous import DEFAULT_PORT
+from maxtext.configs import sources
+from maxtext.configs.load import wanted
+
+# our name of a TPU -> GKE's name of its node pools; a host of each has four chips
+TPU_NODES = {"v4": "tpu-v4-podslice", "v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice", "v6e": "tpu-v6e-slice"}
+CHIPS_A_HOST = 4
+JOB = "workers"
+OUTPUT = "/output"
+OPTIONS = ("nodes", "gpus_per_node", "tpu_topology", "slices", "image", "name", "time", "volume")
+
+
+def add_options(parser: argparse.ArgumentParser, at_least: Callable[[int], Any]) -> None:
+    for option in ("--nodes", "--gpus-per-node", "--slices"):
+        parser.add_argument(option, type=at_least(1))
+    for option in ("--tpu-topology", "--image", "--name", "--time", "--volume"):
+        parser.add_argument(option)
+
+
+def make(options: argparse.Namespace, words: list[str]) -> str:
+    name = options.name or "maxtext"
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        raise ConfigError(f"--name {name!r}: use up to 40 small letters, digits and dashes, beginning with a letter")
+    for option in UNUSED[options.print]:
+        if getattr(options, option):
+            raise ConfigError(f"--{option.replace('_', '-')} would do nothing: it does not belong to {options.print}")
+    return KINDS[options.print](options, name, words)
+
+
+def completed(words: list[str], **defaults: str) -> list[str]:
+    """The words of `train`, with the keys that neither they nor their FILE set."""
+    path, settings = cli_words.split(words)
+    layer = sources.from_words(settings)
+    unset = [key for key in defaults if wanted(key, path, layer, {}) is None]
+    return [*words, *(f"{key}={defaults[key]}" for key in unset)]
+
+
+def header(options: argparse.Namespace, words: list[str]) -> str:
+    given = [f"--print {options.print}"]
+    for option in (*OPTIONS, "restarts", "grace"):
+        if getattr(options, option) is not None:
+            given.append(f"--{option.replace('_', '-')} {shlex.quote(str(getattr(options, option)))}")
+    return f"# maxtext launch {' '.join(given)} -- train {shlex.join(words)}\n"
+
+
+def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
+    """A JobSet: one Job a slice, one pod a host, found by name through its headless service."""
+    hosts, limits, selector = hardware(options)
+    slices = options.slices or 1
+    environment = [{"name": "JOBSET_NAME", "value": name}]  # names the run
+    if not options.tpu_topology:  # GKE tells TPU pods of each other
+        address = f"{name}-{JOB}-0-0.{name}:{DEFAULT_PORT}"
+        environment += [
+            {"name": "JAX_COORDINATOR_ADDRESS", "value": address},
+            {"name": "JAX_PROCESS_COUNT", "value": str(hosts)},
+        ]
+    container: dict[str, Any] = {
+        "name": "train",
+        "image": options.image or "maxtext:latest",
+        "command": ["maxtext", "train"],
+        "args": completed(words, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
+        "env": environment,
+        "volumeMounts": [{"name": "output", "mountPath": OUTPUT}, {"name": "memory", "mountPath": "/dev/shm"}],
+    }
+    if limits:
+        container["resources"] = {"limits": limits}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace or 120,
+        "containers": [container],
+        "volumes": [
+            {"name": "output", "persistentVolumeClaim": {"claimName": options.volume or "maxtext-output"}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if selector:
+        pod["nodeSelector"] = selector
+    wrong_configuration = {"containerName": "train", "operator": "In", "values": [2]}
+    job = {
+        "completionMode": "Indexed",
+        "parallelism": hosts,
+        "completions": hosts,
+        "backoffLimit": 0,  # a pod alone cannot rejoin the others: the JobSet restarts them all
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": wrong_configuration}]},
+        "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
+    }
+    metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
+    if options.tpu_topology:
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    no_restart = {
+        "name": "wrongconfiguration",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": restarts(options), "rules": [no_restart]},
+            "replicatedJobs": [{"name": JOB, "replicas": slices, "template": {"spec": job}}],
+        },
+    }
+    return header(options, words) + yaml.safe_dump(manifest, sort_keys=False, width=120)
+
+
+def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str, str]]:
+    """(hosts of a job, devices of a pod, where it may run)."""
+    if not options.tpu_topology:
+        if options.slices:
+            raise ConfigError("--slices would do nothing: it needs --tpu-topology")
+        gpus = options.gpus_per_node
+        return options.nodes or 1, {"nvidia.com/gpu": gpus} if gpus else {}, {}
+    kind, _, shape = options.tpu_topology.partition(":")
+    if kind not in TPU_NODES or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+        raise ConfigError(
+            f"--tpu-topology {options.tpu_topology!r}: write {', '.join(TPU_NODES)} and its shape, as v5p:4x4x4"
+        )
+    if options.gpus_per_node:
+        raise ConfigError("--gpus-per-node and --tpu-topology exclude each other: keep one")
+    chips = math.prod(map(int, shape.split("x")))
+    hosts = max(chips // CHIPS_A_HOST, 1)
+    if options.nodes not in (None, hosts):
+        raise ConfigError(f"--nodes {options.nodes}, but {options.tpu_topology} has {hosts} hosts: leave --nodes out")
+    selector = {
+        "cloud.google.com/gke-tpu-accelerator": TPU_NODES[kind],
+        "cloud.google.com/gke-tpu-topology": shape,
+    }
+    return hosts, {"google.com/tpu": min(chips, CHIPS_A_HOST)}, selector
+
+
+def restarts(options: argparse.Namespace) -> int:
+    return 10 if options.restarts is None else options.restarts
+
+
+SBATCH = """\
+#!/bin/bash
+{header}#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --exclusive
+#SBATCH --time={time}
+#SBATCH --signal=B:USR1@{grace}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+# A requeued job keeps its number, so the run keeps its name and resumes from its last checkpoint.
+run_name="{name}-$SLURM_JOB_ID"
+restarts={restarts}
+
+export JAX_COORDINATOR_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{port}"
+
+# {grace} s before the time is up: every process stops after its step and saves, and the job queues again.
+time_is_up=0
+stop_and_save() {{
+  time_is_up=1
+  scancel --signal=TERM "$SLURM_JOB_ID"
+}}
+trap stop_and_save USR1
+
+srun --kill-on-bad-exit=1 maxtext train {words} &
+step=$!
+wait "$step"
+code=$?
+while [ "$time_is_up" = 1 ] && kill -0 "$step" 2>/dev/null; do
+  wait "$step"
+  code=$?
+done
+
+# Code 2 is a wrong configuration: starting again would not mend it.
+if [ "$code" != 2 ]; then
+  if [ "$time_is_up" = 1 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  elif [ "$code" != 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt "$restarts" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
+fi
+exit "$code"
+"""
+
+
+def sbatch(options: argparse.Namespace, name: str, words: list[str]) -> str:
+    whole = completed(words, run_name="", enable_autocheckpoint="true")
+    line = " ".join('run_name="$run_name"' if word == "run_name=" else shlex.quote(word) for word in whole)
+    return SBATCH.format(
+        header=header(options, words),
+        name=name,
+        nodes=options.nodes or 1,
+        gpus=f"#SBATCH --gpus-per-node={options.gpus_per_node}\n" if options.gpus_per_node else "",
+        time=options.time or "24:00:00",
+        grace=options.grace or 120,
+        restarts=restarts(options),
+        port=DEFAULT_PORT,
+        words=line,
+    )
+
+
+KINDS: dict[str, Callable[[argparse.Namespace, str, list[str]], str]] = {"k8s": jobset, "slurm": sbatch}
+UNUSED = {"k8s": ("time",), "slurm": ("tpu_topology", "slices", "image", "volume")}

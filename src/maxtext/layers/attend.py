@@ -1,0 +1,61 @@
+"""Attention on a mesh: back ends that the compiler can split are left to it, the others run on each device's shards.
+
+Rows and heads are cut as the activations are, and queries along the sequence; every device has all keys and values of
+its rows and heads. Shapes: B batch, S query length, T key length, H query heads, K key/value heads.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.kernels.attention import Inputs, backend_for, checked, compute, flash, hide_blind_queries
+from maxtext.sharding.manual import current, platform, run_manual, sharding
+from maxtext.sharding.rules import AxisRules, active_rules
+
+QUERY = ("activation_batch_attn", "activation_length_attn", "activation_heads", None)
+
+
+def attend(inputs: Inputs, backend: str) -> jax.Array:
+    """[B, S, H, Dv], as `kernels.attention.compute`."""
+    rules = active_rules()
+    kind = None if rules is None else platform(rules)  # the step may be for devices that are not here
+    several = current()
+    if several is None or not backend_for(checked(inputs), backend, kind).opaque:
+        return compute(inputs, backend, kind)
+    return flash_on_shards(several, checked(inputs))
+
+
+def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -> jax.Array:
+    batch, length, heads, _ = rules.axes_of(QUERY, inputs.q.shape)
+    among = math.prod(rules.mesh.shape[axis] for axis in heads)
+    if inputs.k.shape[2] % among:  # each device's query heads must find their keys there
+        groups = inputs.q.shape[2] // inputs.k.shape[2]
+        inputs = replace(inputs, k=jnp.repeat(inputs.k, groups, axis=2), v=jnp.repeat(inputs.v, groups, axis=2))
+    shards = math.prod(rules.mesh.shape[axis] for axis in length)
+    kernel = flash.make_kernel(inputs, inputs.q.shape[2] // among, shards, interpret)
+    arrays = {
+        "q": (inputs.q, (batch, length, heads, ())),
+        "k": (inputs.k, (batch, (), heads, ())),
+        "v": (inputs.v, (batch, (), heads, ())),
+        "q_segments": (inputs.q_segments, (batch, length)),
+        "k_segments": (inputs.k_segments, (batch, ())),
+        "sinks": (inputs.sinks, (heads,)),
+    }
+    given = {name: entry for name, entry in arrays.items() if entry[0] is not None}
+
+    def run(kernel, *shards: jax.Array) -> jax.Array:
+        local: dict[str, Any] = dict(zip(given, shards, strict=True))
+        return flash.run_kernel(kernel, replace(inputs, **local))
+
+    mixed = run_manual(
+        rules,
+        run,
+        (kernel, *(array for array, _ in given.values())),
+        (kernel.manual_sharding_spec(sharding(rules, ((), length))), *(split for _, split in given.values())),
+        (batch, length, heads, ()),
+        check=False,  # JAX cannot tell what differs inside a kernel
+    )
+    return hide_blind_queries(mixed, inputs)

@@ -1,0 +1,273 @@
+"""Will it fit? The memory of a training step on a target: counted from shapes, and measured on the compiled program.
+
+Counted: weights, optimizer, gradients and batch from their shards, activations from the residuals of the loss.
+Measured: what the compiler says of the program that it made. Other batches and policies are extrapolated from the one
+program: the state stays, and all that grows with the batch grows in proportion.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from maxtext.common.hardware import size
+from maxtext.configs import derive
+from maxtext.models.counts import active_count, parameter_count
+from maxtext.models.registry import layers
+from maxtext.models.transformer import make_template
+from maxtext.optimizers import make_optimizer
+from maxtext.sharding import AxisRules
+from maxtext.sharding.collectives import Collective, collectives
+from maxtext.sharding.estimate import Bytes, abstract_mesh, gathered_bytes, shard_bytes
+from maxtext.sharding.topology import Target
+from maxtext.trainers import ahead
+from maxtext.trainers.activations import Kept, kept_by_policy, policy_of
+from maxtext.trainers.setup import Setup
+
+TRIES = 3  # compilations that confirm a suggestion
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled step on one device, in bytes, as the compiler reports it."""
+
+    arguments: int
+    outputs: int
+    aliased: int  # outputs that take the place of arguments
+    temporaries: int
+    code: int
+    peak: int | None  # the compiler's own, where it counts temporaries
+    host: int
+    collectives: list[Collective]
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "Program":
+        memory: Any = compiled.memory_analysis()
+        peak = getattr(memory, "peak_memory_in_bytes", 0)
+        host = ("argument", "output", "temp")
+        return cls(
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.alias_size_in_bytes,
+            memory.temp_size_in_bytes,
+            memory.generated_code_size_in_bytes,
+            peak if peak > max(memory.argument_size_in_bytes, memory.temp_size_in_bytes) else None,
+            sum(getattr(memory, f"host_{part}_size_in_bytes") for part in host) - memory.host_alias_size_in_bytes,
+            collectives(compiled.as_text() or ""),
+        )
+
+    @property
+    def needed(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy and a batch, in rows of one micro-batch, with what it is expected to need; and what it needs, once it
+    was compiled."""
+
+    policy: str
+    rows: int
+    per_device: float
+    expected: int
+    measured: int | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    config: Any
+    target: Target
+    parameters: int
+    active: int
+    weights: Bytes
+    optimizer: Bytes
+    gradients: int
+    batch: int
+    policies: list[Kept]
+    working: int  # by arithmetic: beside what is kept, one layer's activations and gathered weights
+    batch_pieces: int  # into so many parts the mesh splits a batch
+    program: Program | None = None
+    refusal: str = ""  # of a compiler that found the target too small
+
+    @property
+    def rows(self) -> int:
+        return self.config.micro_batch_size_to_train_on
+
+    @property
+    def current(self) -> Kept:
+        return next(kept for kept in self.policies if kept.policy == policy_of(self.config))
+
+    @property
+    def temporaries(self) -> int:
+        """Measured, or by arithmetic: the head and the layers are never at work together."""
+        if self.program is not None:
+            return self.program.temporaries
+        return self.gradients + self.current.layers.device + max(self.current.around, self.working)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of one device."""
+        if self.program is not None:
+            return self.program.needed
+        return self.weights.device + self.optimizer.device + self.batch + self.temporaries
+
+    @property
+    def host(self) -> int:
+        """Bytes of one device in its host's memory."""
+        if self.program is not None and self.program.host:
+            return self.program.host
+        return self.weights.host + self.optimizer.host + self.current.layers.host
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the target's memory is not known."""
+        if self.refusal:
+            return False
+        return None if self.target.memory_bytes is None else self.needed <= self.target.memory_bytes
+
+    def growing(self, kept: Kept) -> int:
+        """What grows with the batch under a policy, at this batch: all temporaries but the gradients."""
+        grown = self.batch + self.temporaries - min(self.gradients, self.temporaries)
+        return max(grown + kept.layers.device - self.current.layers.device, kept.layers.device, 1)
+
+    def plan(self, kept: Kept, rows: int) -> Plan:
+        fixed = self.needed - self.growing(self.current)
+        expected = fixed + self.growing(kept) * rows // self.rows
+        return Plan(kept.policy, rows, rows / self.target.count, expected)
+
+    def largest(self, kept: Kept) -> Plan | None:
+        """The largest batch under a policy that should fit, or None."""
+        if self.target.memory_bytes is None:
+            return None
+        left = self.target.memory_bytes - (self.needed - self.growing(self.current))
+        rows = left * self.rows // self.growing(kept) // self.batch_pieces * self.batch_pieces
+        return self.plan(kept, rows) if rows > 0 else None
+
+    def largest_of_all(self) -> Plan | None:
+        """The largest batch of any policy; of policies with the same batch the one that computes least again."""
+        found = [plan for kept in self.preferred() if (plan := self.largest(kept))]
+        return max(found, key=lambda plan: plan.rows, default=None)
+
+    def cheapest(self) -> Plan | None:
+        """At this batch, the policy that computes least again and should fit."""
+        return next(iter(self.promising()), None)
+
+    def promising(self) -> list[Plan]:
+        """The policies that should fit at this batch, the one that computes least again first."""
+        plans = [self.plan(kept, self.rows) for kept in self.preferred()]
+        return [plan for plan in plans if plan.expected <= (self.target.memory_bytes or 0)]
+
+    def preferred(self) -> list[Kept]:
+        """Policies to suggest: with the host's memory only where the configuration uses it already."""
+        return [kept for kept in self.policies if not kept.layers.host or self.current.layers.host]
+
+
+def estimate(config: Any, target: Target, compiling: bool = True) -> Estimate:
+    setup = Setup.of(config, target.devices()) if compiling else abstract_setup(config)
+    setup.check_layout()
+    policies = kept_by_policy(config, setup.rules, target.platform)
+    state, places = setup.abstract_state, setup.state_shardings
+    weights = shard_bytes(state.weights, places.weights)
+    everything = next(kept for kept in policies if kept.policy == "none")
+    again = 0 if policy_of(config) == "none" else everything.layers.device // len(layers(config))
+    counted = Estimate(
+        config=config,
+        target=target,
+        parameters=parameter_count(setup.template.weights),
+        active=active_count(config, setup.template.weights),
+        weights=weights,
+        optimizer=shard_bytes((state.step, state.optimizer, state.lost), (places.step, places.optimizer, places.lost)),
+        gradients=shard_bytes(state.weights, setup.moment_shardings, config.grad_dtype.value).device,
+        batch=shard_bytes((setup.abstract_batch(config.global_batch_size_to_train_on), setup.abstract_key)).device,
+        policies=policies,
+        working=again + gathered_bytes(setup.rules, setup.template.weights, setup.template.axes, config.dtype.value),
+        batch_pieces=pieces(setup.rules),
+    )
+    return measured(counted, setup) if compiling else counted
+
+
+def measured(counted: Estimate, setup: Setup) -> Estimate:
+    """With what the compiler says."""
+    lowered = setup.lower_train_step(setup.config.global_batch_size_to_train_on)
+    try:
+        return replace(counted, program=Program.of(ahead.compile_step(setup, lowered)))
+    except ahead.TooSmall as error:
+        return replace(counted, refusal=str(error))
+
+
+def pieces(rules: AxisRules) -> int:
+    """Into how many parts the rules split a batch that all devices could share."""
+    parts = 1
+    for axis in rules.mesh_axes("activation_batch", rules.mesh.size, set()):
+        parts *= rules.mesh.shape[axis]
+    return parts
+
+
+def abstract_setup(config: Any) -> Setup:
+    """For devices of which only the number is known."""
+    template = make_template(config)
+    mesh: Any = abstract_mesh(config)
+    rules = AxisRules.of(config, mesh)
+    return Setup(config, rules, template, make_optimizer(config, template.axes, template.trained))
+
+
+def compiled_as(found: Estimate, plan: Plan) -> Estimate:
+    """The estimate of a plan, measured on its own program."""
+    config = variant(found.config, found.target, plan)
+    factor = plan.rows / found.rows
+    there = replace(
+        found,
+        config=config,
+        policies=[scale(kept, factor) for kept in found.policies],
+        batch=int(found.batch * factor),
+        program=None,
+        refusal="",
+    )
+    return measured(there, Setup.of(config, found.target.devices()))
+
+
+def confirmed_policy(found: Estimate) -> Plan | None:
+    """The first policy that fits when it is compiled, of the few that should."""
+    for plan in found.promising()[:TRIES]:
+        there = compiled_as(found, plan)
+        if there.fits:
+            return replace(plan, measured=there.needed)
+    return None
+
+
+def confirmed_batch(found: Estimate) -> Plan | None:
+    """The largest batch, compiled; where it needs more than the target has, a smaller one from what was learned."""
+    plan = found.largest_of_all()
+    for _ in range(TRIES):
+        if plan is None or plan.rows <= 0:
+            return None
+        there = compiled_as(found, plan)
+        if there.fits:
+            return replace(plan, measured=there.needed)
+        smaller = there.largest(there.current)
+        rows = min(smaller.rows if smaller else plan.rows, plan.rows - found.batch_pieces)
+        plan = replace(plan, rows=rows, per_device=rows / found.target.count)
+    return None
+
+
+def scale(kept: Kept, factor: float) -> Kept:
+    layers = Bytes(int(kept.layers.device * factor), int(kept.layers.host * factor))
+    return replace(kept, layers=layers, around=int(kept.around * factor))
+
+
+def variant(config: Any, target: Target, plan: Plan) -> Any:
+    """The configuration with the policy and the batch of a plan, and all that follows from them."""
+    changed = config.model_copy(update={"remat_policy": plan.policy, "per_device_batch_size": plan.per_device})
+    return changed.model_copy(update=derive.derive(changed, derive.Devices(target.count, target.slices)))
+
+
+def plans(found: Estimate, searching: bool = False) -> dict[str, Plan | None]:
+    """What to try: the least recomputation at this batch, and the largest batch; compiled if `searching`."""
+    if searching and found.target.memory_bytes is not None:
+        return {"policy": confirmed_policy(found), "batch": confirmed_batch(found)}
+    return {"policy": found.cheapest(), "batch": found.largest_of_all()}
+
+
+def shortage(found: Estimate) -> str:
+    """By how much the target is too small."""
+    return found.refusal or f"{size(found.needed - (found.target.memory_bytes or 0))} a device too much"

@@ -1,0 +1,299 @@
+"""Where a run starts: at its own newest checkpoint, else at load_full_state_path or load_parameters_path, else fresh.
+
+A checkpoint may come from another mesh, another number of processes, other dtypes, and from layers scanned or unrolled;
+arrays go straight into this run's shards. One of another model is refused, and so is the state of another optimizer.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.checkpoint import steps
+from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone, same_everywhere
+from maxtext.checkpoint.integrity import verify
+from maxtext.checkpoint.layouts import relaid
+from maxtext.checkpoint.open import open_checkpoint, places_of
+from maxtext.checkpoint.saver import Storage
+from maxtext.checkpoint.state import OPTIMIZER, WEIGHTS, Name, differences, named, nested, tensors_of, unnamed
+from maxtext.checkpoint.stored import Damaged, Stored
+from maxtext.checkpoint.tiers import LocalTier
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.log import LOGGER
+from maxtext.configs.types.group import CHOSEN
+from maxtext.input_pipeline import BatchIterator, join_states
+from maxtext.models.transformer import make_template
+from maxtext.optimizers import make_optimizer
+from maxtext.sharding import use_rules
+from maxtext.trainers.setup import Setup, placed, refuse_other_model
+from maxtext.trainers.step import TrainState
+
+LAYOUT_KEYS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")
+SHOWN = 5  # of the tensors that differ
+MOST = 256  # steps that are looked at
+
+
+@dataclass
+class Start:
+    """What the first step needs. `step` is the number of steps done."""
+
+    state: TrainState
+    key: jax.Array
+    step: int
+    origin: str
+
+
+def start(setup: Setup, source: BatchIterator) -> Start:
+    """The state to start from; `source` is moved to the place that belongs to it."""
+    config = setup.config
+    if config.enable_checkpointing:
+        folder = checkpoints_folder(config)
+        for path in steps.incomplete(folder):
+            LOGGER.warning("%s is no complete checkpoint and is not used", path)
+        complete = steps.all_steps(folder)
+        local = newest_here(setup, source, same_everywhere(complete[-1] if complete else 0))
+        if local is not None:
+            return local
+        found = newest(setup, [folder / str(step) for step in complete])
+        if found is not None:
+            return at_position(found, source)
+    if config.load_full_state_path:
+        path = existing(config.load_full_state_path, "load_full_state_path")
+        check_layout(config, path)
+        if not steps.is_checkpoints(path):
+            raise UserError(
+                f"load_full_state_path={path} holds no checkpoint of training: for weights use load_parameters_path"
+            )
+        found = newest(setup, steps.steps_under(path))
+        assert found is not None
+        return at_position(found, source)
+    if not config.load_parameters_path:
+        return Start(setup.initial_state(), setup.key, 0, "fresh")
+    path = existing(config.load_parameters_path, "load_parameters_path")
+    check_layout(config, path)
+    return Start(state_of_weights(setup, path), setup.key, 0, f"from {path}")
+
+
+def checkpoints_folder(config: Any) -> Path:
+    return Path(config.checkpoint_dir).absolute()
+
+
+def local_tier(setup: Setup) -> LocalTier | None:
+    config = setup.config
+    if not (config.enable_emergency_checkpoint or config.enable_multi_tier_checkpointing):
+        return None
+    directory = Path(config.local_checkpoint_directory).expanduser().absolute()
+    return LocalTier(directory, config.run_name, str(checkpoints_folder(config)), setup.rules.mesh.shape)
+
+
+def newest_here(setup: Setup, source: BatchIterator, shared: int) -> Start | None:
+    """The start from the machines' own disks, where they have a step that is newer than the newest `shared` one."""
+    tier = local_tier(setup)
+    step = tier.newest() if tier is not None else None
+    if tier is None or step is None or step <= shared:
+        return None
+    like = saved_tree(setup)
+    found = tier.read(step, named(like))
+    if found is None:
+        return None
+    arrays, position = found
+    source.set_state(position)
+    state, key = state_and_key(setup, unnamed(like, arrays))
+    return Start(state, key, step, f"step {step} of {tier.folder.parent}")
+
+
+def existing(text: str, key: str) -> Path:
+    path = Path(text).expanduser().absolute()
+    if not path.is_dir():
+        raise UserError(f"{key}: there is no folder {path}")
+    return path
+
+
+def check_layout(config: Any, path: Path) -> None:
+    """A person who says what kind of checkpoint it is must be right; else it is found out."""
+    found = "orbax" if steps.is_checkpoints(path) else "safetensors"
+    said = config.source_checkpoint_layout
+    if config.source("source_checkpoint_layout").kind in CHOSEN and said != found:
+        raise ConfigError(f"source_checkpoint_layout={said}, but {path} holds {found}: leave the key out")
+
+
+def newest(setup: Setup, paths: Sequence[Path]) -> tuple[TrainState, jax.Array, Stored] | None:
+    """The state of the last of these steps that is whole; which they are, the first process says."""
+    numbers = lists_from_everyone([int(path.name) for path in paths[-MOST:]], MOST)[0]
+    if not numbers:
+        return None
+    if not paths:
+        raise UserError("this process does not see the checkpoints of process 0: they must be on a disk that all share")
+    folder = paths[0].parent
+    damaged = []
+    for path in (folder / str(number) for number in reversed(numbers)):
+        problems = verify(path, jax.process_index(), jax.process_count())
+        if not max(from_everyone(len(problems))):
+            try:
+                state, key = read_state(setup, Stored(path))
+                return state, key, Stored(path)
+            except Damaged as error:
+                if jax.process_count() > 1:  # the others may have read theirs
+                    raise
+                problems = [str(error)]
+        for problem in problems[:SHOWN]:
+            LOGGER.warning("checkpoint %s is damaged: %s", path, problem)
+        damaged.append(path.name)
+        LOGGER.warning("checkpoint %s is not used; trying the one before", path)
+    raise UserError(
+        f"{folder} has no checkpoint that can be read: steps {', '.join(reversed(damaged))} are damaged; "
+        "bring back their files, or start again under a new run_name"
+    )
+
+
+def at_position(found: tuple[TrainState, jax.Array, Stored], source: BatchIterator) -> Start:
+    state, key, stored = found
+    source.set_state(join_states(stored.positions()))
+    return Start(state, key, stored.step, f"step {stored.step} of {stored.path.parent}")
+
+
+def read_state(setup: Setup, stored: Stored) -> tuple[TrainState, jax.Array]:
+    check_optimizer(setup, stored)
+    return state_and_key(setup, read(setup, stored, saved_tree))
+
+
+def state_and_key(setup: Setup, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
+    wrap = jax.jit(jax.random.wrap_key_data, out_shardings=setup.rules.replicated())
+    lost = jax.jit(lambda: jnp.zeros((), bool), out_shardings=setup.rules.replicated())()
+    return TrainState(tree["step"], tree[WEIGHTS], tree[OPTIMIZER], lost), wrap(tree["key"])
+
+
+def saved_tree(setup: Setup) -> dict[str, Any]:
+    """What a checkpoint of this run holds, without values."""
+    state = placed(setup.abstract_state, setup.state_shardings)
+    key = jax.eval_shape(jax.random.key_data, setup.abstract_key)
+    where = setup.rules.replicated()
+    return {
+        "step": state.step,
+        WEIGHTS: state.weights,
+        OPTIMIZER: state.optimizer,
+        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=where),
+    }
+
+
+def only_weights(setup: Setup) -> dict[str, Any]:
+    return {WEIGHTS: placed(setup.template.weights, setup.weight_shardings)}
+
+
+def read(setup: Setup, stored: Stored, wanted: Callable[[Setup], dict[str, Any]]) -> Any:
+    """The part of a checkpoint that a run wants, in the run's own layout."""
+    like = wanted(setup)
+    parts = tuple(like)
+    saved = {name: tensor for name, tensor in stored.tensors.items() if name[0] in parts}
+    storage = Storage.of(setup.config)
+    there = in_layout_of(setup, stored)
+    problems = differences(saved, tensors_of(named(wanted(there))))
+    if problems:
+        refuse(stored, problems)
+    if there is setup:
+        return unnamed(like, stored.read(named(like), storage))
+    LOGGER.info("%s: layers are laid out as %s and now become those of this run", stored.path, stored.run["layout"])
+    old, new = (places_of(one.template, one.config) for one in (there, setup))
+    arrays = stored.read(named(wanted(there)), storage)
+    with use_rules(setup.rules):
+        return unnamed(like, relaid(arrays, old, new, named(like)))
+
+
+def in_layout_of(setup: Setup, stored: Stored) -> Setup:
+    """This run's setup, with its layers stacked as those of a checkpoint are."""
+    layout = {key: value for key, value in stored.run["layout"].items() if key in LAYOUT_KEYS}
+    if layout == layout_of(setup.config):
+        return setup
+    config = setup.config.model_copy(update=layout)
+    template = make_template(config)
+    return replace(
+        setup, config=config, template=template, optimizer=make_optimizer(config, template.axes, template.trained)
+    )
+
+
+def layout_of(config: Any) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in LAYOUT_KEYS}
+
+
+def refuse(stored: Stored, problems: Sequence[str]) -> None:
+    some = "; ".join(problems[:SHOWN])
+    rest = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    if all(problem.startswith(f"{OPTIMIZER}/") for problem in problems):
+        raise ConfigError(
+            f"{stored.path} was saved with other settings of the optimizer ({some}{rest}): set them as they were, or "
+            "start a new run from its weights with load_parameters_path"
+        )
+    raise ConfigError(
+        f"{stored.path} is of another model ({some}{rest}): set the model as it was, or choose another run_name"
+    )
+
+
+def check_optimizer(setup: Setup, stored: Stored) -> None:
+    saved, wanted = stored.run["optimizer"], setup.config.opt_type.value
+    if saved != wanted:
+        raise ConfigError(
+            f"{stored.path} was saved with opt_type={saved}, and this run has opt_type={wanted}: "
+            f"set opt_type={saved}, or start a new run from its weights with load_parameters_path"
+        )
+
+
+def state_of_weights(setup: Setup, path: Path) -> TrainState:
+    """A first state with the weights of a folder, or of the newest step of a checkpoint of training."""
+    if not steps.is_checkpoints(path):
+        return converted(setup, setup.initial_state())
+    stored = Stored(steps.steps_under(path)[-1])
+    problems = verify(stored.path, jax.process_index(), jax.process_count())
+    if max(from_everyone(len(problems))):
+        raise UserError(f"{stored.path} is damaged: {(problems or ['see the other processes'])[0]}; name an older step")
+    refuse_other_model(setup.config, open_checkpoint(stored.path))
+    with use_rules(setup.rules):
+        make = jax.jit(setup.first_state, out_shardings=setup.state_shardings, donate_argnums=0)
+        return converted(setup, make(read(setup, stored, only_weights)[WEIGHTS]))
+
+
+def converted(setup: Setup, state: TrainState) -> TrainState:
+    """The state with checkpoint_conversion_fn applied to its weights."""
+    name = setup.config.checkpoint_conversion_fn
+    if name is None:
+        return state
+    weights = conversion(name)(state.weights)
+    wrong = differences(tensors_of(named(weights)), tensors_of(named(state.weights)))
+    if wrong:
+        raise UserError(f"checkpoint_conversion_fn={name} returned other weights than the model has: {wrong[0]}")
+    with use_rules(setup.rules):
+        return jax.jit(setup.first_state, out_shardings=setup.state_shardings)(
+            jax.tree.map(lambda new, old: jax.device_put(new, old.sharding).astype(old.dtype), weights, state.weights)
+        )
+
+
+def conversion(name: str) -> Callable[[Any], Any]:
+    module, _, function = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint_conversion_fn={name} cannot be imported ({error}): name a function as package.module.function"
+        ) from error
+
+
+def description(setup: Setup, step: int) -> dict[str, Any]:
+    """What a checkpoint says of the run that saved it."""
+    config = setup.config
+    return {
+        "step": step,
+        "layout": layout_of(config),
+        "optimizer": config.opt_type.value,
+        "weight_dtype": config.weight_dtype.value,
+        "processes": jax.process_count(),
+        "mesh": {axis: size for axis, size in setup.rules.mesh.shape.items() if size > 1},
+    }
+
+
+def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
+    """As saved_tree, with values. A state that is lost is that of its last good step, so nothing has to say so."""
+    leaves: dict[Name, Any] = named({"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer})
+    return nested(leaves) | {"key": jax.random.key_data(key)}

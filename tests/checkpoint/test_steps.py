@@ -1,0 +1,81 @@
+"""The folders of a run's checkpoints: which count, and how old ones go."""
+
+import os
+
+import pytest
+
+from maxtext.checkpoint import steps
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Steps 5, 10 and 20, and what kills may leave."""
+    for name in ("5", "10", "20", "25.orbax-checkpoint-tmp", "3.going", "15.damaged"):
+        (tmp_path / name / "state").mkdir(parents=True)
+        (tmp_path / name / "state" / "file").write_text(name)
+        (tmp_path / name / steps.MARK).write_text("{}")
+    (tmp_path / "30").mkdir()  # without Orbax's mark
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_whole_steps_count(folder):
+    assert steps.all_steps(folder) == [5, 10, 20]
+    left = [path.name for path in steps.incomplete(folder)]
+    assert left == ["15.damaged", "25.orbax-checkpoint-tmp", "3.going", "30"]
+    assert steps.all_steps(folder / "nowhere") == []
+
+
+def test_what_a_person_may_name(folder, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    os.rename(folder, run / "checkpoints")
+    inside = run / "checkpoints"
+    assert [path.name for path in steps.steps_under(run)] == ["5", "10", "20"]
+    assert steps.steps_under(run) == steps.steps_under(inside)
+    assert steps.steps_under(inside / "10") == [inside / "10"]
+    assert steps.is_checkpoints(run)
+    assert not steps.is_checkpoints(inside / "notes")
+
+
+def test_leftovers_go_and_nothing_else(folder):
+    steps.remove_leftovers(folder)
+    assert names(folder) == ["10", "15.damaged", "20", "30", "5", "notes"]
+
+
+def test_the_oldest_are_deleted(folder):
+    steps.retire(folder, 2, None)
+    assert steps.all_steps(folder) == [10, 20]
+    steps.retire(folder, None, None)
+    assert steps.all_steps(folder) == [10, 20]
+
+
+def test_a_kill_while_one_is_deleted_leaves_no_half_step(folder, monkeypatch):
+    def killed(path, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        steps.retire(folder, 2, None)
+    assert steps.all_steps(folder) == [10, 20]
+    monkeypatch.undo()
+    steps.remove_leftovers(folder)
+    assert not (folder / "5.going").exists()
+
+
+def test_old_ones_may_be_moved_instead(folder, tmp_path_factory):
+    attic = tmp_path_factory.mktemp("attic") / "old"
+    (attic / "5").mkdir(parents=True)
+    steps.retire(folder, 1, attic)
+    assert steps.all_steps(folder) == [20]
+    assert names(attic) == ["10", "5", "5.1"]
+    assert (attic / "5.1" / "state" / "file").read_text() == "5"
+
+
+def test_steps_that_are_done_again_are_set_aside(folder):
+    steps.set_aside(folder, 15)
+    assert steps.all_steps(folder) == [5, 10]
+    assert (folder / "20.damaged" / "state" / "file").read_text() == "20"

@@ -1,0 +1,292 @@
+"""Real processes: several equal one, deaths are noticed in time, and a run goes on after them."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+# One layer and few tokens: what these tests wait for is the start of their processes.
+SMALL = [
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
+    "base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none", "vocab_size=259", "max_target_length=32",
+    "dtype=float32", "enable_tensorboard=false", "learning_rate=0.01", "lr_schedule_type=wsd",
+    "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000", "run_name=it",
+]  # fmt: skip
+SIMPLE = ["decoder_block=simple", "dataset_type=synthetic", "per_device_batch_size=1"]
+WITHOUT_CHECKPOINTS = ["enable_checkpointing=false"]
+NOTICED = 15.0  # seconds in which a death must be noticed
+
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """A program under way, and what it leaves in its folder."""
+
+    def __init__(self, line, folder, environment):
+        self.folder, self.metrics = folder / "it", folder / "metrics.jsonl"
+        self.log = folder / f"log-{time.monotonic_ns()}"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    @property
+    def records(self):
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        return [json.loads(line) for line in lines]
+
+    @property
+    def losses(self):
+        return {record["step"]: record["loss"] for record in self.records if "loss" in record}
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def end(self, seconds=400):
+        """Its exit code."""
+        return self.process.wait(timeout=seconds)
+
+    def wait_until(self, condition, seconds=400):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def wait_for_steps(self, count):
+        self.wait_until(lambda: self.metrics.exists() and self.metrics.read_bytes().count(b"\n") >= count)
+
+    def children(self):
+        pid = self.process.pid
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def begin(cache, tmp_path_factory):
+    """Programs in folders of their own; none outlives the module."""
+    started = []
+
+    def start(verb, words, environment=None, folder=None):
+        folder = folder or tmp_path_factory.mktemp("run")
+        places = [f"base_output_directory={folder}", f"metrics_file={folder}/metrics.jsonl", f"jax_cache_dir={cache}"]
+        environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        environ |= {"JAX_PLATFORMS": "cpu", **(environment or {})}
+        run = Run([sys.executable, "-m", "maxtext", *verb, *SMALL, *places, *words], folder, environ)
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        run.process.kill()
+        run.process.wait()
+
+
+@pytest.fixture(scope="module")
+def launch(begin):
+    def start(count, *words, devices=1, options=(), **keywords):
+        line = ["launch", "--local", str(count), "--devices-per-process", str(devices), *options, "--", "train"]
+        return begin(line, words, **keywords)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def train(begin):
+    """One process with so many devices."""
+
+    def start(*words, devices=1, **keywords):
+        environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        return begin(["train"], words, environment | keywords.pop("environment", {}), **keywords)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number:02d}").write_text(f"document {number}: " + "some words " * (number % 7 + 1))
+    return folder
+
+
+@pytest.mark.parametrize("data", ["synthetic", "grain"])
+def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, data):
+    words = ["per_device_batch_size=1", "steps=3", f"dataset_type={data}", *WITHOUT_CHECKPOINTS]
+    if data == "grain":
+        words += [
+            "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte", "grain_num_threads=1",
+        ]  # fmt: skip
+    one = train(*words, devices=8)
+    assert one.end() == 0, one.text()
+    four = launch(4, *words, devices=2)
+    assert four.end() == 0, four.text()
+    assert "8 x cpu" in four.text()
+    assert len(one.losses) == 3
+    assert len(set(one.losses.values())) == 3
+    np.testing.assert_allclose(list(four.losses.values()), list(one.losses.values()), rtol=1e-5)
+    tokens = [[record["total_weights"] for record in run.records] for run in (one, four)]
+    assert tokens[0] == tokens[1]
+    # One voice: the others would say the same.
+    assert not re.findall(r"^\[[1-3]\] .*(?:INFO|step \d|Model).*$", four.text(), re.M)
+
+
+@pytest.mark.parametrize("index", [1, 0], ids=["worker", "coordinator"])
+def test_a_killed_process_ends_the_launcher_in_time(launch, index):
+    run = launch(2, *SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000")
+    run.wait_for_steps(3)
+    children = run.children()
+    assert len(children) == 2
+    os.kill(children[index], signal.SIGKILL)
+    start = time.monotonic()
+    assert run.end(NOTICED) == 128 + signal.SIGKILL, run.text()
+    assert time.monotonic() - start < NOTICED
+    assert f"process {index} was ended by SIGKILL: stopping the others" in run.text()
+    assert not any(map(alive, children))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def by_hand(index, count=2, port=None):
+    address = f"127.0.0.1:{port}"
+    return {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_COUNT": str(count), "JAX_PROCESS_INDEX": str(index)}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_process_without_a_launcher_notices_a_death_by_itself(train, how):
+    """A killed process closes its connections; of a frozen one, as of a lost host, only heartbeats tell."""
+    port = free_port()
+    words = [*SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000"]
+    first, second = (train(*words, environment=by_hand(index, port=port)) for index in (0, 1))
+    first.wait_for_steps(3)
+    second.process.send_signal(how)
+    start = time.monotonic()
+    assert first.end(NOTICED) != 0
+    assert time.monotonic() - start < NOTICED
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        (1, "process 1 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, no answer"),
+        (0, "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, not all the others came"),
+    ],
+)
+def test_a_meeting_that_fails_is_a_sentence(train, index, sentence):
+    port = free_port()
+    words = [*SIMPLE, "jax_distributed_initialization_timeout=2"]
+    run = train(*words, environment=by_hand(index, port=port))
+    assert run.end() == 1
+    assert sentence.format(port=port) in run.text()
+    assert "Traceback" not in run.text()
+
+
+NAMES = """
+import sys
+from types import SimpleNamespace
+from maxtext.common import processes
+
+processes.now = lambda: f"2026010{sys.argv[1]}-235959"  # clocks that differ
+processes.start(SimpleNamespace(
+    hardware="cpu", skip_jax_distributed_system=False, jax_distributed_initialization_timeout=60))
+from maxtext.configs import load
+print(load(None, []).run_name)
+"""
+
+
+def test_processes_agree_on_the_name_of_a_run():
+    port = free_port()
+    line = [sys.executable, "-c", NAMES]
+    running = [
+        subprocess.Popen([*line, str(index + 3)], stdout=subprocess.PIPE, text=True, env=os.environ | environ)
+        for index, environ in enumerate(by_hand(index, port=port) for index in (0, 1))
+    ]
+    names = [process.communicate(timeout=400)[0].splitlines()[-1] for process in running]
+    assert names == ["default-20260103-235959"] * 2
+
+
+def test_a_bad_configuration_of_one_process_does_not_keep_the_others_waiting(train):
+    port = free_port()
+    good, bad = SIMPLE, [*SIMPLE, "ici_fsdp_parallelism=3"]
+    first = train(*good, *WITHOUT_CHECKPOINTS, "steps=5", environment=by_hand(0, port=port))
+    second = train(*bad, environment=by_hand(1, port=port))
+    assert second.end() == 2, second.text()
+    assert "does not make 2 devices" in second.text()
+    start = time.monotonic()
+    assert first.end() != 0
+    assert time.monotonic() - start < NOTICED
+
+
+def test_sigterm_to_the_launcher_ends_the_run_well(launch):
+    run = launch(2, *SIMPLE, "enable_autocheckpoint=true", "steps=1000000")
+    run.wait_for_steps(3)
+    children = run.children()
+    run.process.terminate()
+    assert run.end() == 0, run.text()
+    assert not any(map(alive, children))
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["stopped"] == "SIGTERM"
+    assert summary["steps"] == len(run.records) < 1000000
+    assert (run.folder / "checkpoints" / str(summary["steps"])).is_dir()
+
+
+# What a run of four devices comes to when nothing happens to it; the others lose processes on the way.
+STEPS = 30
+GOING_ON = [
+    *SIMPLE, "per_device_batch_size=2", f"steps={STEPS}", "checkpoint_period=5", "async_checkpointing=false",
+]  # fmt: skip
+GOING_ON.remove("per_device_batch_size=1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train):
+    run = train(*GOING_ON, *WITHOUT_CHECKPOINTS, devices=4)
+    assert run.end() == 0, run.text()
+    return run
+
+
+def kill_after_a_checkpoint(run, index):
+    run.wait_until(lambda: (run.folder / "checkpoints" / "5").exists())
+    run.wait_for_steps(7)
+    os.kill(run.children()[index], signal.SIGKILL)
+
+
+def assert_same(run, undisturbed, turn):
+    """`turn`: what the launcher says when it goes on; after it no step before the checkpoint is done again."""
+    assert run.end() == 0, run.text()
+    after = run.text().partition(turn)[2]
+    assert after, run.text()
+    assert min(map(int, re.findall(r"\[0\] step (\d+)/", after))) >= 5
+    assert set(run.losses) == set(range(STEPS))
+    got, expected = ([losses[step] for step in range(STEPS)] for losses in (run.losses, undisturbed.losses))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    weights = {record["total_weights"] for record in run.records}
+    assert weights == {4 * 2 * 32}, "the global batch is the same throughout"
+
+
+def test_restarts_continue_to_the_same_loss(launch, undisturbed):
+    run = launch(2, *GOING_ON, devices=2, options=("--restarts", "1"))
+    kill_after_a_checkpoint(run, 1)
+    assert_same(run, undisturbed, "starting all 2 processes again; restarts left: 0")
+
+
+def test_elastic_goes_on_with_fewer_processes_and_the_same_batch(launch, undisturbed):
+    run = launch(4, *GOING_ON, "elastic_enabled=true", "elastic_min_slice_count=2", "elastic_max_retries=1")
+    kill_after_a_checkpoint(run, 2)
+    assert_same(run, undisturbed, "going on with 2 of 4 processes; retries left: 0")

@@ -1,0 +1,235 @@
+"""A run that is killed and started again ends as one that was never touched: the same bits, whatever the moment.
+
+The oracle is the uninterrupted run. Kills come at random moments (seeded): while a process starts, reads its
+checkpoint, trains or saves; with saves every three steps of milliseconds, most of them come during a save.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext.checkpoint.steps import all_steps
+from maxtext.checkpoint.stored import Stored
+
+pytestmark = pytest.mark.slow
+
+MODEL = [
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
+    "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32", "per_device_batch_size=4", "dtype=float32",
+    "learning_rate=0.01", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0",
+    "learning_rate_schedule_steps=1000000", "enable_tensorboard=false", "remat_policy=none", "run_name=it",
+]  # fmt: skip
+STEPS, PERIOD = 120, 3
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Documents of uneven lengths, so that rows hold several, and some go over rows."""
+    folder = tmp_path_factory.mktemp("text")
+    generator = random.Random(5)
+    for number in range(24):
+        words = (generator.choice(["fox", "dog", "over", "lazy", "jumps", "quick"]) for _ in range(40 + 13 * number))
+        (folder / f"{number:02d}.txt").write_text(" ".join(words))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(text, cache):
+    return [
+        *MODEL, "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte",
+        "grain_num_threads=2", "use_truncation=false", "packing=true", "num_epoch=40", "enable_dropout=true",
+        "dropout_rate=0.1", f"jax_cache_dir={cache}", f"checkpoint_period={PERIOD}", "max_num_checkpoints_to_keep=2",
+    ]  # fmt: skip
+
+
+class Job:
+    """A run of one or more processes in a folder of its own. It is started with the same words each time."""
+
+    def __init__(self, folder, words, processes=1):
+        self.folder, self.processes = folder, processes
+        self.metrics = folder / "metrics.jsonl"
+        self.words = [*words, f"base_output_directory={folder}", f"metrics_file={self.metrics}"]
+        self.alive = []
+
+    def start(self):
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        for index in range(self.processes):
+            if self.processes > 1:
+                environment |= {
+                    "JAX_COORDINATOR_ADDRESS": address,
+                    "JAX_NUM_PROCESSES": str(self.processes),
+                    "JAX_PROCESS_ID": str(index),
+                }
+            line = [sys.executable, "-m", "maxtext.train", *self.words]
+            log = (self.folder / f"log{index}").open("a")
+            self.alive.append(subprocess.Popen(line, stdout=log, stderr=log, env=environment))
+            log.close()
+
+    def log(self):
+        return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(self.folder.glob("log*")))
+
+    def last_step(self):
+        """Of the newest whole record."""
+        lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+        for line in reversed(lines):
+            try:
+                return json.loads(line)["step"]
+            except ValueError:
+                continue
+        return -1
+
+    def wait_for(self, step, seconds=300):
+        """Until that step is recorded, or the run has ended."""
+        deadline = time.monotonic() + seconds
+        while self.last_step() < step:
+            if any(process.poll() is not None for process in self.alive):
+                return
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.002)
+
+    def kill(self, gap=0.0):
+        for process in self.alive:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(gap)
+        codes = [process.wait() for process in self.alive]
+        self.alive = []
+        return codes
+
+    def finish(self, seconds=300):
+        codes = [process.wait(timeout=seconds) for process in self.alive]
+        self.alive = []
+        assert codes == [0] * self.processes, self.log()
+
+    @property
+    def checkpoints(self):
+        return self.folder / "it" / "checkpoints"
+
+    def final(self):
+        """All arrays of the last checkpoint, on the host."""
+        steps = all_steps(self.checkpoints)
+        return arrays_of(self.checkpoints / str(steps[-1]))
+
+    @property
+    def losses(self):
+        records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return {record["step"]: record["loss"] for record in records}
+
+
+def arrays_of(step: Path):
+    stored = Stored(step)
+    wanted = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()}
+    return {"/".join(name): array for name, array in stored.read(wanted).items()}
+
+
+@pytest.fixture
+def make_job(tmp_path, words):
+    """Jobs, none of which outlives its test."""
+    jobs = []
+
+    def make(name, *more, processes=1, base=None):
+        folder = tmp_path / name
+        folder.mkdir()
+        given = {word.partition("=")[0] for word in more}
+        kept = [word for word in base or words if word.partition("=")[0] not in given]
+        jobs.append(Job(folder, [*kept, *more], processes))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill()
+
+
+def assert_same(job, other):
+    ours, theirs = job.final(), other.final()
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert ours[name].tobytes() == theirs[name].tobytes(), name
+
+
+def killed_until_done(job, generator, kills, steps, early):
+    """Kill at so many moments: `early` of them by the clock, from the start on; the others after a step and a bit."""
+    times = [None] * (kills - early) + [generator.uniform(0.2, 5.0) for _ in range(early)]
+    generator.shuffle(times)
+    marks = iter(sorted(generator.sample(range(2, steps - 3), kills - early)))
+    killed = 0
+    for seconds in times:
+        job.start()
+        if seconds is None:
+            job.wait_for(next(marks))
+            time.sleep(generator.uniform(0, 0.05))
+        else:
+            time.sleep(seconds)
+        killed += job.kill(generator.uniform(0, 0.02))[0] == -signal.SIGKILL
+    job.start()
+    job.finish()
+    return killed
+
+
+def test_thirty_kills_change_nothing(make_job):
+    calm = make_job("calm", f"steps={STEPS}")
+    calm.start()
+    calm.finish()
+    job = make_job("killed", f"steps={STEPS}")
+    killed = killed_until_done(job, random.Random(30), 30, STEPS, early=8)
+    assert killed == 30, job.log()
+    assert all_steps(job.checkpoints)[-1] == STEPS
+    assert_same(job, calm)
+    assert job.losses == calm.losses, "each step once, and the same"
+    assert len(all_steps(job.checkpoints)) == 2, "no more than max_num_checkpoints_to_keep"
+    assert {path.name for path in job.checkpoints.iterdir()} == {str(step) for step in all_steps(job.checkpoints)}
+
+
+def test_kills_of_two_processes_change_nothing(make_job):
+    more = ("steps=24", "per_device_batch_size=2")
+    calm = make_job("calm", *more, processes=2)
+    calm.start()
+    calm.finish()
+    job = make_job("killed", *more, processes=2)
+    assert killed_until_done(job, random.Random(2), 5, 24, early=1) == 5, job.log()
+    assert_same(job, calm)
+    assert job.losses == calm.losses
+    # The data and the batch do not depend on the number of processes: the rest on one gives the same numbers.
+    alone = make_job("alone", "steps=30", f"load_full_state_path={job.checkpoints}")
+    alone.start()
+    alone.finish()
+    both = make_job(
+        "both", "steps=30", "per_device_batch_size=2", f"load_full_state_path={calm.checkpoints}", processes=2
+    )
+    both.start()
+    both.finish()
+    np.testing.assert_allclose(list(alone.losses.values()), list(both.losses.values()), rtol=1e-5)
+    assert list(alone.losses) == list(range(24, 30))
+
+
+def test_a_run_goes_on_upon_another_mesh(make_job, monkeypatch):
+    """Eight devices: parameters and moments sharded over all of them, then over tensor x data."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    more = ("dropout_rate=0", "enable_dropout=false", "per_device_batch_size=1", "matmul_precision=highest")
+    whole = make_job("whole", "steps=8", "ici_fsdp_parallelism=8", *more)
+    whole.start()
+    whole.finish()
+    half = make_job("half", "steps=4", "ici_fsdp_parallelism=8", *more)
+    half.start()
+    half.finish()
+    mesh = ("ici_fsdp_parallelism=1", "ici_tensor_parallelism=2", "ici_data_parallelism=4")
+    rest = make_job("rest", "steps=8", f"load_full_state_path={half.checkpoints}", *mesh, *more)
+    rest.start()
+    rest.finish()
+    ours, theirs = rest.final(), whole.final()
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(list(rest.losses.values()), list(whole.losses.values())[4:], rtol=1e-5)

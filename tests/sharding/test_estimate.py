@@ -1,0 +1,152 @@
+"""Bytes on a device against sums done by hand, and collectives of a program written by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.sharding import AxisRules
+from maxtext.sharding.collectives import Collective, array_bytes, collectives
+from maxtext.sharding.estimate import Activations, Bytes, abstract_mesh, gathered_bytes, shard_bytes
+from maxtext.trainers.estimate import abstract_setup
+
+MESH = AbstractMesh((2, 4), ("fsdp", "tensor"))
+
+
+def test_shards():
+    tree = {"a": jax.ShapeDtypeStruct((8, 16), jnp.float32), "b": jax.ShapeDtypeStruct((6,), jnp.bfloat16)}
+    places = {"a": NamedSharding(MESH, PartitionSpec("fsdp", "tensor")), "b": NamedSharding(MESH, PartitionSpec())}
+    assert shard_bytes(tree, places) == Bytes(device=4 * 4 * 4 + 6 * 2)
+    assert shard_bytes(tree, places, "int8") == Bytes(device=4 * 4 + 6)
+
+
+def test_leaves_that_know_their_place():
+    spread, host = NamedSharding(MESH, PartitionSpec("tensor")), PartitionSpec(("fsdp", "tensor"))
+    tree = [
+        jax.ShapeDtypeStruct((8,), jnp.int32, sharding=spread),
+        jax.ShapeDtypeStruct((16,), jnp.int32, sharding=NamedSharding(MESH, host, memory_kind="pinned_host")),
+        jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=NamedSharding(MESH, PartitionSpec())),
+    ]
+    assert shard_bytes(tree) == Bytes(device=2 * 4 + 8, host=2 * 4)  # a key is two words
+
+
+def test_llama2_7b_over_64():
+    """6,738,415,616 weights, every dimension of the embedding split 64 ways; Adam keeps two numbers more for each."""
+    config = load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(64))
+    setup = abstract_setup(config)
+    state, places = setup.abstract_state, setup.state_shardings
+    weights = 4 * 6_738_415_616 // 64
+    assert shard_bytes(state.weights, places.weights) == Bytes(device=weights)
+    moments = shard_bytes(state.optimizer, places.optimizer).device
+    assert 0 <= moments - 2 * weights <= 16  # and its counts of steps
+
+
+def test_state_of_a_product_mesh():
+    words = ["model_name=llama2-7b", "ici_fsdp_parallelism=8", "ici_tensor_parallelism=4", "ici_data_parallelism=2"]
+    config = load(None, words, environ={}, devices=Devices(64))
+    assert dict(abstract_mesh(config).shape)["fsdp"] == 8
+    setup = abstract_setup(config)
+    whole = shard_bytes(setup.abstract_state.weights, setup.state_shardings.weights).device
+    assert whole == pytest.approx(4 * 6_738_415_616 / 32, rel=0.001)  # data holds copies
+
+
+def reader(*words, devices=64):
+    config = load(None, ["model_name=llama2-7b", *words], environ={}, devices=Devices(devices))
+    names = {32: "activation_heads", 4096: "activation_embed", 11008: "activation_mlp", 32000: "activation_vocab"}
+    return Activations(AxisRules.of(config, abstract_mesh(config)), 1009, 2048, names)
+
+
+TENSOR = ("ici_fsdp_parallelism=8", "ici_tensor_parallelism=8")
+CONTEXT = ("ici_fsdp_parallelism=16", "ici_context_parallelism=4")
+# layout, shape -> devices that share it
+PIECES = {
+    "rows": ((), (32, 1009, 2048, 4096), 64),
+    "tokens": ((), (1009 * 2048 * 2, 11008), 64),
+    "tensor_of_the_stream": (TENSOR, (1009, 2048, 4096), 64),
+    "heads": (TENSOR, (1009, 2048, 32, 128), 64),
+    "width": (TENSOR, (1009, 2048, 11008), 64),
+    "nothing_to_split": (TENSOR, (1009, 2048, 1), 8),
+    "logits": (TENSOR, (1009, 2048, 32000), 64),
+    "context": (CONTEXT, (1009, 2048, 32, 128), 64),
+    "context_once": (CONTEXT, (1009, 32, 2048, 2048), 64),
+    "context_of_tokens": (CONTEXT, (1009 * 2048, 11008), 64),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_activations_are_split_by_the_rules(name):
+    words, shape, expected = PIECES[name]
+    assert reader(*words).pieces(shape, batch=64) == expected
+
+
+def test_bytes_of_an_activation():
+    one = reader()
+    assert one.is_one((32, 1009, 5))
+    assert not one.is_one((4096, 32))
+    assert one.bytes((32, 1009, 2048, 4096), jnp.bfloat16, batch=256) == 32 * 4 * 2048 * 4096 * 2
+
+
+def test_gathered_weights():
+    """One layer of llama2-7b has more weights than the embedding or the head."""
+    config = load(None, ["model_name=llama2-7b", *TENSOR], environ={}, devices=Devices(64))
+    setup = abstract_setup(config)
+    size = gathered_bytes(setup.rules, setup.template.weights, setup.template.axes, "bfloat16")
+    matrices = 4 * 4096**2 + 3 * 4096 * 11008
+    assert size == 2 * (matrices // 8 + 2 * 4096)  # tensor parallelism gathers nothing, and does not split norms
+    alone = abstract_setup(load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(1)))
+    assert gathered_bytes(alone.rules, alone.template.weights, alone.template.axes, "bfloat16") == 0
+
+
+PROGRAM = """HloModule jit_step, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%body (p: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %gather = f32[4,8]{1,0} all-gather(%x), channel_id=1, dimensions={0}
+  %fused = f32[2,8]{1,0} fusion(%gather), kind=kLoop, calls=%inner
+}
+
+%inner (p0: f32[4,8]) -> f32[2,8] {
+  ROOT %scatter = bf16[2,8]{1,0:T(8,128)(2,1)} reduce-scatter(%p0), dimensions={0}, to_apply=%add
+}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped (p1: f32[16]) -> f32[32] {
+  ROOT %late = f32[32]{0} all-gather(%p1), dimensions={0}
+}
+
+%never (p2: f32[16]) -> f32[16] {
+  ROOT %unreached = f32[16]{0} all-reduce(%p2), to_apply=%add
+}
+
+ENTRY %main (arg: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[4,8]{1,0}) while(%init), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %both = (f32[8]{0}, /*index=1*/bf16[3]{0}) all-reduce(%arg, %three), to_apply=%add
+  %start = (f32[8]{0}, f32[16]{0}) all-gather-start(%arg), dimensions={0}
+  %done = f32[16]{0} all-gather-done(%start)
+  %async = ((f32[16]), f32[32]) async-start(%done), calls=%wrapped
+  %finish = f32[32]{0} async-done(%async), calls=%wrapped
+  ROOT %moved = f32[8]{0} collective-permute(%arg), source_target_pairs={{0,1}}
+}
+"""
+
+
+def test_collectives_by_hand():
+    assert collectives(PROGRAM) == [
+        Collective("all-gather", 5 + 1 + 1, 5 * 4 * 8 * 4 + 16 * 4 + 32 * 4),
+        Collective("all-reduce", 1, 8 * 4 + 3 * 2),
+        Collective("reduce-scatter", 5, 5 * 2 * 8 * 2),
+        Collective("collective-permute", 1, 8 * 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("f32[2,3]{1,0}", 24), ("(bf16[4], s8[3], pred[5])", 16), ("s4[3]", 2), ("f8e4m3fn[7]", 7), ("f32[]", 4),
+     ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048), ("token[]", 0), ("c64[2]", 16), ("f32[<=6]", 24)],
+)  # fmt: skip
+def test_sizes_of_types(text, size):
+    assert array_bytes(text) == size

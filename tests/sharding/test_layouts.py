@@ -1,0 +1,72 @@
+"""The equivalence matrix: on eight devices, every layout has the loss and the gradients of one device, and sends what
+it implies and no more. Dense, experts, latent attention, Gated DeltaNet; each axis alone, products, named layouts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sharding.layouts import LAYOUTS, MODELS, PLAIN, REFUSED
+
+ROOT = Path(__file__).parents[2]
+# What an axis that is larger than one implies. XLA on CPUs writes a reduce-scatter as an all-reduce and a slice.
+IMPLIED = {
+    "data": {"all-reduce"},
+    "fsdp": {"all-gather", "all-reduce"},
+    "fsdp_transpose": {"all-gather", "all-reduce"},
+    "tensor": {"all-reduce"},
+    "tensor_sequence": {"all-gather", "all-reduce"},
+    "context": {"all-gather", "all-reduce"},
+    "expert": {"all-reduce"},
+}
+CASES = [(model, layout) for model in MODELS for layout in (LAYOUTS if model in ("dense", "moe") else PLAIN)]
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """{model: {layout: report}}, each model in a process of its own, when it is first asked for."""
+    done: dict[str, dict] = {}
+
+    def of(model):
+        if model not in done:
+            names = [layout for name, layout in CASES if name == model]
+            run = subprocess.run(
+                [sys.executable, "-W", "ignore", "-m", "tests.sharding.run_layouts", model, *names],
+                capture_output=True,
+                text=True,
+                timeout=1800,
+                cwd=ROOT,
+                env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+            )
+            assert run.returncode == 0, run.stderr[-4000:]
+            found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+            done[model] = {report["layout"]: report for report in found}
+        return done[model]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_layout(reports, model, layout):
+    report = reports(model)[layout]
+    if (model, layout) in REFUSED:
+        assert REFUSED[model, layout] in report["refused"]
+        return
+    assert report["loss"] < 1e-5
+    error, tensor, step = report["gradient"]
+    assert error < 1e-5, f"the gradient of {tensor} in step {step}"
+    assert set(report["collectives"]) >= implied(model, layout)
+    if layout == "data":
+        assert "all-gather" not in report["collectives"]
+    assert report["gathered"] == []
+
+
+def implied(model, layout):
+    sizes = [word.split("=") for word in LAYOUTS[layout] if "_parallelism=" in word]
+    axes = {key.removesuffix("_parallelism").partition("_")[2] for key, size in sizes if size != "1"}
+    kinds = set().union(*(IMPLIED[axis] for axis in axes))
+    return kinds | ({"all-to-all"} if "expert" in axes and model != "dense" else set())

@@ -1,0 +1,170 @@
+"""A step compiled ahead is the step that training would compile, or it is refused, and the reason is said."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.trainers import ahead
+from maxtext.trainers.setup import Setup
+
+
+@pytest.fixture(scope="module")
+def saved(configure, tmp_path_factory):
+    """(configuration, its compiled step, the file)."""
+    path = tmp_path_factory.mktemp("ahead") / "deep" / "step.bin"
+    config = configure(f"compiled_trainstep_file={path}")
+    setup = Setup.of(config)
+    lowered = setup.lower_train_step(config.global_batch_size_to_train_on)
+    compiled = ahead.compile_step(setup, lowered)
+    size = ahead.save(str(path), setup, lowered, compiled)
+    assert path.stat().st_size == size
+    return config, compiled, path
+
+
+def no_compiler(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+
+
+def train_step(config):
+    return ahead.train_step(Setup.of(config), config.global_batch_size_to_train_on)
+
+
+def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
+    config, compiled, _ = saved
+    setup = Setup.of(config)
+    first, second = setup.initial_state(), setup.initial_state()
+    batch, key = setup.to_devices(packed), setup.key
+    with monkeypatch.context() as patch:
+        no_compiler(patch)
+        loaded = train_step(config)
+    assert loaded.memory_analysis().argument_size_in_bytes == compiled.memory_analysis().argument_size_in_bytes
+    one, losses = loaded(first, batch, key)
+    two, expected = compiled(second, batch, key)
+    assert losses["loss"] == expected["loss"]
+    jax.tree.map(np.testing.assert_array_equal, one.weights, two.weights)
+    again, _ = loaded(one, batch, key)  # what it returns, it takes
+    assert int(again.step) == 2
+
+
+def test_a_name_or_a_folder_does_not_matter(saved, configure, monkeypatch):
+    path = saved[2]
+    no_compiler(monkeypatch)
+    words = ("run_name=another", "base_output_directory=elsewhere", "log_period=7", "metrics_file=there.jsonl")
+    assert train_step(configure(f"compiled_trainstep_file={path}", *words))
+
+
+OTHER = {
+    "learning_rate=0.25": "learning_rate=.* there, 0.25 here",
+    "base_mlp_dim=48": "base_mlp_dim=32 there, 48 here",
+    "per_device_batch_size=4": "per_device_batch_size=8.* there, 4.* here",
+    "matmul_precision=default": "matmul_precision=highest there, default here",
+    "compile_xla_flags=--xla_backend_optimization_level=0": "compile_xla_flags=.* there, --xla_backend.*=0 here",
+}
+
+
+@pytest.mark.parametrize("word", OTHER)
+def test_another_run_is_refused(saved, configure, word, monkeypatch):
+    no_compiler(monkeypatch)
+    with pytest.raises(ConfigError, match=f"was compiled for another run: {OTHER[word]}") as caught:
+        train_step(configure(f"compiled_trainstep_file={saved[2]}", word))
+    assert "\n" not in str(caught.value)
+    assert "maxtext compile" in str(caught.value)
+
+
+MACHINES = {"jax": "0.9.9", "platform": "tpu", "device_kind": "TPU v5p", "devices": 64, "processor": "x86_64 0"}
+
+
+@pytest.mark.parametrize("fact", MACHINES)
+def test_another_machine_is_refused(saved, configure, tmp_path, fact):
+    line, _, executable = saved[2].read_bytes().partition(b"\n")
+    other = tmp_path / "step.bin"
+    other.write_bytes(json.dumps(json.loads(line) | {fact: MACHINES[fact]}).encode() + b"\n" + executable)
+    with pytest.raises(ConfigError, match=f"{fact.replace('_', ' ')} {MACHINES[fact]} there, .* here"):
+        train_step(configure(f"compiled_trainstep_file={other}"))
+
+
+def test_damage_is_found(saved, configure, tmp_path):
+    data = saved[2].read_bytes()
+    other = tmp_path / "step.bin"
+    word = f"compiled_trainstep_file={other}"
+    with pytest.raises(UserError, match="cannot read .*No such file"):
+        train_step(configure(word))
+    for damaged in (data[:-1], data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]):
+        other.write_bytes(damaged)
+        with pytest.raises(UserError, match="is damaged: compile it again"):
+            train_step(configure(word))
+    for foreign in (b"", b"hello\nworld", b'{"a": 1}\n', b"[1]\n"):
+        other.write_bytes(foreign)
+        with pytest.raises(UserError, match="is not a file of `maxtext compile`"):
+            train_step(configure(word))
+    line, _, rest = data.partition(b"\n")
+    other.write_bytes(json.dumps(json.loads(line) | {"version": 99}).encode() + b"\n" + rest)
+    with pytest.raises(UserError, match="is of another version"):
+        train_step(configure(word))
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*is not a folder to write in"):
+        ahead.check_writable(str(tmp_path / "file" / "step.bin"))
+    with pytest.raises(UserError, match="is a folder: name a file"):
+        ahead.check_writable(str(tmp_path))
+    ahead.check_writable(str(tmp_path / "new" / "deep" / "step.bin"))
+
+
+def test_options_of_the_compiler():
+    assert ahead.compiler_options("--xla_a=b  --xla_tpu_c=1") == {"xla_a": "b", "xla_tpu_c": "1"}
+    assert ahead.compiler_options("") == {}
+    for wrong in ("xla_a=b", "--xla_a", "--xla_a=", "--other=1"):
+        with pytest.raises(ConfigError, match="is not of the form --xla_name=value"):
+            ahead.compiler_options(wrong)
+
+
+def test_options_reach_the_compiler(configure, monkeypatch):
+    given = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: given.append(options))
+    train_step(configure("compile_xla_flags=--xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=true"))
+    assert given[0] == {"xla_backend_optimization_level": "0", "xla_cpu_enable_fast_math": "true"}
+
+
+def test_an_option_that_xla_does_not_know(configure):
+    with pytest.raises(ConfigError, match="compile_xla_flags='--xla_no_such_thing=1': XLA refuses it: .*No such"):
+        train_step(configure("compile_xla_flags=--xla_no_such_thing=1"))
+
+
+def test_training_runs_on_what_is_here(configure):
+    config = configure("compile_topology=v5p-8", "compile_topology_num_slices=1")
+    with pytest.raises(ConfigError, match="compile_topology=v5p-8 is for maxtext compile and estimate"):
+        train_step(config)
+
+
+def test_rules_of_the_keys(configure):
+    with pytest.raises(ConfigError, match="compile_topology=v5p-8 needs compile_topology_num_slices"):
+        configure("compile_topology=v5p-8")
+    with pytest.raises(ConfigError, match="compile_topology_num_slices=2 .* needs compile_topology"):
+        configure("compile_topology_num_slices=2")
+    ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
+    with pytest.raises(ConfigError, match="compiled_trainstep_file holds one program"):
+        configure("compiled_trainstep_file=f", *ramp)
+    with pytest.raises(ConfigError, match="internal_compile=True .*Google-internal names; use compile_topology"):
+        configure("internal_compile=true")
+
+
+def test_a_compiler_without_room(configure, monkeypatch):
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
+            "Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G.\n\nTotal hbm usage >= 121.02G"
+        )
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(
+        ahead.TooSmall, match="cannot fit the step: Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G$"
+    ):
+        train_step(configure())

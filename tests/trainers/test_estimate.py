@@ -1,0 +1,223 @@
+"""What policies keep and compute again against sums done by hand; and extrapolations against compiled programs."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.sharding.topology import Target, find_target
+from maxtext.trainers.activations import kept_by_policy, policy_of, products, trace, under
+from maxtext.trainers.estimate import Estimate, Program, abstract_setup, estimate, plans, shortage
+
+LAYERS, ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, INNER, WORDS = 2, 4, 32, 48, 4, 2, 8, 80, 112
+MODEL = [
+    f"base_num_decoder_layers={LAYERS}", f"base_emb_dim={WIDTH}", f"base_num_query_heads={HEADS}", f"head_dim={HEAD}",
+    f"base_num_kv_heads={GROUPS}", f"base_mlp_dim={INNER}", f"vocab_size={WORDS}", f"max_target_length={LENGTH}",
+    f"per_device_batch_size={ROWS}", "dataset_type=synthetic", "attention=dot_product", "enable_tensorboard=false",
+]  # fmt: skip
+TOKENS = ROWS * LENGTH
+
+
+def configure(*words, devices=1):
+    return load(None, [*MODEL, *words], environ={}, devices=Devices(devices))
+
+
+@pytest.fixture(scope="module")
+def policies():
+    config = configure()
+    return {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
+
+
+# Numbers of bfloat16 that a layer keeps for a token, beside its input.
+PROJECTIONS = (HEADS + 2 * GROUPS) * HEAD
+SAVED = {
+    "full": 0,
+    "save_out_proj": WIDTH,
+    "save_qkv_proj": PROJECTIONS,
+    "save_dot_except_mlp": PROJECTIONS + WIDTH,
+    "save_dot_with_context_except_mlp": PROJECTIONS + WIDTH + HEADS * HEAD,
+    "minimal": PROJECTIONS + WIDTH + 2 * INNER,
+    "minimal_with_context": PROJECTIONS + WIDTH + 2 * INNER + HEADS * HEAD,
+}
+
+
+@pytest.mark.parametrize("policy", SAVED)
+def test_what_a_policy_keeps(policies, policy):
+    kept = policies[policy].layers
+    # The layers' input; positions, and rotations that all layers share, are less than a number a token and layer.
+    assert kept.device == pytest.approx(2 * LAYERS * TOKENS * (WIDTH + SAVED[policy]), abs=2 * LAYERS * TOKENS * 2)
+    assert kept.host == 0
+
+
+def test_what_goes_to_the_host(policies):
+    assert policies["qkv_proj_offloaded"].layers.host == 2 * LAYERS * TOKENS * PROJECTIONS
+    assert policies["minimal_offloaded"].layers.host == 2 * LAYERS * TOKENS * SAVED["minimal"]
+    assert policies["minimal_offloaded"].layers.device == policies["full"].layers.device
+
+
+def test_what_is_computed_again(policies):
+    """Products of a layer a token: projections, scores and weighted values, MLP; the last of the MLP has no use."""
+    project = 2 * WIDTH * PROJECTIONS
+    attend = 2 * 2 * LENGTH * HEADS * HEAD
+    out = 2 * HEADS * HEAD * WIDTH
+    up = 2 * WIDTH * 2 * INNER
+    forward = LAYERS * (project + attend + out + up + up // 2) + 2 * WIDTH * WORDS
+    again = {name: kept.again * forward / LAYERS for name, kept in policies.items()}
+    assert again["none"] == 0
+    assert again["full"] == pytest.approx(project + attend + out + up, rel=1e-6)
+    assert again["save_out_proj"] == pytest.approx(project + attend + up, rel=1e-6)
+    assert again["minimal"] == pytest.approx(attend, rel=1e-6)
+    assert again["minimal_with_context"] == pytest.approx(attend / 2, rel=1e-6)
+    assert next(iter(policies)) == "none"
+    assert list(policies)[-1] == "full"
+
+
+def test_products_of_a_step_are_three_times_the_forward(policies):
+    config = configure("remat_policy=none")
+    forward = LAYERS * (
+        2 * WIDTH * PROJECTIONS + 4 * LENGTH * HEADS * HEAD + 2 * HEADS * HEAD * WIDTH + 6 * WIDTH * INNER
+    )
+    forward += 2 * WIDTH * WORDS
+    assert products(trace(under(config, "none")).jaxpr) == 3 * forward * 1009 * LENGTH
+
+
+def test_devices_share_activations():
+    config = configure(devices=8)
+    alone = configure("gradient_accumulation_steps=3")
+    eight = {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
+    one = {kept.policy: kept for kept in kept_by_policy(alone, abstract_setup(alone).rules)}
+    for name in ("full", "minimal", "none"):  # a device has its own rows, and one micro-batch at a time
+        assert eight[name].device == one[name].device
+
+
+@pytest.mark.parametrize(
+    ("word", "name"), [("remat_policy=minimal_flash", "minimal_with_context"), ("remat_policy=none", "none")]
+)
+def test_names_of_policies(word, name):
+    assert policy_of(configure(word)) == name
+
+
+def test_custom_policies_are_listed():
+    config = configure("remat_policy=custom", "out_proj=device")
+    kept = {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
+    assert kept["custom"].layers.device == kept["save_out_proj"].layers.device
+
+
+# A target's memory decides what is suggested.
+
+
+@pytest.fixture(scope="module")
+def arithmetic():
+    return estimate(configure(devices=64), find_target("v5p-128"), compiling=False)
+
+
+def with_memory(found: Estimate, memory: int | None) -> Estimate:
+    return replace(found, target=Target("it", "tpu", "TPU v5p", 64, 1, memory))
+
+
+def test_parts_add_up(arithmetic):
+    kept = arithmetic.current
+    assert arithmetic.temporaries == arithmetic.gradients + kept.layers.device + max(kept.around, arithmetic.working)
+    state = arithmetic.weights.device + arithmetic.optimizer.device
+    assert arithmetic.needed == state + arithmetic.batch + arithmetic.temporaries
+    assert arithmetic.batch == 6 * 4 * TOKENS + 8
+    assert arithmetic.fits
+
+
+def test_suggestions_fit_and_no_better_one_does(arithmetic):
+    for memory in (arithmetic.needed - 1, arithmetic.needed, 3 * arithmetic.needed, 2**30):
+        found = with_memory(arithmetic, memory)
+        assert found.fits == (found.needed <= memory)
+        largest = found.largest_of_all()
+        if largest is not None:
+            assert largest.expected <= memory
+            assert largest.rows % 64 == 0
+            kept = next(kept for kept in found.policies if kept.policy == largest.policy)
+            assert found.plan(kept, largest.rows + 64).expected > memory
+        cheapest = found.cheapest()
+        if cheapest is not None:
+            order = [kept.policy for kept in found.preferred()]
+            for better in order[: order.index(cheapest.policy)]:
+                kept = next(kept for kept in found.policies if kept.policy == better)
+                assert found.plan(kept, found.rows).expected > memory
+
+
+def test_a_target_that_holds_not_even_the_state(arithmetic):
+    found = with_memory(arithmetic, arithmetic.weights.device)
+    assert plans(found) == {"policy": None, "batch": None}
+    assert "a device too much" in shortage(found)
+
+
+def test_unknown_memory(arithmetic):
+    found = with_memory(arithmetic, None)
+    assert found.fits is None
+    assert plans(found) == {"policy": None, "batch": None}
+
+
+def test_offloading_is_suggested_only_to_who_offloads(arithmetic):
+    assert all(not kept.layers.host for kept in arithmetic.preferred())
+    offloading = replace(arithmetic, config=arithmetic.config.model_copy(update={"remat_policy": "minimal_offloaded"}))
+    assert any(kept.layers.host for kept in offloading.preferred())
+
+
+def test_a_program_counts_what_it_needs():
+    program = Program(100, 90, 80, 1000, 5, None, 0, [])
+    assert program.needed == 100 + 90 - 80 + 1000 + 5
+
+
+COMPARE = """
+import json, sys
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.sharding.topology import find_target
+from maxtext.trainers.estimate import compiled_as, estimate
+
+target = find_target("cpu:8")
+config = load(None, sys.argv[1:], environ={}, devices=Devices(target.count))
+found = estimate(config, target)
+program = found.program
+by_policy = {kept.policy: kept for kept in found.policies}
+there = {}
+for policy, rows in (("full", 3 * found.rows), ("minimal", found.rows)):
+    plan = found.plan(by_policy[policy], rows)
+    there[policy] = [plan.expected, compiled_as(found, plan).needed]
+print(json.dumps({
+    "weights": found.weights.device, "optimizer": found.optimizer.device, "batch": found.batch,
+    "arguments": program.arguments, "aliased": program.aliased, "plans": there,
+    "collectives": [[one.kind, one.count, one.bytes] for one in program.collectives],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    packed = [word for word in MODEL if not word.startswith("dataset_type")]  # so that segments are read
+    words = [*packed, "dataset_type=grain", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]
+    result = subprocess.run([sys.executable, "-c", COMPARE, *words], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_arguments_of_the_program_are_the_state_and_the_batch(compiled):
+    """To the byte. A step does not read targets_position, nor the key, without dropout."""
+    field = (compiled["batch"] - 8) // 6
+    assert compiled["arguments"] == compiled["weights"] + compiled["optimizer"] + 5 * field
+    assert compiled["aliased"] == compiled["weights"] + compiled["optimizer"]  # the state is given and taken
+
+
+@pytest.mark.slow
+def test_extrapolations_against_other_programs(compiled):
+    for expected, needed in compiled["plans"].values():
+        assert expected == pytest.approx(needed, rel=0.3)
+
+
+@pytest.mark.slow
+def test_a_split_program_sends(compiled):
+    kinds = {kind: (count, size) for kind, count, size in compiled["collectives"]}
+    assert kinds["all-gather"][0] >= 2 * 7 * LAYERS  # each matrix of a layer, forwards and backwards
+    assert all(count > 0 and size > 0 for count, size in kinds.values())
