@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 FAST ?=
+WORKERS ?= 2
 
 .PHONY: quickstart test lint format clean
 
@@ -10,7 +11,7 @@ quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
 
 test: lint
-	$(BIN)/pytest $(if $(FAST),-m "not slow")
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(if $(FAST),-m "not slow")
 
 lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks

@@ -100,7 +100,7 @@ def test_weights_taken_out(folder, made, tmp_path, capsys):
         (["inspect", "{empty}"], "holds neither checkpoints of training nor safetensors"),
         (["inspect", "{empty}/nowhere"], "there is no folder"),
         (["convert", "params-only", "{empty}", "{empty}/out"], "holds no complete checkpoint of training"),
-        (["convert", "params_only", "a", "b"], "say what to do"),
+        (["convert", "params_only", "a", "b"], "give a direction and two folders"),
     ],
 )
 def test_bad_words(words, said, tmp_path, capsys):

@@ -13,7 +13,7 @@ def run(words: list[str]) -> int:
     dtype = cli_words.take_option(words, "--dtype", DTYPES)
     if len(words) != 3 or words[0] not in ("from_hf", "to_hf", "params-only"):
         raise ConfigError(
-            "say what to do, and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT OUT, or "
+            "give a direction and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT OUT, or "
             "params-only CHECKPOINT OUT"
         )
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder

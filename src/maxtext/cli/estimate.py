@@ -71,7 +71,8 @@ def parts(found: Estimate) -> list[tuple[str, int, str]]:
         lines.append(("arguments", program.arguments, "compiled program: weights, optimizer, used parts of the batch"))
         lines.append(("outputs", program.outputs, f"compiled program; {size(program.aliased)} in place of arguments"))
         if program.peak:
-            lines.append(("compiler's peak", program.peak, "compiled program"))
+            used = program.peak - program.arguments
+            lines.append(("temporaries used", used, "compiled program: at one time, of those that it reserves"))
     if found.host:
         lines.append(("host memory", found.host, "what is offloaded, for one device"))
     lines.append(("needed", found.needed, "arguments + outputs - in place + temporaries"))

@@ -34,9 +34,9 @@ class Program:
     arguments: int
     outputs: int
     aliased: int  # outputs that take the place of arguments
-    temporaries: int
+    temporaries: int  # as reserved, with what lies idle between them
     code: int
-    peak: int | None  # the compiler's own, where it counts temporaries
+    peak: int | None  # arguments and temporaries in use at one time, where the compiler counts them
     host: int
     collectives: list[Collective]
 
@@ -51,7 +51,7 @@ class Program:
             memory.alias_size_in_bytes,
             memory.temp_size_in_bytes,
             memory.generated_code_size_in_bytes,
-            peak if peak > max(memory.argument_size_in_bytes, memory.temp_size_in_bytes) else None,
+            peak if peak > memory.argument_size_in_bytes + memory.output_size_in_bytes else None,
             sum(getattr(memory, f"host_{part}_size_in_bytes") for part in host) - memory.host_alias_size_in_bytes,
             collectives(compiled.as_text() or ""),
         )
