@@ -60,6 +60,8 @@ LAYOUTS = {
     "fsdp, optimizer on the host": (*axes(fsdp=8), "optimizer_memory_host_offload=true"),
     "fsdp, weights on the host": (*axes(fsdp=8), "parameter_memory_host_offload=true", "param_scan_axis=0"),
     "context, striped": (*axes(context=8), "context_parallel_reorder_strategy=striped"),
+    "fsdp x tensor, explicit": (*axes(fsdp=4, tensor=2), "shard_mode=explicit"),
+    "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit"),
     "pure-fsdp": ("custom_mesh_and_rule=pure-fsdp",),
     "ep-as-dp": ("custom_mesh_and_rule=ep-as-dp", *axes(fsdp=2, expert=4)),
     "ep-as-cp": ("custom_mesh_and_rule=ep-as-cp", *axes(fsdp=2, expert=4), STRAIGHT),
@@ -68,5 +70,17 @@ LAYOUTS = {
     "pipeline-large-moe": ("custom_mesh_and_rule=pipeline-large-moe", *axes(fsdp=2, tensor=2, expert=2)),
     "dcn data x fsdp x expert": ("dcn_data_parallelism=2", *axes(fsdp=2, expert=2)),
 }
-# Each axis alone and products, without what says how a state or a mesh is kept.
-PLAIN = [name for name in LAYOUTS if LAYOUTS[name][0].startswith("ici") and "host" not in name and "ZeRO" not in name]
+# Each axis alone and products; how a state is kept, and named layouts, are tried on some models only.
+SPECIAL = ("host", "ZeRO", "striped", "explicit")
+PLAIN = [
+    name
+    for name, words in LAYOUTS.items()
+    if not words[0].startswith("custom") and not any(word in name for word in SPECIAL)
+]
+NEIGHBOURS = "gated DeltaNet layers need them in their own"
+REFUSED = {
+    (model, layout): NEIGHBOURS
+    for model in ("delta",)
+    for layout in LAYOUTS
+    if "balanced" in layout or "striped" in layout
+}

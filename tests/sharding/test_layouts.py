@@ -22,7 +22,11 @@ IMPLIED = {
     "context": {"all-gather", "all-reduce"},
     "expert": {"all-reduce"},
 }
-CASES = [(model, layout) for model in MODELS for layout in (LAYOUTS if model in ("dense", "moe") else PLAIN)]
+# The dense model shows how a state is kept, the one with experts the named layouts.
+KEPT = [name for name in LAYOUTS if any(word in name for word in ("host", "ZeRO", "striped", "tensor, explicit"))]
+NAMED = [name for name, words in LAYOUTS.items() if words[0].startswith("custom") or name == "fsdp x expert, explicit"]
+FURTHER = {"dense": KEPT, "moe": NAMED, "mla": [], "delta": []}
+CASES = [(model, layout) for model in MODELS for layout in [*PLAIN, *FURTHER[model]]]
 
 
 @pytest.fixture(scope="module")

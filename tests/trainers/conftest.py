@@ -1,7 +1,10 @@
 """Tiny models, packed batches, a train step that compiles in a second, and whole runs to look into."""
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,9 +18,11 @@ from maxtext.configs.derive import Devices
 from maxtext.input_pipeline import BatchIterator
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
-from maxtext.trainers import pretrain
+from maxtext.sharding import use_rules
+from maxtext.trainers import feed, pretrain
+from maxtext.trainers.losses import language_model_losses
 from maxtext.trainers.setup import Setup
-from maxtext.trainers.step import make_train_step
+from maxtext.trainers.step import make_eval_step, make_train_step
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
 # One unrolled layer of the default block, in float32 throughout.
@@ -39,8 +44,13 @@ class Bench:
 
     config: Any
     setup: Setup
-    state: Any
     step: Any
+    weights: Callable[[], Any]
+
+    @cached_property
+    def state(self):
+        """The start, made when it is asked for."""
+        return self.setup.first_state(self.weights())
 
     def __call__(self, batch, state=None):
         state, metrics = self.step(self.state if state is None else state, batch, self.setup.key)
@@ -78,12 +88,15 @@ def make_bench(configure):
             config = configure(*with_defaults(words, [*CONSTANT_RATE, "dataset_type=grain"]))
             setup = Setup.of(config)
             step = make_train_step(config, setup.template, setup.optimizer, learning_rate_schedule(config))
-            shapes = f"{setup.template.weights} {config.init_weights_seed}"
-            if shapes not in weights:
-                weights[shapes] = quick(lambda: initial_weights(config))()
-            state = setup.first_state(weights[shapes])
-            made[words] = Bench(config, setup, state, quick(step))
+            made[words] = Bench(config, setup, quick(step), lambda: initial(config, setup))
         return made[words]
+
+    def initial(config, setup):
+        """Op by op: models share the shapes of most weights, and a program that makes them all compiles for long."""
+        shapes = f"{setup.template.weights} {config.init_weights_seed}"
+        if shapes not in weights:
+            weights[shapes] = initial_weights(config)
+        return weights[shapes]
 
     return make
 
@@ -132,6 +145,79 @@ def packed():
         "targets_position": joined["position"],
         "targets_segmentation": joined["segmentation"],
     }
+
+
+class Program:
+    """What a configuration computes, part by part, each traced when asked for."""
+
+    # From the cheapest to the dearest: the first that differs settles it.
+    PARTS = ("weights", "loss", "kept", "start", "evaluation", "step")
+
+    def __init__(self, config):
+        self.config, self.setup = config, Setup.of(config)
+
+    def differs(self, other):
+        """The part in which two programs differ first, or None."""
+        return next((part for part in self.PARTS if getattr(self, part) != getattr(other, part)), None)
+
+    @cached_property
+    def weights(self):
+        return str(self.setup.template.weights)
+
+    @cached_property
+    def loss(self):
+        return self.traced(self.losses, *self.inputs)
+
+    @cached_property
+    def kept(self):
+        """The forward pass with what it keeps for the backward pass, which is a part of the step below."""
+        weights, *rest = self.inputs
+        return self.traced(lambda weights, *rest: jax.vjp(lambda it: self.losses(it, *rest), weights), weights, *rest)
+
+    @cached_property
+    def start(self):
+        return self.traced(self.setup.fresh)
+
+    @cached_property
+    def evaluation(self):
+        step = make_eval_step(self.config, self.setup.template)
+        return self.traced(step, self.setup.template.weights, self.setup.abstract_batch(self.rows))
+
+    @cached_property
+    def step(self):
+        setup = self.setup
+        rate = learning_rate_schedule(self.config)
+        step = make_train_step(self.config, setup.template, setup.optimizer, rate, setup.to_optimizer)
+        return self.traced(step, setup.abstract_state, setup.abstract_batch(self.rows), setup.abstract_key)
+
+    @property
+    def rows(self):
+        return self.config.global_batch_size_to_train_on
+
+    @property
+    def inputs(self):
+        dropping = self.config.enable_dropout and self.config.dropout_rate > 0
+        return (
+            self.setup.template.weights,
+            self.setup.abstract_batch(self.rows),
+            self.setup.abstract_key if dropping else None,
+        )
+
+    def losses(self, weights, batch, key):
+        losses = language_model_losses(self.config, self.setup.template, weights, batch, key)
+        return losses.sums, losses.auxiliary
+
+    def traced(self, function, *inputs):
+        with use_rules(self.setup.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+            traced = jax.make_jaxpr(function)(*inputs)
+        constants = [array.tobytes() for array in map(np.asarray, traced.consts)]
+        return re.sub(r"0x[0-9a-f]+", "", str(traced)), constants
+
+
+@pytest.fixture(scope="session")
+def program():
+    """(a configuration) -> its Program."""
+    return Program
 
 
 @pytest.fixture(scope="module")
@@ -191,19 +277,17 @@ def copied(tree):
     return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
 
 
-@pytest.fixture
-def run_training(configure, light_compiler, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def run_training(configure, light_compiler, tmp_path_factory):
     """Trains and returns the Run. `batches` replace the data; `before_step(step, state)` may return another state."""
 
     def run(*words, batches=None, before_step=None):
-        number = sum(path.is_dir() for path in tmp_path.glob("run*"))
-        folder = tmp_path / f"run{number}"
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp("run")
         metrics = folder / "metrics.jsonl"
         places = (f"base_output_directory={folder}", "run_name=it", f"metrics_file={metrics}")
         made = Run(configure(*places, *with_defaults(words, CONSTANT_RATE)))
 
-        class Watched(pretrain_loop):
+        class Watched(pretrain.Loop):
             def __init__(self, *arguments, **more):
                 super().__init__(*arguments, **more)
                 made.loop, inner = self, self.train_step
@@ -217,20 +301,19 @@ def run_training(configure, light_compiler, monkeypatch, tmp_path):
 
                 self.train_step = step
 
-        monkeypatch.setattr(pretrain, "Loop", Watched)
-        if batches is not None:
-            monkeypatch.setattr(pretrain, "make_train_iterator", lambda config: Scripted(batches))
-        try:
-            made.result = pretrain.train(made.config)
-        except UserError as error:
-            made.error = error
-        monkeypatch.setattr(pretrain, "Loop", pretrain_loop)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pretrain, "Loop", Watched)
+            if batches is not None:
+                patch.setattr(feed, "make_train_iterator", lambda config, share: Scripted(batches))
+            try:
+                made.result = pretrain.train(made.config)
+            except UserError as error:
+                made.error = error
         made.records = [read_record(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         summary = folder / "it" / "summary.json"
         made.summary = json.loads(summary.read_text()) if summary.exists() else None
         return made
 
-    pretrain_loop = pretrain.Loop
     return run
 
 

@@ -33,7 +33,22 @@ def poisoned():
 
 
 GOOD = [batch_of(seed) for seed in range(12)]
-TAINTED = [*GOOD[:BAD], poisoned(), *GOOD[BAD + 1 :]]
+POISONED = poisoned()
+TAINTED = [*GOOD[:BAD], POISONED, *GOOD[BAD + 1 :]]
+
+
+@pytest.fixture(scope="module")
+def trained(run_training):
+    """As run_training, but a run that was made before is only looked at again."""
+    made = {}
+
+    def get(*words, batches, before_step=None):
+        which = words, tuple(map(id, batches)), before_step
+        if which not in made:
+            made[which] = run_training(*words, batches=batches, before_step=before_step)
+        return made[which]
+
+    return get
 
 
 def assert_same(ours, expected):
@@ -48,8 +63,8 @@ def explode(step, state):
     return replace(state, weights=state.weights | {"head": head})
 
 
-def test_a_lost_loss_ends_the_run_and_names_the_step(run_training):
-    run = run_training(*SMALL, batches=TAINTED)
+def test_a_lost_loss_ends_the_run_and_names_the_step(trained):
+    run = trained(*SMALL, batches=TAINTED)
     assert isinstance(run.error, TrainingFailed)
     assert run.error.exit_code == 1
     assert f"the loss of step {BAD} is nan" in str(run.error)
@@ -62,19 +77,19 @@ def test_a_lost_loss_ends_the_run_and_names_the_step(run_training):
 
 
 @pytest.mark.parametrize("once", [pytest.param(False, id="for good"), pytest.param(True, id="for one batch")])
-def test_the_weights_of_the_last_good_step_stay(run_training, once):
+def test_the_weights_of_the_last_good_step_stay(trained, once):
     """As those of a run whose data ended before the bad batch; steps dispatched after it must not move them."""
-    good = run_training(*SMALL, batches=GOOD[:BAD])
+    good = trained(*SMALL, batches=GOOD[:BAD])
     assert good.error is None
     assert good.summary["stopped"] == "the data ended"
-    run = run_training(*SMALL, batches=TAINTED if once else [*GOOD[:BAD], *[poisoned()] * 7])
+    run = trained(*SMALL, batches=TAINTED if once else [*GOOD[:BAD], *[POISONED] * 7])
     assert f"step {BAD} " in str(run.error)
     assert_same(run.weights(), good.weights())
     assert_same(run.history[BAD], run.history[BAD - 1])
 
 
-def test_an_infinite_loss_ends_the_run(run_training):
-    run = run_training(*SMALL, "z_loss_multiplier=0.1", batches=GOOD, before_step=explode)
+def test_an_infinite_loss_ends_the_run(trained):
+    run = trained(*SMALL, "z_loss_multiplier=0.1", batches=GOOD, before_step=explode)
     assert f"the loss of step {BAD} is inf" in str(run.error)
     assert run.records[-1]["step"] == BAD
     assert run.records[-1]["loss"] == math.inf
@@ -83,7 +98,7 @@ def test_an_infinite_loss_ends_the_run(run_training):
     assert_same(run.history[BAD], spoiled)
 
 
-def test_a_lost_gradient_ends_the_run_too(run_training):
+def test_a_lost_gradient_ends_the_run_too(trained):
     """A finite loss whose gradient's norm overflows would spoil the weights as well."""
 
     def steepen(step, state):
@@ -92,13 +107,13 @@ def test_a_lost_gradient_ends_the_run_too(run_training):
         head = {"kernel": state.weights["head"]["kernel"] * 1e21}
         return replace(state, weights=state.weights | {"head": head})
 
-    run = run_training(*SMALL, batches=GOOD, before_step=steepen)
+    run = trained(*SMALL, batches=GOOD, before_step=steepen)
     assert f"the gradient norm of step {BAD} is inf" in str(run.error)
     assert math.isfinite(run.records[-1]["loss"])
 
 
-def test_a_run_may_be_told_to_go_on(run_training):
-    run = run_training(*SMALL, *GO_ON, batches=TAINTED)
+def test_a_run_may_be_told_to_go_on(trained):
+    run = trained(*SMALL, *GO_ON, batches=TAINTED)
     assert run.error is None
     assert [record["step"] for record in run.records] == list(range(12))
     assert math.isnan(run.records[BAD]["loss"])
@@ -114,19 +129,19 @@ def test_a_run_may_be_told_to_go_on(run_training):
         ("abort_on_inf_loss=false", "inf", False),
     ],
 )
-def test_each_key_speaks_for_its_own_kind(run_training, words, what, ends):
+def test_each_key_speaks_for_its_own_kind(trained, words, what, ends):
     if what == "nan":
-        run = run_training(*SMALL, words, batches=TAINTED)
+        run = trained(*SMALL, words, batches=TAINTED)
     else:
-        run = run_training(*SMALL, "z_loss_multiplier=0.1", words, batches=GOOD, before_step=explode)
+        run = trained(*SMALL, "z_loss_multiplier=0.1", words, batches=GOOD, before_step=explode)
     assert (run.error is not None) == ends
     assert str(run.records[BAD]["loss"]) == what
     assert run.records[-1]["step"] == (BAD if ends else 11)
 
 
-def test_a_run_that_goes_on_counts_its_bad_step(run_training):
+def test_a_run_that_goes_on_counts_its_bad_step(trained):
     """Else the schedule and the randomness of dropout lag one step behind the loop from then on."""
-    run = run_training(*SMALL, "abort_on_nan_loss=false", batches=TAINTED)
+    run = trained(*SMALL, "abort_on_nan_loss=false", batches=TAINTED)
     assert run.error is None
     assert int(run.loop.state.step) == run.loop.step == 12
 
@@ -151,10 +166,10 @@ SPIKED = [GOOD[0]] * SPIKE + [GOOD[1]] + [GOOD[0]] * 4
 SKIPPING = ("skip_step_on_spikes=true", "skip_step_interval=8", "skip_step_scaling_factor=4")
 
 
-@pytest.fixture
-def spiked(run_training):
+@pytest.fixture(scope="module")
+def spiked(trained):
     words = ("opt_type=sgd", "learning_rate=0.5", "lr_schedule_type=cosine", "wsd_decay_steps_fraction=0.1")
-    return run_training("decoder_block=simple_mlp", *words, *SKIPPING, "steps=30", batches=SPIKED)
+    return trained("decoder_block=simple_mlp", *words, *SKIPPING, "steps=30", batches=SPIKED)
 
 
 def test_a_spike_is_skipped_and_recorded(spiked):
@@ -183,12 +198,12 @@ def test_the_recorded_rate_is_the_one_that_was_applied(spiked):
         assert record["learning_rate"] == pytest.approx(moved / record["grad_norm"], rel=1e-3), step
 
 
-def test_without_skipping_there_is_no_such_metric(run_training):
-    assert "skipped" not in run_training(*SMALL, batches=GOOD[:2]).records[0]
+def test_without_skipping_there_is_no_such_metric(trained):
+    assert "skipped" not in trained(*SMALL, batches=GOOD[:BAD]).records[0]
 
 
-def test_a_trace_is_ended_when_the_run_fails(run_training):
-    run = run_training(*SMALL, "profiler=xplane", "profiler_steps=30", batches=TAINTED)
+def test_a_trace_is_ended_when_the_run_fails(trained):
+    run = trained(*SMALL, "profiler=xplane", "profiler_steps=30", batches=TAINTED)
     profiler = next(hook.profiler for hook in run.loop.hooks if isinstance(hook, Profile))
     active = profiler.active
     profiler.close()  # so that this test leaves no trace behind either

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from maxtext.trainers.loop import AHEAD, Hook, Loop
+from maxtext.trainers.loop import AHEAD, ASKED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.step import ENDED, GO_ON, STOP
 
 
 class Journal(Hook):
@@ -238,3 +239,32 @@ def test_times_add_up_and_leave_out_what_a_hook_took():
 
     make_loop(4, Clock(), step=step).run()
     assert all(0.05 <= duration < 0.6 for duration in seconds), seconds
+
+
+def voting(votes):
+    """Steps whose metrics carry the strongest vote of several processes; one without data changes nothing."""
+
+    def step(state, batch, key):
+        vote = votes.get(state, GO_ON)
+        return (state if vote == ENDED else state + batch), {"loss": state, "vote": vote}
+
+    return step
+
+
+def test_all_processes_stop_when_the_vote_is_read():
+    """One process was asked in step 4; every process reads that after AHEAD more steps, and none leaves before."""
+    journal = Journal()
+    loop = make_loop(100, journal, step=voting({4: STOP}))
+    loop.run()
+    assert loop.stop == ASKED_ELSEWHERE
+    assert loop.step == loop.state == 4 + 1 + AHEAD
+    assert journal.steps("metrics") == list(range(loop.step))
+
+
+def test_a_step_without_data_in_one_process_is_no_step():
+    journal = Journal()
+    loop = make_loop(100, journal, step=voting({5: ENDED}))
+    loop.run()
+    assert loop.stop == "the data ended"
+    assert loop.step == loop.state == 5
+    assert journal.steps("metrics") == list(range(5))  # those that were on their way are not told

@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.saver import RUN_FILE, Storage, position_file, quiet_orbax
-from maxtext.checkpoint.state import Name, named, nested, unnamed
+from maxtext.checkpoint.state import Name, named, nested
 from maxtext.checkpoint.tensors import Tensor
 from maxtext.common.errors import UserError
 
@@ -84,8 +84,3 @@ def restore_args(leaf: Any) -> ocp.RestoreArgs:
     if getattr(leaf, "sharding", None) is None:
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
     return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-
-
-def read_like(stored: Stored, like: Any, storage: Storage) -> Any:
-    """A tree like an abstract one that says where its arrays lie."""
-    return unnamed(like, stored.read(named(like), storage))

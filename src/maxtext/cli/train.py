@@ -64,6 +64,8 @@ def set_up_jax(config) -> None:
     import jax
 
     jax.config.update("jax_use_shardy_partitioner", config.shardy)
+    if config.shard_mode.value == "explicit":
+        jax.config.update("jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type)
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -16,7 +16,14 @@ from flax import nnx
 
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.parameters import Maker, slices, stack
+from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
+
+# What passes between layers, [B, S, E] or several streams of it: its logical axes, by the number of dimensions.
+STREAM = {
+    3: ("activation_batch", "activation_norm_length", "activation_embed"),
+    4: ("activation_batch", "activation_norm_length", None, "activation_embed"),
+}
 
 
 class Spec(Protocol):
@@ -137,6 +144,9 @@ class Stack(nnx.Module):
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             if self.on_host:
                 state = to_device(state)
+            return by_compiler(layer, state, x, inputs, axes=STREAM[x.ndim])
+
+        def layer(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             return nnx.merge(graph, state)(x, inputs)
 
         looped = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one

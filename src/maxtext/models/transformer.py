@@ -16,10 +16,11 @@ from maxtext.layers.linear import Linear
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker, Template
-from maxtext.layers.stack import RematPolicy, Stack
+from maxtext.layers.stack import STREAM, RematPolicy, Stack
 from maxtext.models.common import norm_spec
 from maxtext.models.registry import family, layers, segments
 from maxtext.sharding import constrain
+from maxtext.sharding.explicit import by_compiler
 
 
 class Transformer(nnx.Module):
@@ -75,21 +76,33 @@ class Transformer(nnx.Module):
 
     def run(self, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict]:
         """The output of the last layer, and {"layers": {segment: {"blocks": {place: {name: [repeats, ...]}}}}}."""
-        x = self.embed(ids)
+        graph, state = nnx.split((self.embedder, self.positions))
+        x, _ = by_compiler(
+            lambda state, ids, positions: (self.enter(*nnx.merge(graph, state), ids, positions), None),
+            state, ids, inputs.positions, axes=STREAM[3 if self.streams == 1 else 4],
+        )  # fmt: skip
         inputs = replace(inputs, tokens=ids)
-        if self.positions is not None:
-            x = x + self.positions(inputs.positions)
-        if self.fixed_positions:
-            x = x + sinusoids(inputs.positions, self.size, self.dtype)
-        x = x if self.streams == 1 else expand(x, self.streams)
         reports = {}
         for number, stack in enumerate(self.layers):
             x, report = stack(x, inputs)
             reports[number] = {"blocks": report}
-        return x if self.streams == 1 else collapse(x), {"layers": reports}
+        if self.streams > 1:
+            x, _ = by_compiler(lambda x: (collapse(x), None), x, axes=STREAM[3])
+        return x, {"layers": reports}
+
+    def enter(self, embedder: Embedding, positions: Positions | None, ids: jax.Array, places: jax.Array) -> jax.Array:
+        """What the first layer reads."""
+        x = self.scaled(embedder(ids))
+        if positions is not None:
+            x = x + positions(places)
+        if self.fixed_positions:
+            x = x + sinusoids(places, self.size, self.dtype)
+        return x if self.streams == 1 else expand(x, self.streams)
 
     def embed(self, ids: jax.Array) -> jax.Array:
-        x = self.embedder(ids)
+        return self.scaled(self.embedder(ids))
+
+    def scaled(self, x: jax.Array) -> jax.Array:
         return x if self.embedding_scale is None else x * jnp.asarray(self.embedding_scale, x.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:

@@ -63,6 +63,17 @@ def check_split(rules: AxisRules, axes: Any, weights: Any, tolerance: float) -> 
         )
 
 
+def check_batch(rules: AxisRules, rows: int, key: str) -> None:
+    """Refuse a batch that does not divide: it would be whole on every device, and all would do the same work."""
+    split = rules.axes_of(("activation_batch",), (rules.mesh.size,))[0]
+    parts = math.prod(rules.mesh.shape[axis] for axis in split)
+    if rows % parts:
+        raise ConfigError(
+            f"a batch of {rows} sequences does not divide over the {parts} devices of {' x '.join(split)}: change "
+            f"{key}, or give devices to axes that split a sequence (ici_context_parallelism, ici_tensor_parallelism)"
+        )
+
+
 def describe(rules: AxisRules, axes: Any, weights: Any) -> Iterable[str]:
     """A line for each weight: logical axes, mesh axes, and the shape of a shard."""
     by_path = dict(zip(paths(weights), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))

@@ -15,6 +15,8 @@ from maxtext.kernels.loss import tiled_cross_entropy
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
+from maxtext.layers.stack import STREAM
+from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
 
 Batch = dict[str, jax.Array]
@@ -83,13 +85,11 @@ def language_model_losses(config: Any, template: Template, weights: Any, batch: 
     model = bound(config, template, weights)
     inputs = layer_inputs(config, batch, key)
     x, reports = model.run(batch["inputs"], inputs)
-    losses, partition = tiled_cross_entropy(
-        model.logits, model.final_norm(x), batch["targets"], config.num_vocab_tiling
-    )
-    mask = token_weights(batch)
-    sums = {"lm_loss": jnp.sum(losses * mask)}
-    if config.z_loss_multiplier:
-        sums["z_loss"] = config.z_loss_multiplier * jnp.sum(jnp.square(partition) * mask)
+    around = {name: tree for name, tree in weights.items() if name != "layers"}  # what the head needs, and more
+    _, sums = by_compiler(
+        lambda around, x, batch: (x, head_sums(config, bound(config, template, weights | around), x, batch)),
+        around, x, batch, axes=STREAM[3],
+    )  # fmt: skip
     if config.mtp_num_layers:
         outputs, report = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
         sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_sum(config, model, outputs, batch)
@@ -99,6 +99,18 @@ def language_model_losses(config: Any, template: Template, weights: Any, batch: 
         }
         reports = reports | {"mtp": {"layers": each}}
     return Losses(sums, auxiliary(reports), reports)
+
+
+def head_sums(config: Any, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+    """Sums over tokens of what the output of the last layer loses."""
+    losses, partition = tiled_cross_entropy(
+        model.logits, model.final_norm(x), batch["targets"], config.num_vocab_tiling
+    )
+    mask = token_weights(batch)
+    sums = {"lm_loss": jnp.sum(losses * mask)}
+    if config.z_loss_multiplier:
+        sums["z_loss"] = config.z_loss_multiplier * jnp.sum(jnp.square(partition) * mask)
+    return sums
 
 
 def mtp_sum(config: Any, model: Any, outputs: list[jax.Array], batch: Batch) -> jax.Array:

@@ -135,8 +135,8 @@ def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dic
     }
     if memory is not None:
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        parts = f"{size(memory.argument_size_in_bytes)} state and batch, {size(memory.temp_size_in_bytes)} temporary"
-        model["memory a device"] = f"{size(total)} ({parts})"
+        parts = f"{hardware.size(memory.argument_size_in_bytes)} state and batch, {hardware.size(memory.temp_size_in_bytes)} temporary"
+        model["memory a device"] = f"{hardware.size(total)} ({parts})"
     tokens = config.global_batch_size_to_train_on * config.max_target_length
     return {
         "Model": model,
@@ -163,14 +163,6 @@ def saved(config: Any) -> str:
     when = "at every chance" if config.enable_continuous_checkpointing else f"every {config.checkpoint_period:,} steps"
     kept = config.max_num_checkpoints_to_keep
     return f"metrics, plots, and checkpoints {when}" + (f", of which {kept} stay" if kept else "")
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def run_folder(config: Any) -> str:

@@ -1,5 +1,6 @@
 """What a run needs before its first step: mesh, abstract model, shardings, and a state that is born in its shards."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,8 @@ from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.optimizers import learning_rate_schedule, make_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
-from maxtext.sharding.state import check_split, describe, on_device, on_host, split_further
+from maxtext.sharding.explicit import explicitly
+from maxtext.sharding.state import check_batch, check_split, describe, on_device, on_host, split_further
 from maxtext.trainers.losses import token_order
 from maxtext.trainers.step import TrainState, make_eval_step, make_train_step
 
@@ -98,7 +100,10 @@ class Setup:
 
     def check_layout(self) -> None:
         """Refuse a layout that copies what it could split; say how weights lie, if asked."""
-        weights, axes = self.template.weights, self.template.axes
+        weights, axes, config = self.template.weights, self.template.axes, self.config
+        check_batch(self.rules, config.micro_batch_size_to_train_on, "per_device_batch_size")
+        if config.eval_interval > 0:
+            check_batch(self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size")
         if self.config.debug_sharding:
             for line in describe(self.rules, axes, weights):
                 LOGGER.info("sharding: %s", line)
@@ -131,12 +136,19 @@ class Setup:
         step = make_train_step(
             self.config, self.template, self.optimizer, learning_rate_schedule(self.config), self.to_optimizer
         )
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated()))
         state, batch = placed(self.abstract_state, self.state_shardings), self.abstract_batch(rows)
         if len({device.process_index for device in self.rules.mesh.devices.flat}) > 1:
             votes = jax.ShapeDtypeStruct((self.rules.mesh.size,), jnp.int32, sharding=self.rules.over_devices())
             batch["vote"] = votes
-        return self.lower(jitted, state, batch, self.abstract_key)
+        arguments = state, batch, self.abstract_key
+        if self.explicit:
+            step = explicitly(step, jax.tree.map(lambda leaf: leaf.sharding, arguments))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated()))
+        return self.lower(jitted, *arguments)
+
+    @property
+    def explicit(self) -> bool:
+        return self.config.shard_mode.value == "explicit"
 
     def to_optimizer(self, gradients: Any) -> Any:
         """Gradients as the optimizer needs them: with ZeRO-1 each device keeps the part that it updates."""
@@ -150,7 +162,8 @@ class Setup:
         return self.compile(self.lower(step, weights, self.abstract_batch(rows)))
 
     def lower(self, step: Any, *arguments: Any) -> jax.stages.Lowered:
-        with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+        context = jax.set_mesh(self.rules.mesh) if self.explicit else contextlib.nullcontext()
+        with use_rules(self.rules), context, jax.default_matmul_precision(self.config.matmul_precision.value):
             return step.lower(*arguments)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -14,6 +14,7 @@ import optax
 
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import clip_by_global_norm
+from maxtext.sharding.explicit import as_first, by_compiler, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
 from maxtext.trainers.losses import Batch, evaluation_sums, language_model_losses, token_counts, token_weights
@@ -69,7 +70,8 @@ def make_train_step(
         if warms_up(config):
             weights = optax.apply_updates(state.weights, of_indexers(updates))
         else:
-            weights = after_update(config, optax.apply_updates(state.weights, updates), reports)
+            weights = optax.apply_updates(state.weights, updates)
+            weights = as_first(lambda weights, reports: after_update(config, weights, reports), weights, reports)
         new = TrainState(state.step + 1, weights, optimizer_state, state.lost)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
             new = hold(new, state, is_lost(config, value) | is_lost(config, raw_norm))
@@ -141,7 +143,11 @@ def accumulate(gradient: Callable, weights: Any, batch: Batch, key: jax.Array | 
 
     def cut(field: jax.Array) -> jax.Array:
         # Rows are dealt out in turn, so that each piece holds rows of every device.
-        return field.reshape(field.shape[0] // pieces, pieces, *field.shape[1:]).swapaxes(0, 1)
+        dealt, _ = by_compiler(
+            lambda field: (field.reshape(field.shape[0] // pieces, pieces, *field.shape[1:]).swapaxes(0, 1), None),
+            field, axes=(None, "activation_embed_and_logits_batch", "activation_norm_length"),
+        )  # fmt: skip
+        return dealt
 
     def merge(path: tuple, sums: jax.Array, piece: jax.Array) -> jax.Array:
         largest = getattr(path[-1], "key", None) == "max_logits"
@@ -154,8 +160,7 @@ def accumulate(gradient: Callable, weights: Any, batch: Batch, key: jax.Array | 
 
     cuts = jax.tree.map(cut, batch)
     shapes = jax.eval_shape(gradient, weights, jax.tree.map(lambda field: field[0], cuts), key)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    sums, _ = jax.lax.scan(add, zeros, (jnp.arange(pieces), cuts))
+    sums, _ = jax.lax.scan(add, zeros_like(shapes), (jnp.arange(pieces), cuts))
     return sums
 
 

@@ -171,6 +171,25 @@ acts_only(
 )  # fmt: skip
 
 
+acts_only(lambda c: c.shard_mode is ShardMode.EXPLICIT, "shard_mode=explicit", "remove_size_one_mesh_axis_from_type")
+
+
+@rule
+def explicit_sharding_has_its_limits(c):
+    """What works on whole matrices or keeps state apart from its weight has no single layout that a type could say."""
+    beyond = {
+        "opt_type=muon": c.opt_type.value == "muon",
+        "shard_optimizer_over_data": c.shard_optimizer_over_data,
+        "optimizer_memory_host_offload": c.optimizer_memory_host_offload,
+        "parameter_memory_host_offload": c.parameter_memory_host_offload,
+        "mtp_num_layers": c.mtp_num_layers > 0,
+    }
+    found = [name for name, present in beyond.items() if present]
+    if c.shard_mode is ShardMode.EXPLICIT and found:
+        return f"shard_mode=explicit does not go with {found[0]}: set shard_mode=auto"
+    return None
+
+
 @rule
 def mesh_axes_are_distinct(c):
     repeated = sorted({axis for axis in c.mesh_axes if c.mesh_axes.count(axis) > 1})
