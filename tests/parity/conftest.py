@@ -1,5 +1,6 @@
 """What the tests against transformers share: its tiny models, each made once, and ours of the same folders."""
 
+import gc
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,6 +18,18 @@ else:
     collect_ignore = ["test_zoo.py", "test_config_json.py", "test_other_folders.py", "test_training.py"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def rare_collections():
+    """Tracing makes many small objects that live long; looking through all of them again and again takes time."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    yield
+    gc.set_threshold(*before)
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def quick_programs():
     """Compiling is most of the time here, and half of it goes into making programs of a moment faster."""
@@ -29,9 +42,11 @@ def quick_programs():
 @pytest.fixture(scope="session")
 def specimen(tmp_path_factory):
     """(name of a case) -> its folder and transformers' scores."""
+    import torch
     import transformers
     import zoo
 
+    torch.set_num_threads(1)  # tests run side by side, and these models are too small to share
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     made = {}

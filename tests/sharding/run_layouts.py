@@ -1,4 +1,4 @@
-"""Run by test_layouts.py in a process with eight CPU devices: trains one model on one device and in every layout.
+"""run by matrix.py in a process with eight CPU devices: trains one model on one device and in every layout.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.sharding.run_layouts MODEL [LAYOUT ...]
 

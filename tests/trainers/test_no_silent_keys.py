@@ -31,11 +31,9 @@ INDEXED = {"use_indexer": "true", "indexer_topk": 3, "indexer_head_dim": 8, "ind
 CONFIGURATIONS = {
     **{name: HEADS | {"decoder_block": name} for name in ("default", "llama2", "mistral", "gemma", "qwen2", "qwen3")},
     "gpt3": HEADS | {"decoder_block": "gpt3", "trainable_position_size": 16, "mlp_activations": "[gelu]"},
-    "mistral window": HEADS | WINDOW | {"decoder_block": "mistral"},
     "gemma2": HEADS | WINDOW | {"decoder_block": "gemma2"},
     "gemma3": HEADS | WINDOW | {"decoder_block": "gemma3", "base_num_decoder_layers": 6},
     "gemma4": HEADS | WINDOW | GEMMA4,
-    "gemma4 experts": HEADS | WINDOW | GEMMA4 | MOE,
     "olmo3": HEADS | WINDOW | YARN | {"decoder_block": "olmo3", "base_num_decoder_layers": 4},
     "mixtral": HEADS | MOE | {"decoder_block": "mixtral"},
     "qwen3_moe": HEADS | MOE | {"decoder_block": "qwen3_moe"},
@@ -44,15 +42,8 @@ CONFIGURATIONS = {
     "qwen3_5 experts": HEADS | MOE | {"decoder_block": "qwen3_5", "base_num_decoder_layers": 4},
     "gpt_oss": HEADS | WINDOW | MOE | {"decoder_block": "gpt_oss", "base_num_decoder_layers": 2},
     "llama4": HEADS | MOE | {"decoder_block": "llama4", "chunk_attn_window_size": 4},
-    "llama4 without positions": HEADS | MOE | YARN | {
-        "decoder_block": "llama4", "chunk_attn_window_size": 4, "nope_layer_interval": 2, "base_num_decoder_layers": 2,
-    },
     "deepseek without latents": HEADS | MOE | {"decoder_block": "deepseek", "routed_bias": "true"},
     "deepseek": LATENT | MOE | YARN | {"first_num_dense_layers": 1, "base_num_decoder_layers": 2},
-    "deepseek that picks": LATENT | MOE | INDEXED | {
-        "routed_bias": "true", "routed_score_func": "sigmoid", "shared_experts": 1, "use_qk_clip": "true",
-        "indexer_loss_scaling_factor": 1, "indexer_sparse_training": "true",
-    },
     "one expert": HEADS | {"decoder_block": "mixtral"},
     "simple": {"decoder_block": "simple"},
     "simple_mlp": {"decoder_block": "simple_mlp"},
@@ -66,6 +57,7 @@ GROUPS = (
 )  # fmt: skip
 POSITIONS = (types.PositionalEmbedding, types.Rope, types.YarnRope)
 ATTENTION = (types.Attention, types.MoBa, types.Llama4Attention)
+EXPERTS = (types.MoEGeneral, types.MoEKernels, types.DeepSeekMoE)
 # Options of families above, which the keys of other groups do not meet.
 VARIANTS = {
     "learned positions": (HEADS | {"trainable_position_size": 16}, POSITIONS),
@@ -74,13 +66,41 @@ VARIANTS = {
     "chunks": (HEADS | {"attention_type": "chunk", "chunk_attn_window_size": 4}, ATTENTION),
     "norms": (HEADS | {"use_qk_norm": "true"}, (types.ModelArchitecture, *ATTENTION)),
     "moba": (HEADS | {"moba": "true", "moba_chunk_size": 4, "moba_topk": 2}, ATTENTION),
+    "mistral window": (HEADS | WINDOW | {"decoder_block": "mistral"}, (*ATTENTION, *POSITIONS)),
+    "gemma4 experts": (HEADS | WINDOW | GEMMA4 | MOE, (types.ModelArchitecture, *EXPERTS)),
+    "llama4 without positions": (
+        HEADS
+        | MOE
+        | YARN
+        | {
+            "decoder_block": "llama4",
+            "chunk_attn_window_size": 4,
+            "nope_layer_interval": 2,
+            "base_num_decoder_layers": 2,
+        },
+        (*ATTENTION, *POSITIONS),
+    ),
+    "deepseek that picks": (
+        LATENT
+        | MOE
+        | INDEXED
+        | {
+            "routed_bias": "true",
+            "routed_score_func": "sigmoid",
+            "shared_experts": 1,
+            "use_qk_clip": "true",
+            "indexer_loss_scaling_factor": 1,
+            "indexer_sparse_training": "true",
+        },
+        (*ATTENTION, types.MlaAttention, types.AttentionIndexer, *EXPERTS),
+    ),
     "add-ons": (
         HEADS | ENGRAM | {"mhc_expansion_rate": 2, "mtp_num_layers": 1},
         (types.MTP, types.ManifoldConstrainedHyperConnections, types.Engram),
     ),
     "dense experts": (
         HEADS | MOE | {"decoder_block": "mixtral", "sparse_matmul": "false"},
-        (types.MoEGeneral, types.MoEKernels, types.DeepSeekMoE),
+        EXPERTS,
     ),
     "custom": (HEADS | CUSTOM, ()),
     "custom fused": (HEADS | ENGRAM | CUSTOM | {"fused_qkv": "true", "fused_mlp": "true"}, ()),
@@ -131,7 +151,7 @@ ELSEWHERE = {
 ALREADY = {
     "norm_topk_prob": {"mixtral", "dense experts", "gemma4 experts", "deepseek that picks"},
     "float32_gate_logits": {"deepseek", "deepseek without latents", "deepseek that picks"},
-    "use_qk_norm": {"gemma3", "gemma4", "gemma4 experts", "qwen3_next", "qwen3_5 experts"},
+    "use_qk_norm": {"gemma3", "gemma4", "qwen3_next", "qwen3_5 experts"},
     "use_post_attn_norm": {"olmo3"},
     "use_post_ffw_norm": {"olmo3"},
     "attention_type": {"mistral window"},

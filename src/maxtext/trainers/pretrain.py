@@ -135,8 +135,8 @@ def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dic
     }
     if memory is not None:
         total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        parts = f"{hardware.size(memory.argument_size_in_bytes)} state and batch, {hardware.size(memory.temp_size_in_bytes)} temporary"
-        model["memory a device"] = f"{hardware.size(total)} ({parts})"
+        state, rest = hardware.size(memory.argument_size_in_bytes), hardware.size(memory.temp_size_in_bytes)
+        model["memory a device"] = f"{hardware.size(total)} ({state} state and batch, {rest} temporary)"
     tokens = config.global_batch_size_to_train_on * config.max_target_length
     return {
         "Model": model,

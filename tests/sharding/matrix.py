@@ -1,5 +1,5 @@
 """The equivalence matrix: on eight devices, every layout has the loss and the gradients of one device, and sends what
-it implies and no more. Dense, experts, latent attention, Gated DeltaNet; each axis alone, products, named layouts."""
+it implies and no more. Each axis alone, products, named layouts; test_layouts_*.py run it, one file for each model."""
 
 import json
 import os
@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.sharding.layouts import LAYOUTS, MODELS, PLAIN, REFUSED
+from tests.sharding.layouts import LAYOUTS, PLAIN, REFUSED
 
 ROOT = Path(__file__).parents[2]
 # What an axis that is larger than one implies. XLA on CPUs writes a reduce-scatter as an all-reduce and a slice.
@@ -26,37 +24,28 @@ IMPLIED = {
 KEPT = [name for name in LAYOUTS if any(word in name for word in ("host", "ZeRO", "striped", "tensor, explicit"))]
 NAMED = [name for name, words in LAYOUTS.items() if words[0].startswith("custom") or name == "fsdp x expert, explicit"]
 FURTHER = {"dense": KEPT, "moe": NAMED, "mla": [], "delta": []}
-CASES = [(model, layout) for model in MODELS for layout in [*PLAIN, *FURTHER[model]]]
 
 
-@pytest.fixture(scope="module")
-def reports():
-    """{model: {layout: report}}, each model in a process of its own, when it is first asked for."""
-    done: dict[str, dict] = {}
-
-    def of(model):
-        if model not in done:
-            names = [layout for name, layout in CASES if name == model]
-            run = subprocess.run(
-                [sys.executable, "-W", "ignore", "-m", "tests.sharding.run_layouts", model, *names],
-                capture_output=True,
-                text=True,
-                timeout=1800,
-                cwd=ROOT,
-                env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
-            )
-            assert run.returncode == 0, run.stderr[-4000:]
-            found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-            done[model] = {report["layout"]: report for report in found}
-        return done[model]
-
-    return of
+def cases(model: str) -> list[str]:
+    return [*PLAIN, *FURTHER[model]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_layout(reports, model, layout):
-    report = reports(model)[layout]
+def run(model: str) -> dict[str, dict]:
+    """{layout: report}, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.sharding.run_layouts", model, *cases(model)],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {report["layout"]: report for report in found}
+
+
+def check(model: str, layout: str, report: dict) -> None:
     if (model, layout) in REFUSED:
         assert REFUSED[model, layout] in report["refused"]
         return

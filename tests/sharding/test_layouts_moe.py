@@ -1,0 +1,18 @@
+"""Experts in every layout."""
+
+import pytest
+
+from tests.sharding import matrix
+
+MODEL = "moe"
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return matrix.run(MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", matrix.cases(MODEL))
+def test_layout(reports, layout):
+    matrix.check(MODEL, layout, reports[layout])
