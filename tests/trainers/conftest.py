@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import UserError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.configs.sources import from_python, from_words
 from maxtext.input_pipeline import BatchIterator
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
@@ -26,6 +28,7 @@ from maxtext.trainers.setup import Setup
 from maxtext.trainers.step import make_eval_step, make_train_step
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
+FACTS = "architecture="  # what the config.json of a checkpoint may say and no key; here a word like others
 # One unrolled layer of the default block, in float32 throughout.
 TINY = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
@@ -84,7 +87,10 @@ def with_defaults(words, defaults):
 @pytest.fixture(scope="session")
 def configure():
     def make(*words):
-        return load(None, with_defaults(words, TINY), environ={}, devices=Devices(1))
+        layer = from_words(word for word in with_defaults(words, TINY) if not word.startswith(FACTS))
+        facts = [yaml.safe_load(word.removeprefix(FACTS)) for word in words if word.startswith(FACTS)]
+        layer |= from_python({"architecture": facts[0]} if facts else {})
+        return load(None, layer, environ={}, devices=Devices(1))
 
     return make
 
