@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from maxtext import LLM
 
 ORACLES = ("torch", "transformers")
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 if all(importlib.util.find_spec(name) for name in ORACLES):
     sys.path.insert(0, str(Path(__file__).parent))  # so that tests can import the zoo
@@ -32,11 +34,10 @@ def rare_collections():
 
 @pytest.fixture(scope="module")
 def quick_programs():
-    """Compiling is most of the time here, and half of it goes into making programs of a moment faster."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """Compiling is most of the time here, and most of that goes into making programs of a moment faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=QUICK))
+        yield
 
 
 @pytest.fixture(scope="session")

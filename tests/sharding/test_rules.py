@@ -86,3 +86,10 @@ def test_constrain_without_rules_does_nothing():
     one = AxisRules(jax.make_mesh((1,), ("data",)), RULES)
     with use_rules(one):
         assert constrain(x, "batch", "length") is x
+
+
+def test_axes_that_are_not_allowed_are_not_used():
+    """data_sharding: a batch arrives split over the axes that it names, and whole over the others."""
+    assert rules().sharding(("batch", None), (16, 5), {"data", "fsdp"}).spec == PartitionSpec(("data", "fsdp"), None)
+    assert rules().sharding(("batch", None), (16, 5), {"data", "tensor"}).spec == PartitionSpec(("data",), None)
+    assert rules().sharding(("batch", None), (16, 5), set()).spec == PartitionSpec(None, None)

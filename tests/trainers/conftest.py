@@ -24,7 +24,7 @@ from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.trainers import feed, pretrain
 from maxtext.trainers.losses import language_model_losses
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
 from maxtext.trainers.step import make_eval_step, make_train_step
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
@@ -243,11 +243,13 @@ def program():
 def light_compiler(tmp_path_factory):
     """Whole runs compile without XLA's optimisations, and a step that was compiled before is not compiled again."""
     cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    before, options = jax.config.jax_persistent_cache_min_compile_time_secs, COMPILER_OPTIONS["cpu"]
+    COMPILER_OPTIONS["cpu"] = QUICK
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     yield cache
+    COMPILER_OPTIONS["cpu"] = options
     jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
