@@ -62,4 +62,4 @@ def implied(model, layout):
     sizes = [word.split("=") for word in LAYOUTS[layout] if "_parallelism=" in word]
     axes = {key.removesuffix("_parallelism").partition("_")[2] for key, size in sizes if size != "1"}
     kinds = set().union(*(IMPLIED[axis] for axis in axes))
-    return kinds | ({"all-to-all"} if "expert" in axes and model != "dense" else set())
+    return kinds | ({"all-to-all"} if "expert" in axes and model in ("moe", "mla") else set())

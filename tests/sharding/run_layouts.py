@@ -16,9 +16,11 @@ import optax
 from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
 from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABULARY
 
+# Programs that run three times need not be fast.
+COMPILER_OPTIONS["cpu"] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 COLLECTIVE = re.compile(r" = \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
 
 
