@@ -1,6 +1,5 @@
 """What the tests against transformers share: its tiny models, each made once, and ours of the same folders."""
 
-import gc
 import importlib.util
 import sys
 from functools import partial
@@ -18,18 +17,6 @@ if all(importlib.util.find_spec(name) for name in ORACLES):
     sys.path.insert(0, str(Path(__file__).parent))  # so that tests can import the zoo
 else:
     collect_ignore = ["test_zoo.py", "test_config_json.py", "test_other_folders.py", "test_training.py"]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rare_collections():
-    """Tracing makes many small objects that live long; looking through all of them again and again takes time."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
-    yield
-    gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Tiny models, packed batches, a train step that compiles in a second, and whole runs to look into."""
 
-import gc
 import json
 import re
 from collections.abc import Callable
@@ -40,18 +39,6 @@ TINY = [
 CONSTANT_RATE = ["lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0"]
 # XLA's work of optimising takes ten times as long as all that these tests compute.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def rare_collections():
-    """Tracing makes many small objects that live long; looking through all of them again and again takes time."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
-    yield
-    gc.set_threshold(*before)
-    gc.unfreeze()
 
 
 @dataclass

@@ -77,7 +77,8 @@ def uneven(bias):
     return np.broadcast_to(values[:, None] if bias.ndim == 2 else values, bias.shape)
 
 
-@pytest.mark.parametrize("pieces", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [1, 2])
 def test_biases_follow_the_load_and_nothing_else(make_bench, packed, quickly, pieces):
     """By exactly the rate, from biases that would decay if anything let them."""
     words = (*BIASED, *ADAMW, f"gradient_accumulation_steps={pieces}")
@@ -118,10 +119,12 @@ def largest_logits(bench, state, batch):
     return np.array(found)
 
 
+@pytest.mark.slow
 def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
     """Heads below it stay as they are. The rate is zero and attention's output, too, so that logits change by clipping
-    alone, in every layer."""
-    words = (*LATENT, "use_qk_clip=true", "qk_clip_threshold=2", "opt_type=sgd", "learning_rate=0")
+    alone, in every layer: a dense one, and two that are scanned over."""
+    layers = ("base_num_decoder_layers=3", "first_num_dense_layers=1", "num_experts=4", "num_experts_per_tok=2")
+    words = (*LATENT[:-1], *layers, "use_qk_clip=true", "qk_clip_threshold=2", "opt_type=sgd", "learning_rate=0")
     scanned, unrolled = make_bench(*words, SCANNED), make_bench(*words, UNROLLED)
 
     def begin(bench):

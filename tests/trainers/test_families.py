@@ -41,7 +41,7 @@ FAMILIES = {
     "qwen3_custom_moe": (*EXPERTS, "base_num_decoder_layers=2", "attention_output_dim=12", "moe_expert_input_dim=12"),
     "qwen3_next": (*EXPERTS, *DELTA, *kinds("linear", "linear", "full"), "shared_experts=1"),
     "qwen3_5": (*DELTA, *kinds("full", "linear", "linear")),
-    "deepseek": (*LATENT[1:], "routed_bias_update_rate=0.25", "use_qk_clip=true", "qk_clip_threshold=0.01"),
+    "deepseek": (*LATENT[1:], "routed_bias_update_rate=0.25"),
     "gpt_oss": (*WINDOW, *EXPERTS, *TWO_AND_ONE, "attention_sink=true", "routed_bias=true",
                 "mlp_bias=true", "mlp_activations=[sigmoid, linear]", "mlp_activations_limit=7"),
     "llama4": (*EXPERTS, "base_num_decoder_layers=4", "nope_layer_interval=2", "interleave_moe_layer_step=2",
@@ -50,7 +50,7 @@ FAMILIES = {
     "gpt3": ("base_num_decoder_layers=2", "trainable_position_size=16", "mlp_activations=[gelu]",
              "base_num_kv_heads=4"),
 }  # fmt: skip
-QUICK = {"llama2", "mixtral", "gpt_oss"}
+QUICK = {"llama2", "mixtral"}
 SGD = ("opt_type=sgd", "learning_rate=0.1", "gradient_clipping_threshold=0")
 
 
@@ -85,10 +85,6 @@ def test_a_step_scanned_and_unrolled(make_bench, packed, block):
     if block == "deepseek":  # by the load alone
         biases = np.concatenate([weight for name, weight in ours.items() if name.endswith("router/bias")])
         assert set(np.abs(biases).tolist()) in ({0.25}, {0, 0.25})
-        clipped = [name for name in ours if name.endswith("query_b/kernel")]
-        assert len(clipped) == 3
-        for name in clipped:  # in the dense layer as in those with experts
-            assert np.linalg.norm(ours[name]) < np.linalg.norm(start[name]) / 2, name
 
 
 def test_the_balance_of_experts_keeps_its_weight(make_bench, packed):
@@ -107,7 +103,7 @@ INDEXED = (*LATENT, "use_indexer=true", "indexer_n_heads=4", "indexer_head_dim=8
            "indexer_loss_scaling_factor=0.5", *SGD)  # fmt: skip
 
 
-@pytest.mark.parametrize("sparse", ["false", "true"])
+@pytest.mark.parametrize("sparse", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_who_learns_with_an_indexer(make_bench, packed, sparse):
     """While it warms up, it alone, and the language model's loss is only reported; then both."""
     bench = make_bench(*INDEXED, f"indexer_sparse_training={sparse}")
@@ -125,6 +121,7 @@ def test_who_learns_with_an_indexer(make_bench, packed, sparse):
 AHEAD = ("decoder_block=llama2", "mtp_num_layers=2", "mtp_loss_scaling_factor=0.3", *SGD)
 
 
+@pytest.mark.slow
 def test_the_loss_of_further_tokens(make_bench, packed, quickly):
     """By hand: the mean over all places of both layers; and the same when the batch is cut into unequal pieces."""
     bench, cut = make_bench(*AHEAD), make_bench(*AHEAD, "gradient_accumulation_steps=4")
@@ -172,7 +169,8 @@ def test_drafts_are_evaluated(run_training):
     [
         pytest.param(("moba=true", "moba_chunk_size=4", "moba_topk=2"), id="chosen chunks"),
         pytest.param(("mhc_expansion_rate=2", "sinkhorn_iterations=3", "mtp_num_layers=1", "engram_layers=[1]",
-                      "engram_vocab_bases=[23,23]", "engram_head_dim=4", "engram_num_heads=2"), id="all at once"),
+                      "engram_vocab_bases=[23,23]", "engram_head_dim=4", "engram_num_heads=2"), id="all at once",
+                     marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_what_is_added_to_layers_learns(make_bench, packed, words):
