@@ -20,7 +20,7 @@ from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
 from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABULARY
 
 # Programs that run three times need not be fast.
-COMPILER_OPTIONS["cpu"] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+COMPILER_OPTIONS["cpu"] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 COLLECTIVE = re.compile(r" = \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
 
 
