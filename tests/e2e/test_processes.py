@@ -50,13 +50,13 @@ def test_a_signal_ends_the_run_after_its_step(start, number):
 FEEDS = """
 import json, sys
 from maxtext.configs import load
-from maxtext.trainers import pretrain
+from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
 from maxtext.trainers.setup import Setup
 
 config = load(None, sys.argv[1:])
 setup = Setup.of(config)
-train = list(pretrain.device_batches(setup, pretrain.train_source(config)))
-evaluation = list(pretrain.evaluation_feed(setup, pretrain.eval_source(config))())
+train = list(TrainFeed(setup))
+evaluation = list(EvaluationFeed(setup, eval_streams(setup))())
 count = lambda batches: sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches)
 print(json.dumps({
     "devices": len(train[0]["inputs"].devices()),

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import IO
 
 from maxtext.common.log import LOGGER
+from maxtext.common.signals import asked_by_signals
 
 LOOK_SECONDS = 0.05
 FAILURE_GRACE_SECONDS = 5.0  # after a peer died the rest cannot go on; they get this long to end
@@ -82,7 +82,7 @@ class Supervisor:
         selector = selectors.DefaultSelector()
         lifeline, ours = os.pipe()
         try:
-            with self.signals():
+            with asked_by_signals(self.ask):
                 for index, command in enumerate(self.commands):
                     self.start(index, command, lifeline, selector)
                 return self.watch(selector)
@@ -166,21 +166,9 @@ class Supervisor:
         for process in self.processes:
             process.wait()
 
-    @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
-        def ask(number: int, frame: FrameType | None) -> None:
-            self.asked = self.asked or number
-            self.times_asked += 1
-
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may set handlers
-            return
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def ask(self, number: int) -> None:
+        self.asked = self.asked or number
+        self.times_asked += 1
 
 
 def first_to_fall(codes: Sequence[int | None]) -> tuple[int, ...]:

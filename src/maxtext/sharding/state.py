@@ -64,10 +64,11 @@ def check_split(rules: AxisRules, axes: Any, weights: Any, tolerance: float) -> 
 
 
 def check_batch(rules: AxisRules, rows: int, key: str) -> None:
-    """Refuse a batch that does not divide: it would be whole on every device, and all would do the same work."""
+    """Refuse a batch that does not divide: it would be whole on every device, and all would do the same work. A part of
+    a sequence for each device (per_device_batch_size=0.25) is meant so."""
     split = rules.axes_of(("activation_batch",), (rules.mesh.size,))[0]
     parts = math.prod(rules.mesh.shape[axis] for axis in split)
-    if rows % parts:
+    if rows % parts and parts % rows:
         raise ConfigError(
             f"a batch of {rows} sequences does not divide over the {parts} devices of {' x '.join(split)}: change "
             f"{key}, or give devices to axes that split a sequence (ici_context_parallelism, ici_tensor_parallelism)"

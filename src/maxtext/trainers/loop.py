@@ -15,12 +15,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import jax
 
 from maxtext.common.log import LOGGER
+from maxtext.common.signals import asked_by_signals
 from maxtext.trainers.feed import TrainFeed
 from maxtext.trainers.step import ENDED, GO_ON, STOP, TrainState
 
@@ -63,7 +63,7 @@ class Loop:
         self.last_done = 0.0  # when the step before ended
 
     def run(self) -> TrainState:
-        with stop_on_signals(self), contextlib.closing(self.watcher), self.ending():
+        with asked_by_signals(self.on_signal), contextlib.closing(self.watcher), self.ending():
             self.restart_clock()
             while self.step < self.steps and self.stop is None:
                 try:
@@ -80,6 +80,14 @@ class Loop:
                 self.tell("after_step")
             self.wait()
         return self.state
+
+    def on_signal(self, number: int) -> None:
+        """Ctrl-C and SIGTERM end the loop after the current step; a second Ctrl-C ends it at once."""
+        name = signal.Signals(number).name
+        if self.asked == name and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        LOGGER.warning("%s: stopping after the current step", name)
+        self.ask_to_stop(name)
 
     def ask_to_stop(self, reason: str) -> None:
         self.asked = reason
@@ -156,25 +164,3 @@ class Watcher:
                 self.done.put((step, {name: float(value) for name, value in metrics.items()}, done))
             except BaseException as error:
                 self.done.put(error)
-
-
-@contextlib.contextmanager
-def stop_on_signals(loop: Loop) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the loop after the current step; a second Ctrl-C ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers; whoever runs a loop elsewhere asks
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if loop.asked == name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        LOGGER.warning("%s: stopping after the current step", name)
-        loop.ask_to_stop(name)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
