@@ -10,14 +10,25 @@ import pytest
 
 from maxtext.configs import load, text
 from maxtext.configs.derive import Devices
+from maxtext.configs.load import base_values
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = ["llama3.1-8b", "gemma3-12b", "deepseek3-671b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt3-52k"]
 
 
+@pytest.fixture
+def home(monkeypatch):
+    """A home that is the same on every machine, and in no value that is kept for later tests."""
+    base_values.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", "/home/user")
+        yield
+    base_values.cache_clear()
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_resolved(name, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/user")
+@pytest.mark.usefixtures("home")
+def test_resolved(name):
     config = load(None, [f"model_name={name}", "run_name=golden"], environ={}, devices=Devices(1))
     lines = [f"{text.yaml_line(key, getattr(config, key))}  # {config.source(key).kind}" for key in text.KEYS_IN_ORDER]
     got = "\n".join(lines) + "\n"

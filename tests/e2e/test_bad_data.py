@@ -2,7 +2,10 @@
 
 import pytest
 
-TEXT = ("dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte")
+TEXT = (
+    "dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte", "grain_worker_count=0",
+    "grain_worker_count_eval=0",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def corpus(tmp_path):
 
 
 CASES = {
-    "no files named": (TEXT, "grain_train_files is empty: name the text files to read"),
+    "no files named": (TEXT, "grain_train_files is empty: name the files to read"),
     "no such file": ((*TEXT, "grain_train_files={}/none.txt"), "does not exist"),
     "no file matches": ((*TEXT, "grain_train_files={}/*.md"), "no file matches"),
     "an empty folder": ((*TEXT, "grain_train_files={}/empty"), "has no files"),
@@ -26,7 +29,7 @@ CASES = {
     "too little text": ((*TEXT, "grain_train_files={}/short"), "one batch needs 128"),
     "empty evaluation files": (
         (*TEXT, "grain_train_files={}/good", "use_truncation=false", "grain_eval_files={}/hollow", "eval_interval=1"),
-        "grain_eval_files: all 1 files",
+        "all 1 files are empty",
     ),
     "no evaluation data": (
         (*TEXT, "grain_train_files={}/good", "use_truncation=false", "eval_interval=1"),
@@ -36,8 +39,8 @@ CASES = {
     "a vocabulary that is too small": (
         (*TEXT, "grain_train_files={}/good", "vocab_size=200"), "set vocab_size to 259 or more",
     ),
-    "another format": ((*TEXT[:1], "grain_train_files={}/good"), "set grain_file_type=text"),
-    "another source": (("dataset_type=hf",), "this version reads grain and synthetic"),
+    "another format": ((*TEXT[:1], "grain_train_files={}/good"), "is not an ArrayRecord file"),
+    "another source": (("dataset_type=hf",), "dataset_type=hf needs hf_path"),
 }  # fmt: skip
 
 

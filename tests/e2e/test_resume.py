@@ -47,7 +47,8 @@ def text(tmp_path_factory):
 def words(text, cache):
     return [
         *MODEL, "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte",
-        "grain_num_threads=2", "use_truncation=false", "packing=true", "num_epoch=40", "enable_dropout=true",
+        "grain_num_threads=2", "use_truncation=false", "grain_worker_count=0",
+        "packing=true", "num_epoch=40", "enable_dropout=true",
         "dropout_rate=0.1", f"jax_cache_dir={cache}", f"checkpoint_period={PERIOD}", "max_num_checkpoints_to_keep=2",
     ]  # fmt: skip
 

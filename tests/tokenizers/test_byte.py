@@ -66,8 +66,3 @@ def test_the_byte_tokenizer_is_chosen(path):
 def test_a_vocabulary_that_is_too_small_is_refused_with_both_numbers(vocab_size):
     with pytest.raises(ConfigError, match=rf"has 259 ids, but vocab_size={vocab_size}\b"):
         load(tokenizer_path="byte", vocab_size=vocab_size)
-
-
-def test_other_tokenizers_are_refused():
-    with pytest.raises(ConfigError, match="tokenizer_path=byte"):
-        load(tokenizer_path="google/gemma-2b")

@@ -72,6 +72,39 @@ VERBS = {
         "  --json     for another program\n",
         settings=False,
     ),
+    "data": Verb(
+        "see the batches of a configuration, prepare tokens ahead of training, measure the pipeline",
+        "maxtext data inspect quickstart --batches 20 --rows 2",
+        "inspect [FILE] [key=value ...] [--batches N] [--rows N] [--eval] [--json]\n"
+        "       maxtext data prepare --out DIR [--workers N] [--shard-documents N] [FILE] [key=value ...]\n"
+        "       maxtext data throughput [FILE] [key=value ...]",
+        "  inspect      decoded batches, a colour a segment, and how well rows are filled; no device is needed\n"
+        "    --batches N          so many (1)\n"
+        "    --rows N             of each batch that are shown (4)\n"
+        "    --eval               those of evaluation\n"
+        "    --json               for another program\n"
+        "  prepare      the training documents as ArrayRecord files of tokens; a run that was stopped goes on\n"
+        "    --out DIR            a new or empty folder, or one to go on with\n"
+        "    --workers N          processes (all cores)\n"
+        "    --shard-documents N  in a file (by the size of the data)\n"
+        "  throughput   load `steps` batches as training would, and say how fast\n",
+    ),
+    "tokenizer": Verb(
+        "train a tokenizer on local files, or show what one is and what it does to a text",
+        'maxtext tokenizer inspect byte "Grüße"',
+        "train [--kind KIND] [--vocab-size N] [--column NAME] [--max-chars N] --out PATH [--overwrite] FILES...\n"
+        "       maxtext tokenizer inspect PATH [TEXT] [--json]",
+        "  FILES            text, jsonl (also .gz), parquet, arrow, tfrecord or arrayrecord files, folders or globs\n"
+        "  --out PATH       a folder for bpe, a file.model for the others\n"
+        "  --kind KIND      bpe (byte level, tokenizer.json; the default), sentencepiece (unigram), sentencepiece-bpe\n"
+        "  --vocab-size N   ids, special tokens among them (vocab_size=N)\n"
+        "  --column NAME    of the text in records (train_data_columns=NAME)\n"
+        "  --max-chars N    of text to learn from, spread over all documents (max_corpus_chars=N)\n"
+        "  --overwrite      replace what is at PATH\n"
+        "  inspect PATH     a file, a folder, byte, or a name on the Hugging Face hub\n"
+        "  --json           for another program\n",
+        settings=False,
+    ),
     "models": Verb(
         "list the named models with their sizes, or one with its parts",
         "maxtext models qwen3-30b-a3b",

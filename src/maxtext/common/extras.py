@@ -9,6 +9,11 @@ from maxtext.common.errors import MissingExtra
 EXTRA_OF = {
     "datasets": "hf",
     "transformers": "hf",
+    "pyarrow": "parquet",
+    "huggingface_hub": "hf",
+    "sentencepiece": "text",
+    "tiktoken": "text",
+    "jinja2": "text",
     "tensorflow_datasets": "tfds",
     "wandb": "wandb",
     "libtpu": "tpu",

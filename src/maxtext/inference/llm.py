@@ -32,7 +32,7 @@ from maxtext.inference.sampling import Sampling
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh, use_rules
-from maxtext.tokenizers.hugging_face import HuggingFaceTokenizer, find_tokenizer
+from maxtext.tokenizers import Tokenizer, find_tokenizer
 
 Ids = Sequence[int]
 
@@ -158,13 +158,13 @@ class LLM:
         return (self.checkpoint.carried, self.checkpoint.names) if self.checkpoint else ((), frozenset())
 
     @cached_property
-    def tokenizer(self) -> HuggingFaceTokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:
         return find_tokenizer(self.origin[0])
 
     @property
-    def known_tokenizer(self) -> HuggingFaceTokenizer:
+    def known_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UserError("this model came without a tokenizer.json: give token ids instead of text")
+            raise UserError("this model came without a tokenizer: give token ids instead of text")
         return self.tokenizer
 
     @cached_property

@@ -1,4 +1,4 @@
-"""From a document's text to sequences of (input, target) pairs: special tokens, the one shift, and long documents.
+"""From the tokens of documents to sequences of (input, target) pairs: the one shift, and long documents.
 
 n tokens make n - 1 pairs: each token but the last is an input, each but the first a target. The shift comes before any
 cutting, so a document that is cut keeps the target of every input that it keeps. A document without text is no
@@ -11,8 +11,6 @@ from enum import Enum
 import grain
 import numpy as np
 
-from maxtext.tokenizers import Tokenizer
-
 TokenPairs = dict[str, np.ndarray]  # inputs and targets, both [pairs]
 
 
@@ -24,28 +22,18 @@ class Long(Enum):
     WHOLE = "whole"  # it stays one sequence, for a packer that splits by itself
 
 
-class Encode:
-    """Text to token ids [n], with the special tokens that are wanted and that the tokenizer has."""
-
-    def __init__(self, tokenizer: Tokenizer, add_bos: bool, add_eos: bool):
-        self.tokenizer = tokenizer
-        self.before = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
-        self.after = [tokenizer.eos_id] if add_eos and tokenizer.eos_id is not None else []
-
-    def __call__(self, text: str) -> np.ndarray:
-        tokens = [*self.before, *self.tokenizer.encode(text), *self.after] if text else []
-        return np.asarray(tokens, np.int32)
-
-
 class ToSequences(grain.experimental.FlatMapTransform):
-    """Token ids of one document to its sequences."""
+    """Token ids of some documents to their sequences."""
 
     max_fan_out = sys.maxsize  # Grain asks for a bound; a book in one file has none worth naming
 
     def __init__(self, length: int, long: Long):
         self.length, self.long = length, long
 
-    def flat_map(self, tokens: np.ndarray) -> list[TokenPairs]:
+    def flat_map(self, packet: list[np.ndarray]) -> list[TokenPairs]:
+        return [sequence for tokens in packet for sequence in self.sequences(tokens)]
+
+    def sequences(self, tokens: np.ndarray) -> list[TokenPairs]:
         inputs, targets = tokens[:-1], tokens[1:]
         if self.long is Long.CUT:
             inputs, targets = inputs[: self.length], targets[: self.length]

@@ -7,7 +7,6 @@ imported when it is used: a run on synthetic data does not wait for the librarie
 import importlib
 from typing import Any
 
-from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import BatchIterator, Share, Source, Split
 from maxtext.input_pipeline.reuse import ReusedBatch
@@ -16,14 +15,20 @@ from maxtext.input_pipeline.reuse import ReusedBatch
 SOURCES = {
     "synthetic": "maxtext.input_pipeline.synthetic:synthetic_source",
     "grain": "maxtext.input_pipeline.grain_source:grain_source",
+    "hf": "maxtext.input_pipeline.hf_source:hf_source",
+    "tfds": "maxtext.input_pipeline.tfds_source:tfds_source",
+    "c4_mlperf": "maxtext.input_pipeline.c4_mlperf:c4_mlperf_source",
+    "olmo_grain": "maxtext.input_pipeline.olmo:olmo_source",
 }
+# Any other is a function of the user's own.
+CUSTOM = "maxtext.input_pipeline.custom:custom_source"
 
 
 def make_train_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator:
     """The training batches, or a stream's share of them."""
     iterator = make_iterator(config, Split.TRAIN, share or Share(whole(config.global_batch_size_to_load)))
     assert iterator is not None, "a source has training data, or says what is missing"
-    return ReusedBatch(iterator) if config.reuse_example_batch else iterator
+    return iterator
 
 
 def make_eval_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator | None:
@@ -32,22 +37,21 @@ def make_eval_iterator(config: MaxTextConfig, share: Share | None = None) -> Bat
 
 
 def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
-    source: Source = getattr(source_module(config), SOURCES[config.dataset_type.value].partition(":")[2])
-    return source(config, split, share)
+    module, name = source_of(config)
+    source: Source = getattr(module, name)
+    iterator = source(config, split, share)
+    return ReusedBatch(iterator) if iterator and config.reuse_example_batch and split is Split.TRAIN else iterator
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:
     """Into how many streams the documents can be dealt so that each has some to mix."""
-    return source_module(config).most_streams(config, split)
+    return source_of(config)[0].most_streams(config, split)
 
 
-def source_module(config: MaxTextConfig) -> Any:
-    name = config.dataset_type.value
-    if name not in SOURCES:
-        raise ConfigError(
-            f"dataset_type={name}: this version reads {' and '.join(sorted(SOURCES))}, choose one of them"
-        )
-    return importlib.import_module(SOURCES[name].partition(":")[0])
+def source_of(config: MaxTextConfig) -> tuple[Any, str]:
+    """The module of the configured source, imported now, and the name of its function."""
+    module, _, function = SOURCES.get(config.dataset_type.value, CUSTOM).partition(":")
+    return importlib.import_module(module), function
 
 
 def whole(batch_size: int | None) -> int:

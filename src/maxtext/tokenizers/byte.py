@@ -2,31 +2,48 @@
 
 With special tokens: 0 = padding, 1 = beginning, 2 = end, byte b = b + 3 (259 ids).
 Plain, for a model with exactly 256 ids: byte b = b, and padding shares id 0 with the byte 0.
+Special tokens have no text, so none can be written in one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 BYTES = 256
-SPECIALS = 3
+SPECIALS = ("<pad>", "<bos>", "<eos>")  # only as names of ids 0, 1 and 2
 UNKNOWN = 0xFF  # a byte that UTF-8 never has, so that it decodes to the replacement character
 
 
 class ByteTokenizer:
     name = "byte"
+    kind = "byte"
     pad_id = 0
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    chat_template = None
 
     def __init__(self, specials: bool = True):
-        self.first_byte = SPECIALS if specials else 0
+        self.first_byte = len(SPECIALS) if specials else 0
         self.vocab_size = BYTES + self.first_byte
         self.bos_id = 1 if specials else None
         self.eos_id = 2 if specials else None
 
     def encode(self, text: str) -> list[int]:
+        return self.array(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
+        return [self.array(text) for text in texts]  # a copy of memory: threads would only add their overhead
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text)]
+
+    def array(self, text: str) -> np.ndarray:
         # Half a surrogate pair, as a broken command line may hold, is not UTF-8: it becomes a question mark.
         data = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
-        return (data.astype(np.int32) + self.first_byte).tolist()
+        return data.astype(np.int32) + self.first_byte
 
     def decode(self, ids: Sequence[int]) -> str:
         # A model may know more ids than there are bytes, and may produce them: shown, not skipped.
@@ -36,3 +53,9 @@ class ByteTokenizer:
             if not 0 <= int(token) < self.first_byte
         )
         return data.decode("utf-8", errors="replace")
+
+    def piece(self, token: int) -> str:
+        if 0 <= token < self.first_byte:
+            return SPECIALS[token]
+        byte = token - self.first_byte
+        return chr(byte) if 0x20 <= byte < 0x7F else f"<0x{byte:02X}>"

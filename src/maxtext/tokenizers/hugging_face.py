@@ -1,49 +1,79 @@
-"""Tokenizers as Hugging Face ships them: tokenizer.json, read by the `tokenizers` library."""
+"""Tokenizers as Hugging Face ships them: tokenizer.json, read by the `tokenizers` library, and the files beside it.
 
-import json
-from collections.abc import Iterable, Sequence
+Text of special tokens in a document is plain text: a page that shows `</s>` does not end there. Added tokens that are
+not special stay tokens, as everywhere in that library.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from maxtext.common.errors import UserError
+import numpy as np
+from tokenizers import Tokenizer
+
+from maxtext.common.errors import ConfigError
+from maxtext.tokenizers.beside import own_template, read_settings, special_texts
+from maxtext.tokenizers.text import decode_known, valid
 
 
 class HuggingFaceTokenizer:
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        from tokenizers import Tokenizer
+    kind = "huggingface"
 
+    def __init__(self, path: Path):
+        """`path`: of tokenizer.json, whatever its name."""
+        self.path = path
         self.name = str(path)
-        try:
-            self.inner = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exceptions
-            raise UserError(f"{path} is not a tokenizer: {error}") from error
-        self.bos_id, self.eos_id = self.special(settings.get("bos_token")), self.special(settings.get("eos_token"))
-        pad = self.special(settings.get("pad_token"))
+        self.inner = opened(path)
+        self.inner.encode_special_tokens = True  # means: as plain text
+        settings = read_settings(path.parent)
+        self.special_tokens = special_texts(settings)
+        self.chat_template = own_template(path.parent, settings)
+        self.bos_id, self.eos_id = self.special("bos_token"), self.special("eos_token")
+        pad = self.special("pad_token")
         self.pad_id = 0 if pad is None else pad
-        self.vocab_size = max(self.inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.known = frozenset(self.inner.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = max(self.known, default=-1) + 1
 
-    def special(self, token: str | dict | None) -> int | None:
-        """The id of a special token, which settings give as text or as a record."""
-        text = token.get("content") if isinstance(token, dict) else token
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path.absolute(),)  # the library's own pickle forgets what special text means
+
+    @cached_property
+    def with_specials(self) -> Tokenizer:
+        """A second copy, since the meaning of special text is a state of the whole tokenizer."""
+        return opened(self.path)
+
+    def special(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
         return None if text is None else self.inner.token_to_id(text)
 
     def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text, add_special_tokens=False).ids
+        return self.inner.encode(valid(text), add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
+        inner = self.with_specials if specials else self.inner
+        encoded = inner.encode_batch_fast([valid(text) for text in texts], add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in encoded]
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        return self.with_specials.encode(valid(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """With the special tokens that a text starts with in this vocabulary."""
-        return self.inner.encode(text, add_special_tokens=True).ids
+        return self.with_specials.encode(valid(text), add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.inner.decode([int(token) for token in ids], skip_special_tokens=True)
+        return decode_known(ids, self.known.__contains__, lambda run: self.inner.decode(run, skip_special_tokens=True))
+
+    def piece(self, token: int) -> str:
+        return self.inner.id_to_token(token) or ""
 
 
-def find_tokenizer(files: Iterable[Path]) -> HuggingFaceTokenizer | None:
-    """The tokenizer among the files that came with a model."""
-    named = {file.name: file for file in files}
-    if "tokenizer.json" not in named:
-        return None
-    settings = {}
-    if "tokenizer_config.json" in named:
-        settings = json.loads(named["tokenizer_config.json"].read_text(encoding="utf-8"))
-    return HuggingFaceTokenizer(named["tokenizer.json"], settings)
+def opened(path: Path) -> Tokenizer:
+    try:
+        inner = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise ConfigError(f"{path} is not a tokenizer of Hugging Face: {error}") from error
+    # Some files keep the length that batches once had; a document is neither cut nor filled here.
+    inner.no_truncation()
+    inner.no_padding()
+    return inner

@@ -5,9 +5,11 @@ after the steps that are on their way) or ENDED (it has no data for this step, w
 reports the strongest, so that all processes leave the loop after the same step without talking to each other besides.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,15 +17,16 @@ from jax.experimental import multihost_utils
 
 from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline import (
+    FIELDS,
     Batch,
     BatchIterator,
     Share,
     Split,
     Streams,
-    make_eval_iterator,
-    make_train_iterator,
     most_streams,
     prefetch,
+    stream_opener,
+    worker_count,
 )  # fmt: skip
 from maxtext.trainers.rows import Rebatch, row_counts, rows_at
 from maxtext.trainers.setup import Setup
@@ -50,9 +53,11 @@ class TrainFeed:
         try:
             self.last = next(self.source)
         except StopIteration:
-            if jax.process_count() == 1 or self.last is None:
+            if jax.process_count() == 1:
                 raise
             vote = ENDED
+            # The others go on to this step too. It changes nothing, so any batch of the right size will do.
+            self.last = self.last or padding(self.setup.config, self.streams, rows_at(self.setup.config, 0))
         batch = on_devices(self.setup, self.last, self.streams)
         return batch if jax.process_count() == 1 else batch | {"vote": self.setup.on_all_devices(vote)}
 
@@ -67,19 +72,30 @@ class EvaluationFeed:
         self.setup, self.streams = setup, streams
 
     def __call__(self) -> Iterator[dict[str, jax.Array]]:
+        config = self.setup.config
         self.streams.reset()
-        last: Batch | None = None
-        while True:
+        # Either a number of steps that all know, or processes ask each other whether somebody has more.
+        fixed = config.eval_steps if config.generate_padding_batch_eval and config.eval_steps > 0 else None
+        for step in itertools.count():
+            if step == fixed:
+                return
             batch = next(self.streams, None)
-            # Evaluation is rare enough to ask everybody, and a process without data gives padding to those that have.
-            if jax.process_count() > 1 and not multihost_utils.process_allgather(np.array(batch is not None)).any():
+            if fixed is None and not anywhere(batch is not None):
                 return
             if batch is None:
-                if jax.process_count() == 1 or last is None:
-                    return
-                batch = {name: np.zeros_like(field) for name, field in last.items()}
-            last = batch
+                batch = padding(config, self.streams, config.global_batch_size_to_eval_on)
             yield on_devices(self.setup, batch, self.streams)
+
+
+def anywhere(here: bool) -> bool:
+    """Whether it is so in any process. Only for evaluation, which is rare enough to ask everybody."""
+    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).any())
+
+
+def padding(config: Any, streams: Streams, rows: int) -> Batch:
+    """What a process without data gives to those that have some, for a batch of `rows`."""
+    shape = (rows // streams.count * len(streams.streams), config.max_target_length)
+    return {field: np.zeros(shape, np.int32) for field in FIELDS}
 
 
 def on_devices(setup: Setup, batch: Batch, streams: Streams) -> dict[str, jax.Array]:
@@ -89,13 +105,16 @@ def on_devices(setup: Setup, batch: Batch, streams: Streams) -> dict[str, jax.Ar
 def train_streams(setup: Setup) -> Streams:
     config = setup.config
     loaded, sizes = config.global_batch_size_to_load, row_counts(config)
+    open_stream = stream_opener(config, Split.TRAIN)
 
     def make(wanted: Callable[[int], Collection[int]], number: int, count: int) -> BatchIterator:
         check_streams(count, [loaded, *sizes])
-        share = Share(loaded // count, number, count, len(wanted(count)))
-        return Rebatch(make_train_iterator(config, share), lambda step: rows_at(config, step) // count)
+        iterator = open_stream(Share(loaded // count, number, count, len(wanted(count))))
+        assert iterator is not None, "a source has training data, or says what is missing"
+        keep_last = config.generate_padding_batch_train
+        return Rebatch(iterator, lambda step: rows_at(config, step) // count, keep_last)
 
-    return open_streams(setup, Split.TRAIN, loaded, sizes, make, pad=False)
+    return open_streams(setup, Split.TRAIN, loaded, sizes, make, pad=config.generate_padding_batch_train)
 
 
 def eval_streams(setup: Setup) -> Streams | None:
@@ -105,14 +124,20 @@ def eval_streams(setup: Setup) -> Streams | None:
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
         raise ConfigError("eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps")
     loaded, rows = config.global_batch_size_to_load_eval, config.global_batch_size_to_eval_on
+    open_stream = stream_opener(config, Split.EVAL)
 
     def make(wanted: Callable[[int], Collection[int]], number: int, count: int) -> BatchIterator:
-        iterator = make_eval_iterator(config, Share(loaded // count, number, count, len(wanted(count))))
+        iterator = open_stream(Share(loaded // count, number, count, len(wanted(count))))
         if iterator is None:
-            raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: set grain_eval_files")
+            raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: {no_data(config)}")
         return Rebatch(iterator, lambda step: rows // count, keep_last=True)
 
     return open_streams(setup, Split.EVAL, loaded, [rows], make, pad=True)
+
+
+def no_data(config: Any) -> str:
+    keys = {"grain": "set grain_eval_files", "hf": "set hf_eval_split or hf_eval_files"}
+    return keys.get(config.dataset_type.value, f"dataset_type={config.dataset_type.value} has none")
 
 
 def open_streams(
@@ -123,12 +148,19 @@ def open_streams(
 
 
 def stream_count(setup: Setup, split: Split, sizes: Sequence[int]) -> int:
-    """One for each part of the batch that devices hold, if the data can be dealt out so far."""
-    blocks = len({start for start, _ in row_blocks(setup, sizes[-1], everywhere=True)})
-    count = math.gcd(blocks, *sizes)
+    """One for each part of the batch that devices hold, more if there are more workers to fill them; for an elastic run
+    one for each row. As far as the data can be dealt out."""
+    config = setup.config
+    rows = math.gcd(*sizes)
+    blocks = math.gcd(rows, len({start for start, _ in row_blocks(setup, sizes[-1], everywhere=True)}))
+    workers = worker_count(config, split) * jax.process_count()
+    fitting = [number for number in range(blocks, rows + 1, blocks) if rows % number == 0]
+    count = rows if config.grain_use_elastic_iterator else min(fitting, key=lambda number: (number < workers, number))
+    if count < workers and not config.grain_use_elastic_iterator:
+        count = fitting[-1]
     if count == 1:
         return 1
-    most = most_streams(setup.config, split)
+    most = most_streams(config, split)
     return max(number for number in range(1, count + 1) if count % number == 0 and number <= most)
 
 

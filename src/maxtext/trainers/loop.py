@@ -61,16 +61,20 @@ class Loop:
         self.watcher = Watcher()
         self.ended: int | None = None  # the first step without data
         self.last_done = 0.0  # when the step before ended
+        self.data_seconds = 0.0  # that the host waited for batches
+        self.step_seconds = 0.0  # that all steps took
 
     def run(self) -> TrainState:
         with asked_by_signals(self.on_signal), contextlib.closing(self.watcher), self.ending():
             self.restart_clock()
             while self.step < self.steps and self.stop is None:
+                asked = time.perf_counter()
                 try:
                     batch = next(self.batches)
                 except StopIteration:
                     self.stop = "the data ended"
                     break
+                self.data_seconds += time.perf_counter() - asked
                 self.tell("before_step")
                 self.state, metrics = self.train_step(self.state, batch, self.key)
                 self.watcher.watch(self.step, metrics)
@@ -112,6 +116,7 @@ class Loop:
     def read_metrics(self) -> None:
         step, values, done = self.watcher.next()
         seconds, self.last_done = done - self.last_done, done
+        self.step_seconds += seconds
         vote = values.pop("vote", GO_ON)
         if vote == ENDED or self.ended is not None:  # this step and those behind it changed nothing
             self.ended = step if self.ended is None else self.ended

@@ -187,11 +187,14 @@ def summarise(
         "stopped": str(failure) if failure else loop.stop or "all steps done",
         "parameters": parameter_count(setup.template.weights),
         "seconds": round(seconds, 3),
+        # An upper bound of what steps waited for data: while the host did, the device may have had a step to work on.
+        "data_wait": round(loop.data_seconds / loop.step_seconds, 5) if loop.step_seconds else None,
         "first_loss": record.losses[0][1] if record.losses else None,
         "final": record.last,
         "eval_loss": evaluations[-1][1] if evaluations else None,
     }
-    LOGGER.info("stopped after %d steps: %s", loop.step, summary["stopped"])
+    waited = "" if summary["data_wait"] is None else f"; waited for data {summary['data_wait']:.2%} of the time"
+    LOGGER.info("stopped after %d steps: %s%s", loop.step, summary["stopped"], waited)
     if jax.process_index() == 0:
         write_summary(os.path.join(run_folder(config), "summary.json"), summary)
         if record.losses:

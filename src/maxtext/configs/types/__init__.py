@@ -16,6 +16,7 @@ from maxtext.configs.types.attention import (
 )
 from maxtext.configs.types.checkpointing import Checkpointing, ElasticTraining, EmergencyCheckpointing, OrbaxStorage
 from maxtext.configs.types.data import (
+    BadData,
     DatasetGeneral,
     GrainDataset,
     HfDataset,
@@ -125,6 +126,7 @@ GROUPS: tuple[type[Group], ...] = (
     HfDataset,
     GrainDataset,
     OlmoGrainDataset,
+    BadData,
     FineTuning,
     Distillation,
     TrainingLoop,
@@ -203,6 +205,7 @@ class MaxTextConfig(
     HfDataset,
     GrainDataset,
     OlmoGrainDataset,
+    BadData,
     FineTuning,
     Distillation,
     TrainingLoop,

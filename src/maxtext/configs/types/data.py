@@ -101,7 +101,13 @@ class OlmoGrainDataset(Group):
     olmo_apply_ngram_filter: bool = True
 
 
-one_of("grain_file_type", "arrayrecord", "parquet", "tfrecord", "jsonl", "text")
+class BadData(Group):
+    """What happens to records that cannot be used."""
+
+    max_bad_records: int = 0
+
+
+one_of("grain_file_type", "arrayrecord", "parquet", "arrow", "tfrecord", "jsonl", "text")
 in_range(1, None, "vocab_size", "num_vocab_tiling", "num_epoch", "max_corpus_chars", "global_rampup_samples")
 in_range(1, None, "max_segments_per_seq", special=(-1,))
 in_range(0, None, "per_device_batch_size", "eval_per_device_batch_size", "reuse_example_batch")
@@ -112,6 +118,7 @@ in_range(0, None, "grain_worker_count", "grain_worker_count_eval", special=(-1,)
 in_range(1, None, "grain_per_worker_buffer_size", "grain_per_worker_buffer_size_eval")
 in_range(0, None, "grain_num_threads", "grain_num_threads_eval", "grain_prefetch_buffer_size")
 in_range(0, None, "grain_prefetch_buffer_size_eval")
+in_range(0, None, "max_bad_records", special=(-1,))
 
 
 @rule

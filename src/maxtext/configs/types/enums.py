@@ -3,6 +3,7 @@
 Members are also plain text (`config.dtype == "bfloat16"`); use `.value` to print one.
 """
 
+import re
 from enum import Enum, StrEnum
 
 
@@ -104,6 +105,15 @@ class DatasetType(str, Enum):
     TFDS = "tfds"
     C4MLPERF = "c4_mlperf"
     OLMO_GRAIN = "olmo_grain"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "DatasetType | None":
+        """A dotted path, package.module:function, is a source of the user's own: a member without a name here."""
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value):
+            return None
+        member = str.__new__(cls, value)
+        member._name_, member._value_ = "CUSTOM", value
+        return member
 
 
 class SamplingStrategy(str, Enum):

@@ -1,4 +1,4 @@
-"""Text files as documents: which files a key of paths names, and their text by index.
+"""Which files a key of paths names, and of which kind a file is by its name.
 
 Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which `**` goes through
 folders. As in a shell, names that start with a dot are left out unless they are named. The documents are the files
@@ -8,15 +8,20 @@ a text that every machine has.
 
 import glob
 import os
+import re
 import sysconfig
 
 from maxtext.common.errors import ConfigError
 
+KIND_OF_SUFFIX = {
+    "txt": "text", "text": "text", "md": "text", "jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl",
+    "parquet": "parquet", "arrow": "arrow", "tfrecord": "tfrecord", "tfrecords": "tfrecord",
+    "array_record": "arrayrecord", "arrayrecord": "arrayrecord",
+}  # fmt: skip
+
 
 def find_files(key: str, value: str) -> list[str]:
     """The sorted files that the value of `key` names, or every part of it that names none."""
-    if ";" in value:
-        raise ConfigError(f"{key}={value}: weighted mixtures are not in this version, give paths separated by commas")
     found: set[str] = set()
     problems = []
     for part in filter(None, (part.strip() for part in value.split(","))):
@@ -31,7 +36,7 @@ def find_files(key: str, value: str) -> list[str]:
         problems += [f"{key}: {file} cannot be read, check its permissions" for file in files if not readable(file)]
         found.update(files)
     if not found and not problems:
-        problems.append(f"{key} is empty: name the text files to read")
+        problems.append(f"{key} is empty: name the files to read")
     if problems:
         raise ConfigError(*problems)
     return sorted(found)
@@ -54,16 +59,7 @@ def readable(path: str) -> bool:
     return os.access(path, os.R_OK)
 
 
-class TextFiles:
-    """Random access to the text of files, as Grain wants its sources. Bytes that are not UTF-8 become U+FFFD."""
-
-    def __init__(self, paths: list[str]):
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> str:
-        # Read as bytes, since text mode would rewrite line ends.
-        with open(self.paths[index], "rb") as file:
-            return file.read().decode("utf-8", errors="replace")
+def kind_of(path: str) -> str | None:
+    """The kind that the name says, also of `a.jsonl.gz` and `a.tfrecord-00000-of-00008`; None: it says nothing."""
+    name = re.sub(r"-\d+-of-\d+$", "", os.path.basename(path)).removesuffix(".gz")
+    return KIND_OF_SUFFIX.get(name.rpartition(".")[2].lower()) if "." in name else None

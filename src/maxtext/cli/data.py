@@ -1,0 +1,77 @@
+"""`maxtext data`: see the batches of a configuration, prepare tokens ahead of training, measure the pipeline."""
+
+import importlib
+import math
+import os
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from maxtext.cli import words as cli_words
+from maxtext.common import log
+from maxtext.common.errors import ConfigError
+
+TASKS = ("inspect", "prepare", "throughput")
+BATCH = "per_device_batch_size"
+MOST_DEVICES = 4096  # that share a sequence, where a device has a fraction of one
+
+
+def run(words: list[str]) -> int:
+    if not words or words[0] not in TASKS:
+        raise ConfigError(
+            "say what to do: maxtext data inspect [FILE] [key=value ...], prepare --out DIR [FILE] [key=value ...], "
+            "or throughput [FILE] [key=value ...]"
+        )
+    log.configure()
+    return importlib.import_module(f"maxtext.cli.data_{words[0]}").run(words[1:])
+
+
+def settled(words: list[str]) -> Any:
+    """The configuration of FILE and key=value words, for as few devices as it allows: no device is asked for."""
+    from maxtext.configs import load, sources
+    from maxtext.configs.derive import Devices
+    from maxtext.configs.load import resolve
+
+    path, settings = cli_words.split(words)
+    chosen = sources.from_words(settings)
+    found, _ = resolve(path, chosen, os.environ, None)
+    return load(path, chosen, devices=Devices(*fewest_devices({key: one.value for key, one in found.items()})))
+
+
+def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:
+    """(devices, slices) that the sizes of the mesh and a fractional batch need; whether they fit, loading judges."""
+
+    def size(key: str) -> float:
+        try:
+            value = float(values[key])
+        except (TypeError, ValueError):
+            return 1
+        return value if value > 0 and math.isfinite(value) else 1
+
+    sizes = {key: int(size(key)) for key in values if key.endswith("_parallelism")}
+    joined = math.prod(size for key, size in sizes.items() if key.startswith("dcn_"))
+    slices = max(joined, int(size("num_slices")))
+    count = slices * math.prod(size for key, size in sizes.items() if key.startswith("ici_"))
+    return math.lcm(count, Fraction(size(BATCH)).limit_denominator(MOST_DEVICES).denominator), slices
+
+
+def take_text(words: list[str], option: str) -> str | None:
+    """Remove `--option value` or `--option=value` from the words and return the value."""
+    for place, word in enumerate(words):
+        if word == option or word.startswith(f"{option}="):
+            inline = "=" in word
+            value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
+            del words[place : place + (1 if inline else 2)]
+            if not value or value.startswith("-"):
+                raise ConfigError(f"{option} needs a value")
+            return value
+    return None
+
+
+def take_number(words: list[str], option: str, least: int) -> int | None:
+    value = take_text(words, option)
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) < least:
+        raise ConfigError(f"{option} takes a whole number of {least} or more, not {value!r}")
+    return int(value)

@@ -1,0 +1,95 @@
+"""`maxtext data throughput`: `steps` training batches as a run would load them, without a device, and how fast."""
+
+import contextlib
+import itertools
+import math
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from maxtext.cli.data import settled
+from maxtext.cli.models import aligned
+
+LINE_SECONDS = 10.0  # between two signs of life
+AHEAD = 2  # batches that wait for the device in a run
+
+
+def run(words: list[str]) -> int:
+    from maxtext.input_pipeline import prefetch
+
+    config = settled(words)
+    start = time.perf_counter()
+    batches = prefetch(open_streams(config), AHEAD)
+    try:
+        taken = take(config, batches, start)
+    finally:
+        batches.close()
+    print(aligned(table(config, *taken), left=1), end="")
+    return 0
+
+
+def open_streams(config: Any) -> Any:
+    """The streams of a run, whose worker processes are those that the configuration asks for."""
+    from maxtext.input_pipeline import Share, Split, Streams, stream_opener
+    from maxtext.trainers.rows import Rebatch, rows_at
+
+    loaded = config.global_batch_size_to_load
+    open_stream = stream_opener(config, Split.TRAIN)
+    keep_last = config.generate_padding_batch_train
+
+    def make(number: int, count: int) -> Rebatch:
+        stream = open_stream(Share(loaded // count, number, count, count))
+        assert stream is not None, "a source has training data, or says what is missing"
+        return Rebatch(stream, lambda step: rows_at(config, step) // count, keep_last)
+
+    return Streams(make, stream_count(config), range, pad=keep_last)
+
+
+def stream_count(config: Any) -> int:
+    """Enough for the workers, for an elastic run one for each row; as far as batch and data can be divided."""
+    from maxtext.input_pipeline import Split, most_streams, worker_count
+    from maxtext.trainers.rows import row_counts
+
+    rows = math.gcd(config.global_batch_size_to_load, *row_counts(config))
+    wanted = rows if config.grain_use_elastic_iterator else min(worker_count(config, Split.TRAIN), rows)
+    count = next(number for number in range(max(wanted, 1), rows + 1) if rows % number == 0)
+    most = most_streams(config, Split.TRAIN) if count > 1 else 1
+    return max(number for number in range(1, count + 1) if count % number == 0 and number <= most)
+
+
+def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int], int]:
+    """When each batch was there, its tokens, and the places of all. Control-C ends it early."""
+    times, tokens, places, said = [start], [], 0, start
+    with contextlib.suppress(KeyboardInterrupt):
+        for batch in itertools.islice(batches, config.steps):
+            used = batch["targets_segmentation"] != 0
+            tokens.append(int(used.sum()))
+            times.append(time.perf_counter())
+            places += used.size
+            if times[-1] - said > LINE_SECONDS:
+                said = times[-1]
+                print(f"{len(tokens):,} of {config.steps:,} batches", file=sys.stderr, flush=True)
+    return times[: len(tokens) + 1], tokens, places
+
+
+def table(config: Any, times: list[float], tokens: list[int], places: int) -> list[tuple[str, str]]:
+    """The first batch apart: it waits for files to be opened and workers to start."""
+    waits = np.diff(times)
+    if not len(waits):
+        return [("batches", "0")]
+    rows = [("batches", f"{len(tokens):,}"), ("tokens", f"{sum(tokens):,} of {places:,} places")]
+    if len(tokens) < config.steps:
+        rows[0] = ("batches", f"{len(tokens):,} of {config.steps:,} steps")
+    rows.append(("first batch", f"{waits[0]:.3f} s"))
+    if len(tokens) > 1:
+        seconds, each = max(waits[1:].sum(), 1e-9), places / len(tokens)
+        rows += [
+            ("batches/s", f"{len(waits[1:]) / seconds:,.2f}"),
+            ("tokens/s", f"{sum(tokens[1:]) / seconds:,.0f}"),
+            ("tokens/s with padding", f"{each * len(waits[1:]) / seconds:,.0f}"),
+            ("ms a batch, median", f"{np.median(waits[1:]) * 1e3:.2f}"),
+            ("ms a batch, 99%", f"{np.percentile(waits[1:], 99) * 1e3:.2f}"),
+        ]
+    return rows

@@ -1,0 +1,29 @@
+"""dataset_type=c4_mlperf: C4 as MLPerf's GPT-3 benchmark reads it, from a prepared dataset as for tfds.
+
+Training: documents one after the other with their special tokens, cut wherever a row ends. Evaluation: each record is a
+row of its own; with tokenize_eval_data=false it holds token ids, in the column `ids` or that of eval_data_columns.
+"""
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.pipeline import document_batches, most_streams_of
+from maxtext.input_pipeline.tfds_source import part_of
+
+
+def c4_mlperf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+    config = as_benchmark(config, split)
+    key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
+    return document_batches(config, split, share, [part_of(config, split)], key)
+
+
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    return most_streams_of([part_of(as_benchmark(config, split), split)])
+
+
+def as_benchmark(config: MaxTextConfig, split: Split) -> MaxTextConfig:
+    if split is Split.TRAIN:
+        rows = {"packing": True, "grain_packing_type": "concat_then_split", "use_truncation": False}
+        return config.model_copy(update={**rows, "max_segments_per_seq": -1})
+    ids = not config.tokenize_eval_data and config.eval_data_columns == ["text"]
+    columns = ["ids"] if ids else config.eval_data_columns
+    return config.model_copy(update={"packing": False, "use_truncation": True, "eval_data_columns": columns})

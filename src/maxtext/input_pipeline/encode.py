@@ -1,0 +1,105 @@
+"""From records to token ids: which column holds the text, chats, special tokens, and text that is tokens already.
+
+`prepare` looks at one record, `encode` tokenizes many at once, which is where a tokenizer uses all cores.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.formats import Record
+from maxtext.input_pipeline.interface import Split
+from maxtext.tokenizers import load_tokenizer
+from maxtext.tokenizers.chat import chat_template
+
+
+class Unfit(ValueError):
+    """A record that could be read, but has no text where it should."""
+
+
+def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
+    key = f"{split.value}_data_columns"
+    columns = list(getattr(config, key))
+    most = 2 if config.use_chat_template else 1
+    if not 1 <= len(columns) <= most or len(set(columns)) < len(columns):
+        wanted = "the messages, or those of prompt and completion" if config.use_chat_template else "the text"
+        raise ConfigError(f"{key}={columns}: name the column of {wanted}")
+    return columns
+
+
+class Encoder:
+    def __init__(self, config: MaxTextConfig, split: Split):
+        self.columns = data_columns(config, split)
+        self.vocab_size = config.vocab_size
+        tokenize = config.tokenize_train_data if split is Split.TRAIN else config.tokenize_eval_data
+        if config.use_chat_template and not tokenize:
+            raise ConfigError(f"use_chat_template writes text, but tokenize_{split.value}_data=false reads tokens")
+        self.tokenizer = load_tokenizer(config) if tokenize else None
+        self.template = chat_template(config, self.tokenizer) if self.tokenizer and config.use_chat_template else None
+        self.before, self.after = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        if self.tokenizer and not self.template:  # a template writes its special tokens itself
+            self.before = special(self.tokenizer.bos_id, config.add_bos)
+            self.after = special(self.tokenizer.eos_id, config.add_eos)
+
+    def prepare(self, record: Record) -> str | np.ndarray:
+        """The text of a record, or its tokens; Unfit if it has none."""
+        values = [self.value(record, column) for column in self.columns]
+        if self.tokenizer is None:
+            return self.tokens(values[0])
+        if self.template is not None:
+            try:
+                return self.template.render(self.messages(values))
+            except UserError as error:
+                raise Unfit(str(error)) from error
+        if not isinstance(values[0], str):
+            raise Unfit(f"column {self.columns[0]} has {describe(values[0])} instead of text")
+        return values[0]
+
+    def encode(self, prepared: Sequence[Any]) -> list[np.ndarray]:
+        """Token ids of what was prepared, int32 [n] each. A text without characters is no document."""
+        if self.tokenizer is None:
+            return list(prepared)
+        texts = [text for text in prepared if text]
+        encoded = self.tokenizer.encode_batch(texts, specials=self.template is not None)
+        return [np.concatenate([self.before, one, self.after]) for one in encoded]
+
+    def value(self, record: Record, column: str) -> Any:
+        if column not in record:
+            raise Unfit(f"there is no column {column}, only {', '.join(map(str, record)) or 'an empty record'}")
+        return record[column]
+
+    def tokens(self, value: Any) -> np.ndarray:
+        tokens = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else np.array("")
+        if tokens.ndim == 1 and not tokens.size:
+            return np.zeros(0, np.int32)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise Unfit(f"column {self.columns[0]} has {describe(value)} instead of token ids")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise Unfit(f"its token id {wrong} is outside vocab_size={self.vocab_size}")
+        return tokens.astype(np.int32)
+
+    def messages(self, values: list[Any]) -> list[dict[str, Any]]:
+        if len(values) == 2:
+            prompt, completion = values
+            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        (value,) = values
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise Unfit(f"column {self.columns[0]} is text that is no JSON: {error}") from error
+        if not (isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)):
+            raise Unfit(f"column {self.columns[0]} has {describe(value)} instead of a list of messages")
+        return value
+
+
+def special(token: int | None, wanted: bool) -> np.ndarray:
+    return np.array([token] if wanted and token is not None else [], np.int32)
+
+
+def describe(value: Any) -> str:
+    return "nothing" if value is None else f"a value of type {type(value).__name__}"

@@ -1,0 +1,58 @@
+"""kind=arrow: Arrow IPC files and streams (what `save_to_disk` of the package datasets writes), mapped into memory.
+
+A record batch is a block. Nothing is decoded, but a batch is looked through once before its rows are given out, since
+the format has no checksums and a damaged offset would point anywhere.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from maxtext.common.extras import require
+from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.interface import BadFile, gone
+from maxtext.input_pipeline.formats.tables import Rows, TableFile, damaged, first_line
+
+FILE_MAGIC = b"ARROW1"
+
+
+class ArrowRows(TableFile):
+    def __init__(self, path: str, columns: Sequence[str], caches: Caches):
+        pyarrow = require("pyarrow", "reading arrow")
+        try:
+            batches = Batches(path)
+            names = list(batches.schema.names)
+            counts = [batches.read(number).num_rows for number in range(len(batches))]
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's, not one about what is inside
+                raise
+            raise BadFile(f"is not an Arrow file or stream, or is damaged ({first_line(error)})") from error
+        super().__init__(path, columns, caches, names, counts)
+
+    def load(self, number: int) -> Rows:
+        pyarrow = require("pyarrow", "reading arrow")
+        try:
+            batch = self.caches.files.get(self.path, lambda: Batches(self.path)).read(number)
+            return Rows({name: batch.column(name) for name in self.read_columns})
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise gone(self.path, error) from error
+            return damaged(error)
+
+
+class Batches:
+    """The record batches of an open file. Those of a stream are found by walking through it."""
+
+    def __init__(self, path: str):
+        ipc = require("pyarrow.ipc", "reading arrow")
+        source = require("pyarrow", "reading arrow").memory_map(path)
+        with open(path, "rb") as file:
+            is_stream = file.read(len(FILE_MAGIC)) != FILE_MAGIC
+        self.reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
+        self.schema = self.reader.schema
+        self.walked: list[Any] | None = list(self.reader) if is_stream else None
+
+    def __len__(self) -> int:
+        return self.reader.num_record_batches if self.walked is None else len(self.walked)
+
+    def read(self, number: int) -> Any:
+        return self.reader.get_batch(number) if self.walked is None else self.walked[number]

@@ -1,0 +1,153 @@
+"""All files of a dataset as one sequence of records, in the order of the files.
+
+Every file is looked at before training starts, by several threads: its index, its kind, its columns. What is wrong is
+said about all files at once.
+"""
+
+import contextlib
+import copy
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError
+from maxtext.input_pipeline.formats.array_record import ArrayRecords
+from maxtext.input_pipeline.formats.arrow import ArrowRows
+from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.interface import BadFile, Format, Record, check_index
+from maxtext.input_pipeline.formats.jsonl import JsonLines, TextLines
+from maxtext.input_pipeline.formats.parquet import ParquetRows
+from maxtext.input_pipeline.formats.text import TextFiles
+from maxtext.input_pipeline.formats.tfrecord import TfRecords
+
+FORMATS: dict[str, Callable[[str, Sequence[str], Caches], Format]] = {
+    "jsonl": JsonLines, "lines": TextLines, "parquet": ParquetRows, "arrow": ArrowRows, "tfrecord": TfRecords,
+    "arrayrecord": ArrayRecords,
+}  # fmt: skip
+KINDS = ("text", *FORMATS)
+NAMED = 5  # bad files that are named; of the rest the number is given
+LISTED = 20  # columns that are listed
+
+
+class Documents:
+    """The records of several files, one file after the other."""
+
+    def __init__(self, files: Sequence[Format]):
+        self.files = [file for file in files if len(file)]
+        self.ends = list(accumulate(len(file) for file in self.files))
+        self.nbytes = sum(file.nbytes for file in files)
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int) -> Record:
+        file, place = self.locate(index)
+        return file[place]
+
+    def where(self, index: int) -> tuple[str, str]:
+        file, place = self.locate(index)
+        return file.where(place)
+
+    def locate(self, index: int) -> tuple[Format, int]:
+        index = int(index)
+        check_index(index, len(self))
+        number = bisect_right(self.ends, index)
+        return self.files[number], index - (self.ends[number - 1] if number else 0)
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        blocks = [file.blocks for file in self.files]
+        if all(one is None for one in blocks):
+            return None
+        # Beside files in blocks (compressed ones), a record that costs the same anywhere is a block of its own.
+        parts = zip(self.files, blocks, strict=True)
+        return np.concatenate([np.ones(len(file), np.int64) if one is None else one for file, one in parts])
+
+    @property
+    def sizes(self) -> np.ndarray | None:
+        sizes = [file.sizes for file in self.files]
+        known = [one for one in sizes if one is not None]
+        return np.concatenate(known) if known and len(known) == len(sizes) else None
+
+    def apart(self) -> "Documents":
+        """The same files with caches of their own."""
+        other, caches = copy.copy(self), Caches()
+        other.files = [copy.copy(file) for file in self.files]
+        for file in other.files:
+            if hasattr(file, "caches"):
+                file.caches = caches
+        return other
+
+    def columns(self) -> list[str] | None:
+        """Those that all files have."""
+        lists = [names for names in (file.columns() for file in self.files) if names is not None]
+        if not lists:
+            return None
+        common = set(lists[0]).intersection(*lists[1:])
+        return [name for name in lists[0] if name in common]
+
+
+def open_files(paths: Sequence[str], kind: str, columns: Sequence[str], threads: int) -> Documents:
+    """The records of all files with the wanted columns (none named: all), or one ConfigError about every bad file.
+
+    Every stream of a process opens the same files: they are indexed once, but each keeps its own blocks in memory."""
+    if kind not in KINDS:
+        raise ConfigError(f"there is no kind of file called {kind!r}: choose from {', '.join(KINDS)}")
+    return indexed(tuple(paths), written(paths), kind, tuple(columns), threads).apart()
+
+
+def written(paths: Sequence[str]) -> int:
+    """A number that changes when one of the files does."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # said later, with what else is wrong
+            status = os.stat(path)
+            found.append((status.st_mtime_ns, status.st_size))
+    return hash(tuple(found))
+
+
+@lru_cache(4)
+def indexed(paths: tuple[str, ...], version: int, kind: str, columns: tuple[str, ...], threads: int) -> Documents:
+    caches = Caches()
+
+    def open_file(path: str) -> Format | str:
+        try:
+            file = FORMATS[kind](path, columns, caches)
+            return missing_column(path, file, columns) or file
+        except BadFile as error:
+            return f"{path} {error}"
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror or error})"
+
+    with ThreadPoolExecutor(max(1, min(threads, len(paths)))) as executor:
+        if kind == "text":
+            documents = Documents([TextFiles(paths, columns, executor)])
+        else:
+            opened = list(executor.map(open_file, paths))
+            problems = [one for one in opened if isinstance(one, str)]
+            if problems:
+                more = [f"and {len(problems) - NAMED} more files like these"] if len(problems) > NAMED else []
+                raise ConfigError(*problems[:NAMED], *more)
+            documents = Documents([one for one in opened if not isinstance(one, str)])
+    if not len(documents) or not documents.nbytes:
+        raise ConfigError(f"all {len(paths)} files are empty, among them {paths[0]}" if paths else "no files to read")
+    return documents
+
+
+def missing_column(path: str, file: Format, columns: Sequence[str]) -> str | None:
+    names = file.columns()
+    if names is None or not len(file):
+        return None
+    missing = [name for name in columns if name not in names]
+    if not missing:
+        return None
+    listed = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    return (
+        f"{path} has no column {missing[0]!r}, only {listed}: name the column to read in train_data_columns, "
+        "or in eval_data_columns for evaluation"
+    )

@@ -1,0 +1,49 @@
+"""Files of tf.train.Example: what TFRecord and ArrayRecord files share; how the bytes of one are read is theirs."""
+
+import os
+from collections.abc import Sequence
+
+from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.example import decode_example
+from maxtext.input_pipeline.formats.interface import HEAD, BadFile, BadRecord, Record, check_index
+
+
+class ExampleFile:
+    def __init__(self, path: str, columns: Sequence[str], caches: Caches, count: int):
+        self.path, self.wanted, self.caches, self.count = path, tuple(columns), caches, count
+        self.nbytes = os.path.getsize(path)
+        self.names = self.look()
+
+    def read(self, index: int) -> bytes:
+        """The bytes of a record, or ValueError with the reason why there are none."""
+        raise NotImplementedError
+
+    def look(self) -> list[str]:
+        """The columns of the first records that can be read."""
+        names: dict[str, None] = {}
+        reasons = []
+        head = min(HEAD, self.count)
+        for index in range(head):
+            try:
+                names.update(dict.fromkeys(sorted(decode_example(self.read(index)))))
+            except ValueError as error:
+                reasons.append(str(error))
+        if reasons and len(reasons) == head:
+            raise BadFile(f"has no tf.train.Example in its first records (record 0: {reasons[0]})")
+        return list(names)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Record:
+        check_index(index, self.count)
+        try:
+            return decode_example(self.read(index), self.wanted)
+        except ValueError as error:
+            raise BadRecord(*self.where(index), str(error)) from error
+
+    def where(self, index: int) -> tuple[str, str]:
+        return self.path, f"record {index}"
+
+    def columns(self) -> list[str]:
+        return self.names

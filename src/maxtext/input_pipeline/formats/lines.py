@@ -1,0 +1,67 @@
+"""Where the lines of a file begin, found once in a fast pass over its bytes. Lines of white space do not count."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+WHITE = b" \t\r\n"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it at the start of a file of UTF-8
+
+
+@dataclass
+class Lines:
+    """Line `i` is the bytes from `offsets[i]` to `offsets[i + 1]`, with its line end and any blank lines after it."""
+
+    offsets: np.ndarray  # [lines + 1]
+    blanks: np.ndarray  # for each blank line, how many others are before it
+    head: list[bytes] = field(default_factory=list)  # the first few lines
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def number(self, index: int) -> int:
+        """The number of a line in an editor, from 1."""
+        return index + 1 + int(np.searchsorted(self.blanks, index, side="right"))
+
+
+def find_lines(chunks: Iterable[bytes], head: int) -> Lines:
+    """The index of lines of a file that is read in chunks, with its first `head` lines."""
+    first: list[bytes] = []
+    begins, blanks, total, offset = [], [], 0, 0
+    for data in whole_lines(chunks):
+        mark = len(BYTE_ORDER_MARK) if offset == 0 and data.startswith(BYTE_ORDER_MARK) else 0
+        array = np.frombuffer(data, np.uint8)
+        ends = np.flatnonzero(array == ord("\n")) + 1
+        if not len(ends) or ends[-1] < len(data):  # the last line of a file needs no end
+            ends = np.append(ends, len(data))
+        starts = np.concatenate([[mark], ends[:-1]])
+        # A mark and nothing else leaves a start past the end.
+        white = np.flatnonzero(np.isin(array[np.minimum(starts, len(array) - 1)], np.frombuffer(WHITE, np.uint8)))
+        blank = np.array([line for line in white if not data[starts[line] : ends[line]].strip(WHITE)], np.int64)
+        blanks.append(total + blank - np.arange(len(blank)))
+        kept = np.delete(starts, blank)
+        for start in kept[: head - len(first)]:
+            end = data.find(b"\n", start)
+            first.append(data[start : end if end >= 0 else len(data)])
+        begins.append(kept + offset)
+        total += len(kept)
+        offset += len(data)
+    # Half the memory for files below 4 GiB.
+    kind = np.uint32 if offset < 2**32 else np.uint64
+    offsets = np.concatenate([part.astype(kind) for part in begins] + [np.array([offset], kind)])
+    return Lines(offsets, np.concatenate([np.zeros(0, np.int64), *blanks]), first)
+
+
+def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, cut after line ends."""
+    waiting: list[bytes] = []
+    for chunk in chunks:
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield b"".join([*waiting, chunk[:cut]])
+            waiting = [chunk[cut:]] if cut < len(chunk) else []
+        else:
+            waiting.append(chunk)
+    if waiting:
+        yield b"".join(waiting)

@@ -1,0 +1,39 @@
+"""kind=parquet: a row group is decoded as a whole, the wanted columns only, and kept for a while.
+
+Checksums of pages are verified where the writer made them. A page that cannot be decoded makes the rows of its row
+group bad records.
+"""
+
+from collections.abc import Sequence
+
+from maxtext.common.extras import require
+from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.interface import BadFile, gone
+from maxtext.input_pipeline.formats.tables import Rows, TableFile, damaged, first_line
+
+
+class ParquetRows(TableFile):
+    def __init__(self, path: str, columns: Sequence[str], caches: Caches):
+        pyarrow, parquet = require("pyarrow", "reading parquet"), require("pyarrow.parquet", "reading parquet")
+        try:
+            with parquet.ParquetFile(path) as file:
+                metadata, names = file.metadata, file.schema_arrow.names
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's, not one about what is inside
+                raise
+            raise BadFile(f"is not a parquet file, or is damaged ({first_line(error)})") from error
+        counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        super().__init__(path, columns, caches, names, counts)
+
+    def load(self, number: int) -> Rows:
+        pyarrow, parquet = require("pyarrow", "reading parquet"), require("pyarrow.parquet", "reading parquet")
+        try:
+            # The parsed footer is shared, the reader is not: nothing promises that one may be used by many threads.
+            metadata = self.caches.files.get(self.path, lambda: parquet.read_metadata(self.path))
+            with parquet.ParquetFile(self.path, metadata=metadata, page_checksum_verification=True) as file:
+                table = file.read_row_group(number, columns=self.read_columns, use_threads=False)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise gone(self.path, error) from error
+            return damaged(error)
+        return Rows({name: table.column(name) for name in self.read_columns})

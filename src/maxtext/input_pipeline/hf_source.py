@@ -1,0 +1,156 @@
+"""dataset_type=hf: what Hugging Face's `datasets` would load, by the same names.
+
+- Local files of a loader (hf_path=parquet, json, arrow or text with hf_train_files; or no hf_path, and the loader goes
+  by the files' names) are read by the pipeline itself: shuffled as a whole, resumed at once, without `datasets`.
+- Everything else (a name on the hub, a folder with a dataset, another loader, files behind a URL) streams through
+  `datasets`. Its documents come in their own order, mixed within a window of RECORD_WINDOW; a position is the state of
+  the stream at the start of the window, so resuming is exact here too.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.extras import require
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.encode import data_columns
+from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
+from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of, record_batches, shuffle_seed
+from maxtext.input_pipeline.window import WindowShuffle
+
+RECORD_WINDOW = 2048
+# loaders of `datasets` that read local files, and our name of the format
+LOADERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "lines"}
+
+
+def hf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+    files = named_files(config, split)
+    if split is Split.EVAL and not files and not config.hf_eval_split:
+        return None
+    if is_local(config, files):
+        return document_batches(config, split, share, [local_part(config, split, files)], f"hf_{split.value}_files")
+    seed = shuffle_seed(config, split)
+    epochs = config.num_epoch if split is Split.TRAIN else 1
+    records: grain.IterDataset = Streamed(lambda: open_stream(config, split, share), config.hf_path, epochs)
+    if seed is not None:
+        records = WindowShuffle(records, RECORD_WINDOW, seed)
+    made_by = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
+    return record_batches(config, split, share, records, config.hf_path, made_by)
+
+
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    files = named_files(config, split)
+    if is_local(config, files):
+        return most_streams_of([local_part(config, split, files)])
+    # Each stream reads shards of its own; with more streams than shards each would read everything.
+    return max(open_stream(config, split, Share(1)).num_shards, 1)
+
+
+def named_files(config: MaxTextConfig, split: Split) -> str:
+    return ((config.hf_train_files if split is Split.TRAIN else config.hf_eval_files) or "").strip()
+
+
+def is_local(config: MaxTextConfig, files: str) -> bool:
+    if not config.hf_path and not files:
+        raise ConfigError("dataset_type=hf needs hf_path, the name of a dataset, or hf_train_files: set one")
+    return bool(files) and "://" not in files and (not config.hf_path or config.hf_path in LOADERS)
+
+
+def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
+    key = f"hf_{split.value}_files"
+    files = find_files(key, value)
+    kind = LOADERS.get(config.hf_path)
+    if kind is None:
+        kinds = {kind_of(file) for file in files}
+        if len(kinds) > 1 or not kinds <= {"parquet", "jsonl", "arrow", "text"}:
+            raise ConfigError(f"{key}={value}: set hf_path to the kind of these files, one of {', '.join(LOADERS)}")
+        kind = "lines" if kinds == {"text"} else str(kinds.pop())
+    return Part(open_files(files, kind, data_columns(config, split), config.grain_data_source_max_workers))
+
+
+def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
+    """The `datasets` stream of a share's records."""
+    datasets = require("datasets", "dataset_type=hf with a name of the hub")
+    files = named_files(config, split)
+    data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
+    wanted = config.train_split if split is Split.TRAIN or not config.hf_eval_split else config.hf_eval_split
+    if data_files and split is Split.EVAL and not config.hf_eval_split:
+        wanted = "train"  # what `datasets` calls files without a split of their own
+    try:
+        stream = datasets.load_dataset(
+            config.hf_path, name=config.hf_name, data_dir=config.hf_data_dir, data_files=data_files, split=wanted,
+            streaming=True, token=config.hf_access_token,
+        )  # fmt: skip
+        columns = stream.column_names
+    except Exception as error:  # of many kinds: connections, names, splits, formats
+        where = f"hf_path={config.hf_path}" + (f", files {files}" if files else "")
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigError(f"{where}, split {wanted}: `datasets` cannot open it: {lines[0]}") from error
+    names = data_columns(config, split)
+    missing = [name for name in names if columns is not None and name not in columns]
+    if missing:
+        raise ConfigError(
+            f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only {', '.join(columns)}"
+        )
+    stream = stream.select_columns(names)
+    if share.count > 1:
+        stream = require("datasets.distributed", "dataset_type=hf").split_dataset_by_node(
+            stream, rank=share.index, world_size=share.count
+        )
+    return stream
+
+
+class Streamed(grain.IterDataset):
+    """(number, record) of a stream of `datasets`, `epochs` times."""
+
+    def __init__(self, make: Callable[[], Any], name: str, epochs: int):
+        super().__init__()
+        self.make, self.name, self.epochs = make, name, epochs
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return StreamedRecords(self)
+
+
+class StreamedRecords(grain.DatasetIterator):
+    def __init__(self, dataset: Streamed):
+        super().__init__()
+        self.dataset = dataset
+        self.move(0, 0, None)
+
+    def move(self, epoch: int, number: int, position: dict[str, Any] | None) -> None:
+        self.epoch, self.number = epoch, number
+        self.stream = self.dataset.make()
+        if position is not None:
+            self.stream.load_state_dict(position)
+        self.records: Iterator[Record] = iter(self.stream)
+
+    def __next__(self) -> tuple[int, Record]:
+        while self.epoch < self.dataset.epochs:
+            try:
+                record = next(self.records)
+            except StopIteration:
+                if not self.number:  # an epoch without records: all are
+                    break
+                self.move(self.epoch + 1, 0, None)
+                continue
+            except Exception as error:  # whatever the reader of the stream raises
+                lines = str(error).strip().splitlines() or [type(error).__name__]
+                raise UserError(
+                    f"{self.dataset.name}: record {self.number} cannot be read: {lines[0]}; mend the data, "
+                    "for a stream cannot go past it"
+                ) from error
+            self.number += 1
+            return self.number - 1, record
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        # `datasets` goes on to change what it gives.
+        position = copy.deepcopy(self.stream.state_dict()) if self.number else None
+        return {"epoch": self.epoch, "number": self.number, "position": position}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.move(state["epoch"], state["number"], state["position"])

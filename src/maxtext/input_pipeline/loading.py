@@ -1,0 +1,84 @@
+"""Documents read and encoded a packet at a time, and what becomes of those that are bad.
+
+A bad record stops the run, or is left out with a line in the log and counted, up to max_bad_records for each stream.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
+from maxtext.input_pipeline.encode import Encoder, Unfit
+from maxtext.input_pipeline.formats import BadRecord, Format, Record
+
+NAMED = 5  # bad records that the log describes; of the rest it gives the number
+PACKET_BYTES = 2**20  # of text that is tokenized at once, about
+PACKET = 64  # documents at most
+
+
+def packet_size(documents: Format) -> int:
+    return int(np.clip(PACKET_BYTES * len(documents) // max(documents.nbytes, 1), 1, PACKET))
+
+
+class BadRecords:
+    """`most` -1: any number may be left out."""
+
+    def __init__(self, most: int):
+        self.most, self.count = most, 0
+        self.lock = threading.Lock()
+
+    def add(self, error: BadRecord) -> None:
+        with self.lock:
+            self.count += 1
+            count = self.count
+        if 0 <= self.most < count:
+            raise UserError(f"{error}; max_bad_records={self.most}: mend the data, or allow more to be left out")
+        if count <= NAMED:
+            LOGGER.warning("left out a bad record: %s (%d so far)", error, count)
+        elif count & (count - 1) == 0:
+            LOGGER.warning("left out %d bad records so far", count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"most": self.most, "count": self.count}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lock = threading.Lock()
+
+
+class Load:
+    """Indices of documents to their token ids."""
+
+    def __init__(self, documents: Format, encoder: Encoder, bad: BadRecords):
+        self.documents, self.encoder, self.bad = documents, encoder, bad
+
+    def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
+        prepared = []
+        for index in indices:
+            try:
+                prepared.append(self.encoder.prepare(self.documents[index]))
+            except BadRecord as error:
+                self.bad.add(error)
+            except Unfit as error:
+                path, place = self.documents.where(index)
+                self.bad.add(BadRecord(path, place, str(error)))
+        return self.encoder.encode(prepared)
+
+
+class EncodeRecords:
+    """The same for records that come by themselves; `name` says from where."""
+
+    def __init__(self, name: str, encoder: Encoder, bad: BadRecords):
+        self.name, self.encoder, self.bad = name, encoder, bad
+
+    def __call__(self, records: Sequence[tuple[int, Record]]) -> list[np.ndarray]:
+        prepared = []
+        for number, record in records:
+            try:
+                prepared.append(self.encoder.prepare(record))
+            except Unfit as error:
+                self.bad.add(BadRecord(self.name, number, str(error)))
+        return self.encoder.encode(prepared)

@@ -1,0 +1,134 @@
+"""dataset_type=olmo_grain: shards of token ids, cut by an index into instances of max_target_length tokens.
+
+What a batch holds is what MaxText and OLMo publish for this data. A row is one instance and one segment, with positions
+from 0, even where documents end inside it. Its L tokens make L - 1 pairs: the target of the last lies in another
+instance, so it has none. A repetitive instance keeps its inputs and loses its targets (olmo_apply_ngram_filter).
+
+Training visits every instance num_epoch times, each epoch in an order of its own, and drops the rows that do not fill
+a last batch unless generate_padding_batch_train asks to keep them. An index names training data only, so there is no
+evaluation data.
+"""
+
+import grain
+import numpy as np
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.grain_batches import GrainBatches
+from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split
+from maxtext.input_pipeline.olmo_index import Index, read_index, remapped, token_offsets
+from maxtext.input_pipeline.order import one_epoch
+from maxtext.input_pipeline.packing import to_batches
+from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, keeps_last, shuffle_seed
+from maxtext.input_pipeline.repetition import is_repetitive
+
+
+def olmo_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+    if split is Split.EVAL:
+        return None
+    length = config.max_target_length
+    index = open_index(config)
+    if index.sequence_length != length:
+        raise ConfigError(
+            f"olmo_index_path={config.olmo_index_path} cuts instances of {index.sequence_length} tokens, but "
+            f"max_target_length={length}: set it to {index.sequence_length}, or make an index for {length}"
+        )
+    here = remapped(index, config.olmo_path_remap_from, config.olmo_path_remap_to)
+    read = ReadInstance(here, token_offsets(here), config.vocab_size)
+    seed, keep_last = shuffle_seed(config, split), keeps_last(config, split)
+    order = one_epoch(index.instances, None, share, seed)
+    if len(order) * config.num_epoch < (1 if keep_last else share.rows):
+        raise too_little(config, index, share)
+    rows = order.repeat(config.num_epoch).map(read).map(ToRow(length, config.olmo_apply_ngram_filter))
+    return GrainBatches(
+        to_batches(rows.to_iter_dataset(read_options(config, share)), share.rows, keep_last),
+        made_by={
+            "dataset_type": config.dataset_type.value,
+            "stream": share.index,
+            "streams": share.count,
+            "index": index.fingerprint,
+            "data_shuffle_seed": seed,
+        },
+    )
+
+
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    return max(1, open_index(config).instances // STREAM_DOCUMENTS)
+
+
+def open_index(config: MaxTextConfig) -> Index:
+    if not config.olmo_index_path:
+        raise ConfigError("dataset_type=olmo_grain needs olmo_index_path: name the index of the token files")
+    return read_index(config.olmo_index_path)
+
+
+def read_options(config: MaxTextConfig, share: Share) -> grain.ReadOptions:
+    """Threads and rows read ahead, within this stream's part of grain_ram_budget_mb."""
+    row_bytes = 2 * config.max_target_length * np.dtype(np.int32).itemsize  # rows share the arrays of the other fields
+    fits = max(config.grain_ram_budget_mb * 2**20 // row_bytes, 1)
+    threads, ahead = config.grain_num_threads, min(config.grain_prefetch_buffer_size, fits)
+    threads, ahead = -(-threads // share.beside), -(-ahead // share.beside)
+    return grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
+
+
+def too_little(config: MaxTextConfig, index: Index, share: Share) -> ConfigError:
+    where = f" for each of {share.count} streams" if share.count > 1 else ""
+    return ConfigError(
+        f"olmo_index_path={config.olmo_index_path} has {index.instances} instances, and num_epoch={config.num_epoch}, "
+        f"but one batch needs {share.rows}{where}: add shards, raise num_epoch, or lower per_device_batch_size"
+    )
+
+
+class ReadInstance:
+    """The number of an instance to its tokens [sequence_length].
+
+    A file is opened for each read: corpora have more shards than a process may hold open, and a mapped file that is cut
+    short during the run would end the process without a word.
+    """
+
+    def __init__(self, index: Index, offsets: tuple[int, ...], vocab_size: int):
+        self.index, self.offsets, self.vocab_size = index, offsets, vocab_size
+        self.dtype = np.dtype(index.dtype)
+
+    def __call__(self, instance: int) -> np.ndarray:
+        shard, first = self.index.locate(instance)
+        path, length = self.index.shards[shard].path, self.index.sequence_length
+        offset = self.offsets[shard] + first * self.dtype.itemsize
+        try:
+            tokens = np.fromfile(path, self.dtype, length, offset=offset)
+        except OSError as error:
+            raise UserError(f"the shard {path} can no longer be read: {error.strerror}") from None
+        if len(tokens) < length:
+            raise UserError(f"the shard {path} has become shorter since the run began: restore it and resume")
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            place = int(np.flatnonzero((tokens >= self.vocab_size) | (tokens < 0))[0])
+            raise UserError(
+                f"the shard {path} has token {tokens[place]} at place {first + place}, outside vocab_size="
+                f"{self.vocab_size}: set vocab_size to that of the tokenizer that made the shards, and check the dtype "
+                f"of the index, {self.index.dtype}"
+            )
+        return tokens
+
+
+class ToRow:
+    """Tokens of an instance to a row with all fields. Rows share the arrays that are the same in each."""
+
+    def __init__(self, length: int, drop_repetitive: bool):
+        self.drop_repetitive = drop_repetitive
+        self.positions = np.arange(length, dtype=np.int32)
+        self.target_positions = np.append(self.positions[:-1], np.int32(0))
+        self.segment = np.ones(length, np.int32)
+        self.target_segment = np.append(self.segment[:-1], np.int32(0))
+        self.no_targets = np.zeros(length, np.int32)
+
+    def __call__(self, tokens: np.ndarray) -> Batch:
+        inputs = tokens.astype(np.int32)
+        masked = self.drop_repetitive and is_repetitive(tokens)
+        return {
+            "inputs": inputs,
+            "inputs_position": self.positions,
+            "inputs_segmentation": self.segment,
+            "targets": np.append(inputs[1:], np.int32(0)),
+            "targets_position": self.target_positions,
+            "targets_segmentation": self.no_targets if masked else self.target_segment,
+        }

@@ -1,0 +1,108 @@
+"""Which document comes when: an order for each epoch, shared out among streams, as arithmetic on indices.
+
+Nothing is read here and nothing but a number is remembered, so any place in the order can be returned to at once.
+- Documents that cost the same anywhere are shuffled as a whole, then dealt to the streams one by one.
+- Documents in blocks (row groups of Parquet, say) that are decoded together keep near each other: blocks are dealt to
+  the streams, and each epoch shuffles a stream's blocks, then the documents of WINDOW blocks at a time.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import grain
+import numpy as np
+
+from maxtext.input_pipeline.interface import Share
+
+WINDOW = 8  # blocks whose documents are mixed
+PERMUTED = 2**20  # documents whose order is kept as numbers; Grain's shuffle computes it, slowly for small counts
+PIECES = 8  # at least so many for each stream: larger blocks are divided
+
+
+def one_epoch(count: int, blocks: np.ndarray | None, share: Share, seed: int | None) -> grain.MapDataset:
+    """Indices of this stream's documents; `repeat` continues with the orders of further epochs. `seed` None: sorted."""
+    if seed is not None and blocks is not None:
+        return BlockOrder(blocks, share, seed)
+    everything = grain.MapDataset.range(count)
+    if seed is not None:
+        everything = Shuffled(count, seed) if count <= PERMUTED else everything.shuffle(seed)
+    # Shared out after the shuffle: in each epoch the streams together have every document once.
+    return everything[share.index :: share.count]
+
+
+class Shuffled(grain.MapDataset):
+    """All indices in an order that is new in each epoch, from a permutation."""
+
+    def __init__(self, count: int, seed: int):
+        super().__init__()
+        self.count, self.seed = count, seed
+        self.permutations: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, place = divmod(int(index), self.count)
+        order = self.permutations.get(epoch)
+        if order is None:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            # Threads near the end of an epoch are already in the next.
+            self.permutations = {epoch: order, **dict(list(self.permutations.items())[:1])}
+        return int(order[place])
+
+
+class BlockOrder(grain.MapDataset):
+    def __init__(self, blocks: np.ndarray, share: Share, seed: int):
+        super().__init__()
+        self.seed, self.index = seed, share.index
+        starts, sizes = pieces(blocks, PIECES * share.count)
+        mine = np.random.default_rng([seed, 0]).permutation(len(sizes))[share.index :: share.count]
+        self.starts, self.sizes = starts[mine], sizes[mine]
+        self.blocks = lru_cache(2)(self.blocks_of)
+        self.documents = lru_cache(4)(self.documents_of)
+
+    def __len__(self) -> int:
+        return int(self.sizes.sum())
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, place = divmod(int(index), len(self))
+        _, ends = self.blocks(epoch)
+        window = int(np.searchsorted(ends, place, side="right"))
+        return int(self.documents(epoch, window)[place - (int(ends[window - 1]) if window else 0)])
+
+    def blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of this epoch's blocks, and where each window of them ends."""
+        order = np.random.default_rng([self.seed, 1, self.index, epoch]).permutation(len(self.sizes))
+        ends = np.cumsum(self.sizes[order])
+        return order, ends[np.minimum(np.arange(WINDOW, len(ends) + WINDOW, WINDOW), len(ends)) - 1]
+
+    def documents_of(self, epoch: int, window: int) -> np.ndarray:
+        order, _ = self.blocks(epoch)
+        these = order[window * WINDOW : (window + 1) * WINDOW]
+        indices = np.concatenate([np.arange(self.starts[one], self.starts[one] + self.sizes[one]) for one in these])
+        return np.random.default_rng([self.seed, 2, self.index, epoch, window]).permutation(indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("blocks", "documents")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.blocks = lru_cache(2)(self.blocks_of)
+        self.documents = lru_cache(4)(self.documents_of)
+
+
+def pieces(blocks: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
+    """First document and number of documents of each block, after large ones are divided so that there are `least`."""
+    most = max(int(blocks.sum()) // least, 1)
+    starts, sizes, first = [], [], 0
+    for block in blocks.tolist():
+        parts = -(-block // most)
+        edges = first + np.arange(parts + 1) * block // max(parts, 1)
+        starts.append(edges[:-1])
+        sizes.append(np.diff(edges))
+        first += block
+    return np.concatenate(starts), np.concatenate(sizes)

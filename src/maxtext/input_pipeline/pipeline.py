@@ -1,0 +1,206 @@
+"""Documents of any source → this stream's share in its order → tokens → sequences → rows → batches.
+
+Training visits every document num_epoch times, each epoch in an order of its own, and drops the rows that do not fill
+a last batch unless generate_padding_batch_train asks to keep them. Evaluation visits every document once, in order, and
+keeps them all. Each stream reads its own documents, so one may run out of batches before another.
+Resuming is exact; a run that ended and goes on with a larger num_epoch may repeat or leave out a few rows of its last
+shuffle window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grain
+import numpy as np
+
+from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.encode import Encoder
+from maxtext.input_pipeline.formats import Format
+from maxtext.input_pipeline.grain_batches import GrainBatches
+from maxtext.input_pipeline.interface import Share, Split
+from maxtext.input_pipeline.loading import PACKET, BadRecords, EncodeRecords, Load, packet_size
+from maxtext.input_pipeline.order import one_epoch
+from maxtext.input_pipeline.packing import to_batches, to_rows
+from maxtext.input_pipeline.sequences import Long, ToSequences
+from maxtext.input_pipeline.window import WindowShuffle
+
+STREAM_DOCUMENTS = 8  # at least so many for each stream, or its rows would all come from the same few
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents, and their share of a mixture."""
+
+    documents: Format
+    weight: float = 1.0
+
+
+def most_streams_of(parts: Sequence[Part]) -> int:
+    return max(1, min(len(part.documents) for part in parts) // STREAM_DOCUMENTS)
+
+
+def document_batches(
+    config: MaxTextConfig, split: Split, share: Share, parts: Sequence[Part], named_by: str
+) -> GrainBatches:
+    """`named_by`: the key that the user would change for other data."""
+    encoder, bad = Encoder(config, split), BadRecords(config.max_bad_records)
+    epochs = config.num_epoch if split is Split.TRAIN else 1
+    seed = shuffle_seed(config, split)
+    few = [part for part in parts if len(part.documents) < share.count]
+    if few:
+        raise ConfigError(
+            f"{named_by} has {len(few[0].documents)} documents for {share.count} streams, and each reads its own: "
+            "name the files that the run began with, or start again under a new run_name"
+        )
+    orders = [one_epoch(len(part.documents), part.documents.blocks, share, seed) for part in parts]
+    size = min(packet_size(part.documents) for part in parts)
+    options = read_options(config, split, parts, size, share.beside)
+    if len(parts) == 1:
+        # Packets end with the epoch, so that a position in them means the same whatever num_epoch is.
+        packets = orders[0].batch(size, batch_fn=list).repeat(epochs)
+        loaded = packets.map(Load(parts[0].documents, encoder, bad))
+    else:
+        numbered = [order.repeat(epochs).map(Tag(number)) for number, order in enumerate(orders)]
+        mixed = grain.MapDataset.mix(numbered, weights=[part.weight for part in parts])
+        loaded = mixed.batch(size, batch_fn=list).map(LoadMixed([Load(part.documents, encoder, bad) for part in parts]))
+    made_by: dict[str, Any] = {
+        "stream": share.index,
+        "streams": share.count,
+        "documents": sum(len(part.documents) for part in parts),
+        "packet": size,
+    }
+    if len(parts) > 1:
+        made_by["mixture"] = [[len(part.documents), part.weight] for part in parts]
+    return to_token_batches(config, split, share, loaded.to_iter_dataset(options), made_by, named_by)
+
+
+def record_batches(
+    config: MaxTextConfig,
+    split: Split,
+    share: Share,
+    records: grain.IterDataset,
+    named_by: str,
+    made_by: dict[str, Any],
+) -> GrainBatches:
+    """Batches of records that can only be read one after the other: (number, record) of this stream, all epochs."""
+    encode = EncodeRecords(named_by, Encoder(config, split), BadRecords(config.max_bad_records))
+    packets = records.batch(PACKET, batch_fn=list).map(encode)
+    made_by = {"stream": share.index, "streams": share.count, **made_by}
+    return to_token_batches(config, split, share, packets, made_by, named_by)
+
+
+def to_token_batches(
+    config: MaxTextConfig,
+    split: Split,
+    share: Share,
+    packets: grain.IterDataset,
+    made_by: dict[str, Any],
+    named_by: str,
+) -> GrainBatches:
+    """From packets of token ids to batches."""
+    packing = config.grain_packing_type if config.packing else None
+    length, seed = config.max_target_length, shuffle_seed(config, split)
+    sequences = grain.experimental.FlatMapIterDataset(packets, ToSequences(length, long_documents(config, packing)))
+    rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
+    window = config.grain_shuffle_buffer_size if seed is not None else 1
+    # The rows of a long document follow each other; mixed, they do not make a batch of their own.
+    if seed is not None and window > 1:
+        rows = WindowShuffle(rows, window, seed)
+    made_by = {
+        "dataset_type": config.dataset_type.value,
+        **made_by,
+        "data_shuffle_seed": seed,
+        "grain_shuffle_buffer_size": window,
+        "grain_packing_type": packing,
+        "max_target_length": length,
+        "use_truncation": config.use_truncation,
+    }
+    iterator = GrainBatches(to_batches(rows, share.rows, keeps_last(config, split)), made_by)
+    if iterator.empty:
+        iterator.close()
+        raise too_little(config, split, share, packets, named_by)
+    return iterator
+
+
+def shuffle_seed(config: MaxTextConfig, split: Split) -> int | None:
+    return config.data_shuffle_seed % 2**32 if config.enable_data_shuffling and split is Split.TRAIN else None
+
+
+def keeps_last(config: MaxTextConfig, split: Split) -> bool:
+    return split is Split.EVAL or config.generate_padding_batch_train
+
+
+class Tag:
+    """An index together with the number of its part."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __call__(self, index: int) -> tuple[int, int]:
+        return self.number, index
+
+
+class LoadMixed:
+    def __init__(self, loads: Sequence[Load]):
+        self.loads = loads
+
+    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        # In the order of the parts within a packet: rows are mixed again after packing.
+        return [
+            tokens
+            for number, load in enumerate(self.loads)
+            for tokens in load([index for part, index in tagged if part == number])
+        ]
+
+
+def read_options(
+    config: MaxTextConfig, split: Split, parts: Sequence[Part], packet: int, beside: int
+) -> grain.ReadOptions:
+    """Threads and packets read ahead, within this stream's part of grain_ram_budget_mb."""
+    if split is Split.TRAIN:
+        threads, ahead = config.grain_num_threads, config.grain_prefetch_buffer_size
+    else:
+        threads, ahead = config.grain_num_threads_eval, config.grain_prefetch_buffer_size_eval
+    threads, ahead = -(-threads // beside), -(-ahead // beside)
+    budget = config.grain_ram_budget_mb * 2**20 // beside
+    fits = max(min(documents_within(part.documents, budget, ahead) for part in parts), 1)
+    if fits < ahead:
+        LOGGER.info("reading %d large documents ahead instead of %d, to keep to grain_ram_budget_mb", fits, ahead)
+    ahead = -(-min(fits, ahead) // packet)
+    return grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
+
+
+def documents_within(documents: Format, budget: int, most: int) -> int:
+    """How many documents, the largest if their sizes are known, are in a budget of bytes; at most `most`."""
+    if documents.sizes is None:
+        return min(int(budget * len(documents) / max(documents.nbytes, 1)), most)
+    largest = np.sort(documents.sizes)[::-1][:most]
+    within = int(np.searchsorted(np.cumsum(largest, dtype=np.int64), budget, side="right"))
+    return most if within == len(largest) else within
+
+
+def long_documents(config: MaxTextConfig, packing: str | None) -> Long:
+    if config.use_truncation:
+        return Long.CUT
+    return Long.WHOLE if packing == "concat_then_split" else Long.SPLIT
+
+
+def too_little(config: MaxTextConfig, split: Split, share: Share, packets: Any, named_by: str) -> ConfigError:
+    """The error for data that makes no batch, with the numbers that show why."""
+    pairs = [max(len(tokens) - 1, 0) for packet in packets for tokens in packet]
+    length = config.max_target_length
+    used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
+    cut = sum(pairs) - used
+    where = f" for stream {share.index} of {share.count}" if share.count > 1 else ""
+    if split is Split.EVAL or not used:
+        return ConfigError(f"{named_by} has no document of two tokens or more{where}, so nothing to predict")
+    rescue = f"set use_truncation=false, which now leaves out {cut} tokens, " if cut else ""
+    unpacked = "" if config.packing else f" in {sum(count > 0 for count in pairs)} documents, one a row"
+    return ConfigError(
+        f"{named_by} has {used} tokens{unpacked} in num_epoch={config.num_epoch}{where}, but one batch needs "
+        f"{share.rows * length} ({share.rows} sequences of max_target_length={length}): {rescue}add text, "
+        "raise num_epoch, or lower per_device_batch_size or max_target_length"
+    )

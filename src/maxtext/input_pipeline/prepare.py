@@ -1,0 +1,322 @@
+"""Documents tokenized once, to train from many times: ArrayRecord files of token ids, and manifest.json beside them.
+
+A shard is a fixed range of documents, a record the tokens of one document with its special tokens, as the list `tokens`
+of a tf.train.Example. Documents without tokens and bad ones have no record. The manifest says from which files and
+settings the shards come, and which are finished. A run that was stopped in any way is taken up by the same call:
+finished shards stay, the others are written again, and the bytes are those of a run that was not stopped.
+"""
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import write_text
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.encode import Encoder, data_columns
+from maxtext.input_pipeline.formats import Documents, find_files, open_files
+from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.loading import BadRecords, packet_size
+from maxtext.input_pipeline.mixture import mixture_of
+from maxtext.input_pipeline.shards import COLUMN, SUFFIX, Counts, Job, Shard, temporary, told, write_shards
+
+MANIFEST = "manifest.json"
+FORMAT = "maxtext tokens 1"
+SHARDS = 256  # about so many, unless they would be smaller or larger than these bytes of documents
+SMALLEST, LARGEST = 4 * 2**20, 256 * 2**20
+SAVE_SECONDS = 2.0  # between two writes of the manifest: a shard that it does not name yet is written again
+LOCK_SECONDS = 10.0  # for the workers of a run that was killed to notice it
+MEANING = ",;*?["  # characters with a meaning in grain_train_files
+
+Progress = Callable[[int, int, int], None]  # documents done, of all, and tokens of this run; the first call has 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be written, before anything is."""
+
+    files: list[str]
+    documents: Documents
+    encoder: Encoder
+    shards: list[Shard]
+    settings: dict[str, Any]
+    inputs: dict[str, list[int]]  # file -> bytes, time of change in nanoseconds
+
+
+@dataclass
+class Manifest:
+    path: Path
+    settings: dict[str, Any]
+    inputs: dict[str, list[int]]
+    finished: dict[str, Counts] = field(default_factory=dict)
+    saved: float = 0.0
+
+    def save(self) -> None:
+        # In the order of the names and without times of its own, so that equal work has equal bytes.
+        finished = {name: asdict(self.finished[name]) for name in sorted(self.finished)}
+        content = {"format": FORMAT, "settings": self.settings, "inputs": self.inputs, "shards": finished}
+        with told(self.path):
+            write_text(self.path, json.dumps(content, indent=1) + "\n")
+        self.saved = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`counts` of all shards; `tokens` and `seconds` of this run alone."""
+
+    counts: Counts
+    shards: int
+    tokens: int
+    seconds: float
+
+
+def prepare(
+    config: MaxTextConfig, out: Path, shard_documents: int | None, workers: int, progress: Progress | None = None
+) -> Prepared:
+    """Write, or finish, the shards of the training documents. What can be refused is refused before `out` changes."""
+    check_place(out)
+    work = plan(config, shard_documents)
+    with locked(out) as lock:
+        manifest = taken_up(out, work)
+        clean(out, work, manifest)
+        manifest.save()
+        start = time.perf_counter()
+        try:
+            tokens = run(config, out, work, manifest, workers, lock, progress)
+        finally:
+            seconds = time.perf_counter() - start
+            clean(out, work, manifest)
+            manifest.save()
+    if inputs_of(work.files) != work.inputs:
+        raise UserError(f"{changed(work.inputs, inputs_of(work.files))} while it was read: choose another --out")
+    counts = total(manifest)
+    if not counts.records:
+        raise UserError(f"none of the {counts.documents} documents has tokens to write: look at {work.files[0]}")
+    return Prepared(counts, len(work.shards), tokens, seconds)
+
+
+def training_words(out: Path) -> list[str]:
+    """The settings that train from what was written."""
+    return [
+        "dataset_type=grain",
+        "grain_file_type=arrayrecord",
+        f"grain_train_files={out}/*{SUFFIX}",
+        f"train_data_columns=[{COLUMN}]",
+        "tokenize_train_data=false",
+    ]
+
+
+def run(
+    config: MaxTextConfig,
+    out: Path,
+    work: Work,
+    manifest: Manifest,
+    workers: int,
+    lock: int,
+    progress: Progress | None,
+) -> int:
+    """Write what is not finished, and give the number of tokens written."""
+    todo = [shard for shard in work.shards if shard.name not in manifest.finished]
+    before = total(manifest)
+    bad = BadRecords(config.max_bad_records)
+    bad.count = before.bad
+    done, tokens = before.documents, 0
+    if progress:
+        progress(done, len(work.documents), tokens)
+    job = Job(work.documents, work.encoder, str(out), packet_size(work.documents))
+    # Closed at once where it is left early: its processes must have ended before anything is cleaned up.
+    with contextlib.closing(write_shards(job, todo, min(workers, len(todo)), lock)) as steps:
+        for step in steps:
+            for error in step.bad:
+                bad.add(error)
+            done, tokens = done + step.documents, tokens + step.tokens
+            if step.finished is not None:
+                manifest.finished[step.shard.name] = step.finished
+                if time.monotonic() - manifest.saved > SAVE_SECONDS:
+                    manifest.save()
+            if progress:
+                progress(done, len(work.documents), tokens)
+    return tokens
+
+
+def total(manifest: Manifest) -> Counts:
+    return sum(manifest.finished.values(), Counts())
+
+
+def plan(config: MaxTextConfig, shard_documents: int | None) -> Work:
+    """The documents, the encoder, and the ranges; the same for the same files and settings on any machine."""
+    if not config.tokenize_train_data:
+        raise ConfigError("tokenize_train_data=false: these documents are tokens already, train from them as they are")
+    encoder = Encoder(config, Split.TRAIN)
+    files, documents = open_documents(config)
+    inputs = inputs_of(files)
+    count, nbytes = len(documents), max(documents.nbytes, 1)
+    size = min(max(nbytes // SHARDS, SMALLEST), LARGEST)
+    each = shard_documents or max(size * count // nbytes, 1)
+    number = -(-count // each)
+    width = max(len(str(number)), 5)
+    shards = [
+        Shard(f"tokens-{at:0{width}}-of-{number:0{width}}{SUFFIX}", at * each, min((at + 1) * each, count))
+        for at in range(number)
+    ]
+    kind_key = "grain_file_type" if config.dataset_type.value == "grain" else "hf_path"
+    settings = {
+        "dataset_type": config.dataset_type.value,
+        kind_key: getattr(config, kind_key),
+        "train_data_columns": encoder.columns,
+        "tokenizer": identity(encoder.tokenizer),
+        "beginning": encoder.before.tolist(),
+        "end": encoder.after.tolist(),
+        "chat_template": encoder.template.source if encoder.template else None,
+        "documents": count,
+        "shard_documents": each,
+    }
+    return Work(files, documents, encoder, shards, settings, inputs)
+
+
+def open_documents(config: MaxTextConfig) -> tuple[list[str], Documents]:
+    """The files of the training data, and their documents in order."""
+    kind = config.dataset_type.value
+    if kind == "grain":
+        entries = mixture_of(config, Split.TRAIN)
+        if len(entries) > 1:
+            raise ConfigError(
+                "a mixture is mixed anew in each training: prepare each of its parts with an --out of its own, then "
+                "give the results their weights in grain_train_files"
+            )
+        key, value, _ = entries[0]
+        files, columns = find_files(key, value), data_columns(config, Split.TRAIN)
+        return files, open_files(files, config.grain_file_type, columns, config.grain_data_source_max_workers)
+    if kind == "hf":
+        from maxtext.input_pipeline import hf_source  # only here, since it takes seconds to import Grain
+
+        value = hf_source.named_files(config, Split.TRAIN)
+        if hf_source.is_local(config, value):
+            return find_files("hf_train_files", value), hf_source.local_part(config, Split.TRAIN, value).documents
+        raise ConfigError(f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare them")
+    raise ConfigError(
+        f"dataset_type={kind} cannot be prepared: name files of documents, with dataset_type=grain and "
+        "grain_train_files, or dataset_type=hf and hf_train_files"
+    )
+
+
+def identity(tokenizer: Any) -> dict[str, Any]:
+    """What makes a tokenizer the same one, wherever its file is."""
+    path = getattr(tokenizer, "path", None)
+    content = hashlib.sha256(path.read_bytes()).hexdigest() if isinstance(path, Path) else tokenizer.name
+    return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "content": content}
+
+
+def inputs_of(files: list[str]) -> dict[str, list[int]]:
+    try:
+        facts = {os.path.abspath(file): os.stat(file) for file in files}
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read any more ({error.strerror})") from error
+    return {file: [fact.st_size, fact.st_mtime_ns] for file, fact in facts.items()}
+
+
+# The place.
+
+
+def check_place(out: Path) -> None:
+    wrong = [character for character in MEANING if character in str(out)]
+    if wrong:
+        raise ConfigError(f"--out {out}: {wrong[0]!r} has a meaning in grain_train_files, choose a name without it")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file: name a folder")
+    if visible(out) and not (out / MANIFEST).is_file():
+        raise ConfigError(f"--out {out} holds other things, such as {visible(out)[0]}: name an empty or a new folder")
+
+
+def visible(out: Path) -> list[str]:
+    return sorted(name for name in (os.listdir(out) if out.is_dir() else []) if not name.startswith("."))
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[int]:
+    """The folder, made if need be, for one run at a time. The descriptor is for the workers: the lock lasts as long as
+    one of them lives."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be made or opened ({error.strerror})") from error
+    try:
+        wait_for_lock(handle, out)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def wait_for_lock(handle: int, out: Path) -> None:
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise ConfigError(f"--out {out}: another run writes there, wait for its end") from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return
+        else:
+            return
+
+
+def taken_up(out: Path, work: Work) -> Manifest:
+    """The manifest of an earlier run with the same work, else a new one; refused if the work is another."""
+    path = out / MANIFEST
+    manifest = Manifest(path, work.settings, work.inputs)
+    check_place(out)  # once more, now that nobody else writes there
+    names = {shard.name for shard in work.shards}
+    if path.exists():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            known = content["format"] == FORMAT
+            settings, inputs = content["settings"], content["inputs"]
+            finished = {name: Counts(**counts) for name, counts in content["shards"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a manifest of prepared data: choose another --out") from error
+        if not known:
+            raise ConfigError(f"{path} was written by another version: choose another --out")
+        for name in {**settings, **work.settings}:
+            if settings.get(name) != work.settings.get(name):
+                raise ConfigError(
+                    f"--out {out} was begun with {name} {settings.get(name)}, but now it is {work.settings.get(name)}: "
+                    "go on with the old settings, or choose another --out"
+                )
+        if inputs != work.inputs:
+            raise ConfigError(f"{changed(inputs, work.inputs)} since --out {out} was begun: choose another --out")
+        manifest.finished = {name: counts for name, counts in finished.items() if whole(out / name, counts)}
+    strange = [name for name in visible(out) if name != MANIFEST and name not in names]
+    if strange:
+        raise ConfigError(f"--out {out} holds other things, such as {strange[0]}: take them away, or choose another")
+    return manifest
+
+
+def whole(shard: Path, counts: Counts) -> bool:
+    return shard.is_file() and shard.stat().st_size == counts.bytes
+
+
+def changed(before: dict[str, list[int]], after: dict[str, list[int]]) -> str:
+    file = next(name for name in sorted({**before, **after}) if before.get(name) != after.get(name))
+    how = "has been added" if file not in before else "is gone" if file not in after else "has changed"
+    return f"{file} {how}"
+
+
+def clean(out: Path, work: Work, manifest: Manifest) -> None:
+    """Take away what a run that was stopped had begun."""
+    begun = [out / shard.name for shard in work.shards if shard.name not in manifest.finished]
+    leftovers = [*begun, *map(temporary, begun)]
+    leftovers += [Path(name) for name in glob.glob(f"{glob.escape(str(out))}/.{MANIFEST}.*.tmp")]
+    for path in leftovers:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

@@ -1,0 +1,217 @@
+"""Ranges of documents written as files of tokens, by this process or by several.
+
+A file is written beside its place and renamed into it when it is whole and on disk. Workers are plain programs at the
+other end of a socket, as in workers.py; one whose caller has gone ends with its next step.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from maxtext.common.errors import UserError
+from maxtext.common.files import sync_directory
+from maxtext.input_pipeline.encode import Encoder
+from maxtext.input_pipeline.formats import BadRecord, Documents, encode_example
+from maxtext.input_pipeline.loading import BadRecords, Load
+from maxtext.tokenizers.text import cores
+
+COLUMN = "tokens"
+SUFFIX = ".array_record"
+Worker = tuple[subprocess.Popen, Connection]
+OPTIONS = "group_size:1"  # each record by itself, since training reads them in any order
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Documents from `first` up to `last`."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    documents: int = 0
+    records: int = 0
+    tokens: int = 0
+    bad: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        mine, theirs = vars(self), vars(other)
+        return Counts(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some documents of a shard are written. `finished`: with these the shard is in its place."""
+
+    shard: Shard
+    documents: int
+    tokens: int
+    bad: list[BadRecord]
+    finished: Counts | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all shards. `packet`: documents that are tokenized at once."""
+
+    documents: Documents
+    encoder: Encoder
+    folder: str
+    packet: int
+
+
+class Noted(BadRecords):
+    """Bad records for somebody else to judge."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.errors: list[BadRecord] = []
+
+    def add(self, error: BadRecord) -> None:
+        self.errors.append(error)
+
+
+def temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_shard(job: Job, shard: Shard) -> Iterator[Step]:
+    """Write a shard; a step for each packet of documents, and one more when the file is in its place."""
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    path = Path(job.folder) / shard.name
+    counts = Counts()
+    with told(path):
+        writer = ArrayRecordWriter(str(temporary(path)), OPTIONS)
+    for first in range(shard.first, shard.last, job.packet):
+        indices = range(first, min(first + job.packet, shard.last))
+        noted = Noted()
+        documents = [tokens for tokens in Load(job.documents, job.encoder, noted)(indices) if len(tokens)]
+        with told(path):
+            for tokens in documents:
+                writer.write(encode_example({COLUMN: tokens}))
+        step = Step(shard, len(indices), sum(map(len, documents)), noted.errors)
+        counts += Counts(step.documents, len(documents), step.tokens, len(step.bad))
+        yield step
+    with told(path):
+        writer.close()
+        size = settle(path)
+    yield Step(shard, 0, 0, [], counts + Counts(bytes=size))
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """What goes wrong with the writing of a file, as a sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # the second is what the package array_record raises
+        raise UserError(f"{path} cannot be written: {str(error).split(';')[0]}") from error
+
+
+def settle(path: Path) -> int:
+    """Put a file that was written beside `path` there, for good, and give its size."""
+    with temporary(path).open("rb") as stream:
+        os.fsync(stream.fileno())
+        size = os.fstat(stream.fileno()).st_size
+    os.replace(temporary(path), path)
+    sync_directory(path.parent)
+    return size
+
+
+def write_shards(job: Job, shards: Sequence[Shard], workers: int, lock: int) -> Generator[Step]:
+    """Write all shards, `workers` at a time. When it is closed early, nobody writes any more. `lock`: a descriptor that
+    stays open as long as somebody might."""
+    if workers <= 1:
+        for shard in shards:
+            yield from write_shard(job, shard)
+        return
+    started: list[Worker] = []
+    try:
+        for _ in range(workers):
+            started.append(start_worker(workers, lock))
+        yield from hand_out(job, shards, started)
+    finally:
+        for process, connection in started:
+            connection.close()
+            process.kill()
+            process.wait()
+
+
+def hand_out(job: Job, shards: Sequence[Shard], workers: Sequence[Worker]) -> Iterator[Step]:
+    waiting = iter(shards)
+    processes: dict[Any, subprocess.Popen] = {connection: process for process, connection in workers}
+    for connection in processes:
+        with contextlib.suppress(OSError):  # one that has ended already is found below
+            connection.send(job)
+        give(connection, waiting)
+    busy = set(processes)
+    while busy:
+        ready: Any = wait(list(busy))
+        for connection in ready:
+            try:
+                step = connection.recv()
+            except (EOFError, OSError) as error:
+                code = processes[connection].wait()
+                raise UserError(
+                    f"a worker process ended (exit code {code}), perhaps for lack of memory: look at its output above, "
+                    "and go on with fewer --workers"
+                ) from error
+            if isinstance(step, BaseException):
+                raise step
+            if step.finished is not None and not give(connection, waiting):
+                busy.discard(connection)
+            yield step
+
+
+def give(connection: Any, waiting: Iterator[Shard]) -> bool:
+    """The next shard to a worker; False: there is none."""
+    shard = next(waiting, None)
+    if shard is not None:
+        with contextlib.suppress(OSError):
+            connection.send(shard)
+    return shard is not None
+
+
+def start_worker(among: int, lock: int) -> Worker:
+    here, there = socket.socketpair()
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "JAX_PLATFORMS": "cpu",
+        "RAYON_NUM_THREADS": str(max(cores() // among, 1)),  # of the library `tokenizers`
+    }
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve({there.fileno()})"],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno(), lock],
+            env=os.environ | environment,
+        )
+    return process, Connection(here.detach())
+
+
+def serve(descriptor: int) -> None:
+    """The whole of a worker's life."""
+    connection = Connection(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the process that hands out the work
+    with contextlib.suppress(EOFError, ConnectionError):
+        job = connection.recv()
+        while True:
+            shard = connection.recv()
+            try:
+                for step in write_shard(job, shard):
+                    connection.send(step)
+            except UserError as error:
+                connection.send(error)
+    os._exit(0)

@@ -1,0 +1,96 @@
+"""dataset_type=tfds: datasets that TensorFlow Datasets has prepared, without TensorFlow.
+
+What `tfds` says of a dataset (files and records of a split, also of a part such as train[:10%]) is taken from the
+library; the files, ArrayRecord or TFRecord, are read by the pipeline itself: at random, shuffled as a whole.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError
+from maxtext.common.extras import require
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.encode import data_columns
+from maxtext.input_pipeline.formats import Documents, Record, open_files
+from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
+
+# the library's names of file formats, and ours
+KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
+
+
+def tfds_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+    key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
+    return document_batches(config, split, share, [part_of(config, split)], key)
+
+
+def most_streams(config: MaxTextConfig, split: Split) -> int:
+    return most_streams_of([part_of(config, split)])
+
+
+def part_of(config: MaxTextConfig, split: Split) -> Part:
+    """The documents of the configured split."""
+    train = split is Split.TRAIN
+    key, name = ("dataset_name", config.dataset_name) if train else ("eval_dataset_name", config.eval_dataset_name)
+    wanted = config.train_split if train else config.eval_split
+    info = open_dataset(key, name, config.dataset_path).info
+    kind = KINDS.get(info.file_format.value)
+    if kind is None:
+        raise ConfigError(f"{key}={name} is stored as {info.file_format.value}: prepare it as array_record")
+    try:
+        instructions = [one for one in info.splits[wanted].file_instructions if one.examples_in_shard]
+    except (KeyError, ValueError) as error:
+        known = ", ".join(info.splits) or "none"
+        raise ConfigError(f"{'train' if train else 'eval'}_split={wanted}: {key}={name} has {known}") from error
+    if not instructions:
+        raise ConfigError(f"{'train' if train else 'eval'}_split={wanted} of {key}={name} has no records")
+    paths = [str(one.filename) for one in instructions]
+    files = open_files(paths, kind, data_columns(config, split), config.grain_data_source_max_workers)
+    return Part(Ranges(files, instructions))
+
+
+def open_dataset(key: str, name: str, folder: str) -> Any:
+    """The library's builder of a prepared dataset, by name and data_dir, or by its own folder."""
+    tfds = require("tensorflow_datasets", "dataset_type=tfds")
+    try:
+        return tfds.builder(name, data_dir=folder or None)
+    except (tfds.core.DatasetNotFoundError, ValueError, AssertionError, OSError) as error:
+        where = folder or "the default folder of tfds"
+        raise ConfigError(
+            f"{key}={name} is not prepared in {where}: set dataset_path to the data_dir where it is "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+class Ranges:
+    """The documents of a split: of each file, `take` records (-1: all) after `skip`."""
+
+    blocks: np.ndarray | None = None
+    sizes: np.ndarray | None = None
+
+    def __init__(self, files: Documents, instructions: Sequence[Any]):
+        self.files, self.nbytes = files, files.nbytes
+        shards = np.array([one.examples_in_shard for one in instructions])
+        skips = np.array([one.skip for one in instructions])
+        takes = np.array([one.take for one in instructions])
+        counts = np.where(takes < 0, shards - skips, takes)
+        self.ends = np.cumsum(counts)
+        # Where document i is in the files: i + shifts of its shard.
+        self.shifts = np.cumsum(shards) - shards + skips - (self.ends - counts)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> Record:
+        return self.files[self.place(index)]
+
+    def where(self, index: int) -> tuple[str, str]:
+        return self.files.where(self.place(index))
+
+    def place(self, index: int) -> int:
+        return index + int(self.shifts[np.searchsorted(self.ends, index, side="right")])
+
+    def columns(self) -> list[str] | None:
+        return self.files.columns()

@@ -1,0 +1,228 @@
+"""`maxtext data`, as a person runs it; the tokens of the byte tokenizer are computed here by its definition."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from maxtext.cli.data import fewest_devices, settled
+from maxtext.cli.data_inspect import visible
+from maxtext.cli.main import main
+from maxtext.input_pipeline import make_train_iterator
+
+SMALL = [
+    "dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte", "vocab_size=259", "max_target_length=16",
+    "per_device_batch_size=2", "enable_data_shuffling=false", "grain_worker_count=0",
+]  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes documents and returns the words that name them."""
+
+    def write(*documents, folder="in", key="grain_train_files"):
+        (tmp_path / folder).mkdir()
+        for number, document in enumerate(documents):
+            (tmp_path / folder / f"{number}.txt").write_text(document)
+        return [*SMALL, f"{key}={tmp_path / folder}"]
+
+    return write
+
+
+def replaced(words, *others):
+    """Words with others in the place of those for the same keys."""
+    return list({word.partition("=")[0]: word for word in [*words, *others]}.values())
+
+
+def table(text):
+    """{name: value} of the lines in two columns at the end."""
+    return dict(re.split(r"\s{2,}", line) for line in text.splitlines() if re.fullmatch(r"\w.*?\s{2,}\S.*", line))
+
+
+def test_inspect_shows_segments_padding_and_numbers(files, capsys):
+    # Pairs of each document with beginning and end: 4, 6 and 9; rows of 16: 4 + 6, then 9; 13 places stay empty.
+    assert main(["data", "inspect", *files("abc", "de\nfg", "hijklmno")]) == 0
+    text = capsys.readouterr().out
+    assert "batch 0, row 0: 2 segments, 10 of 16 places" in text
+    assert "   1 │ <bos>abc\n   2 │ <bos>de\n     │ fg\n     · 6 places of padding\n" in text
+    assert "batch 0, row 1: 1 segment, 9 of 16 places\n   1 │ <bos>hijklmno\n     · 7 places of padding\n" in text
+    numbers = table(text)
+    assert numbers["documents"] == "3"
+    assert (numbers["batches"], numbers["rows"], numbers["tokens"]) == ("1", "2", "19")
+    assert numbers["packing efficiency"] == f"{19 / 32:.2%}"
+    assert (numbers["segments a row, mean"], numbers["segments a row, most"]) == ("1.50", "2")
+    lengths = [numbers[f"tokens a segment, {name}"] for name in ("mean", "median", "longest")]
+    assert lengths == [f"{19 / 3:.1f}", "6.0", "9"]
+    assert numbers["truncated documents"] == "0.00%"
+    assert "\x1b" not in text  # not a terminal
+
+
+def test_inspect_counts_what_truncation_cuts(files, capsys):
+    # 14 bytes make 15 pairs, 15 make 16 and fit, 16 make 17 and are cut.
+    words = files("a" * 14, "b" * 15, "c" * 16, "d" * 40)
+    assert main(["data", "inspect", *words, "--batches", "2", "--rows", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "│" not in text
+    assert table(text)["truncated documents"] == "50.00%"
+    assert "tokens/s after it" in table(text)
+    assert main(["data", "inspect", *words, "--batches=9", "--json", "use_truncation=false"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert "truncated" not in summary
+    # Pairs in pieces of at most 16: 15, 16, 16 + 1, 16 + 16 + 9, of which 15 and 1 share a row.
+    assert (summary["rows"], summary["tokens"]) == (6, 15 + 16 + 17 + 41)
+
+
+def test_each_segment_has_its_colour_on_a_terminal(files, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["data", "inspect", *files("abc", "de", "fghijklmnopqr")]) == 0
+    text = capsys.readouterr().out
+    colours = {part: re.search(rf"\x1b\[([\d;]*)m{part}", text)[1] for part in ("abc", "de", "fgh")}
+    assert colours["abc"] != colours["de"]
+    assert colours["abc"] == colours["fgh"]  # the first of a row
+    assert re.search(r"\x1b\[1;7;\d+m<bos>", text)
+
+
+def test_text_cannot_steer_the_terminal(files, capsys, monkeypatch):
+    evil = "a\x1b[2J\x07\x9b31m\r\u202eb"
+    words = replaced(files(evil), "max_target_length=32", "generate_padding_batch_train=true")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["data", "inspect", *words]) == 0
+    text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # without our own colours
+    assert r"a\x1b[2J\x07\x9b31m\r\u202eb" in text
+    assert not set("\x07\x9b\r\u202e\x1b") & set(text)
+    assert visible("tab\tand\nline, é ✓ 漢") == "tab\tand\nline, é ✓ 漢"
+
+
+def test_inspect_for_programs(files, capsys):
+    assert main(["data", "inspect", *files("abc", "é", "hijklmnopqr"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["batches"][0][0]
+    assert first == [
+        {"tokens": [1, 100, 101, 102], "text": "<bos>abc"},
+        {"tokens": [1, 0xC3 + 3, 0xA9 + 3], "text": "<bos>é"},
+    ]
+    assert found["summary"]["documents"] == 3
+
+
+def test_inspect_evaluation(files, capsys, tmp_path):
+    words = files("training text", folder="eval", key="grain_eval_files")
+    assert main(["data", "inspect", *words, "--eval"]) == 0
+    text = capsys.readouterr().out
+    assert "<bos>training text" in text
+    assert "batch 0, row 1: 0 segments, 0 of 16 places" in text  # the last batch is filled up
+    assert main(["data", "inspect", *SMALL, "--eval"]) == 2
+    assert "names no evaluation data" in capsys.readouterr().err
+
+
+def test_inspect_without_a_tokenizer_shows_ids(capsys):
+    words = ["dataset_type=synthetic", "vocab_size=50", "max_target_length=8", "per_device_batch_size=1"]
+    assert main(["data", "inspect", *words]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"   1 │ \d+( \d+){7}\n", text)
+    assert "documents" not in table(text)
+
+
+def test_prepare_then_train_from_it(files, capsys, tmp_path):
+    words = files(*(f"document {number}" * (number % 3 + 1) for number in range(12)))
+    out = tmp_path / "out"
+    assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5", "--workers", "1"]) == 0
+    text = capsys.readouterr().out
+    tokens = sum(len(f"document {number}" * (number % 3 + 1)) + 2 for number in range(12))
+    numbers = table(text)
+    assert (numbers["documents"], numbers["tokens"], numbers["shards"]) == ("12", f"{tokens:,}", "3")
+    assert numbers["bad records"] == "0"
+    assert "tokens/s" in numbers
+    line = shlex.split(text.splitlines()[-1])
+    assert " ".join(line) == (
+        f"dataset_type=grain grain_file_type=arrayrecord grain_train_files={out}/*.array_record "
+        "train_data_columns=[tokens] tokenize_train_data=false"
+    )
+    ours, theirs = (list(make_train_iterator(settled(replaced(words, *more)))) for more in ([], line))
+    assert len(ours) == len(theirs) > 3
+    for one, other in zip(ours, theirs, strict=True):
+        assert all((one[name] == other[name]).all() for name in one)
+    assert main(["data", "inspect", *replaced(words, *line)]) == 0
+    assert "<bos>document 0\n" in capsys.readouterr().out
+    assert main(["data", "inspect", *replaced(words, *line, "tokenizer_path=")]) == 0
+    assert re.search(r"│ 1 103 114 102", capsys.readouterr().out)
+    assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5"]) == 0
+    assert "nothing left to write" in capsys.readouterr().out
+    assert main(["data", "prepare", *words, "add_bos=false", "--out", str(out), "--shard-documents=5"]) == 2
+    assert "was begun with beginning [1]" in capsys.readouterr().err
+
+
+BAD = {
+    "nothing to do": ([], "say what to do"),
+    "unknown task": (["show"], "say what to do"),
+    "batches 0": (["inspect", "--batches", "0"], "--batches takes a whole number of 1 or more"),
+    "rows -1": (["inspect", "--rows", "-1"], "--rows needs a value"),
+    "rows x": (["inspect", "--rows=x"], "--rows takes a whole number"),
+    "unknown option": (["inspect", "--colour"], "unknown option '--colour'"),
+    "unknown key": (["inspect", "grain_files=x"], "unknown key 'grain_files'"),
+    "missing files": (["inspect", *SMALL, "grain_train_files=/nowhere/*.txt"], "no file matches"),
+    "no out": (["prepare", *SMALL], "say where to write"),
+    "out without a value": (["prepare", *SMALL, "--out"], "--out needs a value"),
+    "workers 0": (["prepare", "--out", "x", "--workers", "0", *SMALL], "--workers takes a whole number of 1"),
+    "source of no documents": (["prepare", "--out", "x", "dataset_type=synthetic"], "cannot be prepared"),
+    "files of nothing": (["throughput", *SMALL, "grain_train_files=/nowhere"], "does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_words(case, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words, message = BAD[case]
+    assert main(["data", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not os.listdir(tmp_path)
+
+
+def test_fewest_devices():
+    base = {"num_slices": -1, "per_device_batch_size": 12, "ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}
+    assert fewest_devices(base) == (1, 1)
+    assert fewest_devices(base | {"ici_tensor_parallelism": "4"}) == (4, 1)
+    assert fewest_devices(base | {"ici_tensor_parallelism": 4, "dcn_data_parallelism": 2}) == (8, 2)
+    assert fewest_devices(base | {"num_slices": 3}) == (3, 3)
+    assert fewest_devices(base | {"per_device_batch_size": "0.25"}) == (4, 1)
+    assert fewest_devices(base | {"per_device_batch_size": 1.5, "ici_tensor_parallelism": 3}) == (6, 1)
+    assert fewest_devices(base | {"per_device_batch_size": "many", "num_slices": None}) == (1, 1)
+
+
+def test_settings_of_a_large_machine_load_here(files):
+    config = settled([*files("abc"), "ici_tensor_parallelism=8", "dcn_data_parallelism=2", "ici_fsdp_parallelism=4"])
+    assert config.num_target_devices == 64
+    assert settled(replaced(SMALL, "per_device_batch_size=0.125")).global_batch_size_to_train_on == 1
+
+
+def test_throughput(files, capsys):
+    # Nine documents of 15 pairs, each a row; two a batch make four, and one is left over.
+    words = files(*["a" * 14] * 9)
+    assert main(["data", "throughput", *words]) == 0
+    numbers = table(capsys.readouterr().out)
+    assert numbers["batches"].startswith("4 of ")
+    assert numbers["tokens"] == "120 of 128 places"
+    rates = [float(numbers[name].replace(",", "")) for name in ("batches/s", "tokens/s", "tokens/s with padding")]
+    assert rates[1] == pytest.approx(rates[0] * 30, rel=0.02)
+    assert rates[2] == pytest.approx(rates[0] * 32, rel=0.02)
+    assert main(["data", "throughput", *words, "steps=2", "generate_padding_batch_train=true"]) == 0
+    assert table(capsys.readouterr().out)["batches"] == "2"
+    # Two devices share a sequence.
+    assert main(["data", "throughput", *replaced(words, "per_device_batch_size=0.5", "steps=5")]) == 0
+    assert table(capsys.readouterr().out)["tokens"] == "75 of 80 places"
+
+
+@pytest.mark.slow
+def test_the_familiar_command(files):
+    """With worker processes, each with a stream of its own."""
+    words = replaced(files(*["a" * 14] * 64), "grain_worker_count=2", "per_device_batch_size=4", "steps=5")
+    command = [sys.executable, "-m", "maxtext.standalone_dataloader", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert table(done.stdout)["batches"] == "5"
+    assert table(done.stdout)["tokens"] == "300 of 320 places"

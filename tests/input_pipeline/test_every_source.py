@@ -1,0 +1,111 @@
+"""What holds for every source and every packing: exact resume, every document once, one seed one order."""
+
+import json
+import random
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from maxtext.input_pipeline import Share, Split, make_train_iterator
+from maxtext.input_pipeline.sources import make_iterator
+from tests.input_pipeline.corpora import SOURCES
+
+pytestmark = pytest.mark.usefixtures("few_open_rows")
+PACKINGS = ["first_fit", "best_fit", "concat_then_split", "none"]
+
+
+def words(count=48, longest=7, seed=0):
+    """Different documents, each short enough for a row of 8."""
+    generator = random.Random(seed)
+    found = set()
+    while len(found) < count:
+        found.add("".join(generator.choices("abcdefgh", k=generator.randint(2, longest))))
+    return sorted(found, key=lambda word: generator.random())
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """The settings of each source, written once."""
+    made = {}
+
+    def settings(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = SOURCES[name](folder, words())
+        return made[name]
+
+    return settings
+
+
+@pytest.fixture
+def configured(make_config, corpus):
+    def config(source, packing="first_fit", **update):
+        how = {"packing": False} if packing == "none" else {"grain_packing_type": packing}
+        defaults = {"enable_data_shuffling": True, "num_epoch": 2, "global_batch_size_to_load": 2}
+        defaults["grain_shuffle_buffer_size"] = 5
+        return make_config(**defaults | corpus(source) | how | update)
+
+    return config
+
+
+def pairs(batches):
+    """How often each (input, target) was predicted."""
+    seen: Counter = Counter()
+    for batch in batches:
+        mask = batch["targets_segmentation"] != 0
+        seen.update(zip(batch["inputs"][mask].tolist(), batch["targets"][mask].tolist(), strict=True))
+    return seen
+
+
+def expected(documents, times):
+    """The same by the definition of the byte tokenizer."""
+    seen: Counter = Counter()
+    for document in documents:
+        for pair in pairwise([1, *(byte + 3 for byte in document.encode()), 2]):
+            seen[pair] += times
+    return seen
+
+
+def same(left, right):
+    assert len(left) == len(right)
+    for ours, theirs in zip(left, right, strict=True):
+        for field in ours:
+            np.testing.assert_array_equal(ours[field], theirs[field])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_resume_is_exact(configured, source, packing):
+    config = configured(source, packing)
+    iterator = make_train_iterator(config)
+    batches, states = [], [json.dumps(iterator.get_state())]
+    for batch in iterator:
+        batches.append(batch)
+        states.append(json.dumps(iterator.get_state()))
+    assert len(batches) >= 10
+    for done in random.Random(f"{source} {packing}").sample(range(len(batches)), 2):
+        resumed = make_train_iterator(config)
+        resumed.set_state(json.loads(states[done]))
+        same(list(resumed), batches[done:])
+        resumed.close()
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_two_hosts_see_every_document_once_an_epoch(configured, source, packing):
+    config = configured(source, packing)
+    halves = [pairs(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2))) for index in (0, 1)]
+    assert halves[0] + halves[1] == expected(words(), 2)
+    assert abs(halves[0].total() - halves[1].total()) < 0.4 * halves[0].total()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_seed_decides(configured, source):
+    first, again, other = (
+        np.concatenate([batch["inputs"] for batch in make_train_iterator(configured(source, data_shuffle_seed=seed))])
+        for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert first.shape != other.shape or (first != other).any()

@@ -1,0 +1,115 @@
+"""Streams in worker processes: the same batches and positions as here, the same errors, and no process left behind."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.input_pipeline import Share, Split, Streams
+from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline.workers import Workers, stream_opener, worker_count
+
+DOCUMENTS = ["".join(chr(97 + (place * number) % 26) for place in range(number % 30)) for number in range(40)]
+
+
+@pytest.fixture
+def config(make_config, write):
+    return make_config(
+        grain_train_files=write(*DOCUMENTS), enable_data_shuffling=True, use_truncation=False, num_epoch=2,
+        grain_shuffle_buffer_size=7, grain_worker_count=2, grain_per_worker_buffer_size=3,
+    )  # fmt: skip
+
+
+def streams(open_stream):
+    return Streams(lambda number, count: open_stream(Share(2, number, count)), 3, range)
+
+
+def here(config):
+    return streams(lambda share: make_iterator(config, Split.TRAIN, share))
+
+
+def alive(process):
+    return os.path.exists(f"/proc/{process}") and "Z" not in open(f"/proc/{process}/stat").read().split()[2]
+
+
+def test_the_same_batches_and_positions(config):
+    local = here(config)
+    remote = streams(stream_opener(config, Split.TRAIN))
+    try:
+        workers = {stream.worker.process.pid for stream in remote.streams.values()}
+        assert len(workers) == 2
+        for step in range(8):
+            if step == 4:  # a place that was saved earlier, and the start
+                saved = json.loads(json.dumps(remote.get_state()))
+            expected, got = next(local), next(remote)
+            for field, array in expected.items():
+                np.testing.assert_array_equal(got[field], array)
+            assert remote.get_state() == local.get_state()
+        for move in (lambda iterator: iterator.set_state(saved), lambda iterator: iterator.reset()):
+            move(local)
+            move(remote)
+            np.testing.assert_array_equal(next(remote)["inputs"], next(local)["inputs"])
+        count = sum(1 for _ in local)
+        assert sum(1 for _ in remote) == count > 5
+        assert next(remote, None) is None
+    finally:
+        remote.close()
+    assert not any(map(alive, workers))
+
+
+def test_errors_are_those_of_the_source(config):
+    open_stream = stream_opener(config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN)
+    with pytest.raises(ConfigError, match="grain_train_files: /nowhere does not exist"):
+        open_stream(Share(1))
+    with pytest.raises(ConfigError, match="but one batch needs 80000"):
+        stream_opener(config, Split.TRAIN)(Share(10**4))
+    assert stream_opener(config, Split.EVAL)(Share(1)) is None
+
+
+def test_a_worker_that_dies_is_noticed(config):
+    stream = Workers(1).open(config, Split.TRAIN, Share(1))
+    next(stream)
+    stream.worker.process.kill()
+    stream.worker.process.wait()
+    with pytest.raises(UserError, match=r"worker process of the data pipeline ended \(exit code -9\)"):
+        next(stream)
+
+
+def test_workers_end_with_their_process(config, tmp_path):
+    """Killed without a chance to say goodbye."""
+    (tmp_path / "config").write_bytes(pickle.dumps(config))
+    script = (
+        "import pickle, sys, time\n"
+        "from maxtext.input_pipeline import Share, Split, stream_opener\n"
+        f"stream = stream_opener(pickle.load(open({str(tmp_path / 'config')!r}, 'rb')), Split.TRAIN)(Share(1))\n"
+        "print(stream.worker.process.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline())
+    assert alive(worker)
+    os.kill(worker, signal.SIGTERM)  # meant for the process that trains
+    time.sleep(0.3)
+    assert alive(worker)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(worker)
+
+
+def test_the_number_of_workers(make_config, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert worker_count(make_config(grain_worker_count=3), Split.TRAIN) == 3
+    assert worker_count(make_config(grain_worker_count=3, grain_worker_count_eval=0), Split.EVAL) == 0
+    assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=10**6), Split.TRAIN) == 6
+    assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1024), Split.TRAIN) == 4
+    assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1), Split.TRAIN) == 1

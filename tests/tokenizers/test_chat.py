@@ -1,0 +1,171 @@
+"""Chat templates against transformers' apply_chat_template, and where a template is found."""
+
+import json
+import pickle
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError, MissingExtra, UserError
+from maxtext.configs import load as load_config
+from maxtext.configs.derive import Devices
+from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer
+from tests.tokenizers.tiny import CHATML
+
+# Small templates in the styles of well-known models; each uses what the others do not.
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama3": """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+""",
+    "gemma": """{{ bos_token }}{% for message in messages %}
+  {% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
+{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
+    "mistral": """{{ bos_token }}{% set state = namespace(turn=0) %}{% for message in messages %}
+{% if message['role'] == 'system' %}{% continue %}{% endif %}
+{% if (message['role'] == 'user') != (state.turn % 2 == 0) %}
+{{ raise_exception('roles must take turns') }}
+{% endif %}{% set state.turn = state.turn + 1 %}
+{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
+{% endif %}{% if state.turn > 8 %}{% break %}{% endif %}{% endfor %}""",
+    "tools": """{% for message in messages %}{{ message | tojson }}
+{{ message | tojson(indent=2) }}{% if tools %}never{% endif %}{% if message.extra is defined %}!{% endif %}
+{% endfor %}{{ strftime_now('%Y') }} {{ documents is none }} {{ pad_token }}""",
+}
+CHATS = {
+    "short": [{"role": "user", "content": "Hi <b>&</b> 'you'"}],
+    "long": [
+        {"role": "system", "content": "  Be brief.\n"},
+        {"role": "user", "content": "Was ist das? 日本 🙂"},
+        {"role": "assistant", "content": "{% if %} {{ no template }}"},
+        {"role": "user", "content": ""},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(bpe):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(bpe)
+
+
+def load(path, *words):
+    config = load_config(None, [f"tokenizer_path={path}", *words], environ={}, devices=Devices(1))
+    return chat_template(config, load_tokenizer(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ask", [False, True])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_text_and_ids_are_those_of_transformers(style, chat, ask, theirs, bpe):
+    config = load_config(None, [f"tokenizer_path={bpe}"], environ={}, devices=Devices(1))
+    tokenizer = load_tokenizer(config)
+    template = chat_template(config.model_copy(update={"chat_template": TEMPLATES[style]}), tokenizer)
+    text = template.render(CHATS[chat], add_generation_prompt=ask)
+    options = {"chat_template": TEMPLATES[style], "add_generation_prompt": ask}
+    assert text == theirs.apply_chat_template(CHATS[chat], tokenize=False, **options)
+    expected = theirs.apply_chat_template(CHATS[chat], tokenize=True, return_dict=True, **options)["input_ids"]
+    assert tokenizer.encode_with_specials(text) == expected
+
+
+def test_the_template_of_the_tokenizer(bpe, tmp_path):
+    assert load(bpe).source == CHATML
+    shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "of the list"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load(tmp_path).source == "of the list"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the file"}')
+    assert load(tmp_path).source == "of the file"
+    (tmp_path / "chat_template.jinja").write_text("of the jinja file")
+    assert load(tmp_path).source == "of the jinja file"
+
+
+def test_the_template_beside_a_sentencepiece_model(sentencepiece_file, tmp_path):
+    shutil.copy(sentencepiece_file, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ bos_token }}x"}')
+    assert load(tmp_path).render([]) == "<s>x"
+
+
+def test_a_template_of_ones_own(bpe, tmp_path):
+    assert load(bpe, "chat_template={{ eos_token }}").render([]) == "</s>"
+    (tmp_path / "chat.jinja").write_text("a\n{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n")
+    assert load(bpe, f"chat_template_path={tmp_path}/chat.jinja").render([{"content": "b"}]) == "a\nb\n"
+    (tmp_path / "other.json").write_text('{"chat_template": "c"}')
+    assert load(bpe, f"chat_template_path={tmp_path}/other.json").render([]) == "c"
+
+
+def test_no_template(sentencepiece_file):
+    for path in ("byte", sentencepiece_file):
+        assert load(path) is None
+        with pytest.raises(
+            ConfigError, match="use_chat_template=true, but the tokenizer .* came without a chat template"
+        ):
+            load(path, "use_chat_template=true")
+    assert load(sentencepiece_file, "use_chat_template=true", "chat_template={{ bos_token }}").render([]) == "<s>"
+    assert load("byte", "use_chat_template=true", "chat_template={{ bos_token }}x").render([]) == "x"
+
+
+def test_a_template_travels_to_other_processes(bpe):
+    template = pickle.loads(pickle.dumps(load(bpe)))
+    assert template.render(CHATS["short"]) == load(bpe).render(CHATS["short"])
+
+
+def test_messages_as_files_give_them(bpe):
+    expected = load(bpe).render(CHATS["long"])
+    assert load(bpe).render(tuple(CHATS["long"])) == expected
+    assert load(bpe).render(np.array(CHATS["long"], object)) == expected
+
+
+@pytest.mark.parametrize("bad", [None, "text", ["text"], {"role": "user"}, [None], 3])
+def test_what_is_no_conversation(bad, bpe):
+    with pytest.raises(UserError, match="a conversation is a list of records with role and content, not"):
+        load(bpe).render(bad)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('only users') }}", "only users"),
+        ("{{ messages[5].content.x }}", "has no element 5|undefined"),
+        ("{{ messages.append(1) }}", "not safely callable|unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division"),
+    ],
+)
+def test_a_template_that_refuses(source, reason):
+    with pytest.raises(UserError, match=f"the chat template of here refuses .*({reason})"):
+        ChatTemplate(source, "here").render(CHATS["short"])
+
+
+def test_bad_templates(bpe, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="the chat template of chat_template, line 2 is not valid Jinja"):
+        load(bpe, "chat_template=a\n{% if %}")
+    for name in ("no.jinja", "no.json"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            load(bpe, f"chat_template_path={tmp_path}/{name}")
+    for name, text in (("a.json", "{}"), ("b.json", '{"chat_template": 3}')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=f"{name} has no text under chat_template"):
+            load(bpe, f"chat_template_path={tmp_path}/{name}")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingExtra, match=r"needs the package 'jinja2'.*maxtext\[text\]"):
+        load(bpe)

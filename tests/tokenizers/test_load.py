@@ -1,0 +1,214 @@
+"""Which tokenizer a configuration means, and every way in which it can be wrong."""
+
+import json
+import logging
+import shutil
+import sys
+
+import pytest
+
+from maxtext.common.errors import ConfigError, MissingExtra
+from maxtext.configs import load as load_config
+from maxtext.configs.derive import Devices
+from maxtext.tokenizers import find_tokenizer, load_tokenizer, open_tokenizer
+
+
+def load(path, *words):
+    words = [f"tokenizer_path={path}", *words]
+    return load_tokenizer(load_config(None, words, environ={}, devices=Devices(1)))
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken"])
+def test_the_kind_is_found_in_the_content(kind, paths):
+    assert load(paths[kind]).kind == kind
+    assert load(paths[kind], f"tokenizer_type={kind}").kind == kind
+
+
+def test_a_tokenizer_json_of_any_name_and_a_folder_of_one_model(bpe, sentencepiece_file, tiktoken_file, tmp_path):
+    shutil.copy(bpe / "tokenizer.json", tmp_path / "mine.json")
+    assert load(tmp_path / "mine.json").kind == "huggingface"
+    assert load(sentencepiece_file.parent).kind == "sentencepiece"
+    # Llama 3 calls its file so, too.
+    shutil.copy(tiktoken_file, tmp_path / "tokenizer.model")
+    assert load(tmp_path).kind == "tiktoken"
+
+
+def test_the_type_chooses_in_a_folder_of_both(bpe, sentencepiece_file, tmp_path):
+    shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
+    shutil.copy(sentencepiece_file, tmp_path)
+    assert load(tmp_path).kind == "huggingface"
+    assert load(tmp_path, "tokenizer_type=sentencepiece").kind == "sentencepiece"
+
+
+@pytest.mark.parametrize(("kind", "said"), [("huggingface", "tiktoken"), ("sentencepiece", "huggingface")])
+def test_a_type_that_the_content_is_not(kind, said, paths):
+    with pytest.raises(
+        ConfigError, match=f"is a {kind} tokenizer, but tokenizer_type={said}: set tokenizer_type={kind}"
+    ):
+        load(paths[kind], f"tokenizer_type={said}")
+
+
+def test_the_type_of_a_model_does_not_bind_another_path(sentencepiece_file):
+    words = ["model_name=qwen3-0.6b", f"tokenizer_path={sentencepiece_file}"]
+    config = load_config(None, words, environ={}, devices=Devices(1))
+    assert config.tokenizer_type.value == "huggingface"
+    assert load_tokenizer(config).kind == "sentencepiece"
+
+
+@pytest.mark.parametrize(("kind", "size"), [("huggingface", 400), ("sentencepiece", 400), ("tiktoken", 576)])
+def test_a_vocabulary_that_is_too_large(kind, size, paths):
+    assert load(paths[kind], f"vocab_size={size}").vocab_size == size
+    with pytest.raises(
+        ConfigError, match=rf"has {size} ids, but vocab_size={size - 1}: set vocab_size to {size} or more"
+    ):
+        load(paths[kind], f"vocab_size={size - 1}")
+
+
+def test_ids_beyond_the_count_of_tokens_count(bpe, tmp_path):
+    """A vocabulary with a hole: the largest id decides, not the number of tokens."""
+    shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    last = max(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
+    tokenizer["model"]["vocab"][last] = 900
+    file.write_text(json.dumps(tokenizer))
+    assert load(tmp_path).vocab_size == 901
+    assert load(tmp_path).decode([5, 500, 6]) == f"{load(tmp_path).decode([5])}\ufffd{load(tmp_path).decode([6])}"
+
+
+def test_lengths_kept_in_a_file_do_not_cut_documents(bpe, tmp_path):
+    from tokenizers import Tokenizer
+
+    inner = Tokenizer.from_file(str(bpe / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = "the quick brown fox jumps over it"
+    assert load(tmp_path).encode(text) == load(bpe).encode(text)
+    assert load(tmp_path).encode_with_specials(text) == load(bpe).encode(text)
+    assert load(tmp_path).encode_batch([text])[0].tolist() == load(bpe).encode(text)
+
+
+def test_special_tokens_beside_the_file(bpe, tmp_path):
+    shutil.copy(bpe / "tokenizer.json", tmp_path)
+    assert (load(tmp_path).bos_id, load(tmp_path).eos_id, load(tmp_path).pad_id) == (None, None, 0)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}}')
+    assert (load(tmp_path).bos_id, load(tmp_path).eos_id) == (1, 4)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_bos_token": true, "pad_token": null}')
+    assert (load(tmp_path).bos_id, load(tmp_path).eos_id, load(tmp_path).pad_id) == (1, 2, 0)
+    assert load(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def ranks(*lines):
+    return "\n".join(lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("tokenizer.json", b"", "is not a tokenizer of Hugging Face"),
+        ("tokenizer.json", b"{}", "is not a tokenizer of Hugging Face"),
+        ("tokenizer.json", b'{"version": "1.0", "model"', "is not a tokenizer of Hugging Face"),
+        ("x.model", b"", "is not a SentencePiece model"),
+        ("x.model", b"\x00\xff" * 500, "is not a SentencePiece model"),
+        ("x.txt", b"some words\nof text", "is not a SentencePiece model"),
+        ("x.tiktoken", ranks("IQ== 0", "broken"), "line 2: not a token in base64"),
+        ("x.tiktoken", ranks("IQ== 0", "I!== 1"), "line 2: not a token in base64"),
+        ("x.tiktoken", ranks("IQ== 0", "Ig== x"), "line 2: not a token in base64"),
+        ("x.tiktoken", ranks("IQ== 0", "Ig== 1"), "254 of the 256 bytes are no token"),
+    ],
+)
+def test_files_that_are_no_tokenizer(name, data, message, tmp_path):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=f"{name}.*{message}"):
+        load(tmp_path / name)
+
+
+def test_ranks_with_a_gap(tiktoken_file, tmp_path):
+    text = tiktoken_file.read_text().splitlines()
+    (tmp_path / "x.tiktoken").write_text("\n".join([*text[:-2], text[-1]]))
+    with pytest.raises(ConfigError, match="its ranks are not 0 to 318"):
+        load(tmp_path / "x.tiktoken")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_settings_that_cannot_be_read(name, text, bpe, tmp_path):
+    shutil.copy(bpe / "tokenizer.json", tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["./no/such/place/at.all", "/none.model", "no_such_name", "gs://bucket/tokenizer.model"]
+)
+def test_a_path_that_is_not_there(path):
+    with pytest.raises(ConfigError, match=f"tokenizer_path={path} does not exist"):
+        load(path)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds no tokenizer: there should be a tokenizer.json"):
+        load(tmp_path)
+    assert find_tokenizer([tmp_path / "config.json"]) is None
+
+
+def test_a_name_on_the_hub(bpe, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, allow_patterns, token):
+        asked.append((name, "tokenizer.json" in allow_patterns, token))
+        return str(bpe)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert load("someone/model-1.5", "hf_access_token=secret").vocab_size == 400
+    assert asked == [("someone/model-1.5", True, "secret")]
+
+
+def test_a_name_on_the_hub_without_a_network(monkeypatch):
+    import huggingface_hub
+
+    def download(name, **_):
+        raise ConnectionError("no route; token secret")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(
+        ConfigError, match="someone/model is neither a file.*ConnectionError.*name its folder"
+    ) as caught:
+        load("someone/model", "hf_access_token=secret")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "package"), [("sentencepiece", "sentencepiece"), ("tiktoken", "tiktoken")])
+def test_a_missing_package(kind, package, paths, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=rf"needs the package '{package}'.*pip install \"maxtext\[text\]\""):
+        load(paths[kind])
+
+
+def test_a_name_of_tiktoken(monkeypatch, tiktoken_file):
+    import tiktoken
+    from tiktoken.load import load_tiktoken_bpe
+
+    made = tiktoken.Encoding("o200k_base", pat_str=".", mergeable_ranks=load_tiktoken_bpe(str(tiktoken_file)),
+                             special_tokens={"<|endoftext|>": 400})  # fmt: skip
+    monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": made}.__getitem__)
+    tokenizer = load("o200k_base")
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (400, 401)
+    assert tokenizer.decode([400, 350, *tokenizer.encode("hi")]) == "\ufffdhi", "350 is a hole"
+    monkeypatch.setattr(tiktoken, "get_encoding", {}.__getitem__)
+    with pytest.raises(ConfigError, match="tiktoken could not fetch o200k_base .*TIKTOKEN_CACHE_DIR"):
+        load("o200k_base", "tokenizer_type=tiktoken")
+
+
+def test_a_guess_is_said_once(tiktoken_file, caplog, monkeypatch):
+    import pickle
+
+    monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
+    tokenizer = open_tokenizer(str(tiktoken_file))
+    pickle.loads(pickle.dumps(tokenizer))
+    assert [record.message.endswith("used as Llama 3's are") for record in caplog.records] == [True]

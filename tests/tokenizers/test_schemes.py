@@ -1,0 +1,89 @@
+"""How published tiktoken vocabularies split text, and the names of their special tokens."""
+
+import json
+
+import pytest
+import regex
+import tiktoken
+
+from maxtext.common.errors import ConfigError
+from maxtext.tokenizers import open_tokenizer, schemes
+from tests.tokenizers.tiny import CHATML, CORPUS, tiny_ranks, write_tiktoken
+
+TEXTS = [
+    *CORPUS, "it'S HE'LL  don't\r\n\r\n  x\n\n", "a/b//c\n/d 123456 ½ Ⅷ", "Ünïcödé ǅ ʰ 日本go漢字 \u0301x",
+    " \n ", "x  ", "\t\n  ", "HTTPServer.getName();\n/x",
+]  # fmt: skip
+
+
+def test_kimi_is_split_as_published():
+    """The pattern as its tokenization_kimi.py has it."""
+    letters = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    upper, lower, endings = rf"[\p{{Lu}}\p{{Lt}}{letters}", rf"[\p{{Ll}}{letters}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    parts = [
+        r"[\p{Han}]+", rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{endings}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    ]  # fmt: skip
+    scheme = schemes.kimi(163584)
+    assert scheme.pattern == "|".join(parts)
+    assert (scheme.specials["[BOS]"], scheme.specials["[EOS]"]) == (163584, 163585)
+    assert sorted(scheme.specials.values()) == list(range(163584, 163840))
+    inner = tiktoken.Encoding("kimi", pat_str=scheme.pattern, mergeable_ranks=tiny_ranks(320), special_tokens={})
+    assert [inner.decode(inner.encode_ordinary(text)) for text in TEXTS] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["r50k_base", "cl100k_base", "o200k_base"])
+def test_published_vocabularies_are_split_as_published(name, monkeypatch):
+    """By tiktoken's own description, without the ranks, which would have to be fetched."""
+    import tiktoken_ext.openai_public as published
+
+    monkeypatch.setattr(published, "load_tiktoken_bpe", lambda *_, **__: {})
+    theirs = published.ENCODING_CONSTRUCTORS[name]()
+    scheme = getattr(schemes, name.removesuffix("_base"))(0)
+    assert scheme.specials == theirs["special_tokens"]
+    split = [regex.findall(scheme.pattern, text) for text in TEXTS]
+    assert split == [regex.findall(theirs["pat_str"], text) for text in TEXTS]
+    assert ["".join(parts) for parts in split] == TEXTS
+
+
+def test_llama3_special_tokens():
+    """Ids as published with Llama 3.1."""
+    specials = schemes.llama3(128000).specials
+    published = {
+        "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_special_token_0|>": 128002,
+        "<|reserved_special_token_1|>": 128003, "<|finetune_right_pad_id|>": 128004,
+        "<|reserved_special_token_2|>": 128005, "<|start_header_id|>": 128006, "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008, "<|eot_id|>": 128009, "<|python_tag|>": 128010, "<|reserved_special_token_3|>": 128011,
+        "<|reserved_special_token_247|>": 128255,
+    }  # fmt: skip
+    assert published.items() <= specials.items()
+    assert sorted(specials.values()) == list(range(128000, 128256))
+
+
+def test_settings_beside_the_file_name_the_special_tokens(tmp_path):
+    file = write_tiktoken(tmp_path / "tiktoken.model")
+    settings = {
+        "added_tokens_decoder": {"320": {"content": "[BOS]"}, "330": {"content": "<|im_end|>"}, "5": {"content": "no"}},
+        "bos_token": "[BOS]", "eos_token": {"content": "<|im_end|>"}, "pad_token": "unheard of",
+        "chat_template": CHATML,
+    }  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for path in (file, tmp_path):
+        tokenizer = open_tokenizer(str(path))
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (320, 330, 324, 576)
+        assert tokenizer.encode_with_specials("[BOS]<|im_end|><|eot_id|>") == [320, 330, 329]
+        assert tokenizer.chat_template == CHATML
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"320": {}}}')
+    with pytest.raises(ConfigError, match="tokenizer_config.json: added_tokens_decoder must give a content"):
+        open_tokenizer(str(file))
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"321": {"content": "x"}}}')
+    with pytest.raises(ConfigError, match="names no eos_token"):
+        open_tokenizer(str(file))
+
+
+def test_a_vocabulary_whose_rules_are_not_known():
+    from pathlib import Path
+
+    with pytest.raises(ConfigError, match="Llama 4: use the tokenizer.json"):
+        schemes.scheme_of(Path("tokenizer.model"), 200_000, {}, quiet=False)

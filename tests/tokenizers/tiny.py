@@ -1,0 +1,82 @@
+"""Tiny vocabularies of every kind, made by the libraries themselves."""
+
+import base64
+import io
+import json
+from pathlib import Path
+
+WORDS = "the quick brown fox jumps over the lazy dog while seven wizards brew hot tea and 1234567 liters of it cool"
+CORPUS = [
+    f"{WORDS.title()} {number}.\n\n\t{WORDS[::-1]}\nÄpfel, Öl und Übermut; été; 日本語の本。 🙂 it's {number * 37}"
+    for number in range(60)
+]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "special": True}
+SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+def trained_bpe(vocab_size: int):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def write_bpe(folder: Path, vocab_size: int = 400, chat_template: str | None = CHATML) -> Path:
+    """A folder as Hugging Face has it: 0 <pad>, 1 <s>, 2 </s>, 3 <|im_start|>, 4 <|im_end|>, then byte-level BPE."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trained_bpe(vocab_size).save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": EOS}
+    settings |= {"pad_token": "<pad>", "clean_up_tokenization_spaces": False}
+    settings |= {} if chat_template is None else {"chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_sentencepiece(path: Path, vocab_size: int = 400) -> Path:
+    """A file *.model: 0 <unk>, 1 <s>, 2 </s>, 3 <sep>, 4 <sep>> (control symbols), bytes to fall back on, pieces."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=vocab_size, byte_fallback=True,
+        control_symbols=["<sep>", "<sep>>"], normalization_rule_name="identity", remove_extra_whitespaces=False,
+        num_threads=1, minloglevel=2,
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def write_tiktoken(path: Path, ranks: int = 320) -> Path:
+    """A file of ranks; read as Llama 3's, so its special tokens are the 256 ids after them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tiny_ranks(ranks).items()]
+    path.write_text("".join(lines))
+    return path
+
+
+def tiny_ranks(count: int) -> dict[bytes, int]:
+    tokens = sorted(trained_bpe(count + len(SPECIALS)).get_vocab().items(), key=lambda item: item[1])[len(SPECIALS) :]
+    byte_of = byte_letters()
+    return {bytes(byte_of[letter] for letter in token): rank for rank, (token, _) in enumerate(tokens)}
+
+
+def byte_letters() -> dict[str, int]:
+    """How byte-level BPE writes bytes: printable ones as themselves, the others as letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
