@@ -48,8 +48,8 @@ def test_inspect_shows_segments_padding_and_numbers(files, capsys):
     assert main(["data", "inspect", *files("abc", "de\nfg", "hijklmno")]) == 0
     text = capsys.readouterr().out
     assert "batch 0, row 0: 2 segments, 10 of 16 places" in text
-    assert "   1 │ <bos>abc\n   2 │ <bos>de\n     │ fg\n     · 6 places of padding\n" in text
-    assert "batch 0, row 1: 1 segment, 9 of 16 places\n   1 │ <bos>hijklmno\n     · 7 places of padding\n" in text
+    assert "   1 │ <bos>abc<eos>\n   2 │ <bos>de\n     │ fg<eos>\n     · 6 places of padding\n" in text
+    assert "batch 0, row 1: 1 segment, 9 of 16 places\n   1 │ <bos>hijklmno<eos>\n     · 7 places of padding\n" in text
     numbers = table(text)
     assert numbers["documents"] == "3"
     assert (numbers["batches"], numbers["rows"], numbers["tokens"]) == ("1", "2", "19")
@@ -104,8 +104,8 @@ def test_inspect_for_programs(files, capsys):
     found = json.loads(capsys.readouterr().out)
     first = found["batches"][0][0]
     assert first == [
-        {"tokens": [1, 100, 101, 102], "text": "<bos>abc"},
-        {"tokens": [1, 0xC3 + 3, 0xA9 + 3], "text": "<bos>é"},
+        {"inputs": [1, 100, 101, 102], "targets": [100, 101, 102, 2], "text": "<bos>abc<eos>"},
+        {"inputs": [1, 0xC3 + 3, 0xA9 + 3], "targets": [0xC3 + 3, 0xA9 + 3, 2], "text": "<bos>é<eos>"},
     ]
     assert found["summary"]["documents"] == 3
 
@@ -114,7 +114,7 @@ def test_inspect_evaluation(files, capsys, tmp_path):
     words = files("training text", folder="eval", key="grain_eval_files")
     assert main(["data", "inspect", *words, "--eval"]) == 0
     text = capsys.readouterr().out
-    assert "<bos>training text" in text
+    assert "<bos>training text<eos>" in text
     assert "batch 0, row 1: 0 segments, 0 of 16 places" in text  # the last batch is filled up
     assert main(["data", "inspect", *SMALL, "--eval"]) == 2
     assert "names no evaluation data" in capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_inspect_without_a_tokenizer_shows_ids(capsys):
     words = ["dataset_type=synthetic", "vocab_size=50", "max_target_length=8", "per_device_batch_size=1"]
     assert main(["data", "inspect", *words]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"   1 │ \d+( \d+){7}\n", text)
+    assert re.search(r"   1 │ \d+( \d+){8}\n", text)
     assert "documents" not in table(text)
 
 
@@ -148,7 +148,7 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
     for one, other in zip(ours, theirs, strict=True):
         assert all((one[name] == other[name]).all() for name in one)
     assert main(["data", "inspect", *replaced(words, *line)]) == 0
-    assert "<bos>document 0\n" in capsys.readouterr().out
+    assert "<bos>document 0<eos>\n" in capsys.readouterr().out
     assert main(["data", "inspect", *replaced(words, *line, "tokenizer_path=")]) == 0
     assert re.search(r"│ 1 103 114 102", capsys.readouterr().out)
     assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5"]) == 0

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import FIELDS, BatchIterator, Share, Split, Streams, join_states, sources
+from maxtext.input_pipeline import FIELDS, BatchIterator, Share, Split, Streams, join_states, sources, stream_count
 
 
 class Counting(BatchIterator):
@@ -99,3 +99,23 @@ def test_streams_of_text_cover_every_document_once(make_config, write):
     seen = [tuple(row) for batch in streams for row in batch["inputs"]]
     assert len(seen) == len(set(seen)) == len(documents)
     assert set(next(Streams(make, 4, range))) == set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "workers", "elastic", "most", "count"),
+    [
+        (12, 1, 1, False, 99, 1),
+        (12, 1, 0, False, 99, 1),
+        (12, 4, 1, False, 99, 4),  # one for each part of the batch
+        (12, 4, 5, False, 99, 12),  # twelve can be divided among five workers, four cannot
+        (12, 1, 5, False, 99, 6),
+        (12, 1, 50, False, 99, 12),
+        (12, 4, 1, True, 99, 12),  # one a row
+        (12, 4, 1, True, 5, 4),  # of few documents
+        (12, 4, 1, False, 3, 2),
+        (7, 1, 2, False, 99, 7),
+    ],
+)
+def test_how_many_streams(rows, blocks, workers, elastic, most, count):
+    assert stream_count(rows, blocks, workers, elastic, lambda: most) == count
+    assert rows % count == 0

@@ -55,21 +55,8 @@ def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:
     return math.lcm(count, Fraction(size(BATCH)).limit_denominator(MOST_DEVICES).denominator), slices
 
 
-def take_text(words: list[str], option: str) -> str | None:
-    """Remove `--option value` or `--option=value` from the words and return the value."""
-    for place, word in enumerate(words):
-        if word == option or word.startswith(f"{option}="):
-            inline = "=" in word
-            value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
-            del words[place : place + (1 if inline else 2)]
-            if not value or value.startswith("-"):
-                raise ConfigError(f"{option} needs a value")
-            return value
-    return None
-
-
 def take_number(words: list[str], option: str, least: int) -> int | None:
-    value = take_text(words, option)
+    value = cli_words.take_value(words, option)
     if value is None:
         return None
     if not value.isdecimal() or int(value) < least:

@@ -22,7 +22,7 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 TOKEN_SOURCES = ("synthetic", "olmo_grain")  # that need no tokenizer
 
-Row = list[np.ndarray]  # the inputs of its segments
+Row = list[tuple[np.ndarray, np.ndarray]]  # inputs and targets of its segments
 
 
 @dataclass
@@ -130,9 +130,12 @@ def run(words: list[str]) -> int:
 
 
 def reader_of(config: Any, tokenized: bool) -> Reader | Numbers:
+    """Data that is tokens already is decoded by a tokenizer that the user names; what is only known to have come with
+    the model would have to be fetched first."""
     from maxtext.tokenizers import load_tokenizer
 
-    return Reader(load_tokenizer(config)) if tokenized or config.tokenizer_path else Numbers()
+    named = config.tokenizer_path and config.source("tokenizer_path").kind != "derived"
+    return Reader(load_tokenizer(config)) if tokenized or named else Numbers()
 
 
 def shows_cuts(config: Any, tokenized: bool) -> bool:
@@ -165,18 +168,25 @@ def read(
 
 
 def segments(batch: dict[str, np.ndarray], row: int) -> Row:
-    tokens, numbers = batch["inputs"][row], batch["inputs_segmentation"][row]
-    return [tokens[numbers == number] for number in range(1, int(numbers.max()) + 1)]
+    inputs, targets, numbers = (batch[name][row] for name in ("inputs", "targets", "inputs_segmentation"))
+    return [(inputs[numbers == number], targets[numbers == number]) for number in range(1, int(numbers.max()) + 1)]
+
+
+def sequence(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """All tokens of a segment: targets are its inputs one place on, and the last of them is nobody's input."""
+    return np.append(inputs, targets[-1:])
 
 
 def reader_data(reader: Reader | Numbers) -> Any:
     """A row for another program."""
 
     def data(row: Row) -> list[dict[str, Any]]:
-        texts = ["".join(text for text, _ in reader.parts(tokens)) for tokens in row]
-        decoded = isinstance(reader, Reader)
-        pairs = zip(row, texts, strict=True)
-        return [{"tokens": tokens.tolist(), **({"text": text} if decoded else {})} for tokens, text in pairs]
+        found: list[dict[str, Any]] = []
+        for inputs, targets in row:
+            found.append({"inputs": inputs.tolist(), "targets": targets.tolist()})
+            if isinstance(reader, Reader):
+                found[-1]["text"] = "".join(text for text, _ in reader.parts(sequence(inputs, targets)))
+        return found
 
     return data
 
@@ -196,12 +206,12 @@ def show(shown: list[list[Row]], reader: Reader | Numbers, length: int, summary:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for at, batch in enumerate(shown):
         for number, row in enumerate(batch):
-            used = sum(map(len, row))
+            used = sum(len(inputs) for inputs, _ in row)
             count = f"{len(row)} segment{'s' if len(row) != 1 else ''}"
             console.print(f"batch {at}, row {number}: {count}, {used} of {length} places", style="bold")
-            for place, tokens in enumerate(row):
+            for place, segment in enumerate(row):
                 line = Text()
-                for text, special in reader.parts(tokens):
+                for text, special in reader.parts(sequence(*segment)):
                     colour = COLOURS[place % len(COLOURS)]
                     line.append(visible(text), style=f"bold reverse {colour}" if special else colour)
                 for first, part in enumerate(line.split("\n", allow_blank=True)):

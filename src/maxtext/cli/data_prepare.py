@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli.data import settled, take_number, take_text
+from maxtext.cli import words as cli_words
+from maxtext.cli.data import settled, take_number
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import size
@@ -18,7 +19,7 @@ def run(words: list[str]) -> int:
     from maxtext.input_pipeline.prepare import prepare, training_words
     from maxtext.tokenizers.text import cores
 
-    out = take_text(words, "--out")
+    out = cli_words.take_value(words, "--out")
     workers = take_number(words, "--workers", least=1) or cores()
     shard_documents = take_number(words, "--shard-documents", least=1)
     if out is None:

@@ -32,8 +32,16 @@ def run(words: list[str]) -> int:
 
 def open_streams(config: Any) -> Any:
     """The streams of a run, whose worker processes are those that the configuration asks for."""
-    from maxtext.input_pipeline import Share, Split, Streams, stream_opener
-    from maxtext.trainers.rows import Rebatch, rows_at
+    from maxtext.input_pipeline import (
+        Share,
+        Split,
+        Streams,
+        most_streams,
+        stream_count,
+        stream_opener,
+        worker_count,
+    )  # fmt: skip
+    from maxtext.trainers.rows import Rebatch, row_counts, rows_at
 
     loaded = config.global_batch_size_to_load
     open_stream = stream_opener(config, Split.TRAIN)
@@ -44,19 +52,9 @@ def open_streams(config: Any) -> Any:
         assert stream is not None, "a source has training data, or says what is missing"
         return Rebatch(stream, lambda step: rows_at(config, step) // count, keep_last)
 
-    return Streams(make, stream_count(config), range, pad=keep_last)
-
-
-def stream_count(config: Any) -> int:
-    """Enough for the workers, for an elastic run one for each row; as far as batch and data can be divided."""
-    from maxtext.input_pipeline import Split, most_streams, worker_count
-    from maxtext.trainers.rows import row_counts
-
-    rows = math.gcd(config.global_batch_size_to_load, *row_counts(config))
-    wanted = rows if config.grain_use_elastic_iterator else min(worker_count(config, Split.TRAIN), rows)
-    count = next(number for number in range(max(wanted, 1), rows + 1) if rows % number == 0)
-    most = most_streams(config, Split.TRAIN) if count > 1 else 1
-    return max(number for number in range(1, count + 1) if count % number == 0 and number <= most)
+    rows, elastic = math.gcd(loaded, *row_counts(config)), config.grain_use_elastic_iterator
+    count = stream_count(rows, 1, worker_count(config, Split.TRAIN), elastic, lambda: most_streams(config, Split.TRAIN))
+    return Streams(make, count, range, pad=keep_last)
 
 
 def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int], int]:

@@ -20,8 +20,8 @@ def run(words: list[str]) -> int:
     style = cli_words.take_option(words, "--format", ("json",))
     compiling = not cli_words.take_flag(words, "--no-compile")
     searching = cli_words.take_flag(words, "--search")
-    name = take_value(words, "--target") or ""
-    slices = take_value(words, "--slices") or "0"
+    name = cli_words.take_value(words, "--target") or ""
+    slices = cli_words.take_value(words, "--slices") or "0"
     if not slices.isdigit():
         raise ConfigError(f"--slices takes a number, not {slices!r}")
     if searching and not compiling:
@@ -38,19 +38,6 @@ def run(words: list[str]) -> int:
         print(f"maxtext: error: {config.model_name} does not fit on {target}: {shortage(found)}", file=sys.stderr)
         return TOO_SMALL
     return 0
-
-
-def take_value(words: list[str], option: str) -> str | None:
-    """Remove `--option value` or `--option=value` from the words and return the value."""
-    for place, word in enumerate(words):
-        if word == option or word.startswith(f"{option}="):
-            inline = "=" in word
-            value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
-            del words[place : place + (1 if inline else 2)]
-            if not value or value.startswith("-"):
-                raise ConfigError(f"{option} needs a value")
-            return value
-    return None
 
 
 def parts(found: Estimate) -> list[tuple[str, int, str]]:

@@ -27,15 +27,17 @@ def run(words: list[str]) -> int:
 
 
 def train(words: list[str]) -> int:
-    from maxtext.cli.data import take_text
     from maxtext.tokenizers.train import SMALLEST, train_bpe, train_sentencepiece
 
     overwrite = cli_words.take_flag(words, "--overwrite")
     kind = cli_words.take_option(words, "--kind", KINDS) or "bpe"
-    out = take_text(words, "--out")
-    keys = {"vocab_size": take_text(words, "--vocab-size"), "max_corpus_chars": take_text(words, "--max-chars")}
+    out = cli_words.take_value(words, "--out")
+    keys = {
+        "vocab_size": cli_words.take_value(words, "--vocab-size"),
+        "max_corpus_chars": cli_words.take_value(words, "--max-chars"),
+    }
     settings = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    if column := take_text(words, "--column"):
+    if column := cli_words.take_value(words, "--column"):
         settings.append(f"train_data_columns={json.dumps([column])}")
     config, files = settled(settings, words)
     if out is None:

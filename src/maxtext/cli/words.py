@@ -21,14 +21,22 @@ def take_flag(words: list[str], flag: str) -> bool:
     return present
 
 
-def take_option(words: list[str], option: str, choices: tuple[str, ...]) -> str | None:
+def take_value(words: list[str], option: str) -> str | None:
     """Remove `--option value` or `--option=value` from the words and return the value."""
     for place, word in enumerate(words):
         if word == option or word.startswith(f"{option}="):
             inline = "=" in word
             value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
             del words[place : place + (1 if inline else 2)]
-            if value not in choices:
-                raise ConfigError(f"{option} takes {' or '.join(choices)}, not {value!r}")
+            if not value or value.startswith("-"):
+                raise ConfigError(f"{option} needs a value")
             return value
     return None
+
+
+def take_option(words: list[str], option: str, choices: tuple[str, ...]) -> str | None:
+    """The value of an option that takes one of `choices`."""
+    value = take_value(words, option)
+    if value is not None and value not in choices:
+        raise ConfigError(f"{option} takes {' or '.join(choices)}, not {value!r}")
+    return value

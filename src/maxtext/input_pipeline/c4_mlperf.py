@@ -22,8 +22,8 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 
 def as_benchmark(config: MaxTextConfig, split: Split) -> MaxTextConfig:
     if split is Split.TRAIN:
-        rows = {"packing": True, "grain_packing_type": "concat_then_split", "use_truncation": False}
-        return config.model_copy(update={**rows, "max_segments_per_seq": -1})
+        rows = {"grain_packing_type": "concat_then_split", "use_truncation": False, "max_segments_per_seq": -1}
+        return config.model_copy(update=rows)
     ids = not config.tokenize_eval_data and config.eval_data_columns == ["text"]
     columns = ["ids"] if ids else config.eval_data_columns
     return config.model_copy(update={"packing": False, "use_truncation": True, "eval_data_columns": columns})

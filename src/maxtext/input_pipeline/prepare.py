@@ -22,7 +22,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import write_text
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import Encoder, data_columns
-from maxtext.input_pipeline.formats import Documents, find_files, open_files
+from maxtext.input_pipeline.formats import Format, find_files, open_files
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.loading import BadRecords, packet_size
 from maxtext.input_pipeline.mixture import mixture_of
@@ -44,7 +44,7 @@ class Work:
     """What is to be written, before anything is."""
 
     files: list[str]
-    documents: Documents
+    documents: Format
     encoder: Encoder
     shards: list[Shard]
     settings: dict[str, Any]
@@ -182,7 +182,7 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> Work:
     return Work(files, documents, encoder, shards, settings, inputs)
 
 
-def open_documents(config: MaxTextConfig) -> tuple[list[str], Documents]:
+def open_documents(config: MaxTextConfig) -> tuple[list[str], Format]:
     """The files of the training data, and their documents in order."""
     kind = config.dataset_type.value
     if kind == "grain":

@@ -1,15 +1,13 @@
 """Ranges of documents written as files of tokens, by this process or by several.
 
-A file is written beside its place and renamed into it when it is whole and on disk. Workers are plain programs at the
-other end of a socket, as in workers.py; one whose caller has gone ends with its next step.
+A file is written beside its place and renamed into it when it is whole and on disk. Workers are programs of their
+own; one whose caller has gone ends with its next step.
 """
 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -19,8 +17,9 @@ from typing import Any
 from maxtext.common.errors import UserError
 from maxtext.common.files import sync_directory
 from maxtext.input_pipeline.encode import Encoder
-from maxtext.input_pipeline.formats import BadRecord, Documents, encode_example
+from maxtext.input_pipeline.formats import BadRecord, Format, encode_example
 from maxtext.input_pipeline.loading import BadRecords, Load
+from maxtext.input_pipeline.programs import start_program
 from maxtext.tokenizers.text import cores
 
 COLUMN = "tokens"
@@ -66,7 +65,7 @@ class Step:
 class Job:
     """What is the same for all shards. `packet`: documents that are tokenized at once."""
 
-    documents: Documents
+    documents: Format
     encoder: Encoder
     folder: str
     packet: int
@@ -140,7 +139,9 @@ def write_shards(job: Job, shards: Sequence[Shard], workers: int, lock: int) -> 
     started: list[Worker] = []
     try:
         for _ in range(workers):
-            started.append(start_worker(workers, lock))
+            # The library `tokenizers` would use all cores in each of them.
+            threads = {"RAYON_NUM_THREADS": str(max(cores() // workers, 1))}
+            started.append(start_program(__name__, "serve", threads, (lock,)))
         yield from hand_out(job, shards, started)
     finally:
         for process, connection in started:
@@ -182,23 +183,6 @@ def give(connection: Any, waiting: Iterator[Shard]) -> bool:
         with contextlib.suppress(OSError):
             connection.send(shard)
     return shard is not None
-
-
-def start_worker(among: int, lock: int) -> Worker:
-    here, there = socket.socketpair()
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "JAX_PLATFORMS": "cpu",
-        "RAYON_NUM_THREADS": str(max(cores() // among, 1)),  # of the library `tokenizers`
-    }
-    with there:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({there.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno(), lock],
-            env=os.environ | environment,
-        )
-    return process, Connection(here.detach())
 
 
 def serve(descriptor: int) -> None:

@@ -1,15 +1,11 @@
 """Streams that are prepared in other processes: each worker serves some of them, and keeps batches ready.
 
-A worker is a plain program at the other end of a socket, so it needs nothing from the script that started the run. It
-ends when that socket closes, however this process ended. Batches and positions are those of the stream itself: whether
-a worker prepared it, and which, makes no difference to the data.
+A worker is a program of its own and ends when its connection closes, however this process ended. Batches and positions
+are those of the stream itself: whether a worker prepared it, and which, makes no difference to the data.
 """
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +16,7 @@ from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.background import prefetch
 from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split, State
+from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
 
 WORKER_MB = 256  # what a worker takes before it has read anything
@@ -56,16 +53,7 @@ class Workers:
 
 class Worker:
     def __init__(self) -> None:
-        here, there = socket.socketpair()
-        with there:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from {__name__} import serve; serve({there.fileno()})"],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                # It must find what this process can import, and must not take a share of the accelerator.
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
-            )
-        self.connection = Connection(here.detach())
+        self.process, self.connection = start_program(__name__, "serve")
         self.lock = threading.Lock()
         self.streams: set[int] = set()
         self.next = 0

@@ -25,6 +25,7 @@ from maxtext.input_pipeline import (
     Streams,
     most_streams,
     prefetch,
+    stream_count,
     stream_opener,
     worker_count,
 )  # fmt: skip
@@ -144,24 +145,15 @@ def open_streams(
     setup: Setup, split: Split, loaded: int, sizes: Sequence[int], make: Callable[..., BatchIterator], pad: bool
 ) -> Streams:
     wanted = partial(streams_here, setup, sizes)
-    return Streams(partial(make, wanted), stream_count(setup, split, [loaded, *sizes]), wanted, pad)
+    return Streams(partial(make, wanted), streams_for(setup, split, [loaded, *sizes]), wanted, pad)
 
 
-def stream_count(setup: Setup, split: Split, sizes: Sequence[int]) -> int:
-    """One for each part of the batch that devices hold, more if there are more workers to fill them; for an elastic run
-    one for each row. As far as the data can be dealt out."""
+def streams_for(setup: Setup, split: Split, sizes: Sequence[int]) -> int:
     config = setup.config
     rows = math.gcd(*sizes)
     blocks = math.gcd(rows, len({start for start, _ in row_blocks(setup, sizes[-1], everywhere=True)}))
     workers = worker_count(config, split) * jax.process_count()
-    fitting = [number for number in range(blocks, rows + 1, blocks) if rows % number == 0]
-    count = rows if config.grain_use_elastic_iterator else min(fitting, key=lambda number: (number < workers, number))
-    if count < workers and not config.grain_use_elastic_iterator:
-        count = fitting[-1]
-    if count == 1:
-        return 1
-    most = most_streams(config, split)
-    return max(number for number in range(1, count + 1) if count % number == 0 and number <= most)
+    return stream_count(rows, blocks, workers, config.grain_use_elastic_iterator, lambda: most_streams(config, split))
 
 
 def check_streams(count: int, sizes: Sequence[int]) -> None:

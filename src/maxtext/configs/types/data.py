@@ -176,6 +176,13 @@ def rampup_counts_what_is_loaded(c):
 
 
 @rule
+def the_benchmark_is_packed(c):
+    if c.dataset_type is DatasetType.C4MLPERF and not c.packing:
+        return "dataset_type=c4_mlperf fills rows with documents one after the other: leave packing=true"
+    return None
+
+
+@rule
 def one_chat_template(c):
     if c.chat_template and c.chat_template_path:
         return "chat_template and chat_template_path both give the template: keep one"

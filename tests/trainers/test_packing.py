@@ -1,0 +1,82 @@
+"""Documents packed into rows train a model as they do one a row: nothing leaks from one into the next."""
+
+import numpy as np
+import pytest
+
+from maxtext.input_pipeline import Share, Split
+from maxtext.input_pipeline.sources import make_iterator
+from tests.trainers.test_families import DELTA, EXPERTS, LATENT, SGD, WINDOW, kinds
+
+MODELS = {
+    "attention": ("decoder_block=llama2", "base_num_decoder_layers=2"),
+    "window": ("decoder_block=mistral", *WINDOW),
+    "latent": LATENT,
+    "experts": ("decoder_block=mixtral", *EXPERTS),
+    "delta": ("decoder_block=qwen3_5", *DELTA, *kinds("linear", "linear")),
+    "delta and attention": ("decoder_block=qwen3_next", *EXPERTS, *DELTA, *kinds("linear", "full"), "shared_experts=1"),
+}
+QUICK = {"attention", "delta"}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("documents")
+    generator = np.random.default_rng(3)
+    for number in range(36):
+        letters = generator.choice(list("abcdefghij "), int(generator.integers(1, 15)))
+        (folder / f"{number:02}.txt").write_text("".join(letters))
+    return folder
+
+
+def batch_of(bench, files, rows, **how):
+    """All documents in one batch of so many rows."""
+    config = bench.config.model_copy(
+        update={
+            "grain_train_files": str(files), "grain_file_type": "text", "tokenizer_path": "byte",
+            "generate_padding_batch_train": True, "enable_data_shuffling": False, **how,
+        }
+    )  # fmt: skip
+    iterator = make_iterator(config, Split.TRAIN, Share(rows))
+    batch = next(iterator)
+    assert next(iterator, None) is None
+    return batch
+
+
+# concat_then_split cuts documents where rows end: the pieces are compared, which two models show.
+CASES = [
+    pytest.param(name, packing, marks=() if name in QUICK else pytest.mark.slow)
+    for name in MODELS
+    for packing in ("first_fit", "best_fit", "concat_then_split")
+    if packing != "concat_then_split" or name in QUICK
+]
+
+
+@pytest.mark.parametrize(("name", "packing"), CASES)
+def test_packed_training_is_unpacked_training(make_bench, files, name, packing):
+    bench = make_bench(*MODELS[name], *SGD, "vocab_size=259", "load_balance_loss_weight=0")
+    alone = batch_of(bench, files, 36, packing=False)
+    packed = batch_of(bench, files, 24, packing=True, grain_packing_type=packing)
+    if packing == "concat_then_split":  # the same pieces of documents, one a row
+        alone = one_a_row(packed)
+    assert packed["inputs_segmentation"].max() >= 3
+    assert (packed["targets_segmentation"] != 0).sum() == (alone["targets_segmentation"] != 0).sum() > 250
+    ours, theirs = bench.state, bench.state
+    for step in range(STEPS):
+        ours, packed_metrics = bench(packed, ours)
+        theirs, alone_metrics = bench(alone, theirs)
+        assert packed_metrics["loss"] == pytest.approx(alone_metrics["loss"], rel=1e-5)
+        if step == 0:
+            assert packed_metrics["raw_grad_norm"] == pytest.approx(alone_metrics["raw_grad_norm"], rel=1e-5)
+
+
+def one_a_row(packed):
+    rows = []
+    for row in range(len(packed["inputs"])):
+        for segment in range(1, packed["inputs_segmentation"][row].max() + 1):
+            places = packed["inputs_segmentation"][row] == segment
+            made = {field: np.zeros_like(array[row]) for field, array in packed.items()}
+            for field, array in packed.items():
+                made[field][: places.sum()] = 1 if "segmentation" in field else array[row][places]
+            rows.append(made)
+    return {field: np.stack([row[field] for row in rows]) for field in rows[0]}
