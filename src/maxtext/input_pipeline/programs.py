@@ -24,6 +24,6 @@ def start_program(
             [sys.executable, "-c", f"from {module} import {function}; {function}({there.fileno()})"],
             stdin=subprocess.DEVNULL,
             pass_fds=[there.fileno(), *descriptors],
-            env=os.environ | own | (environment or {}),
+            env={**os.environ, **own, **(environment or {})},
         )
     return process, Connection(here.detach())

@@ -19,8 +19,8 @@ Wanted = Callable[[int], Collection[int]]  # the streams that this process needs
 
 def stream_count(rows: int, blocks: int, workers: int, elastic: bool, most: Callable[[], int]) -> int:
     """How many streams share `rows` rows of each batch: one for each of the `blocks` that devices hold, more if there
-    are more workers to prepare them, and one for each row if it is to be `elastic`. All have as many rows, and there are
-    not more than `most`, into which the documents can be dealt."""
+    are more workers to prepare them, and one for each row if it is to be `elastic`. All have as many rows, and there
+    are not more than `most`, into which the documents can be dealt."""
     fitting = [number for number in range(blocks, rows + 1, blocks) if rows % number == 0]
     count = rows if elastic else next((number for number in fitting if number >= workers), fitting[-1])
     limit = most() if count > 1 else 1
