@@ -1,19 +1,20 @@
 """Tokens a second from files to batches, against `datasets` with a packing loop, and how full best_fit packs rows.
 
-    python benchmarks/data.py [--megabytes 32] [--repeats 3]
+    python benchmarks/data.py [--megabytes 48] [--repeats 3]
 
-The corpus is made here, always the same: the sources of Python's standard library cut into documents whose lengths are
-log-normal, as those of web pages are (half of them below about 400 tokens, one in sixteen longer than a row of 2048),
-as Parquet and as JSON lines. The tokenizer is a byte-level BPE of 16384 tokens, trained on a part of it, not counted.
-Every run reads all documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and segments.
+The corpus is made here: sources of Python's standard library and of the installed packages, cut into documents whose
+lengths are log-normal, as those of web pages are (half of them below about 400 tokens, one in sixteen longer than a row
+of 2048), as Parquet and as JSON lines. The tokenizer is a byte-level BPE of 16384 tokens, trained on a part of it, not
+counted. Every run reads all documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and segments.
 
 Ours: `dataset_type=grain` with best_fit, documents longer than a row go on in another. In this process and in worker
 processes as a training run opens them; the faster counts. Peer: load_dataset, a batched map with the fast tokenizer of
 `transformers` on 1000 documents at a time, an empty cache, and a loop in NumPy: cut wherever a row ends, or first fit,
 whichever is faster. With one process and with one for each core; the faster counts.
 
-Each run is a process of its own, its imports not counted. Ours and the peer's take turns, and medians count, so that
-other work on the machine hits both. Cores: processor seconds by seconds. Prints one JSON line.
+Each run is a process of its own, its imports not counted, but those of the workers are. Ours and the peer's take turns,
+and medians count, so that other work on the machine hits both. Cores: processor seconds by seconds, and how many times
+ours the peer's processor seconds are is given besides. Prints one JSON line.
 """
 
 import argparse
@@ -41,18 +42,22 @@ OPEN_ROWS = 64
 
 
 def documents(megabytes: int) -> list[str]:
-    """Pieces of whole lines, from all parts of the library in turn."""
-    library = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
-    text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+    """Pieces of whole lines, from source files in any order."""
+    folders = {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
+    paths = sorted({path for folder in folders for path in Path(folder).rglob("*.py")})
     generator = np.random.default_rng(0)
-    made, start, left = [], 0, megabytes * 10**6
-    while left > 0:
-        end = text.find("\n", start + int(generator.lognormal(np.log(MEDIAN), SPREAD))) + 1
-        if end:
-            made.append(text[start:end])
-            left -= end - start
-        start = end  # after the last line the beginning, where other lengths make other pieces
+    texts, left = [], megabytes * 10**6
+    for number in generator.permutation(len(paths)):
+        texts.append(paths[number].read_text(encoding="utf-8", errors="replace"))
+        left -= len(texts[-1])
+        if left <= 0:
+            break
+    text = "".join(texts)
+    made, start = [], 0
+    while start < len(text):
+        end = text.find("\n", start + int(generator.lognormal(np.log(MEDIAN), SPREAD))) + 1 or len(text)
+        made.append(text[start:end])
+        start = end
     return [made[place] for place in generator.permutation(len(made))]
 
 
@@ -265,7 +270,7 @@ def compare(folder: Path, kind: str, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=32)
+    parser.add_argument("--megabytes", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -122,10 +122,18 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("data", ["synthetic", "grain"])
+DATA = {
+    "synthetic": ["dataset_type=synthetic"],
+    "workers": ["dataset_type=grain"],
+    # Two of the four processes have nothing to read.
+    "few readers": ["dataset_type=grain", "expansion_factor_real_data=2", "grain_worker_count=0", "num_epoch=9"],
+}
+
+
+@pytest.mark.parametrize("data", DATA)
 def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, data):
-    words = ["per_device_batch_size=1", "steps=3", f"dataset_type={data}", *WITHOUT_CHECKPOINTS]
-    if data == "grain":
+    words = ["per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS]
+    if data != "synthetic":
         words += [
             "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte", "grain_num_threads=1",
         ]  # fmt: skip

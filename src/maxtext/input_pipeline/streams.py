@@ -51,6 +51,8 @@ class Streams(BatchIterator):
                 if not self.pad:
                     raise
                 self.ended.add(number)
+        if not self.streams:  # another process reads for this one
+            return {}
         if not parts:
             raise StopIteration
         some = next(iter(parts.values()))

@@ -59,7 +59,7 @@ class TrainFeed:
             vote = ENDED
             # The others go on to this step too. It changes nothing, so any batch of the right size will do.
             self.last = self.last or padding(self.setup.config, self.streams, rows_at(self.setup.config, 0))
-        batch = on_devices(self.setup, self.last, self.streams)
+        batch = on_devices(self.setup, self.last, self.streams, self.setup.config.global_batch_size_to_train_on)
         return batch if jax.process_count() == 1 else batch | {"vote": self.setup.on_all_devices(vote)}
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class EvaluationFeed:
                 return
             if batch is None:
                 batch = padding(config, self.streams, config.global_batch_size_to_eval_on)
-            yield on_devices(self.setup, batch, self.streams)
+            yield on_devices(self.setup, batch, self.streams, config.global_batch_size_to_eval_on)
 
 
 def anywhere(here: bool) -> bool:
@@ -99,8 +99,8 @@ def padding(config: Any, streams: Streams, rows: int) -> Batch:
     return {field: np.zeros(shape, np.int32) for field in FIELDS}
 
 
-def on_devices(setup: Setup, batch: Batch, streams: Streams) -> dict[str, jax.Array]:
-    return setup.to_devices(batch, tuple(streams.streams), streams.count)
+def on_devices(setup: Setup, batch: Batch, streams: Streams, rows: int) -> dict[str, jax.Array]:
+    return setup.to_devices(batch, tuple(streams.streams), streams.count, rows if not streams.streams else None)
 
 
 def train_streams(setup: Setup) -> Streams:
@@ -171,13 +171,16 @@ def streams_here(setup: Setup, sizes: Sequence[int], count: int) -> set[int]:
         number
         for rows in sizes
         for start, stop in row_blocks(setup, rows)
-        for number in range(start * count // rows, -(-stop * count // rows))
+        for number in range(start * count // rows, -(-min(stop, rows) * count // rows))
     }
 
 
 def row_blocks(setup: Setup, rows: int, everywhere: bool = False) -> set[tuple[int, int]]:
-    """(start, stop) of the rows that a device holds, for the devices of this process or of all."""
-    shape = (rows, setup.config.max_target_length)
+    """(start, stop) of the rows that a device gets from its process, for the devices of this process or of all. Where
+    only some processes read, these get the rows of the others too."""
+    loaded = rows * setup.readers_of
+    shape = (loaded, setup.config.max_target_length)
     sharding = setup.batch_sharding(shape)
     places = sharding.devices_indices_map(shape) if everywhere else sharding.addressable_devices_indices_map(shape)
-    return {index[0].indices(rows)[:2] for index in places.values()}
+    blocks = {index[0].indices(loaded)[:2] for index in places.values()}
+    return {(start, stop) for start, stop in blocks if start < rows}

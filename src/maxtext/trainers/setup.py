@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -185,32 +185,52 @@ class Setup:
         return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.rules.replicated())
 
     def to_devices(
-        self, batch: dict[str, np.ndarray], streams: Sequence[int] = (0,), count: int = 1
+        self, batch: dict[str, np.ndarray], streams: Sequence[int] = (0,), count: int = 1, rows: int | None = None
     ) -> dict[str, jax.Array]:
-        """A batch laid out over all devices, of which this process has the rows of some of its `count` streams."""
-
+        """A batch laid out over all devices, of which this process has the rows of some of its `count` streams. `rows`:
+        of the whole batch, for a process that has none because others read for it (expansion_factor_real_data)."""
         order = token_order(self.config)
+        each = (rows or next(iter(batch.values())).shape[0] * count // len(streams)) // count  # rows of a stream
+        shape = (each * count, self.config.max_target_length)
+        readable = (shape[0] * self.readers_of, shape[1])  # the first rows are those of the processes that read
 
         def place(field: np.ndarray) -> jax.Array:
             field = field if order is None else field[:, order.tokens(field.shape[1])]
-            rows = field.shape[0] // len(streams)
-            first = {stream: place * rows for place, stream in enumerate(streams)}
-            shape = (rows * count, *field.shape[1:])
 
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
-                start, stop, _ = index[0].indices(shape[0])
-                begin = first[start // rows] + start % rows
-                return field[(slice(begin, begin + stop - start), *index[1:])]
+                start, stop, _ = index[0].indices(readable[0])
+                held = [
+                    field[streams.index(number) * each :][
+                        max(start - number * each, 0) : min(stop - number * each, each)
+                    ]
+                    for number in range(start // each, -(-min(stop, shape[0]) // each))
+                ]
+                if stop > shape[0]:
+                    held.append(np.zeros((stop - max(start, shape[0]), shape[1]), np.int32))
+                return (held[0] if len(held) == 1 else np.concatenate(held))[(slice(None), *index[1:])]
 
-            return jax.make_array_from_callback(shape, self.batch_sharding(shape), part)
+            return jax.make_array_from_callback(readable, self.batch_sharding(readable), part)
 
-        return {name: place(field) for name, field in batch.items()}
+        fields = batch or dict.fromkeys(FIELDS, np.zeros((0, shape[1]), np.int32))
+        placed = {name: place(field) for name, field in fields.items()}
+        return placed if readable == shape else dealt_out(placed, shape[0], self.batch_sharding(shape))
+
+    @property
+    def readers_of(self) -> int:
+        """How many processes' rows each reading process loads."""
+        return round(max(self.config.expansion_factor_real_data, 1))
 
     def on_all_devices(self, number: int) -> jax.Array:
         """[devices]: this process's number on each of its devices."""
         value = np.full(1, number, np.int32)
         return jax.make_array_from_callback((self.rules.mesh.size,), self.rules.over_devices(), lambda index: value)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def dealt_out(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str, jax.Array]:
+    """The first rows, from the devices of the processes that read to all."""
+    return {name: jax.lax.with_sharding_constraint(field[:rows], sharding) for name, field in batch.items()}
 
 
 def read_weights(config: Any, template: Template, shardings: Any) -> Any:

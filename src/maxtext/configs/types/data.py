@@ -182,6 +182,17 @@ def the_benchmark_is_packed(c):
     return None
 
 
+@derived_rule
+def reading_hosts_are_a_whole_part(c):
+    factor = c.expansion_factor_real_data
+    if factor > 0 and (factor < 1 or factor != round(factor) or c.num_target_devices % round(factor)):
+        return (
+            f"expansion_factor_real_data={factor:g} does not divide {c.num_target_devices} devices: choose a whole "
+            "number that does, or -1"
+        )
+    return None
+
+
 @rule
 def one_chat_template(c):
     if c.chat_template and c.chat_template_path:

@@ -1,0 +1,219 @@
+"""Data that is not as it should be: one sentence that says what and where, or a documented way past it with a count."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.types import DatasetType
+from maxtext.input_pipeline import Share, Split, make_train_iterator
+from maxtext.input_pipeline.sources import make_iterator
+from tests.input_pipeline.corpora import SOURCES, example, write_tfrecords
+
+GOOD = [f"good{number}" for number in range(20)]
+
+
+def decoded(iterator):
+    """The text of all segments, sorted."""
+    found = []
+    for batch in iterator:
+        for targets, segments in zip(batch["targets"], batch["targets_segmentation"], strict=True):
+            for number in range(1, segments.max() + 1):
+                found.append(bytes(int(token) - 3 for token in targets[segments == number] if token > 2).decode())
+    return sorted(found)
+
+
+def lines_with(folder, *bad):
+    """Good records, and the bad lines in their middle."""
+    good = [json.dumps({"text": document}).encode() for document in GOOD]
+    (folder / "a.jsonl").write_bytes(b"\n".join([*good[:10], *bad, *good[10:]]))
+    return {"grain_train_files": str(folder / "a.jsonl"), "grain_file_type": "jsonl"}
+
+
+BAD_LINES = {
+    "no JSON": (b'{"text": "cut of', "a.jsonl, line 11: invalid JSON"),
+    "no UTF-8": (b'{"text": "caf\xe9"}', "a.jsonl, line 11: invalid UTF-8"),
+    "no such column": (b'{"body": "x"}', "a.jsonl, line 11: the column 'text' is missing"),
+    "null": (b'{"text": null}', "a.jsonl, line 11: the column 'text' is null"),
+    "a number": (b'{"text": 5}', "a.jsonl, line 11: column text has a value of type int instead of text"),
+    "a list": (b"[1, 2]", "a.jsonl, line 11: a list instead of a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_bad_record_stops_or_is_left_out(make_config, tmp_path, caplog, name, shuffle):
+    line, said = BAD_LINES[name]
+    settings = lines_with(tmp_path, line) | {"enable_data_shuffling": shuffle}
+    with pytest.raises(UserError, match=said) as stopped:
+        list(make_train_iterator(make_config(**settings)))
+    assert "max_bad_records=0" in str(stopped.value)
+    with caplog.at_level("WARNING", logger="maxtext"):
+        assert decoded(make_train_iterator(make_config(**settings, max_bad_records=1))) == sorted(GOOD)
+    assert said in caplog.text
+    assert "1 so far" in caplog.text
+
+
+def test_more_bad_records_than_allowed(make_config, tmp_path):
+    settings = lines_with(tmp_path, b"one", b"two", b"three")
+    with pytest.raises(UserError, match="a.jsonl, line 13.*max_bad_records=2"):
+        list(make_train_iterator(make_config(**settings, max_bad_records=2)))
+    assert decoded(make_train_iterator(make_config(**settings, max_bad_records=3))) == sorted(GOOD)
+    assert decoded(make_train_iterator(make_config(**settings, max_bad_records=-1))) == sorted(GOOD)
+
+
+def test_resume_past_bad_records(make_config, tmp_path):
+    settings = lines_with(tmp_path, b"one", b"two") | {"max_bad_records": -1, "enable_data_shuffling": True}
+    iterator = make_train_iterator(make_config(**settings))
+    batches = list(iterator)
+    for done in (3, 15):
+        resumed = make_train_iterator(make_config(**settings))
+        for _ in range(done):
+            next(resumed)
+        state = json.loads(json.dumps(resumed.get_state()))
+        resumed = make_train_iterator(make_config(**settings))
+        resumed.set_state(state)
+        for ours, theirs in zip(resumed, batches[done:], strict=True):
+            np.testing.assert_array_equal(ours["inputs"], theirs["inputs"])
+
+
+def test_a_flipped_bit(make_config, tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write_tfrecords(path, map(example, GOOD))
+    data = bytearray(path.read_bytes())
+    data[data.index(b"good7") + 2] ^= 1
+    path.write_bytes(data)
+    settings = {"grain_train_files": str(path), "grain_file_type": "tfrecord"}
+    with pytest.raises(UserError, match="a.tfrecord, record 7"):
+        list(make_train_iterator(make_config(**settings)))
+    kept = decoded(make_train_iterator(make_config(**settings, max_bad_records=1)))
+    assert kept == sorted(document for document in GOOD if document != "good7")
+
+
+def test_the_columns_are_listed(make_config, tmp_path):
+    settings = lines_with(tmp_path)
+    with pytest.raises(ConfigError, match="no column 'body', only text"):
+        make_train_iterator(make_config(**settings, train_data_columns=["body"]))
+    (tmp_path / "stream").mkdir()
+    stream = SOURCES["hf-stream"](tmp_path / "stream", GOOD)
+    with pytest.raises(ConfigError, match="has no column body, only id, text"):
+        make_train_iterator(make_config(**stream, train_data_columns=["body"]))
+    with pytest.raises(ConfigError, match=r"train_data_columns=\['text', 'id'\]: name the column of the text"):
+        make_train_iterator(make_config(**settings, train_data_columns=["text", "id"]))
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "much"])
+def test_weights_are_above_zero(make_config, tmp_path, weight):
+    lines_with(tmp_path)
+    files = f"{tmp_path}/a.jsonl,0.5;{tmp_path}/a.jsonl,{weight}"
+    with pytest.raises(ConfigError, match=f"has the weight .?{weight}"):
+        make_train_iterator(make_config(grain_train_files=files, grain_file_type="jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "has no entries"),
+        ("{", "neither JSON nor YAML"),
+        ('{"a": {"path": "x"}}', "entry a of .* needs a path and a weight"),
+        ('{"a": {"path": "/nowhere", "weight": 1}}', "entry a: /nowhere does not exist"),
+        ('{"a": {"path": "x", "weight": 0}}', "entry a has the weight 0"),
+        ("- 5", "entry 0 of .* needs a path and a weight"),
+    ],
+)
+def test_bad_files_of_mixtures(make_config, tmp_path, text, said):
+    (tmp_path / "mixture").write_text(text)
+    settings = {"grain_train_mixture_config_path": str(tmp_path / "mixture"), "grain_file_type": "jsonl"}
+    with pytest.raises(ConfigError, match=said):
+        make_train_iterator(make_config(**settings))
+    with pytest.raises(ConfigError, match="both name the data"):
+        make_train_iterator(make_config(**settings, grain_train_files="x"))
+
+
+@pytest.mark.parametrize("form", ["inline", "json", "yaml"])
+def test_mixtures_have_their_weights(make_config, tmp_path, form):
+    for name, letter in (("a", "a"), ("b", "b")):
+        lines = [json.dumps({"text": letter * 5}) for _ in range(400)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    settings = {"grain_file_type": "jsonl", "enable_data_shuffling": True}
+    entries = {name: {"path": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in (("a", 3), ("b", 1))}
+    if form == "inline":
+        settings["grain_train_files"] = ";".join(f"{one['path']},{one['weight']}" for one in entries.values())
+    else:
+        text = json.dumps(entries) if form == "json" else "\n".join(f"{k}: {json.dumps(v)}" for k, v in entries.items())
+        (tmp_path / "mixture").write_text(text)
+        settings["grain_train_mixture_config_path"] = str(tmp_path / "mixture")
+    found = decoded(make_train_iterator(make_config(**settings)))
+    # It ends when the first part has been visited: 400 of a, and a third as many of b.
+    assert found.count("a" * 5) in (399, 400)
+    assert found.count("b" * 5) in (133, 134)
+
+
+def test_tokens_must_be_in_the_vocabulary(make_config, tmp_path):
+    lines = [json.dumps({"tokens": tokens}) for tokens in ([1, 5, 9, 2], [1, 259, 2], [3, -1], ["a"], [], [1, 7, 2])]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    settings = {
+        "grain_train_files": str(tmp_path), "grain_file_type": "jsonl", "train_data_columns": ["tokens"],
+        "tokenize_train_data": False, "packing": False,
+    }  # fmt: skip
+    with pytest.raises(UserError, match="line 2: its token id 259 is outside vocab_size=259"):
+        list(make_train_iterator(make_config(**settings)))
+    with pytest.raises(UserError, match="line 3: its token id -1 is outside"):
+        list(make_train_iterator(make_config(**settings, max_bad_records=1)))
+    batches = list(make_train_iterator(make_config(**settings, max_bad_records=3)))
+    # No special tokens are added to tokens.
+    assert [batch["inputs"][0, :4].tolist() for batch in batches] == [[1, 5, 9, 0], [1, 7, 0, 0]]
+
+
+def test_more_streams_than_documents(make_config, tmp_path):
+    config = make_config(**lines_with(tmp_path))
+    with pytest.raises(ConfigError, match="20 documents for 21 streams"):
+        make_iterator(config, Split.TRAIN, Share(1, 0, 21))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no.such.module:documents", "cannot be imported: No module named 'no'"),
+        ("tests.input_pipeline.corpora:nothing", "cannot be imported"),
+        ("tests.input_pipeline.corpora:FILES", "is int and no function"),
+        ("tests.input_pipeline.test_bad_data:empty", "returned list for train"),
+        ("tests.input_pipeline.test_bad_data:numbers", "record 0: is int instead of a record of columns"),
+    ],
+)
+def test_bad_sources_of_ones_own(make_config, name, said):
+    with pytest.raises(UserError, match=said):
+        list(make_train_iterator(make_config(dataset_type=DatasetType(name))))
+
+
+def empty(config, split):
+    return []
+
+
+def numbers(config, split):
+    return [1, 2, 3]
+
+
+def test_hf_says_what_it_needs(make_config, tmp_path):
+    with pytest.raises(ConfigError, match="needs hf_path"):
+        make_train_iterator(make_config(dataset_type=DatasetType.HF))
+    with pytest.raises(ConfigError, match="`datasets` cannot open it"):
+        make_train_iterator(make_config(dataset_type=DatasetType.HF, hf_path=str(tmp_path / "missing")))
+    (tmp_path / "a.bin").write_text("x")
+    with pytest.raises(ConfigError, match="set hf_path to the kind of these files"):
+        make_train_iterator(make_config(dataset_type=DatasetType.HF, hf_train_files=str(tmp_path / "a.bin")))
+
+
+def test_tfds_says_what_is_there(make_config, tmp_path):
+    settings = SOURCES["tfds"](tmp_path, GOOD)
+    with pytest.raises(ConfigError, match="train_split=test: dataset_name=tiny:1.0.0 has train"):
+        make_train_iterator(make_config(**settings | {"train_split": "test"}))
+    with pytest.raises(ConfigError, match=r"dataset_name=other:1.0.0 is not prepared in .*: set dataset_path"):
+        make_train_iterator(make_config(**settings | {"dataset_name": "other:1.0.0"}))
+
+
+def test_parts_of_a_tfds_split(make_config, tmp_path):
+    settings = SOURCES["tfds"](tmp_path, GOOD)
+    for split, expected in (("train[5:9]", GOOD[5:9]), ("train[:50%]", GOOD[:10]), ("train[-3:]", GOOD[-3:])):
+        assert decoded(make_train_iterator(make_config(**settings | {"train_split": split}))) == sorted(expected)
