@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from maxtext.cli.data import fewest_devices, settled
@@ -226,3 +227,18 @@ def test_the_familiar_command(files):
     assert done.returncode == 0, done.stderr
     assert table(done.stdout)["batches"] == "5"
     assert table(done.stdout)["tokens"] == "300 of 320 places"
+
+
+def test_an_index_of_tokens(tmp_path, capsys):
+    np.save(tmp_path / "a.npy", np.arange(40, dtype=np.uint16))
+    np.arange(25, dtype=np.uint16).tofile(tmp_path / "b.npy")
+    out = tmp_path / "index.json"
+    command = ["data", "index", "--out", str(out), "--length", "8", "--dtype=uint16", str(tmp_path)]
+    assert main(command) == 0
+    assert "2 files, 65 tokens, 8 rows of 8" in capsys.readouterr().out
+    words = ["dataset_type=olmo_grain", f"olmo_index_path={out}", "max_target_length=8", "vocab_size=64"]
+    words += ["per_device_batch_size=1", "enable_data_shuffling=false"]
+    batches = list(make_train_iterator(settled(words)))
+    assert [batch["inputs"][0].tolist() for batch in batches[:5]] == np.arange(40).reshape(5, 8).tolist()
+    assert len(batches) == 8
+    assert main(["data", "index", "--out", str(out), str(tmp_path)]) == 2

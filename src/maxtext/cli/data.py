@@ -1,4 +1,4 @@
-"""`maxtext data`: see the batches of a configuration, prepare tokens ahead of training, measure the pipeline."""
+"""`maxtext data`: see the batches of a configuration, prepare or index tokens, measure the pipeline."""
 
 import importlib
 import math
@@ -11,7 +11,7 @@ from maxtext.cli import words as cli_words
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
 
-TASKS = ("inspect", "prepare", "throughput")
+TASKS = ("inspect", "prepare", "throughput", "index")
 BATCH = "per_device_batch_size"
 MOST_DEVICES = 4096  # that share a sequence, where a device has a fraction of one
 
@@ -20,7 +20,7 @@ def run(words: list[str]) -> int:
     if not words or words[0] not in TASKS:
         raise ConfigError(
             "say what to do: maxtext data inspect [FILE] [key=value ...], prepare --out DIR [FILE] [key=value ...], "
-            "or throughput [FILE] [key=value ...]"
+            "throughput [FILE] [key=value ...], or index --out INDEX.json --length N FILES ..."
         )
     log.configure()
     return importlib.import_module(f"maxtext.cli.data_{words[0]}").run(words[1:])

@@ -1,0 +1,20 @@
+"""`maxtext data index`: the index of tokenised .npy files that dataset_type=olmo_grain reads."""
+
+from maxtext.cli import words as cli_words
+from maxtext.cli.data import take_number
+from maxtext.common.errors import ConfigError
+
+
+def run(words: list[str]) -> int:
+    from maxtext.input_pipeline.formats import find_files
+    from maxtext.input_pipeline.olmo_index import write_index
+
+    out = cli_words.take_value(words, "--out")
+    length = take_number(words, "--length", least=2)
+    dtype = cli_words.take_value(words, "--dtype") or "uint32"
+    if out is None or length is None or not words or any(word.startswith("-") for word in words):
+        raise ConfigError("write it as: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ...")
+    index = write_index(out, find_files("FILES", ",".join(words)), length, dtype)
+    print(f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} rows of {length:,}")
+    print(f"train on it with\ndataset_type=olmo_grain olmo_index_path={out} max_target_length={length}")
+    return 0
