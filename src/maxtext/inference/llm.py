@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
-from maxtext.inference.generate import extend, last_scores, make_generator
+from maxtext.inference.generate import extend, make_generator, scorer
 from maxtext.inference.sampling import Sampling
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
@@ -131,7 +131,7 @@ class LLM:
     def extend(self, rows: list[list[int]], count: int, sampling: Sampling, seed: int, ends: Ids) -> list[list[int]]:
         """The new ids of each row."""
         if sampling not in self.generators:
-            self.generators[sampling] = make_generator(partial(last_scores, self.template), sampling)
+            self.generators[sampling] = make_generator(scorer(self.config, self.template), sampling)
         with self.context():
             return extend(self.generators[sampling], self.weights, rows, count, seed, ends)
 

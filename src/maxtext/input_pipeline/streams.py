@@ -7,12 +7,14 @@ processes and devices.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from maxtext.input_pipeline.interface import Batch, BatchIterator, State
 
+OPENED_AT_ONCE = 16
 MakeStream = Callable[[int, int], BatchIterator]  # of a stream's number and the number of all streams
 Wanted = Callable[[int], Collection[int]]  # the streams that this process needs, of so many
 
@@ -38,7 +40,10 @@ class Streams(BatchIterator):
         self.ended: set[int] = set()
 
     def open(self, count: int) -> dict[int, BatchIterator]:
-        return {number: self.make(number, count) for number in sorted(self.wanted(count))}
+        numbers = sorted(self.wanted(count))
+        # At once: a worker takes seconds to start and to prepare its first batch.
+        with ThreadPoolExecutor(max(1, min(len(numbers), OPENED_AT_ONCE))) as executor:
+            return dict(zip(numbers, executor.map(lambda number: self.make(number, count), numbers), strict=True))
 
     def __next__(self) -> Batch:
         parts = {}

@@ -1,6 +1,6 @@
 """Attention over projected queries, keys and values: the weights and their tags; the kernels compute."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,12 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.cache import backend_of, extended, places, ring, sight
+from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
+
+KEY, VALUE = "key", "value"  # in a cache
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,13 @@ class AttentionSpec:
 
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Attention(maker, self, size, dtype)
+
+    def cache(self, batch: int, length: int, dtype: Any) -> Cache | None:
+        """Empty, for sequences up to a length; None: it looks at all tokens anew."""
+        if self.moba is not None:
+            return None
+        size = (self.kv_heads, self.head_dim)
+        return ring(batch, places(self.visibility, length), dtype, **{KEY: size, VALUE: size})
 
 
 class Attention(nnx.Module):
@@ -137,17 +147,16 @@ class Attention(nnx.Module):
         q = constrain(q, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         k = constrain(k, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
         v = constrain(v, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
+        aux: Aux = {}
+        seen = {KEY: k, VALUE: v}
+        if inputs.cache is not None:
+            seen, aux["cache"] = extended(inputs, seen)
         attention = Inputs(
             q=q,
-            k=k,
-            v=v,
-            visibility=replace(spec.visibility, order=inputs.order),
+            k=seen[KEY],
+            v=seen[VALUE],
             scale=spec.scale,
-            # Windows may be measured in the row; chunks start anew with each document.
-            q_positions=inputs.positions if spec.visibility.chunk else None,
-            k_positions=inputs.positions if spec.visibility.chunk else None,
-            q_segments=inputs.segments,
-            k_segments=inputs.segments,
+            **sight(spec.visibility, inputs, seen),
             selected=self.select(q, k, inputs),
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
@@ -155,9 +164,9 @@ class Attention(nnx.Module):
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
-        mixed = attend(attention, spec.backend)
+        mixed = attend(attention, backend_of(spec.backend, inputs))
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         if spec.gated:
             mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
-        return checkpoint_name(self.out(mixed), "out_proj"), {}
+        return checkpoint_name(self.out(mixed), "out_proj"), aux

@@ -14,6 +14,7 @@ norm and its gate in float32.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,12 +23,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.delta_rule import causal_convolution, gated_delta_rule, recurrent_gated_delta_rule
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
 
+QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
 FORMS = ("chunked", "recurrent")
 RATES = (0.01, 16.0)  # decay rates start uniform between these
 
@@ -57,6 +59,14 @@ class GatedDeltaNetSpec:
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return GatedDeltaNet(maker, self, size, dtype)
 
+    def cache(self, batch: int, length: int, dtype: Any) -> Cache:
+        """Empty, for sequences of any length: the last inputs of the convolutions, and the state."""
+        sizes = {QUERY: self.key_dim, KEY: self.key_dim, VALUE: self.group * self.value_dim}
+        taps = {
+            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, size), dtype) for name, size in sizes.items()
+        }
+        return taps | {STATE: jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)}
+
 
 class GatedDeltaNet(nnx.Module):
     def __init__(self, maker: Maker, spec: GatedDeltaNetSpec, size: int, dtype: Any):
@@ -82,22 +92,30 @@ class GatedDeltaNet(nnx.Module):
         self.out = Linear(maker.child(10), (heads, values), (size,), ("gdn_head", None, "embed"), dtype)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        segments = inputs.segments
+        # With a cache, padding is what stands after the tokens of a row.
+        cache = inputs.cache
+        segments = inputs.segments if cache is None else (inputs.positions >= 0).astype(jnp.int32)
         if segments is not None:
             segments = constrain(segments, "activation_batch_attn", "activation_kv_length")
-        query = self.convolve(checkpoint_name(self.query(x), "query_proj"), self.conv_query, segments)
-        key = self.convolve(checkpoint_name(self.key(x), "key_proj"), self.conv_key, segments)
-        value = self.convolve(checkpoint_name(self.value(x), "value_proj"), self.conv_value, segments)
+        before: Cache = {} if cache is None or inputs.fresh else cache
+        after: Cache = {}
+        parts = {}
+        for name, project, kernel in (
+            (QUERY, self.query, self.conv_query), (KEY, self.key, self.conv_key), (VALUE, self.value, self.conv_value),
+        ):  # fmt: skip
+            projected = by_head(checkpoint_name(project(x), f"{name}_proj"))
+            mixed, after[name] = causal_convolution(projected, kernel[...], segments, before.get(name))
+            parts[name] = jax.nn.silu(mixed)
+        query, key, value = parts[QUERY], parts[KEY], parts[VALUE]
         if self.spec.qk_norm:
             query, key = unit_length(query), unit_length(key)
-        mixed = self.mix(query, key, value, by_head(self.log_decay(x)), by_head(self.step(x)), segments)
+        decay, step = by_head(self.log_decay(x)), by_head(self.step(x))
+        mixed, after[STATE] = self.mix(query, key, value, decay, step, segments, before.get(STATE))
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         gate = jax.nn.silu(by_head(self.gate(x)).astype(jnp.float32))
         gated = self.norm(mixed).reshape(gate.shape) * gate
-        return checkpoint_name(self.out(by_head(gated.astype(self.dtype))), "out_proj"), {}
-
-    def convolve(self, x: jax.Array, kernel: nnx.Param, segments: jax.Array | None) -> jax.Array:
-        return jax.nn.silu(causal_convolution(by_head(x), kernel[...], segments)[0])
+        aux = {} if cache is None else {"cache": {name: after[name].astype(cache[name].dtype) for name in cache}}
+        return checkpoint_name(self.out(by_head(gated.astype(self.dtype))), "out_proj"), aux
 
     def log_decay(self, x: jax.Array) -> jax.Array:
         """[B, S, K, G], at most 0."""
@@ -116,16 +134,19 @@ class GatedDeltaNet(nnx.Module):
         log_decay: jax.Array,
         step: jax.Array,
         segments: jax.Array | None,
-    ) -> jax.Array:
-        """[B, S, K G, Dv]: the delta rule over value heads, each with the query and key of its key head."""
+        state: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, S, K G, Dv]: the delta rule over value heads, each with the query and key of its key head; and the state
+        [B, K G, Dk, Dv] after it."""
         spec = self.spec
         places = query.shape[:2]
         query, key = (jnp.repeat(x, spec.group, axis=2) for x in (query, key))
         value = value.reshape(*places, spec.value_heads, spec.value_dim)
         log_decay, step = (x.reshape(*places, spec.value_heads) for x in (log_decay, step))
-        if spec.form == "recurrent":
-            return recurrent_gated_delta_rule(query, key, value, log_decay, step, segments=segments)[0]
-        return gated_delta_rule(query, key, value, log_decay, step, chunk=spec.chunk, segments=segments)[0]
+        rule = recurrent_gated_delta_rule
+        if spec.form == "chunked" and places[1] > 1:
+            rule = partial(gated_delta_rule, chunk=spec.chunk)
+        return rule(query, key, value, log_decay, step, initial_state=state, segments=segments)
 
 
 def unit_length(x: jax.Array) -> jax.Array:

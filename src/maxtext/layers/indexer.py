@@ -60,14 +60,15 @@ class Indexer(nnx.Module):
         self.weight = Linear(maker.child(2), (size,), (heads,), ("embed", "q_heads"), jnp.float32)
 
     def __call__(
-        self, attention: Inputs, x: jax.Array, query_latent: jax.Array, inputs: LayerInputs
+        self, attention: Inputs, x: jax.Array, query_latent: jax.Array, keys: jax.Array, inputs: LayerInputs
     ) -> tuple[Inputs, Aux]:
-        """The attention with its keys chosen, and the loss, if any. x [B, S, E], query_latent [B, S, R]."""
+        """The attention with its keys chosen, and the loss, if any. x [B, S, E], query_latent [B, S, R]; keys [B, T, D]
+        of all tokens that may be seen, from `keys`."""
         spec = self.spec
         choosing = spec.selecting and attention.k.shape[1] > spec.topk
         if not choosing and spec.loss_factor == 0:
             return attention, {}
-        scores = self.scores(jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), inputs.positions)
+        scores = self.scores(jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), keys, inputs.positions)
         if choosing:
             chosen = constrain(
                 largest_keys(hide(scores, mask(attention), -jnp.inf), spec.topk)[:, None],
@@ -78,12 +79,16 @@ class Indexer(nnx.Module):
             return attention, {}
         return attention, {"indexer_loss": spec.loss_factor * divergence(scores, attention)}
 
-    def scores(self, x: jax.Array, query_latent: jax.Array, positions: jax.Array) -> jax.Array:
+    def keys(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[B, S, D], one a token for all scoring heads."""
+        key = self.key_norm(self.key(jax.lax.stop_gradient(x)))
+        key = self.turned(key[:, :, None], positions)[:, :, 0]
+        return constrain(key, "activation_batch_attn", "activation_kv_length", None)
+
+    def scores(self, x: jax.Array, query_latent: jax.Array, key: jax.Array, positions: jax.Array) -> jax.Array:
         """[B, S, T] in float32, a block of queries at a time: those of all heads at once are the largest array here."""
         spec = self.spec
         query = self.turned(self.query(query_latent), positions)
-        key = self.turned(self.key_norm(self.key(x))[:, :, None], positions)[:, :, 0]
-        key = constrain(key, "activation_batch_attn", "activation_kv_length", None)
         weight = self.weight(x.astype(jnp.float32)) * (spec.heads * spec.head_dim) ** -0.5
 
         @jax.checkpoint

@@ -1,13 +1,15 @@
 """What every layer of a pass sees beside its activations, and what it reports beside its output."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 
 from maxtext.common.order import Order
 
-# Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H].
-Aux = dict[str, jax.Array]
+# Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H]; and "cache".
+Aux = dict[str, Any]
+Cache = dict[str, jax.Array]  # of one layer, see cache.py
 
 
 @jax.tree_util.register_dataclass
@@ -18,6 +20,8 @@ class LayerInputs:
     key: jax.Array | None = None  # randomness of dropout; None: no dropout
     tokens: jax.Array | None = None  # [B, S], the ids that were embedded
     order: Order | None = field(default=None, metadata={"static": True})  # of the tokens, if it is not their own
+    cache: Cache | None = None  # of the layer that is called; positions are then -1 where there is no token
+    fresh: bool = field(default=False, metadata={"static": True})  # the cache is empty: nothing is before these tokens
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":
         """The same with the randomness of one layer, or of one part of a layer."""

@@ -12,7 +12,7 @@ part to the result, and attention goes over the latent itself, as one head of ke
 cache of latents needs; over many queries it costs more, since R is larger than N and V.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,13 +23,16 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, max_logits
 from maxtext.layers.attend import attend
+from maxtext.layers.cache import backend_of, extended, places, ring, sight
 from maxtext.layers.indexer import IndexerSpec
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
+
+LATENT, KEY_ROPE, INDEX_KEY = "latent", "key_rope", "index_key"  # in a cache
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,13 @@ class MlaSpec:
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Mla(maker, self, size, dtype)
 
+    def cache(self, batch: int, length: int, dtype: Any) -> Cache:
+        """Empty, for sequences up to a length: latents, not keys and values."""
+        sizes: dict[str, tuple[int, ...]] = {LATENT: (self.kv_rank,), KEY_ROPE: (1, self.rope_dim)}
+        if self.indexer:
+            sizes[INDEX_KEY] = (self.indexer.head_dim,)
+        return ring(batch, places(self.visibility, length), dtype, **sizes)
+
 
 class Mla(nnx.Module):
     def __init__(self, maker: Maker, spec: MlaSpec, size: int, dtype: Any):
@@ -87,30 +97,34 @@ class Mla(nnx.Module):
         spec = self.spec
         query, query_latent = self.queries(x, inputs.positions)
         latent, key_rope = self.compress(x, inputs.positions)
-        q, k, v = self.absorbed(query, latent, key_rope) if spec.latent else self.expanded(query, latent, key_rope)
+        aux: Aux = {}
+        seen = {LATENT: latent, KEY_ROPE: key_rope}
+        if self.indexer is not None:
+            seen[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
+        if inputs.cache is not None:
+            seen, aux["cache"] = extended(inputs, seen)
+        # One token looks at every latent once: making keys and values of them would cost more.
+        absorbing = spec.latent or (inputs.cache is not None and not inputs.fresh and x.shape[1] == 1)
+        make = self.absorbed if absorbing else self.expanded
+        q, k, v = make(query, seen[LATENT], seen[KEY_ROPE])
         attention = Inputs(
             q=q,
             k=k,
             v=v,
-            visibility=replace(spec.visibility, order=inputs.order),
             scale=spec.scale,
-            # Windows may be measured in the row; chunks start anew with each document.
-            q_positions=inputs.positions if spec.visibility.chunk else None,
-            k_positions=inputs.positions if spec.visibility.chunk else None,
-            q_segments=inputs.segments,
-            k_segments=inputs.segments,
+            **sight(spec.visibility, inputs, seen),
             soft_cap=spec.soft_cap,
             float32_logits=spec.float32_logits,
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
-        aux: Aux = {}
         if self.indexer is not None and query_latent is not None:
-            attention, aux = self.indexer(attention, x, query_latent, inputs)
+            attention, report = self.indexer(attention, x, query_latent, seen[INDEX_KEY], inputs)
+            aux |= report
         if spec.report_max_logits:
             aux = aux | {"max_logits": max_logits(attention)}
-        mixed = attend(attention, spec.backend)
-        if spec.latent:
+        mixed = attend(attention, backend_of(spec.backend, inputs))
+        if absorbing:
             mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")

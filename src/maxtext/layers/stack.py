@@ -6,7 +6,7 @@ repeats) or unrolled (one weight a layer).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.parameters import Maker, slices, stack
 from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
@@ -139,6 +139,20 @@ class Stack(nnx.Module):
             return x, reports
 
         return jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
+
+    def step(self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Cache]) -> tuple[jax.Array, list[Cache]]:
+        """The stream after these layers, one after the other, each with its cache, and the caches extended."""
+        after = []
+        for index in range(self.segment.layers):
+            repeat, place = divmod(index, len(self.segment.pattern))
+            if self.scanned:
+                graph, stacked = slices(self.blocks[place], self.axis)
+                layer = nnx.merge(graph, jax.tree.map(lambda value: value[repeat], stacked))  # noqa: B023 - used at once
+            else:
+                layer = self.blocks[place][repeat]
+            x, aux = layer(x, replace(inputs, cache=caches[index]))
+            after.append(aux["cache"])
+        return x, after
 
     def apply(self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.common import noise
+from maxtext.layers.block import LayerSpec
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
-from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.inputs import Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
@@ -21,6 +22,8 @@ from maxtext.models.common import norm_spec
 from maxtext.models.registry import family, layers, segments
 from maxtext.sharding import constrain
 from maxtext.sharding.explicit import by_compiler
+
+Caches = list[Cache]
 
 
 class Transformer(nnx.Module):
@@ -90,6 +93,17 @@ class Transformer(nnx.Module):
             x, _ = by_compiler(lambda x: (collapse(x), None), x, axes=STREAM[3])
         return x, {"layers": reports}
 
+    def step(self, ids: jax.Array, inputs: LayerInputs, caches: Caches) -> tuple[jax.Array, Caches]:
+        """As `hidden`, for tokens that follow those in the caches, one a layer; and the caches with them."""
+        x = self.enter(self.embedder, self.positions, ids, jnp.maximum(inputs.positions, 0))
+        inputs = replace(inputs, tokens=ids)
+        after, first = [], 0
+        for stack in self.layers:
+            x, extended = stack.step(x, inputs, caches[first : first + stack.segment.layers])
+            after += extended
+            first += stack.segment.layers
+        return self.final_norm(x if self.streams == 1 else collapse(x)), after
+
     def enter(self, embedder: Embedding, positions: Positions | None, ids: jax.Array, places: jax.Array) -> jax.Array:
         """What the first layer reads."""
         x = self.scaled(embedder(ids))
@@ -119,6 +133,19 @@ class Transformer(nnx.Module):
         if self.float32_logits:
             logits = logits.astype(jnp.float32)
         return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+
+
+def empty_caches(config: Any, batch: int, length: int, dtype: Any = None) -> Caches | None:
+    """One a layer, for sequences up to a length; None: some layer needs all tokens anew."""
+    caches = []
+    for layer in layers(config):
+        if not isinstance(layer, LayerSpec) or layer.engram is not None:
+            return None
+        cache = layer.attention.cache(batch, length, dtype or config.dtype.value)
+        if cache is None:
+            return None
+        caches.append(cache)
+    return caches
 
 
 def final_norm(config: Any) -> NormSpec:

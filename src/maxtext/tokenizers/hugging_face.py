@@ -4,6 +4,7 @@ Text of special tokens in a document is plain text: a page that shows `</s>` doe
 not special stay tokens, as everywhere in that library.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 from maxtext.common.errors import ConfigError
 from maxtext.tokenizers.beside import own_template, read_settings, special_texts
 from maxtext.tokenizers.text import decode_known, valid
+from maxtext.tokenizers.words import Words, words_of
 
 
 class HuggingFaceTokenizer:
@@ -34,6 +36,7 @@ class HuggingFaceTokenizer:
         self.pad_id = 0 if pad is None else pad
         self.known = frozenset(self.inner.get_vocab(with_added_tokens=True).values())
         self.vocab_size = max(self.known, default=-1) + 1
+        self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path.absolute(),)  # the library's own pickle forgets what special text means
@@ -50,10 +53,20 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(valid(text), add_special_tokens=False).ids
 
+    @cached_property
+    def remembered(self) -> Words | None:
+        return words_of(self.inner)
+
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
-        inner = self.with_specials if specials else self.inner
-        encoded = inner.encode_batch_fast([valid(text) for text in texts], add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in encoded]
+        if specials:
+            return encoded(self.with_specials, texts)
+        with self.lock:
+            words = self.remembered
+        if words is None:
+            return encoded(self.inner, texts)
+        found = words.encode_batch(texts)
+        others = iter(encoded(self.inner, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
+        return [next(others) if ids is None else ids for ids in found]
 
     def encode_with_specials(self, text: str) -> list[int]:
         return self.with_specials.encode(valid(text), add_special_tokens=False).ids
@@ -66,6 +79,11 @@ class HuggingFaceTokenizer:
 
     def piece(self, token: int) -> str:
         return self.inner.id_to_token(token) or ""
+
+
+def encoded(inner: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    found = inner.encode_batch_fast([valid(text) for text in texts], add_special_tokens=False)
+    return [np.array(one.ids, np.int32) for one in found]
 
 
 def opened(path: Path) -> Tokenizer:

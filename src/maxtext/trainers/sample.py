@@ -1,12 +1,11 @@
 """What a model writes after training, by the same generator that `LLM.generate` uses."""
 
-from functools import partial
 from typing import Any
 
 import jax
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.generate import extend, last_scores, make_generator
+from maxtext.inference.generate import extend, make_generator, scorer
 from maxtext.inference.sampling import Sampling
 from maxtext.sharding import use_rules
 from maxtext.sharding.state import on_device
@@ -37,6 +36,6 @@ def complete(setup: Setup, weights: Any, prompt: str, tokens: int) -> str:
     ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     weights = jax.device_put(weights, jax.tree.map(on_device, setup.weight_shardings))
     with use_rules(setup.rules), jax.default_matmul_precision(config.matmul_precision.value):
-        generate = make_generator(partial(last_scores, setup.template), sampling)
+        generate = make_generator(scorer(config, setup.template), sampling)
         (new,) = extend(generate, weights, [ids], min(tokens, room), config.init_weights_seed, ends)
     return tokenizer.decode([*ids, *(token for token in new if token not in ends)])
