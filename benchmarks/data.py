@@ -4,8 +4,9 @@
 
 The corpus is made here: sources of Python's standard library and of the installed packages, cut into documents whose
 lengths are log-normal, as those of web pages are (half of them below about 400 tokens, one in sixteen longer than a row
-of 2048), as Parquet and as JSON lines. The tokenizer is a byte-level BPE of 16384 tokens, trained on a part of it, not
-counted. Every run reads all documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and segments.
+of 2048), as Parquet and as JSON lines. The tokenizer is a byte-level BPE of 16384 tokens, trained on a part of it; that
+is not counted. Every run reads all documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and
+segments.
 
 Ours: `dataset_type=grain` with best_fit, documents longer than a row go on in another. In this process and in worker
 processes as a training run opens them; the faster counts. Peer: load_dataset, a batched map with the fast tokenizer of

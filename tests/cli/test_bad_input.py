@@ -11,6 +11,20 @@ MEMORY = ["engram_layers=[0]", "engram_vocab_bases=[20, 20]"]
 
 # words after `maxtext config`, and what the message must say
 CASES = {
+    "packing of a source with its own": (
+        ["config", "dataset_type=c4_mlperf", "grain_packing_type=best_fit"],
+        "grain_packing_type=best_fit (command line) would do nothing: it needs another dataset_type than c4_mlperf",
+    ),
+    "an unpacked benchmark": (["config", "dataset_type=c4_mlperf", "packing=false"], "leave packing=true"),
+    "special tokens for tokens": (
+        ["config", "dataset_type=olmo_grain", "add_bos=false"],
+        "it needs another dataset_type than olmo_grain",
+    ),
+    "readers that do not divide": (
+        ["config", "expansion_factor_real_data=1.5"],
+        "expansion_factor_real_data=1.5 does not divide",
+    ),
+    "too few bad records": (["config", "max_bad_records=-2"], "max_bad_records"),
     "unknown key": (["learning_rat=1"], ["unknown key 'learning_rat'", "learning_rate"]),
     "unknown key without a neighbour": (["zzzzzz=1"], ["unknown key 'zzzzzz'"]),
     "part of a key": (["capacity=1"], ["unknown key 'capacity'", "capacity_factor"]),

@@ -116,6 +116,7 @@ def test_weights_are_above_zero(make_config, tmp_path, weight):
     [
         ("{}", "has no entries"),
         ("{", "neither JSON nor YAML"),
+        ("a: [\n", r"neither JSON nor YAML \(while parsing .* line 2, column 1:?.*\)$"),
         ('{"a": {"path": "x"}}', "entry a of .* needs a path and a weight"),
         ('{"a": {"path": "/nowhere", "weight": 1}}', "entry a: /nowhere does not exist"),
         ('{"a": {"path": "x", "weight": 0}}', "entry a has the weight 0"),
@@ -203,6 +204,25 @@ def test_hf_says_what_it_needs(make_config, tmp_path):
     (tmp_path / "a.bin").write_text("x")
     with pytest.raises(ConfigError, match="set hf_path to the kind of these files"):
         make_train_iterator(make_config(dataset_type=DatasetType.HF, hf_train_files=str(tmp_path / "a.bin")))
+
+
+def test_hf_does_not_read_the_current_folder(make_config, tmp_path, monkeypatch):
+    """As `datasets` does for a loader without files."""
+    lines_with(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    settings = {"dataset_type": DatasetType.HF, "hf_path": "json"}
+    with pytest.raises(ConfigError, match="hf_path=json is a kind of files: name the files in hf_train_files"):
+        make_train_iterator(make_config(**settings))
+    config = make_config(**settings, hf_train_files="a.jsonl", hf_eval_split="train")
+    with pytest.raises(ConfigError, match="name the files in hf_eval_files"):
+        make_iterator(config, Split.EVAL, Share(1))
+
+
+def test_hf_lists_the_columns_of_a_stream_that_says_none(make_config, tmp_path):
+    (tmp_path / "a.csv").write_text("one,two\n1,2\n")
+    config = make_config(dataset_type=DatasetType.HF, hf_path="csv", hf_train_files=str(tmp_path / "a.csv"))
+    with pytest.raises(ConfigError, match="train_data_columns: csv has no column text, only one, two"):
+        make_train_iterator(config)
 
 
 def test_tfds_says_what_is_there(make_config, tmp_path):

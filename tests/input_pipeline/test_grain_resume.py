@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.input_pipeline import make_train_iterator, prefetch
 
 pytestmark = pytest.mark.usefixtures("few_open_rows")
@@ -98,6 +98,8 @@ def test_resume_through_prefetch(make_config, write):
         ({"grain_packing_type": "best_fit"}, "grain_packing_type=first_fit, but this run has .*best_fit"),
         ({"data_shuffle_seed": 5}, "data_shuffle_seed=0"),
         ({"max_target_length": 16}, "max_target_length=8"),
+        ({"max_segments_per_seq": 2}, "max_segments_per_seq=-1"),
+        ({"add_eos": False}, "add_eos=True"),
     ],
 )
 def test_a_position_of_other_settings_is_refused(make_config, write, update, said):
@@ -105,3 +107,20 @@ def test_a_position_of_other_settings_is_refused(make_config, write, update, sai
     state = make_train_iterator(make_config(**settings)).get_state()
     with pytest.raises(ConfigError, match=said):
         make_train_iterator(make_config(**settings, **update)).set_state(state)
+
+
+@pytest.mark.parametrize("window", [1, 100])
+def test_a_position_past_what_the_data_gives_is_refused(make_config, tmp_path, window):
+    """Files that were shortened in place keep their number."""
+    settings = {"enable_data_shuffling": True, "grain_shuffle_buffer_size": window}
+    for name, text in (("long", "abcdefg"), ("short", "a")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number in range(8):
+            (folder / f"{number}.txt").write_text(text)
+    before = make_train_iterator(make_config(grain_train_files=str(tmp_path / "long"), **settings))
+    for _ in range(4):
+        next(before)
+    after = make_train_iterator(make_config(grain_train_files=str(tmp_path / "short"), **settings))
+    with pytest.raises(UserError, match="documents, the tokenizer or num_epoch have changed"):
+        after.set_state(json.loads(json.dumps(before.get_state())))

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.input_pipeline import Share, Split, Streams
+from maxtext.input_pipeline import Share, Split, Streams, workers
+from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.input_pipeline.workers import Workers, stream_opener, worker_count
 
@@ -106,8 +107,20 @@ def test_workers_end_with_their_process(config, tmp_path):
     assert not alive(worker)
 
 
+def test_control_c_is_for_the_caller_from_the_first_moment():
+    """A terminal sends it to all processes, also to one whose Python has only begun to start."""
+    process, connection = start_program("time", "sleep")
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    connection.close()
+    process.kill()
+    process.wait()
+
+
 def test_the_number_of_workers(make_config, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(workers, "cores", lambda: 6)
     assert worker_count(make_config(grain_worker_count=3), Split.TRAIN) == 3
     assert worker_count(make_config(grain_worker_count=3, grain_worker_count_eval=0), Split.EVAL) == 0
     assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=10**6), Split.TRAIN) == 6

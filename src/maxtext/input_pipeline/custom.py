@@ -29,7 +29,7 @@ class CustomDocuments:
 
     def __init__(self, name: str, records: Sequence[Record]):
         self.name, self.records = name, records
-        self.nbytes = TYPICAL_BYTES * len(records)
+        self.nbytes = self.decoded = TYPICAL_BYTES * len(records)
 
     def __len__(self) -> int:
         return len(self.records)

@@ -45,6 +45,10 @@ class Encoder:
             self.before = special(self.tokenizer.bos_id, config.add_bos)
             self.after = special(self.tokenizer.eos_id, config.add_eos)
 
+    def adds(self) -> dict[str, bool]:
+        """What each document gets besides its text: it changes how documents share rows."""
+        return {"add_bos": len(self.before) > 0, "add_eos": len(self.after) > 0}
+
     def prepare(self, record: Record) -> str | np.ndarray:
         """The text of a record, or its tokens; Unfit if it has none."""
         values = [self.value(record, column) for column in self.columns]

@@ -8,6 +8,7 @@
 """
 
 import copy
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ def hf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterato
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return None
-    if is_local(config, files):
+    if is_local(config, split, files):
         return document_batches(config, split, share, [local_part(config, split, files)], f"hf_{split.value}_files")
     seed = shuffle_seed(config, split)
     epochs = config.num_epoch if split is Split.TRAIN else 1
@@ -44,7 +45,7 @@ def hf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterato
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:
     files = named_files(config, split)
-    if is_local(config, files):
+    if is_local(config, split, files):
         return most_streams_of([local_part(config, split, files)])
     # Each stream reads shards of its own; with more streams than shards each would read everything.
     return max(open_stream(config, split, Share(1)).num_shards, 1)
@@ -54,14 +55,20 @@ def named_files(config: MaxTextConfig, split: Split) -> str:
     return ((config.hf_train_files if split is Split.TRAIN else config.hf_eval_files) or "").strip()
 
 
-def is_local(config: MaxTextConfig, files: str) -> bool:
+def is_local(config: MaxTextConfig, split: Split, files: str) -> bool:
     if not config.hf_path and not files:
         raise ConfigError("dataset_type=hf needs hf_path, the name of a dataset, or hf_train_files: set one")
+    if config.hf_path in LOADERS and not files and not config.hf_data_dir:
+        # `datasets` would take whatever lies in the current folder.
+        raise ConfigError(f"hf_path={config.hf_path} is a kind of files: name the files in hf_{split.value}_files")
     return bool(files) and "://" not in files and (not config.hf_path or config.hf_path in LOADERS)
 
 
 def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
     key = f"hf_{split.value}_files"
+    if config.hf_name or config.hf_data_dir:
+        wrong = f"hf_name={config.hf_name}" if config.hf_name else f"hf_data_dir={config.hf_data_dir}"
+        raise ConfigError(f"{wrong} is a part of a dataset on the hub, and {key} names files: leave it out")
     files = find_files(key, value)
     kind = LOADERS.get(config.hf_path)
     if kind is None:
@@ -75,7 +82,7 @@ def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
 def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
     """The `datasets` stream of a share's records."""
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
-    files = named_files(config, split)
+    files, names = named_files(config, split), data_columns(config, split)
     data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
     wanted = config.train_split if split is Split.TRAIN or not config.hf_eval_split else config.hf_eval_split
     if data_files and split is Split.EVAL and not config.hf_eval_split:
@@ -85,13 +92,11 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
             config.hf_path, name=config.hf_name, data_dir=config.hf_data_dir, data_files=data_files, split=wanted,
             streaming=True, token=config.hf_access_token,
         )  # fmt: skip
-        columns = stream.column_names
+        columns = stream.column_names or list(next(iter(stream), dict.fromkeys(names)))
     except Exception as error:  # of many kinds: connections, names, splits, formats
         where = f"hf_path={config.hf_path}" + (f", files {files}" if files else "")
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"{where}, split {wanted}: `datasets` cannot open it: {lines[0]}") from error
-    names = data_columns(config, split)
-    missing = [name for name in names if columns is not None and name not in columns]
+        raise ConfigError(f"{where}, split {wanted}: `datasets` cannot open it: {reason_of(error)}") from error
+    missing = [name for name in names if name not in columns]
     if missing:
         raise ConfigError(
             f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only {', '.join(columns)}"
@@ -102,6 +107,12 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
             stream, rank=share.index, world_size=share.count
         )
     return stream
+
+
+def reason_of(error: Exception) -> str:
+    """One line of what `datasets` says, which may be a list of all the kinds of files that it knows."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0], 300, placeholder=" …")
 
 
 class Streamed(grain.IterDataset):
@@ -138,9 +149,8 @@ class StreamedRecords(grain.DatasetIterator):
                 self.move(self.epoch + 1, 0, None)
                 continue
             except Exception as error:  # whatever the reader of the stream raises
-                lines = str(error).strip().splitlines() or [type(error).__name__]
                 raise UserError(
-                    f"{self.dataset.name}: record {self.number} cannot be read: {lines[0]}; mend the data, "
+                    f"{self.dataset.name}: record {self.number} cannot be read: {reason_of(error)}; mend the data, "
                     "for a stream cannot go past it"
                 ) from error
             self.number += 1

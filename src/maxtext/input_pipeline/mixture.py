@@ -43,12 +43,15 @@ def from_file(path: str) -> list[Entry]:
     key = "grain_train_mixture_config_path"
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {path} is not UTF-8 (byte {error.start})") from error
     try:
         table: Any = json.loads(text) if text.lstrip().startswith(("{", "[")) else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{key}: {path} is neither JSON nor YAML: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key}: {path} is neither JSON nor YAML ({reason})") from error
     items = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
     entries = []
     for name, entry in items:

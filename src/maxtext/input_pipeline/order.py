@@ -3,26 +3,38 @@
 Nothing is read here and nothing but a number is remembered, so any place in the order can be returned to at once.
 - Documents that cost the same anywhere are shuffled as a whole, then dealt to the streams one by one.
 - Documents in blocks (row groups of Parquet, say) that are decoded together keep near each other: blocks are dealt to
-  the streams, and each epoch shuffles a stream's blocks, then the documents of WINDOW blocks at a time.
+  the streams, and each epoch shuffles a stream's blocks, then the documents of WINDOW blocks at a time, or of as many
+  as are kept in memory: a block that is dropped too early would be decoded again for each of its documents.
 """
 
+import threading
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grain
 import numpy as np
 
+from maxtext.input_pipeline.formats import cache
 from maxtext.input_pipeline.interface import Share
 
-WINDOW = 8  # blocks whose documents are mixed
+WINDOW = 8  # blocks whose documents are mixed, at most
 PERMUTED = 2**20  # documents whose order is kept as numbers; Grain's shuffle computes it, slowly for small counts
 PIECES = 8  # at least so many for each stream: larger blocks are divided
 
+# The streams of a process have one order of all documents, and each its part of it: it is kept once, as long as a
+# stream is in that epoch.
+PERMUTATIONS: WeakValueDictionary[tuple[int, int, int], np.ndarray] = WeakValueDictionary()
+PERMUTATIONS_LOCK = threading.Lock()
 
-def one_epoch(count: int, blocks: np.ndarray | None, share: Share, seed: int | None) -> grain.MapDataset:
-    """Indices of this stream's documents; `repeat` continues with the orders of further epochs. `seed` None: sorted."""
+
+def one_epoch(
+    count: int, blocks: np.ndarray | None, share: Share, seed: int | None, block_bytes: int = 0
+) -> grain.MapDataset:
+    """Indices of this stream's documents; `repeat` continues with the orders of further epochs. `seed` None: sorted.
+    `block_bytes`: of all blocks in memory."""
     if seed is not None and blocks is not None:
-        return BlockOrder(blocks, share, seed)
+        return BlockOrder(blocks, share, seed, blocks_together(blocks, block_bytes))
     everything = grain.MapDataset.range(count)
     if seed is not None:
         everything = Shuffled(count, seed) if count <= PERMUTED else everything.shuffle(seed)
@@ -47,29 +59,39 @@ class Shuffled(grain.MapDataset):
         epoch, place = divmod(int(index), self.count)
         order = self.permutations.get(epoch)
         if order is None:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            order = permutation(self.count, self.seed, epoch)
             # Threads near the end of an epoch are already in the next.
             self.permutations = {epoch: order, **dict(list(self.permutations.items())[:1])}
         return int(order[place])
 
 
+def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
+    with PERMUTATIONS_LOCK:
+        order = PERMUTATIONS.get((count, seed, epoch))
+        if order is None:
+            order = np.random.default_rng([seed, epoch]).permutation(count)
+            PERMUTATIONS[count, seed, epoch] = order
+    return order
+
+
 class BlockOrder(grain.MapDataset):
-    def __init__(self, blocks: np.ndarray, share: Share, seed: int):
+    def __init__(self, blocks: np.ndarray, share: Share, seed: int, window: int = WINDOW):
         super().__init__()
-        self.seed, self.index = seed, share.index
+        self.seed, self.index, self.window = seed, share.index, window
         starts, sizes = pieces(blocks, PIECES * share.count)
         mine = np.random.default_rng([seed, 0]).permutation(len(sizes))[share.index :: share.count]
         self.starts, self.sizes = starts[mine], sizes[mine]
+        self.count = int(self.sizes.sum())
         self.blocks = lru_cache(2)(self.blocks_of)
         self.documents = lru_cache(4)(self.documents_of)
 
     def __len__(self) -> int:
-        return int(self.sizes.sum())
+        return self.count
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        epoch, place = divmod(int(index), len(self))
+        epoch, place = divmod(int(index), self.count)
         _, ends = self.blocks(epoch)
         window = int(np.searchsorted(ends, place, side="right"))
         return int(self.documents(epoch, window)[place - (int(ends[window - 1]) if window else 0)])
@@ -78,11 +100,11 @@ class BlockOrder(grain.MapDataset):
         """The order of this epoch's blocks, and where each window of them ends."""
         order = np.random.default_rng([self.seed, 1, self.index, epoch]).permutation(len(self.sizes))
         ends = np.cumsum(self.sizes[order])
-        return order, ends[np.minimum(np.arange(WINDOW, len(ends) + WINDOW, WINDOW), len(ends)) - 1]
+        return order, ends[np.minimum(np.arange(self.window, len(ends) + self.window, self.window), len(ends)) - 1]
 
     def documents_of(self, epoch: int, window: int) -> np.ndarray:
         order, _ = self.blocks(epoch)
-        these = order[window * WINDOW : (window + 1) * WINDOW]
+        these = order[window * self.window : (window + 1) * self.window]
         indices = np.concatenate([np.arange(self.starts[one], self.starts[one] + self.sizes[one]) for one in these])
         return np.random.default_rng([self.seed, 2, self.index, epoch, window]).permutation(indices)
 
@@ -95,14 +117,18 @@ class BlockOrder(grain.MapDataset):
         self.documents = lru_cache(4)(self.documents_of)
 
 
+def blocks_together(blocks: np.ndarray, block_bytes: int) -> int:
+    """Those of this window and of the next, in which threads read ahead, fit into the cache."""
+    each = block_bytes // max(int(np.count_nonzero(blocks)), 1)
+    return min(max(cache.DECODED_BYTES // 2 // max(each, 1), 1), WINDOW)
+
+
 def pieces(blocks: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
     """First document and number of documents of each block, after large ones are divided so that there are `least`."""
     most = max(int(blocks.sum()) // least, 1)
-    starts, sizes, first = [], [], 0
-    for block in blocks.tolist():
-        parts = -(-block // most)
-        edges = first + np.arange(parts + 1) * block // max(parts, 1)
-        starts.append(edges[:-1])
-        sizes.append(np.diff(edges))
-        first += block
-    return np.concatenate(starts), np.concatenate(sizes)
+    parts = -(-blocks // most)
+    block = np.repeat(np.arange(len(blocks)), parts)
+    place = np.arange(len(block)) - np.repeat(np.cumsum(parts) - parts, parts)
+    first = (np.cumsum(blocks) - blocks)[block]
+    starts, ends = (first + at * blocks[block] // parts[block] for at in (place, place + 1))
+    return starts, ends - starts

@@ -55,7 +55,9 @@ def document_batches(
             f"{named_by} has {len(few[0].documents)} documents for {share.count} streams, and each reads its own: "
             "name the files that the run began with, or start again under a new run_name"
         )
-    orders = [one_epoch(len(part.documents), part.documents.blocks, share, seed) for part in parts]
+    orders = [
+        one_epoch(len(part.documents), part.documents.blocks, share, seed, part.documents.decoded) for part in parts
+    ]
     size = min(packet_size(part.documents) for part in parts)
     options = read_options(config, split, parts, size, share.beside)
     if len(parts) == 1:
@@ -71,6 +73,7 @@ def document_batches(
         "streams": share.count,
         "documents": sum(len(part.documents) for part in parts),
         "packet": size,
+        **encoder.adds(),
     }
     if len(parts) > 1:
         made_by["mixture"] = [[len(part.documents), part.weight] for part in parts]
@@ -86,9 +89,10 @@ def record_batches(
     made_by: dict[str, Any],
 ) -> GrainBatches:
     """Batches of records that can only be read one after the other: (number, record) of this stream, all epochs."""
-    encode = EncodeRecords(named_by, Encoder(config, split), BadRecords(config.max_bad_records))
+    encoder = Encoder(config, split)
+    encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records))
     packets = records.batch(PACKET, batch_fn=list).map(encode)
-    made_by = {"stream": share.index, "streams": share.count, **made_by}
+    made_by = {"stream": share.index, "streams": share.count, **made_by, **encoder.adds()}
     return to_token_batches(config, split, share, packets, made_by, named_by)
 
 
@@ -115,6 +119,7 @@ def to_token_batches(
         "data_shuffle_seed": seed,
         "grain_shuffle_buffer_size": window,
         "grain_packing_type": packing,
+        "max_segments_per_seq": config.max_segments_per_seq if packing else None,
         "max_target_length": length,
         "use_truncation": config.use_truncation,
     }
@@ -175,9 +180,13 @@ def read_options(
 
 def documents_within(documents: Format, budget: int, most: int) -> int:
     """How many documents, the largest if their sizes are known, are in a budget of bytes; at most `most`."""
-    if documents.sizes is None:
+    sizes = documents.sizes
+    if sizes is None:
         return min(int(budget * len(documents) / max(documents.nbytes, 1)), most)
-    largest = np.sort(documents.sizes)[::-1][:most]
+    if int(sizes.max(initial=0)) * most <= budget:  # true of most data, and far less work for many documents
+        return most
+    count = min(most, len(sizes))
+    largest = np.sort(np.partition(sizes, len(sizes) - count)[len(sizes) - count :])[::-1]
     within = int(np.searchsorted(np.cumsum(largest, dtype=np.int64), budget, side="right"))
     return most if within == len(largest) else within
 

@@ -199,7 +199,7 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], Format]:
         from maxtext.input_pipeline import hf_source  # only here, since it takes seconds to import Grain
 
         value = hf_source.named_files(config, Split.TRAIN)
-        if hf_source.is_local(config, value):
+        if hf_source.is_local(config, Split.TRAIN, value):
             return find_files("hf_train_files", value), hf_source.local_part(config, Split.TRAIN, value).documents
         raise ConfigError(f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare them")
     raise ConfigError(

@@ -1,10 +1,11 @@
 """A function of this package as a program of its own, at the other end of a socket.
 
 It needs nothing from the script that started the run, which need not guard its `__main__`, and it can end when that
-socket closes, however the caller ended.
+socket closes, however the caller ended. Control-C, which a terminal sends to every process, is for the caller alone.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,11 +20,16 @@ def start_program(
     here, there = socket.socketpair()
     # It must find what this process can import, and must not take a share of the accelerator.
     own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    with there:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from {module} import {function}; {function}({there.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[there.fileno(), *descriptors],
-            env={**os.environ, **own, **(environment or {})},
-        )
+    # Inherited, so that it holds from the program's first moment: it takes seconds until code of ours runs there.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with there:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from {module} import {function}; {function}({there.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[there.fileno(), *descriptors],
+                env={**os.environ, **own, **(environment or {})},
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process, Connection(here.detach())

@@ -6,7 +6,6 @@ own; one whose caller has gone ends with its next step.
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,7 +187,6 @@ def give(connection: Any, waiting: Iterator[Shard]) -> bool:
 def serve(descriptor: int) -> None:
     """The whole of a worker's life."""
     connection = Connection(descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the process that hands out the work
     with contextlib.suppress(EOFError, ConnectionError):
         job = connection.recv()
         while True:

@@ -71,7 +71,7 @@ class Ranges:
     sizes: np.ndarray | None = None
 
     def __init__(self, files: Documents, instructions: Sequence[Any]):
-        self.files, self.nbytes = files, files.nbytes
+        self.files, self.nbytes, self.decoded = files, files.nbytes, files.decoded
         shards = np.array([one.examples_in_shard for one in instructions])
         skips = np.array([one.skip for one in instructions])
         takes = np.array([one.take for one in instructions])

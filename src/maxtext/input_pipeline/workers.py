@@ -18,6 +18,7 @@ from maxtext.input_pipeline.background import prefetch
 from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split, State
 from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
+from maxtext.tokenizers.text import cores
 
 WORKER_MB = 256  # what a worker takes before it has read anything
 
@@ -26,7 +27,7 @@ def worker_count(config: MaxTextConfig, split: Split) -> int:
     if config.dataset_type.value == "synthetic":  # a worker would send more than it saves
         return 0
     wanted = config.grain_worker_count if split is Split.TRAIN else config.grain_worker_count_eval
-    return wanted if wanted >= 0 else max(min(os.cpu_count() or 1, config.grain_ram_budget_mb // WORKER_MB), 1)
+    return wanted if wanted >= 0 else max(min(cores(), config.grain_ram_budget_mb // WORKER_MB), 1)
 
 
 def stream_opener(config: MaxTextConfig, split: Split) -> Callable[[Share], BatchIterator | None]:
@@ -41,13 +42,15 @@ class Workers:
     def __init__(self, count: int):
         self.workers: list[Worker | None] = [None] * count
         self.opened = 0
+        self.lock = threading.Lock()
 
     def open(self, config: MaxTextConfig, split: Split, share: Share) -> "RemoteBatches | None":
-        place = self.opened % len(self.workers)
-        self.opened += 1
-        worker = self.workers[place]
-        if worker is None or worker.closed:
-            worker = self.workers[place] = Worker()
+        with self.lock:  # streams are opened by several threads
+            place = self.opened % len(self.workers)
+            self.opened += 1
+            worker = self.workers[place]
+            if worker is None or worker.closed:
+                worker = self.workers[place] = Worker()
         return worker.open(config, split, share)
 
 
@@ -95,6 +98,7 @@ class Worker:
         if not self.streams:
             self.closed = True
             self.connection.close()
+            self.process.kill()  # it may be in the middle of something that nobody waits for any more
             self.process.wait()
 
 
@@ -156,8 +160,7 @@ class Served:
 def serve(descriptor: int) -> None:
     """The whole of a worker's life."""
     connection = Connection(descriptor)
-    # Signals are for the process that trains; when it ends, so does the connection.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A signal to all processes is for the one that trains; when it ends, so does the connection.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     served = Served()
     try:

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from maxtext.configs.types.enums import DatasetType, TokenizerType
-from maxtext.configs.types.group import Group, derived_rule, in_range, one_of, rule
+from maxtext.configs.types.group import Group, acts_only, derived_rule, in_range, one_of, rule
 
 
 class Tokenizer(Group):
@@ -119,6 +119,15 @@ in_range(1, None, "grain_per_worker_buffer_size", "grain_per_worker_buffer_size_
 in_range(0, None, "grain_num_threads", "grain_num_threads_eval", "grain_prefetch_buffer_size")
 in_range(0, None, "grain_prefetch_buffer_size_eval")
 in_range(0, None, "max_bad_records", special=(-1,))
+acts_only(
+    lambda c: c.dataset_type not in (DatasetType.C4MLPERF, DatasetType.OLMO_GRAIN),
+    "another dataset_type than c4_mlperf and olmo_grain, which fill rows in a way of their own",
+    "grain_packing_type", "max_segments_per_seq", "use_truncation",
+)  # fmt: skip
+acts_only(
+    lambda c: c.dataset_type is not DatasetType.OLMO_GRAIN, "another dataset_type than olmo_grain, whose data is tokens",
+    "packing", "add_bos", "add_eos", "max_bad_records",
+)  # fmt: skip
 
 
 @rule

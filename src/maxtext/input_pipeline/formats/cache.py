@@ -12,7 +12,8 @@ from typing import Any
 
 OPEN_FILES = 128
 DECODED_BLOCKS = 16
-DECODED_BYTES = 2**30  # fewer blocks are kept when they are large, but the last one always
+DECODED_BYTES = 2**30  # fewer blocks are kept when they are large, but always KEPT of them
+KEPT = 2  # threads read ahead: where one block ends, some are in it and some in the next
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Cache:
 
     def drop_oldest(self) -> None:
         held = sum(entry.nbytes for entry in self.entries.values()) if self.limit else 0
-        while len(self.entries) > 1 and (len(self.entries) > self.count or held > (self.limit or 0)):
+        while len(self.entries) > self.count or (len(self.entries) > KEPT and held > (self.limit or 0)):
             held -= self.entries.popitem(last=False)[1].nbytes
 
     def __reduce__(self) -> tuple:

@@ -41,6 +41,7 @@ class Documents:
         self.files = [file for file in files if len(file)]
         self.ends = list(accumulate(len(file) for file in self.files))
         self.nbytes = sum(file.nbytes for file in files)
+        self.decoded = sum(file.decoded for file in files)
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0

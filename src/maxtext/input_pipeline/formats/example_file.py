@@ -11,7 +11,7 @@ from maxtext.input_pipeline.formats.interface import HEAD, BadFile, BadRecord, R
 class ExampleFile:
     def __init__(self, path: str, columns: Sequence[str], caches: Caches, count: int):
         self.path, self.wanted, self.caches, self.count = path, tuple(columns), caches, count
-        self.nbytes = os.path.getsize(path)
+        self.nbytes = self.decoded = os.path.getsize(path)
         self.names = self.look()
 
     def read(self, index: int) -> bytes:

@@ -63,6 +63,10 @@ class Format(Protocol):
     def nbytes(self) -> int:
         """The bytes on disk."""
 
+    @property
+    def decoded(self) -> int:
+        """The bytes of all blocks in memory, about; those on disk where there are no blocks."""
+
     def columns(self) -> list[str] | None:
         """The names of the columns; None: any name will do."""
 

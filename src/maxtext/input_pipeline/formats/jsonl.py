@@ -97,6 +97,10 @@ class JsonLines:
         return np.array([len(self)]) if self.compressed else None
 
     @property
+    def decoded(self) -> int:
+        return int(self.lines.offsets[-1])
+
+    @property
     def sizes(self) -> np.ndarray:
         return np.diff(self.lines.offsets)
 

@@ -5,6 +5,7 @@ group bad records.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from maxtext.common.extras import require
 from maxtext.input_pipeline.formats.cache import Caches
@@ -24,6 +25,7 @@ class ParquetRows(TableFile):
             raise BadFile(f"is not a parquet file, or is damaged ({first_line(error)})") from error
         counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
         super().__init__(path, columns, caches, names, counts)
+        self.decoded = decoded_bytes(metadata, self.read_columns)
 
     def load(self, number: int) -> Rows:
         pyarrow, parquet = require("pyarrow", "reading parquet"), require("pyarrow.parquet", "reading parquet")
@@ -37,3 +39,10 @@ class ParquetRows(TableFile):
                 raise gone(self.path, error) from error
             return damaged(error)
         return Rows({name: table.column(name) for name in self.read_columns})
+
+
+def decoded_bytes(metadata: Any, names: Sequence[str]) -> int:
+    """Of the columns of these names and the columns in them, as the footer says."""
+    places = [at for at in range(metadata.num_columns) if metadata.schema.column(at).path.split(".")[0] in names]
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return sum(group.column(at).total_uncompressed_size for group in groups for at in places)

@@ -76,10 +76,11 @@ class TableFile:
     sizes = None
 
     def __init__(self, path: str, wanted: Sequence[str], caches: Caches, names: list[str], counts: Sequence[int]):
+        """`counts`: the rows of each block."""
         if len(set(names)) < len(names):
             raise BadFile(f"has two columns of the same name among {', '.join(names)}")
         self.path, self.wanted, self.caches, self.names = path, tuple(wanted), caches, names
-        self.nbytes = os.path.getsize(path)
+        self.nbytes = self.decoded = os.path.getsize(path)
         self.counts = list(counts)
         self.ends = list(accumulate(self.counts))
         self.read_columns = [name for name in names if name in wanted] if wanted else names

@@ -42,5 +42,9 @@ class TextFiles:
     def nbytes(self) -> int:
         return int(self.sizes.sum())
 
+    @property
+    def decoded(self) -> int:
+        return self.nbytes
+
     def columns(self) -> None:
         return None

@@ -1,0 +1,65 @@
+"""Orders at the sizes of large corpora, and what streams of one process share."""
+
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from maxtext.input_pipeline import make_train_iterator
+from maxtext.input_pipeline.formats import cache
+from maxtext.input_pipeline.formats.parquet import ParquetRows
+from maxtext.input_pipeline.interface import Share
+from maxtext.input_pipeline.order import PERMUTATIONS, one_epoch, pieces
+
+
+def test_pieces_cover_every_document_once_in_order():
+    blocks = np.array([5, 0, 1, 100, 7, 0, 33])
+    starts, sizes = pieces(blocks, 16)
+    assert len(sizes) >= 16
+    assert sizes.min() > 0
+    covered = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    np.testing.assert_array_equal(covered, np.arange(blocks.sum()))
+    # No piece crosses a block, and those of one block differ by one document at most.
+    block = np.searchsorted(np.cumsum(blocks), starts, side="right")
+    np.testing.assert_array_equal(block, np.searchsorted(np.cumsum(blocks), starts + sizes - 1, side="right"))
+    assert all(np.ptp(sizes[block == one]) <= 1 for one in set(block))
+
+
+def test_a_million_blocks_take_no_time():
+    blocks = np.full(10**6, 100)
+    start = time.process_time()
+    order = one_epoch(10**8, blocks, Share(1, 3, 8), seed=1)
+    found = [order[place] for place in range(2000)]
+    assert time.process_time() - start < 3
+    assert len(set(found)) == 2000
+    assert len(order) > 10**7
+
+
+def test_streams_share_an_order():
+    streams = [one_epoch(1000, None, Share(1, number, 4), seed=11) for number in range(4)]
+    seen = [stream[place] for stream in streams for place in range(len(stream))]
+    assert sorted(seen) == list(range(1000))
+    assert list(PERMUTATIONS) == [(1000, 11, 0)]
+    del streams
+    assert (1000, 11, 0) not in PERMUTATIONS
+
+
+@pytest.mark.parametrize("share", [Share(1), Share(1, 1, 2)])
+def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch, share):
+    """Files of one row group each, as pyarrow writes them, of which the cache holds three."""
+    text, rows, files = "x" * 1000, 200, 12
+    monkeypatch.setattr(cache, "DECODED_BYTES", 3 * rows * len(text))
+    for number in range(files):
+        table = pyarrow.table({"text": [f"{number} {row} {text}" for row in range(rows)]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+    loads = []
+    load = ParquetRows.load
+    monkeypatch.setattr(ParquetRows, "load", lambda self, number: loads.append(self.path) or load(self, number))
+    config = make_config(
+        grain_train_files=str(tmp_path), grain_file_type="parquet", enable_data_shuffling=True, packing=False,
+        grain_num_threads=4,
+    )  # fmt: skip
+    assert sum(1 for _ in make_train_iterator(config, share)) == files * rows // share.count
+    assert len(loads) <= 2.5 * files
