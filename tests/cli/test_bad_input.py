@@ -12,19 +12,19 @@ MEMORY = ["engram_layers=[0]", "engram_vocab_bases=[20, 20]"]
 # words after `maxtext config`, and what the message must say
 CASES = {
     "packing of a source with its own": (
-        ["config", "dataset_type=c4_mlperf", "grain_packing_type=best_fit"],
-        "grain_packing_type=best_fit (command line) would do nothing: it needs another dataset_type than c4_mlperf",
+        ["dataset_type=c4_mlperf", "grain_packing_type=best_fit"],
+        ["grain_packing_type=best_fit (command line) would do nothing", "another dataset_type than c4_mlperf"],
     ),
-    "an unpacked benchmark": (["config", "dataset_type=c4_mlperf", "packing=false"], "leave packing=true"),
+    "an unpacked benchmark": (["dataset_type=c4_mlperf", "packing=false"], ["leave packing=true"]),
     "special tokens for tokens": (
-        ["config", "dataset_type=olmo_grain", "add_bos=false"],
-        "it needs another dataset_type than olmo_grain",
+        ["dataset_type=olmo_grain", "add_bos=false"],
+        ["another dataset_type than olmo_grain"],
     ),
     "readers that do not divide": (
-        ["config", "expansion_factor_real_data=1.5"],
-        "expansion_factor_real_data=1.5 does not divide",
+        ["expansion_factor_real_data=1.5"],
+        ["expansion_factor_real_data=1.5 does not divide"],
     ),
-    "too few bad records": (["config", "max_bad_records=-2"], "max_bad_records"),
+    "less than no bad records": (["max_bad_records=-2"], ["max_bad_records"]),
     "unknown key": (["learning_rat=1"], ["unknown key 'learning_rat'", "learning_rate"]),
     "unknown key without a neighbour": (["zzzzzz=1"], ["unknown key 'zzzzzz'"]),
     "part of a key": (["capacity=1"], ["unknown key 'capacity'", "capacity_factor"]),
@@ -33,7 +33,7 @@ CASES = {
     "no key": (["=3"], ["expected key=value"]),
     "unknown option": (["--steps=3"], ["unknown option", "without dashes"]),
     "unknown format": (["--format", "xml"], ["--format takes yaml or json"]),
-    "format without a value": (["--format"], ["--format takes yaml or json"]),
+    "format without a value": (["--format"], ["--format needs a value"]),
     "text for a whole number": (["base_emb_dim=ten"], ["base_emb_dim='ten'", "command line", "a whole number"]),
     "fraction for a whole number": (["base_emb_dim=1.5"], ["base_emb_dim=1.5", "a whole number"]),
     "true for a whole number": (["base_emb_dim=true"], ["base_emb_dim=True", "a whole number"]),

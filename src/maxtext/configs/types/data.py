@@ -125,7 +125,8 @@ acts_only(
     "grain_packing_type", "max_segments_per_seq", "use_truncation",
 )  # fmt: skip
 acts_only(
-    lambda c: c.dataset_type is not DatasetType.OLMO_GRAIN, "another dataset_type than olmo_grain, whose data is tokens",
+    lambda c: c.dataset_type is not DatasetType.OLMO_GRAIN,
+    "another dataset_type than olmo_grain, whose data is tokens",
     "packing", "add_bos", "add_eos", "max_bad_records",
 )  # fmt: skip
 
