@@ -1,4 +1,4 @@
-"""Linear against numpy, and what dropout does to numbers."""
+"""Linear against numpy, the order of gradients, and what dropout does to numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.common import noise
-from maxtext.layers.linear import Linear, dropout
+from maxtext.layers.linear import Linear, dropout, weights_first
 from maxtext.layers.parameters import Maker, Template
 
 # inputs, outputs of the kernel, the product as an einsum
@@ -43,6 +43,33 @@ def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
     y = template.bind(weights)(jnp.ones((1, 6), jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(y, np.float32), np.full((1, 4), 6.0))
+
+
+def ordered(x, weights):
+    x, weights = weights_first(x, weights)
+    return jnp.sin(x @ weights["kernel"]).sum() * weights["count"]
+
+
+def barriers(function, *arguments):
+    """What each barrier of the function's program holds, as shapes."""
+    program = jax.make_jaxpr(function)(*arguments)
+    return [[var.aval.shape for var in eqn.invars] for eqn in program.eqns if "barrier" in eqn.primitive.name]
+
+
+def test_gradients_of_weights_come_before_that_of_the_input():
+    draw = np.random.default_rng(0).normal
+    x, kernel = jnp.asarray(draw(size=(3, 6))), jnp.asarray(draw(size=(6, 4)))
+
+    def run(x, kernel):
+        return ordered(x, {"kernel": kernel, "count": jnp.asarray(2)})
+
+    gradients = jax.grad(run, argnums=(0, 1))
+    slope = 2 * jnp.cos(x @ kernel)
+    for ours, theirs in zip(gradients(x, kernel), (slope @ kernel.T, x.T @ slope), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert barriers(gradients, x, kernel) == [[(3, 6), (6, 4)]]  # both, and not the count, which has no gradient
+    assert barriers(run, x, kernel) == []
+    assert barriers(jax.grad(run), x, kernel) == []  # frozen weights: nothing to wait for
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

@@ -59,9 +59,7 @@ def test_llama2_7b_on_64_chips():
         "remat_policy=full", "dataset_type=synthetic",
     )  # fmt: skip
     program = found["compiled"]
-    # What is in use at one time. With 95 GiB to spend the compiler reserves more than it packs tightly.
-    assert 6 * GIB < program["peak"] - program["arguments"] < 10 * GIB
-    assert program["temporaries"] < 14 * GIB
+    assert 6 * GIB < program["peak"] - program["arguments"] < program["temporaries"] < 10 * GIB
     assert found["weights"] == 4 * 6_738_415_616 // 64
     assert program["arguments"] == pytest.approx(found["weights"] + found["optimizer"] + found["batch"], rel=0.02)
     assert found["fits"]

@@ -1,4 +1,4 @@
-"""Matrix products over weights, and dropout."""
+"""Matrix products over weights, the order of their gradients, and dropout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
 from maxtext.layers.parameters import Maker
 
@@ -33,6 +34,37 @@ class Linear(nnx.Module):
         contracted = (tuple(range(x.ndim - self.rank, x.ndim)), tuple(range(self.rank)))
         y = jax.lax.dot_general(x, self.kernel[...].astype(self.dtype), (contracted, ((), ())))
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+@jax.custom_jvp
+def weights_first(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
+    """Both as they are. Going back, the gradients of the weights are there before the one of x is used.
+
+    A compiler may put off a weight's gradient, which nothing waits for, and keep the activations that it needs until
+    then: for the weights of the head, the gradient of all logits through the layers' whole backward pass.
+    """
+    return x, weights
+
+
+def tangents_together(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need no gradient."""
+    leaves, tree = jax.tree.flatten(tangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+    moving = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, SymbolicZero)]
+    if len(moving) > 1:
+        held = jax.lax.optimization_barrier([leaves[place] for place in moving])
+        for place, leaf in zip(moving, held, strict=True):
+            leaves[place] = leaf
+    return weights_first(*primals), jax.tree.unflatten(tree, leaves)
+
+
+weights_first.defjvp(tangents_together, symbolic_zeros=True)
+
+
+def with_weights_first(x: jax.Array, module: Any) -> tuple[jax.Array, Any]:
+    """x and a module for it, see `weights_first`."""
+    graph, state = nnx.split(module)
+    x, state = weights_first(x, state)
+    return x, nnx.merge(graph, state)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear, dropout
+from maxtext.layers.linear import Linear, dropout, with_weights_first
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
 
@@ -91,4 +91,6 @@ class Mlp(nnx.Module):
         hidden = combine(spec.activations, branches, spec.limit, spec.float32).astype(self.dtype)
         hidden = dropout(hidden, spec.dropout_rate, inputs.fold(HIDDEN_DROPOUT).key)
         hidden = constrain(hidden, "activation_batch", "activation_length", "activation_mlp")
-        return checkpoint_name(self.wo(hidden), "mlpwo"), {}
+        # The gradient of `wo` needs the branches; done early, they make room for their own gradients.
+        hidden, wo = with_weights_first(hidden, self.wo)
+        return checkpoint_name(wo(hidden), "mlpwo"), {}

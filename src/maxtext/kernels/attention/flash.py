@@ -15,6 +15,7 @@ A GPU has no flash back end yet. `interpret=True` runs the kernel's program on a
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,8 +76,30 @@ def run_kernel(kernel: Callable[..., Array], inputs: Inputs) -> Array:
         segments = splash.SegmentIds(q=inputs.q_segments, kv=inputs.k_segments)
     sinks = None if inputs.sinks is None else inputs.sinks.astype(inputs.q.dtype)
     heads_first = [array.swapaxes(1, 2) for array in (q, inputs.k, inputs.v)]
-    by_row = jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))
-    return by_row(*heads_first, segments, sinks).swapaxes(1, 2)
+    return settled_rows(kernel, *heads_first, segments, sinks).swapaxes(1, 2)
+
+
+def rows(kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None) -> Array:
+    return jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))(q, k, v, segments, sinks)
+
+
+def settle(kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None) -> tuple:
+    """The result, and the way back with all that it keeps. That is ready before the result is used: the kernel writes
+    the logarithm of each query's sum 128 times, and XLA may keep them all until the backward kernels ask for one."""
+
+    def run(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+        return rows(kernel, q, k, v, segments, sinks)
+
+    return jax.lax.optimization_barrier(jax.vjp(run, q, k, v, sinks))
+
+
+def go_back(back: Callable[[Array], tuple], gradient: Array) -> tuple:
+    q, k, v, sinks = back(gradient)
+    return None, q, k, v, None, sinks
+
+
+settled_rows = jax.custom_vjp(rows)
+settled_rows.defvjp(settle, go_back)
 
 
 def splash_mask(visibility: Visibility, q_length: int, k_length: int):
