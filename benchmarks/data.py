@@ -1,6 +1,6 @@
 """Tokens a second from files to batches, against `datasets` with a packing loop, and how full best_fit packs rows.
 
-    python benchmarks/data.py [--megabytes 48] [--repeats 3]
+    python benchmarks/data.py [--megabytes 128] [--repeats 3]
 
 The corpus is made here: sources of Python's standard library and of the installed packages, cut into documents whose
 lengths are log-normal, as those of web pages are (half of them below about 400 tokens, one in sixteen longer than a row
@@ -271,7 +271,7 @@ def compare(folder: Path, kind: str, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=48)
+    parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -24,6 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # Latin, Greek, Cyrillic, signs and symbols, pictures: no marks that join what stands before them
 BLOCKS = ((0, 0x300), (0x370, 0x530), (0x2000, 0x2C00), (0x1F000, 0x1FB00))
+ASCII = "".join(map(chr, range(128)))
 FOLDED = "\u0130\u0131\u017f"  # equal to i or s in one engine and not in the other when case is ignored
 NOTHING = "\ue000"  # is not known, so a class of it never matches
 CLASS = re.compile(r"\\[pP]\{\^?\w+\}|\\[sSdDwW]")
@@ -51,6 +52,8 @@ class Words:
     def __init__(self, inner: Tokenizer, pattern: str, added: Sequence[str]):
         known = known_characters()
         self.cut = re.compile(translated(pattern, known)).findall
+        # Most texts need no more, and small classes are matched faster.
+        self.cut_ascii = re.compile(translated(pattern, ASCII)).findall
         # A text with one of these is not for us: a character that is not known, an added token that is not special.
         others = "|".join(map(re.escape, sorted(added)))
         self.strange = re.compile(f"[^{char_class(known)}]" + (f"|{others}" if others else "")).search
@@ -69,9 +72,10 @@ class Words:
         return [None if words is None else joined(ids, words) for words in cut]
 
     def words(self, text: str) -> list[str] | None:
-        if not (self.plain and text.isascii()) and self.strange(text):
+        simple = text.isascii()
+        if not (self.plain and simple) and self.strange(text):
             return None
-        words = self.cut(text)
+        words = (self.cut_ascii if simple else self.cut)(text)
         return words if sum(map(len, words)) == len(text) else None  # between matches the library has words too
 
     def learn(self, words: set[str]) -> dict[str, bytes]:
