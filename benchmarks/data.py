@@ -36,7 +36,8 @@ import numpy as np
 LENGTH, ROWS, VOCABULARY = 2048, 8, 16384
 MEDIAN, SPREAD = 1400, 1.1  # of the log-normal lengths, in characters
 FILES, ROW_GROUP = 4, 500
-BEGIN, END = "<|begin|>", "<|end|>"
+# In no text of the corpus: the peer would take them for the tokens, ours for text
+BEGIN, END = "<|begin-of-document|>", "<|end-of-document|>"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # Rows that the peer's first fit fills at a time, as many as ours
 OPEN_ROWS = 64
