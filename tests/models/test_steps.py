@@ -1,0 +1,104 @@
+"""A model that is given a sequence in pieces, with what its layers keep, computes what it computes of the whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.configs.sources import from_words
+from maxtext.layers.cache import POSITION, extended, ring
+from maxtext.layers.inputs import LayerInputs
+from maxtext.models.transformer import empty_caches, initial_weights, make_template
+
+SIZES = [
+    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
+    "vocab_size=41", "max_target_length=32", "dtype=float32", "matmul_precision=highest", "remat_policy=none",
+    "per_device_batch_size=1", "attention=dot_product",
+]  # fmt: skip
+MODELS = {
+    "causal": ["decoder_block=llama2", "base_num_decoder_layers=2"],
+    "unrolled": ["decoder_block=llama2", "base_num_decoder_layers=2", "scan_layers=false"],
+    "window": ["decoder_block=mistral", "base_num_decoder_layers=2", "sliding_window_size=4"],
+    "latent": [
+        "decoder_block=deepseek", "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=8", "qk_nope_head_dim=8",
+        "qk_rope_head_dim=4", "v_head_dim=8", "base_num_kv_heads=4", "head_dim=128", "base_num_decoder_layers=2",
+        "first_num_dense_layers=1", "num_experts=4", "num_experts_per_tok=2", "shared_experts=1",
+    ],
+    "sinks, windows and experts": [
+        "decoder_block=gpt_oss", "base_num_decoder_layers=2", "sliding_window_size=4", "num_experts=4",
+        "num_experts_per_tok=2", "attention_sink=true", "mlp_bias=true", "mlp_activations=[sigmoid, linear]",
+    ],
+    "chunks": [
+        "decoder_block=llama4", "base_num_decoder_layers=4", "num_experts=4", "num_experts_per_tok=1",
+        "nope_layer_interval=2", "interleave_moe_layer_step=2", "chunk_attn_window_size=5", "shared_experts=1",
+    ],
+    "delta": [
+        "decoder_block=qwen3_next", "base_num_decoder_layers=4", "num_experts=4", "num_experts_per_tok=2",
+        "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8",
+        "gdn_chunk_size=8", "partial_rotary_factor=0.5", "shared_experts=1",
+    ],
+    "streams": ["decoder_block=llama2", "base_num_decoder_layers=2", "mhc_expansion_rate=2"],
+    "learned positions": ["decoder_block=gpt3", "base_num_decoder_layers=2", "trainable_position_size=32",
+                          "mlp_activations=[gelu]", "base_num_kv_heads=4"],
+}  # fmt: skip
+LENGTHS = (17, 12)  # of two rows
+PIECES = (6, 5, 1, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("window", "causal") else pytest.mark.slow) for name in MODELS]
+)
+def test_pieces_make_the_whole(name):
+    words = {word.partition("=")[0]: word for word in (*SIZES, *MODELS[name])}
+    config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
+    weights = initial_weights(config)
+    model = make_template(config).bind(weights)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 41, (2, sum(PIECES))))
+    places = jnp.broadcast_to(jnp.arange(sum(PIECES)), ids.shape)
+    expected, _ = jax.jit(lambda ids: model.hidden(ids, LayerInputs(places)))(ids)
+
+    caches = empty_caches(config, 2, 20)
+    found, start = [], 0
+    step = jax.jit(
+        lambda ids, positions, caches, fresh: model.step(ids, LayerInputs(positions, fresh=fresh), caches),
+        static_argnums=3,
+    )
+    for number, size in enumerate(PIECES):
+        positions = places[:, start : start + size]
+        # The shorter row has no more tokens in its last pieces.
+        positions = jnp.where(positions < jnp.asarray(LENGTHS)[:, None], positions, -1)
+        hidden, caches = step(ids[:, start : start + size], positions, caches, number == 0)
+        found.append(hidden)
+        start += size
+    found = jnp.concatenate(found, axis=1)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
+
+
+def test_a_ring_keeps_the_last():
+    """Places are positions modulo their number; what is no token is not written."""
+    cache = ring(2, 4, jnp.float32, key=(1,))
+
+    def tokens(*positions):
+        return jnp.array(positions)
+
+    def add(cache, positions):
+        new = {"key": positions[..., None].astype(jnp.float32) * 10}
+        return extended(LayerInputs(positions, cache=cache), new)
+
+    seen, cache = add(cache, tokens([0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]))
+    assert seen[POSITION].shape == (2, 4 + 6)
+    assert cache[POSITION].tolist() == [[4, 5, 2, 3], [0, 1, -1, -1]]
+    assert cache["key"][..., 0].tolist() == [[40, 50, 20, 30], [0, 10, 0, 0]]
+    seen, cache = add(cache, tokens([6], [-1]))
+    assert cache[POSITION].tolist() == [[4, 5, 6, 3], [0, 1, -1, -1]]
+    assert seen["key"][..., 0].tolist() == [[40, 50, 60, 30], [0, 10, 0, 0]]
+    assert seen[POSITION].tolist() == cache[POSITION].tolist()
+
+
+def test_layers_that_keep_nothing_say_so():
+    for words in (["moba=true", "moba_chunk_size=4", "moba_topk=2"], ["decoder_block=simple"]):
+        config = load(None, from_words([*SIZES, *words]), environ={}, devices=Devices(1))
+        assert empty_caches(config, 1, 8) is None
