@@ -74,6 +74,13 @@ def test_errors_are_those_of_the_source(config):
     assert stream_opener(config, Split.EVAL)(Share(1)) is None
 
 
+def test_of_streams_that_cannot_be_opened_at_once_the_error_is_heard(config):
+    """Six threads ask one worker, which ends when the last has its answer."""
+    open_stream = stream_opener(config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN)
+    with pytest.raises(ConfigError, match="but one batch needs 80000"):
+        Streams(lambda number, count: open_stream(Share(10**4, number, count)), 6, range)
+
+
 def test_a_worker_that_dies_is_noticed(config):
     stream = Workers(1).open(config, Split.TRAIN, Share(1))
     next(stream)

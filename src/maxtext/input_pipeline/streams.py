@@ -43,7 +43,14 @@ class Streams(BatchIterator):
         numbers = sorted(self.wanted(count))
         # At once: a worker takes seconds to start and to prepare its first batch.
         with ThreadPoolExecutor(max(1, min(len(numbers), OPENED_AT_ONCE))) as executor:
-            return dict(zip(numbers, executor.map(lambda number: self.make(number, count), numbers), strict=True))
+            opening = {number: executor.submit(self.make, number, count) for number in numbers}
+        failed = [one for one in opening.values() if one.exception() is not None]
+        if failed:
+            for one in opening.values():
+                if one not in failed:
+                    one.result().close()
+            failed[0].result()
+        return {number: one.result() for number, one in opening.items()}
 
     def __next__(self) -> Batch:
         parts = {}

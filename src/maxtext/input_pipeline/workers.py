@@ -50,31 +50,38 @@ class Workers:
             self.opened += 1
             worker = self.workers[place]
             if worker is None or worker.closed:
-                worker = self.workers[place] = Worker()
-        return worker.open(config, split, share)
+                worker = self.workers[place] = Worker(self.lock)
+            number = worker.promise()
+        return worker.open(number, config, split, share)
 
 
 class Worker:
-    def __init__(self) -> None:
+    """It ends with its last stream. `deciding`: held by who promises it a stream or ends it."""
+
+    def __init__(self, deciding: threading.Lock) -> None:
         self.process, self.connection = start_program(__name__, "serve")
-        self.lock = threading.Lock()
+        self.deciding, self.asking = deciding, threading.Lock()
         self.streams: set[int] = set()
         self.next = 0
         self.closed = False
 
-    def open(self, config: MaxTextConfig, split: Split, share: Share) -> "RemoteBatches | None":
+    def promise(self) -> int:
+        """The number of a stream that will be opened."""
         number, self.next = self.next, self.next + 1
+        self.streams.add(number)
+        return number
+
+    def open(self, number: int, config: MaxTextConfig, split: Split, share: Share) -> "RemoteBatches | None":
+        state = None
         try:
             state = self.ask("open", number, config, split, share)
-            if state is None:
-                return None
-            self.streams.add(number)
-            return RemoteBatches(self, number, state)
         finally:
-            self.close_if_idle()
+            if state is None:
+                self.forget(number)
+        return None if state is None else RemoteBatches(self, number, state)
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        with self.lock:
+        with self.asking:
             try:
                 self.connection.send((what, *arguments))
                 answer = self.connection.recv()
@@ -89,17 +96,20 @@ class Worker:
         return answer
 
     def close(self, number: int) -> None:
-        self.streams.discard(number)
-        if not self.closed:
-            self.ask("close", number)
-            self.close_if_idle()
+        if number in self.streams:
+            if len(self.streams) > 1:
+                self.ask("close", number)
+            self.forget(number)
 
-    def close_if_idle(self) -> None:
-        if not self.streams:
+    def forget(self, number: int) -> None:
+        with self.deciding:
+            self.streams.discard(number)
+            if self.streams or self.closed:
+                return
             self.closed = True
-            self.connection.close()
-            self.process.kill()  # it may be in the middle of something that nobody waits for any more
-            self.process.wait()
+        self.connection.close()
+        self.process.kill()  # it may be in the middle of something that nobody waits for any more
+        self.process.wait()
 
 
 class RemoteBatches(BatchIterator):
