@@ -312,7 +312,7 @@ def run_training(configure, light_compiler, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pretrain, "Loop", Watched)
             if batches is not None:
-                patch.setattr(feed, "make_train_iterator", lambda config, share: Scripted(batches))
+                patch.setattr(feed, "stream_opener", lambda config, split: lambda share: Scripted(batches))
             try:
                 made.result = pretrain.train(made.config)
             except UserError as error:
