@@ -1,5 +1,6 @@
 """Orders at the sizes of large corpora, and what streams of one process share."""
 
+import gc
 import time
 
 import numpy as np
@@ -41,8 +42,10 @@ def test_streams_share_an_order():
     streams = [one_epoch(1000, None, Share(1, number, 4), seed=11) for number in range(4)]
     seen = [stream[place] for stream in streams for place in range(len(stream))]
     assert sorted(seen) == list(range(1000))
-    assert list(PERMUTATIONS) == [(1000, 11, 0)]
+    # Kept once, under a key that no other test uses, and only while a stream needs it.
+    assert [key for key in PERMUTATIONS if key[:2] == (1000, 11)] == [(1000, 11, 0)]
     del streams
+    gc.collect()
     assert (1000, 11, 0) not in PERMUTATIONS
 
 
