@@ -1,6 +1,7 @@
 """Files of tf.train.Example: what TFRecord and ArrayRecord files share; how the bytes of one are read is theirs."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from maxtext.input_pipeline.formats.cache import Caches
@@ -8,15 +9,15 @@ from maxtext.input_pipeline.formats.example import decode_example
 from maxtext.input_pipeline.formats.interface import HEAD, BadFile, BadRecord, Record, check_index
 
 
-class ExampleFile:
+class ExampleFile(ABC):
     def __init__(self, path: str, columns: Sequence[str], caches: Caches, count: int):
         self.path, self.wanted, self.caches, self.count = path, tuple(columns), caches, count
         self.nbytes = self.decoded = os.path.getsize(path)
         self.names = self.look()
 
+    @abstractmethod
     def read(self, index: int) -> bytes:
         """The bytes of a record, or ValueError with the reason why there are none."""
-        raise NotImplementedError
 
     def look(self) -> list[str]:
         """The columns of the first records that can be read."""

@@ -1,6 +1,7 @@
 """Files of Arrow columns: rows by number through the blocks of rows that are decoded together."""
 
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -70,7 +71,7 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].strip()
 
 
-class TableFile:
+class TableFile(ABC):
     """What Parquet and Arrow files share; `load` is theirs."""
 
     sizes = None
@@ -85,8 +86,9 @@ class TableFile:
         self.ends = list(accumulate(self.counts))
         self.read_columns = [name for name in names if name in wanted] if wanted else names
 
+    @abstractmethod
     def load(self, number: int) -> Rows:
-        raise NotImplementedError
+        """A block."""
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
