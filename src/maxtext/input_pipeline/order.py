@@ -8,6 +8,7 @@ Nothing is read here and nothing but a number is remembered, so any place in the
 """
 
 import threading
+from abc import abstractmethod
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -42,21 +43,30 @@ def one_epoch(
     return everything[share.index :: share.count]
 
 
-class Shuffled(grain.MapDataset):
-    """All indices in an order that is new in each epoch, from a permutation."""
+class EpochOrder(grain.MapDataset):
+    """`count` indices, in an order that is new in each epoch: those past the end belong to the next epochs."""
+
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.slice(index) if isinstance(index, slice) else self.document(*divmod(int(index), self.count))
+
+    @abstractmethod
+    def document(self, epoch: int, place: int) -> int: ...
+
+
+class Shuffled(EpochOrder):
+    """All indices, from a permutation."""
 
     def __init__(self, count: int, seed: int):
         super().__init__()
         self.count, self.seed = count, seed
         self.permutations: dict[int, np.ndarray] = {}
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        epoch, place = divmod(int(index), self.count)
+    def document(self, epoch: int, place: int) -> int:
         order = self.permutations.get(epoch)
         if order is None:
             order = permutation(self.count, self.seed, epoch)
@@ -74,7 +84,7 @@ def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-class BlockOrder(grain.MapDataset):
+class BlockOrder(EpochOrder):
     def __init__(self, blocks: np.ndarray, share: Share, seed: int, window: int = WINDOW):
         super().__init__()
         self.seed, self.index, self.window = seed, share.index, window
@@ -85,13 +95,7 @@ class BlockOrder(grain.MapDataset):
         self.blocks = lru_cache(2)(self.blocks_of)
         self.documents = lru_cache(4)(self.documents_of)
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        epoch, place = divmod(int(index), self.count)
+    def document(self, epoch: int, place: int) -> int:
         _, ends = self.blocks(epoch)
         window = int(np.searchsorted(ends, place, side="right"))
         return int(self.documents(epoch, window)[place - (int(ends[window - 1]) if window else 0)])
@@ -107,14 +111,6 @@ class BlockOrder(grain.MapDataset):
         these = order[window * self.window : (window + 1) * self.window]
         indices = np.concatenate([np.arange(self.starts[one], self.starts[one] + self.sizes[one]) for one in these])
         return np.random.default_rng([self.seed, 2, self.index, epoch, window]).permutation(indices)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("blocks", "documents")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.blocks = lru_cache(2)(self.blocks_of)
-        self.documents = lru_cache(4)(self.documents_of)
 
 
 def blocks_together(blocks: np.ndarray, block_bytes: int) -> int:
