@@ -25,6 +25,7 @@ from maxtext.common.log import LOGGER
 from maxtext.common.signals import asked_by_signals
 
 LOOK_SECONDS = 0.05
+SETTLE_SECONDS = 1.0  # after the first death, before the question who died first
 FAILURE_GRACE_SECONDS = 5.0  # after a peer died the rest cannot go on; they get this long to end
 LIFELINE = "MAXTEXT_LIFELINE"  # the file descriptor of a pipe that ends when the launcher does
 COLOURS = (36, 33, 32, 35, 34, 31)
@@ -115,7 +116,7 @@ class Supervisor:
         code, passed_on, deadline = 0, 0, float("inf")
         while True:
             self.copy(selector, LOOK_SECONDS)
-            codes = [process.poll() for process in self.processes]
+            codes = self.settled([process.poll() for process in self.processes])
             self.sweep(codes)
             if not failed and (failed := first_to_fall(codes)):
                 code = shell_code(codes[failed[0]])
@@ -131,6 +132,16 @@ class Supervisor:
                 return Ended(code, failed, self.asked)
             if time.monotonic() > deadline:
                 self.kill(signal.SIGKILL)
+
+    def settled(self, codes: list[int | None]) -> list[int | None]:
+        """Where one was just found dead by itself: how all are a moment later. The end of a killed process can take
+        longer than that of a peer that noticed it."""
+        if any(codes[index] for index in range(len(codes)) if index not in self.gone) and None in codes:
+            until = time.monotonic() + SETTLE_SECONDS
+            while None in codes and not struck(codes) and time.monotonic() < until:
+                time.sleep(LOOK_SECONDS)
+                codes = [process.poll() for process in self.processes]
+        return codes
 
     def sweep(self, codes: Sequence[int | None]) -> None:
         """What a dead process started does not outlive it. Once: later its number may be another's."""
@@ -174,9 +185,11 @@ class Supervisor:
 def first_to_fall(codes: Sequence[int | None]) -> tuple[int, ...]:
     """Of the processes that were found dead together, those that did not just follow another: a peer's death ends a
     process by an error of its own or by SIGABRT, hardly ever by another signal."""
-    dead = [(index, code) for index, code in enumerate(codes) if code]
-    struck = tuple(index for index, code in dead if code < 0 and code != -signal.SIGABRT)
-    return struck or tuple(index for index, _ in dead[:1])
+    return struck(codes) or tuple(index for index, code in enumerate(codes) if code)[:1]
+
+
+def struck(codes: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(index for index, code in enumerate(codes) if code and code < 0 and code != -signal.SIGABRT)
 
 
 def signal_group(leader: int, number: int) -> None:
