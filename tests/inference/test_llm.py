@@ -165,11 +165,11 @@ BAD_CALLS = {
     "a negative id": (lambda llm: llm.generate(np.array([[-3]])), "token id -3 is outside"),
     "numbers with fractions": (lambda llm: llm.logits([[0.5]]), "must be whole numbers"),
     "no ids": (lambda llm: llm.logits([]), "must be whole numbers"),
-    "an empty prompt": (lambda llm: llm.generate([[]]), "a prompt is empty"),
+    "an empty prompt": (lambda llm: llm.generate([[]]), "the prompt is empty"),
     "no new tokens": (lambda llm: llm.generate("w4", max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
     "top_p": (lambda llm: llm.generate("w4", temperature=1.0, top_p=0.0), "top_p=0.0 must be above 0"),
     "top_k": (lambda llm: llm.generate("w4", temperature=1.0, top_k=-1), "top_k=-1 must be at least 0"),
-    "temperature": (lambda llm: llm.generate("w4", temperature=-1.0), "temperature=-1.0 must be at least 0"),
+    "temperature": (lambda llm: llm.generate("w4", temperature=-1.0), "temperature=-1.0 must be a number of at least 0"),
     "top_k of nothing": (lambda llm: llm.generate("w4", top_k=3), "temperature=0 draws nothing"),
 }
 

@@ -1,5 +1,7 @@
 """A model that is given a sequence in pieces, with what its layers keep, computes what it computes of the whole."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_words
-from maxtext.layers.cache import POSITION, extended, ring
+from maxtext.kernels.attention import Visibility
+from maxtext.layers.cache import PAGES, POSITION, CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import empty_caches, initial_weights, make_template
 
@@ -22,6 +25,12 @@ MODELS = {
     "unrolled": ["decoder_block=llama2", "base_num_decoder_layers=2", "scan_layers=false"],
     "window": ["decoder_block=mistral", "base_num_decoder_layers=2", "sliding_window_size=4"],
     "latent": [
+        "mla_naive_kvcache=false",
+        "decoder_block=deepseek", "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=8", "qk_nope_head_dim=8",
+        "qk_rope_head_dim=4", "v_head_dim=8", "base_num_kv_heads=4", "head_dim=128", "base_num_decoder_layers=2",
+        "first_num_dense_layers=1", "num_experts=4", "num_experts_per_tok=2", "shared_experts=1",
+    ],
+    "keys and values of latents": [
         "decoder_block=deepseek", "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=8", "qk_nope_head_dim=8",
         "qk_rope_head_dim=4", "v_head_dim=8", "base_num_kv_heads=4", "head_dim=128", "base_num_decoder_layers=2",
         "first_num_dense_layers=1", "num_experts=4", "num_experts_per_tok=2", "shared_experts=1",
@@ -45,12 +54,17 @@ MODELS = {
 }  # fmt: skip
 LENGTHS = (17, 12)  # of two rows
 PIECES = (6, 5, 1, 1, 4)
+LAYOUTS = {
+    "a page each": (CacheSize(2, 20, jnp.float32), [[0], [1]]),
+    "pages": (CacheSize(2, 20, jnp.float32, page=4, pages=12), [[3, 11, 0, 5, 7], [2, 4, 1, 9, 8]]),
+}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("window", "causal") else pytest.mark.slow) for name in MODELS]
 )
-def test_pieces_make_the_whole(name):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pieces_make_the_whole(name, layout):
     words = {word.partition("=")[0]: word for word in (*SIZES, *MODELS[name])}
     config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
     weights = initial_weights(config)
@@ -59,12 +73,16 @@ def test_pieces_make_the_whole(name):
     places = jnp.broadcast_to(jnp.arange(sum(PIECES)), ids.shape)
     expected, _ = jax.jit(lambda ids: model.hidden(ids, LayerInputs(places)))(ids)
 
-    caches = empty_caches(config, 2, 20)
+    cache_size, table = LAYOUTS[layout]
+    caches = empty_caches(config, cache_size)
     found, start = [], 0
-    step = jax.jit(
-        lambda ids, positions, caches, fresh: model.step(ids, LayerInputs(positions, fresh=fresh), caches),
-        static_argnums=3,
-    )
+
+    @partial(jax.jit, static_argnums=3)
+    def step(ids, positions, caches, fresh):
+        aligned = cache_size.page == 0 and ids.shape[1] == 1
+        inputs = LayerInputs(positions, fresh=fresh, table=jnp.array(table), aligned=aligned)
+        return model.step(ids, inputs, caches)
+
     for number, size in enumerate(PIECES):
         positions = places[:, start : start + size]
         # The shorter row has no more tokens in its last pieces.
@@ -79,7 +97,8 @@ def test_pieces_make_the_whole(name):
 
 def test_a_ring_keeps_the_last():
     """Places are positions modulo their number; what is no token is not written."""
-    cache = ring(2, 4, jnp.float32, key=(1,))
+    cache = kept(Visibility(window=4), CacheSize(2, 9, jnp.float32), key=(1,))
+    assert PAGES not in cache
 
     def tokens(*positions):
         return jnp.array(positions)
@@ -101,4 +120,4 @@ def test_a_ring_keeps_the_last():
 def test_layers_that_keep_nothing_say_so():
     for words in (["moba=true", "moba_chunk_size=4", "moba_topk=2"], ["decoder_block=simple"]):
         config = load(None, from_words([*SIZES, *words]), environ={}, devices=Devices(1))
-        assert empty_caches(config, 1, 8) is None
+        assert empty_caches(config, CacheSize(1, 8, jnp.float32)) is None

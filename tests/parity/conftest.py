@@ -2,29 +2,18 @@
 
 import importlib.util
 import sys
-from functools import partial
 from pathlib import Path
 
-import jax
 import pytest
 
 from maxtext import LLM
 
 ORACLES = ("torch", "transformers")
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 if all(importlib.util.find_spec(name) for name in ORACLES):
     sys.path.insert(0, str(Path(__file__).parent))  # so that tests can import the zoo
 else:
     collect_ignore = ["test_zoo.py", "test_config_json.py", "test_other_folders.py", "test_training.py"]
-
-
-@pytest.fixture(scope="module")
-def quick_programs():
-    """Compiling is most of the time here, and most of that goes into making programs of a moment faster."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=QUICK))
-        yield
 
 
 @pytest.fixture(scope="session")

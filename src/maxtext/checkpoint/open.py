@@ -19,6 +19,7 @@ from maxtext.checkpoint.convert import registry
 from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
 from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
+from maxtext.checkpoint.quantized import INTEGERS, QuantizedFolder, kernel_dtype
 from maxtext.checkpoint.saver import MODEL_FILE
 from maxtext.checkpoint.stored import Stored
 from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
@@ -97,7 +98,19 @@ def open_ours(path: Path) -> Checkpoint:
     for file in carried:
         if file.name == NAMES:
             names = frozenset(json.loads(file.read_text(encoding="utf-8")))
-    return Checkpoint(path, Folder.open(path, OURS), settings, carried, names)
+    opened = Folder.open(path, OURS)
+    folder: Stream = opened
+    if "checkpoint_is_quantized" in settings:
+        folder = QuantizedFolder.of(opened, stated_dtype(settings, path))
+    return Checkpoint(path, folder, settings, carried, names)
+
+
+def stated_dtype(settings: Layer, path: Path) -> str:
+    """Of the kernels in a folder with quantized weights."""
+    stated = settings["quantization"].value if "quantization" in settings else None
+    if stated not in INTEGERS:
+        raise UserError(f"{path / 'config.yml'} must say quantization: {' or '.join(INTEGERS)}, not {stated}")
+    return stated
 
 
 def open_training(step: Path) -> Checkpoint:
@@ -137,9 +150,13 @@ def save_ours(
     progress: Progress | None = None,
     shard_bytes: int = 2 * 10**9,
 ) -> None:
-    """A folder of our weights. `names`: of the tensors that they were read from, to be written so again."""
+    """A folder of our weights, of which config.yml says whether they are quantized. `names`: of the tensors that they
+    were read from, to be written so again."""
     files = [file for file in carried if file.name != NAMES]
-    texts = {"config.yml": model_text(config)}
+    about = model_text(config)
+    if dtype := kernel_dtype(config):
+        about += f"quantization: {dtype}\ncheckpoint_is_quantized: true\n"
+    texts = {"config.yml": about}
     if names:
         texts[f"{CARRIED}/{NAMES}"] = json.dumps(sorted(names))
     write_ours(out, weights, texts, files, shard_bytes, progress)

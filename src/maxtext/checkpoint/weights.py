@@ -6,7 +6,7 @@ the model: `embedder/embedding`. So one folder of weights serves a model either 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,14 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from maxtext.checkpoint.tensors import Progress, Shape, Source, Tensor, check_weights
+from maxtext.kernels.quantized import Quantized
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.stack import Segment
 
 Path = tuple[str | int, ...]
 Bounds = tuple[tuple[int, int], ...]  # a block of an array: where it starts and ends along each axis
+# (path, named weights that it consists of, what it is as a whole, its sharding, host_bytes) -> a weight of the tree
+Load = Callable[[Path, Mapping[str, "Place"], Tensor, Any, int], Any]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def flatten(tree: Tree, path: Path = ()) -> dict[Path, Any]:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of a model in memory as a source of named tensors."""
+    """The weights of a model in memory as a source of named, plain tensors."""
 
     weights: Tree
     places: Mapping[str, Place]
@@ -85,17 +88,28 @@ class ModelWeights:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
+        kinds = {name: self.leaves[place.path] for name, place in self.places.items()}
         return {
-            name: Tensor(np.dtype(self.leaves[place.path].dtype), place.shape) for name, place in self.places.items()
+            name: Tensor(
+                place.dtype if isinstance(kinds[name], Quantized) else np.dtype(kinds[name].dtype), place.shape
+            )
+            for name, place in self.places.items()
         }
 
-    def read(self, name: str) -> np.ndarray:
+    def take(self, name: str) -> jax.Array | Quantized:
+        """A weight as the model keeps it."""
         place = self.places[name]
         leaf = self.leaves[place.path]
-        if place.layer is not None:
-            # The number is an argument of the compiled slice, so that one serves all layers.
-            leaf = jax.lax.dynamic_index_in_dim(leaf, place.layer, place.axis, keepdims=False)
-        return np.asarray(leaf)
+        if place.layer is None:
+            return leaf
+        # The number is an argument of the compiled slice, so that one serves all layers.
+        return jax.tree.map(
+            lambda part: jax.lax.dynamic_index_in_dim(part, place.layer, place.axis, keepdims=False), leaf
+        )
+
+    def read(self, name: str) -> np.ndarray:
+        weight = self.take(name)
+        return np.asarray(weight.astype(self.places[name].dtype) if isinstance(weight, Quantized) else weight)
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.places:
@@ -110,12 +124,15 @@ def load_weights(
     dtype: Any = None,
     progress: Progress | None = None,
     host_bytes: int = 4 * 10**9,
+    load: Load | None = None,
 ) -> Tree:
     """A model's weights from a source that must have exactly these, in the template's dtype (or `dtype`, where that is
     floating), laid out by `shardings` (a tree like the weights; None: on the first device).
 
-    The host holds one weight of a layer and as many blocks for devices as fit into host_bytes, but at least one.
+    The host holds one weight of a layer and as many blocks for devices as fit into host_bytes, but at least one. `load`
+    makes a weight of the tree in another way than from its floats alone.
     """
+    load = load or (lambda path, *rest: load_leaf(source, *rest))
     check_weights(source, {name: place.shape for name, place in places.items()})
     named: dict[Path, dict[str, Place]] = {}
     for name, place in places.items():
@@ -131,7 +148,7 @@ def load_weights(
         branch = tree
         for step in path[:-1]:
             branch = branch.setdefault(step, {})
-        branch[path[-1]] = load_leaf(source, named[path], Tensor(kind, leaf.shape), sharding, host_bytes)
+        branch[path[-1]] = load(path, named[path], Tensor(kind, leaf.shape), sharding, host_bytes)
         done += leaf.size * np.dtype(leaf.dtype).itemsize
         if progress:
             progress(done, total, "/".join(map(str, path)))

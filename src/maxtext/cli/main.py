@@ -38,7 +38,37 @@ VERBS = {
         "  elastic_enabled=true       with --local: go on with fewer processes when one is lost\n",
         settings=False,
     ),
-    "decode": Verb("complete a prompt with a model (not in this version yet)", 'maxtext decode prompt="I love to"'),
+    "decode": Verb(
+        "complete a prompt with a model, as it comes",
+        'maxtext decode load_parameters_path=~/models/Qwen3-0.6B prompt="I love to"',
+        details="  load_parameters_path=DIR          a Hugging Face folder, one of ours, or a run with checkpoints\n"
+        "  prompt=TEXT                       with use_chat_template=true, a message of a user\n"
+        "  max_target_length=N               tokens of the prompt and the completion together\n"
+        "  decode_sampling_strategy=WORD     greedy, weighted, topk, nucleus or composite\n"
+        "  multi_sampling=true               per_device_batch_size completions\n"
+        "  return_log_prob=true              each token with its log-probability\n",
+    ),
+    "chat": Verb(
+        "talk with a model",
+        "maxtext chat ~/models/Qwen3-0.6B decode_sampling_strategy=weighted",
+        "DIR [key=value ...]",
+        "  DIR         a Hugging Face folder, one of ours, or a run with checkpoints\n"
+        "  key=value   any key of base.yml, such as max_target_length, decode_sampling_strategy, chat_template_path\n"
+        "  /help       while talking, lists the commands; Ctrl-C stops an answer\n",
+        settings=False,
+    ),
+    "batch": Verb(
+        "answer a file of requests; a job that was stopped goes on",
+        "maxtext batch questions.jsonl answers.jsonl --model ~/models/Qwen3-0.6B",
+        "IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]",
+        '  IN.jsonl      a request a line: {"prompt": "I love to"} or {"messages": [...]}, and if need be id, seed,\n'
+        "                stop, max_new_tokens, temperature, top_k, top_p\n"
+        '  OUT.jsonl     an answer a line, as they finish: {"index": 0, "text": "...", "finished": "end", ...}\n'
+        "  --model DIR   a Hugging Face folder, one of ours, or a run with checkpoints\n"
+        "  --overwrite   begin anew\n"
+        "  key=value     any key of base.yml\n",
+        settings=False,
+    ),
     "convert": Verb(
         "turn a Hugging Face folder into a checkpoint of ours, or back; take the weights out of a training checkpoint",
         "maxtext convert from_hf ~/models/Qwen3-0.6B qwen3",

@@ -1,9 +1,9 @@
 """The Python door: a model with its weights and, where it has one, its tokenizer."""
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,25 @@ from maxtext.checkpoint.open import (
     save_theirs,
     within_positions,
 )
+from maxtext.checkpoint.quantized import StoredWeights, kernel_dtype, load_model
 from maxtext.checkpoint.tensors import Progress, Recast
-from maxtext.checkpoint.weights import ModelWeights, load_weights
+from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
-from maxtext.inference.generate import extend, make_generator, scorer
+from maxtext.inference.engine import Programs
 from maxtext.inference.sampling import Sampling
+from maxtext.inference.scheduler import PREFILL_TOKENS, Request, Scheduler, power, rounded
+from maxtext.inference.serving import Serving, make_scheduler
+from maxtext.inference.text import Answer, Ask
 from maxtext.layers.parameters import Template
+from maxtext.layers.quantized import described, quantize_weights
 from maxtext.models.transformer import initial_weights, make_template
-from maxtext.sharding import AxisRules, make_mesh, use_rules
+from maxtext.sharding import AxisRules, make_mesh
 from maxtext.tokenizers import Tokenizer, find_tokenizer
 
-Ids = Sequence[int]
+MOST_SLOTS = 256  # sequences at a time, of a list of prompts
 
 
 class LLM:
@@ -45,6 +50,7 @@ class LLM:
         self.rules = AxisRules.of(config, make_mesh(config))
         self.places = places_of(template, config)
         self.dtypes: dict[str, np.dtype] = {}  # of the weights as they were on disk
+        self.last_scheduler: tuple[tuple[int, int], Scheduler] | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike, progress: Progress | None = None, **config: Any) -> "LLM":
@@ -62,8 +68,14 @@ class LLM:
         settled = load(None, from_python(config | {"model_name": str(path)}))
         template = make_template(settled)
         rules = AxisRules.of(settled, make_mesh(settled))
-        shardings = rules.shardings(template.axes, template.weights)
-        return cls(settled, template, jax.jit(lambda: initial_weights(settled), out_shardings=shardings)())
+        if settled.checkpoint_is_quantized:
+            raise ConfigError(
+                "checkpoint_is_quantized=true, but a model by its name has no checkpoint: leave the key out"
+            )
+        dtype = kernel_dtype(settled)
+        shardings = rules.shardings(*described(template, dtype))
+        make = jax.jit(lambda: quantize_weights(template, initial_weights(settled), dtype), out_shardings=shardings)
+        return cls(settled, template, make()).saved_quantized()
 
     @classmethod
     def from_folder(cls, checkpoint: Checkpoint, progress: Progress | None, config: dict[str, Any]) -> "LLM":
@@ -73,10 +85,15 @@ class LLM:
         rules = AxisRules.of(settled, make_mesh(settled))
         places = places_of(template, settled)
         source = checkpoint.weights(settled, places)
-        shardings = rules.shardings(template.axes, template.weights)
-        model = cls(settled, template, load_weights(source, places, template, shardings, progress=progress), checkpoint)
+        model = cls(settled, template, load_model(source, settled, places, template, rules, progress), checkpoint)
         model.dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
-        return model
+        return model.saved_quantized()
+
+    def saved_quantized(self) -> "LLM":
+        """Itself, written to save_quantized_params_path where that is set."""
+        if self.config.save_quantized_params_path:
+            self.save(self.config.save_quantized_params_path)
+        return self
 
     def logits(self, ids: Any) -> jax.Array:
         """Token ids [B, S], or [S] of one sequence, to the scores of what follows each of them, [..., S, V]."""
@@ -86,7 +103,7 @@ class LLM:
                 f"token ids must be whole numbers, [batch, length] or [length], not {rows.dtype}{rows.shape}"
             )
         self.check(rows, rows.shape[-1])
-        with self.context():
+        with self.programs.context():
             scores = self.forward(self.weights, jnp.atleast_2d(jnp.asarray(rows, jnp.int32)))
         return scores if rows.ndim == 2 else scores[0]
 
@@ -99,51 +116,106 @@ class LLM:
         top_p: float = 1.0,
         seed: int = 0,
         ignore_eos: bool = False,
+        stop: Sequence[str] = (),
     ) -> Any:
         """What follows the prompts: text for text, a list for a list; for an array of ids [B, S] the array of new ids
         [B, up to max_new_tokens], rows that ended earlier filled up with the id that ends them; for lists of ids lists.
 
-        A row ends with the model's end-of-sequence token, unless `ignore_eos`.
+        A row ends with the model's end-of-sequence token, unless `ignore_eos`, and before any of the texts in `stop`.
         """
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens} must be at least 1")
         if isinstance(prompts, str):
-            return self.generate([prompts], max_new_tokens, temperature, top_k, top_p, seed, ignore_eos)[0]
-        as_text = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], str)
-        as_lists = isinstance(prompts, list | tuple) and not as_text
-        if as_text:
-            rows = [self.known_tokenizer.encode_prompt(prompt) for prompt in prompts]
-        else:
-            rows = [[int(token) for token in np.atleast_1d(row)] for row in prompts]
-        if not rows or any(not row for row in rows):
-            raise UserError("a prompt is empty: there is nothing to continue")
-        for row in rows:
-            self.check(np.asarray(row), len(row) + max_new_tokens)
-        ends = [] if ignore_eos else self.end_ids
-        new = self.extend(rows, max_new_tokens, Sampling(temperature, top_k, top_p), seed, ends)
-        if as_text:
-            return [self.continuation(row, more) for row, more in zip(rows, new, strict=True)]
-        if as_lists:
-            return new
-        width = max(map(len, new))
-        return np.array([row + row[-1:] * (width - len(row)) for row in new], np.int32)
+            return self.generate([prompts], max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, stop)[0]
+        as_array = not isinstance(prompts, list | tuple)
+        rows = [row if isinstance(row, str) else [int(token) for token in np.atleast_1d(row)] for row in prompts]
+        if not rows:
+            raise UserError("there are no prompts: give at least one")
+        sampling = Sampling(temperature, top_k, top_p)
+        asks = [
+            Ask(row, max_new_tokens, sampling, seed_of(seed, place), tuple(stop), ignore_eos)
+            for place, row in enumerate(rows)
+        ]
+        answers = sorted(self.answers(asks), key=lambda answer: answer.index)
+        for answer in answers:
+            if answer.error is not None:
+                raise UserError(answer.error if len(answers) == 1 else f"prompt {answer.index}: {answer.error}")
+        if as_array:
+            width = max(len(answer.ids) for answer in answers)
+            ids = [list(answer.ids) for answer in answers]
+            return np.array([row + row[-1:] * (width - len(row)) for row in ids], np.int32)
+        return [
+            answer.text if isinstance(row, str) else list(answer.ids) for row, answer in zip(rows, answers, strict=True)
+        ]
 
-    def extend(self, rows: list[list[int]], count: int, sampling: Sampling, seed: int, ends: Ids) -> list[list[int]]:
-        """The new ids of each row."""
-        if sampling not in self.generators:
-            self.generators[sampling] = make_generator(scorer(self.config, self.template), sampling)
-        with self.context():
-            return extend(self.generators[sampling], self.weights, rows, count, seed, ends)
+    def stream(self, ask: Ask | str, **keywords: Any) -> Iterator[str]:
+        """The text that follows one prompt, piece by piece as it comes. Keywords make an `Ask` of a text."""
+        asks = iter([Ask(ask, **keywords) if isinstance(ask, str) else ask])
+        for piece, answer in self.serving(1, self.config.max_target_length).run(asks):
+            if answer is not None and answer.error is not None:
+                raise UserError(answer.error)
+            if piece:
+                yield piece
 
-    def continuation(self, prompt: Ids, new: Ids) -> str:
-        """What new ids add to the text of a prompt; in many vocabularies a word's token alone has lost its space."""
-        before, whole = (self.known_tokenizer.decode(ids) for ids in (prompt, [*prompt, *new]))
-        return whole[len(before) :] if whole.startswith(before) else self.known_tokenizer.decode(new)
+    def answers(self, asks: Iterable[Ask]) -> Iterator[Answer]:
+        """What follows each ask, in the order in which they finish. An ask that cannot be served has an answer with its
+        error; the others go on. An iterator is read as there is room: per_device_batch_size asks are at work at a
+        time, with max_target_length tokens each; of a sequence all asks are, as far as reasonable.
+        """
+        slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
+        if isinstance(asks, Sequence):
+            asks = [self.in_ids(ask) for ask in asks]
+            needs = [len(ask.prompt) + ask.max_new_tokens for ask in asks if not isinstance(ask.prompt, str)]
+            slots, length = min(power(len(asks)), max(slots, MOST_SLOTS)), power(max([1, *needs]))
+        for _, answer in self.serving(slots, length).run(iter(asks)):
+            if answer is not None:
+                yield answer
+
+    def in_ids(self, ask: Ask) -> Ask:
+        """The ask with its prompt as ids, if it can be."""
+        if not isinstance(ask.prompt, str) or self.tokenizer is None:
+            return ask
+        return replace(ask, prompt=self.tokenizer.encode_prompt(ask.prompt))
+
+    def request(self, ask: Ask) -> Request:
+        ask = self.in_ids(ask)
+        if isinstance(ask.prompt, str):
+            raise UserError("this model came without a tokenizer: give token ids instead of text")
+        ids = tuple(int(token) for token in ask.prompt)
+        places, length = self.config.trainable_position_size, len(ids) + ask.max_new_tokens
+        if 0 < places < length:
+            raise UserError(f"{length} tokens are more than the {places} positions that this model has learned")
+        if ask.stop and self.tokenizer is None:
+            raise UserError("this model came without a tokenizer, so no text can stop it: use ids without `stop`")
+        ends = () if ask.ignore_eos else tuple(self.end_ids)
+        return Request(ids, ask.max_new_tokens, ask.sampling, ask.seed, ends, ask.log_probs)
+
+    def serving(self, slots: int, length: int) -> Serving:
+        return Serving(self.scheduler(slots, length), self.request, self.tokenizer)
+
+    def scheduler(self, slots: int, length: int) -> Scheduler:
+        """For so many sequences at a time of such a length. The last one is kept, with the prefixes that it knows."""
+        if self.last_scheduler is None or self.last_scheduler[0] != (slots, length):
+            self.last_scheduler = None  # its memory is needed
+            self.last_scheduler = (slots, length), make_scheduler(self.programs, self.weights, slots, length)
+        return self.last_scheduler[1]
+
+    def warm_up(self) -> None:
+        """Compile what prompts up to max_prefill_predict_length and sequences up to max_target_length will need."""
+        slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
+        longest = min(self.config.max_prefill_predict_length, length - 2)
+        sizes = sorted({min(rounded(size), longest) for size in range(1, longest + 1)})
+        sizes += [size - 1 for size in (power(size) for size in range(longest, length)) if size < length]
+        for size in dict.fromkeys(sizes):
+            count = 1
+            while count <= min(slots, max(1, PREFILL_TOKENS // rounded(size))):
+                asks = [Ask([0] * size, 2, ignore_eos=True)] * count
+                list(self.answers(iter(asks)))
+                count *= 2
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """The weights as they are, with config.yml: a folder that `LLM.load` and `maxtext convert` take."""
         carried, names = self.origin
-        save_ours(folder, self.config, ModelWeights(self.weights, self.places), carried, names, progress)
+        weights = StoredWeights(ModelWeights(self.weights, self.places))
+        save_ours(folder, self.config, weights, carried, names, progress)
 
     def save_hf(self, folder: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None) -> None:
         """A Hugging Face folder. Weights are written in `dtype`, or as they were in the folder that was loaded."""
@@ -181,8 +253,8 @@ class LLM:
         return []
 
     @cached_property
-    def generators(self) -> dict[Sampling, Any]:
-        return {}
+    def programs(self) -> Programs:
+        return Programs(self.config, self.template, self.rules)
 
     @cached_property
     def forward(self) -> Any:
@@ -201,8 +273,7 @@ class LLM:
         if 0 < places < length:
             raise UserError(f"{length} tokens are more than the {places} positions that this model has learned")
 
-    @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """While a program is traced: how it is laid out, and how precisely it multiplies."""
-        with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
-            yield
+
+def seed_of(seed: int, place: int) -> int:
+    """Of the prompt at a place of a list. The first has the seed itself, as if it were alone."""
+    return seed if place == 0 else int(np.random.SeedSequence([seed, place]).generate_state(1)[0])

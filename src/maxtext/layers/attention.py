@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend
-from maxtext.layers.cache import backend_of, extended, places, ring, sight
+from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -67,12 +67,12 @@ class AttentionSpec:
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Attention(maker, self, size, dtype)
 
-    def cache(self, batch: int, length: int, dtype: Any) -> Cache | None:
-        """Empty, for sequences up to a length; None: it looks at all tokens anew."""
+    def cache(self, size: CacheSize) -> Cache | None:
+        """Empty; None: it looks at all tokens anew."""
         if self.moba is not None:
             return None
-        size = (self.kv_heads, self.head_dim)
-        return ring(batch, places(self.visibility, length), dtype, **{KEY: size, VALUE: size})
+        each = (self.kv_heads, self.head_dim)
+        return kept(self.visibility, size, **{KEY: each, VALUE: each})
 
 
 class Attention(nnx.Module):

@@ -23,6 +23,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.delta_rule import causal_convolution, gated_delta_rule, recurrent_gated_delta_rule
+from maxtext.layers.cache import CacheSize
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -59,11 +60,12 @@ class GatedDeltaNetSpec:
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return GatedDeltaNet(maker, self, size, dtype)
 
-    def cache(self, batch: int, length: int, dtype: Any) -> Cache:
+    def cache(self, size: CacheSize) -> Cache:
         """Empty, for sequences of any length: the last inputs of the convolutions, and the state."""
+        batch, dtype = size.slots, size.dtype
         sizes = {QUERY: self.key_dim, KEY: self.key_dim, VALUE: self.group * self.value_dim}
         taps = {
-            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, size), dtype) for name, size in sizes.items()
+            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, each), dtype) for name, each in sizes.items()
         }
         return taps | {STATE: jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)}
 

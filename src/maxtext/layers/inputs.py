@@ -9,7 +9,7 @@ from maxtext.common.order import Order
 
 # Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H]; and "cache".
 Aux = dict[str, Any]
-Cache = dict[str, jax.Array]  # of one layer, see cache.py
+Cache = dict[str, Any]  # arrays of one layer, see cache.py
 
 
 @jax.tree_util.register_dataclass
@@ -21,7 +21,10 @@ class LayerInputs:
     tokens: jax.Array | None = None  # [B, S], the ids that were embedded
     order: Order | None = field(default=None, metadata={"static": True})  # of the tokens, if it is not their own
     cache: Cache | None = None  # of the layer that is called; positions are then -1 where there is no token
-    fresh: bool = field(default=False, metadata={"static": True})  # the cache is empty: nothing is before these tokens
+    fresh: bool = field(default=False, metadata={"static": True})  # nothing is before these tokens
+    table: jax.Array | None = None  # [B, C], the pages of each row in a cache of pages
+    aligned: bool = field(default=False, metadata={"static": True})  # row b of the batch has page b of the cache
+    reach: int = field(default=0, metadata={"static": True})  # all positions are below; 0: below what the table holds
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":
         """The same with the randomness of one layer, or of one part of a layer."""

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
+from maxtext.kernels.quantized import product
 from maxtext.layers.parameters import Maker
 
 
 class Linear(nnx.Module):
     """x[..., inputs] -> [..., outputs]: a kernel of shape (*inputs, *outputs), an optional bias of shape outputs.
 
-    Weights are kept in their own dtype and cast to the computation's on use.
+    Weights are kept in their own dtype and cast to the computation's on use; a kernel may be `Quantized`.
     """
 
     def __init__(
@@ -27,12 +28,11 @@ class Linear(nnx.Module):
         bias: bool = False,
     ):
         self.rank, self.dtype = len(inputs), dtype
-        self.kernel = maker.kernel(0, inputs, outputs, axes)
+        self.kernel = maker.kernel(0, inputs, outputs, axes, contracted=range(self.rank))
         self.bias = maker.constant(outputs, 0.0, axes[len(inputs) :]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        contracted = (tuple(range(x.ndim - self.rank, x.ndim)), tuple(range(self.rank)))
-        y = jax.lax.dot_general(x, self.kernel[...].astype(self.dtype), (contracted, ((), ())))
+        y = product(x, self.kernel[...], self.rank, self.dtype)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 

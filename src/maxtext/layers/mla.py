@@ -8,8 +8,8 @@ key/value latent, N head size without position, P with position (RoPE), V value 
     keys [H, N] and values [H, V] come from the normed latent by one weight, `kv_b`
 
 `latent` computes the same without making keys and values: the key part of kv_b is applied to the queries and its value
-part to the result, and attention goes over the latent itself, as one head of keys [R + P] and values [R]. It is what a
-cache of latents needs; over many queries it costs more, since R is larger than N and V.
+part to the result, and attention goes over the latent itself, as one head of keys [R + P] and values [R]. A cache then
+holds latents, which are much smaller; over many queries it costs more, since R is larger than N and V.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, max_logits
 from maxtext.layers.attend import attend
-from maxtext.layers.cache import backend_of, extended, places, ring, sight
+from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
@@ -32,7 +32,7 @@ from maxtext.layers.parameters import Maker
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
 
-LATENT, KEY_ROPE, INDEX_KEY = "latent", "key_rope", "index_key"  # in a cache
+LATENT, KEY_ROPE, KEY, VALUE, INDEX_KEY = "latent", "key_rope", "key", "value", "index_key"  # in a cache
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,15 @@ class MlaSpec:
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Mla(maker, self, size, dtype)
 
-    def cache(self, batch: int, length: int, dtype: Any) -> Cache:
-        """Empty, for sequences up to a length: latents, not keys and values."""
-        sizes: dict[str, tuple[int, ...]] = {LATENT: (self.kv_rank,), KEY_ROPE: (1, self.rope_dim)}
+    def cache(self, size: CacheSize) -> Cache:
+        """Empty: of latents, or of the keys and values of all heads."""
+        if self.latent:
+            sizes: dict[str, tuple[int, ...]] = {LATENT: (self.kv_rank,), KEY_ROPE: (1, self.rope_dim)}
+        else:
+            sizes = {KEY: (self.heads, self.nope_dim + self.rope_dim), VALUE: (self.heads, self.value_dim)}
         if self.indexer:
             sizes[INDEX_KEY] = (self.indexer.head_dim,)
-        return ring(batch, places(self.visibility, length), dtype, **sizes)
+        return kept(self.visibility, size, **sizes)
 
 
 class Mla(nnx.Module):
@@ -98,15 +101,15 @@ class Mla(nnx.Module):
         query, query_latent = self.queries(x, inputs.positions)
         latent, key_rope = self.compress(x, inputs.positions)
         aux: Aux = {}
-        seen = {LATENT: latent, KEY_ROPE: key_rope}
+        if spec.latent:
+            q, seen = self.absorbing(query), {LATENT: latent, KEY_ROPE: key_rope}
+        else:
+            q, seen = self.laid_out(query), self.expanded(latent, key_rope)
         if self.indexer is not None:
             seen[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
         if inputs.cache is not None:
             seen, aux["cache"] = extended(inputs, seen)
-        # One token looks at every latent once: making keys and values of them would cost more.
-        absorbing = spec.latent or (inputs.cache is not None and not inputs.fresh and x.shape[1] == 1)
-        make = self.absorbed if absorbing else self.expanded
-        q, k, v = make(query, seen[LATENT], seen[KEY_ROPE])
+        k, v = self.absorbed(seen[LATENT], seen[KEY_ROPE]) if spec.latent else (seen[KEY], seen[VALUE])
         attention = Inputs(
             q=q,
             k=k,
@@ -124,7 +127,7 @@ class Mla(nnx.Module):
         if spec.report_max_logits:
             aux = aux | {"max_logits": max_logits(attention)}
         mixed = attend(attention, backend_of(spec.backend, inputs))
-        if absorbing:
+        if spec.latent:
             mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
@@ -149,30 +152,29 @@ class Mla(nnx.Module):
         latent = constrain(self.kv_norm(latent), "activation_batch_attn", "activation_kv_length", None)
         return latent, rotate(rope[:, :, None], positions, self.spec.rope)
 
-    def expanded(
-        self, query: jax.Array, latent: jax.Array, key_rope: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q and k [B, S, H, N + P], v [B, S, H, V]."""
+    def expanded(self, latent: jax.Array, key_rope: jax.Array) -> dict[str, jax.Array]:
+        """Keys [B, S, H, N + P] and values [B, S, H, V]."""
         joined = checkpoint_name(self.kv_b(latent), "mla_kv")
         nope, value = jnp.split(joined, [self.spec.nope_dim], axis=-1)
         shared = jnp.broadcast_to(key_rope, (*nope.shape[:-1], key_rope.shape[-1]))
         key = jnp.concatenate([nope, shared], axis=-1)
         by_key = ("activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
-        return (
-            self.laid_out(query),
-            checkpoint_name(constrain(key, *by_key), "key_proj"),
-            checkpoint_name(constrain(value, *by_key), "value_proj"),
-        )
+        return {
+            KEY: checkpoint_name(constrain(key, *by_key), "key_proj"),
+            VALUE: checkpoint_name(constrain(value, *by_key), "value_proj"),
+        }
 
-    def absorbed(
-        self, query: jax.Array, latent: jax.Array, key_rope: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, S, H, R + P], k [B, S, 1, R + P], v [B, S, 1, R]: every head's keys and values are the latent."""
+    def absorbing(self, query: jax.Array) -> jax.Array:
+        """Queries [B, S, H, R + P] of latents."""
         nope, rope = jnp.split(query, [self.spec.nope_dim], axis=-1)
         query = jnp.concatenate([jnp.einsum("bshn,rhn->bshr", nope, self.up_projections()[0]), rope], axis=-1)
+        return self.laid_out(query)
+
+    def absorbed(self, latent: jax.Array, key_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """k [B, T, 1, R + P], v [B, T, 1, R]: every head's keys and values are the latent."""
         value = latent[:, :, None]
         key = checkpoint_name(jnp.concatenate([value, key_rope], axis=-1), "key_proj")
-        return self.laid_out(query), key, checkpoint_name(value, "value_proj")
+        return key, checkpoint_name(value, "value_proj")
 
     def up_projections(self) -> tuple[jax.Array, jax.Array]:
         """The parts of kv_b that make keys [R, H, N] and values [R, H, V]."""

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext.kernels.quantized import Quantized, dequantize
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.mlp import MlpSpec, combine
@@ -63,30 +64,40 @@ class MoeSpec:
 
 
 class ExpertLinear(nnx.Module):
-    """A kernel and an optional bias for each expert. `names` of the axes of both."""
+    """A kernel, which may be `Quantized`, and an optional bias for each expert."""
 
     def __init__(self, maker: Maker, spec: MoeSpec, inputs: int, outputs: int, axes: tuple[str, str], dtype: Any):
         self.dtype, experts = dtype, spec.router.experts
         split = "exp_with_fsdp" if spec.experts_on_fsdp else "exp"
-        self.names = Affine((split, *axes), (split, axes[1]) if spec.bias else None)
+        self.axes = (split, *axes)
         # The maker takes the experts for part of the fan-in, and the factor takes them out again.
         maker = dataclasses.replace(maker, kernel_scale=maker.kernel_scale * experts)
-        self.kernel = maker.kernel(0, (experts, inputs), (outputs,), self.names.kernel)
-        self.bias = maker.constant((experts, outputs), 0.0, self.names.bias) if spec.bias else None
+        self.kernel = maker.kernel(0, (experts, inputs), (outputs,), self.axes, contracted=(1,))
+        self.bias = maker.constant((experts, outputs), 0.0, (split, axes[1])) if spec.bias else None
 
     @property
     def weights(self) -> Affine:
-        """In the dtype of the product."""
+        """In the dtype of the product; or a kernel of integers, and what its product is multiplied by."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        return Affine(self.kernel[...].astype(self.dtype), bias)
+        kernel = self.kernel[...]
+        if isinstance(kernel, Quantized) and kernel.scaled_after((1,)):
+            return Affine(kernel.values, bias, kernel.scale[:, 0])
+        return Affine(kernel.astype(self.dtype), bias)
+
+    def names(self, weights: Affine) -> Affine:
+        """Of the axes of the weights."""
+        by_output = (self.axes[0], self.axes[2])
+        return Affine(self.axes, *(None if part is None else by_output for part in weights[1:]))
 
     def on_each(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, inputs] -> [X, B, C, outputs]: each expert has its own."""
-        kernel, bias = self.weights
-        y = jnp.einsum("xbci,xio->xbco", x, kernel)
+        kernel, bias, scale = self.weights
+        y = jnp.einsum("xbci,xio->xbco", x, kernel.astype(self.dtype))
+        if scale is not None:
+            y = dequantize(y, scale[:, None, None], self.dtype)
         if bias is not None:
             y = y + bias[:, None, None]
-        return constrain(y, "activation_exp", "activation_batch_moe", None, f"activation_{self.names.kernel[-1]}")
+        return constrain(y, "activation_exp", "activation_batch_moe", None, f"activation_{self.axes[-1]}")
 
 
 class Experts(nnx.Module):
@@ -145,7 +156,7 @@ class Moe(nnx.Module):
         none = self.spec.router.experts
         targets = routing.indices if real is None else jnp.where(real[..., None], routing.indices, none)
         weights = {name: layer.weights for name, layer in self.experts.layers.items()}
-        names = {name: layer.names for name, layer in self.experts.layers.items()}
+        names = {name: layer.names(weights[name]) for name, layer in self.experts.layers.items()}
         run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype)
         return run(x, targets, routing.weights, weights, names)
 

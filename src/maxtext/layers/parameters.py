@@ -40,12 +40,23 @@ class Maker:
         key = self.fold(name)
         return jnp.zeros(shape) if key is None else noise.normal(key, shape, cut)
 
-    def kernel(self, name: int, inputs: Sequence[int], outputs: Sequence[int], axes: Sequence[str | None]) -> nnx.Param:
-        """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale / fan-in."""
+    def kernel(
+        self,
+        name: int,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        axes: Sequence[str | None],
+        contracted: Sequence[int] = (),
+    ) -> nnx.Param:
+        """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale / fan-in.
+
+        `contracted`: the dimensions that its product adds up over, if its consumer also takes it quantized.
+        """
         deviation = math.sqrt(self.kernel_scale / math.prod(inputs))
         # The factor restores the variance that cutting at two deviations takes away.
         unit = self.noise(name, (*inputs, *outputs), cut=2.0)
-        return nnx.Param((unit * deviation / 0.87962566103423978).astype(self.dtype), axes=tuple(axes))
+        values = (unit * deviation / 0.87962566103423978).astype(self.dtype)
+        return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted))
 
     def normal(self, name: int, shape: Sequence[int], deviation: float, axes: Sequence[str | None]) -> nnx.Param:
         unit = self.noise(name, tuple(shape))
@@ -77,9 +88,12 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
             places,
         )
     for _, variable in nnx.to_flat_state(single.state):
-        axes = list(variable.get_metadata()["axes"])
-        axes.insert(min(axis, len(axes)), "layers")
-        variable.set_metadata(axes=tuple(axes))
+        facts = variable.get_metadata()
+        axes = list(facts["axes"])
+        place = min(axis, len(axes))
+        axes.insert(place, "layers")
+        contracted = tuple(one if one < place else one + 1 for one in facts.get("contracted", ()))
+        variable.set_metadata(axes=tuple(axes), contracted=contracted)
     return single.bind(stacked)
 
 
@@ -115,6 +129,11 @@ class Template:
     def trained(self) -> Tree:
         """Nested dict of bools: which weights an optimizer may touch."""
         return self.metadata(lambda facts: facts.get("trained", True))
+
+    @property
+    def contracted(self) -> Tree:
+        """Nested dict of tuples: over which dimensions a kernel's product adds up; none: it is never quantized."""
+        return self.metadata(lambda facts: facts.get("contracted", ()))
 
     def metadata(self, read: Callable[[dict], Any]) -> Tree:
         tree: dict = {}

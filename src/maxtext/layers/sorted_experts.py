@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxtext.kernels import exchange, grouped
+from maxtext.kernels.quantized import dequantize
 from maxtext.sharding import AxisRules, manual
 
 if TYPE_CHECKING:
@@ -36,10 +37,14 @@ WIDTH = "mlp_moe"  # the name of the experts' width
 
 
 class Affine(NamedTuple):
-    """The kernels [X, inputs, outputs] and biases [X, outputs] of one product, or the names of their axes."""
+    """The kernels [X, inputs, outputs] and biases [X, outputs] of one product, or the names of their axes.
+
+    Kernels of integers have a `scale` [X, outputs], by which their product is multiplied before the bias is added.
+    """
 
     kernel: Any
     bias: Any = None
+    scale: Any = None
 
 
 Weights = dict[str, Affine]
@@ -73,13 +78,15 @@ class SortedExperts:
 
         def run(rows: Array, order: grouped.Order | exchange.Plan) -> Array:
             def apply(name: str, rows: Array) -> Array:
-                kernel, bias = weights[name]
-                y = grouped.grouped_product(rows, kernel, order.sizes)
+                kernel, bias, scale = weights[name]
+                y = grouped.grouped_product(rows, kernel.astype(rows.dtype), order.sizes)
+                if scale is not None:
+                    y = dequantize(y, of_rows(scale, order), y.dtype)
                 if bias is None:
                     return y
                 if name == "wo" and first is not None:
                     bias = jnp.where(first, bias, 0)
-                return y + jnp.take(bias, order.groups, axis=0, mode="fill", fill_value=0)
+                return y + of_rows(bias, order)
 
             return self.feed(rows, apply)
 
@@ -233,6 +240,11 @@ class Layout:
                 y = jax.lax.psum_scatter(y, scattered, scatter_dimension=place, tiled=True)
         rest = tuple(axis for axis in self.width if axis not in manual.used(self.entry))
         return jax.lax.psum(y, rest) if rest else y
+
+
+def of_rows(each: Array, order: grouped.Order | exchange.Plan) -> Array:
+    """each [X, outputs] -> [N, outputs]: that of each row's expert, zeros behind the last."""
+    return jnp.take(each, order.groups, axis=0, mode="fill", fill_value=0)
 
 
 def gather(array: Array, axes: tuple[str, ...], place: int) -> Array:

@@ -96,12 +96,17 @@ def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> Atte
         "soft_cap": config.attn_logits_soft_cap or None,
         "sinks": config.attention_sink,
         "moba": Moba(config.moba_chunk_size, config.moba_topk) if config.moba else None,
-        "backend": config.attention,
+        "backend": backend(config),
         "float32_product": config.float32_qk_product,
         "float32_logits": config.float32_logits,
         "blocks": block_sizes(config),
     }
     return AttentionSpec(**(values | changes | ({"rope": None} if learned else {})))
+
+
+def backend(config: Any) -> str:
+    """`paged` says how a cache is kept; what is computed without one is computed as ever."""
+    return "autoselected" if config.attention == "paged" else config.attention
 
 
 def block_sizes(config: Any) -> BlockSizes:

@@ -9,6 +9,7 @@ from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.mla import MlaSpec
 from maxtext.models.common import (
     attention_spec,
+    backend,
     block_sizes,
     layer_spec,
     moe_layers,
@@ -54,7 +55,7 @@ def mla_spec(config: Any) -> MlaSpec:
         bias=config.attention_bias,
         visibility=visibility(config),
         soft_cap=config.attn_logits_soft_cap or None,
-        backend=config.attention,
+        backend=backend(config),
         float32_logits=config.float32_logits,
         float32_product=config.float32_qk_product,
         blocks=block_sizes(config),

@@ -10,6 +10,7 @@ from flax import nnx
 
 from maxtext.common import noise
 from maxtext.layers.block import LayerSpec
+from maxtext.layers.cache import CacheSize
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import Cache, LayerInputs
@@ -137,13 +138,13 @@ class Transformer(nnx.Module):
         return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
 
 
-def empty_caches(config: Any, batch: int, length: int, dtype: Any = None) -> Caches | None:
-    """One a layer, for sequences up to a length; None: some layer needs all tokens anew."""
+def empty_caches(config: Any, size: CacheSize) -> Caches | None:
+    """One a layer; None: some layer needs all tokens anew."""
     caches = []
     for layer in layers(config):
         if not isinstance(layer, LayerSpec) or layer.engram is not None:
             return None
-        cache = layer.attention.cache(batch, length, dtype or config.dtype.value)
+        cache = layer.attention.cache(size)
         if cache is None:
             return None
         caches.append(cache)

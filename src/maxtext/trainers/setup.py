@@ -43,6 +43,7 @@ class Setup:
     @classmethod
     def of(cls, config: Any, devices: Sequence[jax.Device] | None = None) -> "Setup":
         """For this run's devices, or for others that need not be here: then the step can be compiled, not run."""
+        refuse_quantized(config)
         template = make_template(config)
         rules = AxisRules.of(config, make_mesh(config, devices))
         return cls(config, rules, template, make_optimizer(config, template.axes, template.trained))
@@ -231,6 +232,15 @@ class Setup:
 def dealt_out(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str, jax.Array]:
     """The first rows, from the devices of the processes that read to all."""
     return {name: jax.lax.with_sharding_constraint(field[:rows], sharding) for name, field in batch.items()}
+
+
+def refuse_quantized(config: Any) -> None:
+    if config.quantization or config.checkpoint_is_quantized:
+        key = "quantization" if config.quantization else "checkpoint_is_quantized"
+        raise ConfigError(
+            f"{key} ({config.source(key)}) is for inference, and training needs weights in floats: leave it out, and "
+            "start from a folder that is not quantized"
+        )
 
 
 def read_weights(config: Any, template: Template, shardings: Any) -> Any:

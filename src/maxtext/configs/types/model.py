@@ -381,6 +381,19 @@ def sparsity_keeps_n_of_m(c):
 
 
 @rule
+def quantization_is_of_weights(c):
+    if c.quantization and c.quantization.value not in ("int8", "int4"):
+        return (
+            f"quantization={c.quantization.value} is for training in low precision, which is not in this version yet: "
+            "use int8 or int4, for the weights of a model that is not trained"
+        )
+    return None
+
+
+acts_only(lambda c: bool(c.quantization), "quantization=int8 or int4", "save_quantized_params_path")
+
+
+@rule
 def quantized_cache_is_quantized_by_an_axis(c):
     if c.quantize_kvcache and not c.kv_quant_axis.value:
         return "quantize_kvcache=true needs kv_quant_axis: dkv or heads_and_dkv"

@@ -1,0 +1,103 @@
+"""What quantization costs in perplexity, on the evaluation data of a run, and what it saves in memory.
+
+    maxtext train quickstart
+    python benchmarks/quantized.py maxtext_output/quickstart [KEY=VALUE[,KEY=VALUE…] …]
+
+Each further word is a set of settings that the run's newest weights are served with; the first one is what the others
+are compared with. Without any: bfloat16 as it is, then with weights, cache, or both in int8 and int4. A row of the data
+goes through the model as a prompt does, with the cache that the settings ask for; documents that share a row are read
+as one text. Prints one JSON line for each set.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext import LLM
+from maxtext.configs import load
+from maxtext.inference.serving import cache_size
+from maxtext.layers.inputs import LayerInputs
+from maxtext.models.transformer import empty_caches
+from maxtext.trainers.feed import EvaluationFeed, eval_streams
+from maxtext.trainers.setup import Setup
+
+INT8, INT4 = "quantize_kvcache=true,kv_quant_dtype=int8", "quantize_kvcache=true,kv_quant_dtype=int4"
+DEFAULT = [
+    "dtype=bfloat16",
+    "dtype=bfloat16,quantization=int8",
+    "dtype=bfloat16,quantization=int4",
+    f"dtype=bfloat16,{INT8}",
+    f"dtype=bfloat16,{INT4}",
+    f"dtype=bfloat16,quantization=int8,{INT8}",
+    f"dtype=bfloat16,quantization=int4,{INT4}",
+]
+
+
+def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
+    setup = Setup.of(load(run / "config.yml", [], environ={}))
+    streams = eval_streams(setup)
+    if streams is None:
+        raise SystemExit(f"{run} has no evaluation data: train with eval_interval above 0")
+    for batch in EvaluationFeed(setup, streams)():
+        yield {name: np.asarray(field) for name, field in batch.items()}
+
+
+def perplexity(llm: LLM, data: list[dict[str, np.ndarray]]) -> float:
+    config = llm.config
+
+    def lost(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The sum over all targets, and their number."""
+        rows, length = batch["inputs"].shape
+        caches = empty_caches(config, cache_size(config, rows, length))
+        assert caches is not None, "a model that keeps nothing of its tokens has no cache to measure"
+        positions = jnp.where(batch["inputs_segmentation"] > 0, jnp.arange(length), -1)
+        inputs = LayerInputs(positions, fresh=True, table=jnp.arange(rows)[:, None], aligned=True)
+        model = llm.template.bind(weights)
+        hidden, _ = model.step(batch["inputs"], inputs, caches)
+        log_probs = jax.nn.log_softmax(model.logits(hidden).astype(jnp.float32))
+        found = jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
+        mask = batch["targets_segmentation"] > 0
+        return -jnp.sum(found * mask), jnp.sum(mask)
+
+    step = jax.jit(lost)
+    with llm.programs.context():
+        sums = [step(llm.weights, batch) for batch in data]
+    return math.exp(sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums))
+
+
+def weight_bytes(weights: Any) -> int:
+    """As they lie on the device, where two int4 share a byte."""
+    return jax.jit(lambda weights: weights).lower(weights).compile().memory_analysis().argument_size_in_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("settings", nargs="*")
+    options = parser.parse_args()
+    data = list(batches(options.run))
+    first = None
+    for words in options.settings or DEFAULT:
+        keys = dict(word.split("=", 1) for word in words.split(","))
+        keys = {"weight_dtype": keys.get("dtype", "float32")} | keys
+        llm = LLM.load(options.run / "checkpoints", **keys)
+        found = perplexity(llm, data)
+        first = first or found
+        result = {
+            "settings": words,
+            "perplexity": round(found, 4),
+            "change": f"{found / first - 1:+.2%}",
+            "weight_bytes": weight_bytes(llm.weights),
+        }
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

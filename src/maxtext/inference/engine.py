@@ -1,0 +1,273 @@
+"""The device's side of generation: slots that hold sequences, and the few compiled programs that extend them.
+
+`prefill` puts tokens of prompts into slots and draws what follows those that are complete; `decode` extends all slots
+that are at work by a block of tokens, in one loop on the device. Both return at once, with arrays that are still being
+computed; what follows is queued behind them, so the host may look at one block while the device computes the next.
+A slot ends by itself at its last place or with one of its ending ids.
+
+A token depends on its own sequence, seed and position alone: programs differ in shapes and in what they skip, never in
+what they mean. Shapes: N slots, R rows of prompts, C tokens of a row, P table columns, E ending ids, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext.inference.sampling import Kind, Rows, draw
+from maxtext.inference.scoring import Cached, Recomputed, scorer
+from maxtext.layers.cache import PAGES, CacheSize
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import Caches
+from maxtext.sharding import AxisRules, use_rules
+
+IDLE, BROKEN = -1, -2  # in place of a token: the slot does nothing; its scores were not numbers
+BLOCK = 16  # tokens of a slot in one call of decode, at most
+MOST_ENDS = 8  # ids that end a sequence
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Wishes:
+    """What each row of prompts, or each slot, is to become."""
+
+    last: Any  # [B] int32, the position of its last token at the latest
+    seed: Any  # [B] uint32
+    ends: Any  # [B, E] int32, filled up with -1
+    sampling: Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """All that the device holds beside the weights."""
+
+    caches: Caches
+    token: jax.Array  # [N], the newest of each slot; its keys and values are not in the caches yet
+    position: jax.Array  # [N], of that token; -1: the slot does nothing
+    wishes: Wishes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prompts:
+    """Tokens to be put into slots."""
+
+    ids: Any  # [R, C]
+    positions: Any  # [R, C], -1 is padding, behind the tokens
+    slots: Any  # [R]; N: the row is padding
+    table: Any  # [R, P]
+    final: Any  # [R] bool, the prompt ends here
+    wishes: Wishes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Drawn:
+    """New tokens, [...], IDLE where there is none, and their log-probabilities by the model's own scores."""
+
+    tokens: jax.Array
+    log_probs: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What is compiled, once for all engines of a model."""
+
+    config: Any
+    template: Template
+    rules: AxisRules
+
+    @cached_property
+    def scorer(self) -> Cached | Recomputed:
+        return scorer(self.config, self.template)
+
+    @property
+    def cached(self) -> bool:
+        """Whether layers keep what they need of earlier tokens."""
+        return isinstance(self.scorer, Cached)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """While a program is traced: how it is laid out, and how precisely it multiplies."""
+        with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+            yield
+
+    @cached_property
+    def start(self) -> Any:
+        return jax.jit(self.empty, static_argnums=0)
+
+    @cached_property
+    def prefill(self) -> Any:
+        return jax.jit(self.put_prompts, static_argnames=("fresh", "reach", "kind", "scored"), donate_argnums=1)
+
+    @cached_property
+    def decode(self) -> Any:
+        names = ("aligned", "reach", "kind", "scored")
+        return jax.jit(self.extend_slots, static_argnames=names, donate_argnums=1)
+
+    @cached_property
+    def take_slot(self) -> Any:
+        """A copy of what one slot has beside pages."""
+        return jax.jit(lambda state, slot: jax.tree.map(lambda x: x[slot], by_slot(state.caches)))
+
+    @cached_property
+    def put_slot(self) -> Any:
+        def put(state: State, slot: jax.Array, kept: Any) -> State:
+            after = iter(jax.tree.map(lambda x, y: x.at[slot].set(y), by_slot(state.caches), kept))
+            return replace(state, caches=[cache if PAGES in cache else next(after) for cache in state.caches])
+
+        return jax.jit(put, donate_argnums=0)
+
+    @cached_property
+    def take_page(self) -> Any:
+        return jax.jit(lambda state, page: jax.tree.map(lambda x: x[page], in_pages(state.caches)))
+
+    @cached_property
+    def put_page(self) -> Any:
+        def put(state: State, page: jax.Array, kept: Any) -> State:
+            after = iter(jax.tree.map(lambda x, y: x.at[page].set(y), in_pages(state.caches), kept))
+            return replace(state, caches=[next(after) if PAGES in cache else cache for cache in state.caches])
+
+        return jax.jit(put, donate_argnums=0)
+
+    def empty(self, size: CacheSize) -> State:
+        zero = jnp.zeros(size.slots, jnp.int32)
+        sampling = Rows(zero.astype(jnp.float32), zero, zero.astype(jnp.float32))
+        ends = jnp.full((size.slots, MOST_ENDS), IDLE, jnp.int32)
+        wishes = Wishes(zero, zero.astype(jnp.uint32), ends, sampling)
+        return State(self.scorer.empty(size), zero, jnp.full(size.slots, IDLE, jnp.int32), wishes)
+
+    def put_prompts(
+        self, weights: Any, state: State, prompts: Prompts, *, fresh: bool, reach: int, kind: Kind, scored: bool
+    ) -> tuple[State, Drawn]:
+        """The state with the prompts in it, and the first token [R] of those that are complete."""
+        inputs = LayerInputs(prompts.positions, fresh=fresh, table=prompts.table, reach=reach)
+        scores, caches = self.scorer.of_prompts(weights, state.caches, prompts.ids, inputs, prompts.slots)
+        place = prompts.positions.max(axis=1) + 1
+        drawn, going = choose(scores, place, prompts.wishes, kind, scored, prompts.final)
+
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[prompts.slots].set(new, mode="drop")
+
+        position = jnp.where(going, place, IDLE)
+        values = (drawn.tokens, position, prompts.wishes)
+        token, position, wishes = jax.tree.map(put, (state.token, state.position, state.wishes), values)
+        return State(caches, token, position, wishes), drawn
+
+    def extend_slots(
+        self,
+        weights: Any,
+        state: State,
+        table: jax.Array,
+        halted: jax.Array,
+        steps: jax.Array,
+        *,
+        aligned: bool,
+        reach: int,
+        kind: Kind,
+        scored: bool,
+    ) -> tuple[State, Drawn]:
+        """The state after `steps` more tokens, BLOCK at most, and the tokens [BLOCK, N]. Slots that are `halted` [N] do
+        nothing any more."""
+        state = replace(state, position=jnp.where(halted, IDLE, state.position))
+        shape = (BLOCK, state.token.shape[0])
+        found = Drawn(jnp.full(shape, IDLE, jnp.int32), jnp.zeros(shape, jnp.float32) if scored else None)
+
+        def going(carry: tuple) -> jax.Array:
+            step, state, _ = carry
+            return (step < steps) & jnp.any(state.position >= 0)
+
+        def advance(carry: tuple) -> tuple:
+            step, state, found = carry
+            inputs = LayerInputs(state.position[:, None], table=table, aligned=aligned, reach=reach)
+            ids = jnp.maximum(state.token, 0)[:, None]
+            scores, caches = self.scorer.of_slots(weights, state.caches, ids, inputs)
+            active = state.position >= 0
+            drawn, onward = choose(scores, state.position + 1, state.wishes, kind, scored, active)
+            found = jax.tree.map(lambda all, new: all.at[step].set(new), found, drawn)
+            position = jnp.where(onward, state.position + 1, IDLE)
+            return step + 1, replace(state, caches=caches, token=drawn.tokens, position=position), found
+
+        _, state, found = jax.lax.while_loop(going, advance, (jnp.int32(0), state, found))
+        return state, found
+
+
+def choose(
+    scores: jax.Array, place: jax.Array, wishes: Wishes, kind: Kind, scored: bool, active: jax.Array
+) -> tuple[Drawn, jax.Array]:
+    """The token of each row that follows by its scores [B, V], to stand at `place` [B], and whether more may follow."""
+    keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(wishes.seed, place)
+    token = draw(scores, keys, wishes.sampling, kind)
+    log_probs = None
+    if scored:
+        shares = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+        log_probs = jnp.take_along_axis(shares, token[:, None], axis=1)[:, 0]
+    right = jnp.isfinite(scores.max(axis=-1))
+    token = jnp.where(active, jnp.where(right, token, BROKEN), IDLE)
+    ended = jnp.any(token[:, None] == wishes.ends, axis=-1) | (place >= wishes.last) | ~right
+    return Drawn(token, log_probs), active & ~ended
+
+
+def by_slot(caches: Caches) -> Caches:
+    return [cache for cache in caches if PAGES not in cache]
+
+
+def in_pages(caches: Caches) -> Caches:
+    return [cache for cache in caches if PAGES in cache]
+
+
+class Engine:
+    """One state and the weights that extend it. Arguments are arrays of the host; what comes back is on its way."""
+
+    def __init__(self, programs: Programs, weights: Any, size: CacheSize):
+        self.programs, self.weights, self.size = programs, weights, size
+        with programs.context():
+            self.state: State = programs.start(size)
+        self.aligned = size.page == 0  # slot n has page n, all of it
+
+    def prefill(self, prompts: Prompts, **how: Any) -> Drawn:
+        with self.programs.context():
+            self.state, drawn = self.programs.prefill(self.weights, self.state, prompts, **how)
+        return drawn
+
+    def decode(self, table: np.ndarray, halted: np.ndarray, steps: int, **how: Any) -> Drawn:
+        with self.programs.context():
+            self.state, drawn = self.programs.decode(
+                self.weights, self.state, table, halted, np.int32(steps), aligned=self.aligned, **how
+            )
+        return drawn
+
+    def take_slot(self, slot: int) -> Any:
+        return self.programs.take_slot(self.state, np.int32(slot))
+
+    def put_slot(self, slot: int, kept: Any) -> None:
+        self.state = self.programs.put_slot(self.state, np.int32(slot), kept)
+
+    def read(self, page: int) -> Any:
+        """What a page holds, in the host's memory."""
+        return jax.device_get(self.programs.take_page(self.state, np.int32(page)))
+
+    def write(self, page: int, kept: Any) -> None:
+        self.state = self.programs.put_page(self.state, np.int32(page), kept)
+
+    @cached_property
+    def has_slot_caches(self) -> bool:
+        return bool(by_slot(self.state.caches))
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Of one page, in all layers."""
+        pools = jax.tree.leaves(in_pages(self.state.caches))
+        return sum(pool.nbytes // pool.shape[0] for pool in pools)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Of one slot beside pages, in all layers."""
+        return sum(array.nbytes // array.shape[0] for array in jax.tree.leaves(by_slot(self.state.caches)))

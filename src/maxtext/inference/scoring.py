@@ -1,0 +1,81 @@
+"""Scores of the next tokens: from what the layers keep, or from all tokens anew where some layer keeps nothing.
+
+Both offer the same. Slots are sequences that are worked on at a time; a batch of prompts has rows, each with its slot.
+Shapes: N slots, R rows, C new tokens of a row, V vocabulary. Position -1 is no token.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.layers.cache import PAGES, CacheSize
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import Caches, empty_caches
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A new token runs alone."""
+
+    config: Any
+    template: Template
+
+    def empty(self, size: CacheSize) -> Caches:
+        caches = empty_caches(self.config, size)
+        assert caches is not None, "asked before"
+        return caches
+
+    def of_prompts(
+        self, weights: Any, caches: Caches, ids: jax.Array, inputs: LayerInputs, slots: jax.Array
+    ) -> tuple[jax.Array, Caches]:
+        """Scores [R, V] after the last of ids [R, C], and what is kept then. A row without tokens has slot N."""
+        model = self.template.bind(weights)
+        rows = [cache if PAGES in cache else jax.tree.map(lambda x: x[slots], cache) for cache in caches]
+        hidden, after = model.step(ids, inputs, rows)
+        caches = [
+            new if PAGES in old else jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), old, new)
+            for old, new in zip(caches, after, strict=True)
+        ]
+        last = jnp.maximum((inputs.positions >= 0).sum(axis=1) - 1, 0)
+        return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], caches
+
+    def of_slots(self, weights: Any, caches: Caches, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Caches]:
+        """Scores [N, V] after ids [N, 1], one more token of each slot, and what is kept then."""
+        model = self.template.bind(weights)
+        hidden, caches = model.step(ids, inputs, caches)
+        return model.logits(hidden)[:, 0], caches
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """All tokens run again, so they are what is kept: [N, length]."""
+
+    template: Template
+
+    def empty(self, size: CacheSize) -> Caches:
+        return [{"ids": jnp.zeros((size.slots, size.length), jnp.int32)}]
+
+    def of_prompts(
+        self, weights: Any, caches: Caches, ids: jax.Array, inputs: LayerInputs, slots: jax.Array
+    ) -> tuple[jax.Array, Caches]:
+        kept = caches[0]["ids"]
+        place = jnp.where(inputs.positions >= 0, inputs.positions, kept.shape[1])  # out of bounds: not written
+        kept = kept.at[slots[:, None], place].set(ids, mode="drop")
+        return self.scores(weights, kept[slots], inputs.positions.max(axis=1)), [{"ids": kept}]
+
+    def of_slots(self, weights: Any, caches: Caches, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Caches]:
+        return self.of_prompts(weights, caches, ids, inputs, jnp.arange(ids.shape[0]))
+
+    def scores(self, weights: Any, rows: jax.Array, last: jax.Array) -> jax.Array:
+        model = self.template.bind(weights)
+        hidden, _ = model.hidden(rows, LayerInputs(jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)))
+        # Only one place of each row goes through the head.
+        return model.logits(jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1))[:, 0]
+
+
+def scorer(config: Any, template: Template) -> Cached | Recomputed:
+    possible = jax.eval_shape(lambda: empty_caches(config, CacheSize(1, 1, config.dtype.value)))
+    return Recomputed(template) if possible is None else Cached(config, template)

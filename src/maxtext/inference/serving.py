@@ -1,0 +1,137 @@
+"""From asks to answers through a scheduler, and a scheduler of the size that a configuration and its memory allow."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.inference.engine import Engine, Programs
+from maxtext.inference.pages import Pages
+from maxtext.inference.scheduler import News, Request, Scheduler
+from maxtext.inference.text import Answer, Ask, Text
+from maxtext.layers.cache import CacheSize
+from maxtext.tokenizers import Tokenizer
+
+
+def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) -> Scheduler:
+    """For so many sequences at a time of up to such a length."""
+    config = programs.config
+    size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching
+    if not programs.cached and (size.page or size.quantized is not None):
+        raise ConfigError(
+            "this model computes all tokens anew (some layer keeps nothing of them), so there is no cache: leave out "
+            "attention=paged, enable_prefix_caching and quantize_kvcache"
+        )
+    engine = Engine(programs, weights, size)
+    known = host = 0
+    if prefixes:
+        # What a slot keeps beside pages is copied for each prefix.
+        each = max(engine.page_bytes + engine.slot_bytes, 1)
+        known, host = config.prefix_caching_hbm_byte // each, config.prefix_caching_dram_byte // each
+    pages = Pages(
+        size.pages or slots, size.page or length, known=known, host=host, store=engine, snapshots=engine.has_slot_caches
+    )
+    chunk = config.prefill_chunk_size if config.use_chunked_prefill else None
+    most = config.pagedattn_max_pages_per_group
+    return Scheduler(engine, pages, chunk, most if size.page and most > 0 else None)
+
+
+def cache_size(config: Any, slots: int, length: int) -> CacheSize:
+    page = pages = 0
+    if config.attention == "paged" or config.enable_prefix_caching:
+        page = config.pagedattn_tokens_per_page
+        # Prefixes that nobody uses stay in pages that nobody needs: as many again as are needed at most.
+        pages = config.pagedattn_num_pages if config.attention == "paged" else 2 * slots * -(-length // page)
+    quantized = {"int8": jnp.int8, "int4": jnp.int4}[config.kv_quant_dtype] if config.quantize_kvcache else None
+    return CacheSize(slots, length, config.dtype.value, page, pages, quantized, config.kv_quant_axis.value == "dkv")
+
+
+@dataclass(eq=False)
+class Open:
+    """An ask that is being answered."""
+
+    index: int
+    request: Request
+    text: Text | None
+    stops: bool
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def add(self, news: News) -> tuple[str, str | None]:
+        """New text, and how the answer is finished, if it is."""
+        if self.text is None:
+            self.ids += news.tokens
+            self.log_probs += news.log_probs
+            return "", news.finished
+        piece = ""
+        # One by one where a text may stop it: the answer has no token beyond.
+        count = len(news.tokens)
+        for place in range(count) if self.stops else [0] if count or news.finished else []:
+            tokens = news.tokens[place : place + 1] if self.stops else news.tokens
+            last = news.finished is not None and place + len(tokens) >= count
+            shown = [token for token in tokens if token not in self.request.ends]
+            piece += self.text.add(shown, last)
+            self.ids += tokens
+            self.log_probs += news.log_probs[place : place + len(tokens)]
+            if self.text.stopped:
+                return piece, "stop"
+        return piece, news.finished
+
+    def answer(self, finished: str, error: str | None) -> Answer:
+        text = None if self.text is None else self.text.whole
+        return Answer(self.index, tuple(self.ids), text, finished, error, tuple(self.log_probs))
+
+
+@dataclass
+class Serving:
+    """One run of asks through a scheduler. `request` makes the ids and limits of an ask, or raises a UserError."""
+
+    scheduler: Scheduler
+    request: Callable[[Ask], Request]
+    tokenizer: Tokenizer | None
+
+    def run(self, asks: Iterator[Ask]) -> Iterator[tuple[str, Answer | None]]:
+        """(a piece of text, None) as text comes, and ("", answer) when one is finished."""
+        opened: dict[int, Open] = {}
+        source = enumerate(asks)
+        more = True
+        try:
+            while more or opened:
+                while more and self.scheduler.room > -self.scheduler.engine.size.slots:
+                    index, ask = next(source, (-1, None))
+                    if ask is None:
+                        more = False
+                        break
+                    refused = self.open(index, ask, opened)
+                    if refused is not None:
+                        yield "", refused
+                for news in self.scheduler.step():
+                    found = opened.get(news.number)
+                    if found is None:
+                        continue  # a text has stopped it
+                    piece, finished = found.add(news)
+                    yield piece, None
+                    if finished:
+                        del opened[news.number]
+                        if news.finished is None:
+                            self.scheduler.cancel(news.number)
+                        yield "", found.answer(finished, news.error)
+        finally:
+            for number in opened:
+                self.scheduler.cancel(number)
+
+    def open(self, index: int, ask: Ask, opened: dict[int, Open]) -> Answer | None:
+        """Begin, or answer with what is wrong."""
+        try:
+            request = self.request(ask)
+            error = self.scheduler.refusal(request)
+        except UserError as refused:
+            error = str(refused)
+        if error is not None:
+            return Answer(index, (), None if self.tokenizer is None else "", "error", error)
+        text = None if self.tokenizer is None else Text(self.tokenizer, request.ids, ask.stop)
+        self.scheduler.add(index, request)
+        opened[index] = Open(index, request, text, bool(ask.stop))
+        return None

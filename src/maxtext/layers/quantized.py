@@ -1,0 +1,49 @@
+"""Models whose kernels are kept as integers: which weights that are, and how they lie on the mesh.
+
+A kernel says itself that it may be quantized, by the dimensions that its product adds up over (`Maker.kernel`): those
+of `Linear` and of experts do. Embeddings, norms, biases, routers and all that is small stay as they are. In the tree of
+a model's weights, a `Quantized` stands where the array was, so `Template.bind` takes both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from maxtext.kernels.quantized import Quantized, quantized
+from maxtext.layers.parameters import Template, Tree
+
+
+def quantize_weights(template: Template, weights: Tree, dtype: Any) -> Tree:
+    """All kernels that may be quantized, in `dtype`; None: all weights as they are."""
+    if dtype is None:
+        return weights
+    return by_kernel(lambda leaf, contracted: quantized(leaf, contracted, dtype), template, weights)
+
+
+def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
+    """The axes and the abstract weights of the model with its kernels in `dtype`; None: with all weights as they are.
+
+    A scale is split like its kernel along outputs; along what a product adds up, it is whole.
+    """
+    if dtype is None:
+        return template.axes, template.weights
+    weights = jax.eval_shape(lambda weights: quantize_weights(template, weights, dtype), template.weights)
+    axes = by_kernel(
+        lambda names, contracted: Quantized(
+            names, tuple(None if place in contracted else name for place, name in enumerate(names))
+        ),
+        template,
+        template.axes,
+    )
+    return axes, weights
+
+
+def by_kernel(change: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree) -> Tree:
+    """A tree like the weights, changed where a kernel may be quantized."""
+    return jax.tree.map(
+        lambda _, leaf, contracted: change(leaf, contracted) if contracted else leaf,
+        template.weights,
+        tree,
+        template.contracted,
+    )

@@ -1,0 +1,236 @@
+"""Folders of quantized weights: bytes on disk, the way there and back bit by bit, and what is refused."""
+
+import json
+import math
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext.checkpoint.convert.command import to_folder
+from maxtext.checkpoint.folders import OURS, Folder
+from maxtext.checkpoint.open import open_checkpoint, places_of, save_ours
+from maxtext.checkpoint.quantized import QuantizedFolder, StoredWeights, load_model, pack, unpack
+from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.weights import ModelWeights, flatten
+from maxtext.checkpoint.writer import write_ours
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.load import load
+from maxtext.configs.sources import from_python
+from maxtext.kernels.quantized import Quantized
+from maxtext.models import make_template
+from maxtext.sharding import AxisRules, make_mesh
+
+KINDS = pytest.mark.parametrize("dtype", ["int8", "int4"])
+WIDE = "base_emb_dim=256"  # so that int4 has groups
+
+
+class Plain:
+    """Normal numbers by name."""
+
+    title = "plain"
+
+    def __init__(self, places):
+        self.tensors = {name: Tensor(np.dtype(np.float32), place.shape) for name, place in places.items()}
+
+    def read(self, name):
+        seed = list(self.tensors).index(name)
+        return np.random.default_rng(seed).normal(size=self.tensors[name].shape).astype(np.float32)
+
+
+def loaded(source, config, template, places, progress=None):
+    return load_model(source, config, places, template, AxisRules.of(config, make_mesh(config)), progress)
+
+
+@pytest.fixture(scope="module")
+def folders(llama, tmp_path_factory):
+    """{dtype: (folder, weights that it was written from, plain source)}; the model is scanned."""
+    found = {}
+    for dtype in ("int8", "int4"):
+        config, template, places = llama.model(WIDE, f"quantization={dtype}")
+        source = Plain(places)
+        weights = loaded(source, config, template, places)
+        folder = tmp_path_factory.mktemp(dtype) / "folder"
+        save_ours(folder, config, StoredWeights(ModelWeights(weights, places)))
+        found[dtype] = folder, weights, source
+    return found
+
+
+def reopened(folder, **keys):
+    checkpoint = open_checkpoint(folder)
+    config = load(None, from_python(keys | {"max_target_length": 16}), environ={}, model=checkpoint.settings)
+    template = make_template(config)
+    places = places_of(template, config)
+    return loaded(checkpoint.weights(config, places), config, template, places), places
+
+
+def same(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert jax.tree.map(lambda leaf: leaf.dtype, ours) == jax.tree.map(lambda leaf: leaf.dtype, theirs)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_pack(length):
+    values = np.random.default_rng(0).integers(-8, 8, (3, 5, length)).astype(ml_dtypes.int4)
+    stored = pack(values)
+    assert stored.dtype == np.uint8
+    assert stored.shape == (3, 5, math.ceil(length / 2))
+    np.testing.assert_array_equal(unpack(stored, length), values)
+    assert unpack(stored, length).dtype == values.dtype
+
+
+def test_the_first_is_in_the_lower_half():
+    assert pack(np.array([1, -1], ml_dtypes.int4)).tolist() == [0xF1]
+    assert pack(np.array([-8, 7, 3], ml_dtypes.int4)).tolist() == [0x78, 0x03]
+
+
+@KINDS
+def test_on_disk(folders, dtype):
+    folder, _, _ = folders[dtype]
+    tensors = Folder.open(folder, OURS).tensors
+    half = 2 if dtype == "int4" else 1
+    kind = np.dtype(np.uint8 if dtype == "int4" else np.int8)
+    groups = 2 if dtype == "int4" else 1
+    float32 = np.dtype(np.float32)
+    assert tensors["layers/3/mlp/wi_0/kernel"] == Tensor(kind, (256, 48 // half))
+    assert tensors["layers/3/mlp/wi_0/kernel.scale"] == Tensor(float32, (groups, 48))
+    assert tensors["layers/0/attention/out/kernel"] == Tensor(kind, (4, 8, 256 // half))
+    assert tensors["layers/0/attention/out/kernel.scale"] == Tensor(float32, (1, 1, 256))
+    assert tensors["embedder/embedding"] == Tensor(float32, (64, 256))
+    assert "layers/0/mlp_norm/scale.scale" not in tensors
+    lines = (folder / "config.yml").read_text().splitlines()
+    assert {f"quantization: {dtype}", "checkpoint_is_quantized: true"} <= set(lines)
+    kernels = 256 * 64 + 4 * (256 * (32 + 16 + 16) + 32 * 256 + 3 * 256 * 48)
+    scales = groups * 64 + 4 * (groups * (32 + 16 + 16 + 2 * 48) + 256 + 256)
+    plain = 64 * 256 + 256 + 4 * 2 * 256
+    assert sum(tensor.nbytes for tensor in tensors.values()) == kernels // half + 4 * (scales + plain)
+
+
+@KINDS
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+def test_there_and_back(folders, dtype, scanned):
+    """By name, so that a stack of layers and each layer of its own are the same."""
+    folder, weights, _ = folders[dtype]
+    again, places = reopened(folder, scan_layers=scanned, dtype="float32")
+    if scanned:
+        same(again, weights)
+    stored, expected = StoredWeights(ModelWeights(again, places)), Folder.open(folder, OURS)
+    assert stored.tensors == dict(expected.tensors)
+    for name, array in stored:
+        np.testing.assert_array_equal(array, expected.read(name))
+
+
+@KINDS
+def test_to_others_it_is_plain(folders, dtype, tmp_path):
+    folder, _, source = folders[dtype]
+    opened = open_checkpoint(folder).folder
+    assert isinstance(opened, QuantizedFolder)
+    assert opened.tensors == source.tensors
+    for name, array in opened:
+        exact = source.read(name)
+        assert array.dtype == np.float32
+        if "kernel" in name:
+            scale = opened.scales.read(name)
+            assert 0 < np.abs(array - exact).max() <= scale.max() * 0.5001
+        else:
+            np.testing.assert_array_equal(array, exact)
+    to_folder(folder, tmp_path / "theirs")
+    theirs = Folder.open(tmp_path / "theirs")
+    down = theirs.read("model.layers.2.mlp.down_proj.weight")
+    np.testing.assert_array_equal(down.T, opened.read("layers/2/mlp/wo/kernel"))
+    assert not [name for name in theirs.tensors if "scale" in name]
+    assert "quantization" not in json.loads((tmp_path / "theirs" / "config.json").read_text())
+
+
+def test_floats_of_one_kernel_at_a_time(llama):
+    """After each weight, nothing lives but what the model keeps of the weights so far."""
+    config, template, places = llama.model("quantization=int8")
+    source = Plain(places)
+    before = {id(array) for array in jax.live_arrays()}
+    live = []
+
+    def progress(done, total, name):
+        live.append([array for array in jax.live_arrays() if id(array) not in before])
+
+    weights = loaded(source, config, template, places, progress)
+    expected = 0
+    for leaf, arrays in zip(flatten(weights).values(), live, strict=True):
+        expected += sum(part.nbytes for part in jax.tree.leaves(leaf))
+        assert sum(array.nbytes for array in arrays) == expected
+    assert sum(isinstance(leaf, Quantized) for leaf in flatten(weights).values()) == 8
+
+
+def test_a_folder_that_is_there_is_kept(folders, llama):
+    folder, weights, _ = folders["int8"]
+    config, _, places = llama.model(WIDE, "quantization=int8")
+    with pytest.raises(UserError, match="exists already"):
+        save_ours(folder, config, StoredWeights(ModelWeights(weights, places)))
+    assert [path.name for path in folder.parent.iterdir()] == ["folder"]
+
+
+def rewritten(folder, out, change):
+    """The folder with its tensors changed."""
+    opened = Folder.open(folder, OURS)
+    arrays = {name: opened.read(name) for name in opened.tensors}
+    change(arrays)
+
+    class Changed:
+        title = "changed"
+        tensors = {name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}
+
+        def __iter__(self):
+            return iter(arrays.items())
+
+    write_ours(out, Changed(), {"config.yml": (folder / "config.yml").read_text()}, [])
+    return out
+
+
+WI = "layers/1/mlp/wi_0/kernel"
+DAMAGE = {
+    "no scale": (lambda arrays: arrays.pop(f"{WI}.scale"), rf"{WI} is of integers and has no {WI}.scale"),
+    "no kernel": (lambda arrays: arrays.pop(WI), rf"{WI}.scale has nothing to scale"),
+    "other groups": (
+        lambda arrays: arrays.update({f"{WI}.scale": np.ones((3, 48), np.float32)}),
+        rf"{WI} \[256, 48\] and {WI}.scale \[3, 48\] are no int8 kernel",
+    ),
+    "finer groups": (
+        lambda arrays: arrays.update({f"{WI}.scale": np.ones((4, 48), np.float32)}),
+        rf"{WI}.scale has shape \[4, 48\], the model needs \[1, 48\]",
+    ),
+    "floats": (
+        lambda arrays: [arrays.pop(f"{WI}.scale"), arrays.update({WI: arrays[WI].astype(np.float32)})],
+        rf"{WI} is not quantized in it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage(folders, tmp_path, name):
+    change, message = DAMAGE[name]
+    folder = rewritten(folders["int8"][0], tmp_path / "damaged", change)
+    with pytest.raises(UserError, match=message):
+        reopened(folder)
+
+
+def test_one_clear_sentence(folders, llama, tmp_path):
+    int8, int4 = folders["int8"][0], folders["int4"][0]
+    with pytest.raises(ConfigError, match="quantization='int4' .* differs from 'int8' in the model's file"):
+        reopened(int8, quantization="int4")
+    with pytest.raises(ConfigError, match="quantization='int8', but .* has weights in int4 already: leave"):
+        reopened(int4, quantization="int8", override_model_config=True)
+    with pytest.raises(ConfigError, match=r"quantization='', but .* has weights in int8 already"):
+        reopened(int8, quantization="", override_model_config=True)
+    config, template, places = llama.model("checkpoint_is_quantized=true")
+    with pytest.raises(ConfigError, match="checkpoint_is_quantized=true, but plain has no quantized weights"):
+        loaded(Plain(places), config, template, places)
+    with pytest.raises(ConfigError, match="quantization=fp8 is for training"):
+        llama.model("quantization=fp8")
+    with pytest.raises(ConfigError, match="save_quantized_params_path=x .* would do nothing: it needs quantization"):
+        llama.model("save_quantized_params_path=x")
+    shutil.copytree(int8, tmp_path / "unsaid")
+    text = (int8 / "config.yml").read_text().replace("quantization: int8", "")
+    (tmp_path / "unsaid" / "config.yml").write_text(text)
+    with pytest.raises(UserError, match=r"config.yml must say quantization: int8 or int4, not None"):
+        open_checkpoint(tmp_path / "unsaid")

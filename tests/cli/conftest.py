@@ -1,0 +1,55 @@
+"""What several doors need: a tiny checkpoint that talks, and a logger that is left as it was."""
+
+import pytest
+
+from maxtext.common.log import LOGGER
+
+SIZES = {
+    "base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8, "base_mlp_dim": 64,
+    "base_num_decoder_layers": 2, "vocab_size": 400, "dtype": "float32", "weight_dtype": "float32",
+    "matmul_precision": "highest", "attention": "dot_product",
+}  # fmt: skip
+LENGTH = 64
+
+
+@pytest.fixture(autouse=True)
+def same_logger():
+    """Verbs set it up for the streams that they have."""
+    before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
+    yield
+    LOGGER.handlers[:], LOGGER.level, LOGGER.propagate = before
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory):
+    """(a folder of ours with random weights and a tokenizer with a chat template, the model itself)."""
+    import jax
+
+    import maxtext
+    from maxtext.models.transformer import initial_weights, make_template
+    from tests.tokenizers.tiny import write_bpe
+
+    folder = tmp_path_factory.mktemp("talker") / "model"
+    config = maxtext.config(**SIZES)
+    weights = jax.tree.map(lambda weight: weight * 4, initial_weights(config))  # so that tokens differ
+    maxtext.LLM(config, make_template(config), weights).save(folder)
+    write_bpe(folder / "hugging_face")
+    return folder, maxtext.LLM.load(folder, **{key: SIZES[key] for key in ("dtype", "weight_dtype", "attention")})
+
+
+@pytest.fixture(scope="session")
+def likeliest(talker):
+    """Greedy ids by running the whole sequence again for each token: no cache and no engine."""
+    import numpy as np
+
+    def extend(ids, count):
+        ids = list(ids)
+        for _ in range(count):
+            row = np.zeros(LENGTH, int)  # one length, so one program; what follows a token does not change its scores
+            row[: len(ids)] = ids
+            ids.append(int(np.argmax(np.asarray(talker[1].logits(row))[len(ids) - 1])))
+            if ids[-1] in talker[1].end_ids:
+                break
+        return ids
+
+    return extend

@@ -1,0 +1,368 @@
+"""`maxtext batch`: every line gets one answer, whenever and however the job was stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxtext.cli.batch_files import Answers, lines
+from maxtext.cli.main import main
+from maxtext.common.errors import ConfigError, UserError
+from tests.cli.fake_llm import FakeLLM, install, write_checkpoint
+
+PROMPTS = ["one", "two", "three", "four", "five", "six", "seven"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    monkeypatch.setattr(FakeLLM, "tokenizer_class", FakeLLM.tokenizer_class)
+    return install(monkeypatch)
+
+
+def requests(place, *records):
+    place.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
+    return place
+
+
+def batch(tmp_path, *words):
+    names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+    return main(["batch", *names, "--model", str(tmp_path / "model"), "jax_cache_dir=none", *words])
+
+
+def answers(tmp_path):
+    """By line; a line that is answered twice is an error."""
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len({one["index"] for one in found}) == len(found)
+    return {one["index"]: {key: value for key, value in one.items() if key not in ("index", "check")} for one in found}
+
+
+def test_one_answer_a_line(tmp_path, folder, made, capsys):
+    requests(tmp_path / "in.jsonl", *({"prompt": text, "id": [number]} for number, text in enumerate(PROMPTS)))
+    assert batch(tmp_path) == 0
+    assert answers(tmp_path) == {
+        number: {"id": [number], "text": text[::-1], "finished": "length"} for number, text in enumerate(PROMPTS)
+    }
+    out = capsys.readouterr().out
+    tokens = sum(map(len, PROMPTS))
+    assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["7", "0", str(tokens)]
+
+
+def test_what_a_line_may_say(tmp_path, folder, made):
+    messages = [{"role": "user", "content": "hi"}]
+    requests(
+        tmp_path / "in.jsonl",
+        {"prompt": [1, 100, 101]},
+        "",
+        {"messages": messages},
+        {"prompt": "ab", "temperature": 0.5, "top_k": 3, "top_p": 0.9, "seed": 11, "stop": "x"},
+        {"prompt": "ab", "temperature": 1},
+        {"prompt": "abcdef", "max_new_tokens": 2, "stop": ["x", "y"]},
+    )
+    assert batch(tmp_path, "init_weights_seed=100") == 0
+    found = answers(tmp_path)
+    assert sorted(found) == [0, 2, 3, 4, 5]  # blank lines count, and have no answer
+    assert found[0] == {"ids": [101, 100], "finished": "length"}
+    assert found[2]["text"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"[::-1]
+    assert found[3]["text"] == "ba t=0.5 k=3 p=0.9 seed=11"
+    assert found[4]["text"] == "ba t=1 k=0 p=1.0 seed=104"  # the key, and the number of the line
+    assert found[5]["text"] == "fe"
+    assert {ask.stop for ask in made[-1].asked} == {(), ("x",), ("x", "y")}
+
+
+def test_settings_of_the_command_and_a_line_against_them(tmp_path, folder, made):
+    requests(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "a", "temperature": 0}, {"prompt": "a", "top_p": 0.3})
+    words = ["decode_sampling_strategy=topk", "decode_sampling_top_k=5", "decode_sampling_temperature=2"]
+    assert batch(tmp_path, *words) == 0
+    said = [one["text"] for _, one in sorted(answers(tmp_path).items())]
+    assert said == ["a t=2.0 k=5 p=1.0 seed=0", "a", "a t=2.0 k=5 p=0.3 seed=2"]
+
+
+BAD = {
+    "{": "not JSON",
+    '"text"': "not a JSON object",
+    "{}": "either a prompt or messages",
+    '{"prompt": "a", "messages": []}': "either a prompt or messages",
+    '{"prompt": "a", "temprature": 1}': "unknown field 'temprature'; did you mean temperature",
+    '{"prompt": "a", "topic": 1}': "unknown field 'topic'",
+    '{"prompt": 3}': "prompt must be text or a list of token ids",
+    '{"prompt": [1, true]}': "prompt must be text or a list of token ids",
+    '{"prompt": []}': "the prompt is empty",
+    '{"prompt": [1, 9999]}': "outside the vocabulary",
+    '{"prompt": "a", "max_new_tokens": 0}': "max_new_tokens=0 must be between 1 and 62",
+    '{"prompt": "a", "max_new_tokens": 63}': "max_new_tokens=63 must be between 1 and 62",
+    '{"prompt": "a", "max_new_tokens": "many"}': "max_new_tokens must be a whole number",
+    '{"prompt": "a", "temperature": true}': "temperature must be a number",
+    '{"prompt": "a", "temperature": NaN}': "temperature=nan",
+    '{"prompt": "a", "temperature": -1}': "temperature=-1",
+    '{"prompt": "a", "top_k": 5}': "temperature=0 draws nothing",
+    '{"prompt": "a", "seed": -1}': "seed=-1 must be between",
+    '{"prompt": "a", "stop": [""]}': "none of them empty",
+    '{"messages": "hi"}': "a conversation is a list of records",
+    "[" * 100_000: "not JSON",
+    json.dumps({"prompt": "x" * 63}): "max_target_length=64 leaves no room",
+}
+
+
+def test_a_bad_line_gets_an_error_and_the_others_go_on(tmp_path, folder, made, capsys):
+    good = {"prompt": "good"}
+    requests(tmp_path / "in.jsonl", good, *(one for bad in BAD for one in (bad, good)))
+    assert batch(tmp_path, "max_target_length=64") == 0
+    found = answers(tmp_path)
+    assert len(found) == 2 * len(BAD) + 1
+    for number, (bad, expected) in enumerate(BAD.items()):
+        answer = found[2 * number + 1]
+        assert answer["finished"] == "error", bad
+        assert expected in answer["error"], bad
+        assert "text" not in answer
+        assert found[2 * number + 2]["text"] == "doog"
+    assert f"with errors {len(BAD)}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_bytes_that_are_not_text(tmp_path, folder, made):
+    (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "\xff"}\n{"prompt": "a", "id": "\\ud800"}')
+    assert batch(tmp_path) == 0
+    assert answers(tmp_path) == {
+        0: {"finished": "error", "error": "the line is not UTF-8"},
+        1: {"id": "\ud800", "text": "a", "finished": "length"},
+    }
+
+
+def test_log_probabilities_come_with_their_ids(tmp_path, folder, made):
+    requests(tmp_path / "in.jsonl", {"prompt": "ab"})
+    assert batch(tmp_path, "return_log_prob=true") == 0
+    (answer,) = answers(tmp_path).values()
+    assert answer == {"text": "ba", "ids": [101, 100], "log_probs": [-0.5, -1.5], "finished": "length"}
+
+
+def test_warm_up(tmp_path, folder, made):
+    requests(tmp_path / "in.jsonl", {"prompt": "ab"})
+    assert batch(tmp_path) == 0
+    assert not made[-1].warm
+    assert batch(tmp_path, "--overwrite", "enable_model_warmup=true") == 0
+    assert made[-1].warm
+
+
+def test_requests_are_read_as_they_are_needed(tmp_path, folder, made, monkeypatch):
+    """A job that stops after its first answer has not read the whole file."""
+    place = requests(tmp_path / "in.jsonl", *({"prompt": "a"} for _ in range(100)))
+    seen = []
+
+    def watched(path):
+        for line in lines(path):
+            seen.append(line.index)
+            yield line
+
+    monkeypatch.setattr("maxtext.cli.batch.lines", watched)
+    monkeypatch.setattr(FakeLLM, "answer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert batch(tmp_path) == 130
+    assert len(seen) <= 4
+    assert place.exists()
+
+
+def test_without_a_tokenizer_ids_are_answered(tmp_path, folder, made, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "tokenizer_class", None)
+    requests(tmp_path / "in.jsonl", {"prompt": [1, 100]}, {"prompt": "a"})
+    assert batch(tmp_path) == 0
+    found = answers(tmp_path)
+    assert found[0]["ids"] == [100]
+    assert "came without a tokenizer" in found[1]["error"]
+
+
+def test_a_second_run_has_nothing_to_do(tmp_path, folder, made, capsys):
+    requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
+    assert batch(tmp_path) == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert batch(tmp_path) == 0
+    assert len(made) == 1  # the second run does not even load the model
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert "all 7 requests" in capsys.readouterr().out
+
+
+def test_lines_that_are_appended_are_answered(tmp_path, folder, made):
+    requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:4]))
+    assert batch(tmp_path) == 0
+    requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
+    assert batch(tmp_path) == 0
+    assert len(made[-1].asked) == 3
+    assert len(answers(tmp_path)) == 7
+
+
+def test_requests_or_settings_that_changed_are_refused(tmp_path, folder, made, capsys):
+    place = requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
+    assert batch(tmp_path) == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    requests(place, *({"prompt": text} for text in ["one", "TWO", *PROMPTS[2:]]))
+    assert batch(tmp_path) == 2
+    assert "answers other requests than these, line 2 is another one now" in capsys.readouterr().err
+    requests(place, *({"prompt": text} for text in PROMPTS[:5]))
+    assert batch(tmp_path) == 2
+    assert "they have become fewer" in capsys.readouterr().err
+    requests(place, *({"prompt": text} for text in PROMPTS))
+    assert batch(tmp_path, "max_target_length=100") == 2
+    assert "another model or of other settings" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert batch(tmp_path, "max_target_length=100", "--overwrite") == 0
+    assert len(answers(tmp_path)) == 7
+    assert len(made) == 2
+
+
+def test_a_bad_configuration_keeps_the_answers(tmp_path, folder, made, monkeypatch):
+    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    assert batch(tmp_path) == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert batch(tmp_path, "--overwrite", "stepz=1") == 2
+
+    def broken(*_, **__):
+        raise UserError("no such weights")
+
+    monkeypatch.setattr(FakeLLM, "load", broken)
+    assert batch(tmp_path, "--overwrite") == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_answers_cut_off_anywhere(tmp_path):
+    """Whatever number of bytes has reached the file, what follows completes it, and nothing is there twice."""
+    place = requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:3]))
+    out = tmp_path / "out.jsonl"
+
+    def go_on():
+        journal = Answers(out, {"a": 1}, overwrite=False)
+        left = journal.verify(place)
+        journal.begin()
+        for line in lines(place):
+            if not journal.has(line):
+                journal.write(line, {"text": "é" * line.index})
+        journal.close()
+        return left
+
+    go_on()
+    whole = out.read_bytes()
+    expected = answers(tmp_path)
+    assert len(expected) == 3
+    for size in range(len(whole) + 1):
+        out.write_bytes(whole[:size])
+        assert go_on() == (size < len(whole))
+        assert answers(tmp_path) == expected
+        assert out.read_bytes().startswith(whole[: whole[:size].rfind(b"\n") + 1])
+
+
+def test_a_file_of_something_else_is_not_touched(tmp_path, folder, made, capsys):
+    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    (tmp_path / "out.jsonl").write_text('{"index": 0}\n')
+    assert batch(tmp_path) == 2
+    assert "line 1 of" in (error := capsys.readouterr().err)
+    assert "is no answer of `maxtext batch`" in error
+    assert (tmp_path / "out.jsonl").read_text() == '{"index": 0}\n'
+
+
+def test_only_one_writer(tmp_path):
+    first = Answers(tmp_path / "out.jsonl", {}, overwrite=False)
+    with pytest.raises(UserError, match="another `maxtext batch` is writing"):
+        Answers(tmp_path / "out.jsonl", {}, overwrite=True)
+    first.close()
+    Answers(tmp_path / "out.jsonl", {}, overwrite=False).close()
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Answers(tmp_path / "file" / "out.jsonl", {}, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "name two files and a model"),
+        (["in.jsonl", "out.jsonl"], "name two files and a model"),
+        (["in.jsonl", "--model", "m"], "name two files and a model"),
+        (["in.jsonl", "out.jsonl", "--model", "m", "--fast"], "name two files and a model"),
+        (["nowhere.jsonl", "out.jsonl", "--model", "m"], "there is no file nowhere.jsonl"),
+        (["in.jsonl", "in.jsonl", "--model", "m"], "cannot take the answers"),
+        (["in.jsonl", ".", "--model", "m"], "cannot take the answers"),
+        (["in.jsonl", "out.jsonl", "--model", "m"], "neither a folder nor the name of a model"),
+        (["in.jsonl", "out.jsonl", "--model", "model", "prompt=a"], "prompt=a (command line) would do nothing"),
+        (["in.jsonl", "out.jsonl", "--model", "model", "multi_sampling=true"], "repeat the line"),
+        (["in.jsonl", "out.jsonl", "--model", "model", "loose"], "expected key=value"),
+    ],
+)
+def test_mistakes(words, expected, tmp_path, folder, made, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    assert main(["batch", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert expected in printed.err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+CHILD = """
+import sys, time
+import pytest
+from tests.cli import fake_llm
+from maxtext.cli.main import main
+
+fast = fake_llm.FakeLLM.answer
+def slow(self, index, ask):
+    time.sleep(0.005)
+    return fast(self, index, ask)
+
+with pytest.MonkeyPatch.context() as monkeypatch:
+    fake_llm.install(monkeypatch)
+    monkeypatch.setattr(fake_llm.FakeLLM, "answer", slow)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(tmp_path, folder):
+    """kill -9 twice at work: the last run finds every answer of the others and adds what is missing."""
+    requests(tmp_path / "in.jsonl", *({"prompt": f"number {number}"} for number in range(200)))
+    names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+    command = [sys.executable, "-c", CHILD, "batch", *names, "--model", str(folder), "jax_cache_dir=none"]
+    out, before = tmp_path / "out.jsonl", b""
+    root = Path(__file__).parents[2]
+    for _ in range(2):
+        child = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while child.poll() is None and (out.stat().st_size if out.exists() else 0) < len(before) + 3000:
+            time.sleep(0.005)
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        written = out.read_bytes()
+        assert written.startswith(before[: before.rfind(b"\n") + 1])
+        assert len(written) > len(before)
+        before = written
+    assert before.count(b"\n") < 200
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert answers(tmp_path) == {
+        number: {"text": f"number {number}"[::-1], "finished": "length"} for number in range(200)
+    }
+
+
+@pytest.mark.slow
+def test_a_real_model(talker, likeliest, tmp_path):
+    folder, llm = talker
+    prompts = [[1, 7, 9], [1, *range(20, 40)], [1, 300], [1, 5, 5, 5, 5, 5, 5]]
+    counts = [3, 5, 9, 6]
+    asked = [{"prompt": ids, "max_new_tokens": count} for ids, count in zip(prompts, counts, strict=True)]
+    requests(tmp_path / "in.jsonl", *asked, {"prompt": [1, 400]}, {"prompt": "the cat", "max_new_tokens": 4})
+    words = ["dtype=float32", "attention=dot_product", "matmul_precision=highest", "max_target_length=64"]
+    words += ["per_device_batch_size=2", "jax_cache_dir=none"]
+    names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+    assert main(["batch", *names, "--model", str(folder), *words]) == 0
+    found = answers(tmp_path)
+    for number, (ids, count) in enumerate(zip(prompts, counts, strict=True)):
+        assert found[number]["ids"] == likeliest(ids, count)[len(ids) :]
+    assert "outside the vocabulary" in found[4]["error"]
+    ids = llm.tokenizer.encode_prompt("the cat")
+    assert found[5]["text"] == llm.tokenizer.decode(likeliest(ids, 4)[len(ids) :])

@@ -1,0 +1,62 @@
+"""Run by test_quantized.py in a process of its own with eight CPU devices: prints a JSON of what it found.
+
+For each case, the logits of a quantized model that lies on a mesh against those of its weights on one device.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext import LLM
+from maxtext.kernels.quantized import Quantized
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.sharding.layouts import LAYOUTS, MODELS
+
+ROWS, LENGTH = 8, 8
+CASES = [
+    ("dense", "int8", "tensor"),
+    ("dense", "int4", "fsdp x tensor"),
+    ("moe", "int8", "expert x tensor"),
+    ("moe", "int4", "fsdp x expert"),
+    ("mla", "int8", "tensor"),
+]
+SMALL = (
+    "vocab_size=96", f"max_target_length={LENGTH}", "base_num_query_heads=8", "base_num_decoder_layers=2",
+    "dtype=float32", "matmul_precision=highest", "attention=dot_product", "remat_policy=none", "base_emb_dim=256",
+)  # fmt: skip
+
+
+def compare(model: str, dtype: str, layout: str) -> dict:
+    words = dict(word.split("=") for word in (*SMALL, *MODELS[model], *LAYOUTS[layout]))
+    llm = LLM.load("default", quantization=dtype, **words)
+    ids = np.random.default_rng(0).integers(0, 96, (ROWS, LENGTH))
+    ours = np.asarray(llm.logits(ids))
+    alone = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), jax.devices()[0]), llm.weights)
+
+    def run(weights):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
+        return llm.template.bind(weights)(jnp.asarray(ids), positions)
+
+    with jax.default_matmul_precision("highest"):
+        expected = np.asarray(jax.jit(run)(alone))
+    kernels = [leaf for leaf in jax.tree.leaves(llm.weights, is_leaf=is_quantized) if is_quantized(leaf)]
+    return {
+        "case": [model, dtype, layout],
+        "error": float(np.abs(ours - expected).max() / np.abs(expected).max()),
+        "kernels": len(kernels),
+        "split": sum(not leaf.values.sharding.is_fully_replicated for leaf in kernels),
+    }
+
+
+def is_quantized(leaf: object) -> bool:
+    return isinstance(leaf, Quantized)
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        print(json.dumps(compare(*case)), flush=True)

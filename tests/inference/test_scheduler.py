@@ -1,0 +1,225 @@
+"""Continuous batching: whatever shares the batch, each request gets the tokens that it gets alone.
+
+The oracle is another route: all tokens computed anew for each new one (`Recomputed`), one request at a time.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.configs.sources import from_words
+from maxtext.inference.engine import Programs
+from maxtext.inference.sampling import Sampling
+from maxtext.inference.scheduler import Request
+from maxtext.inference.scoring import Recomputed
+from maxtext.inference.serving import make_scheduler
+from maxtext.models.transformer import initial_weights, make_template
+from maxtext.sharding import AxisRules, make_mesh
+from tests.models.test_steps import MODELS as STEPPED
+from tests.models.test_steps import SIZES
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+VOCABULARY, LENGTH = 41, 64
+MODELS = {**STEPPED, "learned positions": [*STEPPED["learned positions"], f"trainable_position_size={LENGTH}"]}
+KINDS = {**MODELS, "recomputed": ["decoder_block=llama2", "base_num_decoder_layers=2", "moba=true", "moba_chunk_size=4",
+                                  "moba_topk=2"]}  # fmt: skip
+
+
+def configuration(*words):
+    last = {word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *words)}
+    return load(None, from_words(last.values()), environ={}, devices=Devices(1))
+
+
+def programs_of(config):
+    return Programs(config, make_template(config), AxisRules.of(config, make_mesh(config)))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """By kind: (weights, the tokens of requests alone)."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            config = configuration(*KINDS[name])
+            # Larger than at the start of training, so that scores differ clearly.
+            weights = jax.tree.map(lambda x: x * 3, jax.jit(lambda: initial_weights(config))())
+            programs = programs_of(config)
+            programs.__dict__["scorer"] = Recomputed(programs.template)
+            alone = make_scheduler(programs, weights, 1, LENGTH)
+            known = {}
+
+            def tokens(request):
+                if request not in known:
+                    (known[request],) = alone.run([request])
+                return known[request]
+
+            made[name] = weights, tokens
+        return made[name]
+
+    return get
+
+
+def random_request(random, prompts=(1, 30), counts=(1, 20), greedy=0.5, prefixes=()):
+    ids = random.integers(0, VOCABULARY, random.integers(*prompts)).tolist()
+    if len(prefixes) and random.random() < 0.7:
+        start = prefixes[random.integers(len(prefixes))]
+        ids = [*start[: random.integers(1, len(start) + 1)], *ids][: prompts[1]]
+    sampling = Sampling() if random.random() < greedy else Sampling(*[(1.0, 0, 1.0), (2.0, 7, 1.0), (1.5, 0, 0.8),
+                                                                     (1.5, 9, 0.7)][random.integers(4)])  # fmt: skip
+    ends = (int(random.integers(VOCABULARY)),) if random.random() < 0.3 else ()
+    return Request(tuple(ids), int(random.integers(*counts)), sampling, int(random.integers(1 << 31)), ends)
+
+
+def serve(scheduler, requests, random):
+    """The tokens of each, with requests that come at random times."""
+    found = {number: [] for number in range(len(requests))}
+    finished, waiting = set(), list(enumerate(requests))
+    while waiting or scheduler.busy:
+        for _ in range(min(len(waiting), int(random.integers(0, 4)))):
+            number, request = waiting.pop(0)
+            assert scheduler.refusal(request) is None
+            scheduler.add(number, request)
+        for news in scheduler.step():
+            assert news.number not in finished
+            found[news.number] += news.tokens
+            if news.finished:
+                assert news.error is None
+                finished.add(news.number)
+        scheduler.pages.check()
+    assert finished == set(found)
+    assert scheduler.pages.held == 0
+    assert sorted(scheduler.slots) == list(range(scheduler.engine.size.slots))
+    return list(found.values())
+
+
+LAYOUTS = {
+    "a page each": [],
+    "chunked": ["use_chunked_prefill=true", "prefill_chunk_size=7"],
+    "few pages": ["attention=paged", "pagedattn_num_pages=14", "pagedattn_tokens_per_page=4"],
+    "prefixes": ["enable_prefix_caching=true", "pagedattn_tokens_per_page=4"],
+    "few pages, prefixes in host memory": [
+        "attention=paged", "pagedattn_num_pages=16", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true",
+        "prefix_caching_hbm_byte=4096", "use_chunked_prefill=true", "prefill_chunk_size=9",
+    ],
+}  # fmt: skip
+HARDEST = "few pages, prefixes in host memory"
+CASES = [
+    pytest.param("causal", "few pages"),
+    pytest.param("window", "prefixes"),
+    *(pytest.param("causal", layout, marks=pytest.mark.slow) for layout in LAYOUTS if layout != "few pages"),
+    *(pytest.param(kind, HARDEST, marks=pytest.mark.slow) for kind in MODELS if kind != "causal"),
+    pytest.param("recomputed", "chunked", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_requests_are_served_as_if_alone(models, kind, layout):
+    weights, alone = models(kind)
+    config = configuration(*KINDS[kind], *LAYOUTS[layout])
+    scheduler = make_scheduler(programs_of(config), weights, 4, LENGTH)
+    random = np.random.default_rng(3)
+    prefixes = random.integers(0, VOCABULARY, (2, 18)).tolist()
+    requests = [random_request(random, prefixes=prefixes) for _ in range(14)]
+    assert serve(scheduler, requests, random) == [alone(request) for request in requests]
+    if "prefixes" in layout:
+        assert scheduler.pages.hits > 0
+    if layout == "few pages":
+        assert scheduler.preempted > 0
+
+
+@pytest.mark.slow
+def test_two_hundred_requests(models):
+    """In a pool that is too small for all that are at work, with shared prefixes."""
+    weights, alone = models("causal")
+    words = ["attention=paged", "pagedattn_num_pages=36", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true"]
+    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), weights, 8, LENGTH)
+    random = np.random.default_rng(5)
+    prefixes = random.integers(0, VOCABULARY, (3, 20)).tolist()
+    requests = [random_request(random, prompts=(1, 40), prefixes=prefixes) for _ in range(200)]
+    assert serve(scheduler, requests, random) == [alone(request) for request in requests]
+    assert scheduler.preempted > 0
+    assert scheduler.pages.hits > 200
+
+
+def test_log_probabilities(models):
+    """Of each new token, the logarithm of the softmax of the model's scores, whatever it was drawn by."""
+    weights, _ = models("causal")
+    config = configuration(*KINDS["causal"])
+    programs = programs_of(config)
+    scheduler = make_scheduler(programs, weights, 2, LENGTH)
+    request = Request((5, 6, 7), 6, Sampling(1.5, 9, 0.9), 11, log_probs=True)
+    scheduler.add(0, request)
+    scheduler.add(1, dataclasses.replace(request, log_probs=False))
+    tokens, found, quiet = [], [], []
+    while scheduler.busy:
+        for news in scheduler.step():
+            (quiet if news.number else tokens).extend(news.tokens)
+            found += news.log_probs
+            assert news.number == 0 or not news.log_probs
+    assert tokens == quiet
+    ids = np.array([[*request.ids, *tokens]])
+    places = np.arange(ids.shape[1])[None]
+    scores = np.asarray(programs.template.bind(weights)(ids, places)[0], np.float64)
+    shares = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    expected = [shares[len(request.ids) - 1 + place, token] for place, token in enumerate(tokens)]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_a_request_that_is_cancelled_makes_room(models):
+    weights, alone = models("causal")
+    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"])), weights, 1, LENGTH)
+    first, second = Request((1, 2), 60), Request((3, 4), 9)
+    scheduler.add(0, first)
+    scheduler.add(1, second)
+    tokens, cancelled = [], False
+    while scheduler.busy:
+        for news in scheduler.step():
+            if news.number == 0 and not cancelled:
+                scheduler.cancel(0)
+                cancelled = True
+            elif news.number == 1:
+                tokens += news.tokens
+    assert cancelled
+    assert tokens == alone(second)
+
+
+REFUSED = {
+    "empty": (Request((), 3), "the prompt is empty"),
+    "no tokens wanted": (Request((1,), 0), "max_new_tokens=0 must be at least 1"),
+    "unknown id": (Request((1, 41), 3), "token id 41 is outside the vocabulary, 0 to 40"),
+    "negative id": (Request((1, -1), 3), "token id -1 is outside the vocabulary"),
+    "too long": (Request((1,) * 60, 5), "a prompt of 60 tokens and 5 new ones do not fit into 64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(models, name):
+    request, sentence = REFUSED[name]
+    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"])), models("causal")[0], 1, LENGTH)
+    assert sentence in scheduler.refusal(request)
+
+
+def test_a_sequence_needs_no_more_pages_than_there_are(models):
+    words = ["attention=paged", "pagedattn_num_pages=5", "pagedattn_tokens_per_page=4"]
+    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), models("causal")[0], 2, LENGTH)
+    assert "do not fit into 20" in scheduler.refusal(Request((1,) * 12, 9))
+    assert scheduler.refusal(Request((1,) * 12, 8)) is None
+    words += ["pagedattn_max_pages_per_group=3"]
+    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), models("causal")[0], 2, LENGTH)
+    assert "do not fit into 12" in scheduler.refusal(Request((1,) * 5, 8))
+
+
+def test_broken_weights_are_told(models):
+    weights, _ = models("causal")
+    broken = jax.tree.map(lambda x: x * np.nan, weights)
+    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"])), broken, 1, LENGTH)
+    scheduler.add(0, Request((1, 2), 5))
+    news = [each for _ in range(3) for each in scheduler.step()]
+    assert [each.finished for each in news] == ["error"]
+    assert "scores are not numbers" in news[0].error
