@@ -1,4 +1,4 @@
-"""What quantization costs in perplexity, on the evaluation data of a run, and what it saves in memory.
+"""What quantization costs in perplexity, on the eval_steps batches of a run, and what it saves in memory.
 
     maxtext train quickstart
     python benchmarks/quantized.py maxtext_output/quickstart [KEY=VALUE[,KEY=VALUE…] …]
@@ -10,6 +10,7 @@ as one text. Prints one JSON line for each set.
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -41,11 +42,13 @@ DEFAULT = [
 
 
 def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
-    setup = Setup.of(load(run / "config.yml", [], environ={}))
+    config = load(run / "config.yml", [], environ={})
+    setup = Setup.of(config)
     streams = eval_streams(setup)
     if streams is None:
         raise SystemExit(f"{run} has no evaluation data: train with eval_interval above 0")
-    for batch in EvaluationFeed(setup, streams)():
+    count = config.eval_steps if config.eval_steps > 0 else None  # None: all
+    for batch in itertools.islice(EvaluationFeed(setup, streams)(), count):
         yield {name: np.asarray(field) for name, field in batch.items()}
 
 

@@ -3,7 +3,10 @@
 import io
 import os
 import pty
+import select
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,11 +151,12 @@ def test_no_model(capsys):
 
 
 CHILD = """
-import sys
+import fcntl, sys, termios
 import pytest
 from tests.cli import fake_llm
 from maxtext.cli.main import main
 
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C comes from this terminal
 with pytest.MonkeyPatch.context() as monkeypatch:
     fake_llm.install(monkeypatch)
     sys.exit(main(sys.argv[1:]))
@@ -162,29 +166,40 @@ with pytest.MonkeyPatch.context() as monkeypatch:
 @pytest.mark.slow
 def test_in_a_terminal(folder):
     """A person: a mark to type at, Ctrl-C that only clears the line, an answer, its figures, Ctrl-D."""
-    child, terminal = pty.fork()
-    if not child:
-        os.chdir(Path(__file__).parents[2])
-        os.environ["TERM"] = "dumb"
-        os.execv(sys.executable, [sys.executable, "-c", CHILD, "chat", str(folder), "jax_cache_dir=none"])
+    terminal, other_side = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, "chat", str(folder), "jax_cache_dir=none"],
+        stdin=other_side,
+        stdout=other_side,
+        stderr=other_side,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TERM": "dumb"},
+    )
+    os.close(other_side)
 
     def until(sign):
         seen = b""
         while sign not in seen:
+            assert select.select([terminal], [], [], 60)[0], seen
             seen += os.read(terminal, 1024)
         return seen.decode()
 
-    assert "/help lists the commands" in until(b"> ")
-    os.write(terminal, b"\x03")
-    assert "Ctrl-D or /exit leaves" in until(b"> ")
-    os.write(terminal, b"hello\n")
-    seen = until(b"tokens/s")
-    assert "olleh\r\n" in seen
-    assert f"{len(chatml(('user', 'hello')))} tokens" in seen
-    until(b"> ")
-    os.write(terminal, b"\x04")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(terminal)
+    try:
+        assert "/help lists the commands" in until(b"> ")
+        time.sleep(0.5)  # readline shows its mark a moment before it waits, and a Ctrl-C between the two waits, too
+        os.write(terminal, b"\x03")
+        assert "Ctrl-D or /exit leaves" in until(b"> ")
+        os.write(terminal, b"hello\n")
+        seen = until(b"tokens/s\r\n> ")
+        assert "olleh\r\n" in seen
+        assert f"{len(chatml(('user', 'hello')))} tokens" in seen
+        os.write(terminal, b"\x04")
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(terminal)
 
 
 @pytest.mark.slow

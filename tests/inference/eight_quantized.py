@@ -1,6 +1,7 @@
 """Run by test_quantized.py in a process of its own with eight CPU devices: prints a JSON of what it found.
 
-For each case, the logits of a quantized model that lies on a mesh against those of its weights on one device.
+For each case, the logits of a quantized model that lies on a mesh against those of its weights on one device; and how
+much memory random weights take on their way to integers.
 """
 
 import json
@@ -12,7 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext import LLM
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
 from maxtext.kernels.quantized import Quantized
+from maxtext.layers.quantized import quantize_weights
+from maxtext.models.transformer import initial_weights, make_template
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.sharding.layouts import LAYOUTS, MODELS
@@ -53,6 +58,17 @@ def compare(model: str, dtype: str, layout: str) -> dict:
     }
 
 
+def birth() -> dict:
+    words = ["base_emb_dim=128", "base_mlp_dim=512", "base_num_decoder_layers=6", "vocab_size=64", "scan_layers=false"]
+    config = load(None, words, environ={}, devices=Devices(1))
+    template = make_template(config)
+    make = jax.jit(lambda: quantize_weights(template, initial_weights(config), "int8"))
+    return {
+        "temporary": make.lower().compile().memory_analysis().temp_size_in_bytes,
+        "floats": sum(4 * leaf.size for leaf in jax.tree.leaves(template.weights)),
+    }
+
+
 def is_quantized(leaf: object) -> bool:
     return isinstance(leaf, Quantized)
 
@@ -60,3 +76,4 @@ def is_quantized(leaf: object) -> bool:
 if __name__ == "__main__":
     for case in CASES:
         print(json.dumps(compare(*case)), flush=True)
+    print(json.dumps(birth()), flush=True)

@@ -10,6 +10,7 @@ import pytest
 
 from maxtext import LLM
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.inference import Ask
 
 torch = pytest.importorskip("torch")
 
@@ -102,6 +103,52 @@ def test_the_seed_decides(llm, ids):
     assert (one != other).any()
 
 
+def test_streams_and_stops(llm):
+    """Pieces make the text; a stop ends it before the text that it is."""
+    whole = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
+    pieces = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))
+    assert "".join(pieces) == whole
+    word = whole.split()[2]
+    before = whole[: whole.index(f" {word}")]
+    assert llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True, stop=[f" {word}"]) == before
+    (answer,) = llm.answers([Ask("w5 w9", 12, stop=(f" {word}",), ignore_eos=True)])
+    assert (answer.finished, answer.text) == ("stop", before)
+    assert sum(token > 2 for token in answer.ids) == before.count(" w") + 1  # the others are not shown
+    again = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))  # the slot that was stopped is free
+    assert again == pieces
+
+
+def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
+    good = Ask([5, 6], 4, ignore_eos=True)
+    asks = [good, Ask([], 4), Ask([5, 61], 4), Ask("w5", 0), Ask([5] * 127, 4, ignore_eos=True), good]
+    for given in (iter(asks), asks):
+        answers = sorted(llm.answers(given), key=lambda answer: answer.index)
+        assert [answer.index for answer in answers] == list(range(6))
+        assert [answer.finished for answer in answers] == ["length", "error", "error", "error", *["length"] * 2]
+        assert answers[0].ids == answers[5].ids
+        assert answers[0].text == answers[5].text
+    errors = [answer.error or "" for answer in answers]
+    assert "empty" in errors[1]
+    assert "token id 61" in errors[2]
+    assert "max_new_tokens=0" in errors[3]
+
+
+def test_a_stream_that_is_left_frees_its_slot(llm):
+    stream = llm.stream("w5", max_new_tokens=100, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert llm.last_scheduler[1].pages.held == 0
+    assert len(list(llm.stream("w5", max_new_tokens=4, ignore_eos=True))) > 0
+
+
+def test_warm_up_compiles_what_is_needed(folder):
+    llm = LLM.load(folder, **EXACT, max_target_length=32, max_prefill_predict_length=8, per_device_batch_size=2)
+    llm.warm_up()
+    compiled = [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)]
+    list(llm.answers(iter([Ask([5] * 8, 4, ignore_eos=True), Ask([6] * 3, 20, ignore_eos=True)])))
+    assert [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)] == compiled
+
+
 def test_save_and_load_again(llm, folder, ids, tmp_path):
     """Ours, scanned and unrolled; and from ours back to theirs, bit for bit, with what came along."""
     from safetensors.numpy import load_file
@@ -143,7 +190,7 @@ def test_on_several_devices(llm, folder, ids):
         "ids = np.array(json.loads(sys.argv[2]))\n"
         "llm = LLM.load(sys.argv[1], dtype='float32', weight_dtype='float32', matmul_precision='highest',"
         " attention='dot_product', ici_fsdp_parallelism=4, ici_tensor_parallelism=2)\n"
-        "kernel = llm.weights['layers'][0]['blocks'][0]['mlp']['wo']['kernel']\n"
+        "kernel = llm.weights['layers'][0]['blocks'][0][0]['mlp']['wo']['kernel']\n"
         "assert kernel.addressable_shards[0].data.size * 8 == kernel.size\n"
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
@@ -169,7 +216,10 @@ BAD_CALLS = {
     "no new tokens": (lambda llm: llm.generate("w4", max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
     "top_p": (lambda llm: llm.generate("w4", temperature=1.0, top_p=0.0), "top_p=0.0 must be above 0"),
     "top_k": (lambda llm: llm.generate("w4", temperature=1.0, top_k=-1), "top_k=-1 must be at least 0"),
-    "temperature": (lambda llm: llm.generate("w4", temperature=-1.0), "temperature=-1.0 must be a number of at least 0"),
+    "temperature": (
+        lambda llm: llm.generate("w4", temperature=-1.0),
+        "temperature=-1.0 must be a number of at least 0",
+    ),
     "top_k of nothing": (lambda llm: llm.generate("w4", top_k=3), "temperature=0 draws nothing"),
 }
 

@@ -14,7 +14,9 @@ import pytest
 from maxtext import LLM
 from maxtext.checkpoint.weights import flatten
 from maxtext.common.errors import ConfigError
+from maxtext.configs import load
 from maxtext.kernels.quantized import Quantized
+from maxtext.trainers.setup import Setup
 from tests.inference.eight_quantized import CASES
 
 FLOAT32 = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product"}
@@ -41,6 +43,7 @@ def quantized(folder):
     return {dtype: LLM.load(folder, quantization=dtype, **FLOAT32) for dtype in ("int8", "int4")}
 
 
+@pytest.mark.slow
 @KINDS
 def test_the_logits_are_those_of_the_rounded_weights(llm, quantized, ids, dtype):
     ours = quantized[dtype].logits(ids)
@@ -80,6 +83,7 @@ def test_bytes(llm, quantized, dtype):
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(quantized[dtype].weights)) == expected
 
 
+@pytest.mark.slow
 @KINDS
 def test_random_weights_are_born_quantized(dtype):
     words = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads", "base_num_decoder_layers"), 2)
@@ -97,6 +101,7 @@ def test_random_weights_are_born_quantized(dtype):
         LLM.load("default", quantization=dtype, checkpoint_is_quantized=True, **words, **FLOAT32)
 
 
+@pytest.mark.slow
 @KINDS
 def test_saved_and_loaded_again(folder, quantized, ids, dtype, tmp_path):
     LLM.load(folder, quantization=dtype, save_quantized_params_path=str(tmp_path / "ours"), **FLOAT32)
@@ -112,25 +117,35 @@ def test_saved_and_loaded_again(folder, quantized, ids, dtype, tmp_path):
 
 
 def test_training_refuses_it():
-    from maxtext.configs import load
-    from maxtext.trainers.setup import Setup
-
     with pytest.raises(ConfigError, match=r"quantization \(command line\) is for inference"):
         Setup.of(load(None, ["quantization=int8", "dataset_type=synthetic"], environ={}))
 
 
-@pytest.mark.slow
-def test_eight_devices():
+@pytest.fixture(scope="module")
+def eight():
+    """What the script found, with programs ordered to save memory, as they are on accelerators."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_quantized.py")],
         capture_output=True,
         text=True,
         timeout=1800,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_the_same_as_on_one_device(eight):
+    found = [one for one in eight if "case" in one]
     assert [tuple(one["case"]) for one in found] == CASES
     for one in found:
         assert one["error"] < 1e-5, one
         assert one["split"] >= one["kernels"] * 0.7, one  # the rest does not divide
+
+
+@pytest.mark.slow
+def test_the_floats_of_random_weights_go_as_they_come(eight):
+    (found,) = (one for one in eight if "temporary" in one)
+    assert found["temporary"] < found["floats"] / 6

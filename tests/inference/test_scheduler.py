@@ -30,9 +30,9 @@ KINDS = {**MODELS, "recomputed": ["decoder_block=llama2", "base_num_decoder_laye
                                   "moba_topk=2"]}  # fmt: skip
 
 
-def configuration(*words):
+def configuration(*words, devices=1):
     last = {word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *words)}
-    return load(None, from_words(last.values()), environ={}, devices=Devices(1))
+    return load(None, from_words(last.values()), environ={}, devices=Devices(devices))
 
 
 def programs_of(config):

@@ -55,7 +55,7 @@ def test_round_trips(name, specimen, model, tmp_path):
 def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
     one = specimen(name)
     model(name).save(tmp_path)
-    unrolled = LLM.load(tmp_path, scan_layers=False, **zoo.SETTINGS)
+    unrolled = LLM.load(tmp_path, **(zoo.SETTINGS | {"scan_layers": False}))
     assert zoo.distance(unrolled.logits(one.ids), one.scores) < one.case.tolerance
 
 
@@ -70,7 +70,7 @@ def test_greedy(name, specimen, model):
     # In pieces, one after the other; and then from what is known of their beginnings.
     pieces = {"use_chunked_prefill": True, "prefill_chunk_size": 9}
     known = {"enable_prefix_caching": True, "pagedattn_tokens_per_page": 4} if model(name).programs.cached else {}
-    again = LLM.load(one.folder, **zoo.SETTINGS, **pieces, **known)
+    again = LLM.load(one.folder, **(zoo.SETTINGS | {"scan_layers": False} | pieces | known))
     for _ in range(2):
         assert again.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
     if known:

@@ -22,7 +22,9 @@ VOCABULARY, ROWS, LENGTH = 131, 2, 48
 TOLERANCE, LOOSE = 5e-5, 5e-4
 
 # How our models are loaded to be compared.
-SETTINGS = dict(dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product")
+SETTINGS = dict(
+    dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product", scan_layers=True
+)
 
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 SIZES = dict(

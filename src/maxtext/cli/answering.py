@@ -129,8 +129,8 @@ def settle(place: str, path: str | None, words: Sequence[str]) -> Any:
     return config
 
 
-def open_model(place: str, config: Any) -> Answering:
-    """The model itself, by a configuration from `settle`."""
+def open_model(place: str, config: Any, text: bool = True) -> Answering:
+    """The model itself, by a configuration from `settle`; without `text`, for ids alone."""
     began = time.perf_counter()
     log.configure(level=logging.WARNING)
     set_up_jax(config)
@@ -145,7 +145,7 @@ def open_model(place: str, config: Any) -> Answering:
         keys.pop("model_name", None)  # it is the place
     with loading(place) as progress:
         llm = LLM.load(folder.absolute() if folder.is_dir() else place, progress, **keys)
-    if config.tokenizer_path and (config.source("tokenizer_path").kind in CHOSEN or llm.tokenizer is None):
+    if text and config.tokenizer_path and (config.source("tokenizer_path").kind in CHOSEN or llm.tokenizer is None):
         llm.tokenizer = load_tokenizer(config)
     return Answering(llm, config, place, time.perf_counter() - began)
 

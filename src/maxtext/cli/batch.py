@@ -45,11 +45,10 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"there is no file {requests}: it should have a request on each line")
     if out.is_dir() or (out.exists() and out.samefile(requests)):
         raise ConfigError(f"{out} cannot take the answers: name another file")
+    place = model_place(place)
     config = settle(place, None, words[2:])
     refuse(config, "batch", USELESS)
-    folder = Path(place).expanduser()
-    shaping = {key: getattr(config, key) for key in SHAPING}
-    answers = Answers(out, shaping | {"model": str(folder.resolve()) if folder.is_dir() else place}, overwrite)
+    answers = Answers(out, {key: getattr(config, key) for key in SHAPING} | {"model": place}, overwrite)
     before = len(answers)
     try:
         if not answers.verify(requests):
@@ -71,6 +70,16 @@ def run(words: list[str]) -> int:
         answers.close()
     print(f"wrote {out}\n{aligned(report.rows(), left=1)}", end="")
     return 0
+
+
+def model_place(named: str) -> str:
+    """The same model for all answers: of a run, which may go on, the step that is the newest now."""
+    from maxtext.checkpoint import steps
+
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        return named
+    return str((steps.steps_under(folder)[-1] if steps.is_checkpoints(folder) else folder).resolve())
 
 
 def answer_all(model: Answering, requests: Path, answers: Answers, report: "Report") -> None:

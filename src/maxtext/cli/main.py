@@ -69,6 +69,17 @@ VERBS = {
         "  key=value     any key of base.yml\n",
         settings=False,
     ),
+    "bench": Verb(
+        "measure how fast a model reads prompts and writes tokens, by batch and length",
+        "maxtext bench inference model_name=qwen3-0.6b per_device_batch_size=4",
+        "inference [FILE] [key=value ...]",
+        "  load_parameters_path=DIR or model_name=NAME         the model; a name has random weights\n"
+        "  per_device_batch_size=N                             batches of 1, 2, 4 … up to N a device\n"
+        "  inference_microbenchmark_prefill_lengths=64,1024    lengths of prompts\n"
+        "  inference_microbenchmark_stages=prefill,generate    what to measure\n"
+        "  inference_microbenchmark_log_file_path=FILE         the same as JSON\n"
+        "  multi_sampling=true                                 also several completions of one prompt\n",
+    ),
     "convert": Verb(
         "turn a Hugging Face folder into a checkpoint of ours, or back; take the weights out of a training checkpoint",
         "maxtext convert from_hf ~/models/Qwen3-0.6B qwen3",

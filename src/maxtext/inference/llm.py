@@ -56,8 +56,10 @@ class LLM:
     def load(cls, path: str | os.PathLike, progress: Progress | None = None, **config: Any) -> "LLM":
         """From a Hugging Face folder, a folder of ours, or the name of a model, which gives random weights.
 
-        Keywords are keys of the configuration: dtype, weight_dtype, attention, ici_tensor_parallelism …
+        Keywords are keys of the configuration: dtype, weight_dtype, attention, ici_tensor_parallelism … Layers are
+        unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay so unless weight_dtype says else.
         """
+        config = {"scan_layers": False} | split_caches(config)
         if Path(path).expanduser().is_dir():
             return cls.from_folder(open_checkpoint(path), progress, config)
         names = fields.choices("model_name")
@@ -79,6 +81,8 @@ class LLM:
 
     @classmethod
     def from_folder(cls, checkpoint: Checkpoint, progress: Progress | None, config: dict[str, Any]) -> "LLM":
+        if {np.dtype(tensor.dtype).name for tensor in checkpoint.folder.tensors.values()} == {"bfloat16"}:
+            config = {"weight_dtype": "bfloat16"} | config
         keys = from_python(within_positions(checkpoint.settings, config))
         settled = load(None, keys, model=checkpoint.settings)
         template = make_template(settled)
@@ -272,6 +276,14 @@ class LLM:
         places = self.config.trainable_position_size
         if 0 < places < length:
             raise UserError(f"{length} tokens are more than the {places} positions that this model has learned")
+
+
+def split_caches(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys, with the rule by which context_autoregressive devices share the length of caches, if there are any."""
+    devices = [config.get(f"{kind}_context_autoregressive_parallelism", 1) for kind in ("ici", "dcn")]
+    if "logical_axis_rules" in config or devices == [1, 1]:
+        return config
+    return config | {"logical_axis_rules": [["cache_sequence", ["context_autoregressive"]]]}
 
 
 def seed_of(seed: int, place: int) -> int:

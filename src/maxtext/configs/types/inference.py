@@ -1,7 +1,7 @@
 """Decoding, its layouts, server and benchmarks."""
 
 from maxtext.configs.types.enums import SamplingStrategy
-from maxtext.configs.types.group import Group, in_range, one_of, rule
+from maxtext.configs.types.group import Group, acts_only, in_range, one_of, rule
 
 
 class InferenceGeneral(Group):
@@ -75,6 +75,14 @@ in_range(0, None, "decode_sampling_top_k", "decode_sampling_temperature", "prefi
 in_range(0, None, "prefix_caching_dram_byte")
 in_range(0, 1, "decode_sampling_nucleus_p", special=(-1.0,))
 one_of("model_call_mode", "", "inference")
+
+acts_only(lambda c: c.use_chunked_prefill, "use_chunked_prefill=true", "prefill_chunk_size")
+acts_only(lambda c: c.multi_sampling, "multi_sampling=true", "inference_microbenchmark_num_samples")
+acts_only(lambda c: c.enable_prefix_caching, "enable_prefix_caching=true", "prefix_caching_hbm_byte",
+          "prefix_caching_dram_byte")  # fmt: skip
+acts_only(lambda c: c.attention == "paged", "attention=paged", "pagedattn_num_pages")
+acts_only(lambda c: c.attention == "paged" or c.enable_prefix_caching, "attention=paged or enable_prefix_caching=true",
+          "pagedattn_tokens_per_page", "pagedattn_max_pages_per_group")  # fmt: skip
 
 
 @rule

@@ -393,6 +393,9 @@ def quantization_is_of_weights(c):
 acts_only(lambda c: bool(c.quantization), "quantization=int8 or int4", "save_quantized_params_path")
 
 
+acts_only(lambda c: c.quantize_kvcache, "quantize_kvcache=true", "kv_quant_axis", "kv_quant_dtype")
+
+
 @rule
 def quantized_cache_is_quantized_by_an_axis(c):
     if c.quantize_kvcache and not c.kv_quant_axis.value:

@@ -1,0 +1,159 @@
+"""Tokens a second of generation, against `transformers` with a static, compiled cache, both with random bfloat16 weights.
+
+    python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128] [--offline 512]
+
+A case is a shape and a batch. Greedy; `batch` prompts of the same length through each side's own `generate`; what counts
+is the time of `new` tokens less that of one, so reading the prompts does not; the best of three runs. Each side runs in
+a process of its own. A case `8b:1:int8` is ours alone with int8 weights, and its ratio is to our own
+bfloat16. --offline N serves N requests of mixed lengths (prompts of 64 to 1024 tokens, answers of 64 to 512) by
+continuous batching on the 8b shape and counts the new tokens by all the time that it takes, after one run that compiles.
+Prints one JSON line.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+SHAPES = {
+    "8b": {"layers": 32, "embed": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocabulary": 128256},
+    "default": {"layers": 16, "embed": 2048, "heads": 16, "kv_heads": 16, "mlp": 7168, "vocabulary": 32000},
+    "tiny": {"layers": 2, "embed": 256, "heads": 2, "kv_heads": 1, "mlp": 256, "vocabulary": 500},
+}
+HEAD = 128
+RUNS = 3
+
+
+def rate(generate, new, batch):
+    """Tokens a second by `generate(count)`, less the first of each."""
+    best = {}
+    for count in (1, new):
+        generate(count)
+        seconds = []
+        for _ in range(RUNS):
+            start = time.perf_counter()
+            generate(count)
+            seconds.append(time.perf_counter() - start)
+        best[count] = min(seconds)
+    return batch * (new - 1) / (best[new] - best[1])
+
+
+def prompts(shape, batch, length):
+    return np.random.default_rng(0).integers(0, SHAPES[shape]["vocabulary"], (batch, length))
+
+
+def peer(shape, batch, length, new):
+    import torch
+    import transformers
+
+    sizes = SHAPES[shape]
+    config = transformers.LlamaConfig(
+        hidden_size=sizes["embed"], intermediate_size=sizes["mlp"], num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv_heads"], head_dim=HEAD,
+        vocab_size=sizes["vocabulary"], max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.tensor(prompts(shape, batch, length), device=device)
+
+    def generate(count):
+        with torch.no_grad():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+                cache_implementation="static",
+            )  # fmt: skip
+        assert out.shape[1] == length + count
+        return out.cpu()
+
+    return rate(generate, new, batch)
+
+
+def load(shape, quantization=None, **keys):
+    from maxtext import LLM
+
+    sizes = SHAPES[shape]
+    keys |= {"quantization": quantization} if quantization else {}
+    return LLM.load(
+        "default", base_emb_dim=sizes["embed"], base_num_decoder_layers=sizes["layers"], head_dim=HEAD,
+        base_num_query_heads=sizes["heads"], base_num_kv_heads=sizes["kv_heads"], base_mlp_dim=sizes["mlp"],
+        vocab_size=sizes["vocabulary"], dtype="bfloat16", weight_dtype="bfloat16", max_target_length=2048, **keys,
+    )  # fmt: skip
+
+
+def ours(shape, batch, length, new, quantization=None):
+    llm = load(shape, quantization)
+    ids = prompts(shape, batch, length)
+
+    def generate(count):
+        assert llm.generate(ids, max_new_tokens=count, ignore_eos=True).shape == (batch, count)
+
+    return rate(generate, new, batch)
+
+
+def offline(count, shape="8b"):
+    """New tokens a second of all requests together, and how many there were."""
+    from maxtext.inference import Ask
+
+    llm = load(shape, per_device_batch_size=count)
+    random = np.random.default_rng(1)
+    asks = []
+    for _ in range(count):
+        prompt, new = int(random.integers(64, 1025)), int(random.integers(64, 513))
+        ids = random.integers(0, SHAPES[shape]["vocabulary"], prompt).tolist()
+        asks.append(Ask(ids, max_new_tokens=new, ignore_eos=True))
+    for _ in range(2):
+        start = time.perf_counter()
+        tokens = sum(len(answer.ids) for answer in llm.answers(iter(asks)))
+        seconds = time.perf_counter() - start
+    assert tokens == sum(ask.max_new_tokens for ask in asks)
+    return {"requests": count, "new_tokens": tokens, "seconds": round(seconds, 2), "tokens_a_second": tokens / seconds}
+
+
+def apart(side, *words):
+    """The result of one measurement in a process of its own."""
+    line = [sys.executable, __file__, "--one", side, *map(str, words)]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", default="8b:1,8b:32,default:1,8b:1:int8")
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--offline", type=int, default=0)
+    parser.add_argument("--offline-shape", default="8b")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        side, *words = options.one
+        sides = {
+            "peer": lambda shape, batch, *rest: peer(shape, int(batch), options.prompt, options.new),
+            "ours": lambda shape, batch, *rest: ours(shape, int(batch), options.prompt, options.new, *rest),
+            "offline": lambda count, shape: offline(int(count), shape),
+        }
+        print(json.dumps(sides[side](*words)))
+        return
+    result = {}
+    sizes = ("--prompt", options.prompt, "--new", options.new)
+    for case in filter(None, options.cases.split(",")):
+        shape, batch, *quantization = case.split(":")
+        own = apart("ours", shape, batch, *quantization, *sizes)
+        if quantization:
+            other = result.get(f"{shape}:{batch}", {}).get("ours") or apart("ours", shape, batch, *sizes)
+        else:
+            other = apart("peer", shape, batch, *sizes)
+        result[case] = {"ours": round(own, 1), "other": round(other, 1), "ratio": round(own / other, 2)}
+        print(case, result[case], file=sys.stderr, flush=True)
+    if options.offline:
+        result["offline"] = apart("offline", options.offline, options.offline_shape)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Run with eight fake devices: the tokens of some requests by kind of model and mesh, as JSON on the last line."""
+
+import json
+import sys
+from functools import partial
+
+import jax
+
+from maxtext.inference.sampling import Sampling
+from maxtext.inference.scheduler import Request
+from maxtext.inference.serving import make_scheduler
+from maxtext.models.transformer import initial_weights
+from tests.conftest import QUICK
+from tests.inference.test_scheduler import KINDS, configuration, programs_of
+
+LENGTH = 32
+REQUESTS = [
+    Request((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), 9),
+    Request((7,), 12, Sampling(1.5, 9, 0.9), seed=5),
+    Request((1,) * 20, 6, Sampling(1.0), seed=6),
+]
+PAGES = ["attention=paged", "pagedattn_num_pages=16", "pagedattn_tokens_per_page=4"]
+SPLIT_LENGTH = "logical_axis_rules=[[cache_sequence, [context_autoregressive]]]"
+MESHES = {
+    "tensor": ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"],
+    "autoregressive": ["ici_autoregressive_parallelism=2", "ici_tensor_parallelism=1", "ici_fsdp_parallelism=-1"],
+    "length": [
+        "ici_context_autoregressive_parallelism=4", "ici_autoregressive_parallelism=2", "ici_fsdp_parallelism=1",
+        SPLIT_LENGTH,
+    ],
+}  # fmt: skip
+CASES = [
+    ("causal", "tensor", []), ("causal", "autoregressive", PAGES), ("causal", "length", []), ("causal", "length", PAGES),
+    ("latent", "length", []), ("delta", "tensor", []), ("sinks, windows and experts", "autoregressive", []),
+]  # fmt: skip
+CASES_BY_NAME = {f"{kind}, {mesh}{', pages' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES}
+
+
+def tokens(kind, words, devices):
+    config = configuration(*KINDS[kind], *words, devices=devices)
+    programs = programs_of(config)
+    shardings = programs.rules.shardings(programs.template.axes, programs.template.weights)
+    weights = jax.jit(lambda: jax.tree.map(lambda x: x * 3, initial_weights(config)), out_shardings=shardings)()
+    scheduler = make_scheduler(programs, weights, 4, LENGTH)
+    found = scheduler.run(REQUESTS)
+    if devices > 1:
+        kept = jax.tree.leaves(scheduler.engine.state.caches)
+        assert any(not array.sharding.is_fully_replicated for array in kept), "no cache is split"
+    return found
+
+
+if __name__ == "__main__":
+    jax.jit = partial(jax.jit, compiler_options=QUICK)
+    print(json.dumps([tokens(kind, [*MESHES[mesh], *words], 8) for kind, mesh, words in CASES]), file=sys.stdout)

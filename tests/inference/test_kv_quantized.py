@@ -1,0 +1,100 @@
+"""Caches of integers: how far they are off, how little they take, and that a sequence's tokens do not depend on how it
+was cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.inference.sampling import Sampling
+from maxtext.inference.scheduler import Request
+from maxtext.inference.serving import make_scheduler
+from maxtext.kernels.attention import Visibility
+from maxtext.layers.cache import CacheSize, extended, kept
+from maxtext.layers.inputs import LayerInputs
+from maxtext.models.transformer import initial_weights
+from tests.inference.test_scheduler import KINDS, LENGTH, configuration, programs_of
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+LARGEST = {"int8": 127, "int4": 7}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_is_read_is_what_was_written_to_half_a_step(dtype, by_head, window):
+    """A step is the largest magnitude of a token, or of a head of it, over the largest integer."""
+    size = CacheSize(2, 8, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
+    cache = kept(Visibility(window=window), size, key=(3, 4))
+    random = np.random.default_rng(0)
+    tokens = (random.normal(size=(2, 8, 3, 4)) * np.exp(random.normal(size=(2, 8, 3, 1)))).astype(np.float32)
+    table = jnp.array([[0], [1]])
+    # All but the last at once, as a prompt is; the last by itself.
+    first = LayerInputs(jnp.broadcast_to(jnp.arange(7), (2, 7)), cache=cache, fresh=True, table=table)
+    at_once, cache = extended(first, {"key": jnp.asarray(tokens[:, :7])})
+    last = LayerInputs(jnp.full((2, 1), 7), cache=cache, table=table, aligned=True)
+    seen, _ = extended(last, {"key": jnp.asarray(tokens[:, 7:])})
+    steps = np.abs(tokens).max(axis=-1 if by_head else (-1, -2), keepdims=True) / LARGEST[dtype]
+    for row in range(2):
+        for place, position in enumerate(np.asarray(seen["position"])[row]):
+            off = np.abs(np.asarray(seen["key"])[row, place] - tokens[row, position])
+            assert (off <= steps[row, position] * 0.5001 + 1e-7).all()
+            if position < 7:
+                np.testing.assert_array_equal(seen["key"][row, place], at_once["key"][row, position])
+    assert np.abs(np.asarray(at_once["key"]) - tokens[:, :7]).max() > 0
+
+
+def scheduler_of(kind, slots, *words, scale=3):
+    config = configuration(*KINDS[kind], *words)
+    weights = jax.tree.map(lambda x: x * scale, jax.jit(lambda: initial_weights(config))())
+    return make_scheduler(programs_of(config), weights, slots, LENGTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "latent", "sinks, windows and experts"])
+def test_a_sequence_may_be_cut_anywhere(kind):
+    """The same tokens whole and in pieces, with its pages in any order and known beginnings."""
+    words = ["quantize_kvcache=true", "kv_quant_axis=dkv"]
+    requests = [Request(tuple(range(3, 30)), 12), Request(tuple(range(3, 20)), 12, Sampling(1.5), 4)]
+    expected = [scheduler_of(kind, 1, *words).run([request])[0] for request in requests]
+    pieces = ["use_chunked_prefill=true", "prefill_chunk_size=6", "enable_prefix_caching=true",
+              "pagedattn_tokens_per_page=4"]  # fmt: skip
+    scheduler = scheduler_of(kind, 2, *words, *pieces)
+    for _ in range(2):
+        assert scheduler.run(requests) == expected
+    assert scheduler.pages.hits > 0
+
+
+def test_bytes_are_as_computed():
+    """A token of the small model has 2 layers x (key and value) x 2 heads x 8 numbers, and scales of 4 bytes."""
+    numbers = 2 * 2 * 2 * 8
+    for words, each in (
+        ([], numbers * 4),
+        (["quantize_kvcache=true"], numbers + 2 * 2 * 4),
+        (["quantize_kvcache=true", "kv_quant_axis=dkv"], numbers + 2 * 2 * 2 * 4),
+    ):
+        engine = scheduler_of("causal", 3, *words).engine
+        assert sum(array.nbytes for array in jax.tree.leaves(engine.state.caches)) == 3 * LENGTH * each
+        assert engine.page_bytes == LENGTH * each
+
+
+def test_scores_are_near_those_of_a_full_cache():
+    """Log-probabilities of the same tokens; finer integers and finer scales are nearer."""
+
+    def written(*words):
+        """Tokens, and their log-probabilities."""
+        scheduler = scheduler_of("causal", 1, *words, scale=1)
+        scheduler.add(0, Request((5, 6, 7, 8, 9, 10, 11, 12), 24, log_probs=True))
+        news = [each for _ in range(99) if scheduler.busy for each in scheduler.step()]
+        return [token for each in news for token in each.tokens], [value for each in news for value in each.log_probs]
+
+    tokens, full = written()
+    off = {}
+    for dtype in ("int8", "int4"):
+        theirs, found = written("quantize_kvcache=true", f"kv_quant_dtype={dtype}", "kv_quant_axis=dkv")
+        same = [one == other for one, other in zip(tokens, theirs, strict=True)]
+        count = same.index(False) if False in same else len(same)
+        off[dtype] = np.abs(np.subtract(found, full)[: max(count, 1)]).max()
+    assert 0 < off["int8"] < 0.05
+    assert off["int8"] < off["int4"]
