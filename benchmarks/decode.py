@@ -1,13 +1,13 @@
-"""Tokens a second of generation, against `transformers` with a static, compiled cache, both with random bfloat16 weights.
+"""Tokens a second of generation, against `transformers` with a static, compiled cache, both with random weights.
 
     python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128] [--offline 512]
 
-A case is a shape and a batch. Greedy; `batch` prompts of the same length through each side's own `generate`; what counts
-is the time of `new` tokens less that of one, so reading the prompts does not; the best of three runs. Each side runs in
-a process of its own. A case `8b:1:int8` is ours alone with int8 weights, and its ratio is to our own
+A case is a shape and a batch, in bfloat16. Greedy; `batch` prompts of the same length through each side's `generate`;
+what counts is the time of `new` tokens less that of one, so reading the prompts does not; the best of three runs. Each
+side runs in a process of its own. A case `8b:1:int8` is ours alone with int8 weights, and its ratio is to our own
 bfloat16. --offline N serves N requests of mixed lengths (prompts of 64 to 1024 tokens, answers of 64 to 512) by
-continuous batching on the 8b shape and counts the new tokens by all the time that it takes, after one run that compiles.
-Prints one JSON line.
+continuous batching and counts the new tokens by all the time that it takes, after one run that compiles. Prints one
+JSON line.
 """
 
 import argparse

@@ -37,7 +37,7 @@ class FakeLLM:
     def __init__(self, place, keys):
         self.place, self.keys, self.asked = place, keys, []
         self.tokenizer = type(self).tokenizer_class() if type(self).tokenizer_class else None
-        self.interrupt_after, self.warm = None, False
+        self.interrupt_after = None
 
     @classmethod
     def load(cls, place, progress=None, **keys):
@@ -49,10 +49,6 @@ class FakeLLM:
         if ask.sampling.temperature:
             text += f" t={ask.sampling.temperature} k={ask.sampling.top_k} p={ask.sampling.top_p} seed={ask.seed}"
         return text[: ask.max_new_tokens]
-
-    def warm_up(self):
-        assert not self.asked
-        self.warm = True
 
     def serving(self, slots, length):
         assert slots == 1

@@ -144,14 +144,6 @@ def test_log_probabilities_come_with_their_ids(tmp_path, folder, made):
     assert answer == {"text": "ba", "ids": [101, 100], "log_probs": [-0.5, -1.5], "finished": "length"}
 
 
-def test_warm_up(tmp_path, folder, made):
-    requests(tmp_path / "in.jsonl", {"prompt": "ab"})
-    assert batch(tmp_path) == 0
-    assert not made[-1].warm
-    assert batch(tmp_path, "--overwrite", "enable_model_warmup=true") == 0
-    assert made[-1].warm
-
-
 def test_requests_are_read_as_they_are_needed(tmp_path, folder, made, monkeypatch):
     """A job that stops after its first answer has not read the whole file."""
     place = requests(tmp_path / "in.jsonl", *({"prompt": "a"} for _ in range(100)))

@@ -30,7 +30,8 @@ MESHES = {
     ],
 }  # fmt: skip
 CASES = [
-    ("causal", "tensor", []), ("causal", "autoregressive", PAGES), ("causal", "length", []), ("causal", "length", PAGES),
+    ("causal", "tensor", []), ("causal", "autoregressive", PAGES), ("causal", "length", []),
+    ("causal", "length", PAGES),
     ("latent", "length", []), ("delta", "tensor", []), ("sinks, windows and experts", "autoregressive", []),
 ]  # fmt: skip
 CASES_BY_NAME = {f"{kind}, {mesh}{', pages' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES}

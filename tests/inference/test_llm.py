@@ -142,10 +142,11 @@ def test_a_stream_that_is_left_frees_its_slot(llm):
 
 
 def test_warm_up_compiles_what_is_needed(folder):
-    llm = LLM.load(folder, **EXACT, max_target_length=32, max_prefill_predict_length=8, per_device_batch_size=2)
-    llm.warm_up()
+    sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 2}
+    llm = LLM.load(folder, **EXACT, **sizes, enable_model_warmup=True)
     compiled = [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)]
     list(llm.answers(iter([Ask([5] * 8, 4, ignore_eos=True), Ask([6] * 3, 20, ignore_eos=True)])))
+    assert min(compiled) > 0
     assert [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)] == compiled
 
 

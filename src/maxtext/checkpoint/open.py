@@ -77,7 +77,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if any((path / f"{OURS}.safetensors{end}").exists() for end in ("", ".index.json")):
         return open_ours(path)
     if steps.is_checkpoints(path):
-        return open_training(steps.steps_under(path)[-1])
+        return open_training(steps.steps_under(path.absolute())[-1])
     hf = registry.read_config(path)
     place = str(path / "config.json")
     settings, table, scheme = registry.model_layer(hf, place), registry.table_of(hf, place), scheme_of(hf, place)

@@ -145,7 +145,7 @@ def open_model(place: str, config: Any, text: bool = True) -> Answering:
         keys.pop("model_name", None)  # it is the place
     with loading(place) as progress:
         llm = LLM.load(folder.absolute() if folder.is_dir() else place, progress, **keys)
-    if text and config.tokenizer_path and (config.source("tokenizer_path").kind in CHOSEN or llm.tokenizer is None):
+    if text and config.tokenizer_path and llm.tokenizer is None:
         llm.tokenizer = load_tokenizer(config)
     return Answering(llm, config, place, time.perf_counter() - began)
 

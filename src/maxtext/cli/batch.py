@@ -58,8 +58,6 @@ def run(words: list[str]) -> int:
         if before:
             note(f"{before:,} requests are answered, the others follow")
         model = open_model(place, config)
-        if config.enable_model_warmup:
-            model.llm.warm_up()
         with Report(requests) as report:
             answer_all(model, requests, answers, report)
     except KeyboardInterrupt:

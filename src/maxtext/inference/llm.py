@@ -28,6 +28,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
+from maxtext.configs.types.group import CHOSEN
 from maxtext.inference.engine import Programs
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import PREFILL_TOKENS, Request, Scheduler, power, rounded
@@ -37,7 +38,7 @@ from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import described, quantize_weights
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
-from maxtext.tokenizers import Tokenizer, find_tokenizer
+from maxtext.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 
 MOST_SLOTS = 256  # sequences at a time, of a list of prompts
 
@@ -77,7 +78,7 @@ class LLM:
         dtype = kernel_dtype(settled)
         shardings = rules.shardings(*described(template, dtype))
         make = jax.jit(lambda: quantize_weights(template, initial_weights(settled), dtype), out_shardings=shardings)
-        return cls(settled, template, make()).saved_quantized()
+        return cls(settled, template, make()).ready()
 
     @classmethod
     def from_folder(cls, checkpoint: Checkpoint, progress: Progress | None, config: dict[str, Any]) -> "LLM":
@@ -91,12 +92,14 @@ class LLM:
         source = checkpoint.weights(settled, places)
         model = cls(settled, template, load_model(source, settled, places, template, rules, progress), checkpoint)
         model.dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
-        return model.saved_quantized()
+        return model.ready()
 
-    def saved_quantized(self) -> "LLM":
-        """Itself, written to save_quantized_params_path where that is set."""
+    def ready(self) -> "LLM":
+        """Itself, written to save_quantized_params_path and warmed up where the keys say so."""
         if self.config.save_quantized_params_path:
             self.save(self.config.save_quantized_params_path)
+        if self.config.enable_model_warmup:
+            self.warm_up()
         return self
 
     def logits(self, ids: Any) -> jax.Array:
@@ -197,6 +200,11 @@ class LLM:
 
     def scheduler(self, slots: int, length: int) -> Scheduler:
         """For so many sequences at a time of such a length. The last one is kept, with the prefixes that it knows."""
+        if self.config.capacity_factor > 0:
+            raise ConfigError(
+                f"capacity_factor={self.config.capacity_factor:g} lets experts drop tokens, so that an answer would "
+                "depend on what else is at work: leave it out, or set -1"
+            )
         if self.last_scheduler is None or self.last_scheduler[0] != (slots, length):
             self.last_scheduler = None  # its memory is needed
             self.last_scheduler = (slots, length), make_scheduler(self.programs, self.weights, slots, length)
@@ -235,6 +243,9 @@ class LLM:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
+        """The one that tokenizer_path names, or that came with the folder."""
+        if self.config.source("tokenizer_path").kind in CHOSEN:
+            return load_tokenizer(self.config)
         return find_tokenizer(self.origin[0])
 
     @property
