@@ -43,7 +43,7 @@ class Setup:
     @classmethod
     def of(cls, config: Any, devices: Sequence[jax.Device] | None = None) -> "Setup":
         """For this run's devices, or for others that need not be here: then the step can be compiled, not run."""
-        refuse_quantized(config)
+        refuse_inference(config)
         template = make_template(config)
         rules = AxisRules.of(config, make_mesh(config, devices))
         return cls(config, rules, template, make_optimizer(config, template.axes, template.trained))
@@ -234,7 +234,13 @@ def dealt_out(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str
     return {name: jax.lax.with_sharding_constraint(field[:rows], sharding) for name, field in batch.items()}
 
 
-def refuse_quantized(config: Any) -> None:
+def refuse_inference(config: Any) -> None:
+    """What only generation can do."""
+    if config.attention == "paged":
+        raise ConfigError(
+            f"attention=paged ({config.source('attention')}) says how generation keeps keys and values, and training "
+            "keeps none: leave it out"
+        )
     if config.quantization or config.checkpoint_is_quantized:
         key = "quantization" if config.quantization else "checkpoint_is_quantized"
         raise ConfigError(
@@ -246,6 +252,11 @@ def refuse_quantized(config: Any) -> None:
 def read_weights(config: Any, template: Template, shardings: Any) -> Any:
     """The weights that a run starts from, straight into their shards; they must be of this very model."""
     checkpoint = open_checkpoint(config.load_parameters_path)
+    if "checkpoint_is_quantized" in checkpoint.settings:
+        raise ConfigError(
+            f"{config.load_parameters_path} holds quantized weights, and training needs floats: start from a folder "
+            "that is not quantized"
+        )
     places = places_of(template, config)
     source = checkpoint.weights(config, places)
     refuse_other_model(config, checkpoint)
