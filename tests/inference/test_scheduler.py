@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_words
@@ -17,6 +18,7 @@ from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request
 from maxtext.inference.scoring import Recomputed
 from maxtext.inference.serving import make_scheduler
+from maxtext.kernels.attention import decode
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
 from tests.models.test_steps import MODELS as STEPPED
@@ -145,6 +147,33 @@ def test_two_hundred_requests(models):
     assert serve(scheduler, requests, random) == [alone(request) for request in requests]
     assert scheduler.preempted > 0
     assert scheduler.pages.hits > 200
+
+
+@pytest.mark.slow
+def test_the_kernel_for_pages(models, monkeypatch):
+    """Interpreted, in place of gathered pages; with a block of its own size for each key that says it."""
+    words = ["decoder_block=llama2", "base_num_decoder_layers=2", "head_dim=16", "attention=paged",
+             "pagedattn_num_pages=30", "pagedattn_tokens_per_page=16"]  # fmt: skip
+    ragged = ["use_ragged_attention=true", "ragged_block_size=8"]
+    random = np.random.default_rng(7)
+    requests = [random_request(random) for _ in range(6)]
+    weights = jax.jit(lambda: initial_weights(configuration(*words)))()
+
+    def tokens(*more):
+        return make_scheduler(programs_of(configuration(*words, *more)), weights, 2, LENGTH).run(requests)
+
+    with pytest.raises(ConfigError, match="use_ragged_attention=true cannot do this: it is a kernel for NVIDIA GPUs"):
+        tokens(*ragged)
+    blocks = []
+
+    def interpreted(*arrays, attend=decode.attend, **options):
+        blocks.append(options["block"])
+        return attend(*arrays, interpret=True, **options)
+
+    monkeypatch.setattr(decode, "supports", lambda *facts: None)
+    monkeypatch.setattr(decode, "attend", interpreted)
+    assert tokens(*ragged) == tokens()
+    assert set(blocks) == {8}
 
 
 def test_log_probabilities(models):

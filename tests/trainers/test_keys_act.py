@@ -256,6 +256,8 @@ EXEMPT = {
     "abort_on_nan_loss": "each alone is read by the loop, both together change the step: test_guard.py",
     "abort_on_inf_loss": "as abort_on_nan_loss: test_guard.py",
     "enable_data_shuffling": "the order of the data: tests/input_pipeline/test_grain_coverage.py",
+    "use_ragged_attention": "read when text is generated: tests/inference/test_scheduler.py",
+    "ragged_block_size": "read when text is generated: tests/inference/test_scheduler.py",
     "data_shuffle_seed": "the order of the data: tests/input_pipeline, tests/e2e/test_train.py",
 }
 

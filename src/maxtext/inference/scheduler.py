@@ -24,6 +24,7 @@ from maxtext.inference.sampling import GREEDILY, Rows, Sampling, kind_of
 PREFILL_TOKENS = 4096  # in one program, at most, unless a single prompt has more
 LEAST_WIDTH = 16  # of a prompt's row
 LEAST_REACH = 64  # places that are looked at
+LEAST_STEPS = 4  # of a block that is cut short since others wait
 BLOCK_SECONDS = 0.1  # a block has as many tokens as fit, so that text flows on slow machines
 
 
@@ -267,7 +268,7 @@ class Scheduler:
         steps = min(self.steps, max((work.last - work.filled for work in works), default=0))
         if self.waiting and works:
             # Who ends first makes room.
-            steps = min(steps, max(1, min(work.last - work.filled for work in works)))
+            steps = min(steps, max(LEAST_STEPS, min(work.last - work.filled for work in works)))
         for work in works:
             while work in self.running and not self.grown(work, min(work.filled + steps, work.last)):
                 if self.queue:

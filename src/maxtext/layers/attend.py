@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.attention import Inputs, backend_for, checked, compute, flash, hide_blind_queries
+from maxtext.common.errors import ConfigError
+from maxtext.kernels.attention import Inputs, backend_for, checked, compute, decode, flash, hide_blind_queries
+from maxtext.layers.inputs import LayerInputs
 from maxtext.sharding.manual import current, platform, run_manual, sharding
 from maxtext.sharding.rules import AxisRules, active_rules
 
@@ -26,6 +28,27 @@ def attend(inputs: Inputs, backend: str) -> jax.Array:
     if several is None or not backend_for(checked(inputs), backend, kind).opaque:
         return compute(inputs, backend, kind)
     return flash_on_shards(several, checked(inputs))
+
+
+def attend_pages(q: jax.Array, pool: dict[str, jax.Array], inputs: LayerInputs, options: dict[str, Any]) -> jax.Array:
+    """[B, 1, H, D], of one token a row that is in its pages already: keys and values are read where they lie."""
+    keys, values, scales = pool["key"], pool["value"], [pool.get("key_scale"), pool.get("value_scale")]
+    rules = active_rules()
+    reason = decode.supports(q.shape[-1], keys.shape[1], jax.default_backend() if rules is None else platform(rules))
+    if current() is not None:
+        reason = "it runs on one device"
+    if reason is not None:
+        raise ConfigError(f"use_ragged_attention=true cannot do this: {reason}; leave it out")
+    by_head = [
+        scale if scale is None or scale.ndim == 3 else jnp.broadcast_to(scale[..., None], keys.shape[:3])
+        for scale in scales
+    ]
+    assert inputs.table is not None
+    mixed = decode.attend(
+        q[:, 0], keys, values, inputs.table, inputs.positions[:, 0], reach=inputs.reach,
+        key_scales=by_head[0], value_scales=by_head[1], **options,
+    )  # fmt: skip
+    return mixed[:, None]
 
 
 def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -> jax.Array:

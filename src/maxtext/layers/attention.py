@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility
 from maxtext.kernels.moba import moba_selection
-from maxtext.layers.attend import attend
-from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
+from maxtext.layers.attend import attend, attend_pages
+from maxtext.layers.cache import PAGES, CacheSize, appended, backend_of, extended, kept, sight
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -63,6 +63,7 @@ class AttentionSpec:
     float32_product: bool = False
     float32_logits: bool = False
     blocks: BlockSizes | None = None
+    ragged: int = 0  # tokens of pages that a kernel reads at a time, and only those that are there; 0: another way
 
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Attention(maker, self, size, dtype)
@@ -148,7 +149,26 @@ class Attention(nnx.Module):
         k = constrain(k, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
         v = constrain(v, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
         aux: Aux = {}
-        seen = {KEY: k, VALUE: v}
+        if spec.ragged and inputs.cache is not None and PAGES in inputs.cache and x.shape[1] == 1:
+            mixed, aux["cache"] = self.over_pages(q, {KEY: k, VALUE: v}, inputs)
+        else:
+            mixed, aux = self.attended(q, {KEY: k, VALUE: v}, inputs)
+        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
+        mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
+        if spec.gated:
+            mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
+        return checkpoint_name(self.out(mixed), "out_proj"), aux
+
+    def over_pages(self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Cache]:
+        """One token a row over its pages, and the cache with it. What is in pages has no window: all is seen."""
+        spec, pool = self.spec, appended(inputs, new)
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = {"scale": spec.scale, "soft_cap": spec.soft_cap, "sinks": sinks, "block": spec.ragged}
+        return attend_pages(q, pool, inputs, options), {PAGES: pool}
+
+    def attended(self, q: jax.Array, seen: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        spec, k = self.spec, seen[KEY]
+        aux: Aux = {}
         if inputs.cache is not None:
             seen, aux["cache"] = extended(inputs, seen)
         attention = Inputs(
@@ -164,9 +184,4 @@ class Attention(nnx.Module):
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
-        mixed = attend(attention, backend_of(spec.backend, inputs))
-        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
-        mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
-        if spec.gated:
-            mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
-        return checkpoint_name(self.out(mixed), "out_proj"), aux
+        return attend(attention, backend_of(spec.backend, inputs)), aux

@@ -100,14 +100,26 @@ def read(store: Arrays, name: str, dtype: Any) -> jax.Array:
     return dequantize(x, scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), dtype)
 
 
+def appended(inputs: LayerInputs, new: Arrays) -> Arrays:
+    """The pages with the new tokens in them."""
+    assert inputs.cache is not None
+    pool = inputs.cache[PAGES]
+    return write(inputs, pool, through_store(pool, new)[0])
+
+
+def write(inputs: LayerInputs, pool: Arrays, new: Arrays) -> Arrays:
+    assert inputs.table is not None
+    pages, page = next(iter(pool.values())).shape[:2]
+    number = jnp.take_along_axis(inputs.table, jnp.maximum(inputs.positions, 0) // page, axis=1)
+    number = jnp.where(inputs.positions >= 0, number, pages)  # out of bounds: not written
+    place = inputs.positions % page
+    return {name: laid_out(name, pool[name].at[number, place].set(x, mode="drop")) for name, x in new.items()}
+
+
 def in_pages(inputs: LayerInputs, pool: Arrays, new: Arrays) -> tuple[Arrays, Cache]:
     assert inputs.table is not None
-    positions, table = inputs.positions, inputs.table
-    pages, page = next(iter(pool.values())).shape[:2]
-    number = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page, axis=1)
-    number = jnp.where(positions >= 0, number, pages)  # out of bounds: not written
-    place = positions % page
-    written = {name: laid_out(name, pool[name].at[number, place].set(x, mode="drop")) for name, x in new.items()}
+    positions, table, page = inputs.positions, inputs.table, next(iter(pool.values())).shape[1]
+    written = write(inputs, pool, new)
     if inputs.fresh:
         return new, {PAGES: written}
     batch, reach = positions.shape[0], inputs.reach or table.shape[1] * page

@@ -100,6 +100,7 @@ def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> Atte
         "float32_product": config.float32_qk_product,
         "float32_logits": config.float32_logits,
         "blocks": block_sizes(config),
+        "ragged": config.ragged_block_size if config.use_ragged_attention else 0,
     }
     return AttentionSpec(**(values | changes | ({"rope": None} if learned else {})))
 

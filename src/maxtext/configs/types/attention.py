@@ -169,6 +169,8 @@ acts_only(lambda c: block(c) == "llama4" and (c.nope_layer_interval > 0 or bool(
           "decoder_block=llama4 and nope_layer_interval", "temperature_tuning")  # fmt: skip
 acts_only(lambda c: c.use_qk_clip, "use_qk_clip=true", "qk_clip_threshold")
 acts_only(lambda c: c.moba, "moba=true", "moba_chunk_size", "moba_topk")
+acts_only(lambda c: plainly_attends(c) and not c.moba, "attention other than MLA and MoBA", "use_ragged_attention")
+acts_only(lambda c: c.use_ragged_attention, "use_ragged_attention=true", "ragged_block_size")
 acts_only(latent, "attention_type=mla", "mla_naive_kvcache", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
           "qk_rope_head_dim", "v_head_dim")  # fmt: skip
 acts_only(lambda c: c.use_indexer, "use_indexer=true", "indexer_head_dim", "indexer_n_heads", "indexer_topk",
