@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from maxtext import LLM
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import Ask
+from maxtext.inference.engine import Engine
 
 torch = pytest.importorskip("torch")
 
@@ -133,6 +135,54 @@ def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
     assert "max_new_tokens=0" in errors[3]
 
 
+def test_streams_side_by_side(llm):
+    """Each has a scheduler of its own while another runs."""
+    prompts = ("w5 w9", "w7")
+    expected = [llm.generate(prompt, max_new_tokens=9, ignore_eos=True) for prompt in prompts]
+    streams = [llm.stream(prompt, max_new_tokens=9, ignore_eos=True) for prompt in prompts]
+    pieces = list(zip_longest(*streams, fillvalue=""))
+    assert ["".join(each) for each in zip(*pieces, strict=True)] == expected
+
+
+def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
+    """What was believed to be in the caches, and is not, is not learned."""
+    llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
+    prompt = list(range(5, 25))
+    expected = LLM.load(folder, **EXACT).generate(prompt, 6, ignore_eos=True)
+
+    def interrupted(*arguments, **keywords):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "prefill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompt, 6, ignore_eos=True)
+    for _ in range(2):
+        assert llm.generate(prompt, 6, ignore_eos=True) == expected
+    assert llm.last_scheduler[1].pages.hits == 16
+
+
+def test_prompts_that_come_together_share_what_they_begin_with(folder):
+    llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
+    answers = llm.generate([list(range(5, 25))] * 3, 4, ignore_eos=True)
+    assert answers[0] == answers[1] == answers[2]
+    assert llm.last_scheduler[1].pages.hits == 2 * 16
+
+
+def test_limits_and_odd_numbers(llm):
+    asks = [Ask([5, 6], 4, ignore_eos=True), Ask([5, 6], 1 << 36), Ask([5, "x"], 4), Ask([5], 2.5)]
+    answers = sorted(llm.answers(asks), key=lambda answer: answer.index)
+    assert [answer.finished for answer in answers] == ["length", "error", "error", "error"]
+    assert "do not fit into" in answers[1].error
+    assert "'x' is neither" in answers[2].error
+    assert "must be a whole number" in answers[3].error
+    everything = llm.generate([5, 6], 4, temperature=1.0, top_k=1 << 40, seed=-1, ignore_eos=True)
+    assert everything == llm.generate([[5, 6]], 4, temperature=1.0, seed=-1, ignore_eos=True)[0]
+    assert len(llm.generate([[5], [6]], 2, temperature=1.0, seed=-1, ignore_eos=True)) == 2
+    with pytest.raises(UserError, match="an Ask says all: put max_new_tokens into it"):
+        next(llm.stream(Ask("w5"), max_new_tokens=4))
+
+
 def test_a_stream_that_is_left_frees_its_slot(llm):
     stream = llm.stream("w5", max_new_tokens=100, ignore_eos=True)
     next(stream)
@@ -214,7 +264,10 @@ BAD_CALLS = {
     "numbers with fractions": (lambda llm: llm.logits([[0.5]]), "must be whole numbers"),
     "no ids": (lambda llm: llm.logits([]), "must be whole numbers"),
     "an empty prompt": (lambda llm: llm.generate([[]]), "the prompt is empty"),
-    "no new tokens": (lambda llm: llm.generate("w4", max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
+    "no new tokens": (
+        lambda llm: llm.generate("w4", max_new_tokens=0),
+        "max_new_tokens=0 must be a whole number of at least 1",
+    ),
     "top_p": (lambda llm: llm.generate("w4", temperature=1.0, top_p=0.0), "top_p=0.0 must be above 0"),
     "top_k": (lambda llm: llm.generate("w4", temperature=1.0, top_k=-1), "top_k=-1 must be at least 0"),
     "temperature": (

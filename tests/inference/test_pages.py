@@ -17,7 +17,7 @@ class Pool:
 
     def __init__(self, count):
         self.contents = [None] * count
-        self.reads, self.writes = [], []
+        self.reads, self.writes, self.moved = [], [], 0
 
     def read(self, page):
         self.reads.append(page)
@@ -26,6 +26,10 @@ class Pool:
     def write(self, page, data):
         self.writes.append(page)
         self.contents[page] = data
+
+    def host(self, snapshot):
+        self.moved += 1
+        return snapshot
 
     def compute(self, tokens, pages, size):
         for place, page in enumerate(pages):
@@ -342,6 +346,7 @@ def test_a_snapshot_stays_with_its_prefix_in_host_memory_and_goes_with_it():
     pages.give(taken[1:])
     match = pages.match([*tokens, 4])
     assert match.snapshot is state
+    assert pool.moved == 2  # "early", too
     pages.give(match.pages)
     del state, match
     for token in range(4, 12):

@@ -220,7 +220,7 @@ def test_a_request_that_is_cancelled_makes_room(models):
 
 REFUSED = {
     "empty": (Request((), 3), "the prompt is empty"),
-    "no tokens wanted": (Request((1,), 0), "max_new_tokens=0 must be at least 1"),
+    "no tokens wanted": (Request((1,), 0), "max_new_tokens=0 must be a whole number of at least 1"),
     "unknown id": (Request((1, 41), 3), "token id 41 is outside the vocabulary, 0 to 40"),
     "negative id": (Request((1, -1), 3), "token id -1 is outside the vocabulary"),
     "too long": (Request((1,) * 60, 5), "a prompt of 60 tokens and 5 new ones do not fit into 64"),
@@ -242,6 +242,34 @@ def test_a_sequence_needs_no_more_pages_than_there_are(models):
     words += ["pagedattn_max_pages_per_group=3"]
     scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), models("causal")[0], 2, LENGTH)
     assert "do not fit into 12" in scheduler.refusal(Request((1,) * 5, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), [("causal", "few pages"), ("causal", "prefixes"), ("window", "prefixes")])
+def test_one_that_breaks_leaves_the_others_whole(models, kind, layout):
+    """The embedding of one token is no number: who has it is told so, who comes with it or after it notices nothing."""
+    weights, alone = models(kind)
+    table = weights["embedder"]["embedding"]
+    broken = {**weights, "embedder": {"embedding": table.at[VOCABULARY - 1].set(np.nan)}}
+    scheduler = make_scheduler(programs_of(configuration(*KINDS[kind], *LAYOUTS[layout])), broken, 3, LENGTH)
+    random = np.random.default_rng(11)
+    good = [Request(tuple(random.integers(0, VOCABULARY - 1, 20).tolist()), 6) for _ in range(6)]
+    bad = Request((*good[0].ids[:9], VOCABULARY - 1, *range(9)), 8)
+    order = [bad, good[0], good[1], bad, *good[2:]]
+    for number, request in enumerate(order):
+        scheduler.add(number, request)
+    found, finished = {number: [] for number in range(len(order))}, {}
+    while scheduler.busy:
+        for news in scheduler.step():
+            found[news.number] += news.tokens
+            finished[news.number] = news.finished
+    assert [finished[number] for number in (0, 3)] == ["error", "error"]
+    for number, request in enumerate(order):
+        if request is not bad:
+            expected = alone(request)
+            if VOCABULARY - 1 not in expected:
+                assert (found[number], finished[number]) == (expected, "length")
+    scheduler.pages.check()
 
 
 def test_broken_weights_are_told(models):

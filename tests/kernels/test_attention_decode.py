@@ -101,12 +101,13 @@ def test_it_can_be_lowered_for_gpus(dtype):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ((128, 64, "cpu"), "a kernel for NVIDIA GPUs, and this is a CPU"),
-        ((96, 64, "gpu"), "heads of 96 numbers"),
-        ((8, 64, "gpu"), "heads of 8 numbers"),
-        ((128, 20, "gpu"), "pages of 20 tokens"),
-        ((128, 1536, "gpu"), None),
-        ((64, 32, "gpu"), None),
+        ((128, 64, "bfloat16", "cpu"), "a kernel for NVIDIA GPUs, and this is a CPU"),
+        ((128, 64, "int4", "gpu"), "does not read int4"),
+        ((96, 64, "bfloat16", "gpu"), "heads of 96 numbers"),
+        ((8, 64, "bfloat16", "gpu"), "heads of 8 numbers"),
+        ((128, 20, "int8", "gpu"), "pages of 20 tokens"),
+        ((128, 1536, "int8", "gpu"), None),
+        ((64, 32, "float16", "gpu"), None),
     ],
 )
 def test_what_it_can_do(arguments, reason):

@@ -69,9 +69,10 @@ def test_greedy(name, specimen, model):
     assert model(name).generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
     # In pieces, one after the other; and then from what is known of their beginnings.
     pieces = {"use_chunked_prefill": True, "prefill_chunk_size": 9}
-    known = {"enable_prefix_caching": True, "pagedattn_tokens_per_page": 4} if model(name).programs.cached else {}
+    known = {"enable_prefix_caching": True, "pagedattn_tokens_per_page": 4, "per_device_batch_size": 2}
+    known = known if model(name).programs.cached else {}
     again = LLM.load(one.folder, **(zoo.SETTINGS | {"scan_layers": False} | pieces | known))
     for _ in range(2):
         assert again.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
     if known:
-        assert again.scheduler(2, 32).pages.hits >= 32
+        assert again.last_scheduler[1].pages.hits >= 32

@@ -23,7 +23,7 @@ SHAPING = (
     "max_target_length", "max_prefill_predict_length", "add_bos", "use_chat_template", "chat_template",
     "chat_template_path", "tokenizer_path", "decode_sampling_strategy", "decode_sampling_temperature",
     "decode_sampling_top_k", "decode_sampling_nucleus_p", "init_weights_seed", "return_log_prob", "quantization",
-    "quantize_kvcache", "kv_quant_dtype", "dtype", "weight_dtype",
+    "quantize_kvcache", "kv_quant_dtype", "kv_quant_axis", "dtype", "weight_dtype", "matmul_precision",
 )  # fmt: skip
 USELESS = {
     "prompt": "the prompts are in the file",
@@ -48,7 +48,10 @@ def run(words: list[str]) -> int:
     place = model_place(place)
     config = settle(place, None, words[2:])
     refuse(config, "batch", USELESS)
-    answers = Answers(out, {key: getattr(config, key) for key in SHAPING} | {"model": place}, overwrite)
+    from maxtext.checkpoint.open import MODEL_KEYS
+
+    shaping = {key: getattr(config, key) for key in (*SHAPING, *sorted(MODEL_KEYS))}
+    answers = Answers(out, shaping | {"model": place}, overwrite)
     before = len(answers)
     try:
         if not answers.verify(requests):

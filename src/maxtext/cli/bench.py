@@ -116,8 +116,8 @@ def generate(model: Any, batch: int, length: int, times: int) -> dict[str, Any]:
 
     seconds = timed(block, times) / BLOCK
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))
-    tokens = sum(each.nbytes for each in jax.tree.leaves(engine.state.caches)) * min(1.0, length / longest)
-    moved = (weights + tokens) / seconds
+    kept = batch * (engine.slot_bytes + engine.page_bytes * length / scheduler.page)
+    moved = (weights + kept) / seconds
     return {
         "stage": "generate", "batch": batch, "length": length, "ms": shown(seconds * 1e3),
         "tokens/s": shown(batch / seconds), "GB/s": shown(moved / 1e9),

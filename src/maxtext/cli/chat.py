@@ -170,13 +170,16 @@ class Conversation:
         """The ids of the conversation, without its oldest turns where it has become too long."""
         whole = self.model.config.max_target_length
         most = self.model.reserved or whole - whole // 4  # of the room a quarter stays for the answer
-        while len(ids := self.ids()) > most and len(self.turns) > 1:
-            del self.turns[:2]
-            if not self.told:
-                self.told = True
-                note(f"the conversation is longer than max_target_length={whole} allows: its oldest turns are dropped")
+        turns = list(self.turns)
+        while len(ids := self.ids(turns)) > most and len(turns) > 1:
+            del turns[:2]
+        self.model.room(ids)  # a message that is too long by itself is refused, and costs no turn
+        if len(turns) < len(self.turns) and not self.told:
+            self.told = True
+            note(f"the conversation is longer than max_target_length={whole} allows: its oldest turns are dropped")
+        self.turns = turns
         return ids
 
-    def ids(self) -> list[int]:
+    def ids(self, turns: list[Mapping[str, Any]]) -> list[int]:
         told = [{"role": "system", "content": self.system}] if self.system else []
-        return self.model.conversation([*told, *self.turns])
+        return self.model.conversation([*told, *turns])

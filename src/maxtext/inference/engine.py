@@ -257,6 +257,15 @@ class Engine:
     def write(self, page: int, kept: Any) -> None:
         self.state = self.programs.put_page(self.state, np.int32(page), kept)
 
+    def host(self, snapshot: Any) -> Any:
+        return jax.device_get(snapshot)
+
+    def clear_page(self, page: int) -> None:
+        self.write(page, jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), in_pages(self.state.caches)))
+
+    def clear_slot(self, slot: int) -> None:
+        self.put_slot(slot, jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), by_slot(self.state.caches)))
+
     @cached_property
     def has_slot_caches(self) -> bool:
         return bool(by_slot(self.state.caches))

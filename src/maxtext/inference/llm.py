@@ -31,8 +31,8 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.types.group import CHOSEN
 from maxtext.inference.engine import Programs
 from maxtext.inference.sampling import Sampling
-from maxtext.inference.scheduler import PREFILL_TOKENS, Request, Scheduler, power, rounded
-from maxtext.inference.serving import Serving, make_scheduler
+from maxtext.inference.scheduler import Request, Scheduler, power, rounded
+from maxtext.inference.serving import Serving, make_scheduler, slots_in_memory
 from maxtext.inference.text import Answer, Ask
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import described, quantize_weights
@@ -96,6 +96,8 @@ class LLM:
 
     def ready(self) -> "LLM":
         """Itself, written to save_quantized_params_path and warmed up where the keys say so."""
+        if self.config.parameter_memory_host_offload:
+            raise ConfigError("parameter_memory_host_offload=true is for training: leave it out when text is generated")
         if self.config.save_quantized_params_path:
             self.save(self.config.save_quantized_params_path)
         if self.config.enable_model_warmup:
@@ -127,25 +129,26 @@ class LLM:
     ) -> Any:
         """What follows the prompts: text for text, a list for a list; for an array of ids [B, S] the array of new ids
         [B, up to max_new_tokens], rows that ended earlier filled up with the id that ends them; for lists of ids lists.
+        Prompt and answer have max_target_length tokens together at most.
 
         A row ends with the model's end-of-sequence token, unless `ignore_eos`, and before any of the texts in `stop`.
         """
-        if isinstance(prompts, str):
+        listed = isinstance(prompts, list | tuple)
+        if isinstance(prompts, str) or (listed and prompts and all(isinstance(token, int) for token in prompts)):
             return self.generate([prompts], max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, stop)[0]
-        as_array = not isinstance(prompts, list | tuple)
         rows = [row if isinstance(row, str) else [int(token) for token in np.atleast_1d(row)] for row in prompts]
         if not rows:
             raise UserError("there are no prompts: give at least one")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = Sampling(temperature, top_k, top_p)
         asks = [
-            Ask(row, max_new_tokens, sampling, seed_of(seed, place), tuple(stop), ignore_eos)
-            for place, row in enumerate(rows)
+            Ask(row, max_new_tokens, sampling, seed_of(seed, place), stop, ignore_eos) for place, row in enumerate(rows)
         ]
         answers = sorted(self.answers(asks), key=lambda answer: answer.index)
         for answer in answers:
             if answer.error is not None:
                 raise UserError(answer.error if len(answers) == 1 else f"prompt {answer.index}: {answer.error}")
-        if as_array:
+        if not listed:
             width = max(len(answer.ids) for answer in answers)
             ids = [list(answer.ids) for answer in answers]
             return np.array([row + row[-1:] * (width - len(row)) for row in ids], np.int32)
@@ -155,7 +158,9 @@ class LLM:
 
     def stream(self, ask: Ask | str, **keywords: Any) -> Iterator[str]:
         """The text that follows one prompt, piece by piece as it comes. Keywords make an `Ask` of a text."""
-        asks = iter([Ask(ask, **keywords) if isinstance(ask, str) else ask])
+        if isinstance(ask, Ask) and keywords:
+            raise UserError(f"an Ask says all: put {', '.join(keywords)} into it")
+        asks = iter([ask if isinstance(ask, Ask) else Ask(ask, **keywords)])
         for piece, answer in self.serving(1, self.config.max_target_length).run(asks):
             if answer is not None and answer.error is not None:
                 raise UserError(answer.error)
@@ -164,14 +169,15 @@ class LLM:
 
     def answers(self, asks: Iterable[Ask]) -> Iterator[Answer]:
         """What follows each ask, in the order in which they finish. An ask that cannot be served has an answer with its
-        error; the others go on. An iterator is read as there is room: per_device_batch_size asks are at work at a
-        time, with max_target_length tokens each; of a sequence all asks are, as far as reasonable.
+        error; the others go on. An iterator is read as there is room: per_device_batch_size asks of each device are at
+        work at a time. Of a list as many are as reasonable, unless known prefixes are to be kept from call to call.
         """
         slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
-        if isinstance(asks, Sequence):
+        if isinstance(asks, Sequence) and not self.config.enable_prefix_caching:
             asks = [self.in_ids(ask) for ask in asks]
-            needs = [len(ask.prompt) + ask.max_new_tokens for ask in asks if not isinstance(ask.prompt, str)]
-            slots, length = min(power(len(asks)), max(slots, MOST_SLOTS)), power(max([1, *needs]))
+            needs = [size for size in map(size_of, asks) if size <= length]
+            length = min(length, power(max([1, *needs])))
+            slots = slots_in_memory(self.programs, min(power(max(len(asks), 1)), max(slots, MOST_SLOTS)), length)
         for _, answer in self.serving(slots, length).run(iter(asks)):
             if answer is not None:
                 yield answer
@@ -186,6 +192,9 @@ class LLM:
         ask = self.in_ids(ask)
         if isinstance(ask.prompt, str):
             raise UserError("this model came without a tokenizer: give token ids instead of text")
+        wrong = [token for token in ask.prompt if not isinstance(token, int | np.integer)]
+        if wrong:
+            raise UserError(f"a prompt is text or whole numbers, token ids, and {wrong[0]!r} is neither")
         ids = tuple(int(token) for token in ask.prompt)
         places, length = self.config.trainable_position_size, len(ids) + ask.max_new_tokens
         if 0 < places < length:
@@ -196,32 +205,42 @@ class LLM:
         return Request(ids, ask.max_new_tokens, ask.sampling, ask.seed, ends, ask.log_probs)
 
     def serving(self, slots: int, length: int) -> Serving:
-        return Serving(self.scheduler(slots, length), self.request, self.tokenizer)
+        return Serving(lambda: self.scheduler(slots, length), self.request, self.tokenizer)
 
     def scheduler(self, slots: int, length: int) -> Scheduler:
-        """For so many sequences at a time of such a length. The last one is kept, with the prefixes that it knows."""
+        """For so many sequences at a time of such a length, that nobody uses now. The last one is kept, with what it
+        knows."""
         if self.config.capacity_factor > 0:
             raise ConfigError(
                 f"capacity_factor={self.config.capacity_factor:g} lets experts drop tokens, so that an answer would "
                 "depend on what else is at work: leave it out, or set -1"
             )
-        if self.last_scheduler is None or self.last_scheduler[0] != (slots, length):
+        if self.last_scheduler is not None:
+            size, last = self.last_scheduler
+            if size == (slots, length) and not last.taken and not last.broken:
+                return last
             self.last_scheduler = None  # its memory is needed
-            self.last_scheduler = (slots, length), make_scheduler(self.programs, self.weights, slots, length)
-        return self.last_scheduler[1]
+        made = make_scheduler(self.programs, self.weights, slots, length)
+        self.last_scheduler = (slots, length), made
+        return made
 
     def warm_up(self) -> None:
-        """Compile what prompts up to max_prefill_predict_length and sequences up to max_target_length will need."""
+        """Compile what `answers` of an iterator needs for prompts up to max_prefill_predict_length, sequences up to
+        max_target_length, and draws as the decode_sampling_* keys say."""
         slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
         longest = min(self.config.max_prefill_predict_length, length - 2)
         sizes = sorted({min(rounded(size), longest) for size in range(1, longest + 1)})
         sizes += [size - 1 for size in (power(size) for size in range(longest, length)) if size < length]
+        sampling, scored, first = Sampling.of(self.config), self.config.return_log_prob, 0
         for size in dict.fromkeys(sizes):
-            count = 1
-            while count <= min(slots, max(1, PREFILL_TOKENS // rounded(size))):
-                asks = [Ask([0] * size, 2, ignore_eos=True)] * count
+            counts = {min(1 << place, slots) for place in range(power(slots).bit_length())}
+            for count in sorted(counts):
+                asks = []
+                for _ in range(count):
+                    first += 1  # another beginning each time, so that nothing is known of it
+                    ids = [first // self.config.vocab_size % self.config.vocab_size] * size
+                    asks.append(Ask([first % self.config.vocab_size, *ids][:size], 2, sampling, 0, (), True, scored))
                 list(self.answers(iter(asks)))
-                count *= 2
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """The weights as they are, with config.yml: a folder that `LLM.load` and `maxtext convert` take."""
@@ -297,6 +316,11 @@ def split_caches(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"logical_axis_rules": [["cache_sequence", ["context_autoregressive"]]]}
 
 
+def size_of(ask: Ask) -> int:
+    """Tokens of prompt and answer, of an ask in ids."""
+    return 0 if isinstance(ask.prompt, str) else len(ask.prompt) + ask.max_new_tokens
+
+
 def seed_of(seed: int, place: int) -> int:
     """Of the prompt at a place of a list. The first has the seed itself, as if it were alone."""
-    return seed if place == 0 else int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
+    return seed if place == 0 else int(np.random.SeedSequence([seed % 2**32, place]).generate_state(1)[0])

@@ -9,8 +9,8 @@ Known pages form a tree: a node is the tokens of one page and its parent the pag
 is a prefix. Nodes are found by their exact tokens. A page means nothing without those before it, therefore a node in
 device memory has its parent there too, and what is given up is always the least recently used node with none below it.
 A node given up moves to host memory where there is room, the least recently used there being forgotten for it, and
-comes back when it is matched. A snapshot belongs to its node: it goes with it to host memory unchanged, and is dropped
-when the node is forgotten.
+comes back when it is matched. A snapshot belongs to its node: it goes with it to host memory and stays there, and is
+dropped when the node is forgotten.
 
 The contents of a page must not change once it is learned: a request writes only to pages that follow its whole ones.
 """
@@ -30,6 +30,9 @@ class Store(Protocol):
 
     def write(self, page: int, data: Any) -> None:
         """Put what `read` gave into a page."""
+
+    def host(self, snapshot: Any) -> Any:
+        """A snapshot in host memory."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,14 @@ class Pages:
         while len(self.idle) > self.most_idle:
             self.give_up()
 
+    def disown(self, pages: Sequence[int]) -> list[int]:
+        """What is known of pages is forgotten; those of them that nobody but the caller holds."""
+        for page in pages:
+            node = self.nodes[page]
+            if node is not None:
+                self.forget(node)
+        return [page for page in pages if self.holders[page] == 1]
+
     def learn(self, tokens: Sequence[int], pages: Sequence[int], snapshot: Any | None = None) -> None:
         """pages[i], held by the caller, has tokens[i * size : (i + 1) * size]; a last part of a page is left out.
 
@@ -298,6 +309,8 @@ class Pages:
             data = self.store.read(self.page_of(node))
             self.leave(node)
             node.hosted, node.data = True, data
+            if node.snapshot is not None:
+                node.snapshot = self.store.host(node.snapshot)
             self.known_on_host += 1
             self.queue(node)
             assert node.parent is not None

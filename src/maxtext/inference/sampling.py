@@ -55,6 +55,7 @@ class Sampling:
 
 
 GREEDILY = Sampling()
+MOST = 2**31 - 1  # more tokens than any vocabulary has
 
 
 class Kind(IntEnum):
@@ -80,7 +81,7 @@ class Rows:
     def of(cls, samplings: Sequence[Sampling]) -> "Rows":
         return cls(
             np.array([each.temperature for each in samplings], np.float32),
-            np.array([each.top_k for each in samplings], np.int32),
+            np.array([min(each.top_k, MOST) for each in samplings], np.int32),
             np.array([each.top_p for each in samplings], np.float32),
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from maxtext.common.errors import UserError
@@ -98,6 +99,8 @@ class Scheduler:
         self.halted: set[int] = set()  # slots whose sequence the host has ended
         self.queue: deque[Queued] = deque()
         self.steps, self.looked = BLOCK, 0.0
+        self.together = jax.process_count() > 1  # all processes must queue the same: clocks may not decide
+        self.taken = self.broken = False  # by one who reads its news; by an error in the middle of a step
         self.stuck = False  # pages are too few for who waits first
         self.preempted = 0  # times that a sequence gave its pages back
 
@@ -115,8 +118,8 @@ class Scheduler:
         ids, vocabulary = request.ids, self.engine.programs.config.vocab_size
         if not ids:
             return "the prompt is empty: there is nothing to continue"
-        if request.count < 1:
-            return f"max_new_tokens={request.count} must be at least 1"
+        if not isinstance(request.count, int) or request.count < 1:
+            return f"max_new_tokens={request.count} must be a whole number of at least 1"
         wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
         if wrong is not None:
             return f"token id {wrong} is outside the vocabulary, 0 to {vocabulary - 1}"
@@ -147,10 +150,10 @@ class Scheduler:
 
     def run(self, requests: list[Request]) -> list[list[int]]:
         """The new tokens of each."""
-        for number, request in enumerate(requests):
-            refusal = self.refusal(request)
+        for refusal in map(self.refusal, requests):
             if refusal is not None:
                 raise UserError(refusal)
+        for number, request in enumerate(requests):
             self.add(number, request)
         found: list[list[int]] = [[] for _ in requests]
         while self.busy:
@@ -178,6 +181,8 @@ class Scheduler:
     def admit(self) -> None:
         while self.waiting and self.slots and not self.stuck:
             work = self.waiting[0]
+            if self.learning and any(self.alike(work, other) for other in self.running if not other.decoding):
+                return  # when the other is put in, they share what they begin with
             matched = self.pages.match(work.ids) if self.learning else None
             held = list(matched.pages) if matched else []
             need = -(-len(work.ids) // self.page) - len(held)
@@ -198,6 +203,10 @@ class Scheduler:
             if matched and matched.snapshot is not None:
                 self.engine.put_slot(work.slot, matched.snapshot)
             self.running.append(work)
+
+    def alike(self, one: Work, other: Work) -> bool:
+        """Whether two prompts have their first page in common."""
+        return len(one.ids) > self.page and one.ids[: self.page] == other.ids[: self.page]
 
     @property
     def page_wise(self) -> bool:
@@ -222,7 +231,7 @@ class Scheduler:
             return []
         kind = self.form(unfilled[0])
         alike = [work for work in unfilled if self.form(work) == kind]
-        return alike[: max(1, PREFILL_TOKENS // kind[0])]
+        return alike[: power(max(1, PREFILL_TOKENS // kind[0]) + 1) // 2]
 
     def form(self, work: Work) -> tuple[int, bool]:
         return rounded(self.piece(work)), work.filled == 0
@@ -283,7 +292,6 @@ class Scheduler:
         slots = self.engine.size.slots
         halted = np.zeros(slots, bool)
         halted[list(self.halted)] = True
-        self.halted.clear()
         drawn = self.engine.decode(
             self.table(self.running, slots, by_slot=True),
             halted,
@@ -292,6 +300,7 @@ class Scheduler:
             kind=kind_of(work.request.sampling for work in works),
             scored=any(work.request.log_probs for work in works),
         )
+        self.halted.clear()
         self.queue.append(Queued(drawn, tuple((work.slot, work) for work in works), steps, time.monotonic()))
         return news
 
@@ -317,7 +326,7 @@ class Scheduler:
         tokens = np.atleast_2d(np.asarray(done.drawn.tokens))
         log_probs = None if done.drawn.log_probs is None else np.atleast_2d(np.asarray(done.drawn.log_probs))
         now = time.monotonic()
-        if done.steps:
+        if done.steps and not self.together:
             each = (now - max(done.since, self.looked)) / done.steps
             self.steps = int(min(max(BLOCK_SECONDS / max(each, 1e-9), 1), BLOCK))
         self.looked = now
@@ -351,13 +360,21 @@ class Scheduler:
             work.finished = True
             if finished == "end" and work.ids[-1] not in request.ends[:MOST_ENDS]:
                 self.halted.add(work.slot)
-            self.release(work)
+            if error is not None:
+                self.wipe(work)
+            self.release(work, worth_learning=error is None)
         asked = () if log_probs is None or not request.log_probs else tuple(log_probs[: len(found)].tolist())
         return News(work.number, tuple(found), asked, finished, error)
 
-    def release(self, work: Work) -> None:
+    def wipe(self, work: Work) -> None:
+        """No number that is none stays behind in what others will have: even times a weight of zero it would count."""
+        for page in self.pages.disown(work.pages):
+            self.engine.clear_page(page)
+        self.engine.clear_slot(work.slot)
+
+    def release(self, work: Work, worth_learning: bool = True) -> None:
         """Slot and pages are free for what is queued from now on."""
-        if self.learning and not self.snapshots and work.decoding:
+        if self.learning and not self.snapshots and work.decoding and worth_learning:
             self.pages.learn(work.ids[:-1], work.pages[: len(work.ids[:-1]) // self.page])
         self.pages.give(work.pages)
         self.stuck = False
@@ -377,7 +394,9 @@ class Scheduler:
     def table(self, works: list[Work], rows: int, by_slot: bool = False) -> np.ndarray:
         table = np.zeros((rows, self.columns), np.int32)
         for row, work in enumerate(works):
-            table[work.slot if by_slot else row, : len(work.pages)] = work.pages
+            place = work.slot if by_slot else row
+            table[place] = work.pages[0]  # beyond its pages a row looks at its own, not at another's, and sees nothing
+            table[place, : len(work.pages)] = work.pages
         return table
 
     def reach(self, filled: Iterable[int]) -> int:

@@ -4,15 +4,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.hardware import host_memory_bytes
 from maxtext.inference.engine import Engine, Programs
 from maxtext.inference.pages import Pages
 from maxtext.inference.scheduler import News, Request, Scheduler
 from maxtext.inference.text import Answer, Ask, Text
 from maxtext.layers.cache import CacheSize
 from maxtext.tokenizers import Tokenizer
+
+MOST_OF_MEMORY = 0.7  # that caches may take; programs need some, too
 
 
 def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) -> Scheduler:
@@ -30,12 +34,28 @@ def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) ->
         # What a slot keeps beside pages is copied for each prefix.
         each = max(engine.page_bytes + engine.slot_bytes, 1)
         known, host = config.prefix_caching_hbm_byte // each, config.prefix_caching_dram_byte // each
+        if known + host == 0:
+            raise ConfigError(
+                f"enable_prefix_caching=true would do nothing: one page of prefixes takes {each} bytes, and "
+                "prefix_caching_hbm_byte and prefix_caching_dram_byte are both less"
+            )
     pages = Pages(
         size.pages or slots, size.page or length, known=known, host=host, store=engine, snapshots=engine.has_slot_caches
     )
     chunk = config.prefill_chunk_size if config.use_chunked_prefill else None
     most = config.pagedattn_max_pages_per_group
     return Scheduler(engine, pages, chunk, most if size.page and most > 0 else None)
+
+
+def slots_in_memory(programs: Programs, slots: int, length: int) -> int:
+    """So many, or as many as the memory that is left has room for; at least one."""
+    one = jax.eval_shape(lambda: programs.scorer.empty(cache_size(programs.config, 1, length)))
+    each = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(one))
+    memory = jax.local_devices()[0].memory_stats() or {}
+    left = memory.get("bytes_limit", host_memory_bytes() // 2) - memory.get("bytes_in_use", 0)
+    while slots > 1 and slots * each > left * jax.device_count() * MOST_OF_MEMORY:
+        slots //= 2
+    return slots
 
 
 def cache_size(config: Any, slots: int, length: int) -> CacheSize:
@@ -86,52 +106,66 @@ class Open:
 
 @dataclass
 class Serving:
-    """One run of asks through a scheduler. `request` makes the ids and limits of an ask, or raises a UserError."""
+    """Runs of asks. `schedulers` gives one that nobody uses; `request` makes the ids and limits of an ask, or raises a
+    UserError."""
 
-    scheduler: Scheduler
+    schedulers: Callable[[], Scheduler]
     request: Callable[[Ask], Request]
     tokenizer: Tokenizer | None
 
     def run(self, asks: Iterator[Ask]) -> Iterator[tuple[str, Answer | None]]:
         """(a piece of text, None) as text comes, and ("", answer) when one is finished."""
+        scheduler = self.schedulers()
+        scheduler.taken = True
         opened: dict[int, Open] = {}
         source = enumerate(asks)
         more = True
         try:
             while more or opened:
-                while more and self.scheduler.room > -self.scheduler.engine.size.slots:
+                while more and scheduler.room > -scheduler.engine.size.slots:
                     index, ask = next(source, (-1, None))
                     if ask is None:
                         more = False
                         break
-                    refused = self.open(index, ask, opened)
-                    if refused is not None:
-                        yield "", refused
-                for news in self.scheduler.step():
-                    found = opened.get(news.number)
-                    if found is None:
+                    found = self.open(scheduler, index, ask)
+                    if isinstance(found, Answer):
+                        yield "", found
+                    else:
+                        opened[index] = found
+                for news in self.step(scheduler):
+                    current = opened.get(news.number)
+                    if current is None:
                         continue  # a text has stopped it
-                    piece, finished = found.add(news)
+                    piece, finished = current.add(news)
                     yield piece, None
                     if finished:
                         del opened[news.number]
                         if news.finished is None:
-                            self.scheduler.cancel(news.number)
-                        yield "", found.answer(finished, news.error)
+                            scheduler.cancel(news.number)
+                        yield "", current.answer(finished, news.error)
         finally:
-            for number in opened:
-                self.scheduler.cancel(number)
+            scheduler.taken = False
+            if not scheduler.broken:
+                for number in opened:
+                    scheduler.cancel(number)
 
-    def open(self, index: int, ask: Ask, opened: dict[int, Open]) -> Answer | None:
+    def step(self, scheduler: Scheduler) -> list[News]:
+        """One step. An error in the middle of it, or Ctrl-C, leaves host and device with different beliefs."""
+        try:
+            return scheduler.step()
+        except BaseException:
+            scheduler.broken = True
+            raise
+
+    def open(self, scheduler: Scheduler, index: int, ask: Ask) -> Open | Answer:
         """Begin, or answer with what is wrong."""
         try:
             request = self.request(ask)
-            error = self.scheduler.refusal(request)
+            error = scheduler.refusal(request)
         except UserError as refused:
             error = str(refused)
         if error is not None:
             return Answer(index, (), None if self.tokenizer is None else "", "error", error)
         text = None if self.tokenizer is None else Text(self.tokenizer, request.ids, ask.stop)
-        self.scheduler.add(index, request)
-        opened[index] = Open(index, request, text, bool(ask.stop))
-        return None
+        scheduler.add(index, request)
+        return Open(index, request, text, bool(ask.stop))

@@ -57,7 +57,7 @@ class Text:
         self.ids += tokens
         before = self.tokenizer.decode(self.ids[self.base : self.read])
         after = self.tokenizer.decode(self.ids[self.base :])
-        if last or not after.endswith(BROKEN_CHARACTER):
+        if last or not after.endswith(BROKEN_CHARACTER) or len(self.ids) - self.read > CONTEXT:
             # In many vocabularies a word's token alone has lost its space: what it adds to the text before counts.
             fits = after.startswith(before)
             self.whole += after[len(before) :] if fits else self.tokenizer.decode(self.ids[self.read :])

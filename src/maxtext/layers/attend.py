@@ -34,7 +34,8 @@ def attend_pages(q: jax.Array, pool: dict[str, jax.Array], inputs: LayerInputs, 
     """[B, 1, H, D], of one token a row that is in its pages already: keys and values are read where they lie."""
     keys, values, scales = pool["key"], pool["value"], [pool.get("key_scale"), pool.get("value_scale")]
     rules = active_rules()
-    reason = decode.supports(q.shape[-1], keys.shape[1], jax.default_backend() if rules is None else platform(rules))
+    kind = jax.default_backend() if rules is None else platform(rules)
+    reason = decode.supports(q.shape[-1], keys.shape[1], keys.dtype.name, kind)
     if current() is not None:
         reason = "it runs on one device"
     if reason is not None:

@@ -22,10 +22,12 @@ LEAST_ROWS = 16  # of a product on tensor cores: fewer query heads are filled up
 PROGRAMS = 264  # that keep a chip busy, two for each multiprocessor of an H100 or H200; more spans cost more joining
 
 
-def supports(head_size: int, page: int, platform: str) -> str | None:
+def supports(head_size: int, page: int, dtype: str, platform: str) -> str | None:
     """None, or a reason in words."""
     if platform != "gpu":
         return f"it is a kernel for NVIDIA GPUs, and this is a {platform.upper()}"
+    if dtype == "int4":
+        return "it does not read int4, two numbers of which are in a byte"
     if head_size < LEAST_ROWS or head_size & (head_size - 1):
         return f"heads of {head_size} numbers are not a power of two of at least {LEAST_ROWS}"
     if page & (page - 1) and page % LEAST_ROWS:
