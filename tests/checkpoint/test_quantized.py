@@ -275,7 +275,7 @@ def test_further_tokens(deepseek, tmp_path):
         bound = model.template.bind(weights)
         return bound.mtp(x, bound.embed, LayerInputs(jnp.asarray(positions.numpy()), None, tokens=tokens), tokens)[0]
 
-    with model.context():
+    with model.programs.context():
         (found,) = run(model.weights, jnp.asarray(hidden.numpy()), jnp.asarray(deepseek.ids, jnp.int32))
     assert distance(found, expected) < TOLERANCE
 

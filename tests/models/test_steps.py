@@ -61,9 +61,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("window", "causal") else pytest.mark.slow) for name in MODELS]
+    ("name", "layout"),
+    [
+        pytest.param(name, "a page each", marks=() if name in ("window", "causal") else pytest.mark.slow)
+        for name in MODELS
+    ]
+    + [("causal", "pages"), pytest.param("latent", "pages", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_pieces_make_the_whole(name, layout):
     words = {word.partition("=")[0]: word for word in (*SIZES, *MODELS[name])}
     config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
