@@ -170,14 +170,17 @@ def test_prompts_that_come_together_share_what_they_begin_with(folder):
 
 
 def test_limits_and_odd_numbers(llm):
-    asks = [Ask([5, 6], 4, ignore_eos=True), Ask([5, 6], 1 << 36), Ask([5, "x"], 4), Ask([5], 2.5)]
+    asks = [Ask([5, 6], 4, ignore_eos=True), Ask([5, 6], 1 << 36), Ask([5, "x"], 4), Ask([5] * 9, 2.5), Ask(None)]
     answers = sorted(llm.answers(asks), key=lambda answer: answer.index)
-    assert [answer.finished for answer in answers] == ["length", "error", "error", "error"]
+    assert [answer.finished for answer in answers] == ["length", *["error"] * 4]
     assert "do not fit into" in answers[1].error
-    assert "'x' is neither" in answers[2].error
+    assert "a prompt is text or whole numbers, token ids, not [5, 'x']" in answers[2].error
+    assert "not None" in answers[4].error
     assert "must be a whole number" in answers[3].error
     everything = llm.generate([5, 6], 4, temperature=1.0, top_k=1 << 40, seed=-1, ignore_eos=True)
     assert everything == llm.generate([[5, 6]], 4, temperature=1.0, seed=-1, ignore_eos=True)[0]
+    alone = llm.generate(np.array([5, 6]), 4, temperature=1.0, seed=-1, ignore_eos=True)
+    assert alone.tolist() == everything
     assert len(llm.generate([[5], [6]], 2, temperature=1.0, seed=-1, ignore_eos=True)) == 2
     with pytest.raises(UserError, match="an Ask says all: put max_new_tokens into it"):
         next(llm.stream(Ask("w5"), max_new_tokens=4))

@@ -129,13 +129,17 @@ class LLM:
     ) -> Any:
         """What follows the prompts: text for text, a list for a list; for an array of ids [B, S] the array of new ids
         [B, up to max_new_tokens], rows that ended earlier filled up with the id that ends them; for lists of ids lists.
+        The ids of a single prompt may stand alone.
         Prompt and answer have max_target_length tokens together at most.
 
         A row ends with the model's end-of-sequence token, unless `ignore_eos`, and before any of the texts in `stop`.
         """
         listed = isinstance(prompts, list | tuple)
-        if isinstance(prompts, str) or (listed and prompts and all(isinstance(token, int) for token in prompts)):
+        if isinstance(prompts, str) or (listed and prompts and all(map(is_id, prompts))):
             return self.generate([prompts], max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, stop)[0]
+        if not listed and np.ndim(prompts) == 1:
+            whole = np.asarray(prompts)[None]
+            return self.generate(whole, max_new_tokens, temperature, top_k, top_p, seed, ignore_eos, stop)[0]
         rows = [row if isinstance(row, str) else [int(token) for token in np.atleast_1d(row)] for row in prompts]
         if not rows:
             raise UserError("there are no prompts: give at least one")
@@ -192,9 +196,10 @@ class LLM:
         ask = self.in_ids(ask)
         if isinstance(ask.prompt, str):
             raise UserError("this model came without a tokenizer: give token ids instead of text")
-        wrong = [token for token in ask.prompt if not isinstance(token, int | np.integer)]
-        if wrong:
-            raise UserError(f"a prompt is text or whole numbers, token ids, and {wrong[0]!r} is neither")
+        if not isinstance(ask.prompt, Sequence | np.ndarray) or not all(map(is_id, ask.prompt)):
+            raise UserError(f"a prompt is text or whole numbers, token ids, not {str(ask.prompt)[:80]}")
+        if not is_id(ask.max_new_tokens):
+            raise UserError(f"max_new_tokens={ask.max_new_tokens} must be a whole number of at least 1")
         ids = tuple(int(token) for token in ask.prompt)
         places, length = self.config.trainable_position_size, len(ids) + ask.max_new_tokens
         if 0 < places < length:
@@ -317,8 +322,13 @@ def split_caches(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def size_of(ask: Ask) -> int:
-    """Tokens of prompt and answer, of an ask in ids."""
-    return 0 if isinstance(ask.prompt, str) else len(ask.prompt) + ask.max_new_tokens
+    """Tokens of prompt and answer, of an ask in ids; 0 of what will be refused."""
+    right = isinstance(ask.prompt, Sequence | np.ndarray) and not isinstance(ask.prompt, str)
+    return len(ask.prompt) + ask.max_new_tokens if right and isinstance(ask.max_new_tokens, int) else 0
+
+
+def is_id(token: Any) -> bool:
+    return isinstance(token, int | np.integer)
 
 
 def seed_of(seed: int, place: int) -> int:

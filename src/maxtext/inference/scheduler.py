@@ -118,7 +118,7 @@ class Scheduler:
         ids, vocabulary = request.ids, self.engine.programs.config.vocab_size
         if not ids:
             return "the prompt is empty: there is nothing to continue"
-        if not isinstance(request.count, int) or request.count < 1:
+        if request.count < 1:
             return f"max_new_tokens={request.count} must be a whole number of at least 1"
         wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
         if wrong is not None:
