@@ -131,7 +131,7 @@ VALUES = {
     "rope_factor": [8], "beta_fast": [2], "beta_slow": [4], "mscale": [0.5], "mhc_expansion_rate": [3],
     "sinkhorn_iterations": [5], "engram_layers": ["[0]"], "engram_num_heads": [3], "engram_head_dim": [6],
     "engram_vocab_bases": ["[30, 30]"], "engram_max_ngram_size": [2], "engram_kernel_size": [3], "engram_seed": [1],
-    "dropout_rate": [0.5],
+    "dropout_rate": [0.5], "ragged_block_size": [128],
 }  # fmt: skip
 # What comes with a key, for it makes no sense alone.
 COMPANIONS = {

@@ -236,11 +236,12 @@ def dealt_out(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str
 
 def refuse_inference(config: Any) -> None:
     """What only generation can do."""
-    if config.attention == "paged":
-        raise ConfigError(
-            f"attention=paged ({config.source('attention')}) says how generation keeps keys and values, and training "
-            "keeps none: leave it out"
-        )
+    for key, word in (("attention", "paged"), ("use_ragged_attention", True)):
+        if getattr(config, key) == word:
+            raise ConfigError(
+                f"{key}={str(word).lower()} ({config.source(key)}) is about the keys and values that generation keeps, "
+                "and training keeps none: leave it out"
+            )
     if config.quantization or config.checkpoint_is_quantized:
         key = "quantization" if config.quantization else "checkpoint_is_quantized"
         raise ConfigError(
