@@ -151,14 +151,6 @@ def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, d
     assert not re.findall(r"^\[[1-3]\] .*(?:INFO|step \d|Model).*$", four.text(), re.M)
 
 
-def test_two_processes_write_together(launch):
-    """After training, all of them run the same programs, whatever their clocks say."""
-    words = ["dataset_type=synthetic", "per_device_batch_size=1", "steps=1", *WITHOUT_CHECKPOINTS]
-    run = launch(2, *words, "tokenizer_path=byte", "prompt=def ", "ici_fsdp_parallelism=2")
-    assert run.end() == 0, run.text()
-    assert "def " in run.text()
-
-
 @pytest.mark.parametrize("index", [1, 0], ids=["worker", "coordinator"])
 def test_a_killed_process_ends_the_launcher_in_time(launch, index):
     run = launch(2, *SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000")
