@@ -3,6 +3,7 @@
 import pytest
 
 from maxtext.common.log import LOGGER
+from tests.cli.fake_llm import FakeLLM, install, write_checkpoint
 
 SIZES = {
     "base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8, "base_mlp_dim": 64,
@@ -18,6 +19,18 @@ def same_logger():
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
     yield
     LOGGER.handlers[:], LOGGER.level, LOGGER.propagate = before
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The fake models that a door has loaded."""
+    monkeypatch.setattr(FakeLLM, "tokenizer_class", FakeLLM.tokenizer_class)
+    return install(monkeypatch)
 
 
 @pytest.fixture(scope="session")

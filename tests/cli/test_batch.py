@@ -13,20 +13,9 @@ import pytest
 from maxtext.cli.batch_files import Answers, lines
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
-from tests.cli.fake_llm import FakeLLM, install, write_checkpoint
+from tests.cli.fake_llm import FakeLLM
 
 PROMPTS = ["one", "two", "three", "four", "five", "six", "seven"]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_checkpoint(tmp_path / "model")
-
-
-@pytest.fixture
-def made(monkeypatch):
-    monkeypatch.setattr(FakeLLM, "tokenizer_class", FakeLLM.tokenizer_class)
-    return install(monkeypatch)
 
 
 def requests(place, *records):

@@ -12,19 +12,13 @@ import pytest
 
 from maxtext.cli.main import main
 from maxtext.tokenizers import ByteTokenizer
-from tests.cli.fake_llm import FakeLLM, install, write_checkpoint
+from tests.cli.fake_llm import FakeLLM
 
 
 @pytest.fixture
-def folder(tmp_path):
-    return write_checkpoint(tmp_path / "model")
-
-
-@pytest.fixture
-def made(monkeypatch):
-    monkeypatch.setattr(FakeLLM, "tokenizer_class", FakeLLM.tokenizer_class)
+def made(made, monkeypatch):
     monkeypatch.setattr(FakeLLM, "said", lambda self, ask: f"answer {len(self.asked)}"[: ask.max_new_tokens])
-    return install(monkeypatch)
+    return made
 
 
 @pytest.fixture

@@ -8,20 +8,9 @@ import numpy as np
 import pytest
 
 from maxtext.cli.main import main
-from tests.cli.fake_llm import FakeLLM, install, write_checkpoint
+from tests.cli.fake_llm import FakeLLM
 
 CACHE = "jax_cache_dir=none"
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_checkpoint(tmp_path / "model")
-
-
-@pytest.fixture
-def made(monkeypatch):
-    monkeypatch.setattr(FakeLLM, "tokenizer_class", FakeLLM.tokenizer_class)
-    return install(monkeypatch)
 
 
 def decode(folder, *words):

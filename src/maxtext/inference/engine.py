@@ -113,29 +113,23 @@ class Programs:
         return jax.jit(self.extend_slots, static_argnames=names, donate_argnums=1)
 
     @cached_property
-    def take_slot(self) -> Any:
-        """A copy of what one slot has beside pages."""
-        return jax.jit(lambda state, slot: jax.tree.map(lambda x: x[slot], by_slot(state.caches)))
+    def take(self) -> Any:
+        """A copy of what one page has, or, without `pages`, one slot beside pages."""
+
+        def take(state: State, place: jax.Array, pages: bool) -> Any:
+            return jax.tree.map(lambda x: x[place], part(state.caches, pages))
+
+        return jax.jit(take, static_argnums=2)
 
     @cached_property
-    def put_slot(self) -> Any:
-        def put(state: State, slot: jax.Array, kept: Any) -> State:
-            after = iter(jax.tree.map(lambda x, y: x.at[slot].set(y), by_slot(state.caches), kept))
-            return replace(state, caches=[cache if PAGES in cache else next(after) for cache in state.caches])
+    def put(self) -> Any:
+        """The state with such a copy in a page or slot."""
 
-        return jax.jit(put, donate_argnums=0)
+        def put(state: State, place: jax.Array, kept: Any, pages: bool) -> State:
+            after = iter(jax.tree.map(lambda x, y: x.at[place].set(y), part(state.caches, pages), kept))
+            return replace(state, caches=[next(after) if (PAGES in each) == pages else each for each in state.caches])
 
-    @cached_property
-    def take_page(self) -> Any:
-        return jax.jit(lambda state, page: jax.tree.map(lambda x: x[page], in_pages(state.caches)))
-
-    @cached_property
-    def put_page(self) -> Any:
-        def put(state: State, page: jax.Array, kept: Any) -> State:
-            after = iter(jax.tree.map(lambda x, y: x.at[page].set(y), in_pages(state.caches), kept))
-            return replace(state, caches=[next(after) if PAGES in cache else cache for cache in state.caches])
-
-        return jax.jit(put, donate_argnums=0)
+        return jax.jit(put, static_argnums=3, donate_argnums=0)
 
     def empty(self, size: CacheSize) -> State:
         zero = jnp.zeros(size.slots, jnp.int32)
@@ -215,12 +209,9 @@ def choose(
     return Drawn(token, log_probs), active & ~ended
 
 
-def by_slot(caches: Caches) -> Caches:
-    return [cache for cache in caches if PAGES not in cache]
-
-
-def in_pages(caches: Caches) -> Caches:
-    return [cache for cache in caches if PAGES in cache]
+def part(caches: Caches, pages: bool) -> Caches:
+    """Those that are in pages, or those that each slot has."""
+    return [cache for cache in caches if (PAGES in cache) == pages]
 
 
 class Engine:
@@ -245,38 +236,43 @@ class Engine:
         return drawn
 
     def take_slot(self, slot: int) -> Any:
-        return self.programs.take_slot(self.state, np.int32(slot))
+        return self.programs.take(self.state, np.int32(slot), False)
 
     def put_slot(self, slot: int, kept: Any) -> None:
-        self.state = self.programs.put_slot(self.state, np.int32(slot), kept)
+        self.state = self.programs.put(self.state, np.int32(slot), kept, False)
 
     def read(self, page: int) -> Any:
         """What a page holds, in the host's memory."""
-        return jax.device_get(self.programs.take_page(self.state, np.int32(page)))
+        return jax.device_get(self.programs.take(self.state, np.int32(page), True))
 
     def write(self, page: int, kept: Any) -> None:
-        self.state = self.programs.put_page(self.state, np.int32(page), kept)
+        self.state = self.programs.put(self.state, np.int32(page), kept, True)
 
     def host(self, snapshot: Any) -> Any:
         return jax.device_get(snapshot)
 
     def clear_page(self, page: int) -> None:
-        self.write(page, jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), in_pages(self.state.caches)))
+        self.write(page, self.zeros(pages=True))
 
     def clear_slot(self, slot: int) -> None:
-        self.put_slot(slot, jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), by_slot(self.state.caches)))
+        self.put_slot(slot, self.zeros(pages=False))
+
+    def zeros(self, pages: bool) -> Any:
+        return jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), part(self.state.caches, pages))
 
     @cached_property
     def has_slot_caches(self) -> bool:
-        return bool(by_slot(self.state.caches))
+        return bool(part(self.state.caches, pages=False))
 
     @cached_property
     def page_bytes(self) -> int:
         """Of one page, in all layers."""
-        pools = jax.tree.leaves(in_pages(self.state.caches))
-        return sum(pool.nbytes // pool.shape[0] for pool in pools)
+        return self.bytes_of_one(pages=True)
 
     @cached_property
     def slot_bytes(self) -> int:
         """Of one slot beside pages, in all layers."""
-        return sum(array.nbytes // array.shape[0] for array in jax.tree.leaves(by_slot(self.state.caches)))
+        return self.bytes_of_one(pages=False)
+
+    def bytes_of_one(self, pages: bool) -> int:
+        return sum(array.nbytes // array.shape[0] for array in jax.tree.leaves(part(self.state.caches, pages)))
