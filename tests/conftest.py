@@ -1,11 +1,15 @@
 """For all rooms."""
 
 import gc
+import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import pytest
 
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 20_000  # of the 65,530 that Linux lets a process have
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
@@ -19,6 +23,21 @@ def rare_collections():
     yield
     gc.set_threshold(*before)
     gc.unfreeze()
+
+
+looked = 0.0
+
+
+@pytest.fixture(autouse=True)
+def forgotten_programs():
+    """A compiled program has several mappings of memory; a process that runs out of them dies while it compiles."""
+    yield
+    global looked
+    if time.monotonic() - looked > 5 and MAPPINGS.exists():
+        if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
+        looked = time.monotonic()
 
 
 @pytest.fixture(scope="module")

@@ -21,14 +21,19 @@ import numpy as np
 
 from maxtext.inference.sampling import Kind, Rows, draw
 from maxtext.inference.scoring import Cached, Recomputed, scorer
+from maxtext.kernels.attention import AUTOSELECTED
+from maxtext.layers.attend import cannot_attend_pages
 from maxtext.layers.cache import PAGES, CacheSize
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
+from maxtext.models.common import backend
 from maxtext.models.transformer import Caches
 from maxtext.sharding import AxisRules, use_rules
+from maxtext.sharding.manual import platform
 
 IDLE, BROKEN = -1, -2  # in place of a token: the slot does nothing; its scores were not numbers
 BLOCK = 16  # tokens of a slot in one call of decode, at most
+FIXED_STEPS = (4, BLOCK)  # where the compiler is to know how many
 MOST_ENDS = 8  # ids that end a sequence
 
 
@@ -109,7 +114,7 @@ class Programs:
 
     @cached_property
     def decode(self) -> Any:
-        names = ("aligned", "reach", "kind", "scored")
+        names = ("fixed", "aligned", "reach", "kind", "scored")
         return jax.jit(self.extend_slots, static_argnames=names, donate_argnums=1)
 
     @cached_property
@@ -163,13 +168,14 @@ class Programs:
         halted: jax.Array,
         steps: jax.Array,
         *,
+        fixed: int,
         aligned: bool,
         reach: int,
         kind: Kind,
         scored: bool,
     ) -> tuple[State, Drawn]:
         """The state after `steps` more tokens, BLOCK at most, and the tokens [BLOCK, N]. Slots that are `halted` [N] do
-        nothing any more."""
+        nothing any more. `fixed`: so many steps instead, known to the compiler; 0: as said."""
         state = replace(state, position=jnp.where(halted, IDLE, state.position))
         shape = (BLOCK, state.token.shape[0])
         found = Drawn(jnp.full(shape, IDLE, jnp.int32), jnp.zeros(shape, jnp.float32) if scored else None)
@@ -189,7 +195,11 @@ class Programs:
             position = jnp.where(onward, state.position + 1, IDLE)
             return step + 1, replace(state, caches=caches, token=drawn.tokens, position=position), found
 
-        _, state, found = jax.lax.while_loop(going, advance, (jnp.int32(0), state, found))
+        carry = (jnp.int32(0), state, found)
+        if fixed:
+            _, state, found = jax.lax.fori_loop(0, fixed, lambda _, carry: advance(carry), carry)
+        else:
+            _, state, found = jax.lax.while_loop(going, advance, carry)
         return state, found
 
 
@@ -214,6 +224,13 @@ def part(caches: Caches, pages: bool) -> Caches:
     return [cache for cache in caches if (PAGES in cache) == pages]
 
 
+def reads_in_place(config: Any, caches: Caches) -> bool:
+    """Whether decoding reads pages where they lie, as far as they are filled: then no program need know how far."""
+    plain = config.attention_type != "mla" and (config.use_ragged_attention or backend(config) == AUTOSELECTED)
+    pools = [cache[PAGES] for cache in caches if PAGES in cache]
+    return plain and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
+
+
 class Engine:
     """One state and the weights that extend it. Arguments are arrays of the host; what comes back is on its way."""
 
@@ -222,6 +239,11 @@ class Engine:
         with programs.context():
             self.state: State = programs.start(size)
         self.aligned = size.page == 0  # slot n has page n, all of it
+        # Where programs take long to compile, there are few; and in a loop that may end early, a GPU waits for the host
+        # before each step.
+        self.few_programs = platform(programs.rules) != "cpu"
+        with programs.context():
+            self.in_place = reads_in_place(programs.config, self.state.caches)
 
     def prefill(self, prompts: Prompts, **how: Any) -> Drawn:
         with self.programs.context():
@@ -229,9 +251,11 @@ class Engine:
         return drawn
 
     def decode(self, table: np.ndarray, halted: np.ndarray, steps: int, **how: Any) -> Drawn:
+        """`steps`: one of FIXED_STEPS, if there are to be few programs."""
+        fixed = steps if self.few_programs else 0
         with self.programs.context():
             self.state, drawn = self.programs.decode(
-                self.weights, self.state, table, halted, np.int32(steps), aligned=self.aligned, **how
+                self.weights, self.state, table, halted, np.int32(steps), fixed=fixed, aligned=self.aligned, **how
             )
         return drawn
 

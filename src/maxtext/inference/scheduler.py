@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from maxtext.common.errors import UserError
-from maxtext.inference.engine import BLOCK, BROKEN, IDLE, MOST_ENDS, Drawn, Engine, Prompts, Wishes
+from maxtext.inference.engine import BLOCK, BROKEN, FIXED_STEPS, IDLE, MOST_ENDS, Drawn, Engine, Prompts, Wishes
 from maxtext.inference.pages import Pages
 from maxtext.inference.sampling import GREEDILY, Rows, Sampling, kind_of
 
@@ -231,7 +231,7 @@ class Scheduler:
             return []
         kind = self.form(unfilled[0])
         alike = [work for work in unfilled if self.form(work) == kind]
-        return alike[: power(max(1, PREFILL_TOKENS // kind[0]) + 1) // 2]
+        return alike[: most_rows(kind[0])]
 
     def form(self, work: Work) -> tuple[int, bool]:
         return rounded(self.piece(work)), work.filled == 0
@@ -240,6 +240,8 @@ class Scheduler:
         """Queue the next piece of each."""
         width, fresh = self.form(group[0])
         rows = power(len(group))
+        if self.engine.few_programs:
+            rows = next(count for count in (1, 8, most_rows(width)) if count >= len(group))
         ids = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), -1, np.int32)
         slots = np.full(rows, self.engine.size.slots, np.int32)
@@ -278,6 +280,8 @@ class Scheduler:
         if self.waiting and works:
             # Who ends first makes room.
             steps = min(steps, max(LEAST_STEPS, min(work.last - work.filled for work in works)))
+        if works and self.engine.few_programs:
+            steps = next(count for count in FIXED_STEPS if count >= steps)
         for work in works:
             while work in self.running and not self.grown(work, min(work.filled + steps, work.last)):
                 if self.queue:
@@ -296,7 +300,7 @@ class Scheduler:
             self.table(self.running, slots, by_slot=True),
             halted,
             steps,
-            reach=self.reach(work.filled for work in works),
+            reach=0 if self.engine.in_place else self.reach(work.filled for work in works),
             kind=kind_of(work.request.sampling for work in works),
             scored=any(work.request.log_probs for work in works),
         )
@@ -326,7 +330,7 @@ class Scheduler:
         tokens = np.atleast_2d(np.asarray(done.drawn.tokens))
         log_probs = None if done.drawn.log_probs is None else np.atleast_2d(np.asarray(done.drawn.log_probs))
         now = time.monotonic()
-        if done.steps and not self.together:
+        if done.steps and not self.together and not self.engine.few_programs:
             each = (now - max(done.since, self.looked)) / done.steps
             self.steps = int(min(max(BLOCK_SECONDS / max(each, 1e-9), 1), BLOCK))
         self.looked = now
@@ -415,6 +419,11 @@ def wishes(requests: list[Request], last: list[int]) -> Wishes:
 def power(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length()
+
+
+def most_rows(width: int) -> int:
+    """That a program puts in, a power of two."""
+    return power(max(1, PREFILL_TOKENS // width) + 1) // 2
 
 
 def rounded(count: int) -> int:

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.kernels import few_rows
+
 LARGEST = {"int8": 127, "int4": 7}  # the same on both sides of zero
 GROUP = {"int8": None, "int4": 128}  # how many numbers of a sum share a scale at most; None: all
 SMALLEST_GROUP = 32  # with less, scales would take much of the room that int4 saves
@@ -105,12 +107,22 @@ def groups_of(shape: Sequence[int], contracted: Sequence[int], most: int | None)
     return groups
 
 
-def product(x: jax.Array, kernel: Any, rank: int, dtype: Any) -> jax.Array:
-    """x [..., inputs] times a kernel [inputs, outputs], an array or Quantized; `rank`: how many dims inputs have."""
+def product(x: jax.Array, kernel: Any, rank: int, dtype: Any, platform: str | None = None) -> jax.Array:
+    """x [..., inputs] times a kernel [inputs, outputs], an array or Quantized; `rank`: how many dims inputs have.
+
+    `platform`: of the one device that computes it; None: there are several, or any will do.
+    """
     inputs = tuple(range(rank))
-    dimensions = ((tuple(range(x.ndim - rank, x.ndim)), inputs), ((), ()))
-    if not (isinstance(kernel, Quantized) and kernel.scaled_after(inputs)):
-        return jax.lax.dot_general(x, kernel.astype(dtype), dimensions)
-    # Sums of integers can be too large for float16, and are rounded once only if they are scaled in float32.
-    y = jax.lax.dot_general(x, kernel.values.astype(dtype), dimensions, preferred_element_type=jnp.float32)
-    return (y * kernel.scale.reshape(kernel.scale.shape[rank:])).astype(dtype)
+    after = isinstance(kernel, Quantized) and kernel.scaled_after(inputs)
+    numbers = kernel.values if after else kernel.astype(dtype)
+    outer, outputs = x.shape[: x.ndim - rank], kernel.shape[rank:]
+    rows, depth, width = math.prod(outer), math.prod(kernel.shape[:rank]), math.prod(outputs)
+    if platform == "gpu" and few_rows.supports(rows, depth, width, dtype, numbers.dtype):
+        flat = few_rows.product(x.astype(dtype).reshape(rows, depth), numbers.reshape(depth, width))
+        y = flat.reshape(*outer, *outputs)
+    else:
+        dimensions = ((tuple(range(x.ndim - rank, x.ndim)), inputs), ((), ()))
+        # Sums of integers can be too large for float16, and are rounded once only if they are scaled in float32.
+        wide = jnp.float32 if after else None
+        y = jax.lax.dot_general(x, numbers.astype(dtype), dimensions, preferred_element_type=wide)
+    return (y * kernel.scale.reshape(kernel.scale.shape[rank:]) if after else y).astype(dtype)

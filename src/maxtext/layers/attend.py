@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import Inputs, backend_for, checked, compute, decode, flash, hide_blind_queries
 from maxtext.layers.inputs import LayerInputs
-from maxtext.sharding.manual import current, platform, run_manual, sharding
+from maxtext.sharding.manual import current, only_platform, platform, run_manual, sharding
 from maxtext.sharding.rules import AxisRules, active_rules
 
+Arrays = dict[str, jax.Array]
 QUERY = ("activation_batch_attn", "activation_length_attn", "activation_heads", None)
 
 
@@ -30,26 +30,22 @@ def attend(inputs: Inputs, backend: str) -> jax.Array:
     return flash_on_shards(several, checked(inputs))
 
 
-def attend_pages(q: jax.Array, pool: dict[str, jax.Array], inputs: LayerInputs, options: dict[str, Any]) -> jax.Array:
-    """[B, 1, H, D], of one token a row that is in its pages already: keys and values are read where they lie."""
-    keys, values, scales = pool["key"], pool["value"], [pool.get("key_scale"), pool.get("value_scale")]
-    rules = active_rules()
-    kind = jax.default_backend() if rules is None else platform(rules)
-    reason = decode.supports(q.shape[-1], keys.shape[1], keys.dtype.name, kind)
-    if current() is not None:
-        reason = "it runs on one device"
-    if reason is not None:
-        raise ConfigError(f"use_ragged_attention=true cannot do this: {reason}; leave it out")
-    by_head = [
-        scale if scale is None or scale.ndim == 3 else jnp.broadcast_to(scale[..., None], keys.shape[:3])
-        for scale in scales
-    ]
+def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
+    """Why the kernel that reads pages where they lie cannot be had here, in words; None: it can."""
+    kind = only_platform()
+    if kind is None:
+        return "it runs on one device"
+    return decode.supports(size, pool["key"].shape[1], pool["key"].dtype.name, kind)
+
+
+def attend_pages(
+    q: jax.Array, new: Arrays, pool: Arrays, inputs: LayerInputs, options: dict[str, Any]
+) -> tuple[jax.Array, Arrays]:
+    """[B, 1, H, D] of one token a row over its pages, and the pool with it; `new` [B, 1, ...] is as the pool has it."""
     assert inputs.table is not None
-    mixed = decode.attend(
-        q[:, 0], keys, values, inputs.table, inputs.positions[:, 0], reach=inputs.reach,
-        key_scales=by_head[0], value_scales=by_head[1], **options,
-    )  # fmt: skip
-    return mixed[:, None]
+    one = {name: array[:, 0] for name, array in new.items()}
+    mixed, after = decode.attend(q[:, 0], one, pool, inputs.table, inputs.positions[:, 0], **options)
+    return mixed[:, None], after
 
 
 def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -> jax.Array:

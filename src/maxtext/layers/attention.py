@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels.attention import BlockSizes, Inputs, Visibility
+from maxtext.common.errors import ConfigError
+from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Visibility, decode
 from maxtext.kernels.moba import moba_selection
-from maxtext.layers.attend import attend, attend_pages
-from maxtext.layers.cache import PAGES, CacheSize, appended, backend_of, extended, kept, sight
+from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages
+from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, sight, through_store
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -63,7 +64,7 @@ class AttentionSpec:
     float32_product: bool = False
     float32_logits: bool = False
     blocks: BlockSizes | None = None
-    ragged: int = 0  # tokens of pages that a kernel reads at a time, and only those that are there; 0: another way
+    ragged: int = 0  # tokens that the kernel for one token a row over pages, which is then a must, reads at a time
 
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Attention(maker, self, size, dtype)
@@ -148,23 +149,34 @@ class Attention(nnx.Module):
         q = constrain(q, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         k = constrain(k, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
         v = constrain(v, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
-        aux: Aux = {}
-        if spec.ragged and inputs.cache is not None and PAGES in inputs.cache and x.shape[1] == 1:
-            mixed, aux["cache"] = self.over_pages(q, {KEY: k, VALUE: v}, inputs)
-        else:
-            mixed, aux = self.attended(q, {KEY: k, VALUE: v}, inputs)
+        new = {KEY: k, VALUE: v}
+        mixed, aux = self.over_pages(q, new, inputs) if self.one_by_one(inputs) else self.attended(q, new, inputs)
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
         if spec.gated:
             mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
         return checkpoint_name(self.out(mixed), "out_proj"), aux
 
-    def over_pages(self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Cache]:
+    def one_by_one(self, inputs: LayerInputs) -> bool:
+        """Whether the kernel for one token a row, over pages, does it."""
+        spec = self.spec
+        if inputs.cache is None or PAGES not in inputs.cache or inputs.positions.shape[1] > 1:
+            return False
+        if not spec.ragged and spec.backend != AUTOSELECTED:
+            return False
+        reason = cannot_attend_pages(spec.head_dim, inputs.cache[PAGES])
+        if reason is not None and spec.ragged:
+            raise ConfigError(f"use_ragged_attention=true cannot do this: {reason}; leave it out")
+        return reason is None
+
+    def over_pages(self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         """One token a row over its pages, and the cache with it. What is in pages has no window: all is seen."""
-        spec, pool = self.spec, appended(inputs, new)
+        assert inputs.cache is not None
+        spec, pool = self.spec, inputs.cache[PAGES]
         sinks = None if self.sinks is None else self.sinks[...]
-        options = {"scale": spec.scale, "soft_cap": spec.soft_cap, "sinks": sinks, "block": spec.ragged}
-        return attend_pages(q, pool, inputs, options), {PAGES: pool}
+        options = {"scale": spec.scale, "soft_cap": spec.soft_cap, "sinks": sinks, "block": spec.ragged or decode.BLOCK}
+        mixed, after = attend_pages(q, through_store(pool, new)[0], pool, inputs, options)
+        return mixed, {"cache": {PAGES: after}}
 
     def attended(self, q: jax.Array, seen: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         spec, k = self.spec, seen[KEY]

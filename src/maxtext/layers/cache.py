@@ -100,13 +100,6 @@ def read(store: Arrays, name: str, dtype: Any) -> jax.Array:
     return dequantize(x, scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), dtype)
 
 
-def appended(inputs: LayerInputs, new: Arrays) -> Arrays:
-    """The pages with the new tokens in them."""
-    assert inputs.cache is not None
-    pool = inputs.cache[PAGES]
-    return write(inputs, pool, through_store(pool, new)[0])
-
-
 def write(inputs: LayerInputs, pool: Arrays, new: Arrays) -> Arrays:
     assert inputs.table is not None
     pages, page = next(iter(pool.values())).shape[:2]

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from maxtext.kernels.quantized import product
 from maxtext.layers.parameters import Maker
+from maxtext.sharding.manual import only_platform
 
 
 class Linear(nnx.Module):
@@ -32,7 +33,7 @@ class Linear(nnx.Module):
         self.bias = maker.constant(outputs, 0.0, axes[len(inputs) :]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = product(x, self.kernel[...], self.rank, self.dtype)
+        y = product(x, self.kernel[...], self.rank, self.dtype, only_platform())
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 

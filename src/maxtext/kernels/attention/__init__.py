@@ -8,7 +8,16 @@ cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no si
 """
 
 from maxtext.kernels.attention.checks import checked
-from maxtext.kernels.attention.dispatch import BACKENDS, Backend, attend, backend_for, choose, compute, try_backends
+from maxtext.kernels.attention.dispatch import (
+    AUTOSELECTED,
+    BACKENDS,
+    Backend,
+    attend,
+    backend_for,
+    choose,
+    compute,
+    try_backends,
+)
 from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_head
 from maxtext.kernels.attention.queries import map_queries
 from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
@@ -16,6 +25,7 @@ from maxtext.kernels.attention.statistics import max_logits, mean_weights
 from maxtext.kernels.attention.ties import largest_keys
 
 __all__ = [
+    "AUTOSELECTED",
     "BACKENDS",
     "Backend",
     "BlockSizes",

@@ -1,7 +1,8 @@
 """Attention of one new token a row over a cache of pages, read where it lies and only as far as a row is filled.
 
 A Pallas kernel for NVIDIA GPUs, by Triton. The keys of a row are cut into `splits` spans, each read by a program of its
-own for each key/value head, so that one long row keeps the whole chip busy; a last small sum joins the spans.
+own for each key/value head, so that one long row keeps the whole chip busy; a last small sum joins the spans. The
+program whose span has the place of the new token writes it there; nobody reads it there, since all have it at hand.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, P pages of `page` tokens, C table columns.
 """
@@ -19,7 +20,9 @@ from jax.experimental.pallas import triton
 from maxtext.kernels.attention.dot_product import HIDDEN
 
 LEAST_ROWS = 16  # of a product on tensor cores: fewer query heads are filled up
-PROGRAMS = 264  # that keep a chip busy, two for each multiprocessor of an H100 or H200; more spans cost more joining
+PROGRAMS = 528  # that keep a chip busy, four for each multiprocessor of an H100 or H200; more spans cost more joining
+LEAST_SPLITS = 2  # rows of different lengths are done at about the same time
+BLOCK = 64  # tokens that a program reads at a time
 
 
 def supports(head_size: int, page: int, dtype: str, platform: str) -> str | None:
@@ -37,71 +40,79 @@ def supports(head_size: int, page: int, dtype: str, platform: str) -> str | None
 
 def attend(
     q: Array,
-    keys: Array,
-    values: Array,
+    new: dict[str, Array],
+    pool: dict[str, Array],
     table: Array,
     positions: Array,
     *,
     scale: float,
-    reach: int,
     soft_cap: float | None = None,
     sinks: Array | None = None,
-    key_scales: Array | None = None,
-    value_scales: Array | None = None,
-    block: int = 64,
+    block: int = BLOCK,
     splits: int | None = None,
+    warps: int = 4,
+    stages: int = 4,
     interpret: bool = False,
-) -> Array:
-    """[B, H, D]; q [B, H, D], keys and values [P, page, K, D], table [B, C], positions [B], of the token that is asked
-    for, which is in the cache already; -1: an idle row, which yields 0. All positions are below `reach`. Scales
-    [P, page, K] belong to integers. `block`: tokens that a program reads at a time, or as many as divide a page."""
+) -> tuple[Array, dict[str, Array]]:
+    """[B, H, D], and the pool with the new tokens in it.
+
+    q [B, H, D]; `new`: "key" and "value" [B, K, D] as the pool has them, which is [P, page, K, D]; integers with
+    "key_scale" and "value_scale", [B] or [B, K]; table [B, C]; positions [B], of the new tokens; -1: an idle row,
+    which yields 0. `block`: tokens that a program reads at a time, or as many as divide a page.
+    """
     batch, heads, size = q.shape
-    pages, page, groups, _ = keys.shape
+    pages, page, groups, _ = pool["key"].shape
     group = heads // groups
     rows = max(LEAST_ROWS, pl.next_power_of_2(group))
     block = math.gcd(pl.next_power_of_2(block), page)
-    tiles = pl.cdiv(reach, block)
-    splits = splits or max(1, min(tiles, pl.cdiv(PROGRAMS, batch * groups)))
-    span = pl.cdiv(tiles, splits)
-    padded = jnp.pad(q.reshape(batch, groups, group, size), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
-    pools = [keys.reshape(pages * page, groups, size), values.reshape(pages * page, groups, size)]
-    if key_scales is not None and value_scales is not None:
-        pools += [key_scales.reshape(pages * page, groups), value_scales.reshape(pages * page, groups)]
+    tiles = table.shape[1] * page // block
+    splits = splits or min(tiles, max(LEAST_SPLITS, pl.cdiv(PROGRAMS, batch * groups)))
+    lines = {name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()}
 
-    def pool_spec(pool: Array) -> pl.BlockSpec:
-        rest = pool.ndim - 2
-        return pl.BlockSpec((pages * page, None, *pool.shape[2:]), lambda b, k, s: (0, k, *[0] * rest))
+    def by_head(first: int | None, array: Array, index: Any) -> pl.BlockSpec:
+        """One head of what heads have each, all of what they share."""
+        if array.ndim == 1:
+            return pl.BlockSpec((first,), lambda b, k, s: (index(b),))
+        rest = array.shape[2:]
+        return pl.BlockSpec((first, None, *rest), lambda b, k, s: (index(b), k, *[0] * len(rest)))
 
+    new_specs = [by_head(None, new[name], lambda b: b) for name in pool]
+    pool_specs = [by_head(pages * page, lines[name], lambda b: 0) for name in pool]
     kernel = functools.partial(
-        span_of_row, page=page, block=block, span=span, scale=scale, soft_cap=soft_cap,
-        quantized=key_scales is not None,
+        span_of_row, names=tuple(pool), group=group, rows=rows, page=page, block=block, splits=splits, scale=scale,
+        soft_cap=soft_cap,
     )  # fmt: skip
-    out = [
-        jax.ShapeDtypeStruct((batch, groups, splits, rows, size), jnp.float32),
-        jax.ShapeDtypeStruct((batch, groups, splits, rows), jnp.float32),
-        jax.ShapeDtypeStruct((batch, groups, splits, rows), jnp.float32),
-    ]
-    mixed, largest, total = pl.pallas_call(
+    by_span = pl.BlockSpec((None, None, None, group), lambda b, k, s: (b, k, s, 0))
+    mixed, largest, total, *written = pl.pallas_call(
         kernel,
         grid=(batch, groups, splits),
         in_specs=[
-            pl.BlockSpec((None, None, rows, size), lambda b, k, s: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, group, size), lambda b, k, s: (b, k, 0, 0)),
             pl.BlockSpec((None, table.shape[1]), lambda b, k, s: (b, 0)),
             pl.BlockSpec((1,), lambda b, k, s: (b,)),
-            *map(pool_spec, pools),
+            *new_specs,
+            *pool_specs,
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, rows, size), lambda b, k, s: (b, k, s, 0, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda b, k, s: (b, k, s, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda b, k, s: (b, k, s, 0)),
+            pl.BlockSpec((None, None, None, group, size), lambda b, k, s: (b, k, s, 0, 0)),
+            by_span,
+            by_span,
+            *pool_specs,
         ],
-        out_shape=out,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, groups, splits, group, size), jnp.float32),
+            jax.ShapeDtypeStruct((batch, groups, splits, group), jnp.float32),
+            jax.ShapeDtypeStruct((batch, groups, splits, group), jnp.float32),
+            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in lines.values()),
+        ],
+        input_output_aliases={3 + len(pool) + number: 3 + number for number in range(len(pool))},
         interpret=interpret,
         name="attention_over_pages",
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-    )(padded, table, positions, *pools)
-    whole = joined(mixed[..., :group, :], largest[..., :group], total[..., :group], sinks)
-    return whole.reshape(q.shape).astype(q.dtype)
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+    )(q.reshape(batch, groups, group, size), table, positions, *(new[name] for name in pool), *lines.values())
+    whole = joined(mixed, largest, total, sinks)
+    after = {name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)}
+    return whole.reshape(q.shape).astype(q.dtype), after
 
 
 def joined(mixed: Array, largest: Array, total: Array, sinks: Array | None) -> Array:
@@ -122,51 +133,69 @@ def span_of_row(
     q_ref: Any,
     table_ref: Any,
     position_ref: Any,
-    key_ref: Any,
-    value_ref: Any,
-    *rest: Any,
+    *refs: Any,
+    names: tuple[str, ...],
+    group: int,
+    rows: int,
     page: int,
     block: int,
-    span: int,
+    splits: int,
     scale: float,
     soft_cap: float | None,
-    quantized: bool,
 ) -> None:
     """One span of one row for one key/value head: its weighted values' sum, its largest logit, its weights' sum."""
-    key_scale_ref, value_scale_ref = rest[:2] if quantized else (None, None)
-    mixed_ref, largest_ref, total_ref = rest[-3:]
-    rows, size = q_ref.shape
-    q = q_ref[...]
+    news, pools = (
+        dict(zip(names, part, strict=True)) for part in (refs[: len(names)], refs[len(names) : -len(names) - 3])
+    )
+    mixed_ref, largest_ref, total_ref, *written = refs[-len(names) - 3 :]
+    row = jnp.arange(rows)
+    q = q_ref[jnp.minimum(row, group - 1), :]
     position = position_ref[0]
+    span = pl.cdiv(position // block + 1, splits)  # in tiles, for this row
     first = pl.program_id(2) * span
-    last = jnp.minimum(first + span, (position + block) // block)
+    last = jnp.minimum(first + span, (position + block - 1) // block)  # what is before the new token
+    mine = (position >= 0) & (position // block >= first) & (position // block < first + span)
+
+    def bent(logits: Array) -> Array:
+        return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+    def scaled(x: Array, refs: dict[str, Any], name: str, at: Any) -> Array:
+        """By the scale of each token, whose place is the last."""
+        return x * refs[name + "_scale"][at] if name + "_scale" in refs else x
 
     def read(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         mixed, largest, total = carry
         places = tile * block + jnp.arange(block)
-        number = table_ref[tile * block // page]  # a tile lies in one page
-        lines = number * page + places % page
-        keys = key_ref[lines, :].astype(q.dtype)
-        logits = triton.dot(q, keys, trans_b=True) * scale
-        if quantized:
-            logits = logits * key_scale_ref[lines][None, :]
-        if soft_cap is not None:
-            logits = soft_cap * jnp.tanh(logits / soft_cap)
-        seen = places <= position
+        lines = table_ref[tile * block // page] * page + places % page  # a tile lies in one page
+        logits = triton.dot(q, pools["key"][lines, :].astype(q.dtype), trans_b=True) * scale
+        logits = bent(scaled(logits, pools, "key", lines))
+        seen = places < position
         logits = jnp.where(seen[None, :], logits, HIDDEN)
         above = jnp.maximum(largest, logits.max(axis=1))
         weights = jnp.where(seen[None, :], jnp.exp(logits - above[:, None]), 0)
         shrunk = jnp.exp(largest - above)
         total = total * shrunk + weights.sum(axis=1)
-        values = value_ref[lines, :].astype(q.dtype)
-        if quantized:
-            weights = weights * value_scale_ref[lines][None, :]
-        mixed = mixed * shrunk[:, None] + triton.dot(weights.astype(q.dtype), values)
+        weights = scaled(weights, pools, "value", lines).astype(q.dtype)
+        mixed = mixed * shrunk[:, None] + triton.dot(weights, pools["value"][lines, :].astype(q.dtype))
         return mixed, above, total
 
-    empty = (
-        jnp.zeros((rows, size), jnp.float32),
-        jnp.full((rows,), HIDDEN, jnp.float32),
-        jnp.zeros((rows,), jnp.float32),
+    one = {name: news[name][...] for name in ("key", "value")}
+    at_hand = {name: each.astype(jnp.float32) for name, each in one.items()}
+    logits = (q.astype(jnp.float32) * at_hand["key"][None, :]).sum(axis=1) * scale
+    value = scaled(at_hand["value"], news, "value", ...)
+    alone = (
+        jnp.zeros((rows, 1), jnp.float32) + jnp.where(mine, value, 0)[None, :],
+        jnp.where(mine, bent(scaled(logits, news, "key", ...)), HIDDEN),
+        jnp.where(mine, jnp.ones((rows,), jnp.float32), 0),
     )
-    mixed_ref[...], largest_ref[...], total_ref[...] = jax.lax.fori_loop(first, last, read, empty)
+    mixed, largest, total = jax.lax.fori_loop(first, last, read, alone)
+    known = row < group
+    column = jnp.arange(q.shape[1])
+    triton.store(mixed_ref.at[row[:, None], column[None, :]], mixed, mask=known[:, None] & (column >= 0)[None, :])
+    triton.store(largest_ref.at[row], largest, mask=known)
+    triton.store(total_ref.at[row], total, mask=known)
+    place = jnp.maximum(position, 0)
+    line = table_ref[place // page] * page + place % page
+    for name, ref in zip(names, written, strict=True):
+        new = news[name][...]
+        triton.store(ref.at[line], new, mask=jnp.broadcast_to(mine, new.shape))
