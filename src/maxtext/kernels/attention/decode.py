@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton
 
 from maxtext.kernels.attention.dot_product import HIDDEN
 
-LEAST_ROWS = 16  # of a product on tensor cores: fewer query heads are filled up
+LEAST_ROWS = 16  # of a product on tensor cores, either way: fewer query heads are filled up
 PROGRAMS = 528  # that keep a chip busy, four for each multiprocessor of an H100 or H200; more spans cost more joining
 LEAST_SPLITS = 2  # rows of different lengths are done at about the same time
 BLOCK = 64  # tokens that a program reads at a time
@@ -33,7 +33,7 @@ def supports(head_size: int, page: int, dtype: str, platform: str) -> str | None
         return "it does not read int4, two numbers of which are in a byte"
     if head_size < LEAST_ROWS or head_size & (head_size - 1):
         return f"heads of {head_size} numbers are not a power of two of at least {LEAST_ROWS}"
-    if page & (page - 1) and page % LEAST_ROWS:
+    if page % LEAST_ROWS:
         return f"pages of {page} tokens cannot be cut into tiles: use a multiple of {LEAST_ROWS}"
     return None
 
@@ -64,7 +64,7 @@ def attend(
     pages, page, groups, _ = pool["key"].shape
     group = heads // groups
     rows = max(LEAST_ROWS, pl.next_power_of_2(group))
-    block = math.gcd(pl.next_power_of_2(block), page)
+    block = math.gcd(max(pl.next_power_of_2(block), LEAST_ROWS), page)
     tiles = table.shape[1] * page // block
     splits = splits or min(tiles, max(LEAST_SPLITS, pl.cdiv(PROGRAMS, batch * groups)))
     lines = {name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()}
