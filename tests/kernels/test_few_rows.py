@@ -1,4 +1,4 @@
-"""Products of few rows against numpy's in float64; interpreted, unless there is a GPU."""
+"""Products of few rows with integers against numpy's in float64; interpreted, unless there is a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -6,64 +6,73 @@ import numpy as np
 import pytest
 
 from maxtext.kernels import few_rows
-from maxtext.kernels.quantized import product, quantized
+from maxtext.kernels.quantized import products, quantized
 
 GPU = jax.default_backend() == "gpu"
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "width", "dtype"),
+    ("rows", "depth", "widths"),
     [
-        (1, 256, 512, "int8"),
-        (1, 256, 384, "int8"),  # tiles of 128 columns
-        (1, 128, 768, "bfloat16"),
-        (1, 4096, 1024, "bfloat16"),
-        (3, 384, 256, "int8"),
-        (33, 128, 128, "int8"),
+        (1, 256, [512]),
+        (1, 1024, [64, 16, 4]),  # by one program
+        (1, 96, [8]),  # a tile of 16 lines
+        (3, 384, [128, 64]),
+        (33, 128, [64]),
     ],
 )
-def test_products(rows, depth, width, dtype):
+def test_products(rows, depth, widths):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(rows, depth)), jnp.bfloat16)
-    kernel = jnp.asarray(random.integers(-128, 128, (depth, width)), dtype)
-    assert few_rows.supports(rows, depth, width, x.dtype, kernel.dtype)
-    found = few_rows.product(x, kernel, interpret=not GPU)
-    right = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max())
+    kernels = [jnp.asarray(random.integers(-128, 128, (width, depth)), jnp.int8) for width in widths]
+    assert all(few_rows.supports(rows, depth, width, x.dtype) for width in widths)
+    for kernel, found in zip(kernels, few_rows.products(x, kernels, interpret=not GPU), strict=True):
+        right = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+        np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 8])
-def test_they_can_be_lowered_for_gpus(rows, dtype):
-    x, kernel = jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 1024), dtype)
-    text = jax.jit(few_rows.product).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
-    assert "product_of_few_rows" in text
+def test_they_can_be_lowered_for_gpus(rows):
+    x, kernel = jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), jax.ShapeDtypeStruct((1024, 4096), "int8")
+    run = jax.jit(lambda x, one, other: few_rows.products(x, [one, other]))
+    text = run.trace(x, kernel, kernel).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call") == (1 if rows == 1 else 2)
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "width", "x", "kernel", "right"),
+    ("rows", "depth", "width", "dtype", "right"),
     [
-        (1, 4096, 128256, "bfloat16", "bfloat16", True),
-        (2, 4096, 4096, "bfloat16", "bfloat16", False),  # the compiler's own is as good
-        (64, 4096, 4096, "bfloat16", "int8", True),
-        (65, 4096, 4096, "bfloat16", "int8", False),
-        (1, 4096, 4096, "float32", "float32", False),
-        (1, 4096, 4096, "bfloat16", "float16", False),
-        (1, 4096, 500, "bfloat16", "bfloat16", False),
-        (1, 100, 512, "bfloat16", "int8", False),
+        (1, 4096, 128256, "bfloat16", True),
+        (64, 4096, 4096, "bfloat16", True),
+        (65, 4096, 4096, "bfloat16", False),
+        (1, 4096, 4096, "float32", False),
+        (1, 4096, 501, "bfloat16", False),
+        (1, 100, 512, "bfloat16", False),
+        (2, 4096, 500, "bfloat16", False),
     ],
 )
-def test_what_they_are_for(rows, depth, width, x, kernel, right):
-    assert few_rows.supports(rows, depth, width, x, kernel) == right
+def test_what_they_are_for(rows, depth, width, dtype, right):
+    assert few_rows.supports(rows, depth, width, dtype) == right
 
 
-def test_layers_come_to_them_on_a_gpu(monkeypatch):
-    """Kernels of several dimensions, in integers with scales and in floats, as an ordinary product has them."""
-    monkeypatch.setattr(few_rows, "product", lambda x, kernel, real=few_rows.product: real(x, kernel, not GPU))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_layers_come_to_them_on_a_gpu(monkeypatch, rows):
+    """Kernels of several dimensions, as an ordinary product has them."""
+    calls = []
+
+    def run(x, kernels, real=few_rows.products):
+        calls.append(len(kernels))
+        return real(x, kernels, interpret=not GPU)
+
+    monkeypatch.setattr(few_rows, "products", run)
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(1, 1, 4, 64)), jnp.bfloat16)
-    kernel = jnp.asarray(random.normal(size=(4, 64, 2, 256)), jnp.bfloat16)
-    for each in (kernel, quantized(kernel, (0, 1), jnp.int8)):
-        near, usual = (product(x, each, 2, jnp.bfloat16, platform) for platform in ("gpu", "cpu"))
-        assert near.shape == (1, 1, 2, 256)
-        np.testing.assert_allclose(near.astype(float), usual.astype(float), atol=0.02 * np.abs(usual).max())
+    x = jnp.asarray(random.normal(size=(rows, 1, 4, 64)), jnp.bfloat16)
+    kernels = [jnp.asarray(random.normal(size=(4, 64, *size)), jnp.bfloat16) for size in ((2, 64), (64,))]
+    integers = [quantized(kernel, (0, 1), jnp.int8) for kernel in kernels]
+    near, usual = (products(x, integers, 2, jnp.bfloat16, platform) for platform in ("gpu", "cpu"))
+    assert calls == [2]
+    assert [y.shape for y in near] == [(rows, 1, 2, 64), (rows, 1, 64)]
+    for one, other in zip(near, usual, strict=True):
+        np.testing.assert_allclose(one.astype(float), other.astype(float), atol=0.01 * np.abs(other).max())
+    products(x, kernels, 2, jnp.bfloat16, "gpu")  # floats
+    assert calls == [2]

@@ -35,7 +35,7 @@ from maxtext.inference.scheduler import Request, Scheduler, power, rounded
 from maxtext.inference.serving import Serving, make_scheduler, slots_in_memory
 from maxtext.inference.text import Answer, Ask
 from maxtext.layers.parameters import Template
-from maxtext.layers.quantized import described, quantize_weights
+from maxtext.layers.quantized import described, laid_out, quantize_weights
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
@@ -98,6 +98,8 @@ class LLM:
         """Itself, written to save_quantized_params_path and warmed up where the keys say so."""
         if self.config.parameter_memory_host_offload:
             raise ConfigError("parameter_memory_host_offload=true is for training: leave it out when text is generated")
+        with self.programs.context():
+            self.weights = laid_out(self.template, self.weights)
         if self.config.save_quantized_params_path:
             self.save(self.config.save_quantized_params_path)
         if self.config.enable_model_warmup:

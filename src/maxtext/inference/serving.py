@@ -14,14 +14,18 @@ from maxtext.inference.pages import Pages
 from maxtext.inference.scheduler import News, Request, Scheduler
 from maxtext.inference.text import Answer, Ask, Text
 from maxtext.layers.cache import CacheSize
+from maxtext.sharding.manual import platform
 from maxtext.tokenizers import Tokenizer
 
+LEAST_SLOTS = 2  # on a GPU: compilers make slower products of a single row of floats
 MOST_OF_MEMORY = 0.7  # that caches may take; programs need some, too
 
 
 def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) -> Scheduler:
     """For so many sequences at a time of up to such a length."""
     config = programs.config
+    if platform(programs.rules) == "gpu" and config.quantization != "int8":
+        slots = max(slots, LEAST_SLOTS)
     size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching
     if not programs.cached and (size.page or size.quantized is not None):
         raise ConfigError(

@@ -107,22 +107,38 @@ def groups_of(shape: Sequence[int], contracted: Sequence[int], most: int | None)
     return groups
 
 
-def product(x: jax.Array, kernel: Any, rank: int, dtype: Any, platform: str | None = None) -> jax.Array:
-    """x [..., inputs] times a kernel [inputs, outputs], an array or Quantized; `rank`: how many dims inputs have.
+def products(
+    x: jax.Array, kernels: Sequence[Any], rank: int, dtype: Any, platform: str | None = None
+) -> list[jax.Array]:
+    """x [..., inputs] times each kernel [inputs, outputs], an array or Quantized; `rank`: how many dims inputs have.
 
     `platform`: of the one device that computes it; None: there are several, or any will do.
     """
+    outer, inputs = x.shape[: x.ndim - rank], tuple(range(rank))
+    rows, depth = math.prod(outer), math.prod(x.shape[x.ndim - rank :])
+    if platform == "gpu" and all(
+        isinstance(kernel, Quantized)
+        and kernel.dtype == jnp.int8
+        and kernel.scaled_after(inputs)
+        and few_rows.supports(rows, depth, math.prod(kernel.shape[rank:]), dtype)
+        for kernel in kernels
+    ):
+        flat = [kernel.values.reshape(depth, -1).T for kernel in kernels]
+        found = few_rows.products(x.astype(dtype).reshape(rows, depth), flat)
+        sums = [y.reshape(*outer, *kernel.shape[rank:]) for y, kernel in zip(found, kernels, strict=True)]
+        return [scaled(y, kernel, rank, dtype) for y, kernel in zip(sums, kernels, strict=True)]
+    return [product(x, kernel, rank, dtype) for kernel in kernels]
+
+
+def product(x: jax.Array, kernel: Any, rank: int, dtype: Any) -> jax.Array:
     inputs = tuple(range(rank))
-    after = isinstance(kernel, Quantized) and kernel.scaled_after(inputs)
-    numbers = kernel.values if after else kernel.astype(dtype)
-    outer, outputs = x.shape[: x.ndim - rank], kernel.shape[rank:]
-    rows, depth, width = math.prod(outer), math.prod(kernel.shape[:rank]), math.prod(outputs)
-    if platform == "gpu" and few_rows.supports(rows, depth, width, dtype, numbers.dtype):
-        flat = few_rows.product(x.astype(dtype).reshape(rows, depth), numbers.reshape(depth, width))
-        y = flat.reshape(*outer, *outputs)
-    else:
-        dimensions = ((tuple(range(x.ndim - rank, x.ndim)), inputs), ((), ()))
-        # Sums of integers can be too large for float16, and are rounded once only if they are scaled in float32.
-        wide = jnp.float32 if after else None
-        y = jax.lax.dot_general(x, numbers.astype(dtype), dimensions, preferred_element_type=wide)
-    return (y * kernel.scale.reshape(kernel.scale.shape[rank:]) if after else y).astype(dtype)
+    dimensions = ((tuple(range(x.ndim - rank, x.ndim)), inputs), ((), ()))
+    if not (isinstance(kernel, Quantized) and kernel.scaled_after(inputs)):
+        return jax.lax.dot_general(x, kernel.astype(dtype), dimensions)
+    # Sums of integers can be too large for float16, and are rounded once only if they are scaled in float32.
+    y = jax.lax.dot_general(x, kernel.values.astype(dtype), dimensions, preferred_element_type=jnp.float32)
+    return scaled(y, kernel, rank, dtype)
+
+
+def scaled(y: jax.Array, kernel: Quantized, rank: int, dtype: Any) -> jax.Array:
+    return (y * kernel.scale.reshape(kernel.scale.shape[rank:])).astype(dtype)

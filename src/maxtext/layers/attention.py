@@ -14,7 +14,7 @@ from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages
 from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, sight, through_store
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import Linear, together
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.layers.rope import RopeSpec, rotate
@@ -111,9 +111,10 @@ class Attention(nnx.Module):
             joined = checkpoint_name(self.qkv(x), "qkv_proj")
             query = joined[..., :-2, :].reshape(*joined.shape[:-3], self.spec.query_heads, self.spec.head_dim)
             return query, joined[..., -2, :], joined[..., -1, :]
-        query = checkpoint_name(self.query(x), "query_proj")
-        key = checkpoint_name(self.key(x), "key_proj")
-        return query, key, key if self.spec.shared_kv else checkpoint_name(self.value(x), "value_proj")
+        linears = [self.query, self.key] + ([] if self.spec.shared_kv else [self.value])
+        names = ("query_proj", "key_proj", "value_proj")
+        found = [checkpoint_name(each, name) for each, name in zip(together(x, *linears), names, strict=False)]
+        return found[0], found[1], found[-1]
 
     def normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.spec.qk_norm_over != "heads":

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear, dropout, with_weights_first
+from maxtext.layers.linear import Linear, dropout, together, with_weights_first
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
 
@@ -87,7 +87,8 @@ class Mlp(nnx.Module):
             branches = [joined[..., place, :] for place in range(len(spec.activations))]
         else:
             names = [self.branch(place) for place in range(len(spec.activations))]
-            branches = [checkpoint_name(getattr(self, name)(x), f"mlp{name}") for name in names]
+            found = together(x, *(getattr(self, name) for name in names))
+            branches = [checkpoint_name(each, f"mlp{name}") for name, each in zip(names, found, strict=True)]
         hidden = combine(spec.activations, branches, spec.limit, spec.float32).astype(self.dtype)
         hidden = dropout(hidden, spec.dropout_rate, inputs.fold(HIDDEN_DROPOUT).key)
         hidden = constrain(hidden, "activation_batch", "activation_length", "activation_mlp")
