@@ -99,7 +99,9 @@ def offline(count, shape="8b"):
     """New tokens a second of all requests together, and how many there were."""
     from maxtext.inference import Ask
 
-    llm = load(shape, per_device_batch_size=count)
+    # Pages for what requests have, 832 tokens on average and a page more, not for the most that one could have.
+    pages = {"attention": "paged", "pagedattn_tokens_per_page": 64, "pagedattn_num_pages": 14 * count}
+    llm = load(shape, per_device_batch_size=count, **pages)
     random = np.random.default_rng(1)
     asks = []
     for _ in range(count):
