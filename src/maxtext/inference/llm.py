@@ -29,7 +29,7 @@ from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
 from maxtext.configs.types.group import CHOSEN
-from maxtext.inference.engine import Programs
+from maxtext.inference.engine import BLOCK, Programs
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request, Scheduler, power, rounded
 from maxtext.inference.serving import Serving, make_scheduler, slots_in_memory
@@ -243,10 +243,11 @@ class LLM:
             counts = {min(1 << place, slots) for place in range(power(slots).bit_length())}
             for count in sorted(counts):
                 asks = []
+                new = 2 if first else min(BLOCK + 2, length - size)  # once a whole block, and what is left of one
                 for _ in range(count):
                     first += 1  # another beginning each time, so that nothing is known of it
                     ids = [first // self.config.vocab_size % self.config.vocab_size] * size
-                    asks.append(Ask([first % self.config.vocab_size, *ids][:size], 2, sampling, 0, (), True, scored))
+                    asks.append(Ask([first % self.config.vocab_size, *ids][:size], new, sampling, 0, (), True, scored))
                 list(self.answers(iter(asks)))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
