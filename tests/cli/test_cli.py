@@ -98,3 +98,25 @@ def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m maxtext config | head -1"
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "17179869184 bytes more"),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 3 things", "ran out of memory: lower"),
+    ],
+)
+def test_a_device_without_memory(monkeypatch, capsys, message, said):
+    import jax
+
+    def fail(words):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr("maxtext.cli.config.run", fail)
+    assert main(["config"]) == 1
+    text = capsys.readouterr().err
+    assert said in text
+    assert text.count("\n") == 1
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        main(["config", "--debug"])

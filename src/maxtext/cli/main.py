@@ -211,14 +211,15 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return leave(130)
     except Exception as error:
-        from maxtext.common.errors import UserError
+        from maxtext.common.errors import UserError, out_of_memory
 
-        if debug or not isinstance(error, UserError):
+        told = error if isinstance(error, UserError) else out_of_memory(error)
+        if debug or told is None:
             leave(1, traceback.print_exc)
             raise
-        for line in str(error).splitlines():
+        for line in str(told).splitlines():
             print(f"maxtext: error: {line}", file=sys.stderr)
-        return leave(error.exit_code)
+        return leave(told.exit_code)
 
 
 def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
