@@ -129,3 +129,20 @@ def test_folders():
     assert (config.checkpoint_dir, config.metrics_dir) == ("/out/a/checkpoints", "/out/a/metrics")
     assert config.tensorboard_dir == "/out/a/tensorboard"
     assert config.managed_mldiagnostics_dir is None
+
+
+@pytest.mark.parametrize(
+    ("words", "platform", "scanned"),
+    [
+        ([], "cpu", True),
+        ([], "tpu", True),
+        ([], "gpu", False),
+        (["scan_layers=true"], "gpu", True),
+        (["base_num_decoder_layers=100"], "gpu", True),
+    ],
+)
+def test_layers_are_unrolled_on_gpus(words, platform, scanned):
+    config = load(None, words, environ={}, devices=Devices(1, platform=platform))
+    assert config.scan_layers == scanned
+    assert config.source("scan_layers").kind == ("command line" if "scan_layers=true" in words else
+                                                 "derived" if platform == "gpu" else "default")  # fmt: skip

@@ -22,7 +22,8 @@ def load_for_target(path: str | None, settings: list[str], name: str = "", slice
     if target.topology:
         look_for_no_tpu()
     try:
-        config = load(path, words, devices=Devices(target.count, target.slices), model=checkpoint_model(path, words))
+        devices = Devices(target.count, target.slices, platform=target.platform)
+        config = load(path, words, devices=devices, model=checkpoint_model(path, words))
     except ConfigError as error:
         about_devices = any("devices" in problem or "slices" in problem for problem in error.problems)
         raise ConfigError(*error.problems, *([f"the target is {target}"] if about_devices else [])) from error

@@ -44,11 +44,13 @@ CUSTOM_TENSORS = (
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices a run has, over how many slices; `full`: how many before an elastic run lost some."""
+    """How many devices a run has, over how many slices; `full`: how many before an elastic run lost some; `platform`:
+    cpu, gpu or tpu, if it is known."""
 
     count: int
     slices: int = 1
     full: int | None = None
+    platform: str = ""
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> Devices:
@@ -57,7 +59,8 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> Devices:
     devices = jax.devices()
     began_with = environ.get(FULL_PROCESSES)
     full = len(devices) // jax.process_count() * int(began_with) if began_with else None
-    return Devices(len(devices), len({getattr(device, "slice_index", 0) for device in devices}), full)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    return Devices(len(devices), slices, full, devices[0].platform)
 
 
 class Draft:

@@ -15,6 +15,9 @@ from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.group import DERIVED_RULES, RULES
 
 
+MOST_UNROLLED = 64  # layers, where unrolling is the default
+
+
 def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
     """The configuration of a run: defaults, the YAML file, the model's file, M_KEY variables, then the keywords."""
     return load(path, sources.from_python(overrides))
@@ -38,7 +41,11 @@ def load(
     problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(checked, base_values())
     if problems:
         raise ConfigError(*problems)
-    derived = derive.derive(checked, devices or derive.visible_devices())
+    devices = devices or derive.visible_devices()
+    derived = derive.derive(checked, devices)
+    if devices.platform == "gpu" and settings["scan_layers"].source.kind == "default":
+        # Scanned layers are a fifth slower there; very deep models would take too long to compile.
+        derived["scan_layers"] = derived["num_decoder_layers"] > MOST_UNROLLED
     complete = checked.model_copy(update=derived)
     complete._sources.update({key: Source("derived") for key in derived})
     problems = refuse_derived(settings, complete)
