@@ -14,7 +14,6 @@ from maxtext.configs.sources import Layer, Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.group import DERIVED_RULES, RULES
 
-
 MOST_UNROLLED = 64  # layers, where unrolling is the default
 
 
