@@ -32,7 +32,13 @@ STORED = {"int8": I8, "int4": U8}
 
 def kernel_dtype(config: Any) -> str | None:
     """What kernels are kept in; None: in floats, like all weights."""
-    return config.quantization.value if config.quantization else None
+    kind = config.quantization.value if config.quantization else None
+    if kind not in (None, *INTEGERS):
+        raise ConfigError(
+            f"quantization={kind} ({config.source('quantization')}) is how a model is trained: use "
+            f"{' or '.join(INTEGERS)} for the weights of one that is not, or leave it out"
+        )
+    return kind
 
 
 @dataclass(frozen=True)

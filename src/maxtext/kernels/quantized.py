@@ -30,7 +30,7 @@ def quantize(x: jax.Array, axes: tuple[int, ...], dtype: Any) -> tuple[jax.Array
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / LARGEST[jnp.dtype(dtype).name]
     # Zeros, and what is too small to divide by: with a scale of one, they round to zero.
-    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 1.0)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     return jnp.round(x / scale).astype(dtype), scale
 
 

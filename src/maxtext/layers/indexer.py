@@ -57,7 +57,7 @@ class Indexer(nnx.Module):
         self.query = Linear(maker.child(0), (query_rank,), (heads, dim), ("q_lora", "q_heads", "kv"), dtype)
         self.key = Linear(maker.child(1), (size,), (dim,), ("embed", "kv"), dtype)
         self.key_norm = Norm(maker, KEY_NORM, dim, dtype)
-        self.weight = Linear(maker.child(2), (size,), (heads,), ("embed", "q_heads"), jnp.float32)
+        self.weight = Linear(maker.child(2), (size,), (heads,), ("embed", "q_heads"), jnp.float32, exact=True)
 
     def __call__(
         self, attention: Inputs, x: jax.Array, query_latent: jax.Array, keys: jax.Array, inputs: LayerInputs

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
-from maxtext.kernels.quantized import products
+from maxtext.kernels import low_precision
+from maxtext.kernels.quantized import Quantized, products
 from maxtext.layers.parameters import Maker
 from maxtext.sharding.manual import only_platform
 
@@ -16,7 +17,8 @@ from maxtext.sharding.manual import only_platform
 class Linear(nnx.Module):
     """x[..., inputs] -> [..., outputs]: a kernel of shape (*inputs, *outputs), an optional bias of shape outputs.
 
-    Weights are kept in their own dtype and cast to the computation's on use; a kernel may be `Quantized`.
+    Weights are kept in their own dtype and cast to the computation's on use; a kernel may be `Quantized`. `exact`: not
+    in eight bits, whatever the maker's recipe is.
     """
 
     def __init__(
@@ -27,8 +29,9 @@ class Linear(nnx.Module):
         axes: Sequence[str | None],
         dtype: Any,
         bias: bool = False,
+        exact: bool = False,
     ):
-        self.rank, self.dtype = len(inputs), dtype
+        self.rank, self.dtype, self.recipe = len(inputs), dtype, "" if exact else maker.recipe
         self.kernel = maker.kernel(0, inputs, outputs, axes, contracted=range(self.rank))
         self.bias = maker.constant(outputs, 0.0, axes[len(inputs) :]) if bias else None
 
@@ -38,8 +41,12 @@ class Linear(nnx.Module):
 
 def together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
     """Each of x; by one program where that is faster. All have the same inputs and dtype."""
-    rank, dtype = linears[0].rank, linears[0].dtype
-    found = products(x, [linear.kernel[...] for linear in linears], rank, dtype, only_platform())
+    rank, dtype, recipe = linears[0].rank, linears[0].dtype, linears[0].recipe
+    kernels = [linear.kernel[...] for linear in linears]
+    if recipe and not isinstance(kernels[0], Quantized):
+        found = [low_precision.product(x, kernel, rank, recipe, dtype) for kernel in kernels]
+    else:
+        found = products(x, kernels, rank, dtype, only_platform())
     return [
         y if linear.bias is None else y + linear.bias[...].astype(dtype)
         for y, linear in zip(found, linears, strict=True)

@@ -137,7 +137,8 @@ class Moe(nnx.Module):
         self.router = spec.router.build(maker.child(0), size, dtype)
         self.experts = Experts(maker.child(1), spec, size, dtype)
         self.shared = spec.shared.build(maker.child(2), size, dtype) if spec.shared else None
-        self.shared_gate = Linear(maker.child(3), (size,), (1,), ("embed", None), dtype) if spec.shared_gate else None
+        axes = ("embed", None)
+        self.shared_gate = Linear(maker.child(3), (size,), (1,), axes, dtype, exact=True) if spec.shared_gate else None
 
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, router_input: jax.Array | None = None

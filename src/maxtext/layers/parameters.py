@@ -6,7 +6,7 @@ touched. Steps run on the weights alone, a nested dict, and `Template.bind` make
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,10 +28,11 @@ class Maker:
     key: jax.Array | None
     dtype: Any
     kernel_scale: float = 1.0
+    recipe: str = ""  # of products in eight bits, see kernels/low_precision.py
 
     def child(self, name: int) -> "Maker":
         """Its own stream of randomness for a part of the model."""
-        return Maker(self.fold(name), self.dtype, self.kernel_scale)
+        return replace(self, key=self.fold(name))
 
     def fold(self, name: int) -> jax.Array | None:
         return None if self.key is None else noise.fold(self.key, name)
@@ -71,12 +72,11 @@ class Maker:
 
 def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
     """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last where that is less)."""
-    dtype, scale = makers[0].dtype, makers[0].kernel_scale
 
-    def weights(key: jax.Array) -> Tree:
-        return nnx.to_pure_dict(nnx.state(make(Maker(key, dtype, scale))))
+    def weights(key: jax.Array | None) -> Tree:
+        return nnx.to_pure_dict(nnx.state(make(replace(makers[0], key=key))))
 
-    single = Template.of(lambda: make(Maker(None, dtype, scale)))
+    single = Template.of(lambda: make(replace(makers[0], key=None)))
     places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
     keys = [maker.key for maker in makers if maker.key is not None]
     if keys:

@@ -25,11 +25,14 @@ from maxtext.sharding import constrain
 from maxtext.sharding.explicit import by_compiler
 
 Caches = list[Cache]
+# Of products in eight bits, by `quantization`. Where weights are kept as integers, for inference, there is none.
+RECIPES = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
 
 
 class Transformer(nnx.Module):
     def __init__(self, config: Any, key: jax.Array | None):
-        maker = Maker(key, config.weight_dtype.value, config.dense_init_scale)
+        quantization = config.quantization.value if config.quantization else ""
+        maker = Maker(key, config.weight_dtype.value, config.dense_init_scale, RECIPES.get(quantization, ""))
         self.dtype = config.dtype.value
         self.size = config.emb_dim
         self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
@@ -66,7 +69,9 @@ class Transformer(nnx.Module):
             self.head = None
         else:
             axes = ("embed_vocab", "vocab")
-            self.head = Linear(maker.child(3), (self.size,), (config.vocab_size,), axes, self.logit_dtype)
+            exact = quantization != "fp8_full"
+            shape = (self.size,), (config.vocab_size,)
+            self.head = Linear(maker.child(3), *shape, axes, self.logit_dtype, exact=exact)
 
     def __call__(self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         """Token ids [B, S] to logits [B, S, V]."""

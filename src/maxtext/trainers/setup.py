@@ -242,11 +242,16 @@ def refuse_inference(config: Any) -> None:
                 f"{key}={str(word).lower()} ({config.source(key)}) is about the keys and values that generation keeps, "
                 "and training keeps none: leave it out"
             )
-    if config.quantization or config.checkpoint_is_quantized:
-        key = "quantization" if config.quantization else "checkpoint_is_quantized"
+    kind = config.quantization.value if config.quantization else ""
+    kept = {
+        "checkpoint_is_quantized": "true" if config.checkpoint_is_quantized else "",
+        "save_quantized_params_path": config.save_quantized_params_path,
+        "quantization": kind if kind == "int4" else "",
+    }
+    for key in filter(kept.get, kept):
         raise ConfigError(
-            f"{key} ({config.source(key)}) is for inference, and training needs weights in floats: leave it out, and "
-            "start from a folder that is not quantized"
+            f"{key}={kept[key]} ({config.source(key)}) is for inference, and training needs weights in floats: leave "
+            "it out; quantization=int8 or fp8 trains with products in eight bits"
         )
 
 

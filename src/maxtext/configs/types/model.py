@@ -381,16 +381,19 @@ def sparsity_keeps_n_of_m(c):
 
 
 @rule
-def quantization_is_of_weights(c):
-    if c.quantization and c.quantization.value not in ("int8", "int4"):
+def quantization_is_known(c):
+    if c.quantization and c.quantization.value not in ("int8", "int4", "fp8", "fp8_gpu", "fp8_full"):
         return (
-            f"quantization={c.quantization.value} is for training in low precision, which is not in this version yet: "
-            "use int8 or int4, for the weights of a model that is not trained"
+            f"quantization={c.quantization.value} is not in this version: use int8, fp8 or fp8_full to train, int8 or "
+            "int4 for the weights of a model that is not trained"
         )
     return None
 
 
-acts_only(lambda c: bool(c.quantization), "quantization=int8 or int4", "save_quantized_params_path")
+acts_only(
+    lambda c: c.quantization and c.quantization.value in ("int8", "int4"), "quantization=int8 or int4",
+    "save_quantized_params_path",
+)  # fmt: skip
 
 
 acts_only(lambda c: c.quantize_kvcache, "quantize_kvcache=true", "kv_quant_axis", "kv_quant_dtype")

@@ -1,0 +1,97 @@
+"""Products in eight bits against numpy, with formats rounded by ml_dtypes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxtext.kernels.low_precision import product
+
+OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
+VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
+
+
+def problem(seed=0):
+    random = np.random.default_rng(seed)
+    shapes = ((*OUTER, *INPUTS), (*INPUTS, *OUTPUTS), (*OUTER, *OUTPUTS))
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def near(x, form, axes=None):
+    """What is left of x, in float64."""
+    dtype, largest = form
+    scale = np.abs(x).max(axis=axes, keepdims=True).astype(np.float64) / largest
+    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
+
+
+def whole(x, axes):
+    """Rounded to integers of eight bits along axes."""
+    scale = np.abs(x).max(axis=axes, keepdims=True).astype(np.float64) / 127
+    return np.round(x / scale) * scale
+
+
+def run(recipe, x, kernel, gradient, dtype=jnp.float32):
+    y, back = jax.vjp(lambda x, kernel: product(x, kernel, 2, recipe, dtype), jnp.asarray(x), jnp.asarray(kernel))
+    return (y, *back(jnp.asarray(gradient, dtype)))
+
+
+def test_fp8():
+    x, kernel, gradient = problem()
+    rounded_x, rounded_kernel, rounded_gradient = near(x, VALUES), near(kernel, VALUES), near(gradient, GRADIENTS)
+    right = (
+        np.einsum("abij,ijkl->abkl", rounded_x, rounded_kernel),
+        np.einsum("abkl,ijkl->abij", rounded_gradient, rounded_kernel),
+        np.einsum("abij,abkl->ijkl", rounded_x, rounded_gradient),
+    )
+    for found, expected in zip(run("fp8", x, kernel, gradient), right, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_int8():
+    x, kernel, gradient = problem()
+    right = (
+        np.einsum("abij,ijkl->abkl", whole(x, (2, 3)), whole(kernel, (0, 1))),
+        np.einsum("abkl,ijkl->abij", whole(gradient, (2, 3)), whole(kernel, (2, 3))),
+        np.einsum("abij,abkl->ijkl", x.astype(float), gradient.astype(float)),  # not rounded
+    )
+    for found, expected in zip(run("int8", x, kernel, gradient), right, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("recipe", "closeness"), [("fp8", 0.08), ("int8", 0.02)])
+def test_they_are_close_to_exact_products(recipe, closeness):
+    """Within what three or seven bits of a fraction leave, on average over a sum."""
+    x, kernel, gradient = problem(1)
+    exact = (
+        np.einsum("abij,ijkl->abkl", x, kernel),
+        np.einsum("abkl,ijkl->abij", gradient, kernel),
+        np.einsum("abij,abkl->ijkl", x, gradient),
+    )
+    for found, expected in zip(run(recipe, x, kernel, gradient), exact, strict=True):
+        assert np.std(found - expected) < closeness * np.std(expected)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "int8"])
+def test_dtypes_are_kept_and_zeros_are_zeros(recipe):
+    x, kernel, gradient = problem()
+    y, of_x, of_kernel = run(recipe, jnp.asarray(x, jnp.bfloat16), kernel, gradient, jnp.bfloat16)
+    assert (y.dtype, of_x.dtype, of_kernel.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert all(not np.any(each) for each in run(recipe, 0 * x, kernel, 0 * gradient))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "int8"])
+def test_numbers_that_are_none_stay_none(recipe):
+    """The guard of training must see them."""
+    x, kernel, gradient = problem()
+    x[0, 0, 0, 0] = np.nan
+    assert not np.isfinite(run(recipe, x, kernel, gradient)[0][0, 0]).any()
+
+
+def test_only_eight_bits_are_kept():
+    """For the backward pass of fp8."""
+    x, kernel, _ = problem()
+    _, back = jax.vjp(lambda x, kernel: product(x, kernel, 2, "fp8", jnp.float32), jnp.asarray(x), jnp.asarray(kernel))
+    kept = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) > 1]
+    assert kept
+    assert {leaf.dtype for leaf in kept} == {jnp.dtype("float8_e4m3fn")}

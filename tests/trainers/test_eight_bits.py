@@ -1,0 +1,124 @@
+"""Training with products in eight bits: which products have them, and that it learns as bfloat16 does."""
+
+from pathlib import Path
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import maxtext
+from maxtext.common.errors import ConfigError
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.inference.llm import LLM
+from maxtext.trainers.setup import Setup
+
+ROWS, LENGTH, STEPS = 8, 32, 200
+WORDS = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16",
+         "base_mlp_dim=64", "vocab_size=256", f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}",
+         "remat_policy=none", "dataset_type=synthetic", f"steps={STEPS}", "learning_rate=3e-3",
+         "attention=dot_product"]  # fmt: skip
+LAST = 20  # steps whose loss counts
+
+
+def setup_of(*words):
+    return Setup.of(load(None, [*WORDS, *words], environ={}, devices=Devices(1)), jax.devices()[:1])
+
+
+def batches():
+    """Bytes of this package's own source."""
+    files = sorted(Path(maxtext.__file__).parent.glob("layers/*.py"))
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
+    random = np.random.default_rng(0)
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    for _ in range(STEPS):
+        starts = random.integers(0, text.size - LENGTH - 1, ROWS)
+        ids = np.stack([text[start : start + LENGTH + 1] for start in starts])
+        batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+        for name in ("inputs", "targets"):
+            batch |= {f"{name}_position": positions, f"{name}_segmentation": np.ones_like(positions)}
+        yield batch
+
+
+def trained(*words):
+    """The mean loss of the last steps."""
+    setup = setup_of(*words)
+    step = setup.compile_train_step(ROWS)
+    state = jax.jit(setup.fresh, out_shardings=setup.state_shardings)()
+    losses = []
+    for batch in batches():
+        state, metrics = step(state, setup.to_devices(batch), setup.key)
+        losses.append(metrics["loss"])
+    losses = [float(loss) for loss in losses]
+    assert np.mean(losses[-LAST:]) < 0.7 * losses[0]
+    return np.mean(losses[-LAST:])
+
+
+@pytest.fixture(scope="module")
+def in_bfloat16():
+    return trained()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8_full"])
+def test_it_learns_as_in_bfloat16(in_bfloat16, quantization):
+    assert trained(f"quantization={quantization}") == pytest.approx(in_bfloat16, rel=0.01)
+
+
+def products(*words):
+    """How many products, forward and backward, have inputs in int8, in e4m3 and in e5m2."""
+    setup = setup_of("scan_layers=false", *words)
+    batch = {name: jnp.asarray(field) for name, field in next(iter(batches())).items()}
+
+    def loss(weights):
+        return jnp.sum(setup.template.bind(weights)(batch["inputs"], batch["inputs_position"]).astype(jnp.float32))
+
+    kinds = dict.fromkeys(("int8", "float8_e4m3fn", "float8_e5m2"), 0)
+    for inputs in dot_inputs(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(setup.fresh).weights).jaxpr):
+        for kind in inputs & set(kinds):
+            kinds[kind] += 1
+    return tuple(kinds.values())
+
+
+def dot_inputs(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield {variable.aval.dtype.name for variable in equation.invars}
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from dot_inputs(inner)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "right"),
+    [
+        # Two layers of seven kernels: forward, and backward to the inputs.
+        ("int8", (2 * 7 * 2, 0, 0)),
+        ("fp8", (0, 2 * 7 * 3, 2 * 7 * 2)),
+        ("fp8_gpu", (0, 2 * 7 * 3, 2 * 7 * 2)),
+        ("fp8_full", (0, (2 * 7 + 1) * 3, (2 * 7 + 1) * 2)),
+        ("none", (0, 0, 0)),
+    ],
+)
+def test_which_products(quantization, right):
+    assert products(f"quantization={quantization}") == right
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quantization=int4"], r"quantization=int4 \(command line\) is for inference"),
+        (["checkpoint_is_quantized=true"], "checkpoint_is_quantized=true"),
+        (["quantization=te_fp8_currentscaling"], "is not in this version: use int8, fp8 or fp8_full to train"),
+    ],
+)
+def test_what_training_refuses(words, message):
+    with pytest.raises(ConfigError, match=message):
+        setup_of(*words)
+
+
+def test_inference_refuses_what_is_for_training():
+    words = dict(word.split("=") for word in WORDS[:7])
+    with pytest.raises(ConfigError, match="quantization=fp8 .* is how a model is trained: use int8 or int4"):
+        LLM.load("default", **words, quantization="fp8")
