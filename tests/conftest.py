@@ -10,7 +10,11 @@ import pytest
 
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000  # of the 65,530 that Linux lets a process have
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,  # parts cost time of their own, and tests run side by side
+}
 
 
 @pytest.fixture(scope="session", autouse=True)

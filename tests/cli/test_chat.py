@@ -144,12 +144,13 @@ def test_no_model(capsys):
 
 
 CHILD = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
 import pytest
 from tests.cli import fake_llm
 from maxtext.cli.main import main
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C comes from this terminal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
 with pytest.MonkeyPatch.context() as monkeypatch:
     fake_llm.install(monkeypatch)
     sys.exit(main(sys.argv[1:]))

@@ -23,6 +23,7 @@ SMALL = [
 SIMPLE = ["decoder_block=simple", "dataset_type=synthetic", "per_device_batch_size=1"]
 WITHOUT_CHECKPOINTS = ["enable_checkpointing=false"]
 NOTICED = 15.0  # seconds in which a death must be noticed
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # programs of a moment
 
 pytestmark = pytest.mark.slow
 
@@ -82,8 +83,7 @@ def begin(cache, tmp_path_factory):
     def start(verb, words, environment=None, folder=None):
         folder = folder or tmp_path_factory.mktemp("run")
         places = [f"base_output_directory={folder}", f"metrics_file={folder}/metrics.jsonl", f"jax_cache_dir={cache}"]
-        environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environ |= {"JAX_PLATFORMS": "cpu", **(environment or {})}
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, **(environment or {})}
         run = Run([sys.executable, "-m", "maxtext", *verb, *SMALL, *places, *words], folder, environ)
         started.append(run)
         return run
@@ -108,7 +108,7 @@ def train(begin):
     """One process with so many devices."""
 
     def start(*words, devices=1, **keywords):
-        environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        environment = {"XLA_FLAGS": f"{QUICK} --xla_force_host_platform_device_count={devices}"}
         return begin(["train"], words, environment | keywords.pop("environment", {}), **keywords)
 
     return start
@@ -123,20 +123,18 @@ def text(tmp_path_factory):
 
 
 DATA = {
-    "synthetic": ["dataset_type=synthetic"],
-    "workers": ["dataset_type=grain"],
+    "workers": [],
     # Two of the four processes have nothing to read.
-    "few readers": ["dataset_type=grain", "expansion_factor_real_data=2", "grain_worker_count=0", "num_epoch=9"],
+    "few readers": ["expansion_factor_real_data=2", "grain_worker_count=0", "num_epoch=9"],
 }
 
 
 @pytest.mark.parametrize("data", DATA)
 def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, data):
-    words = ["per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS]
-    if data != "synthetic":
-        words += [
-            "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte", "grain_num_threads=1",
-        ]  # fmt: skip
+    words = [
+        "per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS, "dataset_type=grain",
+        "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte", "grain_num_threads=1",
+    ]  # fmt: skip
     one = train(*words, devices=8)
     assert one.end() == 0, one.text()
     four = launch(4, *words, devices=2)
@@ -149,6 +147,15 @@ def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, d
     assert tokens[0] == tokens[1]
     # One voice: the others would say the same.
     assert not re.findall(r"^\[[1-3]\] .*(?:INFO|step \d|Model).*$", four.text(), re.M)
+
+
+def test_processes_write_text_together(launch):
+    words = [*SIMPLE, *WITHOUT_CHECKPOINTS, "steps=2", "tokenizer_path=byte", "ici_fsdp_parallelism=2", "prompt=def "]
+    run = launch(2, *words)
+    assert run.end() == 0, run.text()
+    before, _, said = run.text().partition("what the model writes after 'def ':")
+    assert "fsdp 2" in before
+    assert re.match(r"\s+\[0\] \s*\[0\] def .", said), run.text()
 
 
 @pytest.mark.parametrize("index", [1, 0], ids=["worker", "coordinator"])

@@ -34,7 +34,7 @@ def fox(train, tmp_path_factory):
 
 
 def test_one_batch_is_learned_by_heart(train):
-    result = train("reuse_example_batch=1", "steps=150")
+    result = train(*ONE, "reuse_example_batch=1", "steps=150")
     assert result.code == 0, result.err
     assert len(result.losses) == 150
     assert abs(result.losses[0] - math.log(259)) < 1.0, "at the start it knows nothing"

@@ -1,4 +1,4 @@
-"""A tiny Llama folder as transformers saves it, with a tokenizer; and the model loaded from it."""
+"""A tiny Llama folder as transformers saves it, with a tokenizer; the model loaded from it; few programs for others."""
 
 import json
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext import LLM
+from tests.inference import few_shapes
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -63,3 +64,9 @@ def llm(folder):
 @pytest.fixture(scope="session")
 def ids():
     return np.random.default_rng(0).integers(3, len(WORDS), (3, 9))
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Schedulers that need few programs."""
+    few_shapes.patch(monkeypatch)

@@ -5,13 +5,14 @@ import sys
 from functools import partial
 
 import jax
+import pytest
 
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request
 from maxtext.inference.serving import make_scheduler
-from maxtext.models.transformer import initial_weights
 from tests.conftest import QUICK
-from tests.inference.test_scheduler import KINDS, configuration, programs_of
+from tests.inference import few_shapes
+from tests.inference.test_scheduler import KINDS, configuration, drawn_weights, programs_of
 
 LENGTH = 32
 REQUESTS = [
@@ -41,7 +42,7 @@ def tokens(kind, words, devices):
     config = configuration(*KINDS[kind], *words, devices=devices)
     programs = programs_of(config)
     shardings = programs.rules.shardings(programs.template.axes, programs.template.weights)
-    weights = jax.jit(lambda: jax.tree.map(lambda x: x * 3, initial_weights(config)), out_shardings=shardings)()
+    weights = jax.device_put(drawn_weights(kind), shardings)
     scheduler = make_scheduler(programs, weights, 4, LENGTH)
     found = scheduler.run(REQUESTS)
     if devices > 1:
@@ -52,4 +53,5 @@ def tokens(kind, words, devices):
 
 if __name__ == "__main__":
     jax.jit = partial(jax.jit, compiler_options=QUICK)
+    few_shapes.patch(pytest.MonkeyPatch())
     print(json.dumps([tokens(kind, [*MESHES[mesh], *words], 8) for kind, mesh, words in CASES]), file=sys.stdout)

@@ -13,7 +13,7 @@ from maxtext.kernels.attention import Visibility
 from maxtext.layers.cache import CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
-from tests.inference.test_scheduler import KINDS, LENGTH, configuration, programs_of
+from tests.inference.test_scheduler import LENGTH, compiled, drawn_weights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -45,19 +45,19 @@ def test_what_is_read_is_what_was_written_to_half_a_step(dtype, by_head, window)
     assert np.abs(np.asarray(at_once["key"]) - tokens[:, :7]).max() > 0
 
 
-def scheduler_of(kind, slots, *words, scale=3):
-    config = configuration(*KINDS[kind], *words)
-    weights = jax.tree.map(lambda x: x * scale, jax.jit(lambda: initial_weights(config))())
-    return make_scheduler(programs_of(config), weights, slots, LENGTH)
+def scheduler_of(kind, slots, *words):
+    return make_scheduler(compiled(kind, *words), drawn_weights(kind), slots, LENGTH)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("kind", ["latent", "sinks, windows and experts"])
 def test_a_sequence_may_be_cut_anywhere(kind):
     """The same tokens whole and in pieces, with its pages in any order and known beginnings."""
     words = ["quantize_kvcache=true", "kv_quant_axis=dkv"]
     requests = [Request(tuple(range(3, 30)), 12), Request(tuple(range(3, 20)), 12, Sampling(1.5), 4)]
-    expected = [scheduler_of(kind, 1, *words).run([request])[0] for request in requests]
+    alone = scheduler_of(kind, 1, *words)
+    expected = [alone.run([request])[0] for request in requests]
     pieces = ["use_chunked_prefill=true", "prefill_chunk_size=6", "enable_prefix_caching=true",
               "pagedattn_tokens_per_page=4"]  # fmt: skip
     scheduler = scheduler_of(kind, 2, *words, *pieces)
@@ -81,10 +81,11 @@ def test_bytes_are_as_computed():
 
 def test_scores_are_near_those_of_a_full_cache():
     """Log-probabilities of the same tokens; finer integers and finer scales are nearer."""
+    weights = jax.jit(lambda: initial_weights(compiled("causal").config))()
 
     def written(*words):
         """Tokens, and their log-probabilities."""
-        scheduler = scheduler_of("causal", 1, *words, scale=1)
+        scheduler = make_scheduler(compiled("causal", *words), weights, 1, LENGTH)
         scheduler.add(0, Request((5, 6, 7, 8, 9, 10, 11, 12), 24, log_probs=True))
         news = [each for _ in range(99) if scheduler.busy for each in scheduler.step()]
         return [token for each in news for token in each.tokens], [value for each in news for value in each.log_probs]

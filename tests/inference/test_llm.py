@@ -15,6 +15,8 @@ from maxtext.inference import Ask
 from maxtext.inference.engine import Engine
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("quick_programs")
+FEW = pytest.mark.usefixtures("few_programs")
 
 EXACT = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product"}
 
@@ -49,6 +51,7 @@ def test_prompts_of_mixed_lengths(llm, model, ids):
     assert llm.generate(prompts, 5, ignore_eos=True) == [their_greedy(model, prompt, 5) for prompt in prompts]
 
 
+@FEW
 def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
     """The third greedy token of the first row is declared to be the end, for it and for whoever says it later."""
     free = [their_greedy(model, row, 6) for row in ids]
@@ -65,6 +68,7 @@ def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
     assert llm.generate(ids, 6, ignore_eos=True).tolist() == free
 
 
+@FEW
 def test_text_in_text_out(llm, model):
     """A prompt gets the <s> that the tokenizer puts before it; the answer is what follows, without special tokens."""
     words = their_greedy(model, [0, 5, 9], 4)
@@ -99,12 +103,14 @@ def test_samples_follow_the_distribution(llm, model, ids):
         assert stats.chisquare(*zip(*pairs, strict=True)).pvalue > 1e-4
 
 
+@FEW
 def test_the_seed_decides(llm, ids):
     one, same, other = (llm.generate(ids, 8, temperature=2.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2))
     assert (one == same).all()
     assert (one != other).any()
 
 
+@FEW
 def test_streams_and_stops(llm):
     """Pieces make the text; a stop ends it before the text that it is."""
     whole = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
@@ -120,6 +126,7 @@ def test_streams_and_stops(llm):
     assert again == pieces
 
 
+@FEW
 def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
     good = Ask([5, 6], 4, ignore_eos=True)
     asks = [good, Ask([], 4), Ask([5, 61], 4), Ask("w5", 0), Ask([5] * 127, 4, ignore_eos=True), good]
@@ -135,6 +142,7 @@ def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
     assert "max_new_tokens=0" in errors[3]
 
 
+@FEW
 def test_streams_side_by_side(llm):
     """Each has a scheduler of its own while another runs."""
     prompts = ("w5 w9", "w7")
@@ -144,6 +152,7 @@ def test_streams_side_by_side(llm):
     assert ["".join(each) for each in zip(*pieces, strict=True)] == expected
 
 
+@FEW
 def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
     """What was believed to be in the caches, and is not, is not learned."""
     llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
@@ -162,6 +171,7 @@ def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
     assert llm.last_scheduler[1].pages.hits == 16
 
 
+@FEW
 def test_prompts_that_come_together_share_what_they_begin_with(folder):
     llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
     answers = llm.generate([list(range(5, 25))] * 3, 4, ignore_eos=True)
@@ -169,6 +179,7 @@ def test_prompts_that_come_together_share_what_they_begin_with(folder):
     assert llm.last_scheduler[1].pages.hits == 2 * 16
 
 
+@FEW
 def test_limits_and_odd_numbers(llm):
     asks = [Ask([5, 6], 4, ignore_eos=True), Ask([5, 6], 1 << 36), Ask([5, "x"], 4), Ask([5] * 9, 2.5), Ask(None)]
     answers = sorted(llm.answers(asks), key=lambda answer: answer.index)
@@ -186,6 +197,7 @@ def test_limits_and_odd_numbers(llm):
         next(llm.stream(Ask("w5"), max_new_tokens=4))
 
 
+@FEW
 def test_a_stream_that_is_left_frees_its_slot(llm):
     stream = llm.stream("w5", max_new_tokens=100, ignore_eos=True)
     next(stream)
@@ -249,7 +261,8 @@ def test_on_several_devices(llm, folder, ids):
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
     )
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}", "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, check=False)
     assert done.returncode == 0, done.stderr

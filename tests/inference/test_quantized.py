@@ -19,6 +19,7 @@ from maxtext.kernels.quantized import Quantized
 from maxtext.trainers.setup import Setup
 from tests.inference.eight_quantized import CASES
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 FLOAT32 = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product"}
 KINDS = pytest.mark.parametrize("dtype", ["int8", "int4"])
 
@@ -117,14 +118,15 @@ def test_saved_and_loaded_again(folder, quantized, ids, dtype, tmp_path):
 
 
 def test_training_refuses_it():
-    with pytest.raises(ConfigError, match=r"quantization \(command line\) is for inference"):
-        Setup.of(load(None, ["quantization=int8", "dataset_type=synthetic"], environ={}))
+    with pytest.raises(ConfigError, match=r"quantization=int4 \(command line\) is for inference"):
+        Setup.of(load(None, ["quantization=int4", "dataset_type=synthetic"], environ={}))
 
 
 @pytest.fixture(scope="module")
 def eight():
     """What the script found, with programs ordered to save memory, as they are on accelerators."""
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    flags += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # they run once
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_quantized.py")],
         capture_output=True,

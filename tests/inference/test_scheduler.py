@@ -1,11 +1,13 @@
 """Continuous batching: whatever shares the batch, each request gets the tokens that it gets alone.
 
-The oracle is another route: all tokens computed anew for each new one (`Recomputed`), one request at a time.
+The oracle is another route: all tokens computed anew for each new one, one request at a time, by no part of the engine.
 """
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,11 +16,11 @@ from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_words
 from maxtext.inference.engine import Programs
-from maxtext.inference.sampling import Sampling
+from maxtext.inference.sampling import Kind, Rows, Sampling, draw
 from maxtext.inference.scheduler import Request
-from maxtext.inference.scoring import Recomputed
 from maxtext.inference.serving import make_scheduler
 from maxtext.kernels.attention import decode
+from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
 from tests.models.test_steps import MODELS as STEPPED
@@ -41,6 +43,47 @@ def programs_of(config):
     return Programs(config, make_template(config), AxisRules.of(config, make_mesh(config)))
 
 
+@functools.cache
+def compiled(kind, *words):
+    """The programs of a kind: what one test has compiled the others need not."""
+    return programs_of(configuration(*KINDS[kind], *words))
+
+
+@functools.cache
+def drawn_weights(kind):
+    """Larger than at the start of training, so that scores differ clearly."""
+    random = np.random.default_rng(0)
+    shapes = make_template(configuration(*KINDS[kind])).weights
+    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.5, leaf.shape), leaf.dtype), shapes)
+
+
+def alone(programs, weights):
+    """The tokens of a request: what follows a token does not change its scores, so one length is one program."""
+
+    def follows(weights, row, count, seed, sampling):
+        model = programs.template.bind(weights)
+        hidden, _ = model.hidden(row[None], LayerInputs(jnp.arange(LENGTH)[None]))
+        key = jax.random.fold_in(jax.random.key(seed), count)  # a token's draw is that of its seed and its place
+        return draw(model.logits(hidden[:, count - 1]), key[None], sampling, Kind.TRUNCATED)[0]
+
+    program, known = jax.jit(follows), {}
+
+    def tokens(request):
+        if request not in known:
+            ids, row = list(request.ids), np.zeros(LENGTH, np.int32)
+            while len(ids) < len(request.ids) + request.count:
+                row[: len(ids)] = ids
+                with programs.context():
+                    seed = np.uint32(request.seed)
+                    ids.append(int(program(weights, row, np.int32(len(ids)), seed, Rows.of([request.sampling]))))
+                if ids[-1] in request.ends:
+                    break
+            known[request] = ids[len(request.ids) :]
+        return known[request]
+
+    return tokens
+
+
 @pytest.fixture(scope="module")
 def models():
     """By kind: (weights, the tokens of requests alone)."""
@@ -48,20 +91,7 @@ def models():
 
     def get(name):
         if name not in made:
-            config = configuration(*KINDS[name])
-            # Larger than at the start of training, so that scores differ clearly.
-            weights = jax.tree.map(lambda x: x * 3, jax.jit(lambda: initial_weights(config))())
-            programs = programs_of(config)
-            programs.__dict__["scorer"] = Recomputed(programs.template)
-            alone = make_scheduler(programs, weights, 1, LENGTH)
-            known = {}
-
-            def tokens(request):
-                if request not in known:
-                    (known[request],) = alone.run([request])
-                return known[request]
-
-            made[name] = weights, tokens
+            made[name] = drawn_weights(name), alone(compiled(name), drawn_weights(name))
         return made[name]
 
     return get
@@ -112,7 +142,6 @@ LAYOUTS = {
 }  # fmt: skip
 HARDEST = "few pages, prefixes in host memory"
 CASES = [
-    pytest.param("causal", "few pages"),
     pytest.param("window", "prefixes"),
     *(pytest.param("causal", layout, marks=pytest.mark.slow) for layout in LAYOUTS if layout != "few pages"),
     *(pytest.param(kind, HARDEST, marks=pytest.mark.slow) for kind in MODELS if kind != "causal"),
@@ -120,14 +149,25 @@ CASES = [
 ]
 
 
+def test_requests_are_served_as_if_alone(models):
+    """In programs of many shapes, with pages that do not suffice for all."""
+    check_served(models, "causal", "few pages")
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_requests_are_served_as_if_alone(models, kind, layout):
+def test_every_kind_of_cache_in_every_layout(models, kind, layout):
+    check_served(models, kind, layout)
+
+
+def check_served(models, kind, layout):
     weights, alone = models(kind)
-    config = configuration(*KINDS[kind], *LAYOUTS[layout])
-    scheduler = make_scheduler(programs_of(config), weights, 4, LENGTH)
+    scheduler = make_scheduler(compiled(kind, *LAYOUTS[layout]), weights, 4, LENGTH)
     random = np.random.default_rng(3)
     prefixes = random.integers(0, VOCABULARY, (2, 18)).tolist()
     requests = [random_request(random, prefixes=prefixes) for _ in range(14)]
+    # Whose first token depends on what is known of their beginning, whatever the window of a layer.
+    requests += [Request((*prefixes[0], token), 6) for token in range(3)]
     assert serve(scheduler, requests, random) == [alone(request) for request in requests]
     if "prefixes" in layout:
         assert scheduler.pages.hits > 0
@@ -136,11 +176,12 @@ def test_requests_are_served_as_if_alone(models, kind, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
 def test_two_hundred_requests(models):
     """In a pool that is too small for all that are at work, with shared prefixes."""
     weights, alone = models("causal")
     words = ["attention=paged", "pagedattn_num_pages=36", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true"]
-    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), weights, 8, LENGTH)
+    scheduler = make_scheduler(compiled("causal", *words), weights, 8, LENGTH)
     random = np.random.default_rng(5)
     prefixes = random.integers(0, VOCABULARY, (3, 20)).tolist()
     requests = [random_request(random, prompts=(1, 40), prefixes=prefixes) for _ in range(200)]
@@ -150,13 +191,14 @@ def test_two_hundred_requests(models):
 
 
 @pytest.mark.slow
-def test_the_kernel_for_pages(models, monkeypatch):
+@pytest.mark.usefixtures("few_programs")
+def test_the_kernel_for_pages(monkeypatch):
     """Interpreted, in place of gathered pages; with a block of its own size for each key that says it."""
-    words = ["decoder_block=llama2", "base_num_decoder_layers=2", "head_dim=16", "attention=paged",
+    words = ["decoder_block=llama2", "base_num_decoder_layers=1", "head_dim=16", "attention=paged",
              "pagedattn_num_pages=30", "pagedattn_tokens_per_page=16"]  # fmt: skip
     ragged = ["use_ragged_attention=true", "ragged_block_size=8"]
     random = np.random.default_rng(7)
-    requests = [random_request(random) for _ in range(6)]
+    requests = [random_request(random) for _ in range(3)]
     weights = jax.jit(lambda: initial_weights(configuration(*words)))()
 
     def tokens(*more):
@@ -164,6 +206,7 @@ def test_the_kernel_for_pages(models, monkeypatch):
 
     with pytest.raises(ConfigError, match="use_ragged_attention=true cannot do this: it is a kernel for NVIDIA GPUs"):
         tokens(*ragged)
+    gathered = tokens()
     blocks = []
 
     def interpreted(*arrays, attend=decode.attend, **options):
@@ -172,15 +215,14 @@ def test_the_kernel_for_pages(models, monkeypatch):
 
     monkeypatch.setattr(decode, "supports", lambda *facts: None)
     monkeypatch.setattr(decode, "attend", interpreted)
-    assert tokens(*ragged) == tokens()
+    assert tokens(*ragged) == gathered
     assert set(blocks) == {8}
 
 
 def test_log_probabilities(models):
     """Of each new token, the logarithm of the softmax of the model's scores, whatever it was drawn by."""
     weights, _ = models("causal")
-    config = configuration(*KINDS["causal"])
-    programs = programs_of(config)
+    programs = compiled("causal")
     scheduler = make_scheduler(programs, weights, 2, LENGTH)
     request = Request((5, 6, 7), 6, Sampling(1.5, 9, 0.9), 11, log_probs=True)
     scheduler.add(0, request)
@@ -202,7 +244,7 @@ def test_log_probabilities(models):
 
 def test_a_request_that_is_cancelled_makes_room(models):
     weights, alone = models("causal")
-    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"])), weights, 1, LENGTH)
+    scheduler = make_scheduler(compiled("causal"), weights, 1, LENGTH)
     first, second = Request((1, 2), 60), Request((3, 4), 9)
     scheduler.add(0, first)
     scheduler.add(1, second)
@@ -230,28 +272,29 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(models, name):
     request, sentence = REFUSED[name]
-    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"])), models("causal")[0], 1, LENGTH)
+    scheduler = make_scheduler(compiled("causal"), models("causal")[0], 1, LENGTH)
     assert sentence in scheduler.refusal(request)
 
 
 def test_a_sequence_needs_no_more_pages_than_there_are(models):
     words = ["attention=paged", "pagedattn_num_pages=5", "pagedattn_tokens_per_page=4"]
-    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), models("causal")[0], 2, LENGTH)
+    scheduler = make_scheduler(compiled("causal", *words), models("causal")[0], 2, LENGTH)
     assert "do not fit into 20" in scheduler.refusal(Request((1,) * 12, 9))
     assert scheduler.refusal(Request((1,) * 12, 8)) is None
     words += ["pagedattn_max_pages_per_group=3"]
-    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"], *words)), models("causal")[0], 2, LENGTH)
+    scheduler = make_scheduler(compiled("causal", *words), models("causal")[0], 2, LENGTH)
     assert "do not fit into 12" in scheduler.refusal(Request((1,) * 5, 8))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("kind", "layout"), [("causal", "few pages"), ("causal", "prefixes"), ("window", "prefixes")])
 def test_one_that_breaks_leaves_the_others_whole(models, kind, layout):
     """The embedding of one token is no number: who has it is told so, who comes with it or after it notices nothing."""
     weights, alone = models(kind)
     table = weights["embedder"]["embedding"]
     broken = {**weights, "embedder": {"embedding": table.at[VOCABULARY - 1].set(np.nan)}}
-    scheduler = make_scheduler(programs_of(configuration(*KINDS[kind], *LAYOUTS[layout])), broken, 3, LENGTH)
+    scheduler = make_scheduler(compiled(kind, *LAYOUTS[layout]), broken, 4, LENGTH)
     random = np.random.default_rng(11)
     good = [Request(tuple(random.integers(0, VOCABULARY - 1, 20).tolist()), 6) for _ in range(6)]
     bad = Request((*good[0].ids[:9], VOCABULARY - 1, *range(9)), 8)
@@ -275,7 +318,7 @@ def test_one_that_breaks_leaves_the_others_whole(models, kind, layout):
 def test_broken_weights_are_told(models):
     weights, _ = models("causal")
     broken = jax.tree.map(lambda x: x * np.nan, weights)
-    scheduler = make_scheduler(programs_of(configuration(*KINDS["causal"])), broken, 1, LENGTH)
+    scheduler = make_scheduler(compiled("causal"), broken, 1, LENGTH)
     scheduler.add(0, Request((1, 2), 5))
     news = [each for _ in range(3) for each in scheduler.step()]
     assert [each.finished for each in news] == ["error"]

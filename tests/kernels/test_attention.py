@@ -4,6 +4,7 @@ Shapes: B batch, S query length, T key length, H query heads, K key/value heads,
 """
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.export
@@ -17,6 +18,11 @@ from maxtext.kernels.attention import flash as flash_module
 from maxtext.kernels.attention.flash import fitting, ordered_mask
 
 SCALE = 0.3
+QUICK = {  # compiles several times faster
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 # Two segments and padding in the first row, three segments in the second: [B=2, 12].
 SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], np.int32)
 
@@ -102,9 +108,12 @@ def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
             return run(Inputs(q, k, v, scale=SCALE, sinks=sinks, **options))
         return attend(q, k, v, backend="dot_product", scale=SCALE, sinks=sinks, **options)
 
-    # Without jit the operations are compiled one by one and shared by the tests, except for the interpreted kernel.
-    output, pull = jax.vjp(compute if run is None else jax.jit(compute), *arrays)
-    return [output, *pull(jnp.asarray(gradient, dtype))]
+    @partial(jax.jit, compiler_options=QUICK)
+    def output_and_gradients(arrays, gradient):
+        output, pull = jax.vjp(compute, *arrays)
+        return [output, *pull(gradient)]
+
+    return output_and_gradients(arrays, jnp.asarray(gradient, dtype))
 
 
 def assert_close(actual, expected, tolerance=1e-5):

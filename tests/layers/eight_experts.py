@@ -23,6 +23,7 @@ from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.routers import RouterSpec
 from maxtext.sharding import AxisRules, use_rules
+from tests.conftest import QUICK
 from tests.kernels.test_exchange import emulated
 
 BATCH, LENGTH, SIZE, EXPERTS, WIDTH = 8, 8, 24, 8, 40
@@ -120,7 +121,7 @@ def on_one(spec, bounded):
     def run(weights, x, real, target, kept):
         return bounded_loss(spec, weights, x, target, kept) if bounded else loss(spec, weights, x, real, target)
 
-    return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+    return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True), compiler_options=QUICK)
 
 
 def kept_choices(spec, owners, weights, x, real):
@@ -173,7 +174,7 @@ def run(sizes, options):
         jitted = jax.jit(
             both, in_shardings=(places, stream, None, None), out_shardings=((None, stream), (places, stream))
         )
-        compiled = jitted.lower(weights, x, real, target).compile({"xla_backend_optimization_level": 1})
+        compiled = jitted.lower(weights, x, real, target).compile(QUICK)
     placed = jax.device_put((weights, x), (places, stream))
     (_, y), gradients = compiled(*placed, real, target)
     pairs = {"y": (y, expected_y), "x": (gradients[1], expected[1])}

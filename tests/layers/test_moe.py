@@ -16,6 +16,8 @@ from maxtext.layers.moe import MoeSpec, expert_capacity
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.routers import RouterSpec
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 BATCH, LENGTH, SIZE, EXPERTS, WIDTH = 2, 9, 8, 6, 10
 ROUTER = RouterSpec(EXPERTS, 2, normalise=True)
 PLAIN = MoeSpec(ROUTER, WIDTH)
@@ -48,8 +50,14 @@ def inputs(segments=None):
     return LayerInputs(positions, None if segments is None else jnp.asarray(segments))
 
 
-def run(spec, weights, x, segments=None, dtype="float32", router_input=None):
+def applied(spec, weights, x, segments=None, dtype="float32", router_input=None):
     return template(spec, dtype).bind(weights)(x, inputs(segments), router_input)
+
+
+def run(spec, weights, x, segments=None, dtype="float32", router_input=None):
+    """In one program: the operations of one layer alone are many small ones."""
+    program = jax.jit(lambda weights, x, router_input: applied(spec, weights, x, segments, dtype, router_input))
+    return program(weights, x, router_input)
 
 
 def close(ours, theirs, tolerance=2e-5, **options):
@@ -96,7 +104,7 @@ def test_numpy():
 
 def value_and_gradients(spec, segments):
     def loss(weights, x):
-        y, _ = run(spec, weights, x, segments)
+        y, _ = applied(spec, weights, x, segments)
         return jnp.sum(y * values(seed=2)), y
 
     (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(draw_weights(spec), values())
@@ -288,7 +296,7 @@ def test_initial_experts_differ_and_have_the_variance_of_their_fan_in():
 @pytest.mark.parametrize("method", ["sparse", "dense", "dropping"])
 def test_tags(method):
     spec = replace(PLAIN, method=method)
-    program = str(jax.make_jaxpr(lambda weights: run(spec, weights, values())[0])(draw_weights(spec)))
+    program = str(jax.make_jaxpr(lambda weights: applied(spec, weights, values())[0])(draw_weights(spec)))
     for name in ("mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"):
         assert f"name={name}]" in program
 

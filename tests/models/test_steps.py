@@ -1,6 +1,7 @@
 """A model that is given a sequence in pieces, with what its layers keep, computes what it computes of the whole."""
 
 from functools import partial
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from maxtext.configs.sources import from_words
 from maxtext.kernels.attention import Visibility
 from maxtext.layers.cache import PAGES, POSITION, CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
-from maxtext.models.transformer import empty_caches, initial_weights, make_template
+from maxtext.models.transformer import empty_caches, make_template
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 SIZES = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
@@ -52,12 +55,18 @@ MODELS = {
     "learned positions": ["decoder_block=gpt3", "base_num_decoder_layers=2", "trainable_position_size=32",
                           "mlp_activations=[gelu]", "base_num_kv_heads=4"],
 }  # fmt: skip
-LENGTHS = (17, 12)  # of two rows
-PIECES = (6, 5, 1, 1, 4)
+LENGTHS = (18, 12)  # of two rows
+PIECES = (6, 5, 1, 1, 5)
 LAYOUTS = {
     "a page each": (CacheSize(2, 20, jnp.float32), [[0], [1]]),
     "pages": (CacheSize(2, 20, jnp.float32, page=4, pages=12), [[3, 11, 0, 5, 7], [2, 4, 1, 9, 8]]),
 }
+
+
+def stirred(path, leaf):
+    """Values of a size that shows; to draw them as models do takes a program for each shape."""
+    draw = np.random.default_rng(crc32(jax.tree_util.keystr(path).encode()))
+    return np.float32(draw.normal(1.0 if path[-1].key == "scale" else 0.0, 0.2, leaf.shape))
 
 
 @pytest.mark.parametrize(
@@ -71,27 +80,27 @@ LAYOUTS = {
 def test_pieces_make_the_whole(name, layout):
     words = {word.partition("=")[0]: word for word in (*SIZES, *MODELS[name])}
     config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
-    weights = initial_weights(config)
-    model = make_template(config).bind(weights)
+    template = make_template(config)
+    weights = jax.tree.map_with_path(stirred, template.weights)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 41, (2, sum(PIECES))))
     places = jnp.broadcast_to(jnp.arange(sum(PIECES)), ids.shape)
-    expected, _ = jax.jit(lambda ids: model.hidden(ids, LayerInputs(places)))(ids)
+    expected, _ = jax.jit(lambda weights: template.bind(weights).hidden(ids, LayerInputs(places)))(weights)
 
     cache_size, table = LAYOUTS[layout]
     caches = empty_caches(config, cache_size)
     found, start = [], 0
 
-    @partial(jax.jit, static_argnums=3)
-    def step(ids, positions, caches, fresh):
+    @partial(jax.jit, static_argnums=4)
+    def step(weights, ids, positions, caches, fresh):
         aligned = cache_size.page == 0 and ids.shape[1] == 1
         inputs = LayerInputs(positions, fresh=fresh, table=jnp.array(table), aligned=aligned)
-        return model.step(ids, inputs, caches)
+        return template.bind(weights).step(ids, inputs, caches)
 
     for number, size in enumerate(PIECES):
         positions = places[:, start : start + size]
         # The shorter row has no more tokens in its last pieces.
         positions = jnp.where(positions < jnp.asarray(LENGTHS)[:, None], positions, -1)
-        hidden, caches = step(ids[:, start : start + size], positions, caches, number == 0)
+        hidden, caches = step(weights, ids[:, start : start + size], positions, caches, number == 0)
         found.append(hidden)
         start += size
     found = jnp.concatenate(found, axis=1)

@@ -11,7 +11,8 @@ COMMON = (
 )  # fmt: skip
 EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=24", "load_balance_loss_weight=0.1")
 HEADS = ("base_num_kv_heads=4", "head_dim=8")
-ONCE = ("remat_policy=none",)  # half the program to compile; the dense model and the one with experts compute twice
+# Half the program to compile; the dense model and the one with experts compute twice, and have loops over their layers.
+ONCE = ("remat_policy=none", "scan_layers=false")
 MODELS = {
     "dense": ("decoder_block=llama2", "base_mlp_dim=48", *HEADS),
     "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS),
@@ -71,7 +72,7 @@ LAYOUTS = {
     "dcn data x fsdp x expert": ("dcn_data_parallelism=2", *axes(fsdp=2, expert=2)),
 }
 # Each axis alone and products; how a state is kept, and named layouts, are tried on some models only.
-SPECIAL = ("host", "ZeRO", "striped", "explicit")
+SPECIAL = ("host", "ZeRO", "striped", "explicit", "dcn")
 PLAIN = [
     name
     for name, words in LAYOUTS.items()

@@ -22,8 +22,13 @@ IMPLIED = {
 }
 # The dense model shows how a state is kept, the one with experts the named layouts.
 KEPT = [name for name in LAYOUTS if any(word in name for word in ("host", "ZeRO", "striped", "tensor, explicit"))]
-NAMED = [name for name, words in LAYOUTS.items() if words[0].startswith("custom") or name == "fsdp x expert, explicit"]
-FURTHER = {"dense": KEPT, "moe": NAMED, "mla": [], "delta": []}
+NAMED = [name for name, words in LAYOUTS.items() if words[0].startswith("custom")]
+FURTHER = {
+    "dense": KEPT,
+    "moe": [*NAMED, "fsdp x expert, explicit", "dcn data x fsdp x expert"],
+    "mla": [],
+    "delta": ["context, striped"],
+}
 
 
 def cases(model: str) -> list[str]:

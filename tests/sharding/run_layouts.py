@@ -71,14 +71,14 @@ def largest_error(found, expected):
     )
 
 
-def gathered_weights(setup, text):
+def gathered_weights(setup, collectives):
     """Weights that an all-gather makes larger than a device needs: axes that split tokens (fsdp) have to be gathered,
     those that split the work (tensor, the owners of experts) must not be."""
     rules, template = setup.rules, setup.template
     tokens = {axis for names in (("activation_batch",), ("activation_length",))
               for axis in rules.axes_of(names, (10**9 * rules.mesh.size,))[0]}  # fmt: skip
     owners = set(rules.axes_of(("activation_exp",), (rules.mesh.size,))[0])
-    results = {signature(shape) for kind, shape in sent(text) if kind == "all-gather"}
+    results = {signature(shape) for kind, shape in collectives if kind == "all-gather"}
     needed_by_some, too_large = set(), []
     for (path, leaf), axes in zip(
         jax.tree.leaves_with_path(template.weights),
@@ -107,6 +107,7 @@ def sent(text):
     return [
         (kind, tuple(int(size) for size in shape.split(",") if size))
         for line in text.splitlines()
+        if " all-" in line or " reduce-scatter" in line
         for shape, kind in COLLECTIVE.findall(line)
     ]
 
@@ -126,13 +127,13 @@ def main(model, names):
         same = jax.tree.map(np.shape, start) == jax.tree.map(lambda leaf: leaf.shape, setup.abstract_state)
         placed = jax.device_put(start, setup.state_shardings) if same else setup.initial_state()
         found, after, step = train(setup, placed)
-        text = step.as_text()
+        collectives = sent(step.as_text())
         report = {
             "layout": name,
             "loss": max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, losses, strict=True)),
             "gradient": largest_error(after, gradients),
-            "collectives": sorted({kind for kind, _ in sent(text)}),
-            "gathered": gathered_weights(setup, text),
+            "collectives": sorted({kind for kind, _ in collectives}),
+            "gathered": gathered_weights(setup, collectives),
         }
         print(json.dumps(report), flush=True)
 

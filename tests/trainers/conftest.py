@@ -38,7 +38,11 @@ TINY = [
 # The rate is learning_rate at every step.
 CONSTANT_RATE = ["lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0"]
 # XLA's work of optimising takes ten times as long as all that these tests compute.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,  # parts cost time of their own, and tests run side by side
+}
 
 
 @dataclass
@@ -162,9 +166,9 @@ class Program:
     def __init__(self, config):
         self.config, self.setup = config, Setup.of(config)
 
-    def differs(self, other):
+    def differs(self, other, parts=PARTS):
         """The part in which two programs differ first, or None."""
-        return next((part for part in self.PARTS if getattr(self, part) != getattr(other, part)), None)
+        return next((part for part in parts if getattr(self, part) != getattr(other, part)), None)
 
     @cached_property
     def weights(self):

@@ -70,14 +70,14 @@ def test_a_step_scanned_and_unrolled(make_bench, packed, block):
         ModelWeights(unrolled.state.weights, places_of(unrolled.setup.template, unrolled.config)),
         places_of(template, scanned.config), template,
     )  # fmt: skip
-    state, metrics = unrolled(packed)
-    other, other_metrics = scanned(packed, scanned.setup.first_state(before))
+    state, metrics = scanned(packed, scanned.setup.first_state(before))
     assert np.isfinite(metrics["loss"])
+    ours, start = named(scanned, state.weights), named(unrolled, unrolled.state.weights)
+    other, other_metrics = unrolled(packed)
     assert metrics["loss"] == pytest.approx(other_metrics["loss"], rel=1e-5)
-    ours, theirs = named(unrolled, state.weights), named(scanned, other.weights)
-    start = named(unrolled, unrolled.state.weights)
+    theirs = named(unrolled, other.weights)
     for name, weight in ours.items():
-        np.testing.assert_allclose(weight, theirs[name], atol=2e-5, rtol=1e-4, err_msg=name)
+        np.testing.assert_allclose(theirs[name], weight, atol=2e-5, rtol=1e-4, err_msg=name)
     still = [name for name in ours if (ours[name] == start[name]).all()]
     # A scale that is kept, a bias that the load sets; and experts that no token of this batch chose.
     assert all(name.endswith(("/scale", "router/bias")) or "/experts/" in name for name in still), still
