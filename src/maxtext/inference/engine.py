@@ -228,7 +228,7 @@ def reads_in_place(config: Any, caches: Caches) -> bool:
     """Whether decoding reads pages where they lie, as far as they are filled: then no program need know how far."""
     plain = config.attention_type != "mla" and (config.use_ragged_attention or backend(config) == AUTOSELECTED)
     pools = [cache[PAGES] for cache in caches if PAGES in cache]
-    return plain and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
+    return plain and bool(pools) and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
 
 
 class Engine:

@@ -23,6 +23,7 @@ from maxtext.inference.pages import Pages
 from maxtext.inference.sampling import GREEDILY, Rows, Sampling, kind_of
 
 PREFILL_TOKENS = 4096  # in one program, at most, unless a single prompt has more
+SOME_ROWS = 8  # beside one and as many as there may be, where there are few programs
 LEAST_WIDTH = 16  # of a prompt's row
 LEAST_REACH = 64  # places that are looked at
 LEAST_STEPS = 4  # of a block that is cut short since others wait
@@ -241,7 +242,8 @@ class Scheduler:
         width, fresh = self.form(group[0])
         rows = power(len(group))
         if self.engine.few_programs:
-            rows = next(count for count in (1, 8, most_rows(width)) if count >= len(group))
+            most = most_rows(width)
+            rows = next(count for count in (1, min(SOME_ROWS, most), most) if count >= len(group))
         ids = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), -1, np.int32)
         slots = np.full(rows, self.engine.size.slots, np.int32)
