@@ -12,6 +12,7 @@ left. Prints one JSON line.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from pathlib import Path
 
 PEAK = 989
 SKIPPED = 10  # steps, while clocks and caches settle
-COMMON = ["dataset_type=synthetic", "enable_checkpointing=false", "enable_tensorboard=false", "run_name=gpu_train"]
+TOGETHER = 5  # steps of the peer that are timed together
+COMMON = ["dataset_type=synthetic", "enable_checkpointing=false", "enable_tensorboard=false", "run_name=gpu_train",
+          "learning_rate_schedule_steps=1000"]  # fmt: skip
 DENSE = ["per_device_batch_size=12", "max_target_length=2048", "remat_policy=none"]
 EXPERTS = [
     "decoder_block=mixtral", "per_device_batch_size=8", "max_target_length=2048", "base_emb_dim=2048",
@@ -33,7 +36,8 @@ CASES = {
     "moe8": [*EXPERTS, "num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=7168", "base_moe_mlp_dim=7168"],
     "moe64": [*EXPERTS, "num_experts=64", "num_experts_per_tok=6", "base_mlp_dim=1408", "base_moe_mlp_dim=1408"],
     "tiny": ["per_device_batch_size=2", "max_target_length=64", "base_emb_dim=64", "base_num_decoder_layers=2",
-             "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "base_mlp_dim=128", "vocab_size=256"],
+             "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "base_mlp_dim=128", "vocab_size=256",
+             "remat_policy=none"],
 }  # fmt: skip
 PEERS = {
     "default": {"rows": 12, "length": 2048, "size": 2048, "layers": 16, "heads": 16, "mlp": 7168, "vocabulary": 32000},
@@ -108,7 +112,7 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
             self.register_buffer("sine", angles.sin())
 
         def forward(self, ids, targets):
-            x = self.embed(ids)
+            x = self.embed(ids).to(torch.bfloat16)  # the stream of residuals, as ours is
             for block in self.blocks:
                 x = block(x, self.cosine, self.sine)
             logits = self.head(self.norm(x))
@@ -119,9 +123,9 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
         model = Model()
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    times, first = [], 0.0
-    for step in range(steps):
-        start = time.perf_counter()
+    times, first, start = [], 0.0, 0.0
+    for step in range(steps + 1):
+        start = time.perf_counter() if step == 1 else start
         ids = torch.randint(sizes["vocabulary"], (rows, length + 1), device=device)
         with torch.autocast(device, torch.bfloat16):
             loss = compiled(ids[:, :-1], ids[:, 1:])
@@ -129,14 +133,17 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()
-        times.append(time.perf_counter() - start)
         if step == 0:
+            loss.item()
             first = time.time() - started
+        elif step % TOGETHER == 0:  # the host may run ahead in between, as ours does
+            loss.item()
+            times.append((time.perf_counter() - start) / TOGETHER)
+            start = time.perf_counter()
     weights = sum(parameter.numel() for parameter in model.parameters()) - sizes["vocabulary"] * size
     attention = 2 * sizes["layers"] * size * length  # a token, forward, half of the square
     flops = rows * length * 3 * (2 * weights + attention)
-    seconds = statistics.median(times[SKIPPED:] or times)
+    seconds = statistics.median(times[SKIPPED // TOGETHER :] or times)
     return {
         "first_step_seconds": round(first, 1),
         "step_seconds": round(seconds, 4),
@@ -151,6 +158,8 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < SKIPPED + 2 * TOGETHER:
+        parser.error(f"--steps must be at least {SKIPPED + 2 * TOGETHER}")
     if options.peer:
         print(json.dumps(peer(options.peer, options.steps, options.started)))
         return
@@ -164,8 +173,9 @@ def main() -> None:
                 found["first_step_seconds_warm"] = warm["first_step_seconds"]
                 line = [sys.executable, __file__, "--peer", case, "--steps", str(options.steps)]
                 done = subprocess.run(
-                    [*line, "--started", str(time.time())], stdout=subprocess.PIPE, text=True, check=True
-                )
+                    [*line, "--started", str(time.time())], stdout=subprocess.PIPE, text=True, check=True,
+                    env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
+                )  # fmt: skip
                 found["peer"] = json.loads(done.stdout.splitlines()[-1])
                 found["ratio"] = round(found["peer"]["step_seconds"] / found["step_seconds"], 3)
         result[case] = found

@@ -150,6 +150,10 @@ def test_it_can_be_lowered_for_gpus(dtype):
         ((128, 20, "int8", "gpu"), "pages of 20 tokens"),
         ((128, 1536, "int8", "gpu"), None),
         ((64, 32, "float16", "gpu"), None),
+        ((512, 64, "bfloat16", "gpu"), None),
+        ((4096, 64, "bfloat16", "gpu"), "too large for a GPU's shared memory"),
+        ((128, 64, "bfloat16", "gpu", "7.5"), "8.0 or newer, not 7.5"),
+        ((128, 64, "bfloat16", "gpu", "gfx942"), "8.0 or newer, not gfx942"),
     ],
 )
 def test_what_it_can_do(arguments, reason):

@@ -107,9 +107,10 @@ def generate(model: Any, batch: int, length: int, times: int) -> dict[str, Any]:
         scheduler.put(group)
     if len(scheduler.running) < batch or not all(scheduler.grown(work, longest) for work in scheduler.running):
         raise ConfigError(f"{batch} sequences of {longest} tokens need more pages: raise pagedattn_num_pages")
-    table = scheduler.table(scheduler.running, batch, by_slot=True)
-    still = np.zeros(batch, bool)
-    how = {"reach": scheduler.reach([longest]), "kind": Kind.GREEDY, "scored": False}
+    slots = engine.size.slots  # which may be more
+    table = scheduler.table(scheduler.running, slots, by_slot=True)
+    still = np.zeros(slots, bool)
+    how = {"reach": scheduler.decode_reach([longest]), "kind": Kind.GREEDY, "scored": False}
 
     def block() -> None:
         jax.block_until_ready(engine.decode(table, still, BLOCK, **how).tokens)

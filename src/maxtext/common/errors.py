@@ -27,11 +27,15 @@ class MissingExtra(UserError):
 
 def out_of_memory(error: BaseException) -> UserError | None:
     """What a user can do about a device that ran out of memory, which JAX tells as an error of its runtime."""
-    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or "RESOURCE_EXHAUSTED" not in str(error):
+    text = str(error)
+    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or "RESOURCE_EXHAUSTED" not in text:
         return None
-    wanted = re.search(r"allocate (\S+ ?\w*B|\d+ bytes)", str(error))
+    if "shared memory" in text.lower():  # of a kernel, which nothing here would change
+        return None
+    wanted = re.search(r"allocate (?:request for )?(\d+ bytes|[\d.]+ ?\w*B)", text)
     return UserError(
         f"the device ran out of memory{f' when it needed {wanted[1]} more' if wanted else ''}: lower "
-        "per_device_batch_size or max_target_length, choose a remat_policy that keeps less, or use more devices; "
-        "`maxtext estimate` with the same words says what fits, and --debug shows the error itself"
+        "per_device_batch_size or max_target_length, or use more devices; in training a remat_policy that keeps less "
+        "helps, and `maxtext estimate` says what fits; in inference quantization=int8 and quantize_kvcache=true do; "
+        "--debug shows the error itself"
     )

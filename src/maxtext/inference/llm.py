@@ -38,6 +38,7 @@ from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import described, laid_out, quantize_weights
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
+from maxtext.sharding.manual import platform
 from maxtext.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 
 MOST_SLOTS = 256  # sequences at a time, of a list of prompts
@@ -243,7 +244,9 @@ class LLM:
             counts = {min(1 << place, slots) for place in range(power(slots).bit_length())}
             for count in sorted(counts):
                 asks = []
-                new = 2 if first else min(BLOCK + 2, length - size)  # once a whole block, and what is left of one
+                # Once a whole block, and what is left of one, where they are two programs.
+                whole = count == 1 and platform(self.programs.rules) != "cpu"
+                new = min(BLOCK + 2, length - size) if whole else 2
                 for _ in range(count):
                     first += 1  # another beginning each time, so that nothing is known of it
                     ids = [first // self.config.vocab_size % self.config.vocab_size] * size

@@ -242,7 +242,7 @@ class Scheduler:
         width, fresh = self.form(group[0])
         rows = power(len(group))
         if self.engine.few_programs:
-            most = most_rows(width)
+            most = min(most_rows(width), power(self.engine.size.slots))
             rows = next(count for count in (1, min(SOME_ROWS, most), most) if count >= len(group))
         ids = np.zeros((rows, width), np.int32)
         positions = np.full((rows, width), -1, np.int32)
@@ -302,7 +302,7 @@ class Scheduler:
             self.table(self.running, slots, by_slot=True),
             halted,
             steps,
-            reach=0 if self.engine.in_place else self.reach(work.filled for work in works),
+            reach=self.decode_reach(work.filled for work in works),
             kind=kind_of(work.request.sampling for work in works),
             scored=any(work.request.log_probs for work in works),
         )
@@ -332,7 +332,7 @@ class Scheduler:
         tokens = np.atleast_2d(np.asarray(done.drawn.tokens))
         log_probs = None if done.drawn.log_probs is None else np.atleast_2d(np.asarray(done.drawn.log_probs))
         now = time.monotonic()
-        if done.steps and not self.together and not self.engine.few_programs:
+        if done.steps and not self.together:
             each = (now - max(done.since, self.looked)) / done.steps
             self.steps = int(min(max(BLOCK_SECONDS / max(each, 1e-9), 1), BLOCK))
         self.looked = now
@@ -404,6 +404,9 @@ class Scheduler:
             table[place] = work.pages[0]  # beyond its pages a row looks at its own, not at another's, and sees nothing
             table[place, : len(work.pages)] = work.pages
         return table
+
+    def decode_reach(self, filled: Iterable[int]) -> int:
+        return 0 if self.engine.in_place else self.reach(filled)
 
     def reach(self, filled: Iterable[int]) -> int:
         return min(power(max(LEAST_REACH, *filled)), self.columns * self.page)

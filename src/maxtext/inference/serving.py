@@ -24,8 +24,8 @@ MOST_OF_MEMORY = 0.7  # that caches may take; programs need some, too
 def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) -> Scheduler:
     """For so many sequences at a time of up to such a length."""
     config = programs.config
-    if platform(programs.rules) == "gpu" and config.quantization != "int8":
-        slots = max(slots, LEAST_SLOTS)
+    if slots < LEAST_SLOTS and platform(programs.rules) == "gpu" and config.quantization != "int8":
+        slots = slots_in_memory(programs, LEAST_SLOTS, length)
     size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching
     if not programs.cached and (size.page or size.quantized is not None):
         raise ConfigError(
@@ -52,7 +52,10 @@ def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) ->
 
 
 def slots_in_memory(programs: Programs, slots: int, length: int) -> int:
-    """So many, or as many as the memory that is left has room for; at least one."""
+    """So many, or as many as the memory that is left has room for; at least one. A pool of pages is as large as its
+    key says, however many share it."""
+    if programs.config.attention == "paged":
+        return slots
     one = jax.eval_shape(lambda: programs.scorer.empty(cache_size(programs.config, 1, length)))
     each = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(one))
     memory = jax.local_devices()[0].memory_stats() or {}

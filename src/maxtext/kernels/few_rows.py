@@ -36,7 +36,7 @@ UNPACK = "xor.b32 t, {0}, 0x80808080; " + " ".join(
 def supports(rows: int, depth: int, width: int, dtype: Any) -> bool:
     """Whether rows of `dtype` can be multiplied here, and faster than by the compiler."""
     columns, lines = (COLUMNS, 2 * LEAST_ROWS) if rows == 1 else (ROWS_COLUMNS, ROWS_LINES)
-    fits = depth % lines == 0 and width % columns == 0
+    fits = depth % lines == 0 and width % columns == 0 and depth * width <= 2**31
     return fits and rows <= MOST_ROWS and jnp.dtype(dtype) == jnp.bfloat16
 
 

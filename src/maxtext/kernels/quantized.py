@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.kernels import few_rows
+from maxtext.kernels.attention import gpu_capability
+from maxtext.kernels.attention.decode import is_recent_nvidia
 
 LARGEST = {"int8": 127, "int4": 7}  # the same on both sides of zero
 GROUP = {"int8": None, "int4": 128}  # how many numbers of a sum share a scale at most; None: all
@@ -116,12 +118,16 @@ def products(
     """
     outer, inputs = x.shape[: x.ndim - rank], tuple(range(rank))
     rows, depth = math.prod(outer), math.prod(x.shape[x.ndim - rank :])
-    if platform == "gpu" and all(
-        isinstance(kernel, Quantized)
-        and kernel.dtype == jnp.int8
-        and kernel.scaled_after(inputs)
-        and few_rows.supports(rows, depth, math.prod(kernel.shape[rank:]), dtype)
-        for kernel in kernels
+    if (
+        platform == "gpu"
+        and is_recent_nvidia(gpu_capability() or "9.0")
+        and all(
+            isinstance(kernel, Quantized)
+            and kernel.dtype == jnp.int8
+            and kernel.scaled_after(inputs)
+            and few_rows.supports(rows, depth, math.prod(kernel.shape[rank:]), dtype)
+            for kernel in kernels
+        )
     ):
         flat = [kernel.values.reshape(depth, -1).T for kernel in kernels]
         found = few_rows.products(x.astype(dtype).reshape(rows, depth), flat)

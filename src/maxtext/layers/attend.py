@@ -11,7 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.attention import Inputs, backend_for, checked, compute, decode, flash, hide_blind_queries
+from maxtext.kernels.attention import (
+    Inputs,
+    backend_for,
+    checked,
+    compute,
+    decode,
+    flash,
+    gpu_capability,
+    hide_blind_queries,
+)
 from maxtext.layers.inputs import LayerInputs
 from maxtext.sharding.manual import current, only_platform, platform, run_manual, sharding
 from maxtext.sharding.rules import AxisRules, active_rules
@@ -35,7 +44,10 @@ def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
     kind = only_platform()
     if kind is None:
         return "it runs on one device"
-    return decode.supports(size, pool["key"].shape[1], pool["key"].dtype.name, kind)
+    keys = pool["key"]
+    if keys.dtype.itemsize == 1 and 2**31 < keys.size <= 2**32:
+        return f"it cannot count {keys.size} bytes of keys"
+    return decode.supports(size, keys.shape[1], keys.dtype.name, kind, gpu_capability() or "9.0")
 
 
 def attend_pages(

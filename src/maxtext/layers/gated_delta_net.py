@@ -75,15 +75,16 @@ class GatedDeltaNet(nnx.Module):
         self.spec, self.dtype = spec, dtype
         heads, group, values = spec.key_heads, spec.group, spec.group * spec.value_dim
 
-        def projection(name: int, width: int) -> Linear:
-            return Linear(maker.child(name), (size,), (heads, width), ("embed", "gdn_head", None), dtype)
+        def projection(name: int, width: int, exact: bool = False) -> Linear:
+            axes = ("embed", "gdn_head", None)
+            return Linear(maker.child(name), (size,), (heads, width), axes, dtype, exact=exact)
 
         def convolution(name: int, width: int) -> nnx.Param:
             return maker.kernel(name, (spec.conv_width,), (heads, width), (None, "gdn_head", None))
 
         self.query, self.key = projection(0, spec.key_dim), projection(1, spec.key_dim)
         self.value, self.gate = projection(2, values), projection(3, values)
-        self.beta, self.decay = projection(4, group), projection(5, group)
+        self.beta, self.decay = projection(4, group, exact=True), projection(5, group, exact=True)
         self.conv_query, self.conv_key = convolution(6, spec.key_dim), convolution(7, spec.key_dim)
         self.conv_value = convolution(8, values)
         low, high = RATES

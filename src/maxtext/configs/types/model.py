@@ -390,6 +390,13 @@ def quantization_is_known(c):
     return None
 
 
+@rule
+def full_eight_bits_have_a_head(c):
+    if c.quantization and c.quantization.value == "fp8_full" and c.logits_via_embedding:
+        return "quantization=fp8_full is fp8 with the head, and with logits_via_embedding=true there is none: use fp8"
+    return None
+
+
 acts_only(
     lambda c: c.quantization and c.quantization.value in ("int8", "int4"), "quantization=int8 or int4",
     "save_quantized_params_path",

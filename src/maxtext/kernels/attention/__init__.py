@@ -16,6 +16,7 @@ from maxtext.kernels.attention.dispatch import (
     backend_for,
     choose,
     compute,
+    gpu_capability,
     try_backends,
 )
 from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_head
@@ -37,6 +38,7 @@ __all__ = [
     "checked",
     "choose",
     "compute",
+    "gpu_capability",
     "hide_blind_queries",
     "largest_keys",
     "map_queries",

@@ -23,12 +23,18 @@ LEAST_ROWS = 16  # of a product on tensor cores, either way: fewer query heads a
 PROGRAMS = 528  # that keep a chip busy, four for each multiprocessor of an H100 or H200; more spans cost more joining
 LEAST_SPLITS = 2  # rows of different lengths are done at about the same time
 BLOCK = 64  # tokens that a program reads at a time
+STAGES = 4  # tiles on their way, at most
+SHARED_BYTES = 96 * 1024  # for all of them, which every such GPU has
 
 
-def supports(head_size: int, page: int, dtype: str, platform: str) -> str | None:
+def supports(head_size: int, page: int, dtype: str, platform: str, capability: str = "9.0") -> str | None:
     """None, or a reason in words."""
     if platform != "gpu":
         return f"it is a kernel for NVIDIA GPUs, and this is a {platform.upper()}"
+    if not is_recent_nvidia(capability):
+        return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, not {capability}"
+    if tile_bytes(LEAST_ROWS, head_size, dtype) > SHARED_BYTES:
+        return f"heads of {head_size} numbers are too large for a GPU's shared memory"
     if dtype == "int4":
         return "it does not read int4, two numbers of which are in a byte"
     if head_size < LEAST_ROWS or head_size & (head_size - 1):
@@ -50,8 +56,6 @@ def attend(
     sinks: Array | None = None,
     block: int = BLOCK,
     splits: int | None = None,
-    warps: int = 4,
-    stages: int = 4,
     interpret: bool = False,
 ) -> tuple[Array, dict[str, Array]]:
     """[B, H, D], and the pool with the new tokens in it.
@@ -65,6 +69,9 @@ def attend(
     group = heads // groups
     rows = max(LEAST_ROWS, pl.next_power_of_2(group))
     block = math.gcd(max(pl.next_power_of_2(block), LEAST_ROWS), page)
+    while block > LEAST_ROWS and tile_bytes(block, size, pool["key"].dtype) > SHARED_BYTES // 2:
+        block //= 2
+    stages = max(1, min(STAGES, SHARED_BYTES // tile_bytes(block, size, pool["key"].dtype)))
     tiles = table.shape[1] * page // block
     splits = splits or min(tiles, max(LEAST_SPLITS, pl.cdiv(PROGRAMS, batch * groups)))
     lines = {name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()}
@@ -108,11 +115,21 @@ def attend(
         input_output_aliases={3 + len(pool) + number: 3 + number for number in range(len(pool))},
         interpret=interpret,
         name="attention_over_pages",
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
     )(q.reshape(batch, groups, group, size), table, positions, *(new[name] for name in pool), *lines.values())
     whole = joined(mixed, largest, total, sinks)
     after = {name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)}
     return whole.reshape(q.shape).astype(q.dtype), after
+
+
+def tile_bytes(block: int, head_size: int, dtype: Any) -> int:
+    """Of keys and values."""
+    return 2 * block * head_size * max(jnp.dtype(dtype).itemsize, 1)
+
+
+def is_recent_nvidia(capability: str) -> bool:
+    """AMD's are called gfx…"""
+    return capability.replace(".", "").isdigit() and float(capability) >= 8
 
 
 def joined(mixed: Array, largest: Array, total: Array, sinks: Array | None) -> Array:
