@@ -11,7 +11,7 @@ quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
 
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --max-worker-restart 0 $(if $(FAST),-m "not slow")
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(if $(FAST),-m "not slow")
 
 lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks

@@ -17,6 +17,14 @@ QUICK = {
 }
 
 
+LONGEST = ("test_layouts_", "test_resume", "test_launch", "test_zoo", "test_no_silent_keys", "test_scheduler")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take minutes come first: else one worker ends long after the other."""
+    items.sort(key=lambda item: not item.path.name.startswith(LONGEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def rare_collections():
     """Tracing makes many small objects that live long; looking through all of them again and again takes time."""
