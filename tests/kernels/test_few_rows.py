@@ -31,6 +31,26 @@ def test_products(rows, depth, widths):
         np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max())
 
 
+@pytest.mark.parametrize("exponent", [-100, -60, 0, 60, 110])
+def test_one_row_of_any_magnitude(exponent):
+    """Neighbours that differ much, zeros, small and large numbers."""
+    random = np.random.default_rng(1)
+    x = random.normal(size=256) * 2.0 ** (exponent + random.integers(-6, 7, 256))
+    x[8:16] = 0
+    x = jnp.asarray(x, jnp.bfloat16)[None]
+    kernel = jnp.asarray(random.integers(-128, 128, (8, 256)), jnp.int8)
+    [found] = few_rows.products(x, [kernel], interpret=not GPU)
+    right = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+    np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(value):
+    x = jnp.ones((1, 64), jnp.bfloat16).at[0, 5].set(value)
+    [found] = few_rows.products(x, [jnp.ones((4, 64), jnp.int8)], interpret=not GPU)
+    assert not np.isfinite(found).any()
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_they_can_be_lowered_for_gpus(rows):
     x, kernel = jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), jax.ShapeDtypeStruct((1024, 4096), "int8")
