@@ -16,7 +16,8 @@ GPU = jax.default_backend() == "gpu"
     [
         (1, 256, [512]),
         (1, 1024, [64, 16, 4]),  # by one program
-        (1, 96, [8]),  # a tile of 16 lines
+        (1, 768, [8]),  # tiles of 128 lines
+        (1, 8448, [4]),  # long, but not for two warps
         (3, 384, [128, 64]),
         (33, 128, [64]),
     ],
@@ -46,8 +47,8 @@ def test_one_row_of_any_magnitude(exponent):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(value):
-    x = jnp.ones((1, 64), jnp.bfloat16).at[0, 5].set(value)
-    [found] = few_rows.products(x, [jnp.ones((4, 64), jnp.int8)], interpret=not GPU)
+    x = jnp.ones((1, 256), jnp.bfloat16).at[0, 5].set(value)
+    [found] = few_rows.products(x, [jnp.ones((4, 256), jnp.int8)], interpret=not GPU)
     assert not np.isfinite(found).any()
 
 
@@ -67,7 +68,7 @@ def test_they_can_be_lowered_for_gpus(rows):
         (65, 4096, 4096, "bfloat16", False),
         (1, 4096, 4096, "float32", False),
         (1, 4096, 501, "bfloat16", False),
-        (1, 100, 512, "bfloat16", False),
+        (1, 128, 512, "bfloat16", False),
         (2, 4096, 500, "bfloat16", False),
     ],
 )

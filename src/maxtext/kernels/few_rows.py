@@ -32,6 +32,7 @@ MOST_ROWS = 64  # with more, reading the kernel is no longer what takes the time
 COLUMNS = 2  # of a tile for one row
 LINES = 512  # of a tile for one row, twice as many for long sums; two tiles are read at a time
 LONG = 8192
+LEAST_LINES = 128  # four numbers for each thread of a warp
 ROWS_COLUMNS, ROWS_LINES = 64, 128  # of a tile for several
 SPANS = 8  # at most
 BIAS = 2.0**23 + 128
@@ -50,7 +51,7 @@ UNPACK = "xor.b32 t, {0}, 0x80808080; " + " ".join(
 
 def supports(rows: int, depth: int, width: int, dtype: Any) -> bool:
     """Whether rows of `dtype` can be multiplied here, and faster than by the compiler."""
-    columns, lines = (COLUMNS, 2 * LEAST_ROWS) if rows == 1 else (ROWS_COLUMNS, ROWS_LINES)
+    columns, lines = (COLUMNS, 2 * LEAST_LINES) if rows == 1 else (ROWS_COLUMNS, ROWS_LINES)
     fits = depth % lines == 0 and width % columns == 0 and depth * width <= 2**31
     return fits and rows <= MOST_ROWS and jnp.dtype(dtype) == jnp.bfloat16
 
@@ -63,7 +64,7 @@ def products(x: Array, kernels: Sequence[Array], interpret: bool = False) -> lis
 
 
 def of_one_row(x: Array, kernels: Sequence[Array], interpret: bool) -> list[Array]:
-    long = x.size >= LONG
+    long = x.size >= LONG and x.size % (4 * LEAST_LINES) == 0
     lines = math.gcd(2 * LINES if long else LINES, x.size // 2)
     counts = [kernel.shape[0] // COLUMNS for kernel in kernels]
     firsts = [0, *accumulate(counts)]

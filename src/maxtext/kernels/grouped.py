@@ -13,17 +13,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from maxtext.kernels import grouped_hopper
+from maxtext.kernels.attention import gpu_capability
 
-def grouped_product(rows: Array, kernels: Array, group_sizes: Array) -> Array:
+
+def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: str | None = None) -> Array:
     """rows [N, E] of sorted groups, kernels [X, E, M], group_sizes [X] of int32 -> [N, M].
 
     Accumulates in float32 and returns the dtype of the rows, which the kernels must share: asking for a float32 result
-    here would make the backward products float32, too.
+    here would make the backward products float32, too. `platform`: of the one device that computes it; None: there are
+    several, or any will do.
     """
     mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    # What `ragged_dot` leaves behind the last group differs between platforms; the first mask is for its gradient.
-    products = jax.lax.ragged_dot(jnp.where(mine, rows, 0), kernels, group_sizes)
-    return jnp.where(mine, products, 0)
+    hopper = platform == "gpu" and gpu_capability() == "9.0" and hopper_has(rows, kernels)
+    multiply = hopper_product if hopper else jax.lax.ragged_dot
+    # What lies behind the last group differs between platforms; the first mask is for the gradient.
+    return jnp.where(mine, multiply(jnp.where(mine, rows, 0), kernels, group_sizes), 0)
+
+
+def hopper_has(rows: Array, kernels: Array) -> bool:
+    """Whether `grouped_hopper` can do it: its copies have bounds on sizes."""
+    right = rows.dtype == kernels.dtype == jnp.bfloat16 and not rows.shape[0] % 8
+    return right and not any(size % grouped_hopper.DEPTH for size in kernels.shape[1:])
+
+
+@jax.custom_vjp
+def hopper_product(rows: Array, kernels: Array, sizes: Array) -> Array:
+    return grouped_hopper.product(rows, kernels, sizes)
+
+
+def hopper_backward(kept: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, Any]:
+    rows, kernels, sizes = kept
+    of_rows = grouped_hopper.product(cotangent, kernels, sizes, transposed=True)
+    of_kernels = grouped_hopper.kernels_gradient(rows, cotangent, sizes)
+    return of_rows, of_kernels, no_gradient(sizes)
+
+
+hopper_product.defvjp(lambda *inputs: (hopper_product(*inputs), inputs), hopper_backward)
 
 
 class Order(NamedTuple):
@@ -65,7 +91,7 @@ def return_rows(rows: Array, order: Order) -> Array:
     return jnp.take(rows, order.places, axis=0, mode="fill", fill_value=0)
 
 
-def no_gradient(order: Order) -> Any:
+def no_gradient(order: Any) -> Any:
     """The cotangent of integers."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), order)
 

@@ -67,19 +67,23 @@ class SortedExperts:
         if rules is not None:
             return self.on_mesh(rules, x, targets, shares, weights, names)
         count, bound = self.spec.router.experts, self.bound(targets.size)
-        return self.chosen_sum(x, targets, shares, count, bound, self.local(weights)).astype(self.dtype)
+        experts = self.local(weights, platform=manual.only_platform())
+        return self.chosen_sum(x, targets, shares, count, bound, experts).astype(self.dtype)
 
     def bound(self, assignments: int, peers: int = 1) -> int:
         factor = self.spec.buffer_factor
         return assignments * peers if factor is None else min(assignments * peers, max(1, int(assignments * factor)))
 
-    def local(self, weights: Weights, first: Array | None = None) -> Callable[[Array, Any], Array]:
-        """The experts of rows that are sorted by them. `first`: whether this device adds the last bias."""
+    def local(
+        self, weights: Weights, first: Array | None = None, platform: str | None = None
+    ) -> Callable[[Array, Any], Array]:
+        """The experts of rows that are sorted by them. `first`: whether this device adds the last bias. `platform`: of
+        the only device."""
 
         def run(rows: Array, order: grouped.Order | exchange.Plan) -> Array:
             def apply(name: str, rows: Array) -> Array:
                 kernel, bias, scale = weights[name]
-                y = grouped.grouped_product(rows, kernel.astype(rows.dtype), order.sizes)
+                y = grouped.grouped_product(rows, kernel.astype(rows.dtype), order.sizes, platform)
                 if scale is not None:
                     y = dequantize(y, of_rows(scale, order), y.dtype)
                 if bias is None:
