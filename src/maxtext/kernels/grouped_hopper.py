@@ -65,6 +65,7 @@ def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
     return Tiles(*(part.astype(jnp.int32) for part in (groups, at, begin - at * block, counts)))
 
 
+@functools.partial(jax.jit, static_argnames=("transposed", "shape", "interpret"))  # traced once for all layers
 def product(
     rows: Array, kernels: Array, sizes: Array, transposed: bool = False, shape: Shape = USUAL, interpret: Any = False
 ) -> Array:
@@ -80,7 +81,7 @@ def product(
         def multiply(_: Any, some_rows: Any, kernel: Any, total: Any) -> Any:
             part = plgpu.transpose_ref(kernel.at[mine], (1, 0)) if transposed else kernel.at[:, mine]
             plgpu.wgmma(total, some_rows, part)
-            plgpu.wgmma_wait(1)
+            plgpu.wgmma_wait(0)  # what it read may be overwritten from now on
             return total
 
         def tile(index: Array, run: Callable) -> None:
@@ -101,6 +102,7 @@ def product(
     return kernel_of(body, out, "grouped_product", interpret)(*tiles, rows, kernels)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
 def kernels_gradient(
     rows: Array, cotangents: Array, sizes: Array, shape: Shape = OF_KERNELS, interpret: Any = False
 ) -> Array:
@@ -134,7 +136,7 @@ def kernels_gradient(
                     plgpu.commit_smem()
 
                 plgpu.wgmma(total, plgpu.transpose_ref(some_rows, (1, 0)), cotangent.at[:, mine])
-                plgpu.wgmma_wait(1)
+                plgpu.wgmma_wait(0)  # what it read may be overwritten from now on
                 return total
 
             def store(staging: Any, part: int) -> None:
@@ -164,8 +166,7 @@ def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shap
 
     def pipeline(multiply: Callable, context: Callable, steps: Any, places: Any) -> Any:
         specs = [
-            plgpu.BlockSpec(block, place, delay_release=1, transforms=transforms)
-            for block, place in zip(blocks, places, strict=True)
+            plgpu.BlockSpec(block, place, transforms=transforms) for block, place in zip(blocks, places, strict=True)
         ]
         return plgpu.emit_pipeline_warp_specialized(
             multiply, grid=(steps,), memory_registers=KEPT, in_specs=specs, wg_axis="worker", num_compute_wgs=WORKERS,

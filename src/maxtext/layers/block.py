@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.layers.engram import EngramSpec
 from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import dropout, with_weights_first
+from maxtext.layers.linear import dropout
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
@@ -66,8 +66,7 @@ class Block(nnx.Module):
             x, aux = self.add(x, self.attention_streams, lambda x: self.both(x, inputs.fold(0)))
         else:
             x, mixer = self.add(x, self.attention_streams, lambda x: self.mix(x, inputs.fold(0)))
-            x, mlp = with_weights_first(x, self.mlp)  # what its gradients need is gone when the mixer's are computed
-            x, feed = self.add(x, self.mlp_streams, lambda x: self.feed(mlp, x, inputs.fold(1)))
+            x, feed = self.add(x, self.mlp_streams, lambda x: self.feed(x, inputs.fold(1)))
             aux = mixer | feed
         return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype), aux
 
@@ -87,8 +86,8 @@ class Block(nnx.Module):
         y = gathered(y)
         return self.drop(normed(self.post_attention_norm, y), inputs), aux
 
-    def feed(self, mlp: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        y, aux = mlp(gathered(normed(self.mlp_norm, x)), inputs)
+    def feed(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        y, aux = self.mlp(gathered(normed(self.mlp_norm, x)), inputs)
         y = gathered(y)
         return self.drop(normed(self.post_mlp_norm, y), inputs), aux
 

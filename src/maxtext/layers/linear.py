@@ -39,10 +39,17 @@ class Linear(nnx.Module):
         return together(x, self)[0]
 
 
-def together(x: jax.Array, *linears: Linear) -> list[jax.Array]:
-    """Each of x; by one program where that is faster. All have the same inputs and dtype."""
+def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> list[jax.Array]:
+    """Each of x; by one program where that is faster. All have the same inputs and dtype.
+
+    `weights_early`: going back, see `weights_first`.
+    """
     rank, dtype, recipe = linears[0].rank, linears[0].dtype, linears[0].recipe
     kernels = [linear.kernel[...] for linear in linears]
+    if weights_early:
+        # Cast before, so that gradients wait in the dtype of the product and not in the weights' own.
+        kernels = [kernel if recipe or isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels]
+        x, kernels = weights_first(x, kernels)
     if recipe and not isinstance(kernels[0], Quantized):
         found = [low_precision.product(x, kernel, rank, recipe, dtype) for kernel in kernels]
     else:
@@ -75,13 +82,6 @@ def tangents_together(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
 
 
 weights_first.defjvp(tangents_together, symbolic_zeros=True)
-
-
-def with_weights_first(x: jax.Array, module: Any) -> tuple[jax.Array, Any]:
-    """x and a module for it, see `weights_first`."""
-    graph, state = nnx.split(module)
-    x, state = weights_first(x, state)
-    return x, nnx.merge(graph, state)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear, dropout, together, with_weights_first
+from maxtext.layers.linear import Linear, dropout, together
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
 
@@ -82,16 +82,16 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         spec = self.spec
+        # What gradients of weights need is gone when those of the layers before are computed.
         if spec.fused:
-            joined = checkpoint_name(self.wi(x), "mlpwi")
+            joined = checkpoint_name(together(x, self.wi, weights_early=True)[0], "mlpwi")
             branches = [joined[..., place, :] for place in range(len(spec.activations))]
         else:
             names = [self.branch(place) for place in range(len(spec.activations))]
-            found = together(x, *(getattr(self, name) for name in names))
+            found = together(x, *(getattr(self, name) for name in names), weights_early=True)
             branches = [checkpoint_name(each, f"mlp{name}") for name, each in zip(names, found, strict=True)]
         hidden = combine(spec.activations, branches, spec.limit, spec.float32).astype(self.dtype)
         hidden = dropout(hidden, spec.dropout_rate, inputs.fold(HIDDEN_DROPOUT).key)
         hidden = constrain(hidden, "activation_batch", "activation_length", "activation_mlp")
         # The gradient of `wo` needs the branches; done early, they make room for their own gradients.
-        hidden, wo = with_weights_first(hidden, self.wo)
-        return checkpoint_name(wo(hidden), "mlpwo"), {}
+        return checkpoint_name(together(hidden, self.wo, weights_early=True)[0], "mlpwo"), {}

@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.quantized import Quantized, dequantize
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import Linear, weights_first
 from maxtext.layers.mlp import MlpSpec, combine
 from maxtext.layers.parameters import Maker
 from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
@@ -158,6 +158,7 @@ class Moe(nnx.Module):
         targets = routing.indices if real is None else jnp.where(real[..., None], routing.indices, none)
         weights = {name: layer.weights for name, layer in self.experts.layers.items()}
         names = {name: layer.names(weights[name]) for name, layer in self.experts.layers.items()}
+        x, weights = weights_first(x, weights)
         run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype)
         return run(x, targets, routing.weights, weights, names)
 

@@ -14,7 +14,7 @@ from maxtext.layers.cache import CacheSize
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import Cache, LayerInputs
-from maxtext.layers.linear import Linear, weights_first, with_weights_first
+from maxtext.layers.linear import Linear, together, weights_first
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker, Template
@@ -131,11 +131,10 @@ class Transformer(nnx.Module):
         if x.ndim == 3:
             x = constrain(x, "activation_embed_and_logits_batch", "activation_length", "activation_embed")
         if self.head is not None:
-            x, head = with_weights_first(x, self.head)
-            logits = head(x)
+            [logits] = together(x, self.head, weights_early=True)
         else:
-            x, table = weights_first(x, self.embedder.embedding[...])
-            logits = x @ table.astype(self.logit_dtype).T * self.logit_scale
+            x, table = weights_first(x, self.embedder.embedding[...].astype(self.logit_dtype))
+            logits = x @ table.T * self.logit_scale
         if x.ndim == 3:
             logits = constrain(logits, "activation_embed_and_logits_batch", "activation_length", "activation_vocab")
         if self.float32_logits:
