@@ -34,6 +34,7 @@ from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request, Scheduler, power, rounded
 from maxtext.inference.serving import Serving, make_scheduler, slots_in_memory
 from maxtext.inference.text import Answer, Ask
+from maxtext.layers.joined import apart, join
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import described, laid_out, quantize_weights
 from maxtext.models.transformer import initial_weights, make_template
@@ -100,7 +101,7 @@ class LLM:
         if self.config.parameter_memory_host_offload:
             raise ConfigError("parameter_memory_host_offload=true is for training: leave it out when text is generated")
         with self.programs.context():
-            self.weights = laid_out(self.template, self.weights)
+            self.weights = join(self.template, laid_out(self.template, self.weights))
         if self.config.save_quantized_params_path:
             self.save(self.config.save_quantized_params_path)
         if self.config.enable_model_warmup:
@@ -256,7 +257,7 @@ class LLM:
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """The weights as they are, with config.yml: a folder that `LLM.load` and `maxtext convert` take."""
         carried, names = self.origin
-        weights = StoredWeights(ModelWeights(self.weights, self.places))
+        weights = StoredWeights(ModelWeights(apart(self.weights), self.places))
         save_ours(folder, self.config, weights, carried, names, progress)
 
     def save_hf(self, folder: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None) -> None:
@@ -264,7 +265,7 @@ class LLM:
         carried, names = self.origin
         wanted = dtype_of(dtype)
         dtypes = self.dtypes if wanted is None else dict.fromkeys(self.places, wanted)
-        weights = Recast(ModelWeights(self.weights, self.places), dtypes)
+        weights = Recast(ModelWeights(apart(self.weights), self.places), dtypes)
         save_theirs(folder, self.config, self.places, weights, carried, names, progress)
 
     @property

@@ -10,6 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from maxtext.kernels import low_precision
 from maxtext.kernels.quantized import Quantized, products
+from maxtext.layers.joined import Joined
 from maxtext.layers.parameters import Maker
 from maxtext.sharding.manual import only_platform
 
@@ -46,6 +47,8 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
     """
     rank, dtype, recipe = linears[0].rank, linears[0].dtype, linears[0].recipe
     kernels = [linear.kernel[...] for linear in linears]
+    if isinstance(kernels[0], Joined):
+        return with_biases(kernels[0].products(x, dtype), linears)
     if weights_early:
         # Cast before, so that gradients wait in the dtype of the product and not in the weights' own.
         kernels = [kernel if recipe or isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels]
@@ -54,8 +57,12 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
         found = [low_precision.product(x, kernel, rank, recipe, dtype) for kernel in kernels]
     else:
         found = products(x, kernels, rank, dtype, only_platform())
+    return with_biases(found, linears)
+
+
+def with_biases(found: Sequence[jax.Array], linears: Sequence[Linear]) -> list[jax.Array]:
     return [
-        y if linear.bias is None else y + linear.bias[...].astype(dtype)
+        y if linear.bias is None else y + linear.bias[...].astype(linear.dtype)
         for y, linear in zip(found, linears, strict=True)
     ]
 

@@ -1,0 +1,47 @@
+"""Models whose kernels are joined answer as they did, and give their weights back as they were."""
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext import LLM
+from maxtext.layers import joined
+
+TINY = {
+    "base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8, "base_mlp_dim": 48,
+    "base_num_decoder_layers": 2, "vocab_size": 64, "max_target_length": 32, "dtype": "float32",
+    "weight_dtype": "float32", "matmul_precision": "highest",
+}  # fmt: skip
+FAMILIES = {
+    "llama": ({"decoder_block": "llama2"}, 4),
+    "biases": ({"decoder_block": "llama2", "attention_bias": True}, 4),
+    "shared keys": ({"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8}, 4),
+    "experts": ({"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}, 2),  # attention alone
+    "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),
+    "integers": ({"decoder_block": "llama2", "quantization": "int8"}, 0),
+}
+
+
+def count(weights):
+    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, joined.Joined))
+    return sum(isinstance(leaf, joined.Joined) and leaf.values is not None for leaf in leaves)
+
+
+@pytest.mark.parametrize(("keys", "many"), FAMILIES.values(), ids=list(FAMILIES))
+def test_the_same_answers_and_weights(monkeypatch, tmp_path, keys, many):
+    plain = LLM.load("default", **TINY, **keys)
+    monkeypatch.setattr(joined, "only_platform", lambda: "gpu")
+    ours = LLM.load("default", **TINY, **keys)
+    assert (count(plain.weights), count(ours.weights)) == (0, many)
+    ids = np.random.default_rng(0).integers(0, 64, (2, 12))
+    np.testing.assert_allclose(ours.logits(ids), plain.logits(ids), atol=1e-5)
+    np.testing.assert_array_equal(ours.generate(ids, max_new_tokens=4), plain.generate(ids, max_new_tokens=4))
+    again = joined.apart(ours.weights)
+    assert jax.tree.structure(again) == jax.tree.structure(plain.weights)
+    jax.tree.map(np.testing.assert_array_equal, again, plain.weights)
+    if many:
+        ours.save(tmp_path / "saved")
+        monkeypatch.undo()
+        np.testing.assert_allclose(
+            LLM.load(tmp_path / "saved", dtype="float32").logits(ids), plain.logits(ids), atol=1e-5
+        )
