@@ -1,0 +1,64 @@
+"""The grouped product of experts alone, forward and both gradients, against dense products of as many FLOPs.
+
+    python benchmarks/grouped.py [--cases 8:32768:2048:7168,64:98304:2048:1408]
+
+A case is groups : rows : inputs : outputs, in bfloat16; groups have uneven sizes. The peer multiplies all rows by one
+kernel, which is the compiler's own product at its best. The best of several runs. Prints one JSON line.
+"""
+
+import argparse
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext.kernels.grouped import grouped_product
+
+RUNS, TOGETHER = 5, 4
+
+
+def seconds(function, *arguments):
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        jax.block_until_ready([function(*arguments) for _ in range(TOGETHER)])
+        times.append((time.perf_counter() - start) / TOGETHER)
+    return min(times)
+
+
+def measure(groups, rows, inputs, outputs):
+    random = np.random.default_rng(0)
+    shares = np.floor(random.dirichlet(np.full(groups, 20.0)) * rows).astype(np.int32)
+    shares[-1] += rows - shares.sum()
+    sizes = jnp.asarray(shares)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (rows, inputs), (groups, inputs, outputs), (rows, outputs)
+    x, kernels, cotangents = (
+        jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)
+    )
+
+    def both_ways(product, x, kernels, cotangents):
+        y, pull = jax.vjp(product, x, kernels)
+        return y, pull(cotangents)
+
+    def ours(x, kernels):
+        return grouped_product(x, kernels, sizes, jax.default_backend())
+
+    own = seconds(jax.jit(lambda *arrays: both_ways(ours, *arrays)), x, kernels, cotangents)
+    dense = seconds(jax.jit(lambda *arrays: both_ways(jnp.matmul, *arrays)), x, kernels[0], cotangents)
+    work = 6 * rows * inputs * outputs / 1e12
+    return {"tflops": round(work / own, 1), "dense_tflops": round(work / dense, 1), "ratio": round(dense / own, 3)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="8:32768:2048:7168,64:98304:2048:1408")
+    options = parser.parse_args()
+    print(json.dumps({case: measure(*map(int, case.split(":"))) for case in options.cases.split(",")}))
+
+
+if __name__ == "__main__":
+    main()
