@@ -36,9 +36,8 @@ def measure(groups, rows, inputs, outputs):
     sizes = jnp.asarray(shares)
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (rows, inputs), (groups, inputs, outputs), (rows, outputs)
-    x, kernels, cotangents = (
-        jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)
-    )
+    drawn = [jax.random.normal(key, shape, "bfloat16") for key, shape in zip(keys, shapes, strict=True)]
+    x, kernels, cotangents = drawn
 
     def both_ways(product, x, kernels, cotangents):
         y, pull = jax.vjp(product, x, kernels)

@@ -25,9 +25,10 @@ def test_tiles_have_every_row_of_every_group_once(sizes, block):
     assert len(tiles.groups) == ROWS // block + len(sizes) - 1
     found = []
     for group, at, first, count in zip(*map(np.asarray, tiles), strict=True):
-        assert 0 <= group < len(sizes) and 0 <= at < ROWS // block
+        assert 0 <= group < len(sizes)
+        assert 0 <= at < ROWS // block
         if count:
-            assert first >= 0 and first + count <= block
+            assert 0 <= first <= block - count
             found += [(at * block + first + row, group) for row in range(count)]
     ends = np.cumsum(sizes)
     assert found == [(row, int(np.searchsorted(ends, row, side="right"))) for row in range(ends[-1])]
