@@ -132,17 +132,17 @@ def test_folders():
 
 
 @pytest.mark.parametrize(
-    ("words", "platform", "scanned"),
+    ("words", "platform", "scanned", "kind"),
     [
-        ([], "cpu", True),
-        ([], "tpu", True),
-        ([], "gpu", False),
-        (["scan_layers=true"], "gpu", True),
-        (["base_num_decoder_layers=100"], "gpu", True),
+        ([], "cpu", True, "default"),
+        ([], "tpu", True, "default"),
+        ([], "gpu", False, "derived"),
+        (["scan_layers=true"], "gpu", True, "command line"),
+        (["param_scan_axis=0"], "gpu", True, "default"),
+        (["parameter_memory_host_offload=true"], "gpu", False, "derived"),
+        (["base_num_decoder_layers=100"], "gpu", True, "derived"),
     ],
 )
-def test_layers_are_unrolled_on_gpus(words, platform, scanned):
+def test_layers_are_unrolled_on_gpus(words, platform, scanned, kind):
     config = load(None, words, environ={}, devices=Devices(1, platform=platform))
-    assert config.scan_layers == scanned
-    assert config.source("scan_layers").kind == ("command line" if "scan_layers=true" in words else
-                                                 "derived" if platform == "gpu" else "default")  # fmt: skip
+    assert (config.scan_layers, config.source("scan_layers").kind) == (scanned, kind)

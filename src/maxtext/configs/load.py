@@ -15,6 +15,7 @@ from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.group import DERIVED_RULES, RULES
 
 MOST_UNROLLED = 64  # layers, where unrolling is the default
+OF_SCANS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")  # who sets one has thought of it
 
 
 def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
@@ -42,7 +43,7 @@ def load(
         raise ConfigError(*problems)
     devices = devices or derive.visible_devices()
     derived = derive.derive(checked, devices)
-    if devices.platform == "gpu" and settings["scan_layers"].source.kind == "default":
+    if devices.platform == "gpu" and all(settings[key].source.kind == "default" for key in OF_SCANS):
         # Scanned layers are a fifth slower there; very deep models would take too long to compile.
         derived["scan_layers"] = derived["num_decoder_layers"] > MOST_UNROLLED
     complete = checked.model_copy(update=derived)

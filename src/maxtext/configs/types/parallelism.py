@@ -222,7 +222,7 @@ def optimizer_state_has_one_place(c):
     return None
 
 
-@rule
+@derived_rule
 def offloaded_layers_lie_together(c):
     if c.parameter_memory_host_offload and c.scan_layers and c.param_scan_axis != 0:
         return (
