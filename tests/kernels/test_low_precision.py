@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.kernels.low_precision import product
+from maxtext.kernels.low_precision import power_of_two, product
 
 OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -21,7 +21,7 @@ def problem(seed=0):
 def near(x, form, axes=None):
     """What is left of x, in float64."""
     dtype, largest = form
-    scale = np.abs(x).max(axis=axes, keepdims=True).astype(np.float64) / largest
+    scale = 2.0 ** np.ceil(np.log2(np.abs(x).max(axis=axes, keepdims=True).astype(np.float64) / largest))
     return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
 
 
@@ -95,3 +95,9 @@ def test_only_eight_bits_are_kept():
     kept = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) > 1]
     assert kept
     assert {leaf.dtype for leaf in kept} == {jnp.dtype("float8_e4m3fn")}
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1.0001, 3.0, 4.0, 1e-30, 1e38, np.inf])
+def test_the_next_power_of_two(value):
+    found = float(power_of_two(jnp.float32(value)))
+    assert found == (value if value in (0, np.inf) else 2.0 ** np.ceil(np.log2(np.float64(np.float32(value)))))

@@ -1,7 +1,9 @@
 """Products in eight bits for training, forward and backward, with scales of the moment.
 
-`fp8`: values as e4m3, gradients as e5m2, which reaches further; one scale for a tensor, its largest magnitude at the
-format's own. All three products of a kernel are in eight bits, and what is kept for the backward pass is, too.
+`fp8`: values as e4m3, gradients as e5m2, which reaches further; one scale for a tensor, the least power of two that
+brings its largest magnitude within the format's own. All three products of a kernel are in eight bits, and what is kept
+for the backward pass is, too. Since a power of two changes no digit, a product is written in its own dtype and scaled
+where it is read, instead of in float32.
 
 `int8`: a scale for each row and each column, so that one large number does not flatten all others. The sum runs along
 other dimensions in each product, so tensors are rounded anew for each; the gradient of the kernel, whose sum over all
@@ -72,15 +74,25 @@ def rounded(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Rounded:
     x = x.astype(jnp.float32)
     axes = tuple(range(x.ndim) if axes is None else axes)
     scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / largest
+    scale = scale if integers else power_of_two(scale)
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)  # what is not a number stays so
     x = x / scale
     return Rounded((jnp.round(x) if integers else x).astype(dtype), scale.squeeze(axes))
 
 
+def power_of_two(x: Array) -> Array:
+    """The least that is not below x >= 0, of float32; what is not finite stays so."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    up = (bits + 0x007FFFFF) & 0x7F800000
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(up, jnp.float32), x)
+
+
 def times(one: Rounded, other: Rounded, over: tuple[Sequence[int], Sequence[int]], dtype: Any) -> Array:
     """Added up over dimensions of each, and scaled."""
-    wide = jnp.int32 if one.numbers.dtype == jnp.int8 else jnp.float32
-    sums = contract(one.numbers, other.numbers, over, wide).astype(jnp.float32)
+    if one.numbers.dtype != jnp.int8:
+        kept = jnp.float32 if dtype == jnp.float16 else dtype  # whose largest number is soon reached
+        return (contract(one.numbers, other.numbers, over, kept) * (one.scale * other.scale).astype(kept)).astype(dtype)
+    sums = contract(one.numbers, other.numbers, over, jnp.int32).astype(jnp.float32)
     left = one.scale.reshape(*one.scale.shape, *[1] * other.scale.ndim)
     return (sums * (left * other.scale)).astype(dtype)
 
