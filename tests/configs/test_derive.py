@@ -139,6 +139,7 @@ def test_folders():
         ([], "gpu", False, "derived"),
         (["scan_layers=true"], "gpu", True, "command line"),
         (["param_scan_axis=0"], "gpu", True, "default"),
+        (["model_name=gpt-oss-20b"], "gpu", False, "derived"),  # its file has a key of scanned layers
         (["parameter_memory_host_offload=true"], "gpu", False, "derived"),
         (["base_num_decoder_layers=100"], "gpu", True, "derived"),
     ],

@@ -17,6 +17,7 @@ GPU = jax.default_backend() == "gpu"
         (1, 256, [512]),
         (1, 1024, [64, 16, 4]),  # by one program
         (1, 768, [8]),  # tiles of 128 lines
+        (1, 8192, [4]),  # long: two warps
         (1, 8448, [4]),  # long, but not for two warps
         (3, 384, [128, 64]),
         (33, 128, [64]),

@@ -57,6 +57,7 @@ def test_they_can_be_lowered_for_gpus():
         ({}, True),
         ({"dtype": "float32"}, False),
         ({"rows": 500}, False),
+        ({"rows": 64}, False),
         ({"inputs": 96}, False),
         ({"outputs": 100}, False),
         ({"groups": grouped.MOST_GROUPS + 1}, False),

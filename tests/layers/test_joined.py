@@ -12,11 +12,19 @@ TINY = {
     "base_num_decoder_layers": 2, "vocab_size": 64, "max_target_length": 32, "dtype": "float32",
     "weight_dtype": "float32", "matmul_precision": "highest",
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "attention_type": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
+    "v_head_dim": 6, "first_num_dense_layers": 0, "shared_experts": 1, "routed_bias": True, "use_indexer": True,
+    "indexer_topk": 3, "indexer_head_dim": 8, "indexer_n_heads": 2, "base_num_kv_heads": 4, "head_dim": None,
+}  # fmt: skip
 FAMILIES = {
     "llama": ({"decoder_block": "llama2"}, 4),
     "biases": ({"decoder_block": "llama2", "attention_bias": True}, 4),
     "shared keys": ({"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8}, 4),
-    "experts": ({"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}, 2),  # attention alone
+    "experts": ({"decoder_block": "mixtral", **EXPERTS}, 2),  # attention alone
+    "delta nets": ({"decoder_block": "qwen3_next", "gdn_num_value_heads": 16, **EXPERTS}, 2),
+    "indexer": ({"decoder_block": "deepseek", **LATENT, **EXPERTS}, 2),  # the shared experts alone
     "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),
     "integers": ({"decoder_block": "llama2", "quantization": "int8"}, 0),
 }
@@ -29,9 +37,10 @@ def count(weights):
 
 @pytest.mark.parametrize(("keys", "many"), FAMILIES.values(), ids=list(FAMILIES))
 def test_the_same_answers_and_weights(monkeypatch, tmp_path, keys, many):
-    plain = LLM.load("default", **TINY, **keys)
+    keys = {key: value for key, value in (TINY | keys).items() if value is not None}
+    plain = LLM.load("default", **keys)
     monkeypatch.setattr(joined, "only_platform", lambda: "gpu")
-    ours = LLM.load("default", **TINY, **keys)
+    ours = LLM.load("default", **keys)
     assert (count(plain.weights), count(ours.weights)) == (0, many)
     ids = np.random.default_rng(0).integers(0, 64, (2, 12))
     np.testing.assert_allclose(ours.logits(ids), plain.logits(ids), atol=1e-5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.common import noise
-from maxtext.layers.linear import Linear, dropout, weights_first
+from maxtext.layers.linear import Linear, dropout, together, weights_first
 from maxtext.layers.parameters import Maker, Template
 
 # inputs, outputs of the kernel, the product as an einsum
@@ -70,6 +70,20 @@ def test_gradients_of_weights_come_before_that_of_the_input():
     assert barriers(gradients, x, kernel) == [[(3, 6), (6, 4)]]  # both, and not the count, which has no gradient
     assert barriers(run, x, kernel) == []
     assert barriers(jax.grad(run), x, kernel) == []  # frozen weights: nothing to wait for
+
+
+def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
+    template = Template.of(lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16"))
+    x, weights = jnp.ones((3, 6), jnp.bfloat16), {"kernel": jnp.ones((6, 4), jnp.float32)}
+
+    def run(x, weights):
+        return together(x, template.bind(weights), weights_early=True)[0].astype(jnp.float32).sum()
+
+    gradients = jax.grad(run, argnums=(0, 1))
+    program = jax.make_jaxpr(gradients)(x, weights)
+    held = [[var.aval.dtype for var in eqn.invars] for eqn in program.eqns if "barrier" in eqn.primitive.name]
+    assert held == [[jnp.bfloat16, jnp.bfloat16]]
+    assert gradients(x, weights)[1]["kernel"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

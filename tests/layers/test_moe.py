@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from maxtext.common import noise
+from maxtext.kernels import grouped
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec, expert_capacity
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.routers import RouterSpec
+from maxtext.sharding import manual
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -127,6 +129,19 @@ def test_sparse_options_that_change_nothing():
     expected = value_and_gradients(PLAIN, SEGMENTS)
     for options in ({"custom_sort_vjp": False}, {"buffer_factor": 3.0}):
         close(value_and_gradients(replace(PLAIN, **options), SEGMENTS), expected)
+
+
+def test_sparse_says_for_which_device_products_are(monkeypatch):
+    said = []
+
+    def run_anywhere(rows, kernels, sizes, platform, real=grouped.grouped_product):
+        said.append(platform)
+        return real(rows, kernels, sizes)
+
+    monkeypatch.setattr(grouped, "grouped_product", run_anywhere)
+    monkeypatch.setattr(manual, "only_platform", lambda: "gpu")
+    jax.eval_shape(lambda weights, x: applied(PLAIN, weights, x), draw_weights(PLAIN), values())
+    assert said == ["gpu"] * 3
 
 
 def test_sparse_handles_skewed_loads():

@@ -12,10 +12,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import architecture, derive, fields, ledger, merge, sources
 from maxtext.configs.sources import Layer, Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig
-from maxtext.configs.types.group import DERIVED_RULES, RULES
+from maxtext.configs.types.group import CHOSEN, DERIVED_RULES, RULES
 
 MOST_UNROLLED = 64  # layers, where unrolling is the default
-OF_SCANS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")  # who sets one has thought of it
+OF_SCANS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")  # a person who sets one means scanned layers
 
 
 def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
@@ -43,7 +43,10 @@ def load(
         raise ConfigError(*problems)
     devices = devices or derive.visible_devices()
     derived = derive.derive(checked, devices)
-    if devices.platform == "gpu" and all(settings[key].source.kind == "default" for key in OF_SCANS):
+    free = settings["scan_layers"].source.kind == "default" and not any(
+        settings[key].source.kind in CHOSEN for key in OF_SCANS
+    )
+    if devices.platform == "gpu" and free:
         # Scanned layers are a fifth slower there; very deep models would take too long to compile.
         derived["scan_layers"] = derived["num_decoder_layers"] > MOST_UNROLLED
     complete = checked.model_copy(update=derived)

@@ -6,6 +6,7 @@ The rows of group 0 come first, then those of group 1 and so on; what lies behin
 comes out as zeros and has no gradient. Shapes never depend on where tokens go.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from maxtext.common.log import LOGGER
 from maxtext.kernels import grouped_hopper
 from maxtext.kernels.attention import gpu_capability
 
@@ -27,19 +29,29 @@ def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: s
     several, or any will do.
     """
     mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
-    hopper = platform == "gpu" and gpu_capability() == "9.0" and hopper_has(rows, kernels)
+    hopper = platform == "gpu" and (gpu_capability() or "9.0") == "9.0" and hopper_has(rows, kernels)
     multiply = hopper_product if hopper else jax.lax.ragged_dot
+    if platform == "gpu":
+        say_once(f"{len(kernels)} experts are multiplied by {'the kernel for Hopper GPUs' if hopper else 'ragged_dot'}")
     # What lies behind the last group differs between platforms; the first mask is for the gradient.
     return jnp.where(mine, multiply(jnp.where(mine, rows, 0), kernels, group_sizes), 0)
 
 
+@functools.cache
+def say_once(what: str) -> None:
+    LOGGER.info(what)
+
+
 def hopper_has(rows: Array, kernels: Array) -> bool:
-    """Whether `grouped_hopper` can do it: its copies have bounds on sizes.
+    """Whether `grouped_hopper` can do it: its copies have bounds on sizes. With less than one block of rows, as in
+    generation, it has not been tried.
 
     More groups than MOST_GROUPS are left to `ragged_dot`: one training run with 64 of them ended with a failed launch
     on an H200, and it is not known yet whose it was.
     """
-    right = rows.dtype == kernels.dtype == jnp.bfloat16 and not rows.shape[0] % 8 and len(kernels) <= MOST_GROUPS
+    count = rows.shape[0]
+    right = rows.dtype == kernels.dtype == jnp.bfloat16 and len(kernels) <= MOST_GROUPS
+    right = right and count % 8 == 0 and count >= grouped_hopper.USUAL.rows
     return right and not any(size % grouped_hopper.DEPTH for size in kernels.shape[1:])
 
 
@@ -97,9 +109,9 @@ def return_rows(rows: Array, order: Order) -> Array:
     return jnp.take(rows, order.places, axis=0, mode="fill", fill_value=0)
 
 
-def no_gradient(order: Any) -> Any:
-    """The cotangent of integers."""
-    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), order)
+def no_gradient(integers: Any) -> Any:
+    """Their cotangent."""
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), integers)
 
 
 def gather_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:

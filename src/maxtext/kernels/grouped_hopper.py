@@ -4,8 +4,8 @@ Shapes: N rows, X groups, K numbers that are added up, M columns, T tiles of row
 
 Rows of a group follow one another, and groups begin anywhere. So a block of rows may belong to several groups; it is
 multiplied once for each of them, and only the rows of that group are stored (or, for the gradient, added up). Which
-block and which group a tile has is looked up in a table that is made before (`Tiles`), so it costs the same with 8
-groups and with 800. One program runs on each multiprocessor and takes one tile after the other; one warpgroup
+block and which group a tile has is looked up in a table that is made before (`Tiles`), so finding them costs the same
+with 8 groups and with 800. One program runs on each multiprocessor and takes one tile after the other; one warpgroup
 fetches, two multiply, each its half of the columns.
 
 What lies behind the last group is not written: callers must not read it.
@@ -65,10 +65,8 @@ def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
     return Tiles(*(part.astype(jnp.int32) for part in (groups, at, begin - at * block, counts)))
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "shape", "interpret"))  # traced once for all layers
-def product(
-    rows: Array, kernels: Array, sizes: Array, transposed: bool = False, shape: Shape = USUAL, interpret: Any = False
-) -> Array:
+@functools.partial(jax.jit, static_argnames=("transposed", "shape"))  # traced once for all layers
+def product(rows: Array, kernels: Array, sizes: Array, transposed: bool = False, shape: Shape = USUAL) -> Array:
     """rows [N, K] times kernels [X, K, M], or [X, M, K] if `transposed` -> [N, M]."""
     (count, depth), width = rows.shape, kernels.shape[1 if transposed else 2]
     tiles = tiles_of(sizes, count, shape.rows)
@@ -99,13 +97,11 @@ def product(
         on_tiles(tile, across * down, blocks_read, (rows_ref, kernels_ref.at[0]), shape)
 
     out = jax.ShapeDtypeStruct((count, width), rows.dtype)
-    return kernel_of(body, out, "grouped_product", interpret)(*tiles, rows, kernels)
+    return kernel_of(body, out, "grouped_product")(*tiles, rows, kernels)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "interpret"))
-def kernels_gradient(
-    rows: Array, cotangents: Array, sizes: Array, shape: Shape = OF_KERNELS, interpret: Any = False
-) -> Array:
+@functools.partial(jax.jit, static_argnames="shape")
+def kernels_gradient(rows: Array, cotangents: Array, sizes: Array, shape: Shape = OF_KERNELS) -> Array:
     """For each group the sum over its rows [N, K], transposed, times their cotangents [N, M] -> [X, K, M]."""
     depth, width = rows.shape[1], cotangents.shape[1]
     down, across = pl.cdiv(depth, shape.rows), pl.cdiv(width, shape.columns)
@@ -150,7 +146,7 @@ def kernels_gradient(
         on_tiles(tile, len(sizes) * down * across, blocks_read, (rows_ref, cotangents_ref), shape)
 
     out = jax.ShapeDtypeStruct((len(sizes), depth, width), rows.dtype)
-    run = kernel_of(body, out, "grouped_kernels_gradient", interpret)
+    run = kernel_of(body, out, "grouped_kernels_gradient")
     return run(starts, ends, first_steps, steps, rows, cotangents)
 
 
@@ -226,9 +222,8 @@ def cores() -> int:
     return getattr(jax.local_devices()[0], "core_count", None) or 132
 
 
-def kernel_of(body: Callable, out: Any, name: str, interpret: Any) -> Callable:
+def kernel_of(body: Callable, out: Any, name: str) -> Callable:
     return plgpu.kernel(
         body, out_type=out, grid=(cores(),), grid_names=("core",), num_threads=WORKERS + 1, thread_name="worker",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup), kernel_name=name,
-        **({"interpret": interpret} if interpret else {}),
     )  # fmt: skip

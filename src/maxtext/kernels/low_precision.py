@@ -90,7 +90,7 @@ def power_of_two(x: Array) -> Array:
 def times(one: Rounded, other: Rounded, over: tuple[Sequence[int], Sequence[int]], dtype: Any) -> Array:
     """Added up over dimensions of each, and scaled."""
     if one.numbers.dtype != jnp.int8:
-        kept = jnp.float32 if dtype == jnp.float16 else dtype  # whose largest number is soon reached
+        kept = jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype  # whose largest number is soon reached
         return (contract(one.numbers, other.numbers, over, kept) * (one.scale * other.scale).astype(kept)).astype(dtype)
     sums = contract(one.numbers, other.numbers, over, jnp.int32).astype(jnp.float32)
     left = one.scale.reshape(*one.scale.shape, *[1] * other.scale.ndim)

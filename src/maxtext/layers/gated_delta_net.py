@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.kernels.delta_rule import causal_convolution, gated_delta_rule, recurrent_gated_delta_rule
 from maxtext.layers.cache import CacheSize
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import Linear, together
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
 from maxtext.sharding import constrain
@@ -103,10 +103,10 @@ class GatedDeltaNet(nnx.Module):
         before: Cache = {} if cache is None or inputs.fresh else cache
         after: Cache = {}
         parts = {}
-        for name, project, kernel in (
-            (QUERY, self.query, self.conv_query), (KEY, self.key, self.conv_key), (VALUE, self.value, self.conv_value),
-        ):  # fmt: skip
-            projected = by_head(checkpoint_name(project(x), f"{name}_proj"))
+        kernels = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
+        found = together(x, self.query, self.key, self.value)
+        for (name, kernel), projected in zip(kernels.items(), found, strict=True):
+            projected = by_head(checkpoint_name(projected, f"{name}_proj"))
             mixed, after[name] = causal_convolution(projected, kernel[...], segments, before.get(name))
             parts[name] = jax.nn.silu(mixed)
         query, key, value = parts[QUERY], parts[KEY], parts[VALUE]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext.layers.parameters import Template, Tree
 from maxtext.sharding.manual import only_platform
@@ -42,8 +43,9 @@ class Joined:
     def ends(self) -> list[int]:
         return list(accumulate(math.prod(shape[1:]) for shape in self.shapes[:-1]))
 
-    def apart(self) -> list[jax.Array]:
-        parts = jnp.split(self.values, self.ends, axis=-1)
+    def apart(self) -> list[np.ndarray]:
+        """Each kernel, in the host's memory: the device may have no room for them."""
+        parts = np.split(np.asarray(self.values), self.ends, axis=-1)
         return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
@@ -83,7 +85,8 @@ def groups(tree: Tree, contracted: Tree, axes: Tree) -> Iterator[tuple[str, ...]
         return floats and tuple(contracted[name]["kernel"]) == (0,) and "layers" not in axes[name]["kernel"]
 
     for names in GROUPS:
-        if all(map(plain, names)):
+        # An indexer's queries and keys are of different inputs.
+        if all(map(plain, names)) and len({axes[name]["kernel"][0] for name in names}) == 1:
             yield names
             return
 

@@ -49,12 +49,12 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
     kernels = [linear.kernel[...] for linear in linears]
     if isinstance(kernels[0], Joined):
         return with_biases(kernels[0].products(x, dtype), linears)
+    # Cast first, so that gradients wait in the dtype of the product and not in the weights' own.
+    kernels = [kernel if isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels]
     if weights_early:
-        # Cast before, so that gradients wait in the dtype of the product and not in the weights' own.
-        kernels = [kernel if isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels]
         x, kernels = weights_first(x, kernels)
     if recipe and not isinstance(kernels[0], Quantized):
-        found = [low_precision.product(x, kernel.astype(dtype), rank, recipe, dtype) for kernel in kernels]
+        found = [low_precision.product(x, kernel, rank, recipe, dtype) for kernel in kernels]
     else:
         found = products(x, kernels, rank, dtype, only_platform())
     return with_biases(found, linears)

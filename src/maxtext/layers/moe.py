@@ -91,7 +91,7 @@ class ExpertLinear(nnx.Module):
 
     def on_each(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, inputs] -> [X, B, C, outputs]: each expert has its own."""
-        kernel, bias, scale = self.weights
+        x, (kernel, bias, scale) = weights_first(x, self.weights)
         y = jnp.einsum("xbci,xio->xbco", x, kernel.astype(self.dtype))
         if scale is not None:
             y = dequantize(y, scale[:, None, None], self.dtype)
