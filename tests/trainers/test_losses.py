@@ -135,7 +135,7 @@ def balance(model, batch):
                 fraction = np.array([(chosen == expert).sum() for expert in range(4)]) / len(row)
                 found.append(np.mean(fraction * row.mean(axis=0)))
         yield 4**2 * np.mean(found)
-        x = x + layer.feed(layer.mlp, x, inputs_of(batch))[0]
+        x = x + layer.feed(x, inputs_of(batch))[0]
 
 
 def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed):
