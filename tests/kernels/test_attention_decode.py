@@ -159,3 +159,17 @@ def test_it_can_be_lowered_for_gpus(dtype):
 def test_what_it_can_do(arguments, reason):
     found = decode.supports(*arguments)
     assert found is None if reason is None else reason in found
+
+
+def test_parts_of_one_product():
+    """Halves of a head are a complex number that turns."""
+    random = np.random.default_rng(5)
+    x = jnp.asarray(random.normal(size=(BATCH, (HEADS + 2 * GROUPS) * SIZE)), DTYPE)
+    angles = random.uniform(0, 6, (BATCH, SIZE // 2)).astype(np.float32)
+    found = decode.parts(x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU)
+    heads = np.asarray(x, np.float64).reshape(BATCH, -1, SIZE)
+    turning = (heads[..., : SIZE // 2] + 1j * heads[..., SIZE // 2 :]) * np.exp(1j * angles)[:, None]
+    turned = np.concatenate([turning.real, turning.imag], axis=-1)
+    right = turned[:, :HEADS], turned[:, HEADS:-GROUPS], heads[:, -GROUPS:]
+    for each, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(np.asarray(each, np.float64), expected, atol=CLOSE)

@@ -20,14 +20,14 @@ LATENT = {
     "v_head_dim": 6, "first_num_dense_layers": 0, "shared_experts": 1, "routed_bias": True, "use_indexer": True,
     "indexer_topk": 3, "indexer_head_dim": 8, "indexer_n_heads": 2, "base_num_kv_heads": 4, "head_dim": None,
 }  # fmt: skip
-FAMILIES = {
-    "llama": ({"decoder_block": "llama2"}, 2),
-    "biases": ({"decoder_block": "llama2", "attention_bias": True}, 2),
-    "shared keys": ({"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8}, 2),
-    "experts": ({"decoder_block": "mixtral", **EXPERTS}, 1),  # attention alone
-    "delta nets": ({"decoder_block": "qwen3_next", "gdn_num_value_heads": 16, **EXPERTS}, 1),
-    "indexer": ({"decoder_block": "deepseek", **LATENT, **EXPERTS}, 1),  # the shared experts alone
-    "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),
+FAMILIES = {  # with how many arrays there are in the end: queries, keys and values, out, gate and up, wo; the head
+    "llama": ({"decoder_block": "llama2"}, 5),
+    "biases": ({"decoder_block": "llama2", "attention_bias": True}, 5),
+    "shared keys": ({"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8}, 5),
+    "experts": ({"decoder_block": "mixtral", **EXPERTS}, 3),  # attention alone
+    "delta nets": ({"decoder_block": "qwen3_next", "gdn_num_value_heads": 16, **EXPERTS}, 3),
+    "indexer": ({"decoder_block": "deepseek", **LATENT, **EXPERTS}, 4),  # the shared experts, and what attention gives
+    "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 1),
     "integers": ({"decoder_block": "llama2", "quantization": "int8"}, 0),
 }
 

@@ -14,17 +14,19 @@ from maxtext.inference.pages import Pages
 from maxtext.inference.scheduler import News, Request, Scheduler
 from maxtext.inference.text import Answer, Ask, Text
 from maxtext.layers.cache import CacheSize
+from maxtext.layers.joined import lay_out
 from maxtext.sharding.manual import platform
 from maxtext.tokenizers import Tokenizer
 
-LEAST_SLOTS = 2  # on a GPU: compilers make slower products of a single row of floats
+LEAST_SLOTS = 2  # on a GPU: a compiler's own products of a single row of floats are slower
 MOST_OF_MEMORY = 0.7  # that caches may take; programs need some, too
 
 
 def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) -> Scheduler:
-    """For so many sequences at a time of up to such a length."""
+    """For so many sequences at a time of up to such a length. Weights are laid out for them."""
     config = programs.config
-    if slots < LEAST_SLOTS and platform(programs.rules) == "gpu" and config.quantization != "int8":
+    own_products = lay_out(weights, slots) or config.quantization == "int8"
+    if slots < LEAST_SLOTS and platform(programs.rules) == "gpu" and not own_products:
         slots = slots_in_memory(programs, LEAST_SLOTS, length)
     size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching
     if not programs.cached and (size.page or size.quantized is not None):

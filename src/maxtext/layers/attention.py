@@ -14,10 +14,11 @@ from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages
 from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, sight, through_store
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
+from maxtext.layers.joined import Joined
 from maxtext.layers.linear import Linear, together
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Maker
-from maxtext.layers.rope import RopeSpec, rotate
+from maxtext.layers.rope import RopeSpec, rotate, turns
 from maxtext.sharding import constrain
 
 KEY, VALUE = "key", "value"  # in a cache
@@ -105,6 +106,15 @@ class Attention(nnx.Module):
             self.value_norm = Norm(maker, spec.value_norm, dim, dtype)
         self.sinks = maker.normal(4, (heads,), 0.02, ("q_heads",)) if spec.sinks else None
 
+    @property
+    def bare(self) -> bool:
+        """Whether queries, keys and values are what one product gives, the first two turned as a whole."""
+        spec = self.spec
+        if spec.rope is None or spec.rope.interleave or spec.rope.rotated(spec.head_dim) != spec.head_dim:
+            return False
+        more = (spec.fused, spec.bias, spec.shared_kv, spec.qk_norm, spec.value_norm, spec.moba)
+        return not any(more) and isinstance(self.query.kernel[...], Joined)
+
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, H, D], k and v [B, S, K, D]."""
         if self.spec.fused:
@@ -134,8 +144,16 @@ class Attention(nnx.Module):
             return None
         return moba_selection(q, k, self.spec.moba.chunk, self.spec.moba.top, inputs.positions, inputs.segments)
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+    def parts(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, S, H, D], k and v [B, S, K, D], where they belong."""
         spec = self.spec
+        if self.bare and self.one_by_one(inputs):
+            assert spec.rope is not None
+            cos, sin = (each[:, 0, 0] for each in turns(inputs.positions, spec.rope, spec.head_dim))
+            kernels: Any = self.query.kernel[...]
+            product = kernels.product(x[:, 0], self.query.dtype)
+            q, k, v = decode.parts(product, cos, sin, (spec.query_heads, spec.kv_heads))
+            return q[:, None], k[:, None], v[:, None]
         q, k, v = self.project(x)
         if spec.value_norm:
             v = self.value_norm(v)
@@ -144,6 +162,11 @@ class Attention(nnx.Module):
         q, k = self.turned(q, inputs.positions), self.turned(k, inputs.positions)
         if spec.qk_norm and spec.qk_norm_over == "rotated":
             q, k = self.normed(q, k)
+        return q, k, v
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        spec = self.spec
+        q, k, v = self.parts(x, inputs)
         if spec.temperature:
             steps = jnp.floor((inputs.positions + 1) / spec.temperature.length)
             q = q * (1 + spec.temperature.scale * jnp.log1p(steps))[..., None, None].astype(q.dtype)

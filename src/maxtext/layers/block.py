@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext.layers import one_token
 from maxtext.layers.engram import EngramSpec
 from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.inputs import Aux, LayerInputs
@@ -65,8 +66,12 @@ class Block(nnx.Module):
         if self.spec.parallel:
             x, aux = self.add(x, self.attention_streams, lambda x: self.both(x, inputs.fold(0)))
         else:
-            x, mixer = self.add(x, self.attention_streams, lambda x: self.mix(x, inputs.fold(0)))
-            x, feed = self.add(x, self.mlp_streams, lambda x: self.feed(x, inputs.fold(1)))
+            x, mixer = one_token.mixed(self, x, inputs) or self.add(
+                x, self.attention_streams, lambda x: self.mix(x, inputs.fold(0))
+            )
+            x, feed = one_token.fed(self, x, inputs) or self.add(
+                x, self.mlp_streams, lambda x: self.feed(x, inputs.fold(1))
+            )
             aux = mixer | feed
         return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype), aux
 

@@ -77,6 +77,13 @@ class Mlp(nnx.Module):
                 setattr(self, self.branch(place), branch)
         self.wo = Linear(maker.child(count), (spec.width,), (size,), ("mlp", "embed"), dtype, spec.bias)
 
+    @property
+    def bare(self) -> bool:
+        """Whether it is a gate times a linear branch, as their kernels give them."""
+        spec = self.spec
+        gated = len(spec.activations) == 2 and spec.activations[1] == "linear"
+        return gated and not (spec.fused or spec.float32) and spec.limit is None
+
     def branch(self, place: int) -> str:
         return "wi" if len(self.spec.activations) == 1 else f"wi_{place}"
 

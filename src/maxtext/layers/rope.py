@@ -80,11 +80,16 @@ def yarn(spec: RopeSpec, plain: np.ndarray, size: int) -> np.ndarray:
     return ramp * plain / spec.factor + (1 - ramp) * plain
 
 
+def turns(positions: jax.Array, spec: RopeSpec, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, S, 1, pairs] at positions [B, S], in float32, with the magnitude that they give."""
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(spec, head_dim).astype(np.float32)
+    return jnp.cos(angles) * spec.magnitude, jnp.sin(angles) * spec.magnitude
+
+
 def rotate(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
     """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
     size = spec.rotated(x.shape[-1])
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(spec, x.shape[-1]).astype(np.float32)
-    cos, sin = jnp.cos(angles) * spec.magnitude, jnp.sin(angles) * spec.magnitude
+    cos, sin = turns(positions, spec, x.shape[-1])
     turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
     if spec.interleave:
         first, second = turned[..., 0::2], turned[..., 1::2]

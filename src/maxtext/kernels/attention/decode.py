@@ -117,9 +117,9 @@ def attend(
         name="attention_over_pages",
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
     )(q.reshape(batch, groups, group, size), table, positions, *(new[name] for name in pool), *lines.values())
-    whole = joined(mixed, largest, total, sinks)
+    whole = joined(mixed, largest, total, sinks, q.dtype, interpret)
     after = {name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)}
-    return whole.reshape(q.shape).astype(q.dtype), after
+    return whole.reshape(q.shape), after
 
 
 def tile_bytes(block: int, head_size: int, dtype: Any) -> int:
@@ -132,18 +132,75 @@ def is_recent_nvidia(capability: str) -> bool:
     return capability.replace(".", "").isdigit() and float(capability) >= 8
 
 
-def joined(mixed: Array, largest: Array, total: Array, sinks: Array | None) -> Array:
-    """Spans [B, K, splits, G, D] as one."""
-    top = largest.max(axis=2)
-    if sinks is not None:
-        sink = sinks.astype(jnp.float32).reshape(top.shape[1:])
-        top = jnp.maximum(top, sink)
-    share = jnp.exp(largest - top[:, :, None])
-    whole = (total * share).sum(axis=2)
-    if sinks is not None:
-        whole += jnp.exp(sink - top)
-    mixed = (mixed * share[..., None]).sum(axis=2)
-    return jnp.where(whole[..., None] > 0, mixed / jnp.maximum(whole, 1e-30)[..., None], 0)
+def joined(mixed: Array, largest: Array, total: Array, sinks: Array | None, dtype: Any, interpret: bool) -> Array:
+    """Spans [B, K, splits, G, D] as one, [B, K, G, D] of `dtype`."""
+    batch, groups, splits, group, size = mixed.shape
+    by_span = pl.BlockSpec((None, None, splits, None), lambda b, k, g: (b, k, 0, g))
+    by_head = pl.BlockSpec((1,), lambda b, k, g: (k * group + g,))
+    return pl.pallas_call(
+        functools.partial(spans_of_head, splits=splits),
+        grid=(batch, groups, group),
+        in_specs=[
+            pl.BlockSpec((None, None, splits, None, size), lambda b, k, g: (b, k, 0, g, 0)),
+            by_span,
+            by_span,
+            *([] if sinks is None else [by_head]),
+        ],
+        out_specs=pl.BlockSpec((None, None, None, size), lambda b, k, g: (b, k, g, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, groups, group, size), dtype),
+        interpret=interpret,
+        name="spans_of_attention",
+        compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),
+    )(mixed, largest, total, *([] if sinks is None else [sinks.astype(jnp.float32)]))
+
+
+def spans_of_head(mixed_ref: Any, largest_ref: Any, total_ref: Any, *refs: Any, splits: int) -> None:
+    *sinks, out_ref = refs
+    number = jnp.arange(pl.next_power_of_2(splits))
+    at, known = jnp.minimum(number, splits - 1), number < splits
+    mixed, largest, total = mixed_ref[at, :], largest_ref[at], total_ref[at]
+    top = jnp.max(largest)
+    if sinks:
+        top = jnp.maximum(top, jnp.max(sinks[0][...]))
+    share = jnp.where(known, jnp.exp(largest - top), 0)
+    whole = (total * share).sum()
+    if sinks:
+        whole += jnp.exp(jnp.max(sinks[0][...]) - top)
+    sums = (mixed * share[:, None]).sum(axis=0)
+    out_ref[...] = jnp.where(whole > 0, sums / jnp.maximum(whole, 1e-30), 0).astype(out_ref.dtype)
+
+
+def parts(x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False) -> list[Array]:
+    """Queries [B, H, D], keys and values [B, K, D] from x [B, (H + 2 K) D], the first two turned: each half of a head
+    with the other, by cos and sin [B, D / 2]. In one program, where compilers make three."""
+    queries, groups = heads
+    half = cos.shape[1]
+    begins = (0, queries, queries + groups, queries + 2 * groups)
+
+    def run(x_ref: Any, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
+        head = pl.program_id(1)
+        first, second = (x_ref[pl.ds(place * half, half)].astype(jnp.float32) for place in range(2))
+        cos, sin = cos_ref[...], sin_ref[...]
+        turned = (first * cos - second * sin, second * cos + first * sin)
+        for out_ref, begin, end, pair in zip(outs, begins, begins[1:], (turned, turned, (first, second)), strict=False):
+
+            @pl.when((head >= begin) & (head < end))
+            def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
+                for place, values in enumerate(pair):
+                    out_ref[head - begin, pl.ds(place * half, half)] = values.astype(out_ref.dtype)
+
+    counts = (queries, groups, groups)
+    angles = pl.BlockSpec((None, half), lambda b, h: (b, 0))
+    return pl.pallas_call(
+        run,
+        grid=(len(x), begins[-1]),
+        in_specs=[pl.BlockSpec((None, 2 * half), lambda b, h: (b, h)), angles, angles],
+        out_specs=[pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts],
+        out_shape=[jax.ShapeDtypeStruct((len(x), count, 2 * half), x.dtype) for count in counts],
+        interpret=interpret,
+        name="parts_of_attention",
+        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+    )(x, cos, sin)
 
 
 def span_of_row(

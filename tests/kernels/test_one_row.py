@@ -1,0 +1,71 @@
+"""Products of one row with what is around them, against numpy's in float64; interpreted, unless there is a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.kernels import one_row
+
+GPU = jax.default_backend() == "gpu"
+
+
+def numbers(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def normed(row, scale, epsilon, offset):
+    row = wide(row)
+    return row / np.sqrt(np.mean(row**2) + epsilon) * (wide(scale) + offset)
+
+
+def close(found, right):
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(wide(found), right, rtol=2**-7, atol=2**-8 * np.abs(right).max())
+
+
+@pytest.mark.parametrize(("depth", "offset"), [(512, 0.0), (1536, 1.0)])
+def test_gated(depth, offset):
+    row, scale, kernels = 3 * numbers(depth), numbers(depth, seed=1), numbers(1024, depth, seed=2) / 16
+    assert one_row.supports(depth, 512, row.dtype)
+    found = one_row.gated(one_row.Normed(row, scale, 1e-5, offset), kernels, jax.nn.silu, interpret=not GPU)
+    gate, up = np.split(wide(kernels) @ normed(row, scale, 1e-5, offset), 2)
+    close(found, gate / (1 + np.exp(-gate)) * up)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_rotated(heads):
+    (queries, groups), size, depth = heads, 64, 512
+    row, scale = numbers(depth), jnp.ones(depth, jnp.bfloat16)
+    kernels = numbers((queries + 2 * groups) * size, depth, seed=3)
+    angles = np.random.default_rng(4).uniform(0, 6, size // 2).astype(np.float32)
+    found = one_row.rotated(
+        one_row.Normed(row, scale, 1e-6), kernels, jnp.cos(angles), jnp.sin(angles), heads, interpret=not GPU
+    )
+    right = (wide(kernels) @ normed(row, scale, 1e-6, 0)).reshape(-1, size)
+    turning = (right[..., : size // 2] + 1j * right[..., size // 2 :]) * np.exp(1j * angles)
+    turned = np.concatenate([turning.real, turning.imag], -1)
+    for each, expected in zip(found, (turned[:queries], turned[queries:-groups], right[-groups:]), strict=True):
+        close(each, expected)
+
+
+def test_added():
+    row, kernel, stream = numbers(1536), numbers(512, 1536, seed=5), 40 * numbers(512, seed=6)
+    found = one_row.added(row, kernel, stream, interpret=not GPU)
+    close(found, wide(stream) + wide(kernel) @ wide(row))
+
+
+def test_they_can_be_lowered_for_gpus():
+    def run(row, kernels, angles):
+        x = one_row.Normed(row, row, 1e-5)
+        hidden = one_row.gated(x, kernels, jax.nn.silu)
+        q, _, _ = one_row.rotated(x, kernels, angles, angles, (4, 2))
+        return one_row.added(hidden, kernels, jnp.concatenate([row, hidden])), q
+
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((512,), (1024, 512), (64,))]
+    text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("triton") >= 3
