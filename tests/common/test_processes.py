@@ -1,5 +1,6 @@
 """Who a process is among others, from the environments that schedulers make; and what start-up refuses."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,24 @@ def test_hardware_cpu_leaves_accelerators_alone(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     with pytest.raises(ConfigError, match="hardware=cpu, but JAX runs on gpu already"):
         processes.start(keys(hardware="cpu"), {})
+
+
+def test_what_gpus_are_told_unless_the_environment_says_otherwise():
+    ours = processes.gpu_settings({})
+    assert ours == processes.GPU_DEFAULTS
+    environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true --xla_other=1"}
+    assert processes.gpu_settings(environ) == environ
+    more = processes.gpu_settings({"XLA_FLAGS": "--xla_other=1"})["XLA_FLAGS"]
+    assert more == f"--xla_other=1 {ours['XLA_FLAGS']}"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_gpus_are_told_where_there_are_any(monkeypatch, here):
+    for name in processes.GPU_DEFAULTS:
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(processes, "gpu_is_here", lambda: here)
+    processes.start(keys(), {})
+    assert (os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95") == here
 
 
 def test_skipping_start_up_in_company_is_refused():

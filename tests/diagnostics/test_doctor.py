@@ -5,7 +5,16 @@ from maxtext.diagnostics import doctor
 def test_doctor_on_this_machine(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    for part in ("python", "jax ", "platform", "dot_product", "works", "GiB free", "No problems found."):
+    for part in (
+        "python",
+        "jax ",
+        "platform",
+        "dot_product",
+        "works",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "GiB free",
+        "No problems found.",
+    ):
         assert part in text
 
 

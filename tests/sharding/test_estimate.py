@@ -143,6 +143,26 @@ def test_collectives_by_hand():
     ]
 
 
+CONDITION = """
+%c (p3: (s32[], f32[4,8])) -> pred[] {
+  %other = s32[]{:T(128)} constant(9)
+  %five = s32[]{:T(128)} constant(5)
+  %step = s32[]{:T(128)} get-tuple-element(%p3), index=0
+  ROOT %less = pred[]{:T(512)} compare(%step, %five), direction=LT, metadata={op_name="while/cond/lt"}
+}
+"""
+
+
+def test_loops_that_only_have_a_condition():
+    silent = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    assert silent != PROGRAM
+    first, rest = silent.split("\n", 1)
+    assert collectives(first + CONDITION + rest) == collectives(PROGRAM)
+    once = {one.kind: one.count for one in collectives(silent)}
+    assert (once["all-gather"], once["reduce-scatter"]) == (3, 1)
+    assert collectives(first + CONDITION.replace("direction=LT", "direction=GT") + rest) == collectives(silent)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("f32[2,3]{1,0}", 24), ("(bf16[4], s8[3], pred[5])", 16), ("s4[3]", 2), ("f8e4m3fn[7]", 7), ("f32[]", 4),

@@ -63,7 +63,11 @@ def test_llama2_7b_on_64_chips():
     assert found["weights"] == 4 * 6_738_415_616 // 64
     assert program["arguments"] == pytest.approx(found["weights"] + found["optimizer"] + found["batch"], rel=0.02)
     assert found["fits"]
-    assert {one["kind"] for one in program["collectives"]} & {"reduce-scatter", "all-reduce"}
+    sent = {one["kind"]: one for one in program["collectives"]}
+    assert set(sent) & {"reduce-scatter", "all-reduce"}
+    # Every layer's weights come together in bfloat16 on the way there and on the way back, by whatever means.
+    assert sum(one["count"] for one in sent.values()) > 2 * 32
+    assert sum(one["bytes"] for one in sent.values()) > 2 * 2 * 6_476_005_376
 
 
 def test_llama3_1_405b_on_1024_chips():

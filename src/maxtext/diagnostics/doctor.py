@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from maxtext.common.hardware import GIB, lookup
+from maxtext.common.processes import gpu_settings
 from maxtext.kernels.attention import try_backends
 
 PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
@@ -31,6 +32,9 @@ def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> R
     report.problems += problems
     if problems:
         return report  # nothing below works without devices
+    report.sections["What `maxtext train` tells JAX on GPUs; the environment may say otherwise"] = [
+        *gpu_settings(environ).items()
+    ]
     report.sections["Attention back ends"] = list(try_backends())
     free = shutil.disk_usage(nearest_folder(output_directory)).free
     report.sections["Disk"] = [(output_directory, f"{free / GIB:.1f} GiB free")]

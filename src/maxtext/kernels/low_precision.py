@@ -73,11 +73,12 @@ def rounded(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Rounded:
     largest = 127.0 if integers else float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
     axes = tuple(range(x.ndim) if axes is None else axes)
-    scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / largest
+    # No dimensions of size one are kept: with them, the compiler for GPUs of jax 0.11.2 ended with an internal error.
+    scale = jnp.max(jnp.abs(x), axis=axes) / largest
     scale = scale if integers else power_of_two(scale)
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)  # what is not a number stays so
-    x = x / scale
-    return Rounded((jnp.round(x) if integers else x).astype(dtype), scale.squeeze(axes))
+    x = x / (jnp.expand_dims(scale, axes) if scale.ndim else scale)
+    return Rounded((jnp.round(x) if integers else x).astype(dtype), scale)
 
 
 def power_of_two(x: Array) -> Array:

@@ -1,7 +1,7 @@
 """What a compiled program sends between devices, read from its text: how often in one run, and how many bytes.
 
-Bytes are those of the results on one device. A loop that says how often it runs counts so often; one that does not
-counts once.
+Bytes are those of the results on one device. A loop that says how often it runs counts so often, or else as often as
+its condition lets a counter grow from zero; one that tells neither counts once.
 """
 
 import re
@@ -13,8 +13,11 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(?:-done)?\(")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+BELOW = re.compile(r"ROOT .* compare\([^,]*%[\w.\-]+, [^,]*?%([\w.\-]+)\), direction=LT")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 BITS = {"pred": 8, "token": 0}
 
@@ -47,31 +50,41 @@ def collectives(text: str) -> list[Collective]:
 class Computation:
     calls: list[tuple[str, int]]  # what it runs, and how often
     sends: list[tuple[str, int]]  # kinds and bytes
+    limit: int | None = None  # of the counter, if it is the condition of a loop
 
 
 def parse(text: str) -> tuple[str, dict[str, Computation]]:
     entry, current = "", ""
     found: dict[str, Computation] = {}
+    constants: dict[str, int] = {}
     for line in text.splitlines():
         start = COMPUTATION.match(line)
         if start:
             current = start[2]
             found[current] = Computation([], [])
             entry = current if start[1] else entry
+            constants = {}
         elif current and " = " in line:
-            found[current].calls += calls(line)
+            constants |= {name: int(value) for name, value in CONSTANT.findall(line)}
+            below = BELOW.search(line)
+            if below:
+                found[current].limit = constants.get(below[1])
+            found[current].calls += calls(line, found)
             sent = COLLECTIVE.search(line)
             if sent:
                 found[current].sends.append((sent[1], array_bytes(line[line.index(" = ") : sent.start()])))
     return entry, found
 
 
-def calls(line: str) -> Iterator[tuple[str, int]]:
+def calls(line: str, before: dict[str, Computation]) -> Iterator[tuple[str, int]]:
     if re.search(r" async-(?:update|done)\(", line):
         return  # they name again what the start runs
-    trips = TRIPS.search(line)
+    trips, condition = TRIPS.search(line), CONDITION.search(line)
+    often = int(trips[1]) if trips else 1
+    if not trips and condition and condition[1] in before:
+        often = before[condition[1]].limit or 1
     for name in CALLED.findall(line):
-        yield name, int(trips[1]) if trips else 1
+        yield name, often
     for group in BRANCHES.findall(line):
         for name in group.split(","):
             yield name.strip().lstrip("%"), 1
