@@ -9,6 +9,7 @@ from maxtext.common import processes, rendezvous
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.rendezvous import Rendezvous, host_names, plan, port_of
 
+OLD, FLAG = "XLA_PYTHON_CLIENT_MEM_FRACTION", "--xla_gpu_enable_triton_gemm=false"
 SLURM = {
     "SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[007-008],gpu12", "SLURM_STEP_NUM_TASKS": "6",
     "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
@@ -155,13 +156,21 @@ def test_hardware_cpu_leaves_accelerators_alone(monkeypatch):
         processes.start(keys(hardware="cpu"), {})
 
 
-def test_what_gpus_are_told_unless_the_environment_says_otherwise():
-    ours = processes.gpu_settings({})
-    assert ours == processes.GPU_DEFAULTS
-    environ = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true --xla_other=1"}
-    assert processes.gpu_settings(environ) == environ
-    more = processes.gpu_settings({"XLA_FLAGS": "--xla_other=1"})["XLA_FLAGS"]
-    assert more == f"--xla_other=1 {ours['XLA_FLAGS']}"
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({}, processes.GPU_DEFAULTS),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, processes.GPU_DEFAULTS | {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        # JAX ends where both names are set.
+        ({OLD: "0.5"}, {OLD: "0.5", "XLA_FLAGS": FLAG}),
+        ({"XLA_FLAGS": "--xla_other=1"}, processes.GPU_DEFAULTS | {"XLA_FLAGS": f"--xla_other=1 {FLAG}"}),
+        ({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
+         processes.GPU_DEFAULTS | {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}),
+        ({"XLA_FLAGS": "/etc/flags"}, processes.GPU_DEFAULTS | {"XLA_FLAGS": "/etc/flags"}),
+    ],
+)  # fmt: skip
+def test_what_gpus_are_told_unless_the_environment_says_otherwise(environ, told):
+    assert processes.gpu_settings(environ) == told
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -170,7 +179,7 @@ def test_gpus_are_told_where_there_are_any(monkeypatch, here):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(processes, "gpu_is_here", lambda: here)
     processes.start(keys(), {})
-    assert (os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.95") == here
+    assert (os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95") == here
 
 
 def test_skipping_start_up_in_company_is_refused():

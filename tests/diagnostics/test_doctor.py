@@ -11,7 +11,7 @@ def test_doctor_on_this_machine(capsys):
         "platform",
         "dot_product",
         "works",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "XLA_CLIENT_MEM_FRACTION",
         "GiB free",
         "No problems found.",
     ):

@@ -173,3 +173,26 @@ def test_parts_of_one_product():
     right = turned[:, :HEADS], turned[:, HEADS:-GROUPS], heads[:, -GROUPS:]
     for each, expected in zip(found, right, strict=True):
         np.testing.assert_allclose(np.asarray(each, np.float64), expected, atol=CLOSE)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_spans_as_one(monkeypatch, splits, sinks):
+    """Of two groups of three heads; some spans saw nothing. Eight at a time."""
+    monkeypatch.setattr(decode, "AT_ONCE", 8 * SIZE)
+    random = np.random.default_rng(6)
+    logits = random.normal(size=(2, 2, splits, 3, 5)) * 4
+    values = random.normal(size=(2, 2, splits, 3, 5, SIZE))
+    seen = random.random((2, 2, splits, 1)) < 0.7
+    seen[:, :, 0] = True
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    largest = np.where(seen, logits.max(-1), decode.HIDDEN)
+    total = np.where(seen, weights.sum(-1), 0)
+    mixed = np.where(seen[..., None], (weights[..., None] * values).sum(-2), 0)
+    sink = random.normal(size=6) if sinks else None
+    whole = np.exp(logits) * seen[..., None]
+    right = (whole[..., None] * values).sum((2, 4))
+    right /= (whole.sum((2, 4)) + (np.exp(sink).reshape(2, 3) if sinks else 0))[..., None]
+    spans = [jnp.asarray(part, jnp.float32) for part in (mixed, largest, total)]
+    found = decode.joined(*spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU)
+    np.testing.assert_allclose(found, right, atol=1e-5)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext.kernels import one_row
+from maxtext.layers import one_token
+from maxtext.layers.mlp import ACTIVATIONS
 
 GPU = jax.default_backend() == "gpu"
 
@@ -28,18 +30,22 @@ def close(found, right):
     np.testing.assert_allclose(wide(found), right, rtol=2**-7, atol=2**-8 * np.abs(right).max())
 
 
-@pytest.mark.parametrize(("depth", "offset"), [(512, 0.0), (1536, 1.0)])
-def test_gated(depth, offset):
-    row, scale, kernels = 3 * numbers(depth), numbers(depth, seed=1), numbers(1024, depth, seed=2) / 16
-    assert one_row.supports(depth, 512, row.dtype)
+@pytest.mark.parametrize(
+    ("depth", "width", "offset"),
+    [(512, 512, 0.0), (1536, 64, 1.0), (2560, 16, 0.0), (4096, 16, 0.0), (16384, 16, 0.0)],
+    ids=["one step", "at once", "a loop", "long", "long, a loop"],
+)
+def test_gated(depth, width, offset):
+    row, scale, kernels = 3 * numbers(depth), numbers(depth, seed=1), numbers(2 * width, depth, seed=2) / 16
+    assert one_row.supports(depth, width, row.dtype)
     found = one_row.gated(one_row.Normed(row, scale, 1e-5, offset), kernels, jax.nn.silu, interpret=not GPU)
     gate, up = np.split(wide(kernels) @ normed(row, scale, 1e-5, offset), 2)
     close(found, gate / (1 + np.exp(-gate)) * up)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
-def test_rotated(heads):
-    (queries, groups), size, depth = heads, 64, 512
+@pytest.mark.parametrize(("heads", "size", "depth"), [((4, 2), 64, 512), ((2, 2), 16, 4096), ((1, 1), 256, 512)])
+def test_rotated(heads, size, depth):
+    queries, groups = heads
     row, scale = numbers(depth), jnp.ones(depth, jnp.bfloat16)
     kernels = numbers((queries + 2 * groups) * size, depth, seed=3)
     angles = np.random.default_rng(4).uniform(0, 6, size // 2).astype(np.float32)
@@ -53,16 +59,18 @@ def test_rotated(heads):
         close(each, expected)
 
 
-def test_added():
-    row, kernel, stream = numbers(1536), numbers(512, 1536, seed=5), 40 * numbers(512, seed=6)
-    found = one_row.added(row, kernel, stream, interpret=not GPU)
-    close(found, wide(stream) + wide(kernel) @ wide(row))
+@pytest.mark.parametrize(("depth", "width"), [(1536, 512), (14336, 16)], ids=["at once", "a loop"])
+def test_alone_and_added(depth, width):
+    row, kernel, stream = numbers(depth), numbers(width, depth, seed=5), 40 * numbers(width, seed=6)
+    close(one_row.product(row, kernel, interpret=not GPU), wide(kernel) @ wide(row))
+    close(one_row.added(row, kernel, stream, interpret=not GPU), wide(stream) + wide(kernel) @ wide(row))
 
 
-def test_they_can_be_lowered_for_gpus():
+@pytest.mark.parametrize("gate", one_token.GATES)
+def test_they_can_be_lowered_for_gpus(gate):
     def run(row, kernels, angles):
         x = one_row.Normed(row, row, 1e-5)
-        hidden = one_row.gated(x, kernels, jax.nn.silu)
+        hidden = one_row.gated(x, kernels, ACTIVATIONS[gate])
         q, _, _ = one_row.rotated(x, kernels, angles, angles, (4, 2))
         return one_row.added(hidden, kernels, jnp.concatenate([row, hidden])), q
 

@@ -25,6 +25,8 @@ FAMILIES = {
     "tied, gelu": ({"decoder_block": "gemma", "logits_via_embedding": True}, ALL - {"plain_product"}),
     "normed after": ({"decoder_block": "gemma2", **AFTER}, {"plain_product"}),
     "one branch, biases": ({"decoder_block": "gpt3"}, {"plain_product"}),
+    "a small cache": ({"decoder_block": "llama2", "quantize_kvcache": True}, ALL),
+    "products in float32": ({"decoder_block": "llama2", "dtype": "float32"}, set()),
 }
 
 

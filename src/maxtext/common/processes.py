@@ -26,9 +26,10 @@ GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 # What a run on GPUs tells JAX, unless the environment does. It has its GPUs to itself; JAX would leave a quarter of
 # their memory. Of large products cuBLAS has the fastest, and finding that out takes the compiler seconds.
 GPU_DEFAULTS = {
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    "XLA_CLIENT_MEM_FRACTION": "0.95",
     "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
 }
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX knows it, too, but does not take both
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,16 @@ def gpu_is_here() -> bool:
 
 def gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:
     """GPU_DEFAULTS, or what the environment says instead; flags are added to those that it has."""
-    settings = {name: environ.get(name, value) for name, value in GPU_DEFAULTS.items() if name != "XLA_FLAGS"}
+    settings = {name: environ.get(name) or value for name, value in GPU_DEFAULTS.items()}
+    if environ.get(OLD_FRACTION):
+        del settings["XLA_CLIENT_MEM_FRACTION"]
+        settings[OLD_FRACTION] = environ[OLD_FRACTION]
     given = environ.get("XLA_FLAGS", "").split()
-    names = {flag.partition("=")[0] for flag in given}
-    ours = [flag for flag in GPU_DEFAULTS["XLA_FLAGS"].split() if flag.partition("=")[0] not in names]
-    return settings | {"XLA_FLAGS": " ".join([*given, *ours])}
+    if all(flag.startswith("-") for flag in given):  # else it is a file that has them
+        names = {flag.partition("=")[0] for flag in given}
+        ours = [flag for flag in GPU_DEFAULTS["XLA_FLAGS"].split() if flag.partition("=")[0] not in names]
+        settings["XLA_FLAGS"] = " ".join([*given, *ours])
+    return settings
 
 
 _WORLD = World()

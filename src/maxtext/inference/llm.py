@@ -224,12 +224,15 @@ class LLM:
                 f"capacity_factor={self.config.capacity_factor:g} lets experts drop tokens, so that an answer would "
                 "depend on what else is at work: leave it out, or set -1"
             )
+        at_work = False
         if self.last_scheduler is not None:
             size, last = self.last_scheduler
             if size == (slots, length) and not last.taken and not last.broken:
                 return last
+            at_work = last.taken
             self.last_scheduler = None  # its memory is needed
-        made = make_scheduler(self.programs, self.weights, slots, length)
+            del last
+        made = make_scheduler(self.programs, self.weights, slots, length, shared=at_work)
         self.last_scheduler = (slots, length), made
         return made
 

@@ -22,10 +22,11 @@ LEAST_SLOTS = 2  # on a GPU: a compiler's own products of a single row of floats
 MOST_OF_MEMORY = 0.7  # that caches may take; programs need some, too
 
 
-def make_scheduler(programs: Programs, weights: Any, slots: int, length: int) -> Scheduler:
-    """For so many sequences at a time of up to such a length. Weights are laid out for them."""
+def make_scheduler(programs: Programs, weights: Any, slots: int, length: int, shared: bool = False) -> Scheduler:
+    """For so many sequences at a time of up to such a length. Weights are laid out for them, unless they are `shared`
+    with a scheduler that is at work."""
     config = programs.config
-    own_products = lay_out(weights, slots) or config.quantization == "int8"
+    own_products = config.quantization == "int8" or (not shared and lay_out(weights, config.dtype.value, slots == 1))
     if slots < LEAST_SLOTS and platform(programs.rules) == "gpu" and not own_products:
         slots = slots_in_memory(programs, LEAST_SLOTS, length)
     size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching

@@ -79,7 +79,7 @@ def product(rows: Array, kernels: Array, sizes: Array, transposed: bool = False,
         def multiply(_: Any, some_rows: Any, kernel: Any, total: Any) -> Any:
             part = plgpu.transpose_ref(kernel.at[mine], (1, 0)) if transposed else kernel.at[:, mine]
             plgpu.wgmma(total, some_rows, part)
-            plgpu.wgmma_wait(1)  # what the one before read may be overwritten from now on
+            plgpu.wgmma_wait(0)  # what it read may be overwritten from now on
             return total
 
         def tile(index: Array, run: Callable) -> None:
@@ -132,7 +132,7 @@ def kernels_gradient(rows: Array, cotangents: Array, sizes: Array, shape: Shape 
                     plgpu.commit_smem()
 
                 plgpu.wgmma(total, plgpu.transpose_ref(some_rows, (1, 0)), cotangent.at[:, mine])
-                plgpu.wgmma_wait(1)  # what the one before read may be overwritten from now on
+                plgpu.wgmma_wait(0)  # what it read may be overwritten from now on
                 return total
 
             def store(staging: Any, part: int) -> None:
@@ -162,8 +162,7 @@ def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shap
 
     def pipeline(multiply: Callable, context: Callable, steps: Any, places: Any) -> Any:
         specs = [
-            plgpu.BlockSpec(block, place, transforms=transforms, delay_release=1)
-            for block, place in zip(blocks, places, strict=True)
+            plgpu.BlockSpec(block, place, transforms=transforms) for block, place in zip(blocks, places, strict=True)
         ]
         return plgpu.emit_pipeline_warp_specialized(
             multiply, grid=(steps,), memory_registers=KEPT, in_specs=specs, wg_axis="worker", num_compute_wgs=WORKERS,
@@ -178,10 +177,9 @@ def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shap
         pl.run_scoped,
         allocations=some.get_allocations(*like),
         staging=plgpu.SMEM((WORKERS, shape.rows, STORED), like[0].dtype),
-        read=plgpu.Barrier(num_arrivals=WORKERS),
         collective_axes="worker",
     )
-    def _(allocations: Any, staging: Any, read: Any) -> None:
+    def _(allocations: Any, staging: Any) -> None:
         worker = jax.lax.axis_index("worker")
 
         def run(multiply: Callable, store: Callable, steps: Any, places: Any, operands: tuple) -> None:
@@ -190,7 +188,6 @@ def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shap
                 def _(total: Any) -> None:
                     evaluate(total)
                     result = total[...].astype(staging.dtype)
-                    plgpu.barrier_arrive(read)
                     for part in range(0, half, STORED):
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         staging[worker] = result[:, part : part + STORED]
@@ -198,10 +195,6 @@ def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shap
                         store(staging.at[worker], part)
 
             pipeline(multiply, context, steps, places)(*operands, allocations=allocations)
-
-            @pl.when(worker == WORKERS)
-            def _() -> None:  # the last product of all has read what the next tile overwrites
-                plgpu.barrier_wait(read)
 
         @plgpu.nd_loop((count,), collective_axes="core")
         def _(info: Any) -> None:

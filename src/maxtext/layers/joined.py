@@ -51,7 +51,8 @@ class Joined:
     def product(self, x: jax.Array, dtype: Any) -> jax.Array:
         """x [..., *inputs] times all kernels, [..., all outputs]."""
         outer, values = x.shape[: x.ndim - self.rank], self.values.astype(dtype)
-        if math.prod(outer) == 1 and self.by_column and x.dtype == values.dtype and self.for_one_row:
+        alone = math.prod(outer) == 1 and x.dtype == self.values.dtype == jnp.dtype(dtype)
+        if alone and self.by_column and self.for_one_row:
             return one_row.product(x.reshape(-1), values).reshape(*outer, -1)
         return x.reshape(*outer, -1) @ (values.T if self.by_column else values)
 
@@ -124,29 +125,31 @@ def groups(tree: Tree, contracted: Tree, axes: Tree) -> Iterator[tuple[str, ...]
             yield names
 
 
-def lay_out(weights: Tree, rows: int) -> bool:
-    """In place, joined kernels as products of so many rows want them. Returns whether those of a single row are fast:
-    all large kernels are joined and can be taken; embeddings are looked up, or else they lie as they should."""
-
-    def is_fast(path: Any, leaf: Any) -> bool:
-        if isinstance(leaf, Joined):
-            return leaf.values is None or leaf.for_one_row
-        return leaf.size < SMALL or path[0].key == "embedder"
-
-    def turn(tree: Tree, by_column: bool) -> None:
-        for name, leaf in tree.items():
-            if isinstance(leaf, dict):
-                turn(leaf, by_column)
-            elif isinstance(leaf, Joined) and leaf.values is not None and leaf.by_column != by_column:
-                tree[name] = leaf.turned()  # the other goes at once, if nobody else has it
-
+def lay_out(weights: Tree, dtype: Any, alone: bool) -> bool:
+    """In place, joined kernels as products want them where rows of `dtype` come alone, or several together. Returns
+    whether products of a single row are fast now."""
     leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=lambda leaf: isinstance(leaf, Joined))
     if not any(isinstance(leaf, Joined) for _, leaf in leaves):
         return False
-    fast = all(is_fast(path, leaf) for path, leaf in leaves)
+    fast = alone and all(is_fast(path, leaf, dtype) for path, leaf in leaves)
     del leaves
-    turn(weights, by_column=fast and rows == 1)
+    turn(weights, by_column=fast)
     return fast
+
+
+def is_fast(path: Any, leaf: Any, dtype: Any) -> bool:
+    """Whether a product with a single row is, by column. Embeddings are looked up, or else they lie as they should."""
+    if isinstance(leaf, Joined):
+        return leaf.values is None or (leaf.values.dtype == jnp.dtype(dtype) and leaf.for_one_row)
+    return leaf.size < SMALL or path[0].key == "embedder"
+
+
+def turn(tree: Tree, by_column: bool) -> None:
+    for name, leaf in tree.items():
+        if isinstance(leaf, dict):
+            turn(leaf, by_column)
+        elif isinstance(leaf, Joined) and leaf.values is not None and leaf.by_column != by_column:
+            tree[name] = leaf.turned()  # the other goes at once, if nobody else has it
 
 
 def apart(weights: Tree) -> Tree:

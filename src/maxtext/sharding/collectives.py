@@ -1,7 +1,7 @@
 """What a compiled program sends between devices, read from its text: how often in one run, and how many bytes.
 
 Bytes are those of the results on one device. A loop that says how often it runs counts so often, or else as often as
-its condition lets a counter grow from zero; one that tells neither counts once.
+its condition lets a counter grow by one from zero; one that tells neither counts once.
 """
 
 import re

@@ -24,6 +24,7 @@ PROGRAMS = 528  # that keep a chip busy, four for each multiprocessor of an H100
 LEAST_SPLITS = 2  # rows of different lengths are done at about the same time
 BLOCK = 64  # tokens that a program reads at a time
 STAGES = 4  # tiles on their way, at most
+AT_ONCE = 4096  # numbers of spans that are joined
 SHARED_BYTES = 96 * 1024  # for all of them, which every such GPU has
 
 
@@ -156,17 +157,26 @@ def joined(mixed: Array, largest: Array, total: Array, sinks: Array | None, dtyp
 
 def spans_of_head(mixed_ref: Any, largest_ref: Any, total_ref: Any, *refs: Any, splits: int) -> None:
     *sinks, out_ref = refs
-    number = jnp.arange(pl.next_power_of_2(splits))
-    at, known = jnp.minimum(number, splits - 1), number < splits
-    mixed, largest, total = mixed_ref[at, :], largest_ref[at], total_ref[at]
-    top = jnp.max(largest)
+    size = mixed_ref.shape[1]
+    many = min(pl.next_power_of_2(splits), max(1, AT_ONCE // size))
+
+    def add(step: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        sums, top, whole = carry
+        number = step * many + jnp.arange(many)
+        at, known = jnp.minimum(number, splits - 1), number < splits
+        above = jnp.maximum(top, jnp.max(largest_ref[at]))
+        share = jnp.where(known, jnp.exp(largest_ref[at] - above), 0)
+        shrunk = jnp.exp(top - above)
+        sums = sums * shrunk + (mixed_ref[at, :] * share[:, None]).sum(axis=0)
+        return sums, above, whole * shrunk + (total_ref[at] * share).sum()
+
+    carry = jnp.zeros((size,), jnp.float32), jnp.float32(HIDDEN), jnp.float32(0)
     if sinks:
-        top = jnp.maximum(top, jnp.max(sinks[0][...]))
-    share = jnp.where(known, jnp.exp(largest - top), 0)
-    whole = (total * share).sum()
-    if sinks:
-        whole += jnp.exp(jnp.max(sinks[0][...]) - top)
-    sums = (mixed * share[:, None]).sum(axis=0)
+        carry = carry[0], jnp.max(sinks[0][...]), jnp.float32(1)
+    if many >= splits:
+        sums, _, whole = add(0, carry)
+    else:
+        sums, _, whole = jax.lax.fori_loop(0, pl.cdiv(splits, many), add, carry)
     out_ref[...] = jnp.where(whole > 0, sums / jnp.maximum(whole, 1e-30), 0).astype(out_ref.dtype)
 
 
