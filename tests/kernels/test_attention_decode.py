@@ -1,6 +1,8 @@
 """The kernel that reads pages where they lie, interpreted, against the definition over gathered pages; and that it can
 be lowered for GPUs that are not here."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,6 +161,18 @@ def test_it_can_be_lowered_for_gpus(dtype):
 def test_what_it_can_do(arguments, reason):
     found = decode.supports(*arguments)
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("splits", [3, 66, 500])
+def test_its_parts_can_be_lowered_for_gpus(splits):
+    def run(x, angles, mixed, largest, sinks):
+        spans = decode.joined(mixed, largest, largest, sinks, jnp.bfloat16, interpret=False)
+        return decode.parts(x, angles, angles, (8, 1)), spans
+
+    shapes = (4, 10 * 256), (4, 128), (4, 1, splits, 8, 256), (4, 1, splits, 8), (8,)
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert {"parts_of_attention", "spans_of_attention"} <= set(re.findall(r"\w+_of_attention", text))
 
 
 def test_parts_of_one_product():
