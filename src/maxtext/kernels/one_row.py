@@ -23,6 +23,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from maxtext.kernels.attention.decode import store_head
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -77,19 +79,10 @@ def rotated(
     parts = half // tiles.columns
 
     def finish(first: Array, second: Array, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
-        head = pl.program_id(0) // parts
         # As the product would have been written.
-        first, second = (each.astype(x.row.dtype).astype(jnp.float32) for each in (first, second))
-        cos, sin = cos_ref[...], sin_ref[...]
-        turned = (first * cos - second * sin, second * cos + first * sin)
+        halves = [each.astype(x.row.dtype).astype(jnp.float32) for each in (first, second)]
         at = (pl.program_id(0) % parts) * tiles.columns + jnp.arange(tiles.columns)
-        begins = (0, queries, queries + groups, queries + 2 * groups)
-        for out_ref, begin, end, pair in zip(outs, begins, begins[1:], (turned, turned, (first, second)), strict=False):
-
-            @pl.when((head >= begin) & (head < end))
-            def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
-                for number, values in enumerate(pair):
-                    out_ref[head - begin, number * half + at] = values.astype(out_ref.dtype)
+        store_head(outs, heads, pl.program_id(0) // parts, (at, half + at), halves, cos_ref[...], sin_ref[...])
 
     whole = [pl.BlockSpec((count, 2 * half), lambda n: (0, 0)) for count in (queries, groups, groups)]
     angles = pl.BlockSpec((tiles.columns,), lambda n: (n % parts,))

@@ -185,25 +185,17 @@ def parts(x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: b
     with the other, by cos and sin [B, D / 2]. In one program, where compilers make three."""
     queries, groups = heads
     half = cos.shape[1]
-    begins = (0, queries, queries + groups, queries + 2 * groups)
 
     def run(x_ref: Any, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
-        head = pl.program_id(1)
-        first, second = (x_ref[pl.ds(place * half, half)].astype(jnp.float32) for place in range(2))
-        cos, sin = cos_ref[...], sin_ref[...]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        for out_ref, begin, end, pair in zip(outs, begins, begins[1:], (turned, turned, (first, second)), strict=False):
-
-            @pl.when((head >= begin) & (head < end))
-            def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
-                for place, values in enumerate(pair):
-                    out_ref[head - begin, pl.ds(place * half, half)] = values.astype(out_ref.dtype)
+        places = [pl.ds(place * half, half) for place in range(2)]
+        halves = [x_ref[at].astype(jnp.float32) for at in places]
+        store_head(outs, heads, pl.program_id(1), places, halves, cos_ref[...], sin_ref[...])
 
     counts = (queries, groups, groups)
     angles = pl.BlockSpec((None, half), lambda b, h: (b, 0))
     return pl.pallas_call(
         run,
-        grid=(len(x), begins[-1]),
+        grid=(len(x), queries + 2 * groups),
         in_specs=[pl.BlockSpec((None, 2 * half), lambda b, h: (b, h)), angles, angles],
         out_specs=[pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts],
         out_shape=[jax.ShapeDtypeStruct((len(x), count, 2 * half), x.dtype) for count in counts],
@@ -211,6 +203,22 @@ def parts(x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: b
         name="parts_of_attention",
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
     )(x, cos, sin)
+
+
+def store_head(
+    outs: Any, heads: tuple[int, int], head: Array, places: Any, halves: Any, cos: Array, sin: Array
+) -> None:
+    """In a kernel: the halves of one head, of H + 2 K, or the same places of both, as they belong in queries, keys and
+    values; the first two turned."""
+    (first, second), (queries, groups) = halves, heads
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    begins = (0, queries, queries + groups, queries + 2 * groups)
+    for out_ref, begin, end, pair in zip(outs, begins, begins[1:], (turned, turned, (first, second)), strict=False):
+
+        @pl.when((head >= begin) & (head < end))
+        def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
+            for at, values in zip(places, pair, strict=True):
+                out_ref[head - begin, at] = values.astype(out_ref.dtype)
 
 
 def span_of_row(
