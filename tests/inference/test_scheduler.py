@@ -15,7 +15,8 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_words
-from maxtext.inference.engine import Programs
+from maxtext.inference import engine
+from maxtext.inference.engine import Engine, Programs
 from maxtext.inference.sampling import Kind, Rows, Sampling, draw
 from maxtext.inference.scheduler import Request
 from maxtext.inference.serving import make_scheduler
@@ -149,9 +150,11 @@ CASES = [
 ]
 
 
-def test_requests_are_served_as_if_alone(models):
+def test_requests_are_served_as_if_alone(models, monkeypatch):
     """In programs of many shapes, with pages that do not suffice for all."""
+    sizes = some_slots_at_a_time(monkeypatch, 1)
     check_served(models, "causal", "few pages")
+    assert sizes >= {1, 2}  # of four
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -175,10 +178,24 @@ def check_served(models, kind, layout):
         assert scheduler.preempted > 0
 
 
+def some_slots_at_a_time(monkeypatch, least):
+    """Programs for a quarter or half of the slots, if they have so many; what they have is collected."""
+    sizes = set()
+
+    def spied(engine, table, *others, decode=Engine.decode, **how):
+        sizes.add(len(table))
+        return decode(engine, table, *others, **how)
+
+    monkeypatch.setattr(engine, "LEAST_ROWS", least)
+    monkeypatch.setattr(Engine, "decode", spied)
+    return sizes
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
-def test_two_hundred_requests(models):
+def test_two_hundred_requests(models, monkeypatch):
     """In a pool that is too small for all that are at work, with shared prefixes."""
+    sizes = some_slots_at_a_time(monkeypatch, 2)
     weights, alone = models("causal")
     words = ["attention=paged", "pagedattn_num_pages=36", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true"]
     scheduler = make_scheduler(compiled("causal", *words), weights, 8, LENGTH)
@@ -188,6 +205,7 @@ def test_two_hundred_requests(models):
     assert serve(scheduler, requests, random) == [alone(request) for request in requests]
     assert scheduler.preempted > 0
     assert scheduler.pages.hits > 200
+    assert sizes >= {2, 4}  # of eight
 
 
 @pytest.mark.slow

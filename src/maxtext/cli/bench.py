@@ -108,9 +108,9 @@ def generate(model: Any, batch: int, length: int, times: int) -> dict[str, Any]:
     if len(scheduler.running) < batch or not all(scheduler.grown(work, longest) for work in scheduler.running):
         raise ConfigError(f"{batch} sequences of {longest} tokens need more pages: raise pagedattn_num_pages")
     slots = engine.size.slots  # which may be more
-    table = scheduler.table(scheduler.running, slots, by_slot=True)
+    table = scheduler.table(scheduler.running, slots, [work.slot for work in scheduler.running])
     still = np.zeros(slots, bool)
-    how = {"reach": scheduler.decode_reach([longest]), "kind": Kind.GREEDY, "scored": False}
+    how: dict[str, Any] = {"reach": scheduler.decode_reach([longest]), "kind": Kind.GREEDY, "scored": False}
 
     def block() -> None:
         jax.block_until_ready(engine.decode(table, still, BLOCK, **how).tokens)

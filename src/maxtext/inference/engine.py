@@ -34,6 +34,7 @@ from maxtext.sharding.manual import platform
 IDLE, BROKEN = -1, -2  # in place of a token: the slot does nothing; its scores were not numbers
 BLOCK = 16  # tokens of a slot in one call of decode, at most
 FIXED_STEPS = (4, BLOCK)  # where the compiler is to know how many
+LEAST_ROWS = 64  # of a program for some of the slots: fewer would cost about as much
 MOST_ENDS = 8  # ids that end a sequence
 
 
@@ -167,6 +168,7 @@ class Programs:
         table: jax.Array,
         halted: jax.Array,
         steps: jax.Array,
+        rows: jax.Array | None,
         *,
         fixed: int,
         aligned: bool,
@@ -175,8 +177,14 @@ class Programs:
         scored: bool,
     ) -> tuple[State, Drawn]:
         """The state after `steps` more tokens, BLOCK at most, and the tokens [BLOCK, N]. Slots that are `halted` [N] do
-        nothing any more. `fixed`: so many steps instead, known to the compiler; 0: as said."""
+        nothing any more. `fixed`: so many steps instead, known to the compiler; 0: as said. With `rows`, slots of which
+        none but N, which is no slot, comes twice, these alone are extended, in this order; and the table has theirs."""
         state = replace(state, position=jnp.where(halted, IDLE, state.position))
+        whole = state
+        if rows is not None:
+            token, position, wishes = jax.tree.map(lambda x: x[rows], (state.token, state.position, state.wishes))
+            position = jnp.where(rows < halted.shape[0], position, IDLE)
+            state = State(state.caches, token, position, wishes)
         shape = (BLOCK, state.token.shape[0])
         found = Drawn(jnp.full(shape, IDLE, jnp.int32), jnp.zeros(shape, jnp.float32) if scored else None)
 
@@ -200,6 +208,10 @@ class Programs:
             _, state, found = jax.lax.fori_loop(0, fixed, lambda _, carry: advance(carry), carry)
         else:
             _, state, found = jax.lax.while_loop(going, advance, carry)
+        if rows is not None:
+            token = whole.token.at[rows].set(state.token, mode="drop")
+            position = whole.position.at[rows].set(state.position, mode="drop")
+            state = State(state.caches, token, position, whole.wishes)
         return state, found
 
 
@@ -250,12 +262,14 @@ class Engine:
             self.state, drawn = self.programs.prefill(self.weights, self.state, prompts, **how)
         return drawn
 
-    def decode(self, table: np.ndarray, halted: np.ndarray, steps: int, **how: Any) -> Drawn:
-        """`steps`: one of FIXED_STEPS, if there are to be few programs."""
+    def decode(
+        self, table: np.ndarray, halted: np.ndarray, steps: int, rows: np.ndarray | None = None, **how: Any
+    ) -> Drawn:
+        """`steps`: one of FIXED_STEPS, if there are to be few programs. `rows`: as many as `row_counts` has."""
         fixed = steps if self.few_programs else 0
         with self.programs.context():
             self.state, drawn = self.programs.decode(
-                self.weights, self.state, table, halted, np.int32(steps), fixed=fixed, aligned=self.aligned, **how
+                self.weights, self.state, table, halted, np.int32(steps), rows, fixed=fixed, aligned=self.aligned, **how
             )
         return drawn
 
@@ -287,6 +301,14 @@ class Engine:
     @cached_property
     def has_slot_caches(self) -> bool:
         return bool(part(self.state.caches, pages=False))
+
+    @cached_property
+    def row_counts(self) -> tuple[int, ...]:
+        """How many slots a program may extend, the fewest first. Where pages have all that is kept of a sequence, those
+        that do nothing need not be among them."""
+        slots, devices = self.size.slots, self.programs.rules.mesh.size
+        some = [slots // part for part in (4, 2) if slots % (part * devices) == 0 and slots // part >= LEAST_ROWS]
+        return (slots,) if self.aligned or self.has_slot_caches else (*some, slots)
 
     @cached_property
     def page_bytes(self) -> int:

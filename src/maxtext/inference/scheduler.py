@@ -261,7 +261,7 @@ class Scheduler:
         requests += [replace(requests[0], sampling=GREEDILY)] * (rows - len(group))
         last = [work.last for work in group] + [0] * (rows - len(group))
         drawn = self.engine.prefill(
-            Prompts(ids, positions, slots, self.table(group, rows), final, wishes(requests, last)),
+            Prompts(ids, positions, slots, self.table(group, rows, range(len(group))), final, wishes(requests, last)),
             fresh=fresh,
             reach=reach,
             kind=kind_of(request.sampling for request, done in zip(requests, final, strict=True) if done),
@@ -298,16 +298,24 @@ class Scheduler:
         slots = self.engine.size.slots
         halted = np.zeros(slots, bool)
         halted[list(self.halted)] = True
+        count = next(count for count in self.engine.row_counts if count >= len(works))
+        rows = None
+        columns = [work.slot for work in works]
+        if count < slots:
+            rows = np.full(count, slots, np.int32)
+            rows[: len(works)] = columns
+            columns = list(range(len(works)))
         drawn = self.engine.decode(
-            self.table(self.running, slots, by_slot=True),
+            self.table(works, count, columns),
             halted,
             steps,
+            rows,
             reach=self.decode_reach(work.filled for work in works),
             kind=kind_of(work.request.sampling for work in works),
             scored=any(work.request.log_probs for work in works),
         )
         self.halted.clear()
-        self.queue.append(Queued(drawn, tuple((work.slot, work) for work in works), steps, time.monotonic()))
+        self.queue.append(Queued(drawn, tuple(zip(columns, works, strict=True)), steps, time.monotonic()))
         return news
 
     def grown(self, work: Work, tokens: int) -> bool:
@@ -397,10 +405,10 @@ class Scheduler:
         elif not self.snapshots:
             self.pages.learn(work.ids[: whole * self.page], work.pages[:whole])
 
-    def table(self, works: list[Work], rows: int, by_slot: bool = False) -> np.ndarray:
+    def table(self, works: list[Work], rows: int, places: Iterable[int]) -> np.ndarray:
+        """The pages of each, in its row."""
         table = np.zeros((rows, self.columns), np.int32)
-        for row, work in enumerate(works):
-            place = work.slot if by_slot else row
+        for place, work in zip(places, works, strict=True):
             table[place] = work.pages[0]  # beyond its pages a row looks at its own, not at another's, and sees nothing
             table[place, : len(work.pages)] = work.pages
         return table
