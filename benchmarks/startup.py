@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 
 WORDS = [
-    "run_name=startup", "dataset_type=synthetic", "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=4",
-    "head_dim=16", "base_mlp_dim=128", "base_num_decoder_layers=4", "vocab_size=256", "max_target_length=64",
-    "per_device_batch_size=8", "dtype=float32", "remat_policy=none", "enable_tensorboard=false",
+    "run_name=startup", "dataset_type=synthetic", "enable_checkpointing=false", "enable_tensorboard=false",
+    "base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "base_mlp_dim=128",
+    "base_num_decoder_layers=4", "vocab_size=256", "max_target_length=64", "per_device_batch_size=8", "dtype=float32",
+    "remat_policy=none",
 ]  # fmt: skip
 
 BARE = """

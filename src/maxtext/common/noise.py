@@ -56,5 +56,7 @@ def open_interval(bits: Array) -> Array:
 @partial(jax.jit, static_argnames=("shape", "cut"))
 def normal(key: Array, shape: tuple[int, ...], cut: float | None = None) -> Array:
     """Standard normal, float32; with `cut` the part of it between -cut and cut."""
+    # To the compiler a number that it is given, not one that it knows: then equal weights of all layers are one kernel.
+    key = jax.lax.optimization_barrier(key)
     edge = np.float32(1.0 if cut is None else math.erf(cut / math.sqrt(2)))
     return np.float32(math.sqrt(2)) * jax.lax.erf_inv(open_interval(random_bits(key, shape)) * edge)

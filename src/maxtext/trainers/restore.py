@@ -6,6 +6,7 @@ arrays go straight into this run's shards. One of another model is refused, and 
 
 import importlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,16 @@ MOST = 256  # steps that are looked at
 
 @dataclass
 class Start:
-    """What the first step needs. `step` is the number of steps done."""
+    """What the first step needs. `step` is the number of steps done. A state may still be in the making."""
 
-    state: TrainState
+    made: TrainState | Future[TrainState]
     key: jax.Array
     step: int
     origin: str
+
+    @property
+    def state(self) -> TrainState:
+        return self.made.result() if isinstance(self.made, Future) else self.made
 
 
 def start(setup: Setup, source: BatchIterator) -> Start:
@@ -72,7 +77,10 @@ def start(setup: Setup, source: BatchIterator) -> Start:
         assert found is not None
         return at_position(found, source)
     if not config.load_parameters_path:
-        return Start(setup.initial_state(), setup.key, 0, "fresh")
+        with_it = ThreadPoolExecutor(1)  # the step can be compiled at the same time
+        state = with_it.submit(setup.initial_state)
+        with_it.shutdown(wait=False)
+        return Start(state, setup.key, 0, "fresh")
     path = existing(config.load_parameters_path, "load_parameters_path")
     check_layout(config, path)
     return Start(state_of_weights(setup, path), setup.key, 0, f"from {path}")
