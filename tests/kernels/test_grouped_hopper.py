@@ -60,7 +60,7 @@ def test_they_can_be_lowered_for_gpus():
         ({"rows": 64}, False),
         ({"inputs": 96}, False),
         ({"outputs": 100}, False),
-        ({"groups": grouped.MOST_GROUPS + 1}, False),
+        ({"groups": 300}, True),
     ],
 )
 def test_what_they_are_for(changed, right):
@@ -75,10 +75,12 @@ def test_product_and_gradients(sizes):
     rows, kernels, cotangents = (
         jnp.asarray(random.normal(size=one.shape), one.dtype) for one in arguments(groups=len(sizes))
     )
+    rows, cotangents = (array.at[sum(sizes) :].set(jnp.nan) for array in (rows, cotangents))
     product, pull = jax.vjp(
         lambda rows, kernels: grouped.grouped_product(rows, kernels, jnp.array(sizes, jnp.int32), "gpu"), rows, kernels
     )
     right = np.zeros(product.shape), np.zeros(rows.shape), np.zeros(kernels.shape)
+    known = sum(sizes)  # of the rows; what is behind them may be anything
     wide = [np.asarray(array, np.float64) for array in (rows, kernels, cotangents)]
     start = 0
     for group, size in enumerate(sizes):
@@ -87,7 +89,8 @@ def test_product_and_gradients(sizes):
         right[1][mine] = wide[2][mine] @ wide[1][group].T
         right[2][group] = wide[0][mine].T @ wide[2][mine]
         start += size
-    for ours, theirs in zip((product, *pull(cotangents)), right, strict=True):
+    for ours, theirs in zip((product[:known], *pull(cotangents)), (right[0][:known], *right[1:]), strict=True):
+        end = known if ours.shape == rows.shape else len(ours)
         np.testing.assert_allclose(
-            np.asarray(ours, np.float64), theirs, rtol=0.01, atol=0.01 * max(1, abs(theirs).max())
+            np.asarray(ours[:end], np.float64), theirs[:end], rtol=0.01, atol=0.01 * np.max(abs(theirs), initial=1)
         )

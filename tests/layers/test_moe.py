@@ -3,6 +3,7 @@
 import importlib
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,35 @@ def test_sparse_options_that_change_nothing():
     expected = value_and_gradients(PLAIN, SEGMENTS)
     for options in ({"custom_sort_vjp": False}, {"buffer_factor": 3.0}):
         close(value_and_gradients(replace(PLAIN, **options), SEGMENTS), expected)
+
+
+@jax.custom_vjp
+def careless_product(rows, kernels, sizes):
+    """As a kernel that writes nothing behind the last group: neither results nor their gradient."""
+    return jnp.where(
+        jnp.arange(len(rows))[:, None] < sizes.sum(), grouped.grouped_product(rows, kernels, sizes), jnp.nan
+    )
+
+
+def careless_backward(kept, cotangent):
+    rows, kernels, sizes = kept
+    mine = jnp.arange(len(rows))[:, None] < sizes.sum()
+    _, pull = jax.vjp(lambda rows, kernels: grouped.grouped_product(rows, kernels, sizes), rows, kernels)
+    of_rows, of_kernels = pull(cotangent)
+    return jnp.where(mine, of_rows, jnp.nan), of_kernels, grouped.no_gradient(sizes)
+
+
+careless_product.defvjp(lambda *inputs: (careless_product(*inputs), inputs), careless_backward)
+
+
+@pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, custom_sort_vjp=False), *SPECS.values()])
+def test_sparse_reads_nothing_behind_the_last_expert(spec, monkeypatch):
+    expected = value_and_gradients(spec, SEGMENTS)
+    monkeypatch.setattr(
+        "maxtext.layers.sorted_experts.grouped",
+        SimpleNamespace(**{**vars(grouped), "grouped_product": lambda *arguments: careless_product(*arguments[:3])}),
+    )
+    close(value_and_gradients(spec, SEGMENTS), expected)
 
 
 def test_sparse_says_for_which_device_products_are(monkeypatch):

@@ -2,8 +2,8 @@
 
 Shapes: T tokens, k assignments a token, N rows of the sorted buffer, X groups (experts), E and M row widths.
 
-The rows of group 0 come first, then those of group 1 and so on; what lies behind the last group belongs to nobody: it
-comes out as zeros and has no gradient. Shapes never depend on where tokens go.
+The rows of group 0 come first, then those of group 1 and so on; what lies behind the last group belongs to nobody, and
+has no gradient. Shapes never depend on where tokens go.
 """
 
 import functools
@@ -18,23 +18,23 @@ from maxtext.common.log import LOGGER
 from maxtext.kernels import grouped_hopper
 from maxtext.kernels.attention import gpu_capability
 
-MOST_GROUPS = 16
-
 
 def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: str | None = None) -> Array:
     """rows [N, E] of sorted groups, kernels [X, E, M], group_sizes [X] of int32 -> [N, M].
 
     Accumulates in float32 and returns the dtype of the rows, which the kernels must share: asking for a float32 result
     here would make the backward products float32, too. `platform`: of the one device that computes it; None: there are
-    several, or any will do.
+    several, or any will do. With one, what comes out behind the last group may be anything, as may be its gradient:
+    callers must not read it. With None it is zeros.
     """
-    mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
     hopper = platform == "gpu" and (gpu_capability() or "9.0") == "9.0" and hopper_has(rows, kernels)
-    multiply = hopper_product if hopper else jax.lax.ragged_dot
     if platform == "gpu":
         say_once(f"{len(kernels)} experts are multiplied by {'the kernel for Hopper GPUs' if hopper else 'ragged_dot'}")
+    if hopper:
+        return hopper_product(rows, kernels, group_sizes)
+    mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
     # What lies behind the last group differs between platforms; the first mask is for the gradient.
-    return jnp.where(mine, multiply(jnp.where(mine, rows, 0), kernels, group_sizes), 0)
+    return jnp.where(mine, jax.lax.ragged_dot(jnp.where(mine, rows, 0), kernels, group_sizes), 0)
 
 
 @functools.cache
@@ -45,12 +45,9 @@ def say_once(what: str) -> None:
 def hopper_has(rows: Array, kernels: Array) -> bool:
     """Whether `grouped_hopper` can do it: its copies have bounds on sizes. With less than one block of rows, as in
     generation, it has not been tried.
-
-    More groups than MOST_GROUPS are left to `ragged_dot`: one training run with 64 of them ended with a failed launch
-    on an H200, and it is not known yet whose it was.
     """
     count = rows.shape[0]
-    right = rows.dtype == kernels.dtype == jnp.bfloat16 and len(kernels) <= MOST_GROUPS
+    right = rows.dtype == kernels.dtype == jnp.bfloat16
     right = right and count % 8 == 0 and count >= grouped_hopper.USUAL.rows
     return right and not any(size % grouped_hopper.DEPTH for size in kernels.shape[1:])
 
@@ -74,8 +71,8 @@ class Order(NamedTuple):
     """Where the assignments of tokens stand when they are sorted by group.
 
     `assignments` [N]: which one of the T·k stands in a row (assignment a is of token a // k). `places` [T, k]: in which
-    row an assignment stands; N or more where it has none. `groups` [N]: the group of a row, X behind the last group.
-    `sizes` [X]: rows of each group.
+    row an assignment stands; N or more where it has none, or is in no group. `groups` [N]: the group of a row, X behind
+    the last group. `sizes` [X]: rows of each group.
     """
 
     assignments: Array
@@ -92,7 +89,7 @@ def sort_by_group(groups: Array, count: int, rows: int | None = None) -> Order:
     flat = groups.reshape(-1)
     rows = flat.size if rows is None else min(rows, flat.size)
     order = jnp.argsort(flat, stable=True)
-    places = jnp.argsort(order)  # the inverse
+    places = jnp.where(flat < count, jnp.argsort(order), flat.size)  # the inverse
     in_order = flat[order]
     ends = jnp.searchsorted(in_order, jnp.arange(count, dtype=flat.dtype), side="right").astype(jnp.int32)
     sizes = jnp.diff(jnp.minimum(ends, rows), prepend=0)
@@ -100,8 +97,12 @@ def sort_by_group(groups: Array, count: int, rows: int | None = None) -> Order:
 
 
 def gather_rows(tokens: Array, order: Order) -> Array:
-    """tokens [T, E] -> rows [N, E]."""
-    return jnp.take(tokens, order.assignments // order.places.shape[1], axis=0, mode="clip")
+    """tokens [T, E] -> rows [N, E], zeros for a row in no group."""
+    return in_groups(jnp.take(tokens, order.assignments // order.places.shape[1], axis=0, mode="clip"), order)
+
+
+def in_groups(rows: Array, order: Order) -> Array:
+    return jnp.where((order.groups < len(order.sizes))[:, None], rows, 0)
 
 
 def return_rows(rows: Array, order: Order) -> Array:
@@ -120,7 +121,7 @@ def gather_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:
 
 def return_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:
     flat = cotangent.reshape(-1, cotangent.shape[-1])
-    return jnp.take(flat, order.assignments, axis=0, mode="clip"), no_gradient(order)
+    return in_groups(jnp.take(flat, order.assignments, axis=0, mode="clip"), order), no_gradient(order)
 
 
 # The same with gradients that gather: each is the other's transpose, up to the sum over a token's assignments. Autodiff

@@ -124,11 +124,11 @@ def kernels_gradient(rows: Array, cotangents: Array, sizes: Array, shape: Shape 
                 at = (first + step[0]) * DEPTH
 
                 @pl.when((at < start) | (at + DEPTH > end))
-                def _() -> None:  # other groups' rows
-                    places = at + jax.lax.broadcasted_iota(jnp.int32, (DEPTH, half), 0)
-                    places = plgpu.layout_cast(places, plgpu.Layout.WGMMA)
-                    known = (places >= start) & (places < end)
-                    cotangent[:, mine] = jnp.where(known, cotangent[:, mine], 0)
+                def _() -> None:  # other groups' rows, and nobody's, which may not even be numbers
+                    for ref in (cotangent.at[:, mine], some_rows):
+                        places = at + jax.lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+                        places = plgpu.layout_cast(places, plgpu.Layout.WGMMA)
+                        ref[...] = jnp.where((places >= start) & (places < end), ref[...], 0)
                     plgpu.commit_smem()
 
                 plgpu.wgmma(total, plgpu.transpose_ref(some_rows, (1, 0)), cotangent.at[:, mine])

@@ -110,6 +110,7 @@ class SortedExperts:
         rows = sort(x.reshape(-1, x.shape[-1]), order)
         if spec.weigh_input:
             rows = rows * jnp.take(shares.reshape(-1, 1), order.assignments, axis=0).astype(rows.dtype)
+            rows = grouped.in_groups(rows, order)  # for the gradient of the others, which can be anything
         rows = run(rows, order)
         parts = give_back(rows, order).reshape(*targets.shape, -1).astype(self.sum_dtype)
         if not spec.weigh_input:

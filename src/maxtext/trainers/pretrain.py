@@ -77,7 +77,8 @@ def train(config: Any) -> Result:
         if save is not None:
             hooks.append(save)
             closing.callback(save.close)
-        loop = Loop(start.state, steps, feed, start.key, config.steps, hooks, start.step)
+        state, key = start.ready()
+        loop = Loop(state, steps, feed, key, config.steps, hooks, start.step)
         LOGGER.info("set up in %.1f s", time.perf_counter() - started)
         failure: UserError | None = None
         try:
@@ -103,7 +104,7 @@ def nothing_to_do(setup: Setup, start: restore.Start) -> Result:
     LOGGER.info("nothing to do: %s is at steps=%d already; raise steps to go on", start.origin, setup.config.steps)
     path = Path(run_folder(setup.config)) / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return Result(setup, start.state, summary | {"steps": start.step})
+    return Result(setup, start.ready()[0], summary | {"steps": start.step})
 
 
 class CompiledSteps:

@@ -40,15 +40,13 @@ MOST = 256  # steps that are looked at
 
 @dataclass
 class Start:
-    """What the first step needs. `step` is the number of steps done. A state may still be in the making."""
+    """What the first step needs. `step` is the number of steps done. State and key may still be in the making."""
 
-    made: TrainState | Future[TrainState]
-    key: jax.Array
+    made: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
     step: int
     origin: str
 
-    @property
-    def state(self) -> TrainState:
+    def ready(self) -> tuple[TrainState, jax.Array]:
         return self.made.result() if isinstance(self.made, Future) else self.made
 
 
@@ -77,13 +75,13 @@ def start(setup: Setup, source: BatchIterator) -> Start:
         assert found is not None
         return at_position(found, source)
     if not config.load_parameters_path:
-        with_it = ThreadPoolExecutor(1)  # the step can be compiled at the same time
-        state = with_it.submit(setup.initial_state)
-        with_it.shutdown(wait=False)
-        return Start(state, setup.key, 0, "fresh")
+        thread = ThreadPoolExecutor(1)  # so that the step can be compiled at the same time
+        made = thread.submit(lambda: (setup.initial_state(), setup.key))
+        thread.shutdown(wait=False)
+        return Start(made, 0, "fresh")
     path = existing(config.load_parameters_path, "load_parameters_path")
     check_layout(config, path)
-    return Start(state_of_weights(setup, path), setup.key, 0, f"from {path}")
+    return Start((state_of_weights(setup, path), setup.key), 0, f"from {path}")
 
 
 def checkpoints_folder(config: Any) -> Path:
@@ -110,8 +108,7 @@ def newest_here(setup: Setup, source: BatchIterator, shared: int) -> Start | Non
         return None
     arrays, position = found
     source.set_state(position)
-    state, key = state_and_key(setup, unnamed(like, arrays))
-    return Start(state, key, step, f"step {step} of {tier.folder.parent}")
+    return Start(state_and_key(setup, unnamed(like, arrays)), step, f"step {step} of {tier.folder.parent}")
 
 
 def existing(text: str, key: str) -> Path:
@@ -161,7 +158,7 @@ def newest(setup: Setup, paths: Sequence[Path]) -> tuple[TrainState, jax.Array, 
 def at_position(found: tuple[TrainState, jax.Array, Stored], source: BatchIterator) -> Start:
     state, key, stored = found
     source.set_state(join_states(stored.positions()))
-    return Start(state, key, stored.step, f"step {stored.step} of {stored.path.parent}")
+    return Start((state, key), stored.step, f"step {stored.step} of {stored.path.parent}")
 
 
 def read_state(setup: Setup, stored: Stored) -> tuple[TrainState, jax.Array]:
