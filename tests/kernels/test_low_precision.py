@@ -1,12 +1,15 @@
 """Products in eight bits against numpy, with formats rounded by ml_dtypes."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.kernels.low_precision import power_of_two, product
+from maxtext.kernels import low_precision
+from maxtext.kernels.low_precision import power_of_two, products
 
 OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -16,6 +19,10 @@ def problem(seed=0):
     random = np.random.default_rng(seed)
     shapes = ((*OUTER, *INPUTS), (*INPUTS, *OUTPUTS), (*OUTER, *OUTPUTS))
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def product(x, kernel, *others):
+    return products(x, (kernel,), *others)[0]
 
 
 def near(x, form):
@@ -31,8 +38,10 @@ def whole(x, axes):
     return np.round(x / scale) * scale
 
 
-def run(recipe, x, kernel, gradient, dtype=jnp.float32):
-    y, back = jax.vjp(lambda x, kernel: product(x, kernel, 2, recipe, dtype), jnp.asarray(x), jnp.asarray(kernel))
+def run(recipe, x, kernel, gradient, dtype=jnp.float32, platform=None):
+    y, back = jax.vjp(
+        lambda x, kernel: product(x, kernel, 2, recipe, dtype, platform), jnp.asarray(x), jnp.asarray(kernel)
+    )
     return (y, *back(jnp.asarray(gradient, dtype)))
 
 
@@ -106,3 +115,55 @@ def test_sums_may_be_larger_than_float16_has():
 def test_the_next_power_of_two(value):
     found = float(power_of_two(jnp.float32(value)))
     assert found == (value if value in (0, np.inf) else 2.0 ** np.ceil(np.log2(np.float64(np.float32(value)))))
+
+
+@pytest.fixture
+def turning(monkeypatch):
+    """As on a GPU, interpreted."""
+    monkeypatch.setattr(low_precision, "both_ways", partial(low_precision.both_ways, interpret=True))
+    return "gpu"
+
+
+def test_what_is_turned_gives_the_same(turning):
+    """To the last digit: the same numbers are multiplied, and sums of them are exact here."""
+    random = np.random.default_rng(0)
+    shapes = (2, 64, 2, 128), (2, 128, 4, 32), (2, 128, 384), (2, 64, 4, 32), (2, 64, 384)
+    x, *kernels, one, other = (random.integers(-8, 9, shape).astype(np.float32) for shape in shapes)
+
+    def both(platform):
+        y, back = jax.vjp(lambda *arrays: products(*arrays, 2, "fp8", jnp.float32, platform), x, tuple(kernels))
+        return jax.tree.leaves((y, back((one, other))))
+
+    for found, expected in zip(both(turning), both(None), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_what_cannot_be_turned_is_not(turning):
+    found, expected = (run("fp8", *problem(), platform=platform) for platform in (turning, None))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_turning_can_be_lowered_for_gpus():
+    x, kernel, gradient = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 128), (128, 384), (256, 384)))
+
+    def program(x, kernel, gradient):
+        y, back = jax.vjp(lambda x, kernel: product(x, kernel, 1, "fp8", jnp.bfloat16, "gpu"), x, kernel)
+        return y, back(gradient)
+
+    text = jax.jit(program).trace(x, kernel, gradient).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 3
+    assert text.count("stablehlo.transpose") == 0
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_turning_on_a_gpu():
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(256, 384)), jnp.bfloat16)
+    for dtype in low_precision.FP8:
+        numbers, turned = low_precision.both_ways(x, dtype)
+        expected = low_precision.rounded(x, dtype)
+        np.testing.assert_array_equal(np.asarray(numbers.numbers, np.float32), np.asarray(expected.numbers, np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(turned.numbers, np.float32), np.asarray(expected.numbers, np.float32).T
+        )

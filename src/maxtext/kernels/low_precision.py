@@ -3,13 +3,15 @@
 `fp8`: values as e4m3, gradients as e5m2, which reaches further; one scale for a tensor, the least power of two that
 brings its largest magnitude within the format's own. All three products of a kernel are in eight bits, and what is kept
 for the backward pass is, too. Since a power of two changes no digit, a product is written in its own dtype and scaled
-where it is read, instead of in float32.
+where it is read, instead of in float32. NVIDIA's products in fp8 add up along the last dimension of both operands, and
+each tensor is in two products that add up along different ones; so there it is rounded and turned in one pass.
 
 `int8`: a scale for each row and each column, so that one large number does not flatten all others. The sum runs along
 other dimensions in each product, so tensors are rounded anew for each; the gradient of the kernel, whose sum over all
 tokens suffers most, stays in the dtype of the inputs.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +19,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
+TILE = 128  # numbers of each dimension that are turned at a time
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)  # of values, of gradients
 
 
@@ -28,57 +33,80 @@ class Rounded(NamedTuple):
     scale: Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def product(x: Array, kernel: Array, rank: int, recipe: str, dtype: Any) -> Array:
-    """x [..., inputs] times a kernel [inputs, outputs], in `dtype`; `rank`: how many dimensions inputs have."""
-    return forward(x, kernel, rank, recipe, dtype)[0]
+Kernels = tuple[Array, ...]
 
 
-def forward(x: Array, kernel: Array, rank: int, recipe: str, dtype: Any) -> tuple[Array, Any]:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def products(x: Array, kernels: Kernels, rank: int, recipe: str, dtype: Any, platform: str | None = None) -> Kernels:
+    """x [..., inputs] times each kernel [inputs, outputs], in `dtype`; `rank`: how many dimensions inputs have.
+    `platform`: of the one device that computes it; None: there are several, or any will do."""
+    return forward(x, kernels, rank, recipe, dtype, platform)[0]
+
+
+def forward(
+    x: Array, kernels: Kernels, rank: int, recipe: str, dtype: Any, platform: str | None
+) -> tuple[Kernels, Any]:
     outer, inputs = range(x.ndim - rank), range(rank)
     over = (range(len(outer), x.ndim), inputs)
     if recipe == "int8":
-        return times(rounded(x, jnp.int8, over[0]), rounded(kernel, jnp.int8, inputs), over, dtype), (x, kernel)
-    values, kernels = rounded(x, FP8[0]), rounded(kernel, FP8[0])
-    # Arrays without elements carry the dtypes that gradients must have.
-    return times(values, kernels, over, dtype), (values, kernels, empty_like(x), empty_like(kernel))
+        whole = rounded(x, jnp.int8, over[0])
+        return tuple(times(whole, rounded(each, jnp.int8, inputs), over, dtype) for each in kernels), (x, kernels)
+    empty = empty_like(x), tuple(map(empty_like, kernels))  # for the shapes and dtypes that gradients must have
+    if turnable(x.shape, [each.shape for each in kernels], rank, platform):
+        numbers, turned = both_ways(as_matrix(x, len(outer)), FP8[0])
+        ways = [both_ways(as_matrix(each, rank), FP8[0]) for each in kernels]
+        found = [times(numbers, way[1], LAST, dtype) for way in ways]
+        shapes = [(*x.shape[: len(outer)], *each.shape[rank:]) for each in kernels]
+        kept = (turned, [way[0] for way in ways], *empty)
+        return tuple(y.reshape(shape) for y, shape in zip(found, shapes, strict=True)), kept
+    values, roughly = rounded(x, FP8[0]), [rounded(each, FP8[0]) for each in kernels]
+    return tuple(times(values, each, over, dtype) for each in roughly), (values, roughly, *empty)
 
 
-def backward(rank: int, recipe: str, dtype: Any, kept: Any, gradient: Array) -> tuple[Array, Array]:
-    if recipe == "int8":
-        x, kernel = kept
-    else:
-        values, kernels, x, kernel = kept
-    outer = range((x if recipe == "int8" else values.numbers).ndim - rank)
-    outputs = range(len(outer), gradient.ndim)
-    of_kernels = range(rank, rank + len(outputs))
-    if recipe == "int8":
-        of_x = times(
-            rounded(gradient, jnp.int8, outputs), rounded(kernel, jnp.int8, of_kernels), (outputs, of_kernels), x.dtype
-        )
-        of_kernel = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32).astype(kernel.dtype)
-    else:
-        gradients = rounded(gradient, FP8[1])
-        of_x = times(gradients, kernels, (outputs, of_kernels), x.dtype)
-        of_kernel = times(values, gradients, (outer, outer), kernel.dtype)
-    return of_x, of_kernel
+def backward(
+    rank: int, recipe: str, dtype: Any, platform: str | None, kept: Any, gradients: Kernels
+) -> tuple[Array, Kernels]:
+    *low, x, kernels = kept
+    x_shape, shapes = x.shape[bool(low) :], [each.shape[bool(low) :] for each in kernels]
+    outer = range(len(x_shape) - rank)
+    turn = bool(low) and turnable(x_shape, shapes, rank, platform)
+    of_x, of_kernels = [], []
+    for at, (gradient, kernel) in enumerate(zip(gradients, kernels, strict=True)):
+        outputs = range(len(outer), gradient.ndim)
+        over = (outputs, range(rank, rank + len(outputs)))
+        if not low:
+            of_x.append(times(rounded(gradient, jnp.int8, over[0]), rounded(kernel, jnp.int8, over[1]), over, x.dtype))
+            whole = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32)
+            of_kernels.append(whole.astype(kernel.dtype))
+        elif turn:
+            numbers, turned = both_ways(as_matrix(gradient, len(outer)), FP8[1])
+            of_x.append(times(numbers, low[1][at], LAST, x.dtype).reshape(x_shape))
+            of_kernels.append(times(low[0], turned, LAST, kernel.dtype).reshape(shapes[at]))
+        else:
+            numbers = rounded(gradient, FP8[1])
+            of_x.append(times(numbers, low[1][at], over, x.dtype))
+            of_kernels.append(times(low[0], numbers, (outer, outer), kernel.dtype))
+    return sum(of_x[1:], of_x[0]), tuple(of_kernels)
 
 
-product.defvjp(forward, backward)
+products.defvjp(forward, backward)
 
 
 def rounded(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Rounded:
     """With one scale, or one for all along `axes`."""
+    scale = scale_of(x, dtype, axes)
+    x = x.astype(jnp.float32) / (scale if axes is None else jnp.expand_dims(scale, tuple(axes)))
+    return Rounded((jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype), scale)
+
+
+def scale_of(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array:
+    """That brings the largest magnitude, of all or along `axes`, within the format."""
     integers = jnp.issubdtype(dtype, jnp.integer)
     largest = 127.0 if integers else float(jnp.finfo(dtype).max)
-    x = x.astype(jnp.float32)
-    axes = tuple(range(x.ndim) if axes is None else axes)
     # No dimensions of size one are kept: with them, the compiler for GPUs of jax 0.11.2 ended with an internal error.
-    scale = jnp.max(jnp.abs(x), axis=axes) / largest
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes if axes is None else tuple(axes)) / largest
     scale = scale if integers else power_of_two(scale)
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)  # what is not a number stays so
-    x = x / (jnp.expand_dims(scale, axes) if scale.ndim else scale)
-    return Rounded((jnp.round(x) if integers else x).astype(dtype), scale)
+    return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)  # what is not a number stays so
 
 
 def power_of_two(x: Array) -> Array:
@@ -104,4 +132,41 @@ def contract(one: Array, other: Array, over: tuple[Sequence[int], Sequence[int]]
 
 
 def empty_like(x: Array) -> Array:
-    return jnp.zeros((0,), x.dtype)
+    return jnp.zeros((0, *x.shape), x.dtype)
+
+
+LAST = ((1,), (1,))  # dimensions of two matrices
+
+
+def as_matrix(x: Array, lines: int) -> Array:
+    """With the first dimensions as lines, and the others as columns."""
+    return x.reshape(math.prod(x.shape[:lines]), -1)
+
+
+def turnable(x: tuple[int, ...], kernels: Sequence[tuple[int, ...]], rank: int, platform: str | None) -> bool:
+    """Whether tensors of these shapes are turned with `both_ways`: it has whole tiles."""
+    parts = [x[: len(x) - rank], *(part for each in kernels for part in (each[:rank], each[rank:]))]
+    return platform == "gpu" and not any(math.prod(sizes) % TILE for sizes in parts)
+
+
+def both_ways(x: Array, dtype: Any, interpret: bool = False) -> tuple[Rounded, Rounded]:
+    """A matrix in eight bits, with one scale, and the same with lines and columns exchanged."""
+    lines, columns = x.shape
+    scale = scale_of(x, dtype)
+
+    def turn(x: Any, factor: Any, numbers: Any, turned: Any) -> None:
+        some = (x[...].astype(jnp.float32) * factor[0]).astype(dtype)
+        numbers[...] = some
+        turned[...] = some.T
+
+    numbers, turned = pl.pallas_call(
+        turn,
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in ((lines, columns), (columns, lines))],
+        grid=(lines // TILE, columns // TILE),
+        in_specs=[pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))],
+        out_specs=[pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)), pl.BlockSpec((TILE, TILE), lambda i, j: (j, i))],
+        compiler_params=plgpu.CompilerParams(num_warps=8),
+        interpret=interpret,
+        name="rounded_both_ways",
+    )(x, 1 / scale.reshape(1))
+    return Rounded(numbers, scale), Rounded(turned, scale)

@@ -54,7 +54,7 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
     if weights_early:
         x, kernels = weights_first(x, kernels)
     if recipe and not isinstance(kernels[0], Quantized):
-        found = [low_precision.product(x, kernel, rank, recipe, dtype) for kernel in kernels]
+        found = [*low_precision.products(x, tuple(kernels), rank, recipe, dtype, only_platform())]
     else:
         found = products(x, kernels, rank, dtype, only_platform())
     return with_biases(found, linears)
