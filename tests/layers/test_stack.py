@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common import noise
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import Visibility, attend, cudnn
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.inputs import LayerInputs
@@ -17,7 +18,7 @@ from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.rope import RopeSpec
-from maxtext.layers.stack import Segment, Stack
+from maxtext.layers.stack import RematPolicy, Segment, Stack
 
 SIZE, LENGTH, HEAD = 16, 6, 4
 QUICK = {  # compiles several times faster
@@ -177,3 +178,23 @@ def test_dropout_differs_between_layers_and_keys(built):
     masks = [jax.random.bernoulli(inputs.fold(index).key, 0.5, (64,)) for index in range(4)]
     assert len({np.asarray(mask).tobytes() for mask in masks}) == 4
     assert layer_inputs().fold(3).key is None
+
+
+@pytest.mark.parametrize(("kept", "times"), [((), 2), (("query_proj",), 2), (("context",), 1), (("attention_out",), 1)])
+def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypatch):
+    """What its backward pass needs besides is kept, too. Seen in the program; it can be traced without a GPU, if JAX
+    believes that there is one."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(private, "check_compute_capability", lambda capability: True)
+
+    def layer(q):
+        q = checkpoint_name(jnp.sin(q), "query_proj")
+        mixed = attend(q, q, q, backend="cudnn_flash_jax", visibility=Visibility(), scale=1.0, platform="gpu")
+        return jnp.sum(jnp.square(checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")))
+
+    q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    program = str(jax.make_jaxpr(jax.grad(RematPolicy(kept).wrap(layer, in_scan=False)))(q))
+    assert program.count(f"{cudnn.FORWARD}[") == times
+    assert program.count("dot_product_attention_bwd_wrapper[") == 1

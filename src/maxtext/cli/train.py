@@ -25,6 +25,7 @@ def run(words: list[str]) -> int:
         raise ConfigError("elastic_enabled=true would do nothing: it needs `maxtext launch --local N -- train ...`")
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
     set_up_jax(config)
+    processes.take_memory()
     from maxtext.trainers import sample
     from maxtext.trainers.pretrain import train
 

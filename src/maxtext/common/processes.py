@@ -98,6 +98,16 @@ def start(config: Any, environ: Mapping[str, str] = os.environ) -> World:
     return _WORLD
 
 
+def take_memory() -> None:
+    """On GPUs, JAX takes all the memory that it may have with the first array, which takes seconds of a large card: let
+    it begin, while the host does other things."""
+    import jax
+
+    if jax.default_backend() == "gpu":
+        devices = jax.local_devices()
+        threading.Thread(target=lambda: [jax.device_put(0, device) for device in devices]).start()
+
+
 def already_joined() -> bool:
     """Also when the program that calls us did it."""
     if "jax" not in sys.modules:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.kernels.attention import cudnn
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.parameters import Maker, slices, stack
 from maxtext.sharding.explicit import by_compiler
@@ -41,6 +42,7 @@ class Segment:
 
 
 LONGEST_PATTERN = 16
+RESULTS_OF_ATTENTION = {"context", "attention_out"}  # the names of what it gives
 
 
 def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
@@ -73,12 +75,17 @@ class RematPolicy:
     offloaded: tuple[str, ...] = ()
 
     def wrap(self, function: Callable, in_scan: bool) -> Callable:
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        named = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(self.kept),
             names_which_can_be_offloaded=list(self.offloaded),
             offload_src="device",
             offload_dst="pinned_host",
         )
+        attended = not RESULTS_OF_ATTENTION.isdisjoint(self.kept)
+
+        def policy(primitive: Any, *arguments: Any, **options: Any) -> Any:
+            return (attended and primitive.name == cudnn.FORWARD) or named(primitive, *arguments, **options)
+
         # Inside a loop, XLA cannot merge the two computations of a tensor; elsewhere it has to be kept from it.
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 

@@ -26,6 +26,10 @@ from jax import Array
 from maxtext.kernels.attention.masks import hide_blind_queries, mask
 from maxtext.kernels.attention.request import Inputs, Request, Visibility
 
+# JAX's name of the forward computation. Rematerialization that keeps its outputs need not run it again: the backward
+# one needs a statistic of each query, too, which has no name of ours.
+FORWARD = "dot_product_attention_fwd_wrapper"
+
 # The largest head size whose backward pass cuDNN has, by major compute capability.
 # https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html, support matrix of cuDNN 9.18:
 # Ampere and Ada 128, Hopper 256, Blackwell 128 (and two pairs of sizes beyond it that padding would not keep).
