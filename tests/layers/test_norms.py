@@ -88,3 +88,14 @@ def test_initial_scale_does_nothing():
         norm = Norm(maker, SPECS[kind], SIZE, "float32")
         np.testing.assert_array_equal(norm.scale[...], np.full(SIZE, expected))
         assert norm.bias is None or not np.any(norm.bias[...])
+
+
+def test_what_is_kept_for_the_gradient():
+    """The input as it came, and one number a row."""
+    abstract = template(SPECS["rms"], "bfloat16")
+    x = jnp.asarray(values()[0], jnp.bfloat16)
+    _, pull = jax.vjp(lambda x: abstract.bind(weights("scale"))(x), x)
+    kept = [(leaf.dtype.name, leaf.size) for leaf in jax.tree.leaves(pull)]
+    assert ("bfloat16", x.size) in kept
+    assert ("float32", x.size // SIZE) in kept
+    assert max(size for dtype, size in kept if dtype == "float32") == SIZE

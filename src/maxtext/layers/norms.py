@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.kernels.norm import rms_norm
 from maxtext.layers.parameters import Maker
 
 
@@ -30,13 +31,14 @@ class Norm(nnx.Module):
         self.bias = maker.constant((size,), 0.0, (axis,)) if spec.kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        scale = None if self.scale is None else self.scale[...].astype(jnp.float32)
+        if scale is not None and self.spec.offset:
+            scale = scale + 1
+        if self.spec.kind == "rms":
+            return rms_norm(x, scale, self.spec.epsilon, self.dtype)
         x = x.astype(jnp.float32)
-        if self.spec.kind == "layer":
-            x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.spec.epsilon)
-        if self.scale is not None:
-            scale = self.scale[...].astype(jnp.float32)
-            x = x * (scale + 1 if self.spec.offset else scale)
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+        x = rms_norm(x, scale, self.spec.epsilon, jnp.float32)
         if self.bias is not None:
             x = x + self.bias[...].astype(jnp.float32)
         return x.astype(self.dtype)
