@@ -1,6 +1,6 @@
 """The grouped product of experts alone, forward and both gradients, against dense products of as many FLOPs.
 
-    python benchmarks/grouped.py [--cases 8:32768:2048:7168,8:32768:7168:2048]
+    python benchmarks/grouped.py [--cases 8:32768:2048:7168,...]
 
 A case is groups : rows : inputs : outputs, in bfloat16; groups have uneven sizes. The peer multiplies all rows by one
 kernel, which is the compiler's own product at its best. The best of several runs. Prints one JSON line.
@@ -17,6 +17,7 @@ import numpy as np
 from maxtext.kernels.grouped import grouped_product
 
 RUNS, TOGETHER = 5, 4
+CASES = "8:32768:2048:7168,8:32768:7168:2048,64:196608:2048:1408,64:196608:1408:2048"
 
 
 def seconds(function, *arguments):
@@ -54,7 +55,7 @@ def measure(groups, rows, inputs, outputs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="8:32768:2048:7168,8:32768:7168:2048")
+    parser.add_argument("--cases", default=CASES)
     options = parser.parse_args()
     print(json.dumps({case: measure(*map(int, case.split(":"))) for case in options.cases.split(",")}))
 
