@@ -39,10 +39,10 @@ def whole(x, axes):
 
 
 def run(recipe, x, kernel, gradient, dtype=jnp.float32, platform=None):
-    y, back = jax.vjp(
-        lambda x, kernel: product(x, kernel, 2, recipe, dtype, platform), jnp.asarray(x), jnp.asarray(kernel)
-    )
-    return (y, *back(jnp.asarray(gradient, dtype)))
+    x, kernel = jnp.asarray(x), jnp.asarray(kernel)
+    with jax.default_matmul_precision("highest"):  # of what is not rounded
+        y, back = jax.vjp(lambda x, kernel: product(x, kernel, 2, recipe, dtype, platform), x, kernel)
+        return (y, *back(jnp.asarray(gradient, dtype)))
 
 
 def test_fp8():
