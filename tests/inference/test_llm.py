@@ -215,6 +215,23 @@ def test_warm_up_compiles_what_is_needed(folder):
     assert [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)] == compiled
 
 
+@pytest.mark.slow
+def test_warm_up_compiles_programs_for_some_of_the_slots(folder, monkeypatch):
+    """As on a GPU, where blocks of two lengths are two programs."""
+    for place in ("engine", "llm"):
+        monkeypatch.setattr(f"maxtext.inference.{place}.platform", lambda rules: "gpu")
+    monkeypatch.setattr("maxtext.inference.engine.LEAST_ROWS", 1)
+    monkeypatch.setattr("maxtext.inference.scheduler.BLOCK_SECONDS", 100.0)
+    sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 4}
+    pages = {"attention": "paged", "pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 16}
+    llm = LLM.load(folder, **{**EXACT, **pages}, **sizes, enable_model_warmup=True)
+    compiled = llm.programs.decode._cache_size()
+    for count in (1, 2, 4):
+        list(llm.answers(iter([Ask([count] * 8, 20, ignore_eos=True) for _ in range(count)])))
+    assert compiled >= 6  # blocks of two lengths for 1, 2 and 4 slots
+    assert llm.programs.decode._cache_size() == compiled
+
+
 def test_save_and_load_again(llm, folder, ids, tmp_path):
     """Ours, scanned and unrolled; and from ours back to theirs, bit for bit, with what came along."""
     from safetensors.numpy import load_file

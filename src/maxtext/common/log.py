@@ -1,10 +1,16 @@
 """One line an event: rich on a terminal, plain in a pipe, with the process index when there is more than one."""
 
+import functools
 import logging
 import os
 import sys
 
 LOGGER = logging.getLogger("maxtext")
+
+
+@functools.cache
+def say_once(what: str) -> None:
+    LOGGER.info(what)
 
 
 class ProcessFilter(logging.Filter):

@@ -5,6 +5,7 @@ process when a peer dies (noticed within HEARTBEAT_SECONDS), which is what we wa
 on, and whoever started us starts us again. It aborts, too, when start-up takes too long; that we turn into a sentence.
 """
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -103,9 +104,13 @@ def take_memory() -> None:
     it begin, while the host does other things."""
     import jax
 
+    def take() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs memory next meets it, too
+            for device in jax.local_devices():
+                jax.device_put(0, device)
+
     if jax.default_backend() == "gpu":
-        devices = jax.local_devices()
-        threading.Thread(target=lambda: [jax.device_put(0, device) for device in devices]).start()
+        threading.Thread(target=take).start()
 
 
 def already_joined() -> bool:

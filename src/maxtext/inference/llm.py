@@ -248,9 +248,8 @@ class LLM:
             counts = {min(1 << place, slots) for place in range(power(slots).bit_length())}
             for count in sorted(counts):
                 asks = []
-                # Once a whole block, and what is left of one, where they are two programs.
-                whole = count == 1 and platform(self.programs.rules) != "cpu"
-                new = min(BLOCK + 2, length - size) if whole else 2
+                # A whole block, and what is left of one, where they are two programs.
+                new = 2 if platform(self.programs.rules) == "cpu" else min(BLOCK + 2, length - size)
                 for _ in range(count):
                     first += 1  # another beginning each time, so that nothing is known of it
                     ids = [first // self.config.vocab_size % self.config.vocab_size] * size

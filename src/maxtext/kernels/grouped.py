@@ -6,7 +6,6 @@ The rows of group 0 come first, then those of group 1 and so on; what lies behin
 has no gradient. Shapes never depend on where tokens go.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxtext.common.log import LOGGER
+from maxtext.common.log import say_once
 from maxtext.kernels import grouped_hopper
 from maxtext.kernels.attention import gpu_capability
 
@@ -35,11 +34,6 @@ def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: s
     mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
     # What lies behind the last group differs between platforms; the first mask is for the gradient.
     return jnp.where(mine, jax.lax.ragged_dot(jnp.where(mine, rows, 0), kernels, group_sizes), 0)
-
-
-@functools.cache
-def say_once(what: str) -> None:
-    LOGGER.info(what)
 
 
 def hopper_has(rows: Array, kernels: Array) -> bool:

@@ -12,7 +12,7 @@ tokens suffers most, stays in the dtype of the inputs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from maxtext.common.log import say_once
+from maxtext.kernels.attention import gpu_capability
 
 TILE = 128  # numbers of each dimension that are turned at a time
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)  # of values, of gradients
@@ -66,27 +69,49 @@ def forward(
 def backward(
     rank: int, recipe: str, dtype: Any, platform: str | None, kept: Any, gradients: Kernels
 ) -> tuple[Array, Kernels]:
-    *low, x, kernels = kept
-    x_shape, shapes = x.shape[bool(low) :], [each.shape[bool(low) :] for each in kernels]
+    back = back_int8(rank, *kept) if recipe == "int8" else back_fp8(rank, platform, *kept)
+    of_x, of_kernels = zip(*map(back, range(len(gradients)), gradients), strict=True)
+    return sum(of_x[1:], of_x[0]), of_kernels
+
+
+Back = Callable[[int, Array], tuple[Array, Array]]  # of a kernel's number and its gradient: that of x, and its own
+
+
+def back_int8(rank: int, x: Array, kernels: Kernels) -> Back:
+    outer = range(x.ndim - rank)
+
+    def back(number: int, gradient: Array) -> tuple[Array, Array]:
+        kernel, over = kernels[number], outputs_of(gradient, len(outer), rank)
+        rough = rounded(gradient, jnp.int8, over[0]), rounded(kernel, jnp.int8, over[1])
+        whole = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32)
+        return times(*rough, over, x.dtype), whole.astype(kernel.dtype)
+
+    return back
+
+
+def back_fp8(
+    rank: int, platform: str | None, values: Rounded, kernels: list[Rounded], x: Array, empty: Kernels
+) -> Back:
+    x_shape, shapes = x.shape[1:], [each.shape[1:] for each in empty]
     outer = range(len(x_shape) - rank)
-    turn = bool(low) and turnable(x_shape, shapes, rank, platform)
-    of_x, of_kernels = [], []
-    for at, (gradient, kernel) in enumerate(zip(gradients, kernels, strict=True)):
-        outputs = range(len(outer), gradient.ndim)
-        over = (outputs, range(rank, rank + len(outputs)))
-        if not low:
-            of_x.append(times(rounded(gradient, jnp.int8, over[0]), rounded(kernel, jnp.int8, over[1]), over, x.dtype))
-            whole = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32)
-            of_kernels.append(whole.astype(kernel.dtype))
-        elif turn:
+    turn = turnable(x_shape, shapes, rank, platform)
+
+    def back(number: int, gradient: Array) -> tuple[Array, Array]:
+        kernel, dtype = kernels[number], empty[number].dtype
+        if turn:
             numbers, turned = both_ways(as_matrix(gradient, len(outer)), FP8[1])
-            of_x.append(times(numbers, low[1][at], LAST, x.dtype).reshape(x_shape))
-            of_kernels.append(times(low[0], turned, LAST, kernel.dtype).reshape(shapes[at]))
-        else:
-            numbers = rounded(gradient, FP8[1])
-            of_x.append(times(numbers, low[1][at], over, x.dtype))
-            of_kernels.append(times(low[0], numbers, (outer, outer), kernel.dtype))
-    return sum(of_x[1:], of_x[0]), tuple(of_kernels)
+            of_x = times(numbers, kernel, LAST, x.dtype).reshape(x_shape)
+            return of_x, times(values, turned, LAST, dtype).reshape(shapes[number])
+        numbers = rounded(gradient, FP8[1])
+        of_x = times(numbers, kernel, outputs_of(gradient, len(outer), rank), x.dtype)
+        return of_x, times(values, numbers, (outer, outer), dtype)
+
+    return back
+
+
+def outputs_of(gradient: Array, outer: int, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Their dimensions in a product's gradient, and in its kernel."""
+    return range(outer, gradient.ndim), range(rank, rank + gradient.ndim - outer)
 
 
 products.defvjp(forward, backward)
@@ -144,9 +169,15 @@ def as_matrix(x: Array, lines: int) -> Array:
 
 
 def turnable(x: tuple[int, ...], kernels: Sequence[tuple[int, ...]], rank: int, platform: str | None) -> bool:
-    """Whether tensors of these shapes are turned with `both_ways`: it has whole tiles."""
+    """Whether tensors of these shapes are turned with `both_ways`: it has whole tiles, and instructions of its own to
+    round with, which NVIDIA's GPUs have from compute capability 8.9 on."""
     parts = [x[: len(x) - rank], *(part for each in kernels for part in (each[:rank], each[rank:]))]
-    return platform == "gpu" and not any(math.prod(sizes) % TILE for sizes in parts)
+    number = (gpu_capability() or "9.0").split(".")  # not known when compiling for a machine that is not here
+    able = platform == "gpu" and all(map(str.isdigit, number)) and tuple(map(int, number)) >= (8, 9)
+    whole = not any(math.prod(sizes) % TILE for sizes in parts)
+    if platform == "gpu":
+        say_once(f"tensors in fp8 are rounded by {'a kernel of ours' if able and whole else 'the compiler'}")
+    return able and whole
 
 
 def both_ways(x: Array, dtype: Any, interpret: bool = False) -> tuple[Rounded, Rounded]:

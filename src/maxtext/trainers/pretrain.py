@@ -57,6 +57,7 @@ def train(config: Any) -> Result:
     profiler = Profiler(config, start.step, config.steps - 1)
     steps = CompiledSteps(setup)
     first_step = steps.for_rows(rows_at(config, start.step))
+    state, key = start.ready()
     if jax.process_index() == 0:
         start_banner(banner(setup, first_step, start))
     writers = make_writers(
@@ -77,7 +78,6 @@ def train(config: Any) -> Result:
         if save is not None:
             hooks.append(save)
             closing.callback(save.close)
-        state, key = start.ready()
         loop = Loop(state, steps, feed, key, config.steps, hooks, start.step)
         LOGGER.info("set up in %.1f s", time.perf_counter() - started)
         failure: UserError | None = None
