@@ -25,6 +25,7 @@ from maxtext.trainers.activations import Kept, kept_by_policy, policy_of
 from maxtext.trainers.setup import Setup
 
 TRIES = 3  # compilations that confirm a suggestion
+RESERVE = 100  # of so many rows one is left out, where more than fit were tried: else the next try may fail by a hair
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,9 @@ def confirmed_batch(found: Estimate) -> Plan | None:
         if there.fits:
             return replace(plan, measured=there.needed)
         smaller = there.largest(there.current)
-        rows = min(smaller.rows if smaller else plan.rows, plan.rows - found.batch_pieces)
+        rows = smaller.rows if smaller else plan.rows
+        rows = (rows - rows // RESERVE) // found.batch_pieces * found.batch_pieces
+        rows = min(rows, plan.rows - found.batch_pieces)
         plan = replace(plan, rows=rows, per_device=rows / found.target.count)
     return None
 
