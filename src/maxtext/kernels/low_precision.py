@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+from jax.experimental.pallas import triton
 
 from maxtext.common.log import say_once
 from maxtext.kernels.attention import gpu_capability
 
 TILE = 128  # numbers of each dimension that are turned at a time
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)  # of values, of gradients
+LAST = ((1,), (1,))  # dimensions of two matrices
 
 
 class Rounded(NamedTuple):
@@ -160,9 +161,6 @@ def empty_like(x: Array) -> Array:
     return jnp.zeros((0, *x.shape), x.dtype)
 
 
-LAST = ((1,), (1,))  # dimensions of two matrices
-
-
 def as_matrix(x: Array, lines: int) -> Array:
     """With the first dimensions as lines, and the others as columns."""
     return x.reshape(math.prod(x.shape[:lines]), -1)
@@ -196,7 +194,7 @@ def both_ways(x: Array, dtype: Any, interpret: bool = False) -> tuple[Rounded, R
         grid=(lines // TILE, columns // TILE),
         in_specs=[pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))],
         out_specs=[pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)), pl.BlockSpec((TILE, TILE), lambda i, j: (j, i))],
-        compiler_params=plgpu.CompilerParams(num_warps=8),
+        compiler_params=triton.CompilerParams(num_warps=8),
         interpret=interpret,
         name="rounded_both_ways",
     )(x, 1 / scale.reshape(1))
