@@ -8,12 +8,14 @@ stays in bfloat16. Each side runs in a process of its own.
 A step counts from one report to the next; the median of all but the first ten counts. TFLOP/s are those of the matrix
 products, causal attention once, of experts those that a token uses; MFU is of 989, the dense bfloat16 peak of an H100
 or H200. First step: from the command to its report, with an empty compilation cache, and again with the one that this
-left. Prints one JSON line.
+left. Memory: ours, of the compiled step, as the run's banner has it; the peer's, the most that was allocated. Prints
+one JSON line.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -68,8 +70,10 @@ def ours(words: list[str], steps: int, folder: Path) -> dict[str, float]:
     timed = [record for record in records if record.get("step_time_seconds") and record["step"] >= SKIPPED]
     if not timed:  # only the first step was asked for
         return {"first_step_seconds": round(first, 1)}
+    memory = re.search(r"memory a device\W+([\d.]+ \w+)", "".join(said))
     return {
         "first_step_seconds": round(first, 1),
+        "memory": memory.group(1) if memory else None,
         "step_seconds": round(statistics.median(record["step_time_seconds"] for record in timed), 4),
         "tflops": round(statistics.median(record["tflops_per_second_per_device"] for record in timed), 1),
     }
@@ -148,8 +152,10 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
     attention = 2 * sizes["layers"] * size * length  # a token, forward, half of the square
     flops = rows * length * 3 * (2 * weights + attention)
     seconds = statistics.median(times[SKIPPED // TOGETHER :] or times)
+    memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {
         "first_step_seconds": round(first, 1),
+        "memory": f"{memory / 2**30:.1f} GiB",
         "step_seconds": round(seconds, 4),
         "tflops": round(flops / seconds / 1e12, 1),
     }
