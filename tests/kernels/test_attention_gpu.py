@@ -26,6 +26,11 @@ CASES = {
     "segments of all to all": {"visibility": Visibility(causal=False), "q_segments": PADDED},
     "segments in a window": {"visibility": Visibility(window=100), "q_segments": PADDED},
     "segments in chunks": {"visibility": Visibility(chunk=64), "q_segments": PADDED},
+    "packed": {"visibility": Visibility(), "q_segments": PADDED, "most_segments": 3},
+    "packed, with room": {"visibility": Visibility(), "q_segments": PADDED, "most_segments": 8},
+    "packed all to all": {"visibility": Visibility(causal=False), "q_segments": PADDED, "most_segments": 3},
+    "packed in a window": {"visibility": Visibility(window=100), "q_segments": PADDED, "most_segments": 3},
+    "packed in chunks": {"visibility": Visibility(chunk=128), "q_segments": PADDED, "most_segments": 3},
     "own segments of keys": {"visibility": Visibility(), "q_segments": PADDED, "k_segments": PADDED[::-1].copy()},
 }
 
@@ -84,6 +89,18 @@ def test_padding_gives_zero_and_no_gradient():
     output, d_q, d_k, d_v = compare(draw(4, 2, 64, 64), visibility=Visibility(), q_segments=PADDED)
     for array in (output, d_q, d_k, d_v):
         assert not array[PADDED == 0].any()
+
+
+def test_packed_rows_of_more_segments_than_said_are_not_numbers():
+    output, *_ = compute(
+        "cudnn_flash_jax", draw(4, 2, 64, 64), visibility=Visibility(), q_segments=PADDED, most_segments=2
+    )
+    assert np.isnan(output[0, PADDED[0] != 0]).all()
+    assert np.isfinite(output[1]).all()
+
+
+def test_packed_with_heads_of_two_sizes():
+    compare(draw(4, 4, 192, 128), visibility=Visibility(), q_segments=PADDED, most_segments=4)
 
 
 def test_autoselected_takes_cudnn_here():

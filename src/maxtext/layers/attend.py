@@ -34,6 +34,8 @@ def attend(inputs: Inputs, backend: str) -> jax.Array:
     rules = active_rules()
     kind = None if rules is None else platform(rules)  # the step may be for devices that are not here
     several = current()
+    if several is not None:
+        inputs = replace(inputs, most_segments=0)  # JAX splits masks over devices; places of segments it may not
     if several is None or not backend_for(checked(inputs), backend, kind).opaque:
         return compute(inputs, backend, kind)
     return flash_on_shards(several, checked(inputs))

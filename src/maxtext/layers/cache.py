@@ -174,6 +174,7 @@ def sight(visibility: Visibility, inputs: LayerInputs, seen: Arrays) -> dict[str
         "k_positions": by_chunk,
         "q_segments": inputs.segments,
         "k_segments": inputs.segments,
+        "most_segments": inputs.most_segments,
     }
 
 

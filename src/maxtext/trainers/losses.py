@@ -4,7 +4,7 @@ What is averaged over tokens comes as a sum with its weight, so that batches of 
 report about themselves (balance of experts, the indexer's loss) keeps its own full weight.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -83,7 +83,9 @@ def bound(config: Any, template: Template, weights: Any) -> Any:
 
 def language_model_losses(config: Any, template: Template, weights: Any, batch: Batch, key: jax.Array | None) -> Losses:
     model = bound(config, template, weights)
-    inputs = layer_inputs(config, batch, key)
+    # With the padding after them. See compiled.py, which sees to it that rows have no more.
+    most = 0 if config.max_segments_per_seq < 0 else config.max_segments_per_seq + 1
+    inputs = replace(layer_inputs(config, batch, key), most_segments=most)
     x, reports = model.run(batch["inputs"], inputs)
     around = {name: tree for name, tree in weights.items() if name != "layers"}  # what the head needs, and more
     _, sums = by_compiler(

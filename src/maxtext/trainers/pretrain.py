@@ -25,7 +25,8 @@ from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.models.registry import layers
-from maxtext.trainers import ahead, restore
+from maxtext.trainers import restore
+from maxtext.trainers.compiled import CompiledSteps
 from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.loop import Hook, Loop
@@ -105,22 +106,6 @@ def nothing_to_do(setup: Setup, start: restore.Start) -> Result:
     path = Path(run_folder(setup.config)) / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return Result(setup, start.ready()[0], summary | {"steps": start.step})
-
-
-class CompiledSteps:
-    """The train step, compiled for each batch size that ramp-up brings, when it first comes; or compiled ahead."""
-
-    def __init__(self, setup: Setup):
-        self.setup = setup
-        self.compiled: dict[int, jax.stages.Compiled] = {}
-
-    def for_rows(self, rows: int) -> jax.stages.Compiled:
-        if rows not in self.compiled:
-            self.compiled[rows] = ahead.train_step(self.setup, rows)
-        return self.compiled[rows]
-
-    def __call__(self, state: TrainState, batch: dict[str, jax.Array], key: jax.Array) -> Any:
-        return self.for_rows(batch["inputs"].shape[0])(state, batch, key)
 
 
 def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dict[str, dict[str, str]]:

@@ -16,12 +16,11 @@ from maxtext.kernels.attention.dispatch import (
     backend_for,
     choose,
     compute,
-    gpu_capability,
     try_backends,
 )
 from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_head
 from maxtext.kernels.attention.queries import map_queries
-from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility, gpu_capability
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
 from maxtext.kernels.attention.ties import largest_keys
 

@@ -6,11 +6,13 @@ Causal and window masks are cuDNN's own: it skips what they hide. JAX's window c
 so ours (i - window < j <= i) is local_window_size = (window - 1, 0), always with is_causal: without it JAX tells cuDNN
 only the left bound, and a query sees its future (jax-ml/jax#39576).
 
-Segments: cuDNN can pack sequences by offsets, but JAX exposes that only in a private module; the public sequence
-lengths [B] describe padding at the end of a row, not packing, and cannot be had from segment ids that are traced. What
-is left is a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size that JAX makes
-cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is quadratic memory: with causal
-attention, rows that only have padding at the end need no segments at all, since no real token sees what follows it.
+Segments: from Hopper on, cuDNN takes the places where they begin, and computes what lies inside them alone. It must be
+told how many there may be, and does a little work for each that there is not, so this is done where a row's segments
+are bounded, and by few (`packs`). JAX has it in a private module. Padding is a segment like others: what lies in none is
+not written, and could be anything. Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a
+gradient of that size that JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is
+quadratic memory: with causal attention, rows that only have padding at the end need no segments at all, since no real
+token sees what follows it.
 
 Chunks of attention that divide the length are folded into the batch. Head sizes that differ are padded with zeros to
 the larger, which changes no product: the public function asks for equal ones.
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxtext.kernels.attention.masks import hide_blind_queries, mask
-from maxtext.kernels.attention.request import Inputs, Request, Visibility
+from maxtext.kernels.attention.request import Inputs, Request, Visibility, gpu_capability
 
 # JAX's name of the forward computation. Rematerialization that keeps its outputs need not run it again: the backward
 # one needs a statistic of each query, too, which has no name of ours.
@@ -35,6 +37,11 @@ FORWARD = "dot_product_attention_fwd_wrapper"
 # Ampere and Ada 128, Hopper 256, Blackwell 128 (and two pairs of sizes beyond it that padding would not keep).
 LARGEST_HEAD = {8: 128, 9: 256}
 LARGEST_HEAD_ELSEWHERE = 128
+# Tokens of a row for each segment that it may have: with fewer, a mask is as fast. One row of 8192 tokens and 32 heads,
+# forward and backward on an H200: 1.2 ms for 16 segments, 3.7 ms for 128, 8.3 ms with a mask; 12 rows of 2048 tokens
+# and 16 heads: 1.6 ms for 16, 2.2 ms for 32, 5.8 ms for 128, 3.2 ms with a mask.
+TOKENS_OF_SEGMENT = 32
+RIGHT_OFFSETS = (0, 11, 2)  # the JAX whose offsets are right where heads share keys, jax-ml/jax#39521
 
 
 def supports(request: Request) -> str | None:
@@ -75,6 +82,8 @@ def supports(request: Request) -> str | None:
 def run(inputs: Inputs) -> Array:
     if inputs.visibility.chunk is not None:
         return run_chunks(inputs, inputs.visibility.chunk)
+    if packs(inputs):
+        return run_packed(inputs)
     size = max(inputs.q.shape[-1], inputs.v.shape[-1])
     visibility = inputs.visibility
     window = None if visibility.window is None else (visibility.window - 1, 0)
@@ -96,6 +105,54 @@ def run(inputs: Inputs) -> Array:
     return hide_blind_queries(output[..., : inputs.v.shape[-1]], inputs)
 
 
+def packs(inputs: Inputs) -> bool:
+    """Whether rows are packed with segments that are known to be few enough."""
+    if inputs.q_segments is None or not inputs.is_self_attention:
+        return False
+    few = 0 < inputs.most_segments <= inputs.q.shape[1] // TOKENS_OF_SEGMENT
+    return few and int((gpu_capability() or "9.0").split(".")[0]) >= 9
+
+
+def run_packed(inputs: Inputs) -> Array:
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    size = max(inputs.q.shape[-1], inputs.v.shape[-1])
+    q, k, v = (pad_heads(array, size) for array in (inputs.q, inputs.k, inputs.v))
+    if jax.__version_info__ < RIGHT_OFFSETS:
+        k, v = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
+    assert inputs.q_segments is not None
+    starts, lengths, fits = runs(inputs.q_segments, inputs.most_segments)
+    masks = private.MaskType
+    output = private.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        scale=inputs.scale,
+        mask_type=masks.PADDING_CAUSAL if inputs.visibility.causal else masks.PADDING,
+        sliding_window_length=inputs.visibility.window,
+    )
+    output = jnp.where(fits[:, None, None, None], output[..., : inputs.v.shape[-1]], jnp.nan)
+    return hide_blind_queries(output, inputs)
+
+
+def runs(segments: Array, most: int) -> tuple[Array, Array, Array]:
+    """Where runs of equal segments [B, S] begin, [B, most + 1], and how long they are, [B, most], both filled up with
+    -1; and whether a row has no more than `most`, [B]."""
+    rows, length = segments.shape
+    begins = jnp.concatenate([jnp.ones((rows, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    number = jnp.cumsum(begins, axis=1) - 1
+    place = jnp.where(begins & (number < most), number, most + 1)  # out of bounds: not written
+    starts = jnp.full((rows, most + 1), -1, jnp.int32)
+    starts = starts.at[jnp.arange(rows)[:, None], place].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
+    ends = jnp.where(starts[:, 1:] < 0, length, starts[:, 1:])
+    lengths = jnp.where(starts[:, :-1] < 0, -1, ends - starts[:, :-1])
+    return starts, lengths, number[:, -1] < most
+
+
 def run_chunks(inputs: Inputs, chunk: int) -> Array:
     """Chunks do not see each other, so they are rows of a larger batch, causal inside."""
 
@@ -115,6 +172,7 @@ def run_chunks(inputs: Inputs, chunk: int) -> Array:
         scale=inputs.scale,
         q_segments=q_segments,
         k_segments=k_segments,
+        most_segments=inputs.most_segments,
     )
     return run(folded).reshape(*inputs.q.shape[:3], inputs.v.shape[-1])
 

@@ -18,7 +18,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.kernels.attention import cudnn, dot_product, flash
 from maxtext.kernels.attention.checks import checked
-from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility, gpu_capability
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def attend(
     k_positions: Array | None = None,
     q_segments: Array | None = None,
     k_segments: Array | None = None,
+    most_segments: int = 0,
     soft_cap: float | None = None,
     sinks: Array | None = None,
     selected: Array | None = None,
@@ -71,6 +72,8 @@ def attend(
         the differences are the same), and the fast back ends take none.
     q_segments [B, S], k_segments [B, T]: tokens see only their own segment. Segment 0 is padding: it sees nothing and
         yields 0. k_segments None is q_segments.
+    most_segments: how many runs of equal q_segments a row has at most, padding among them, which some back ends need to
+        be fast; 0: not known. Rows that have more become not-a-number where it was needed.
     soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask.
     sinks [H]: a learned logit in the denominator of each head's softmax.
     selected [B, 1 or H, S, T]: True for keys that a query may see, beside what visibility and segments ask.
@@ -88,6 +91,7 @@ def attend(
         k_positions=k_positions,
         q_segments=q_segments,
         k_segments=k_segments,
+        most_segments=most_segments,
         soft_cap=soft_cap,
         sinks=sinks,
         selected=selected,
@@ -158,14 +162,6 @@ def request_of(inputs: Inputs, platform: str) -> Request:
         custom_positions=inputs.custom_positions,
         capability=gpu_capability() if platform == "gpu" else "",
     )
-
-
-@functools.cache
-def gpu_capability() -> str:
-    """ "9.0" on Hopper, "gfx942" on an AMD card, empty without a GPU (as when compiling for another machine)."""
-    if jax.default_backend() != "gpu":
-        return ""
-    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def try_backends() -> Iterator[tuple[str, str]]:

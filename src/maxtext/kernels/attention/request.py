@@ -7,8 +7,10 @@ queries and keys, Dv head size of values.
 do the job. `Inputs` holds the arrays with the same options, for the back end that was chosen.
 """
 
+import functools
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from jax import Array
 
@@ -144,6 +146,7 @@ class Inputs:
     k_positions: Array | None = None  # [B, T]
     q_segments: Array | None = None  # [B, S]
     k_segments: Array | None = None  # [B, T]; the very object q_segments where queries and keys share them
+    most_segments: int = 0  # runs of equal segments in a row, padding among them, at most; 0: not known
     soft_cap: float | None = None
     sinks: Array | None = None  # [H]
     selected: Array | None = None  # [B, 1 or H, S, T]
@@ -160,3 +163,11 @@ class Inputs:
         """Query i and key i are the same token, as far as the arguments show."""
         same_length = self.q.shape[1] == self.k.shape[1]
         return same_length and not self.custom_positions and self.q_segments is self.k_segments
+
+
+@functools.cache
+def gpu_capability() -> str:
+    """ "9.0" on Hopper, "gfx942" on an AMD card, empty without a GPU (as when compiling for another machine)."""
+    if jax.default_backend() != "gpu":
+        return ""
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
