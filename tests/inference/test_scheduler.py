@@ -16,6 +16,7 @@ from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_words
 from maxtext.inference import engine
+from maxtext.inference import scheduler as scheduler_module
 from maxtext.inference.engine import Engine, Programs
 from maxtext.inference.sampling import Kind, Rows, Sampling, draw
 from maxtext.inference.scheduler import Request
@@ -208,6 +209,36 @@ def test_two_hundred_requests(models, monkeypatch):
     assert sizes >= {2, 4}  # of eight
 
 
+@pytest.fixture
+def packing(monkeypatch):
+    """Prompts share rows of 48 tokens; how many did each time is collected."""
+    counts = []
+
+    def spied(engine, prompts, prefill=Engine.prefill, **how):
+        if prompts.segments is not None:
+            assert prompts.ids.shape == (1, 48)
+            counts.append(int(prompts.segments.max()))
+        return prefill(engine, prompts, **how)
+
+    monkeypatch.setattr(Engine, "packs", True)
+    monkeypatch.setattr(Engine, "prefill", spied)
+    monkeypatch.setattr(scheduler_module, "PACKED", 48)
+    monkeypatch.setattr(scheduler_module, "PACKED_PROMPTS", (2, 4))
+    monkeypatch.setattr(scheduler_module, "SOME_ROWS", 2)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["causal", pytest.param("latent", marks=pytest.mark.slow)])
+def test_prompts_that_share_a_row(models, packing, kind):
+    weights, alone = models(kind)
+    words = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
+    scheduler = make_scheduler(compiled(kind, *words), weights, 6, LENGTH)
+    random = np.random.default_rng(4)
+    requests = [random_request(random, counts=(1, 6)) for _ in range(16)]
+    assert scheduler.run(requests) == [alone(request) for request in requests]
+    assert {2, 4} <= set(packing)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
 def test_the_kernel_for_pages(monkeypatch):
@@ -308,6 +339,16 @@ def test_a_sequence_needs_no_more_pages_than_there_are(models):
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("kind", "layout"), [("causal", "few pages"), ("causal", "prefixes"), ("window", "prefixes")])
 def test_one_that_breaks_leaves_the_others_whole(models, kind, layout):
+    check_broken(models, kind, layout)
+
+
+@pytest.mark.slow
+def test_one_that_breaks_leaves_those_in_its_row_whole(models, packing):
+    check_broken(models, "causal", "few pages")
+    assert packing
+
+
+def check_broken(models, kind, layout):
     """The embedding of one token is no number: who has it is told so, who comes with it or after it notices nothing."""
     weights, alone = models(kind)
     table = weights["embedder"]["embedding"]

@@ -104,7 +104,7 @@ def generate(model: Any, batch: int, length: int, times: int) -> dict[str, Any]:
         scheduler.add(number, request)
     scheduler.admit()
     while group := scheduler.next_group():
-        scheduler.put(group)
+        scheduler.put(*group)
     if len(scheduler.running) < batch or not all(scheduler.grown(work, longest) for work in scheduler.running):
         raise ConfigError(f"{batch} sequences of {longest} tokens need more pages: raise pagedattn_num_pages")
     slots = engine.size.slots  # which may be more

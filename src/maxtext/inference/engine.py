@@ -20,13 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.inference.sampling import Kind, Rows, draw
-from maxtext.inference.scoring import Cached, Recomputed, scorer
+from maxtext.inference.scoring import Cached, Recomputed, at_last, scorer
 from maxtext.kernels.attention import AUTOSELECTED
 from maxtext.layers.attend import cannot_attend_pages
+from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.cache import PAGES, CacheSize
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
 from maxtext.models.common import backend
+from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.manual import platform
@@ -36,6 +38,7 @@ BLOCK = 16  # tokens of a slot in one call of decode, at most
 FIXED_STEPS = (4, BLOCK)  # where the compiler is to know how many
 LEAST_ROWS = 64  # of a program for some of the slots: fewer would cost about as much
 MOST_ENDS = 8  # ids that end a sequence
+PACKED = 4096  # tokens of a row with several prompts
 
 
 @jax.tree_util.register_dataclass
@@ -65,12 +68,13 @@ class State:
 class Prompts:
     """Tokens to be put into slots."""
 
-    ids: Any  # [R, C]
-    positions: Any  # [R, C], -1 is padding, behind the tokens
+    ids: Any  # [R, C]; with segments [1, C]
+    positions: Any  # like ids, -1 is padding, behind the tokens
     slots: Any  # [R]; N: the row is padding
     table: Any  # [R, P]
     final: Any  # [R] bool, the prompt ends here
     wishes: Wishes
+    segments: Any = None  # where one row has all R prompts: which of them a token is of, from 1 on; 0 is padding
 
 
 @jax.tree_util.register_dataclass
@@ -148,9 +152,12 @@ class Programs:
         self, weights: Any, state: State, prompts: Prompts, *, fresh: bool, reach: int, kind: Kind, scored: bool
     ) -> tuple[State, Drawn]:
         """The state with the prompts in it, and the first token [R] of those that are complete."""
-        inputs = LayerInputs(prompts.positions, fresh=fresh, table=prompts.table, reach=reach)
+        most = 0 if prompts.segments is None else prompts.slots.shape[0] + 1  # with the padding after them
+        inputs = LayerInputs(
+            prompts.positions, prompts.segments, fresh=fresh, table=prompts.table, reach=reach, most_segments=most
+        )
         scores, caches = self.scorer.of_prompts(weights, state.caches, prompts.ids, inputs, prompts.slots)
-        place = prompts.positions.max(axis=1) + 1
+        place = at_last(prompts.positions, inputs) + 1
         drawn, going = choose(scores, place, prompts.wishes, kind, scored, prompts.final)
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -303,11 +310,23 @@ class Engine:
         return bool(part(self.state.caches, pages=False))
 
     @cached_property
+    def packs(self) -> bool:
+        """Whether prompts may be put in one after the other in one row, which takes no padding."""
+        config, rules = self.programs.config, self.programs.rules
+        if not self.few_programs or self.aligned or self.has_slot_caches or rules.mesh.size > 1:
+            return False
+        mixers = [layer.attention for layer in layers(config)]
+        plain = all(isinstance(mixer, AttentionSpec) for mixer in mixers)
+        return plain and all(mixer.packs(PACKED, config.dtype.value, platform(rules)) for mixer in mixers)
+
+    @cached_property
     def row_counts(self) -> tuple[int, ...]:
         """How many slots a program may extend, the fewest first. Where pages have all that is kept of a sequence, those
         that do nothing need not be among them."""
         slots, devices = self.size.slots, self.programs.rules.mesh.size
-        some = [slots // part for part in (4, 2) if slots % (part * devices) == 0 and slots // part >= LEAST_ROWS]
+        quarter, rest = divmod(slots, 4 * devices)
+        some = [quarter * devices * count for count in (1, 2, 3) if not rest]
+        some = [count for count in some if count >= LEAST_ROWS and slots - count >= LEAST_ROWS]
         return (slots,) if self.aligned or self.has_slot_caches else (*some, slots)
 
     @cached_property

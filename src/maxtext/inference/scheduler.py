@@ -18,11 +18,23 @@ import jax
 import numpy as np
 
 from maxtext.common.errors import UserError
-from maxtext.inference.engine import BLOCK, BROKEN, FIXED_STEPS, IDLE, MOST_ENDS, Drawn, Engine, Prompts, Wishes
+from maxtext.inference.engine import (
+    BLOCK,
+    BROKEN,
+    FIXED_STEPS,
+    IDLE,
+    MOST_ENDS,
+    PACKED,
+    Drawn,
+    Engine,
+    Prompts,
+    Wishes,
+)
 from maxtext.inference.pages import Pages
 from maxtext.inference.sampling import GREEDILY, Rows, Sampling, kind_of
 
-PREFILL_TOKENS = 4096  # in one program, at most, unless a single prompt has more
+PREFILL_TOKENS = PACKED  # in one program, at most, unless a single prompt has more
+PACKED_PROMPTS = (8, 16, 32, 64)  # in one row, at most: attention does a little work for each that there is not
 SOME_ROWS = 8  # beside one and as many as there may be, where there are few programs
 LEAST_WIDTH = 16  # of a prompt's row
 LEAST_REACH = 64  # places that are looked at
@@ -167,7 +179,7 @@ class Scheduler:
         self.admit()
         queued = len(self.queue)
         while group := self.next_group():
-            self.put(group)
+            self.put(*group)
             if self.chunk:
                 break
         news: list[News] = []
@@ -225,33 +237,58 @@ class Scheduler:
                     return min(count, place - work.filled)
         return count
 
-    def next_group(self) -> list[Work]:
-        """Prompts that one program can put in together: the oldest, and others of about its size."""
+    def next_group(self) -> tuple[list[Work], bool] | None:
+        """Prompts that one program can put in together: the oldest, and any that fill a row with it (True), or others
+        of about its size."""
         unfilled = [work for work in self.running if not work.decoding]
         if not unfilled:
-            return []
+            return None
+        if packed := self.packed(unfilled):
+            return packed, True
         kind = self.form(unfilled[0])
         alike = [work for work in unfilled if self.form(work) == kind]
-        return alike[: most_rows(kind[0])]
+        return alike[: most_rows(kind[0])], False
 
     def form(self, work: Work) -> tuple[int, bool]:
         return rounded(self.piece(work)), work.filled == 0
 
-    def put(self, group: list[Work]) -> None:
-        """Queue the next piece of each."""
+    def packed(self, unfilled: list[Work]) -> list[Work]:
+        """The oldest prompt and others that fill up a row; none where rows of their own are better."""
+        first, *others = [work for work in unfilled if work.filled == 0] or unfilled[:1]
+        if not self.engine.packs or first is not unfilled[0] or self.piece(first) > PACKED:
+            return []
+        row, room = [first], PACKED - self.piece(first)
+        # The largest first: they leave room for small ones.
+        for work in sorted(others, key=self.piece, reverse=True):
+            if self.piece(work) <= room and len(row) < PACKED_PROMPTS[-1]:
+                row.append(work)
+                room -= self.piece(work)
+        return row if len(row) > SOME_ROWS or (len(row) > 1 and room <= PACKED // 2) else []
+
+    def put(self, group: list[Work], packed: bool = False) -> None:
+        """Queue the next piece of each, all in one row or each in its own."""
         width, fresh = self.form(group[0])
-        rows = power(len(group))
-        if self.engine.few_programs:
+        if packed:
+            width, rows = PACKED, next(count for count in PACKED_PROMPTS if count >= len(group))
+        elif self.engine.few_programs:
             most = min(most_rows(width), power(self.engine.size.slots))
             rows = next(count for count in (1, min(SOME_ROWS, most), most) if count >= len(group))
-        ids = np.zeros((rows, width), np.int32)
-        positions = np.full((rows, width), -1, np.int32)
+        else:
+            rows = power(len(group))
+        lines = 1 if packed else rows
+        ids = np.zeros((lines, width), np.int32)
+        positions = np.full((lines, width), -1, np.int32)
+        segments = np.zeros((lines, width), np.int32)
         slots = np.full(rows, self.engine.size.slots, np.int32)
         final = np.zeros(rows, bool)
+        begin = 0
         for row, work in enumerate(group):
             count, start = self.piece(work), work.filled
-            ids[row, :count] = work.ids[start : start + count]
-            positions[row, :count] = np.arange(start, start + count)
+            places = (0, slice(begin, begin + count)) if packed else (row, slice(count))
+            ids[places] = work.ids[start : start + count]
+            positions[places] = np.arange(start, start + count)
+            segments[places] = row + 1
+            begin += count
             slots[row] = work.slot
             work.filled += count
             final[row] = work.decoding
@@ -260,8 +297,9 @@ class Scheduler:
         requests = [work.request for work in group]
         requests += [replace(requests[0], sampling=GREEDILY)] * (rows - len(group))
         last = [work.last for work in group] + [0] * (rows - len(group))
+        table = self.table(group, rows, range(len(group)))
         drawn = self.engine.prefill(
-            Prompts(ids, positions, slots, self.table(group, rows, range(len(group))), final, wishes(requests, last)),
+            Prompts(ids, positions, slots, table, final, wishes(requests, last), segments if packed else None),
             fresh=fresh,
             reach=reach,
             kind=kind_of(request.sampling for request, done in zip(requests, final, strict=True) if done),

@@ -31,7 +31,8 @@ class Cached:
     def of_prompts(
         self, weights: Any, caches: Caches, ids: jax.Array, inputs: LayerInputs, slots: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        """Scores [R, V] after the last of ids [R, C], and what is kept then. A row without tokens has slot N."""
+        """Scores [R, V] after the last of ids [R, C], and what is kept then. A row without tokens has slot N. With
+        segments, R sequences are in one row, ids [1, C]."""
         model = self.template.bind(weights)
         rows = [cache if PAGES in cache else jax.tree.map(lambda x: x[slots], cache) for cache in caches]
         hidden, after = model.step(ids, inputs, rows)
@@ -39,14 +40,35 @@ class Cached:
             new if PAGES in old else jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), old, new)
             for old, new in zip(caches, after, strict=True)
         ]
-        last = jnp.maximum((inputs.positions >= 0).sum(axis=1) - 1, 0)
-        return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0], caches
+        last = at_last(hidden, inputs)
+        if inputs.segments is not None:
+            # A sequence that shares its row has lost what is not a number on the way: see `cache.extended`.
+            lost = of_sequences(~jnp.isfinite(hidden[0]).all(axis=-1), inputs) > 0
+            last = jnp.where(lost[:, None], jnp.nan, last)
+        return model.logits(last[:, None])[:, 0], caches
 
     def of_slots(self, weights: Any, caches: Caches, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Caches]:
         """Scores [N, V] after ids [N, 1], one more token of each slot, and what is kept then."""
         model = self.template.bind(weights)
         hidden, caches = model.step(ids, inputs, caches)
         return model.logits(hidden)[:, 0], caches
+
+
+def at_last(x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    """[R, ...]: of x [R, C, ...], or [1, C, ...] with segments, what is at the last token of each sequence."""
+    if inputs.segments is None:
+        last = jnp.maximum((inputs.positions >= 0).sum(axis=1) - 1, 0)
+        return x[jnp.arange(x.shape[0]), last]
+    return x[0, of_sequences(jnp.arange(x.shape[1]), inputs)]
+
+
+def of_sequences(numbers: jax.Array, inputs: LayerInputs) -> jax.Array:
+    """[R]: the largest of [C] numbers, from 0 on, that each sequence has in their row."""
+    assert inputs.table is not None
+    assert inputs.segments is not None
+    count, segments = inputs.table.shape[0], inputs.segments[0]
+    own = jnp.where(segments > 0, segments - 1, count)  # out of bounds: nobody's
+    return jnp.zeros(count, jnp.int32).at[own].max(numbers.astype(jnp.int32), mode="drop")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import numpy as np
 from jax import Array
 
 from maxtext.common.log import say_once
-from maxtext.kernels import grouped_hopper
 from maxtext.kernels.attention import gpu_capability
 
 
@@ -40,6 +39,8 @@ def hopper_has(rows: Array, kernels: Array) -> bool:
     """Whether `grouped_hopper` can do it: its copies have bounds on sizes. With less than one block of rows, as in
     generation, it has not been tried.
     """
+    from maxtext.kernels import grouped_hopper  # what it is made with takes long to import
+
     count = rows.shape[0]
     right = rows.dtype == kernels.dtype == jnp.bfloat16
     right = right and count % 8 == 0 and count >= grouped_hopper.USUAL.rows
@@ -48,10 +49,14 @@ def hopper_has(rows: Array, kernels: Array) -> bool:
 
 @jax.custom_vjp
 def hopper_product(rows: Array, kernels: Array, sizes: Array) -> Array:
+    from maxtext.kernels import grouped_hopper
+
     return grouped_hopper.product(rows, kernels, sizes)
 
 
 def hopper_backward(kept: tuple[Array, Array, Array], cotangent: Array) -> tuple[Array, Array, Any]:
+    from maxtext.kernels import grouped_hopper
+
     rows, kernels, sizes = kept
     of_rows = grouped_hopper.product(cotangent, kernels, sizes, transposed=True)
     of_kernels = grouped_hopper.kernels_gradient(rows, cotangent, sizes)

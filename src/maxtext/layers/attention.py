@@ -9,7 +9,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Visibility, decode
+from maxtext.kernels.attention import (
+    AUTOSELECTED,
+    BlockSizes,
+    Inputs,
+    Request,
+    Visibility,
+    choose,
+    decode,
+    gpu_capability,
+)
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages
 from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, sight, through_store
@@ -76,6 +85,24 @@ class AttentionSpec:
             return None
         each = (self.kv_heads, self.head_dim)
         return kept(self.visibility, size, **{KEY: each, VALUE: each})
+
+    def packs(self, length: int, dtype: str, platform: str) -> bool:
+        """Whether a row of so many tokens may as well hold many short documents: none looks at all the others."""
+        sizes = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
+        request = Request(
+            platform,
+            dtype,
+            length,
+            length,
+            *sizes,
+            self.visibility,
+            has_segments=True,
+            soft_cap=self.soft_cap,
+            has_sinks=self.sinks,
+            has_selection=self.moba is not None,
+            capability=gpu_capability(),
+        )
+        return self.backend == AUTOSELECTED and choose(request) != "dot_product"
 
 
 class Attention(nnx.Module):

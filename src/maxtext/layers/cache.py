@@ -5,7 +5,8 @@ no token: such queries are padding, and such places are empty. There are three k
 
 - pages, for what grows with the sequence: {"pages": {name: [P, page, ...]}}, a pool that all sequences of the batch
   share. `LayerInputs.table` [B, C] lists each row's pages in order, so the token at position p is in page
-  table[p // page] at p % page. Where row b's only page is page b (`aligned`), the pool is read as it is, else copied.
+  table[p // page] at p % page; with segments, it lists those of each segment, from 1 on. Where row b's only page is
+  page b (`aligned`), the pool is read as it is, else copied.
 - rings, for windows and chunks: {name: [B, T, ...], "position": [B, T]}. The token at position p is at place p mod T,
   with its position beside it, so a window needs no more places than it sees.
 - states of a fixed size, the mixer's own affair.
@@ -67,6 +68,9 @@ def extended(inputs: LayerInputs, new: Arrays) -> tuple[Arrays, Cache]:
     """
     assert inputs.cache is not None
     store = inputs.cache.get(PAGES, inputs.cache)
+    if inputs.segments is not None:
+        # Hidden or not, what is not a number would be one more term in the sums of all that share the row.
+        new = {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in new.items()}
     stored, new = through_store(store, new)
     if PAGES in inputs.cache:
         seen, after = in_pages(inputs, store, stored)
@@ -103,7 +107,11 @@ def read(store: Arrays, name: str, dtype: Any) -> jax.Array:
 def write(inputs: LayerInputs, pool: Arrays, new: Arrays) -> Arrays:
     assert inputs.table is not None
     pages, page = next(iter(pool.values())).shape[:2]
-    number = jnp.take_along_axis(inputs.table, jnp.maximum(inputs.positions, 0) // page, axis=1)
+    column = jnp.maximum(inputs.positions, 0) // page
+    if inputs.segments is None:
+        number = jnp.take_along_axis(inputs.table, column, axis=1)
+    else:  # several sequences in a row
+        number = inputs.table[jnp.maximum(inputs.segments - 1, 0), column]
     number = jnp.where(inputs.positions >= 0, number, pages)  # out of bounds: not written
     place = inputs.positions % page
     return {name: laid_out(name, pool[name].at[number, place].set(x, mode="drop")) for name, x in new.items()}

@@ -22,7 +22,7 @@ class LayerInputs:
     order: Order | None = field(default=None, metadata={"static": True})  # of the tokens, if it is not their own
     cache: Cache | None = None  # of the layer that is called; positions are then -1 where there is no token
     fresh: bool = field(default=False, metadata={"static": True})  # nothing is before these tokens
-    table: jax.Array | None = None  # [B, C], the pages of each row in a cache of pages
+    table: jax.Array | None = None  # [B, C], the pages of each row, or segment, in a cache of pages
     aligned: bool = field(default=False, metadata={"static": True})  # row b of the batch has page b of the cache
     most_segments: int = field(default=0, metadata={"static": True})  # of a row, padding is one; 0: not known
     reach: int = field(default=0, metadata={"static": True})  # all positions are below; 0: below what the table holds

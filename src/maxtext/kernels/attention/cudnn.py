@@ -8,11 +8,11 @@ only the left bound, and a query sees its future (jax-ml/jax#39576).
 
 Segments: from Hopper on, cuDNN takes the places where they begin, and computes what lies inside them alone. It must be
 told how many there may be, and does a little work for each that there is not, so this is done where a row's segments
-are bounded, and by few (`packs`). JAX has it in a private module. Padding is a segment like others: what lies in none is
-not written, and could be anything. Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a
-gradient of that size that JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is
-quadratic memory: with causal attention, rows that only have padding at the end need no segments at all, since no real
-token sees what follows it.
+are bounded, and by few (`packs`). JAX has it in a private module. Padding is a segment like others: what lies in none
+is not written, and could be anything. Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head,
+and a gradient of that size that JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but
+it is quadratic memory: with causal attention, rows that only have padding at the end need no segments at all, since no
+real token sees what follows it.
 
 Chunks of attention that divide the length are folded into the batch. Head sizes that differ are padded with zeros to
 the larger, which changes no product: the public function asks for equal ones.
