@@ -1,9 +1,10 @@
 """The grouped product of experts alone, forward and both gradients, against dense products of as many FLOPs.
 
-    python benchmarks/grouped.py [--cases 8:32768:2048:7168,...]
+    python benchmarks/grouped.py [--cases 8:32768:2048:7168,...] [--fp8]
 
 A case is groups : rows : inputs : outputs, in bfloat16; groups have uneven sizes. The peer multiplies all rows by one
-kernel, which is the compiler's own product at its best. The best of several runs. Prints one JSON line.
+kernel, which is the compiler's own product at its best. --fp8: ours rounds to fp8 and multiplies so, but for the
+gradient of the kernels; the peer stays in bfloat16. The best of several runs. Prints one JSON line.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.kernels import grouped_fp8
 from maxtext.kernels.grouped import grouped_product
 
 RUNS, TOGETHER = 5, 4
@@ -30,7 +32,7 @@ def seconds(function, *arguments):
     return min(times)
 
 
-def measure(groups, rows, inputs, outputs):
+def measure(product, groups, rows, inputs, outputs):
     random = np.random.default_rng(0)
     shares = np.floor(random.dirichlet(np.full(groups, 20.0)) * rows).astype(np.int32)
     shares[-1] += rows - shares.sum()
@@ -45,7 +47,7 @@ def measure(groups, rows, inputs, outputs):
         return y, pull(cotangents)
 
     def ours(x, kernels):
-        return grouped_product(x, kernels, sizes, jax.default_backend())
+        return product(x, kernels, sizes, jax.default_backend())
 
     own = seconds(jax.jit(lambda *arrays: both_ways(ours, *arrays)), x, kernels, cotangents)
     dense = seconds(jax.jit(lambda *arrays: both_ways(jnp.matmul, *arrays)), x, kernels[0], cotangents)
@@ -56,8 +58,10 @@ def measure(groups, rows, inputs, outputs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--fp8", action="store_true")
     options = parser.parse_args()
-    print(json.dumps({case: measure(*map(int, case.split(":"))) for case in options.cases.split(",")}))
+    product = grouped_fp8.product if options.fp8 else grouped_product
+    print(json.dumps({case: measure(product, *map(int, case.split(":"))) for case in options.cases.split(",")}))
 
 
 if __name__ == "__main__":

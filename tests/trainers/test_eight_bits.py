@@ -67,6 +67,12 @@ def test_it_learns_as_in_bfloat16(in_bfloat16, quantization):
     assert trained(f"quantization={quantization}") == pytest.approx(in_bfloat16, rel=0.01)
 
 
+@pytest.mark.slow
+def test_experts_learn_as_in_bfloat16():
+    experts = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"]
+    assert trained(*experts, "quantization=fp8") == pytest.approx(trained(*experts), rel=0.01)
+
+
 def products(*words):
     """How many products, forward and backward, have inputs in int8, in e4m3 and in e5m2."""
     setup = setup_of("scan_layers=false", *words)

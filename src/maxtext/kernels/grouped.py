@@ -25,7 +25,7 @@ def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: s
     several, or any will do. With one, what comes out behind the last group may be anything, as may be its gradient:
     callers must not read it. With None it is zeros.
     """
-    hopper = platform == "gpu" and (gpu_capability() or "9.0") == "9.0" and hopper_has(rows, kernels)
+    hopper = is_hopper(platform) and hopper_has(rows, kernels)
     if platform == "gpu":
         say_once(f"{len(kernels)} experts are multiplied by {'the kernel for Hopper GPUs' if hopper else 'ragged_dot'}")
     if hopper:
@@ -35,7 +35,11 @@ def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: s
     return jnp.where(mine, jax.lax.ragged_dot(jnp.where(mine, rows, 0), kernels, group_sizes), 0)
 
 
-def hopper_has(rows: Array, kernels: Array) -> bool:
+def is_hopper(platform: str | None) -> bool:
+    return platform == "gpu" and (gpu_capability() or "9.0") == "9.0"
+
+
+def hopper_has(rows: Array, kernels: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `grouped_hopper` can do it: its copies have bounds on sizes. With less than one block of rows, as in
     generation, it has not been tried.
     """

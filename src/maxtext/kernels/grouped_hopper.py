@@ -6,7 +6,7 @@ Rows of a group follow one another, and groups begin anywhere. So a block of row
 multiplied once for each of them, and only the rows of that group are stored (or, for the gradient, added up). Which
 block and which group a tile has is looked up in a table that is made before (`Tiles`), so finding them costs the same
 with 8 groups and with 800. One program runs on each multiprocessor and takes one tile after the other; one warpgroup
-fetches, two multiply, each its half of the columns.
+fetches, two multiply, each its half of the columns. Numbers have 16 bits, or, but for the gradient of kernels, eight.
 
 What lies behind the last group is not written: callers must not read it.
 """
@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WORKERS = 2  # warpgroups that multiply
-DEPTH = 64  # of a step: as many numbers of 16 bits as one swizzled line has
+LINE = 128  # bytes of a line that is swizzled
+DEPTH = LINE // 2  # numbers of 16 bits that are added up in a step
 STORED = 64  # columns that are stored at a time
 KEPT = 40  # registers of the warpgroup that fetches
 
@@ -65,10 +66,14 @@ def tiles_of(sizes: Array, rows: int, block: int) -> Tiles:
     return Tiles(*(part.astype(jnp.int32) for part in (groups, at, begin - at * block, counts)))
 
 
-@functools.partial(jax.jit, static_argnames=("transposed", "shape"))  # traced once for all layers
-def product(rows: Array, kernels: Array, sizes: Array, transposed: bool = False, shape: Shape = USUAL) -> Array:
-    """rows [N, K] times kernels [X, K, M], or [X, M, K] if `transposed` -> [N, M]."""
+@functools.partial(jax.jit, static_argnames=("transposed", "shape", "dtype"))  # traced once for all layers
+def product(
+    rows: Array, kernels: Array, sizes: Array, transposed: bool = False, shape: Shape = USUAL, dtype: Any = None
+) -> Array:
+    """rows [N, K] times kernels [X, K, M], or [X, M, K] if `transposed` -> [N, M] in `dtype`, or that of the rows.
+    Numbers of eight bits are added up along the last dimension of both alone, so kernels must be transposed."""
     (count, depth), width = rows.shape, kernels.shape[1 if transposed else 2]
+    step = LINE // rows.dtype.itemsize
     tiles = tiles_of(sizes, count, shape.rows)
     across, down = pl.cdiv(width, shape.columns), len(tiles.groups)
 
@@ -91,12 +96,12 @@ def product(rows: Array, kernels: Array, sizes: Array, transposed: bool = False,
                 store_rows(staging, out_ref, block * shape.rows, columns, firsts[at], counts[at], shape.rows)
 
             places = (lambda k: (block, k)), (lambda k: (column, k) if transposed else (k, column))
-            run(multiply, store, depth // DEPTH, places, (rows_ref, kernels_ref.at[groups[at]]))
+            run(multiply, store, depth // step, places, (rows_ref, kernels_ref.at[groups[at]]))
 
-        blocks_read = (shape.rows, DEPTH), (shape.columns, DEPTH) if transposed else (DEPTH, shape.columns)
-        on_tiles(tile, across * down, blocks_read, (rows_ref, kernels_ref.at[0]), shape)
+        blocks_read = (shape.rows, step), (shape.columns, step) if transposed else (step, shape.columns)
+        on_tiles(tile, across * down, blocks_read, (rows_ref, kernels_ref.at[0]), shape, out.dtype)
 
-    out = jax.ShapeDtypeStruct((count, width), rows.dtype)
+    out = jax.ShapeDtypeStruct((count, width), dtype or rows.dtype)
     return kernel_of(body, out, "grouped_product")(*tiles, rows, kernels)
 
 
@@ -143,22 +148,22 @@ def kernels_gradient(rows: Array, cotangents: Array, sizes: Array, shape: Shape 
             run(multiply, store, many, places, (rows_ref, cotangents_ref))
 
         blocks_read = (DEPTH, shape.rows), (DEPTH, shape.columns)
-        on_tiles(tile, len(sizes) * down * across, blocks_read, (rows_ref, cotangents_ref), shape)
+        on_tiles(tile, len(sizes) * down * across, blocks_read, (rows_ref, cotangents_ref), shape, out.dtype)
 
     out = jax.ShapeDtypeStruct((len(sizes), depth, width), rows.dtype)
     run = kernel_of(body, out, "grouped_kernels_gradient")
     return run(starts, ends, first_steps, steps, rows, cotangents)
 
 
-def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shape) -> None:
+def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shape, dtype: Any) -> None:
     """Calls tile(index, run) for this program's share of `count` tiles.
 
     run(multiply, store, steps, places, operands) fetches blocks of the two operands, those at `places` of a step, and
     adds up their products in the warpgroups that multiply, each its half of the columns. Then these call
-    store(staging, part) for each STORED columns of their half, with the result in shared memory.
+    store(staging, part) for each STORED columns of their half, with the result in shared memory, in `dtype`.
     """
     half = shape.columns // WORKERS
-    transforms = plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH)
+    transforms = plgpu.TilingTransform((8, LINE // like[0].dtype.itemsize)), plgpu.SwizzleTransform(LINE)
 
     def pipeline(multiply: Callable, context: Callable, steps: Any, places: Any) -> Any:
         specs = [
@@ -176,7 +181,7 @@ def on_tiles(tile: Callable, count: int, blocks: tuple, like: tuple, shape: Shap
     @functools.partial(
         pl.run_scoped,
         allocations=some.get_allocations(*like),
-        staging=plgpu.SMEM((WORKERS, shape.rows, STORED), like[0].dtype),
+        staging=plgpu.SMEM((WORKERS, shape.rows, STORED), dtype),
         collective_axes="worker",
     )
     def _(allocations: Any, staging: Any) -> None:

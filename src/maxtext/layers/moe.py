@@ -132,7 +132,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 class Moe(nnx.Module):
     def __init__(self, maker: Maker, spec: MoeSpec, size: int, dtype: Any):
-        self.spec, self.dtype = spec, dtype
+        self.spec, self.dtype, self.recipe = spec, dtype, maker.recipe
         self.sum_dtype = jnp.dtype(jnp.float32 if spec.float32_sum else dtype)
         self.router = spec.router.build(maker.child(0), size, dtype)
         self.experts = Experts(maker.child(1), spec, size, dtype)
@@ -159,7 +159,7 @@ class Moe(nnx.Module):
         weights = {name: layer.weights for name, layer in self.experts.layers.items()}
         names = {name: layer.names(weights[name]) for name, layer in self.experts.layers.items()}
         x, weights = weights_first(x, weights)
-        run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype)
+        run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype, self.recipe)
         return run(x, targets, routing.weights, weights, names)
 
     def dense(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels import exchange, grouped
+from maxtext.kernels import exchange, grouped, grouped_fp8
 from maxtext.kernels.quantized import dequantize
 from maxtext.sharding import AxisRules, manual
 
@@ -57,6 +57,7 @@ class SortedExperts:
     feed: Feed
     dtype: Any
     sum_dtype: Any
+    recipe: str = ""  # of products in eight bits: fp8
 
     def __call__(self, x: Array, targets: Array, shares: Array, weights: Weights, names: Weights) -> Array:
         """x [B, S, E], targets [B, S, k] with X for no expert, shares [B, S, k] of the choices -> [B, S, E].
@@ -80,10 +81,12 @@ class SortedExperts:
         """The experts of rows that are sorted by them. `first`: whether this device adds the last bias. `platform`: of
         the only device."""
 
+        multiply = grouped_fp8.product if self.recipe == "fp8" else grouped.grouped_product
+
         def run(rows: Array, order: grouped.Order | exchange.Plan) -> Array:
             def apply(name: str, rows: Array) -> Array:
                 kernel, bias, scale = weights[name]
-                y = grouped.grouped_product(rows, kernel.astype(rows.dtype), order.sizes, platform)
+                y = multiply(rows, kernel.astype(rows.dtype), order.sizes, platform)
                 if scale is not None:
                     y = dequantize(y, of_rows(scale, order), y.dtype)
                 if bias is None:
