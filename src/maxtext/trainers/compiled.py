@@ -36,10 +36,16 @@ class CompiledSteps:
             most = self.most(documents)
             if self.compiled and self.counting:
                 LOGGER.info("compiling the step for rows of %s documents", "any number of" if most == ANY else most)
-            config = self.setup.config.model_copy(update={"max_segments_per_seq": most})
-            self.compiled[rows, most] = ahead.train_step(replace(self.setup, config=config), rows)
+            self.compiled[rows, most] = ahead.train_step(self.bounded(most), rows)
             fitting = [most]
         return self.compiled[rows, min(fitting, key=lambda most: float("inf") if most == ANY else most)]
+
+    def bounded(self, most: int) -> Setup:
+        """For rows of so many documents."""
+        config = self.setup.config
+        if most == config.max_segments_per_seq:
+            return self.setup
+        return replace(self.setup, config=config.model_copy(update={"max_segments_per_seq": most}))
 
     def most(self, documents: int) -> int:
         """How many documents a program for these is for."""
