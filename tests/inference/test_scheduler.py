@@ -348,6 +348,24 @@ def test_one_that_breaks_leaves_those_in_its_row_whole(models, packing):
     assert packing
 
 
+@pytest.mark.slow
+def test_keys_that_are_no_numbers_are_told_in_a_shared_row(models, packing):
+    """Though all else that a request's tokens are made of is finite."""
+
+    def broken(path, leaf):
+        return leaf * 1e38 if [step.key for step in path[-2:]] == ["key", "kernel"] else leaf
+
+    words = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
+    weights = jax.tree.map_with_path(broken, models("causal")[0])
+    scheduler = make_scheduler(compiled("causal", *words), weights, 6, LENGTH)
+    for number in range(6):
+        scheduler.add(number, Request((1, 2, number, *range(9)), 3))
+    told = [news for _ in range(3) for news in scheduler.step()]
+    assert [news.finished for news in told] == ["error"] * 6
+    assert not any(news.tokens for news in told)
+    assert packing
+
+
 def check_broken(models, kind, layout):
     """The embedding of one token is no number: who has it is told so, who comes with it or after it notices nothing."""
     weights, alone = models(kind)

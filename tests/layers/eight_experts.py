@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,16 @@ from tests.kernels.test_exchange import emulated
 BATCH, LENGTH, SIZE, EXPERTS, WIDTH = 8, 8, 24, 8, 40
 ROUTER = RouterSpec(EXPERTS, 2, normalise=True)
 PLAIN = MoeSpec(ROUTER, WIDTH)
+
+
+@dataclass(frozen=True)
+class RoughSpec(MoeSpec):
+    """With products in fp8."""
+
+    def build(self, maker, size, dtype):
+        return super().build(replace(maker, recipe="fp8"), size, dtype)
+
+
 LIMITED = replace(PLAIN, activations=("sigmoid", "linear"), limit=0.8, bias=True)
 WEIGHED = replace(PLAIN, weigh_input=True, activations=("gelu",), router=RouterSpec(EXPERTS, 1, score="sigmoid"))
 # What a device alone does not ask for.
@@ -61,6 +71,8 @@ CASES = {
     "two owner axes": ({"fsdp": 2, "expert": 2, "tensor": 2}, {"rules": TWO_OWNERS}),
     "ragged": ({"fsdp": 2, "expert": 4}, {"ragged": True}),
     "ragged x tensor": ({"expert": 4, "tensor": 2}, {"ragged": True, "spec": LIMITED}),
+    "fp8, expert": ({"data": 2, "expert": 4}, {"spec": RoughSpec(ROUTER, WIDTH)}),
+    "fp8, fsdp x tensor": ({"fsdp": 4, "tensor": 2}, {"spec": RoughSpec(ROUTER, WIDTH)}),
     "dense": ({"fsdp": 2, "expert": 2, "tensor": 2}, {"spec": replace(PLAIN, method="dense")}),
     "dropping": ({"fsdp": 2, "expert": 4}, {"spec": replace(PLAIN, method="dropping", capacity_factor=1.0)}),
     "dropping, context x expert": (

@@ -35,7 +35,8 @@ def eight():
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_on_one_device(eight, name):
     found = eight["cases"][name]
-    wrong = {tensor: error for tensor, error in found["errors"].items() if not error < 2e-6}
+    most = 0.02 if name.startswith("fp8") else 2e-6  # what differs in the last bit may be rounded apart
+    wrong = {tensor: error for tensor, error in found["errors"].items() if not error < most}
     assert not wrong
     assert found["smallest"] > 0.1  # nothing was compared with zeros
     assert len(found["errors"]) >= 5

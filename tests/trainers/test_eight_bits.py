@@ -21,6 +21,7 @@ WORDS = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2
          "remat_policy=none", "dataset_type=synthetic", f"steps={STEPS}", "learning_rate=3e-3",
          "attention=dot_product"]  # fmt: skip
 LAST = 20  # steps whose loss counts
+EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"]
 
 
 def setup_of(*words):
@@ -69,8 +70,14 @@ def test_it_learns_as_in_bfloat16(in_bfloat16, quantization):
 
 @pytest.mark.slow
 def test_experts_learn_as_in_bfloat16():
-    experts = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"]
-    assert trained(*experts, "quantization=fp8") == pytest.approx(trained(*experts), rel=0.01)
+    assert trained(*EXPERTS, "quantization=fp8") == pytest.approx(trained(*EXPERTS), rel=0.01)
+
+
+@pytest.mark.parametrize(("quantization", "rounded"), [("fp8", True), ("int8", False), ("none", False)])
+def test_experts_are_rounded_in_fp8(quantization, rounded):
+    setup = setup_of(*EXPERTS, f"quantization={quantization}", "scan_layers=false")
+    program = setup.lower_train_step(ROWS).as_text()
+    assert ("tensor<4x32x64xf8E4M3FN>" in program) == rounded
 
 
 def products(*words):

@@ -21,7 +21,7 @@ import numpy as np
 
 from maxtext.inference.sampling import Kind, Rows, draw
 from maxtext.inference.scoring import Cached, Recomputed, at_last, scorer
-from maxtext.kernels.attention import AUTOSELECTED
+from maxtext.kernels import attention
 from maxtext.layers.attend import cannot_attend_pages
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.cache import PAGES, CacheSize
@@ -245,7 +245,9 @@ def part(caches: Caches, pages: bool) -> Caches:
 
 def reads_in_place(config: Any, caches: Caches) -> bool:
     """Whether decoding reads pages where they lie, as far as they are filled: then no program need know how far."""
-    plain = config.attention_type != "mla" and (config.use_ragged_attention or backend(config) == AUTOSELECTED)
+    plain = config.attention_type != "mla" and (
+        config.use_ragged_attention or backend(config) == attention.AUTOSELECTED
+    )
     pools = [cache[PAGES] for cache in caches if PAGES in cache]
     return plain and bool(pools) and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
 
@@ -315,18 +317,20 @@ class Engine:
         config, rules = self.programs.config, self.programs.rules
         if not self.few_programs or self.aligned or self.has_slot_caches or rules.mesh.size > 1:
             return False
-        mixers = [layer.attention for layer in layers(config)]
-        plain = all(isinstance(mixer, AttentionSpec) for mixer in mixers)
-        return plain and all(mixer.packs(PACKED, config.dtype.value, platform(rules)) for mixer in mixers)
+        mixers = [getattr(layer, "attention", None) for layer in layers(config)]
+        plain = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+        if len(plain) < len(mixers) or backend(config) != attention.AUTOSELECTED:
+            return False
+        requests = [mixer.request(PACKED, config.dtype.value, platform(rules)) for mixer in plain]
+        return all(attention.choose(request) != "dot_product" for request in requests)
 
     @cached_property
     def row_counts(self) -> tuple[int, ...]:
         """How many slots a program may extend, the fewest first. Where pages have all that is kept of a sequence, those
         that do nothing need not be among them."""
         slots, devices = self.size.slots, self.programs.rules.mesh.size
-        quarter, rest = divmod(slots, 4 * devices)
-        some = [quarter * devices * count for count in (1, 2, 3) if not rest]
-        some = [count for count in some if count >= LEAST_ROWS and slots - count >= LEAST_ROWS]
+        some = [slots * part // 4 for part in (1, 2, 3) if slots * part % (4 * devices) == 0]
+        some = [count for count in some if min(count, slots - count) >= LEAST_ROWS]
         return (slots,) if self.aligned or self.has_slot_caches else (*some, slots)
 
     @cached_property

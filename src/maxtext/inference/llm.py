@@ -244,8 +244,9 @@ class LLM:
         sizes = sorted({min(rounded(size), longest) for size in range(1, longest + 1)})
         sizes += [size - 1 for size in (power(size) for size in range(longest, length)) if size < length]
         sampling, scored, first = Sampling.of(self.config), self.config.return_log_prob, 0
+        rows = self.scheduler(slots, length).engine.row_counts
         for size in dict.fromkeys(sizes):
-            counts = {min(1 << place, slots) for place in range(power(slots).bit_length())}
+            counts = {min(1 << place, slots) for place in range(power(slots).bit_length())} | set(rows)
             for count in sorted(counts):
                 asks = []
                 # A whole block, and what is left of one, where they are two programs.

@@ -263,7 +263,9 @@ class Scheduler:
             if self.piece(work) <= room and len(row) < PACKED_PROMPTS[-1]:
                 row.append(work)
                 room -= self.piece(work)
-        return row if len(row) > SOME_ROWS or (len(row) > 1 and room <= PACKED // 2) else []
+        # A program for a few rows of their own takes fewer tokens, unless they are long.
+        many = room <= PACKED // 2 or SOME_ROWS * rounded(self.piece(first)) >= PACKED
+        return row if len(row) > SOME_ROWS or (len(row) > 1 and many) else []
 
     def put(self, group: list[Work], packed: bool = False) -> None:
         """Queue the next piece of each, all in one row or each in its own."""

@@ -37,7 +37,7 @@ def forward(rows: Array, kernels: Array, sizes: Array, platform: str | None) -> 
 def backward(platform: str | None, kept: tuple[Array, Rounded, Array], cotangent: Array) -> tuple[Array, Array, Any]:
     rows, values, sizes = kept
     of_rows = times(cotangent, values, sizes, platform, back=True)
-    like = jnp.zeros(values.numbers.shape, rows.dtype)  # whose gradient depends on nothing of them
+    like = values.numbers.astype(rows.dtype)  # the gradient does not depend on what they are
     _, pull = jax.vjp(lambda kernels: grouped_product(rows, kernels, sizes, platform), like)
     return of_rows, *pull(cotangent), no_gradient(sizes)
 

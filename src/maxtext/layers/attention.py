@@ -9,19 +9,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import (
-    AUTOSELECTED,
-    BlockSizes,
-    Inputs,
-    Request,
-    Visibility,
-    choose,
-    decode,
-    gpu_capability,
-)
+from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request, Visibility, decode, gpu_capability
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages
-from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, sight, through_store
+from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, marked, sight, through_store
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.joined import Joined
 from maxtext.layers.linear import Linear, together
@@ -86,10 +77,10 @@ class AttentionSpec:
         each = (self.kv_heads, self.head_dim)
         return kept(self.visibility, size, **{KEY: each, VALUE: each})
 
-    def packs(self, length: int, dtype: str, platform: str) -> bool:
-        """Whether a row of so many tokens may as well hold many short documents: none looks at all the others."""
+    def request(self, length: int, dtype: str, platform: str) -> Request:
+        """What attention over packed rows of so many tokens asks for."""
         sizes = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
-        request = Request(
+        return Request(
             platform,
             dtype,
             length,
@@ -100,9 +91,9 @@ class AttentionSpec:
             soft_cap=self.soft_cap,
             has_sinks=self.sinks,
             has_selection=self.moba is not None,
+            custom_positions=self.visibility.chunk is not None,
             capability=gpu_capability(),
         )
-        return self.backend == AUTOSELECTED and choose(request) != "dot_product"
 
 
 class Attention(nnx.Module):
@@ -229,8 +220,8 @@ class Attention(nnx.Module):
         mixed, after = attend_pages(q, through_store(pool, new)[0], pool, inputs, options)
         return mixed, {"cache": {PAGES: after}}
 
-    def attended(self, q: jax.Array, seen: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        spec, k = self.spec, seen[KEY]
+    def attended(self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        spec, seen = self.spec, new
         aux: Aux = {}
         if inputs.cache is not None:
             seen, aux["cache"] = extended(inputs, seen)
@@ -240,11 +231,11 @@ class Attention(nnx.Module):
             v=seen[VALUE],
             scale=spec.scale,
             **sight(spec.visibility, inputs, seen),
-            selected=self.select(q, k, inputs),
+            selected=self.select(q, new[KEY], inputs),
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
             float32_logits=spec.float32_logits,
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
-        return attend(attention, backend_of(spec.backend, inputs)), aux
+        return marked(attend(attention, backend_of(spec.backend, inputs)), inputs, new), aux

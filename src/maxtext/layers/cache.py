@@ -70,6 +70,7 @@ def extended(inputs: LayerInputs, new: Arrays) -> tuple[Arrays, Cache]:
     store = inputs.cache.get(PAGES, inputs.cache)
     if inputs.segments is not None:
         # Hidden or not, what is not a number would be one more term in the sums of all that share the row.
+        # `marked` tells whose it was.
         new = {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in new.items()}
     stored, new = through_store(store, new)
     if PAGES in inputs.cache:
@@ -79,6 +80,15 @@ def extended(inputs: LayerInputs, new: Arrays) -> tuple[Arrays, Cache]:
     if inputs.fresh:
         return new | {POSITION: inputs.positions}, after
     return {name: read(seen, name, new[name].dtype) for name in new} | {POSITION: seen[POSITION]}, after
+
+
+def marked(mixed: jax.Array, inputs: LayerInputs, new: Arrays) -> jax.Array:
+    """What attention gave [B, S, ...], no number where a token of a shared row had keys or values that are none."""
+    if inputs.cache is None or inputs.segments is None:
+        return mixed
+    tokens = mixed.shape[:2]
+    whole = [jnp.isfinite(x).reshape(*tokens, -1).all(axis=-1) for x in new.values()]
+    return jnp.where(jnp.all(jnp.stack(whole), axis=0).reshape(*tokens, *[1] * (mixed.ndim - 2)), mixed, jnp.nan)
 
 
 def through_store(store: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, max_logits
+from maxtext.kernels.attention import BlockSizes, Inputs, Request, Visibility, gpu_capability, max_logits
 from maxtext.layers.attend import attend
 from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
 from maxtext.layers.indexer import IndexerSpec
@@ -73,6 +73,24 @@ class MlaSpec:
         if self.indexer:
             sizes[INDEX_KEY] = (self.indexer.head_dim,)
         return kept(self.visibility, size, **sizes)
+
+    def request(self, length: int, dtype: str, platform: str) -> Request:
+        """What attention over packed rows of so many tokens asks for."""
+        sizes = (self.heads, self.heads, self.nope_dim + self.rope_dim, self.value_dim)
+        if self.latent:
+            sizes = (self.heads, 1, self.kv_rank + self.rope_dim, self.kv_rank)
+        return Request(
+            platform,
+            dtype,
+            length,
+            length,
+            *sizes,
+            self.visibility,
+            has_segments=True,
+            soft_cap=self.soft_cap,
+            has_selection=self.indexer is not None,
+            capability=gpu_capability(),
+        )
 
 
 class Mla(nnx.Module):

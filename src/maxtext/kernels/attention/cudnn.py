@@ -1,4 +1,5 @@
-"""cuDNN's flash attention on NVIDIA GPUs, through the public `jax.nn.dot_product_attention`.
+"""cuDNN's flash attention on NVIDIA GPUs, through the public `jax.nn.dot_product_attention`, and for packed rows what
+lies below it.
 
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
 
@@ -7,9 +8,10 @@ so ours (i - window < j <= i) is local_window_size = (window - 1, 0), always wit
 only the left bound, and a query sees its future (jax-ml/jax#39576).
 
 Segments: from Hopper on, cuDNN takes the places where they begin, and computes what lies inside them alone. It must be
-told how many there may be, and does a little work for each that there is not, so this is done where a row's segments
-are bounded, and by few (`packs`). JAX has it in a private module. Padding is a segment like others: what lies in none
-is not written, and could be anything. Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head,
+told how many there may be; each costs a little work, and a number for each query and head that is kept for the backward
+pass, whether it is there or not. So this is done where a row's segments are bounded, and by few (`most_packed`). JAX
+has it in a private module. Padding is a segment like others: what lies in none is not written, and could be anything.
+Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head,
 and a gradient of that size that JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but
 it is quadratic memory: with causal attention, rows that only have padding at the end need no segments at all, since no
 real token sees what follows it.
@@ -41,6 +43,7 @@ LARGEST_HEAD_ELSEWHERE = 128
 # forward and backward on an H200: 1.2 ms for 16 segments, 3.7 ms for 128, 8.3 ms with a mask; 12 rows of 2048 tokens
 # and 16 heads: 1.6 ms for 16, 2.2 ms for 32, 5.8 ms for 128, 3.2 ms with a mask.
 TOKENS_OF_SEGMENT = 32
+MOST_OFFSET = 2**31  # JAX counts the numbers of all queries before a segment in 32 bits
 RIGHT_OFFSETS = (0, 11, 2)  # the JAX whose offsets are right where heads share keys, jax-ml/jax#39521
 
 
@@ -82,8 +85,10 @@ def supports(request: Request) -> str | None:
 def run(inputs: Inputs) -> Array:
     if inputs.visibility.chunk is not None:
         return run_chunks(inputs, inputs.visibility.chunk)
-    if packs(inputs):
-        return run_packed(inputs)
+    if inputs.q_segments is not None and inputs.is_self_attention and inputs.q.size < MOST_OFFSET:
+        sizes = inputs.q.shape[1], max(inputs.q.shape[-1], inputs.v.shape[-1])
+        if 0 < inputs.most_segments <= most_packed(*sizes):
+            return run_packed(inputs)
     size = max(inputs.q.shape[-1], inputs.v.shape[-1])
     visibility = inputs.visibility
     window = None if visibility.window is None else (visibility.window - 1, 0)
@@ -105,12 +110,11 @@ def run(inputs: Inputs) -> Array:
     return hide_blind_queries(output[..., : inputs.v.shape[-1]], inputs)
 
 
-def packs(inputs: Inputs) -> bool:
-    """Whether rows are packed with segments that are known to be few enough."""
-    if inputs.q_segments is None or not inputs.is_self_attention:
-        return False
-    few = 0 < inputs.most_segments <= inputs.q.shape[1] // TOKENS_OF_SEGMENT
-    return few and int((gpu_capability() or "9.0").split(".")[0]) >= 9
+def most_packed(length: int, head_size: int, capability: str = "") -> int:
+    """How many segments a row may have so that it pays to tell cuDNN of them: what is kept is then no larger than the
+    output, of 16 bits. `capability`: of this machine's GPU unless given."""
+    major = int((capability or gpu_capability() or "9.0").split(".")[0])
+    return min(length // TOKENS_OF_SEGMENT, head_size // 2) if major >= 9 else 0
 
 
 def run_packed(inputs: Inputs) -> Array:
