@@ -174,7 +174,8 @@ def run(sizes, options):
     kept, dropped = None, 0
     if spec.buffer_factor is not None:
         kept, dropped = kept_choices(spec, options.get("owners", 1), weights, x, real)
-    one = replace(spec, **({"method": "dense"} | ONE_DEVICE if spec.method == "sparse" else {}))
+    dense = {} if isinstance(spec, RoughSpec) else {"method": "dense"}  # which is not rounded
+    one = replace(spec, **(dense | ONE_DEVICE if spec.method == "sparse" else {}))
     (_, expected_y), expected = on_one(one, kept is not None)(weights, x, real, target, kept)
 
     rules = rules_of(sizes, options.get("rules", ()))
