@@ -34,7 +34,8 @@ from maxtext.inference.pages import Pages
 from maxtext.inference.sampling import GREEDILY, Rows, Sampling, kind_of
 
 PREFILL_TOKENS = PACKED  # in one program, at most, unless a single prompt has more
-PACKED_PROMPTS = (8, 16, 32, 64)  # in one row, at most: attention does a little work for each that there is not
+# In one row, at most; with the padding after them, powers of two. Attention does some work for each that is not there.
+PACKED_PROMPTS = (7, 15, 31, 63)
 SOME_ROWS = 8  # beside one and as many as there may be, where there are few programs
 LEAST_WIDTH = 16  # of a prompt's row
 LEAST_REACH = 64  # places that are looked at

@@ -11,10 +11,9 @@ Segments: from Hopper on, cuDNN takes the places where they begin, and computes 
 told how many there may be; each costs a little work, and a number for each query and head that is kept for the backward
 pass, whether it is there or not. So this is done where a row's segments are bounded, and by few (`most_packed`). JAX
 has it in a private module. Padding is a segment like others: what lies in none is not written, and could be anything.
-Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head,
-and a gradient of that size that JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but
-it is quadratic memory: with causal attention, rows that only have padding at the end need no segments at all, since no
-real token sees what follows it.
+Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size that JAX
+makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is quadratic memory: with causal
+attention, rows that only have padding at the end need no segments at all, since no real token sees what follows it.
 
 Chunks of attention that divide the length are folded into the batch. Head sizes that differ are padded with zeros to
 the larger, which changes no product: the public function asks for equal ones.
@@ -110,10 +109,10 @@ def run(inputs: Inputs) -> Array:
     return hide_blind_queries(output[..., : inputs.v.shape[-1]], inputs)
 
 
-def most_packed(length: int, head_size: int, capability: str = "") -> int:
+def most_packed(length: int, head_size: int) -> int:
     """How many segments a row may have so that it pays to tell cuDNN of them: what is kept is then no larger than the
-    output, of 16 bits. `capability`: of this machine's GPU unless given."""
-    major = int((capability or gpu_capability() or "9.0").split(".")[0])
+    output, of 16 bits."""
+    major = int((gpu_capability() or "9.0").split(".")[0])
     return min(length // TOKENS_OF_SEGMENT, head_size // 2) if major >= 9 else 0
 
 
