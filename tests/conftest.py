@@ -1,6 +1,7 @@
 """For all rooms."""
 
 import gc
+import importlib
 import time
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ def forgotten_programs():
 @pytest.fixture(scope="module")
 def quick_programs():
     """Compiling is most of the time here, and most of that goes into making programs of a moment faster."""
+    importlib.import_module("maxtext.kernels.grouped_hopper")  # else it would be imported, and wrapped, in between
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", partial(jax.jit, compiler_options=QUICK))
         yield

@@ -124,6 +124,10 @@ CASES = {
         [*MOE, "sparse_matmul=false", "ragged_buffer_factor=0.5"],
         ["ragged_buffer_factor=0.5", "it needs sparse_matmul=true"],
     ),
+    "kernel of dense experts": (
+        [*MOE, "sparse_matmul=false", "megablox=false"],
+        ["megablox=False", "it needs sparse_matmul=true"],
+    ),
     "sort of dense experts": (
         [*MOE, "sparse_matmul=false", "use_custom_sort_vjp=false"],
         ["use_custom_sort_vjp=False", "it needs sparse_matmul=true"],

@@ -147,6 +147,7 @@ COMPANIONS = {
 # Keys that leave the program of a training step alone, and the test that shows what they do.
 ELSEWHERE = {
     "attention": "test_keys_act.py: on a CPU there is but one back end",
+    "megablox": "tests/layers/test_moe_kernel.py: on a CPU there is but ragged_dot",
     "max_position_embeddings": "test_keys_act.py: it is written into config.json for Hugging Face",
 }
 # What a family does anyway may be said again.

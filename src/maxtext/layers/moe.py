@@ -52,6 +52,7 @@ class MoeSpec:
     method: str = "sparse"  # or dense, or dropping
     capacity_factor: float = 1.0  # of dropping
     buffer_factor: float | None = None  # of sparse: a bound on the sorted buffer
+    grouped_kernel: bool = True  # of sparse: by a kernel of ours where there is one; false: by jax.lax.ragged_dot
     custom_sort_vjp: bool = True  # of sparse: sorting has a gradient that gathers; false: as autodiff has it
     ring: bool = False  # of sparse: devices that share the experts gather tokens; false: rows go where they belong
     two_stage_gather: bool = False  # of sparse: kernels are gathered over one mesh axis after the other

@@ -68,7 +68,7 @@ class SortedExperts:
         if rules is not None:
             return self.on_mesh(rules, x, targets, shares, weights, names)
         count, bound = self.spec.router.experts, self.bound(targets.size)
-        experts = self.local(weights, platform=manual.only_platform())
+        experts = self.local(weights, platform=manual.only_platform() if self.spec.grouped_kernel else None)
         return self.chosen_sum(x, targets, shares, count, bound, experts).astype(self.dtype)
 
     def bound(self, assignments: int, peers: int = 1) -> int:

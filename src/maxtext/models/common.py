@@ -175,6 +175,7 @@ def moe_spec(config: Any, router: RouterSpec, **changes: Any) -> MoeSpec:
         "method": "dropping" if drops else "sparse" if config.sparse_matmul else "dense",
         "capacity_factor": config.capacity_factor if drops else 1.0,
         "buffer_factor": config.ragged_buffer_factor if config.ragged_buffer_factor > 0 else None,
+        "grouped_kernel": config.megablox,
         "custom_sort_vjp": config.use_custom_sort_vjp,
         "ring": config.use_ring_of_experts,
         "two_stage_gather": config.moe_fsdp_use_two_stage_all_gather,

@@ -93,8 +93,8 @@ acts_only(lambda c: block(c) in EXPERTS, f"one of the decoder_blocks {', '.join(
 acts_only(experts, NEEDS_EXPERTS, "num_experts_per_tok", "base_moe_mlp_dim", "capacity_factor", "ragged_buffer_factor",
           "load_balance_loss_weight", "use_random_routing", "norm_topk_prob", "float32_gate_logits",
           "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
-          "sparse_matmul", "use_custom_sort_vjp", "use_ring_of_experts", "moe_fsdp_use_two_stage_all_gather",
-          "shard_exp_on_fsdp")  # fmt: skip
+          "sparse_matmul", "megablox", "use_custom_sort_vjp", "use_ring_of_experts",
+          "moe_fsdp_use_two_stage_all_gather", "shard_exp_on_fsdp")  # fmt: skip
 acts_only(lambda c: experts(c) and (block(c) != "llama4" or not c.sparse_matmul),
           f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32",
           "float32_weight_sum")  # fmt: skip
@@ -110,7 +110,7 @@ acts_only(lambda c: experts(c) and block(c) in ("deepseek", "gpt_oss"),
 acts_only(lambda c: dense_mlp(c) or block(c) == "gpt_oss",
           "an MLP beside or in place of experts (experts themselves have biases in gpt_oss)", "mlp_bias")  # fmt: skip
 acts_only(lambda c: c.sparse_matmul, "sparse_matmul=true", "ragged_buffer_factor", "use_custom_sort_vjp",
-          "use_ring_of_experts", "moe_fsdp_use_two_stage_all_gather")  # fmt: skip
+          "megablox", "use_ring_of_experts", "moe_fsdp_use_two_stage_all_gather")  # fmt: skip
 acts_only(lambda c: custom_remat(c) and experts(c), f"remat_policy=custom and {NEEDS_EXPERTS}", "moe_mlpwo")
 acts_only(lambda c: custom_remat(c) and experts(c) and len(c.mlp_activations) == 2,
           f"remat_policy=custom, two activations and {NEEDS_EXPERTS}", "moe_mlpwi_0", "moe_mlpwi_1")  # fmt: skip
