@@ -228,6 +228,28 @@ def packing(monkeypatch):
     return counts
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "shared"),
+    [
+        ("causal", ["attention=paged", "dtype=bfloat16"], True),
+        ("causal", ["enable_prefix_caching=true", "attention=autoselected", "dtype=bfloat16"], True),
+        ("causal", ["enable_prefix_caching=true", "dtype=bfloat16"], False),  # attention is dot_product here
+        ("causal", ["attention=paged"], False),  # in float32, each would look at all the others
+        ("causal", ["attention=paged", "dtype=bfloat16", "attn_logits_soft_cap=5"], False),
+        ("causal", ["attention=autoselected", "dtype=bfloat16"], False),  # a page for each slot
+        ("window", ["attention=paged", "dtype=bfloat16"], False),  # slots have rings
+        ("latent", ["attention=paged", "dtype=bfloat16"], False),
+    ],
+)
+def test_where_prompts_share_rows(kind, words, shared, monkeypatch):
+    """On a GPU, or to make believe."""
+    made = make_scheduler(compiled(kind, *words, "pagedattn_tokens_per_page=4"), None, 2, LENGTH).engine
+    assert not made.packs
+    monkeypatch.setattr(engine, "platform", lambda rules: "gpu")
+    other = Engine(made.programs, None, made.size)
+    assert other.packs == shared
+
+
 @pytest.mark.parametrize("kind", ["causal", pytest.param("latent", marks=pytest.mark.slow)])
 def test_prompts_that_share_a_row(models, packing, kind):
     weights, alone = models(kind)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 from maxtext.kernels.attention import (
     Inputs,
+    Request,
+    Visibility,
     backend_for,
     checked,
     compute,
@@ -39,6 +41,15 @@ def attend(inputs: Inputs, backend: str) -> jax.Array:
     if several is None or not backend_for(checked(inputs), backend, kind).opaque:
         return compute(inputs, backend, kind)
     return flash_on_shards(several, checked(inputs))
+
+
+def packed_request(
+    platform: str, dtype: str, length: int, sizes: tuple[int, int, int, int], visibility: Visibility
+) -> Request:
+    """What attention over packed rows of so many tokens asks for; `sizes`: heads of queries and of keys, and how large
+    those of keys and of values are."""
+    request = Request(platform, dtype, length, length, *sizes, visibility, has_segments=True)
+    return replace(request, custom_positions=visibility.chunk is not None, capability=gpu_capability())
 
 
 def cannot_attend_pages(size: int, pool: Arrays) -> str | None:

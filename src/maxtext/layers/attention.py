@@ -1,6 +1,6 @@
 """Attention over projected queries, keys and values: the weights and their tags; the kernels compute."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,9 +9,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request, Visibility, decode, gpu_capability
+from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request, Visibility, decode
 from maxtext.kernels.moba import moba_selection
-from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages
+from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages, packed_request
 from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, marked, sight, through_store
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.joined import Joined
@@ -80,20 +80,8 @@ class AttentionSpec:
     def request(self, length: int, dtype: str, platform: str) -> Request:
         """What attention over packed rows of so many tokens asks for."""
         sizes = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
-        return Request(
-            platform,
-            dtype,
-            length,
-            length,
-            *sizes,
-            self.visibility,
-            has_segments=True,
-            soft_cap=self.soft_cap,
-            has_sinks=self.sinks,
-            has_selection=self.moba is not None,
-            custom_positions=self.visibility.chunk is not None,
-            capability=gpu_capability(),
-        )
+        found = packed_request(platform, dtype, length, sizes, self.visibility)
+        return replace(found, soft_cap=self.soft_cap, has_sinks=self.sinks, has_selection=self.moba is not None)
 
 
 class Attention(nnx.Module):

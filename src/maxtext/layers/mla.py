@@ -12,7 +12,7 @@ part to the result, and attention goes over the latent itself, as one head of ke
 holds latents, which are much smaller; over many queries it costs more, since R is larger than N and V.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import BlockSizes, Inputs, Request, Visibility, gpu_capability, max_logits
-from maxtext.layers.attend import attend
+from maxtext.kernels.attention import BlockSizes, Inputs, Request, Visibility, max_logits
+from maxtext.layers.attend import attend, packed_request
 from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
@@ -79,18 +79,8 @@ class MlaSpec:
         sizes = (self.heads, self.heads, self.nope_dim + self.rope_dim, self.value_dim)
         if self.latent:
             sizes = (self.heads, 1, self.kv_rank + self.rope_dim, self.kv_rank)
-        return Request(
-            platform,
-            dtype,
-            length,
-            length,
-            *sizes,
-            self.visibility,
-            has_segments=True,
-            soft_cap=self.soft_cap,
-            has_selection=self.indexer is not None,
-            capability=gpu_capability(),
-        )
+        found = packed_request(platform, dtype, length, sizes, self.visibility)
+        return replace(found, soft_cap=self.soft_cap, has_selection=self.indexer is not None)
 
 
 class Mla(nnx.Module):
