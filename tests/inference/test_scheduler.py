@@ -243,7 +243,7 @@ def packing(monkeypatch):
 )
 def test_where_prompts_share_rows(kind, words, shared, monkeypatch):
     """On a GPU, or to make believe."""
-    made = make_scheduler(compiled(kind, *words, "pagedattn_tokens_per_page=4"), None, 2, LENGTH).engine
+    made = make_scheduler(compiled(kind, *words), None, 2, LENGTH).engine
     assert not made.packs
     monkeypatch.setattr(engine, "platform", lambda rules: "gpu")
     other = Engine(made.programs, None, made.size)
