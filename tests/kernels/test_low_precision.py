@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.kernels import low_precision
-from maxtext.kernels.low_precision import power_of_two, products
+from maxtext.kernels import fp8_blocks, fp8_rows, norm
+from maxtext.kernels.low_precision import products
+from maxtext.kernels.rounding import FP8, by_rows, power_of_two
 
 OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -25,11 +26,12 @@ def product(x, kernel, *others):
     return products(x, (kernel,), *others)[0]
 
 
-def near(x, form):
-    """What is left of x, in float64."""
+def near(x, form, outer=0):
+    """What is left of x, in float64, with a scale for each place in the first dimensions, and the scales."""
     dtype, largest = form
-    scale = 2.0 ** np.ceil(np.log2(np.float64(np.abs(x).max()) / largest))
-    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
+    most = np.abs(x).max(axis=tuple(range(outer, x.ndim)), keepdims=True).astype(np.float64)
+    scale = 2.0 ** np.ceil(np.log2(most / largest))
+    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale, scale
 
 
 def whole(x, axes):
@@ -46,15 +48,37 @@ def run(recipe, x, kernel, gradient, dtype=jnp.float32, platform=None):
 
 
 def test_fp8():
+    """Tokens differ in size by four orders of magnitude, which one scale for all would not bear."""
     x, kernel, gradient = problem()
-    rounded_x, rounded_kernel, rounded_gradient = near(x, VALUES), near(kernel, VALUES), near(gradient, GRADIENTS)
+    x *= 10.0 ** np.linspace(-4, 0, 10, dtype=np.float32).reshape(2, 5, 1, 1)
+    (rounded_x, scales), (rounded_kernel, _) = near(x, VALUES, 2), near(kernel, VALUES)
+    rounded_gradient, gradient_scales = near(gradient, GRADIENTS, 2)
+    # Where tokens are added up, their scales are part of the gradient, and so it is rounded again.
+    relative = scales * gradient_scales / (scales * gradient_scales).max()
+    again = (rounded_gradient / gradient_scales * relative).astype(np.float32).astype(GRADIENTS[0]).astype(np.float64)
+    again = again / relative * gradient_scales
     right = (
         np.einsum("abij,ijkl->abkl", rounded_x, rounded_kernel),
         np.einsum("abkl,ijkl->abij", rounded_gradient, rounded_kernel),
-        np.einsum("abij,abkl->ijkl", rounded_x, rounded_gradient),
+        np.einsum("abij,abkl->ijkl", rounded_x, again),
     )
     for found, expected in zip(run("fp8", x, kernel, gradient), right, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+        close = np.abs(found - expected).max(axis=(2, 3)) <= 1e-5 * np.abs(expected).max(axis=(2, 3))
+        assert close.all()  # each token, however small
+
+
+def test_tokens_without_a_gradient_do_not_count():
+    """Their scale must not be the largest: it would leave nothing of the others where tokens are added up."""
+    x, kernel, gradient = problem()
+    gradient *= 1e-9
+    some = np.zeros((*OUTER, 1, 1), np.float32)
+    some[0, :3] = 1
+    _, _, all_of_kernel = run("fp8", x[:1, :3], kernel, gradient[:1, :3])
+    _, of_x, of_kernel = run("fp8", x, kernel, gradient * some)
+    np.testing.assert_allclose(of_kernel, all_of_kernel, rtol=1e-5, atol=1e-6 * np.abs(all_of_kernel).max())
+    assert not np.any(of_x[1])
+    assert np.abs(of_kernel).max() > 1e-9
 
 
 def test_int8():
@@ -101,7 +125,7 @@ def test_only_eight_bits_are_kept():
     """For the backward pass of fp8."""
     x, kernel, _ = problem()
     _, back = jax.vjp(lambda x, kernel: product(x, kernel, 2, "fp8", jnp.float32), jnp.asarray(x), jnp.asarray(kernel))
-    kept = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) > 1]
+    kept = [leaf for leaf in jax.tree.leaves(back) if getattr(leaf, "size", 0) > 10]  # as many scales as tokens
     assert kept
     assert {leaf.dtype for leaf in kept} == {jnp.dtype("float8_e4m3fn")}
 
@@ -117,10 +141,16 @@ def test_the_next_power_of_two(value):
     assert found == (value if value in (0, np.inf) else 2.0 ** np.ceil(np.log2(np.float64(np.float32(value)))))
 
 
+KERNELS = ("rounded_rows", "normed_rows", "gated_rows", "gated_back", "turned", "both_ways")
+ON_GPU = jax.default_backend() == "gpu"
+
+
 @pytest.fixture
 def turning(monkeypatch):
-    """As on a GPU, interpreted."""
-    monkeypatch.setattr(low_precision, "both_ways", partial(low_precision.both_ways, interpret=True))
+    """As on a GPU, and where there is none, interpreted."""
+    for name in KERNELS:
+        monkeypatch.setattr(fp8_rows, name, partial(getattr(fp8_rows, name), interpret=not ON_GPU))
+    monkeypatch.setattr(fp8_blocks, "norm_back", partial(norm.back, interpret=not ON_GPU))
     return "gpu"
 
 
@@ -144,6 +174,92 @@ def test_what_cannot_be_turned_is_not(turning):
         np.testing.assert_array_equal(ours, theirs)
 
 
+def spread(random, *shape):
+    """Numbers whose rows differ in size; a row of zeros is among them."""
+    x = random.normal(size=shape) * 10.0 ** random.uniform(-3, 3, (*shape[:-1], 1))
+    x[(0,) * (len(shape) - 1)] = 0
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def gradients(function, cotangent, *arrays):
+    y, back = jax.vjp(function, *arrays)
+    return [np.asarray(each, np.float32) for each in jax.tree.leaves((y, back(cotangent)))]
+
+
+def close(found, expected, tolerance):
+    """Relative to the size of what is compared, on average."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.std(ours - theirs) < tolerance * np.std(theirs)
+
+
+def test_norms_before_products(turning):
+    """Against the norm, then products: a number that lies between two of eight bits may go either way."""
+    random = np.random.default_rng(1)
+    x, added = spread(random, 2, 128, 384), spread(random, 2, 128, 384)
+    scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
+    kernels = tuple(jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in ((384, 2, 128), (384, 128)))
+    cotangent = added, (spread(random, 2, 128, 2, 128), spread(random, 2, 128, 128))
+
+    def together(x, scale, kernels):
+        return fp8_blocks.normed_products(x, scale, kernels, 1e-5, jnp.bfloat16)
+
+    def apart(x, scale, kernels):
+        return x, products(norm.rms_norm(x, scale, 1e-5, jnp.bfloat16), kernels, 1, "fp8", jnp.bfloat16)
+
+    found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
+    np.testing.assert_array_equal(found[0], expected[0])
+    close(found[1:], expected[1:], 0.05)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid])
+def test_a_gated_block(turning, activation):
+    random = np.random.default_rng(2)
+    x, added = spread(random, 2, 128, 384), spread(random, 2, 128, 384)
+    scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
+    shapes = (384, 640), (384, 640), (640, 384)
+    kernels = tuple(jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, jnp.bfloat16) for shape in shapes)
+
+    def together(x, scale, kernels):
+        return fp8_blocks.gated(x, scale, kernels, 1e-5, activation, ("gate", "up"), jnp.bfloat16)
+
+    def apart(multiply, x, scale, kernels):
+        y = norm.rms_norm(x, scale, 1e-5, jnp.bfloat16)
+        gate, up = multiply(y, kernels[:2])
+        hidden = (activation(gate.astype(jnp.float32)) * up).astype(jnp.bfloat16)
+        return x, multiply(hidden, kernels[2:])[0]
+
+    def in_eight_bits(x, kernels):
+        return products(x, kernels, 1, "fp8", jnp.bfloat16)
+
+    def exactly(x, kernels):
+        return [jnp.matmul(x, each, precision="highest", preferred_element_type=jnp.float32) for each in kernels]
+
+    cotangent = added, spread(random, 2, 128, 384)
+    found = gradients(together, cotangent, x, scale, kernels)
+    close(found[1:], gradients(partial(apart, in_eight_bits), cotangent, x, scale, kernels)[1:], 0.08)
+    wide = cotangent[0], cotangent[1].astype(jnp.float32)
+    close(found[1:], gradients(partial(apart, exactly), wide, x, scale, kernels)[1:], 0.13)
+
+
+def test_names_in_a_gated_block_are_for_rematerialisation(turning):
+    """Two products whose results are kept are not computed again."""
+    x, scale = jnp.ones((128, 128), jnp.bfloat16), jnp.ones(128)
+    kernels = (x, x, x)
+
+    def products_going_back(*kept):
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+
+        @partial(jax.checkpoint, policy=policy)
+        def block(x, scale, kernels):
+            x, y = fp8_blocks.gated(x, scale, kernels, 1e-5, jax.nn.silu, ("gate", "up"), jnp.bfloat16)
+            return x + y
+
+        _, back = jax.vjp(block, x, scale, kernels)
+        return str(jax.make_jaxpr(back)(x)).count("dot_general")
+
+    assert products_going_back("gate", "up") == products_going_back() - 2
+
+
 def test_turning_can_be_lowered_for_gpus():
     x, kernel, gradient = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 128), (128, 384), (256, 384)))
 
@@ -151,19 +267,62 @@ def test_turning_can_be_lowered_for_gpus():
         y, back = jax.vjp(lambda x, kernel: product(x, kernel, 1, "fp8", jnp.bfloat16, "gpu"), x, kernel)
         return y, back(gradient)
 
-    text = jax.jit(program).trace(x, kernel, gradient).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 3
+    text = lowered(program, x, kernel, gradient)
+    # Rows and the kernel, turned rows; going back, rows and turned rows.
+    assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 5
     assert text.count("stablehlo.transpose") == 0
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-def test_turning_on_a_gpu():
+@pytest.mark.parametrize("width", [7168, 1408, 11008])
+def test_a_gated_block_can_be_lowered_for_gpus(width):
+    """Also where the width is a sum of several powers of two."""
+    shapes = (256, 2048), (2048, width), (2048, width), (width, 2048)
+    x, *kernels = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
+    scale = jax.ShapeDtypeStruct((2048,), "float32")
+
+    def program(x, scale, kernels):
+        y, back = jax.vjp(partial(gated, jnp.bfloat16), x, scale, kernels)
+        return y, back(y)
+
+    def gated(dtype, x, scale, kernels):
+        return fp8_blocks.gated(x, scale, kernels, 1e-5, jax.nn.silu, ("gate", "up"), dtype)
+
+    assert lowered(program, x, scale, tuple(kernels)).count("@__gpu$xla.gpu.triton") == 13
+
+
+def lowered(program, *arguments):
+    return jax.jit(program).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_rows_are_rounded_and_turned_as_by_the_compiler(turning, dtype):
     random = np.random.default_rng(0)
-    x = jnp.asarray(random.normal(size=(256, 384)), jnp.bfloat16)
-    for dtype in low_precision.FP8:
-        numbers, turned = low_precision.both_ways(x, dtype)
-        expected = low_precision.rounded(x, dtype)
-        np.testing.assert_array_equal(np.asarray(numbers.numbers, np.float32), np.asarray(expected.numbers, np.float32))
+    some = [spread(random, 256, width) for width in (384, 128)]
+    numbers, scale = fp8_rows.rounded_rows(some, dtype)
+    expected, scales = by_rows(some, 1, dtype)
+    factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
+    np.testing.assert_array_equal(scale, scales)
+    for ours, theirs in zip(numbers, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+        np.testing.assert_array_equal(np.asarray(fp8_rows.turned(ours), np.float32), np.asarray(theirs, np.float32).T)
+        multiplied = (theirs.astype(jnp.float32) * factor[:, None]).astype(dtype)
         np.testing.assert_array_equal(
-            np.asarray(turned.numbers, np.float32), np.asarray(expected.numbers, np.float32).T
+            np.asarray(fp8_rows.turned(ours, factor), np.float32), np.asarray(multiplied, np.float32).T
         )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_no_numbers_stay_so(turning, bad):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16).at[5, 7].set(bad)
+    kernel = jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16)
+    y = np.asarray(product(x, kernel, 1, "fp8", jnp.bfloat16, turning), np.float32)
+    assert not np.isfinite(y[5]).any()
+    assert np.isfinite(np.delete(y, 5, axis=0)).all()
+
+
+def test_plain_kernels_can_be_asked_for(monkeypatch):
+    shapes = (256, 128), [(128, 128)]
+    assert fp8_blocks.turnable(*shapes, 1, "gpu")
+    monkeypatch.setenv("MAXTEXT_KERNELS", "plain")
+    assert not fp8_blocks.turnable(*shapes, 1, "gpu")

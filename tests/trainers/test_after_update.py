@@ -61,10 +61,10 @@ def loads(bench, state, batch, quickly):
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x = model.embed(batch["inputs"])
         for layer in layers_of(model):
-            x = x + layer.mix(x, inputs)[0]
+            x = x + layer.mix(layer.attention_norm(x), inputs)[0]
             router = layer.mlp.router
             found.append(jax.nn.sigmoid(layer.mlp_norm(x) @ router.kernel[...]) + router.bias[...])
-            x = x + layer.feed(x, inputs)[0]
+            x = x + layer.feed(layer.mlp_norm(x), inputs)[0]
         return found
 
     chosen = [np.argsort(-np.asarray(each), axis=-1)[..., :2] for each in quickly(scores)(state.weights, batch)]
@@ -115,7 +115,7 @@ def largest_logits(bench, state, batch):
         key = attention.expanded(*attention.compress(read, inputs.positions))["key"]
         logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(6 + 4)
         found.append(np.where(seen[:, None], logits, -np.inf).max(axis=(0, 2, 3)))
-        x = x + layer.feed(x, inputs)[0]  # attention adds nothing here, see below
+        x = x + layer.feed(layer.mlp_norm(x), inputs)[0]  # attention adds nothing here, see below
     return np.array(found)
 
 

@@ -125,7 +125,7 @@ def balance(model, batch):
     layer; over the tokens of a sequence, and over sequences that have any."""
     x = model.bound.embed(batch["inputs"])
     for layer in model.bound.layers[0].blocks[0]:
-        x = x + layer.mix(x, inputs_of(batch))[0]
+        x = x + layer.mix(layer.attention_norm(x), inputs_of(batch))[0]
         probabilities = np.asarray(jax.nn.softmax(layer.mlp_norm(x) @ layer.mlp.router.kernel[...]))
         found = []
         for row, segments in zip(probabilities, batch["inputs_segmentation"], strict=True):
@@ -135,7 +135,7 @@ def balance(model, batch):
                 fraction = np.array([(chosen == expert).sum() for expert in range(4)]) / len(row)
                 found.append(np.mean(fraction * row.mean(axis=0)))
         yield 4**2 * np.mean(found)
-        x = x + layer.feed(x, inputs_of(batch))[0]
+        x = x + layer.feed(layer.mlp_norm(x), inputs_of(batch))[0]
 
 
 def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed):

@@ -18,7 +18,7 @@ from jax import Array
 
 from maxtext.common.log import say_once
 from maxtext.kernels.grouped import grouped_product, hopper_has, is_hopper, no_gradient
-from maxtext.kernels.low_precision import FP8, Rounded, rounded
+from maxtext.kernels.rounding import FP8, Rounded, rounded
 
 WHOLE = 128  # numbers of eight bits that are added up at a time
 

@@ -2,14 +2,27 @@
 
 Autodiff would keep the input, and the input divided by its size, in float32 for the backward pass. This keeps the input
 as it came and one number a row.
+
+Before a sub-layer, the input of a norm is also what the sub-layer's result is added to. `beside` gives both, so that
+going back, the sum of their gradients is part of the norm's: on one NVIDIA GPU of a kernel by Triton that reads
+everything once (`back`), where the compiler makes two passes.
 """
 
+import functools
+import operator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from maxtext.kernels.rows import LONGEST, TILE, down_to_power, ours, parts
+
+ROWS = 64  # of a program that goes back, one after the other
+AT_ONCE = 4096  # numbers that it has of a row, or of several
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -39,3 +52,85 @@ rms_norm.defvjp(forward, backward)
 
 def times(x: Array, scale: Array | None) -> Array:
     return x if scale is None else x * scale.astype(jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def beside(
+    x: Array, scale: Array | None, epsilon: float, dtype: Any, platform: str | None = None
+) -> tuple[Array, Array]:
+    """x, and `rms_norm` of it. `platform`: of the one device that computes it; None: there are several, or any."""
+    return x, rms_norm(x, scale, epsilon, dtype)
+
+
+def beside_forward(x: Array, scale: Array | None, epsilon: float, dtype: Any, platform: str | None) -> Any:
+    y, kept = forward(x, scale, epsilon, dtype)
+    return (x, y), kept
+
+
+def beside_backward(epsilon: float, dtype: Any, platform: str | None, kept: Any, gradients: Any) -> Any:
+    x, scale, inverse = kept
+    added, gradient = gradients
+    if scale is None or not supports(x.shape, platform):
+        of_x, of_scale = backward(epsilon, dtype, kept, gradient)
+        return added + of_x, of_scale
+    rows, of_norm, of_rows = (each.reshape(-1, x.shape[-1]) for each in (x, gradient, added))
+    of_x, of_scale = back(rows, of_norm, of_rows, inverse.reshape(-1), scale)
+    return of_x.reshape(x.shape), of_scale
+
+
+beside.defvjp(beside_forward, beside_backward)
+
+
+def supports(shape: tuple[int, ...], platform: str | None) -> bool:
+    """Whether `back` does it for x of this shape."""
+    lines = functools.reduce(operator.mul, shape[:-1], 1)
+    return ours(platform) and lines % TILE == 0 and shape[-1] % TILE == 0 and shape[-1] <= LONGEST
+
+
+def back(
+    x: Array, gradient: Array, added: Array, inverse: Array, scale: Array, factor: Array | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The gradients of x [T, C] and scale [C] of `beside`: from that of the norm, times factor [T], and that of x as it
+    is; inverse [T] is what the norm multiplied x with."""
+    lines, width = x.shape
+    places, some = parts(width), max(1, min(ROWS, AT_ONCE // down_to_power(width)))
+    factors = [] if factor is None else [factor]
+
+    def program(x: Any, gradient: Any, added: Any, inverse: Any, scale: Any, *refs: Any) -> None:
+        *factors, of_x, of_scale = refs
+
+        def step(number: Any, sums: list[Array]) -> list[Array]:
+            rows = pl.ds(number * some, some)
+            by = inverse[rows][:, None]
+            units = [x[rows, part].astype(jnp.float32) * by for part in places]
+            found = [gradient[rows, part].astype(jnp.float32) for part in places]
+            for each in factors:
+                found = [part * each[rows][:, None] for part in found]
+            scaled = [each * scale[part].astype(jnp.float32)[None] for each, part in zip(found, places, strict=True)]
+            along = [jnp.sum(one * other, axis=1) for one, other in zip(scaled, units, strict=True)]
+            mean = (functools.reduce(operator.add, along) / width)[:, None]
+            for unit, of_unit, part in zip(units, scaled, places, strict=True):
+                more = added[rows, part].astype(jnp.float32)
+                of_x[rows, part] = (by * (of_unit - unit * mean) + more).astype(of_x.dtype)
+            return [total + jnp.sum(one * unit, axis=0) for total, one, unit in zip(sums, found, units, strict=True)]
+
+        zeros = [jnp.zeros((part.size,), jnp.float32) for part in places]
+        for total, part in zip(jax.lax.fori_loop(0, ROWS // some, step, zeros), places, strict=True):
+            of_scale[0, part] = total
+
+    matrix, rows = pl.BlockSpec((ROWS, width), lambda i: (i, 0)), pl.BlockSpec((ROWS,), lambda i: (i,))
+    programs = lines // ROWS
+    of_x, of_scale = pl.pallas_call(
+        program,
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((programs, width), jnp.float32),
+        ],
+        grid=(programs,),
+        in_specs=[matrix] * 3 + [rows, pl.BlockSpec((width,), lambda i: (0,))] + [rows] * len(factors),
+        out_specs=[matrix, pl.BlockSpec((1, width), lambda i: (i, 0))],
+        compiler_params=triton.CompilerParams(num_warps=min(16, max(4, down_to_power(some * width // 1024)))),
+        interpret=interpret,
+        name="norm_back",
+    )(x, gradient, added, inverse, scale, *factors)  # fmt: skip
+    return of_x, jnp.sum(of_scale, axis=0).astype(scale.dtype)

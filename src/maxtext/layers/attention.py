@@ -22,6 +22,7 @@ from maxtext.layers.rope import RopeSpec, rotate, turns
 from maxtext.sharding import constrain
 
 KEY, VALUE = "key", "value"  # in a cache
+PROJECTED = ("query_proj", "key_proj", "value_proj")  # for rematerialisation
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,7 @@ class Attention(nnx.Module):
             query = joined[..., :-2, :].reshape(*joined.shape[:-3], self.spec.query_heads, self.spec.head_dim)
             return query, joined[..., -2, :], joined[..., -1, :]
         linears = [self.query, self.key] + ([] if self.spec.shared_kv else [self.value])
-        names = ("query_proj", "key_proj", "value_proj")
-        found = [checkpoint_name(each, name) for each, name in zip(together(x, *linears), names, strict=False)]
+        found = [checkpoint_name(each, name) for each, name in zip(together(x, *linears), PROJECTED, strict=False)]
         return found[0], found[1], found[-1]
 
     def normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -160,7 +160,13 @@ class Attention(nnx.Module):
             product = kernels.product(x[:, 0], self.query.dtype)
             q, k, v = decode.parts(product, cos, sin, (spec.query_heads, spec.kv_heads))
             return q[:, None], k[:, None], v[:, None]
-        q, k, v = self.project(x)
+        return self.placed(*self.project(x), inputs)
+
+    def placed(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What was projected, normed and turned."""
+        spec = self.spec
         if spec.value_norm:
             v = self.value_norm(v)
         if spec.qk_norm and spec.qk_norm_over != "rotated":
@@ -171,8 +177,18 @@ class Attention(nnx.Module):
         return q, k, v
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        mixed, aux = self.mixed(*self.parts(x, inputs), inputs)
+        if self.spec.gated:
+            mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
+        return self.read(mixed), aux
+
+    def read(self, mixed: jax.Array) -> jax.Array:
+        """[B, S, E] of what was mixed."""
+        return checkpoint_name(self.out(mixed), "out_proj")
+
+    def mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        """[B, S, H, D], of what `parts` gives."""
         spec = self.spec
-        q, k, v = self.parts(x, inputs)
         if spec.temperature:
             steps = jnp.floor((inputs.positions + 1) / spec.temperature.length)
             q = q * (1 + spec.temperature.scale * jnp.log1p(steps))[..., None, None].astype(q.dtype)
@@ -183,9 +199,7 @@ class Attention(nnx.Module):
         mixed, aux = self.over_pages(q, new, inputs) if self.one_by_one(inputs) else self.attended(q, new, inputs)
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
-        if spec.gated:
-            mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
-        return checkpoint_name(self.out(mixed), "out_proj"), aux
+        return mixed, aux
 
     def one_by_one(self, inputs: LayerInputs) -> bool:
         """Whether the kernel for one token a row, over pages, does it."""

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers import one_token
+from maxtext.layers import eight_bits, one_token
 from maxtext.layers.engram import EngramSpec
 from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.inputs import Aux, LayerInputs
@@ -64,43 +64,53 @@ class Block(nnx.Module):
         if self.engram is not None:
             x = stream(x + self.engram(x, inputs))
         if self.spec.parallel:
-            x, aux = self.add(x, self.attention_streams, lambda x: self.both(x, inputs.fold(0)))
+            x, aux = self.add(x, self.attention_streams, self.attention_norm, lambda x: self.both(x, inputs.fold(0)))
         else:
-            x, mixer = one_token.mixed(self, x, inputs) or self.add(
-                x, self.attention_streams, lambda x: self.mix(x, inputs.fold(0))
+            x, mixer = (
+                one_token.mixed(self, x, inputs)
+                or eight_bits.mixed(self, x, inputs.fold(0))
+                or self.add(x, self.attention_streams, self.attention_norm, lambda x: self.mix(x, inputs.fold(0)))
             )
-            x, feed = one_token.fed(self, x, inputs) or self.add(
-                x, self.mlp_streams, lambda x: self.feed(x, inputs.fold(1))
+            x, feed = (
+                one_token.fed(self, x, inputs)
+                or eight_bits.fed(self, x, inputs.fold(1))
+                or self.add(x, self.mlp_streams, self.mlp_norm, lambda x: self.feed(x, inputs.fold(1)))
             )
             aux = mixer | feed
         return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype), aux
 
     def add(
-        self, x: jax.Array, streams: Any, run: Callable[[jax.Array], tuple[jax.Array, Aux]]
+        self, x: jax.Array, streams: Any, norm: Norm | None, run: Callable[[jax.Array], tuple[jax.Array, Aux]]
     ) -> tuple[jax.Array, Aux]:
-        """The stream with what a sub-layer makes of it."""
+        """The stream with what a sub-layer makes of its norm."""
         if streams is None:
-            y, aux = run(x)
+            x, read = (x, x) if norm is None else norm.beside(x)
+            y, aux = run(gathered(read))
             return stream(x + y), aux
         read, state = streams.read(x)
-        y, aux = run(read)
+        y, aux = run(gathered(normed(norm, read)))
         return stream(streams.write(x, state, y)), aux
 
     def mix(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        y, aux = self.attention(gathered(normed(self.attention_norm, x)), inputs)
-        y = gathered(y)
-        return self.drop(normed(self.post_attention_norm, y), inputs), aux
+        """What is added to the stream, of its norm; so do the next two."""
+        y, aux = self.attention(x, inputs)
+        return self.mixed(y, inputs), aux
 
     def feed(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        y, aux = self.mlp(gathered(normed(self.mlp_norm, x)), inputs)
-        y = gathered(y)
-        return self.drop(normed(self.post_mlp_norm, y), inputs), aux
+        y, aux = self.mlp(x, inputs)
+        return self.fed(y, inputs), aux
 
     def both(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        x = gathered(normed(self.attention_norm, x))
         mixed, mixer = self.attention(x, inputs.fold(0))
         fed, feed = self.mlp(x, inputs.fold(1))
         return self.drop(gathered(mixed + fed), inputs), mixer | feed
+
+    def mixed(self, y: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """What the mixer's result adds to the stream."""
+        return self.drop(normed(self.post_attention_norm, gathered(y)), inputs)
+
+    def fed(self, y: jax.Array, inputs: LayerInputs) -> jax.Array:
+        return self.drop(normed(self.post_mlp_norm, gathered(y)), inputs)
 
     def drop(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         return dropout(x, self.spec.dropout_rate, inputs.fold(2).key)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.norm import rms_norm
+from maxtext.kernels.norm import beside, rms_norm
 from maxtext.layers.parameters import Maker
+from maxtext.sharding.manual import only_platform
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,24 @@ class Norm(nnx.Module):
         self.scale = maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,)) if spec.scaled else None
         self.bias = maker.constant((size,), 0.0, (axis,)) if spec.kind == "layer" else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    @property
+    def factors(self) -> jax.Array | None:
+        """What the normalised numbers are multiplied by, in float32."""
         scale = None if self.scale is None else self.scale[...].astype(jnp.float32)
-        if scale is not None and self.spec.offset:
-            scale = scale + 1
+        return scale + 1 if scale is not None and self.spec.offset else scale
+
+    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x as it is, to be added to, and its norm."""
+        if self.spec.kind != "rms":
+            return x, self(x)
+        return beside(x, self.factors, self.spec.epsilon, self.dtype, only_platform())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
         if self.spec.kind == "rms":
-            return rms_norm(x, scale, self.spec.epsilon, self.dtype)
+            return rms_norm(x, self.factors, self.spec.epsilon, self.dtype)
         x = x.astype(jnp.float32)
         x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = rms_norm(x, scale, self.spec.epsilon, jnp.float32)
+        x = rms_norm(x, self.factors, self.spec.epsilon, jnp.float32)
         if self.bias is not None:
             x = x + self.bias[...].astype(jnp.float32)
         return x.astype(self.dtype)

@@ -1,0 +1,68 @@
+"""A layer's halves in fp8 on one NVIDIA GPU, where norms, gates and rounding are part of the same kernels.
+
+What these cannot do goes the general way, through `block.Block`, to nearly the same numbers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from maxtext.kernels import fp8_blocks
+from maxtext.layers.attention import PROJECTED, Attention
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear, weights_first
+from maxtext.layers.mlp import ACTIVATIONS, Mlp
+from maxtext.layers.norms import Norm
+from maxtext.sharding.manual import only_platform
+
+
+def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
+    """The stream x [B, S, E] with what the block's mixer adds to it; None: that cannot be done here."""
+    attention, norm = block.attention, block.attention_norm
+    if block.attention_streams is not None or not isinstance(attention, Attention) or inputs.cache is not None:
+        return None
+    spec = attention.spec
+    if spec.fused or spec.shared_kv or spec.gated:
+        return None
+    linears = attention.query, attention.key, attention.value
+    if not (can_norm(norm, x) and fits(x.shape, *linears)):
+        return None
+    kernels = tuple(each.kernel[...].astype(each.dtype) for each in linears)
+    x, found = fp8_blocks.normed_products(x, norm.factors, kernels, norm.spec.epsilon, norm.dtype)
+    q, k, v = (checkpoint_name(each, name) for each, name in zip(found, PROJECTED, strict=True))
+    y, aux = attention.mixed(*attention.placed(q, k, v, inputs), inputs)
+    return x + block.mixed(attention.read(y), inputs), aux
+
+
+def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
+    """The stream x [B, S, E] with what the block's feed-forward adds to it; None: that cannot be done here."""
+    mlp, norm = block.mlp, block.mlp_norm
+    if block.mlp_streams is not None or not isinstance(mlp, Mlp) or not mlp.bare or mlp.spec.dropout_rate:
+        return None
+    gate, up = (getattr(mlp, mlp.branch(place)) for place in range(2))
+    hidden = (*x.shape[:-1], mlp.spec.width)
+    if not (can_norm(norm, x) and fits(x.shape, gate, up) and fits(hidden, mlp.wo)):
+        return None
+    kernels = [each.kernel[...].astype(each.dtype) for each in (gate, up, mlp.wo)]
+    x, kernels = weights_first(x, kernels)  # what gradients of weights need is gone when those before are computed
+    activation, names = ACTIVATIONS[mlp.spec.activations[0]], ("mlpwi_0", "mlpwi_1")
+    x, y = fp8_blocks.gated(x, norm.factors, tuple(kernels), norm.spec.epsilon, activation, names, mlp.dtype)
+    return x + block.fed(checkpoint_name(y, "mlpwo"), inputs), {}
+
+
+def can_norm(norm: Norm | None, x: jax.Array) -> bool:
+    """Whether the kernels know the norm, and it reads and gives bfloat16."""
+    if norm is None or norm.spec.kind != "rms" or not norm.spec.scaled:
+        return False
+    return x.dtype == jnp.bfloat16 and jnp.dtype(norm.dtype) == jnp.bfloat16
+
+
+def fits(x: tuple[int, ...], *linears: Linear) -> bool:
+    """Whether the kernels for products in fp8 take all of these, of x of this shape."""
+    kernels = [each.kernel[...] for each in linears]
+    plain = all(isinstance(each, jax.Array) for each in kernels) and all(each.bias is None for each in linears)
+    if not plain or any(each.recipe != "fp8" for each in linears):
+        return False
+    return fp8_blocks.turnable(x, [each.shape for each in kernels], 1, only_platform())

@@ -1,0 +1,80 @@
+"""Layers in fp8 as on one GPU, their kernels interpreted, against the general way through the same layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from maxtext.configs import load
+from maxtext.configs.derive import Devices
+from maxtext.layers import eight_bits, linear, norms
+from maxtext.trainers.setup import Setup
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+WORDS = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=4", "base_num_kv_heads=4",
+         "head_dim=32", "base_mlp_dim=384", "vocab_size=64", "max_target_length=64", "per_device_batch_size=2",
+         "quantization=fp8", "attention=dot_product", "remat_policy=none", "dataset_type=synthetic"]  # fmt: skip
+ALL = {"normed_rows", "rounded_rows", "gated_rows", "gated_back", "norm_back", "rounded_both_ways", "turned"}
+GATED = {"gated_rows", "gated_back"}
+AFTER = ["use_post_attn_norm=true", "use_post_ffw_norm=true", "sliding_window_size=16"]
+FAMILIES = {
+    "llama": (["decoder_block=llama2"], ALL),
+    "scanned": (["base_num_decoder_layers=2", "scan_layers=true"], ALL),
+    "computed again": (["remat_policy=full"], ALL),
+    "queries normed": (["decoder_block=qwen3", "use_qk_norm=true"], ALL),
+    "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL),
+    "one branch, biases": (["decoder_block=gpt3"], ALL - {"normed_rows", *GATED, "norm_back"}),
+    "joined kernels": (["fused_qkv=true", "fused_mlp=true"], ALL - {"normed_rows", *GATED}),
+    "experts": (
+        ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"],
+        ALL - {"gated_rows", "gated_back"},
+    ),
+    "in float32": (["dtype=float32"], ALL - {"normed_rows", *GATED}),
+    "widths without tiles": (["base_emb_dim=96"], set()),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The names of the kernels that programs have."""
+    found = set()
+
+    def interpreted(*arguments, run=pl.pallas_call, **options):
+        found.add(options["name"])
+        return run(*arguments, **options | {"interpret": True})
+
+    monkeypatch.setattr(pl, "pallas_call", interpreted)
+    for place in (eight_bits, linear, norms):
+        monkeypatch.setattr(place, "only_platform", lambda: "gpu")
+    return found
+
+
+def gradients(words):
+    """The loss, and the gradient of each weight."""
+    given = dict(word.split("=") for word in [*WORDS, *words])
+    words = [f"{key}={value}" for key, value in given.items()]
+    setup = Setup.of(load(None, words, environ={}, devices=Devices(1)), jax.devices()[:1])
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 65)))
+    positions = jnp.tile(jnp.arange(64), (2, 1))
+
+    def loss(weights):
+        logits = setup.template.bind(weights)(ids[:, :-1], positions).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], axis=-1))
+
+    return jax.jit(jax.value_and_grad(loss))(jax.jit(setup.fresh)().weights)
+
+
+@pytest.mark.parametrize(("words", "kernels"), FAMILIES.values(), ids=list(FAMILIES))
+def test_families(as_on_a_gpu, words, kernels, monkeypatch):
+    loss, found = gradients(words)
+    assert as_on_a_gpu == kernels
+    monkeypatch.setenv("MAXTEXT_KERNELS", "plain")
+    right, expected = gradients(words)
+    np.testing.assert_allclose(loss, right, rtol=5e-3)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        ours, theirs = (np.asarray(each, np.float32).ravel() for each in (ours, theirs))
+        if np.any(theirs):
+            assert ours @ theirs > 0.95 * np.linalg.norm(ours) * np.linalg.norm(theirs)
+            np.testing.assert_allclose(np.linalg.norm(ours), np.linalg.norm(theirs), rtol=0.1)
