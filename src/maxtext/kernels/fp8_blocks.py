@@ -1,4 +1,4 @@
-"""Products in fp8 on one NVIDIA GPU, as `low_precision` has them, by the kernels of `fp8_rows`; with the norm before them
+"""Products in fp8 on one NVIDIA GPU, as `low_precision` has them, by kernels of `fp8_rows`; with the norm before them
 (`normed_products`), and a whole feed-forward block with a gate (`gated`).
 
 A sub-layer's input is also what its result is added to. So these give it back as it is: going back, its gradient is
