@@ -126,11 +126,13 @@ class Stack(nnx.Module):
 
     def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         reports: dict[int, list[Aux]] = {place: [] for place in range(len(self.blocks))}
+        programs: list[Any] = [partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks]
+        if self.segment.repeats > 1:  # layers of one place are the same program: it is traced once, and called
+            programs = list(map(jax.jit, programs))
         for repeat in range(self.segment.repeats):
-            for place, layers in enumerate(self.blocks):
-                graph, state = nnx.split(layers[repeat])
+            for place, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):
                 index = self.first + repeat * len(self.segment.pattern) + place
-                x, aux = self.apply(graph, state, x, inputs.fold(index))
+                x, aux = program(nnx.split(layers[repeat])[1], x, inputs.fold(index))
                 reports[place].append(aux)
         return x, {place: jax.tree.map(lambda *each: jnp.stack(each), *auxes) for place, auxes in reports.items()}
 
