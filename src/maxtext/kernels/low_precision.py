@@ -100,7 +100,10 @@ def back_int8(rank: int, x: Array, kernels: Kernels) -> Callable[[int, Array], t
     outer = range(x.ndim - rank)
 
     def back(number: int, gradient: Array) -> tuple[Array, Array]:
-        kernel, over = kernels[number], outputs_of(gradient, len(outer), rank)
+        # Held together: rounded in the same pass as for the way forward, the kernel would lie there as products for GPUs
+        # do not take it, but for one that is ten times slower.
+        kernel, gradient = jax.lax.optimization_barrier((kernels[number], gradient))
+        over = outputs_of(gradient, len(outer), rank)
         rough = rounded(gradient, jnp.int8, over[0]), rounded(kernel, jnp.int8, over[1])
         whole = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32)
         return times(*rough, over, x.dtype), whole.astype(kernel.dtype)
