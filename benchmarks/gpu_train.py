@@ -1,10 +1,10 @@
 """Training on one GPU, against a plain PyTorch model under torch.compile, both with random data.
 
-    python benchmarks/gpu_train.py [--cases default,fp8,8b,moe8,moe64] [--steps 30]
+    python benchmarks/gpu_train.py [--cases default,fp8,fp8_full,int8,8b,moe8,moe64] [--steps 30]
 
 Ours is `maxtext train` with the words below; the peer is the model in this file: SDPA, autocast to bfloat16 on float32
-weights, fused AdamW, clipping by the global norm, with the shapes of `default`; `fp8` is compared with it, too, which
-stays in bfloat16. Each side runs in a process of its own.
+weights, fused AdamW, clipping by the global norm, with the shapes of `default`; it stays in bfloat16 where ours, with
+the same shapes, is in fp8 or int8. Each side runs in a process of its own.
 A step counts from one report to the next; the median of all but the first ten counts. TFLOP/s are those of the matrix
 products, causal attention once, of experts those that a token uses; MFU is of 989, the dense bfloat16 peak of an H100
 or H200. First step: from the command to its report, with an empty compilation cache, and again with the one that this
@@ -37,6 +37,8 @@ EXPERTS = [
 CASES = {
     "default": DENSE,
     "fp8": [*DENSE, "quantization=fp8"],
+    "fp8_full": [*DENSE, "quantization=fp8_full"],
+    "int8": [*DENSE, "quantization=int8"],
     "8b": ["model_name=llama3.1-8b", "per_device_batch_size=1", "max_target_length=8192", "mu_dtype=bfloat16",
            "remat_policy=minimal_with_context", "num_vocab_tiling=8"],
     "moe8": [*EXPERTS, "num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=7168", "base_moe_mlp_dim=7168"],
@@ -45,6 +47,7 @@ CASES = {
              "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "base_mlp_dim=128", "vocab_size=256",
              "remat_policy=none"],
 }  # fmt: skip
+IN_EIGHT_BITS = ("fp8", "fp8_full", "int8")  # of the shapes of `default`
 PEERS = {
     "default": {"rows": 12, "length": 2048, "size": 2048, "layers": 16, "heads": 16, "mlp": 7168, "vocabulary": 32000},
     "tiny": {"rows": 2, "length": 64, "size": 64, "layers": 2, "heads": 4, "mlp": 128, "vocabulary": 256},
@@ -163,7 +166,7 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="default,fp8,8b,moe8,moe64")
+    parser.add_argument("--cases", default="default,fp8,fp8_full,int8,8b,moe8,moe64")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -187,7 +190,7 @@ def main() -> None:
                     env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
                 )  # fmt: skip
                 found["peer"] = json.loads(done.stdout.splitlines()[-1])
-        other = found.get("peer") or (result.get("default", {}).get("peer") if case == "fp8" else None)
+        other = found.get("peer") or (result.get("default", {}).get("peer") if case in IN_EIGHT_BITS else None)
         if other:
             found["ratio"] = round(other["step_seconds"] / found["step_seconds"], 3)
         result[case] = found

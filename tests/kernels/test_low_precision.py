@@ -81,14 +81,15 @@ def test_tokens_without_a_gradient_do_not_count():
     assert np.abs(of_kernel).max() > 1e-9
 
 
-def test_int8():
+@pytest.mark.parametrize("platform", [None, "gpu"])
+def test_int8(platform):
     x, kernel, gradient = problem()
     right = (
         np.einsum("abij,ijkl->abkl", whole(x, (2, 3)), whole(kernel, (0, 1))),
         np.einsum("abkl,ijkl->abij", whole(gradient, (2, 3)), whole(kernel, (2, 3))),
         np.einsum("abij,abkl->ijkl", x.astype(float), gradient.astype(float)),  # not rounded
     )
-    for found, expected in zip(run("int8", x, kernel, gradient), right, strict=True):
+    for found, expected in zip(run("int8", x, kernel, gradient, platform=platform), right, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 

@@ -71,8 +71,8 @@ def backward(
     rank: int, recipe: str, dtype: Any, platform: str | None, kept: Any, gradients: Kernels
 ) -> tuple[Array, Kernels]:
     if recipe == "int8":
-        of_x, of_kernels = zip(*map(back_int8(rank, *kept), range(len(gradients)), gradients), strict=True)
-        return sum(of_x[1:], of_x[0]), of_kernels
+        of_x, of_kernels = zip(*map(back_int8(rank, platform, *kept), range(len(gradients)), gradients), strict=True)
+        return total(of_x), of_kernels
     values, x, kernels = kept
     outer, shape, shapes = x.ndim - 1 - rank, x.shape[1:], [each.shape[1:] for each in kernels]
     dtypes = [each.dtype for each in kernels]
@@ -95,18 +95,23 @@ def backward(
     )
 
 
-def back_int8(rank: int, x: Array, kernels: Kernels) -> Callable[[int, Array], tuple[Array, Array]]:
+def back_int8(
+    rank: int, platform: str | None, x: Array, kernels: Kernels
+) -> Callable[[int, Array], tuple[Array, Array]]:
     """Of a kernel's number and the gradient of its product: that of x, and its own."""
     outer = range(x.ndim - rank)
 
     def back(number: int, gradient: Array) -> tuple[Array, Array]:
-        # Held together: rounded in the same pass as for the way forward, the kernel would lie there as products for GPUs
-        # do not take it, but for one that is ten times slower.
-        kernel, gradient = jax.lax.optimization_barrier((kernels[number], gradient))
-        over = outputs_of(gradient, len(outer), rank)
+        kernel, over = kernels[number], outputs_of(gradient, len(outer), rank)
+        whole = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32).astype(kernel.dtype)
+        if platform == "gpu":
+            # As for the way forward, where the sum runs along a kernel's first dimension. Were it the last, XLA would
+            # lay the kernel out so that the product is ten times slower.
+            turned = jax.lax.optimization_barrier(as_matrix(kernel, rank).T)
+            flat = rounded(as_matrix(gradient, len(outer)), jnp.int8, (1,)), rounded(turned, jnp.int8, (0,))
+            return times(*flat, ((1,), (0,)), x.dtype).reshape(x.shape), whole
         rough = rounded(gradient, jnp.int8, over[0]), rounded(kernel, jnp.int8, over[1])
-        whole = contract(x, gradient.astype(x.dtype), (outer, outer), jnp.float32)
-        return times(*rough, over, x.dtype), whole.astype(kernel.dtype)
+        return times(*rough, over, x.dtype), whole
 
     return back
 

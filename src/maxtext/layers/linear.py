@@ -1,6 +1,7 @@
 """Matrix products over weights, the order of their gradients, and dropout."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from maxtext.kernels import low_precision
 from maxtext.kernels.quantized import Quantized, products
+from maxtext.kernels.rounding import total
 from maxtext.layers.joined import Joined
 from maxtext.layers.parameters import Maker
 from maxtext.sharding.manual import only_platform
@@ -55,6 +57,9 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
         x, kernels = weights_first(x, kernels)
     if recipe and not isinstance(kernels[0], Quantized):
         found = [*low_precision.products(x, tuple(kernels), rank, recipe, dtype, only_platform())]
+    elif len(kernels) > 2 and not isinstance(kernels[0], Quantized):
+        each = zip(copies(x, len(kernels)), kernels, strict=True)
+        found = [products(x, [kernel], rank, dtype, only_platform())[0] for x, kernel in each]
     else:
         found = products(x, kernels, rank, dtype, only_platform())
     return with_biases(found, linears)
@@ -65,6 +70,16 @@ def with_biases(found: Sequence[jax.Array], linears: Sequence[Linear]) -> list[j
         y if linear.bias is None else y + linear.bias[...].astype(linear.dtype)
         for y, linear in zip(found, linears, strict=True)
     ]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """x, for so many products. Going back, their gradients are added in the order in which the compiler for GPUs can
+    make each addition a part of a product; autodiff's own leaves one for a pass of its own."""
+    return (x,) * count
+
+
+copies.defvjp(lambda x, count: ((x,) * count, None), lambda count, kept, gradients: (total(gradients),))
 
 
 @jax.custom_jvp
