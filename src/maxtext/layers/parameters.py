@@ -73,10 +73,7 @@ class Maker:
 def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
     """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last where that is less)."""
 
-    def weights(key: jax.Array | None) -> Tree:
-        return nnx.to_pure_dict(nnx.state(make(replace(makers[0], key=key))))
-
-    single = Template.of(lambda: make(replace(makers[0], key=None)))
+    single, weights = described(make, makers[0])
     places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
     keys = [maker.key for maker in makers if maker.key is not None]
     if keys:
@@ -95,6 +92,28 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
         contracted = tuple(one if one < place else one + 1 for one in facts.get("contracted", ()))
         variable.set_metadata(axes=tuple(axes), contracted=contracted)
     return single.bind(stacked)
+
+
+def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[nnx.Module]:
+    """Equal modules, each with weights of its own; what makes the weights is traced once, and called."""
+    single, weights = described(make, makers[0])
+    if makers[0].key is None:
+        return [
+            single.bind(jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)) for _ in makers
+        ]
+    once = jax.jit(weights)
+    return [single.bind(once(maker.key)) for maker in makers]
+
+
+def described(
+    make: Callable[[Maker], nnx.Module], maker: Maker
+) -> "tuple[Template, Callable[[jax.Array | None], Tree]]":
+    """A module, and its weights of a key."""
+
+    def weights(key: jax.Array | None) -> Tree:
+        return nnx.to_pure_dict(nnx.state(make(replace(maker, key=key))))
+
+    return Template.of(lambda: make(replace(maker, key=None))), weights
 
 
 def slices(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from maxtext.kernels.attention import cudnn
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.parameters import Maker, slices, stack
+from maxtext.layers.parameters import Maker, alike, slices, stack
 from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
 
@@ -117,7 +117,7 @@ class Stack(nnx.Module):
             if scanned:
                 blocks.append(stack(partial(build, spec, dtype), makers, axis))
             else:
-                blocks.append(nnx.List([spec.build(one, dtype) for one in makers]))
+                blocks.append(nnx.List(alike(partial(build, spec, dtype), makers)))
         self.blocks: Any = nnx.List(blocks)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
