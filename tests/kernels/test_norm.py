@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.common.errors import ConfigError
 from maxtext.kernels import norm
 
 EPSILON = 1e-5
@@ -81,6 +82,9 @@ def test_what_the_kernel_takes(shape, platform, able, monkeypatch):
     assert norm.supports(shape, platform) is able
     monkeypatch.setenv("MAXTEXT_KERNELS", "plain")
     assert not norm.supports(shape, platform)
+    monkeypatch.setenv("MAXTEXT_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="MAXTEXT_KERNELS=fast .* say plain"):
+        norm.supports(shape, platform)
 
 
 def test_it_can_be_lowered_for_gpus():

@@ -66,7 +66,13 @@ def gradients(words):
     return jax.jit(jax.value_and_grad(loss))(jax.jit(setup.fresh)().weights)
 
 
-@pytest.mark.parametrize(("words", "kernels"), FAMILIES.values(), ids=list(FAMILIES))
+def marked(name):
+    return () if name in ("llama", "joined kernels", "widths without tiles") else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("words", "kernels"), [pytest.param(*each, id=name, marks=marked(name)) for name, each in FAMILIES.items()]
+)
 def test_families(as_on_a_gpu, words, kernels, monkeypatch):
     loss, found = gradients(words)
     assert as_on_a_gpu == kernels

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.common import noise
 from maxtext.kernels.attention import Visibility, attend, cudnn
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.block import Block, LayerSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.norms import NormSpec
@@ -198,3 +198,25 @@ def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypa
     program = str(jax.make_jaxpr(jax.grad(RematPolicy(kept).wrap(layer, in_scan=False)))(q))
     assert program.count(f"{cudnn.FORWARD}[") == times
     assert program.count("dot_product_attention_bwd_wrapper[") == 1
+
+
+def test_layers_of_one_kind_are_traced_once(monkeypatch):
+    """Unrolled, however many there are, they are one function of the program, and one that makes their weights."""
+    built, run = [], []
+    monkeypatch.setattr(
+        LayerSpec, "build", lambda spec, *rest, build=LayerSpec.build: built.append(1) or build(spec, *rest)
+    )
+    monkeypatch.setattr(
+        Block, "__call__", lambda block, *rest, call=Block.__call__: run.append(1) or call(block, *rest)
+    )
+
+    def program(repeats):
+        def function(x):
+            stack = Stack(Maker(noise.seed_key(0), "float32"), Segment((LOCAL,), repeats), 0, "float32", False, 0, None)
+            return stack(x, LayerInputs(jnp.zeros(x.shape[:2], jnp.int32)))[0]
+
+        return jax.jit(function).lower(jnp.zeros((1, LENGTH, SIZE))).as_text()
+
+    text = program(16)
+    assert (len(built), len(run)) == (2, 1)  # what a layer is made of, and its weights
+    assert text.count("stablehlo.dot_general") == program(2).count("stablehlo.dot_general")

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.experimental import pallas as pl
 
+from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import gpu_capability
 
 TILE = 128  # which rows, and the numbers of a row, must be a multiple of
@@ -20,7 +21,10 @@ def ours(platform: str | None, least: tuple[int, int] = (8, 0)) -> bool:
     """Whether to use them on a platform, if it has a GPU of this compute capability at least."""
     number = (gpu_capability() or "9.0").split(".")  # not known when compiling for a machine that is not here
     able = platform == "gpu" and all(map(str.isdigit, number)) and tuple(map(int, number)) >= least
-    return able and os.environ.get("MAXTEXT_KERNELS") != "plain"
+    chosen = os.environ.get("MAXTEXT_KERNELS", "")
+    if chosen not in ("", "plain"):
+        raise ConfigError(f"MAXTEXT_KERNELS={chosen} in the environment is not known: say plain, or leave it out")
+    return able and not chosen
 
 
 def program_size(longest: int) -> tuple[int, int]:
