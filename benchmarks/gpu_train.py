@@ -8,8 +8,8 @@ the same shapes, is in fp8 or int8. Each side runs in a process of its own.
 A step counts from one report to the next; the median of all but the first ten counts. TFLOP/s are those of the matrix
 products, causal attention once, of experts those that a token uses; MFU is of 989, the dense bfloat16 peak of an H100
 or H200. First step: from the command to its report, with an empty compilation cache, and again with the one that this
-left; modules have been imported once before, so that no disk is timed. Memory: ours, of the compiled step, as the run's banner has it; the peer's, the most that was allocated. Prints
-one JSON line.
+left; modules have been imported once before, so that no disk is timed. Memory: ours, of the compiled step, as the run's
+banner has it; the peer's, the most that was allocated. Prints one JSON line.
 """
 
 import argparse
