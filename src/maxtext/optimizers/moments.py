@@ -18,7 +18,24 @@ from maxtext.configs.types import MaxTextConfig
 
 def scale_by_adamw(config: MaxTextConfig) -> optax.GradientTransformation:
     rule = optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps, config.adam_eps_root)
-    return computed_in_float32(rule, config)
+    return computed_in_float32(leaf_by_leaf(rule), config)
+
+
+def leaf_by_leaf(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An Adam whose update is traced once for weights of one shape, and called: a model has hundreds."""
+
+    @jax.jit
+    def one(grad: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array) -> tuple[jax.Array, ...]:
+        update, state = rule.update(grad, optax.ScaleByAdamState(count, mu, nu))
+        return update, state.mu, state.nu
+
+    def update(grads: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        found = jax.tree.map(lambda *leaves: one(*leaves, state.count), grads, state.mu, state.nu)
+        tree: Any = jax.tree.structure(grads)
+        updates, mu, nu = (tree.unflatten(part) for part in zip(*tree.flatten_up_to(found), strict=True))
+        return updates, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
+
+    return optax.GradientTransformation(rule.init, update)
 
 
 def scale_by_adam_pax(config: MaxTextConfig) -> optax.GradientTransformation:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext.layers.parameters import Template
-from maxtext.optimizers import clip_by_global_norm
+from maxtext.optimizers import clip_by_global_norm, global_norm
 from maxtext.sharding.explicit import as_first, by_compiler, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
@@ -82,7 +82,7 @@ def make_train_step(
             "learning_rate": schedule(updates_done(state)),
             "grad_norm": norm,
             "raw_grad_norm": raw_norm,
-            "param_norm": optax.tree_utils.tree_norm(new.weights),
+            "param_norm": global_norm(new.weights),
             "total_weights": jnp.sum(token_weights(batch)),
         }
         if vote is not None:
@@ -127,7 +127,7 @@ def hold(after: TrainState, before: TrainState, lost: jax.Array) -> TrainState:
 
 
 def choose(first: jax.Array, one: TrainState, other: TrainState) -> TrainState:
-    return jax.tree.map(lambda one, other: jnp.where(first, one, other), one, other)
+    return jax.tree.map(lambda one, other: jax.lax.select(first, one, other), one, other)
 
 
 def updates_done(state: TrainState) -> jax.Array:
