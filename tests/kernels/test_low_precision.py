@@ -11,6 +11,8 @@ import pytest
 from maxtext.kernels import fp8_blocks, fp8_rows, norm
 from maxtext.kernels.low_precision import products
 from maxtext.kernels.rounding import FP8, by_rows, power_of_two
+from maxtext.layers.eight_bits import UNKNOWN
+from maxtext.layers.mlp import ACTIVATIONS
 
 OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -278,8 +280,13 @@ def test_turning_can_be_lowered_for_gpus():
     assert text.count("stablehlo.transpose") == 0
 
 
-@pytest.mark.parametrize("width", [7168, 1408, 11008])
-def test_a_gated_block_can_be_lowered_for_gpus(width):
+NAMES = [name for name in ACTIVATIONS if name not in UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    ("width", "name"), [*((256, name) for name in NAMES), (7168, "silu"), (1408, "silu"), (11008, "silu")]
+)
+def test_a_gated_block_can_be_lowered_for_gpus(width, name):
     """Also where the width is a sum of several powers of two."""
     shapes = (256, 2048), (2048, width), (2048, width), (width, 2048)
     x, *kernels = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
@@ -290,7 +297,7 @@ def test_a_gated_block_can_be_lowered_for_gpus(width):
         return y, back(y)
 
     def gated(dtype, x, scale, kernels):
-        return fp8_blocks.gated(x, scale, kernels, 1e-5, jax.nn.silu, ("gate", "up"), dtype)
+        return fp8_blocks.gated(x, scale, kernels, 1e-5, ACTIVATIONS[name], ("gate", "up"), dtype)
 
     assert lowered(program, x, scale, tuple(kernels)).count("@__gpu$xla.gpu.triton") == 13
 
@@ -324,6 +331,28 @@ def test_rows_that_are_no_numbers_stay_so(turning, bad):
     y = np.asarray(product(x, kernel, 1, "fp8", jnp.bfloat16, turning), np.float32)
     assert not np.isfinite(y[5]).any()
     assert np.isfinite(np.delete(y, 5, axis=0)).all()
+
+
+def test_long_rows_are_rounded_by_the_compiler(turning, monkeypatch):
+    """To the same numbers."""
+    random = np.random.default_rng(3)
+    x, kernel, cotangent = spread(random, 128, 256), spread(random, 256, 384), spread(random, 128, 384)
+    function = partial(products, rank=1, recipe="fp8", dtype=jnp.bfloat16, platform=turning)
+    expected = gradients(function, (cotangent,), x, (kernel,))
+    monkeypatch.setattr(fp8_blocks, "LONGEST", 128)
+    monkeypatch.setattr(fp8_rows, "rounded_rows", None)
+    for ours, theirs in zip(gradients(function, (cotangent,), x, (kernel,)), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "able"),
+    [((256, 128), (128, 128), True), ((192, 128), (128, 128), False), ((256, 128), (128, 192), False),
+     ((256, 128), (128, 2**17), True), ((2**15, 128), (128, 2**16), False)],
+)  # fmt: skip
+def test_what_is_turned(x, kernel, able):
+    """Whole tiles, and arrays whose places 32 bits can say."""
+    assert fp8_blocks.turnable(x, [kernel], 1, "gpu") is able
 
 
 def test_plain_kernels_can_be_asked_for(monkeypatch):

@@ -25,6 +25,7 @@ FAMILIES = {
     "computed again": (["remat_policy=full"], ALL),
     "queries normed": (["decoder_block=qwen3", "use_qk_norm=true"], ALL),
     "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL),
+    "gelu_exact": (["mlp_activations=[gelu_exact, linear]"], ALL - GATED),
     "one branch, biases": (["decoder_block=gpt3"], ALL - {"normed_rows", *GATED, "norm_back"}),
     "joined kernels": (["fused_qkv=true", "fused_mlp=true"], ALL - {"normed_rows", *GATED}),
     "experts": (

@@ -37,6 +37,7 @@ def axes(**sizes: int) -> tuple[str, ...]:
 
 
 STRAIGHT = "context_parallel_load_balance=false"
+UNROLLED = "scan_layers=false"
 # Each axis alone, then products.
 LAYOUTS = {
     "data": axes(data=8),
@@ -57,12 +58,12 @@ LAYOUTS = {
     "data x fsdp x tensor": axes(data=2, fsdp=2, tensor=2),
     "fsdp x context x expert": (*axes(fsdp=2, context=2, expert=2), STRAIGHT),
     "data, ZeRO-1": (*axes(data=8), "shard_optimizer_over_data=true"),
-    "data x tensor, ZeRO-1": (*axes(data=4, tensor=2), "shard_optimizer_over_data=true"),
+    "data x tensor, ZeRO-1": (*axes(data=4, tensor=2), "shard_optimizer_over_data=true", UNROLLED),
     "fsdp, optimizer on the host": (*axes(fsdp=8), "optimizer_memory_host_offload=true"),
     "fsdp, weights on the host": (*axes(fsdp=8), "parameter_memory_host_offload=true", "param_scan_axis=0"),
     "context, striped": (*axes(context=8), "context_parallel_reorder_strategy=striped"),
-    "fsdp x tensor, explicit": (*axes(fsdp=4, tensor=2), "shard_mode=explicit"),
-    "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit"),
+    "fsdp x tensor, explicit": (*axes(fsdp=4, tensor=2), "shard_mode=explicit", UNROLLED),
+    "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit", UNROLLED),
     "pure-fsdp": ("custom_mesh_and_rule=pure-fsdp",),
     "ep-as-dp": ("custom_mesh_and_rule=ep-as-dp", *axes(fsdp=2, expert=4)),
     "ep-as-cp": ("custom_mesh_and_rule=ep-as-cp", *axes(fsdp=2, expert=4), STRAIGHT),

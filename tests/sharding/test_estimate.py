@@ -7,9 +7,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.sharding import AxisRules
+from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.collectives import Collective, array_bytes, collectives
-from maxtext.sharding.estimate import Activations, Bytes, abstract_mesh, gathered_bytes, shard_bytes
+from maxtext.sharding.estimate import Activations, Bytes, abstract_mesh, gathered_bytes, one_device, shard_bytes
+from maxtext.sharding.manual import current, only_platform
 from maxtext.trainers.estimate import abstract_setup
 
 MESH = AbstractMesh((2, 4), ("fsdp", "tensor"))
@@ -170,3 +171,10 @@ def test_loops_that_only_have_a_condition():
 )  # fmt: skip
 def test_sizes_of_types(text, size):
     assert array_bytes(text) == size
+
+
+@pytest.mark.parametrize(("of", "platform"), [(1, "gpu"), (8, None)])
+def test_one_device_of_several_does_not_what_only_a_lone_one_can(of, platform):
+    with use_rules(one_device("gpu", of)):
+        assert only_platform() == platform
+        assert current() is None

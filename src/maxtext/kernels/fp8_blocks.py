@@ -18,7 +18,18 @@ from maxtext.common.log import say_once
 from maxtext.kernels import fp8_rows
 from maxtext.kernels.fp8_rows import Activation
 from maxtext.kernels.norm import back as norm_back
-from maxtext.kernels.rounding import FP8, as_matrix, contract, empty_like, relative, room, scale_of_all, scaled, total
+from maxtext.kernels.rounding import (
+    FP8,
+    as_matrix,
+    by_rows,
+    contract,
+    empty_like,
+    relative,
+    room,
+    scale_of_all,
+    scaled,
+    total,
+)
 from maxtext.kernels.rows import LONGEST, TILE, ours
 
 LAST = ((1,), (1,))  # dimensions of two matrices
@@ -43,15 +54,23 @@ class Normed(NamedTuple):
 
 
 def turnable(x: tuple[int, ...], kernels: Sequence[tuple[int, ...]], rank: int, platform: str | None) -> bool:
-    """Whether tensors of these shapes are rounded and turned by `fp8_rows`: it has whole tiles, rows that fit, and
+    """Whether tensors of these shapes are rounded and turned by `fp8_rows`: it has whole tiles, offsets of 32 bits, and
     instructions of its own to round with, which NVIDIA's GPUs have from compute capability 8.9 on."""
-    parts = [x[: len(x) - rank], *(part for each in kernels for part in (each[:rank], each[rank:]))]
-    whole = not any(math.prod(sizes) % TILE for sizes in parts)
-    fits = max(math.prod(x[len(x) - rank :]), sum(math.prod(each[rank:]) for each in kernels)) <= LONGEST
-    able = whole and fits and ours(platform, (8, 9))
+    lines, inputs = math.prod(x[: len(x) - rank]), math.prod(x[len(x) - rank :])
+    outputs = [math.prod(each[rank:]) for each in kernels]
+    whole = not any(size % TILE for size in (lines, inputs, *outputs))
+    small = max(lines, inputs) * max(inputs, *outputs) < 2**31
+    able = whole and small and ours(platform, (8, 9))
     if platform == "gpu":
         say_once(f"tensors in fp8 are rounded by {'kernels of ours' if able else 'the compiler'}")
     return able
+
+
+def rounded_rows(matrices: Sequence[Array], dtype: Any) -> tuple[list[Array], Array]:
+    """In fp8, with a scale for each row, which they share: by a kernel that reads them once, where they fit into it."""
+    if sum(each.shape[1] for each in matrices) > LONGEST:
+        return by_rows(matrices, 1, dtype)
+    return fp8_rows.rounded_rows(matrices, dtype)
 
 
 def forward_turned(numbers: Array, rows: Array, kernels: Sequence[Array], dtype: Any) -> tuple[list[Array], Values]:
@@ -96,7 +115,7 @@ def normed_backward(epsilon: float, dtype: Any, kept: Any, gradients: Any) -> tu
     values, normed, empty = kept
     added, of_products = gradients
     shapes, dtypes = [each.shape[1:] for each in empty], [each.dtype for each in empty]
-    numbers, rows = fp8_rows.rounded_rows([as_matrix(each, added.ndim - 1) for each in of_products], FP8[1])
+    numbers, rows = rounded_rows([as_matrix(each, added.ndim - 1) for each in of_products], FP8[1])
     sums, found = back_turned(values, numbers, rows, room(added.dtype), dtypes)
     of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True))
@@ -134,7 +153,7 @@ def gated_backward(
     values, hidden_values, gate, up, normed, empty = kept
     added, gradient = gradients
     dtypes = [each.dtype for each in empty]
-    numbers, rows = fp8_rows.rounded_rows([as_matrix(gradient, gradient.ndim - 1)], FP8[1])
+    numbers, rows = rounded_rows([as_matrix(gradient, gradient.ndim - 1)], FP8[1])
     of_hidden, of_down = back_turned(hidden_values, numbers, rows, gate.dtype, dtypes[2:])
     numbers, both_rows = fp8_rows.gated_back(
         gate, up, of_hidden, values.rows * values.scale, rows * hidden_values.scale, activation, FP8[1]

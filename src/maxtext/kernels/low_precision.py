@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels import fp8_rows
-from maxtext.kernels.fp8_blocks import Kernels, Values, back_turned, forward_turned, turnable
+from maxtext.kernels.fp8_blocks import Kernels, Values, back_turned, forward_turned, rounded_rows, turnable
 from maxtext.kernels.rounding import (
     FP8,
     Rounded,
@@ -55,7 +54,7 @@ def forward(
         return tuple(times(whole, rounded(each, jnp.int8, inputs), over, dtype) for each in kernels), (x, kernels)
     empty = empty_like(x), tuple(map(empty_like, kernels))  # for the shapes and dtypes that gradients must have
     if turnable(x.shape, [each.shape for each in kernels], rank, platform):
-        (numbers,), rows = fp8_rows.rounded_rows([as_matrix(x, len(outer))], FP8[0])
+        (numbers,), rows = rounded_rows([as_matrix(x, len(outer))], FP8[0])
         sums, kept = forward_turned(numbers, rows, [as_matrix(each, rank) for each in kernels], room(dtype))
         found = [scaled(each, rows * kept.scale, dtype) for each in sums]
         shapes = [(*x.shape[: len(outer)], *each.shape[rank:]) for each in kernels]
@@ -77,7 +76,7 @@ def backward(
     outer, shape, shapes = x.ndim - 1 - rank, x.shape[1:], [each.shape[1:] for each in kernels]
     dtypes = [each.dtype for each in kernels]
     if turnable(shape, shapes, rank, platform):
-        numbers, rows = fp8_rows.rounded_rows([as_matrix(each, outer) for each in gradients], FP8[1])
+        numbers, rows = rounded_rows([as_matrix(each, outer) for each in gradients], FP8[1])
         whole, found = back_turned(values, numbers, rows, room(x.dtype), dtypes)
         whole = scaled(whole, rows * values.scale, x.dtype)
         return whole.reshape(shape), tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True))

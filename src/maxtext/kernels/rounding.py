@@ -38,7 +38,7 @@ def scale_of(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array:
 
 
 def scale_for(largest: Array, dtype: Any) -> Array:
-    """The least power of two that brings a magnitude within fp8; what is not a number stays so."""
+    """The least power of two that brings a magnitude within fp8."""
     return jnp.maximum(power_of_two(largest / float(jnp.finfo(dtype).max)), SMALLEST)
 
 

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels import fp8_blocks
+from maxtext.kernels.rows import LONGEST
 from maxtext.layers.attention import PROJECTED, Attention
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, weights_first
 from maxtext.layers.mlp import ACTIVATIONS, Mlp
 from maxtext.layers.norms import Norm
 from maxtext.sharding.manual import only_platform
+
+UNKNOWN = ("gelu_exact",)  # activations, to the compiler of the kernels
 
 
 def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
@@ -41,6 +44,8 @@ def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] 
     mlp, norm = block.mlp, block.mlp_norm
     if block.mlp_streams is not None or not isinstance(mlp, Mlp) or not mlp.bare or mlp.spec.dropout_rate:
         return None
+    if mlp.spec.activations[0] in UNKNOWN or 2 * mlp.spec.width > LONGEST:
+        return None
     gate, up = (getattr(mlp, mlp.branch(place)) for place in range(2))
     hidden = (*x.shape[:-1], mlp.spec.width)
     if not (can_norm(norm, x) and fits(x.shape, gate, up) and fits(hidden, mlp.wo)):
@@ -53,8 +58,8 @@ def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] 
 
 
 def can_norm(norm: Norm | None, x: jax.Array) -> bool:
-    """Whether the kernels know the norm, and it reads and gives bfloat16."""
-    if norm is None or norm.spec.kind != "rms" or not norm.spec.scaled:
+    """Whether the kernels know the norm, rows are not too long for them, and it reads and gives bfloat16."""
+    if norm is None or norm.spec.kind != "rms" or not norm.spec.scaled or x.shape[-1] > LONGEST:
         return False
     return x.dtype == jnp.bfloat16 and jnp.dtype(norm.dtype) == jnp.bfloat16
 

@@ -95,13 +95,13 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
 
 
 def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[nnx.Module]:
-    """Equal modules, each with weights of its own; what makes the weights is traced once, and called."""
+    """Equal modules, each with weights of its own; as part of a program, what makes them is traced once, and called."""
     single, weights = described(make, makers[0])
     if makers[0].key is None:
         return [
             single.bind(jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)) for _ in makers
         ]
-    once = jax.jit(weights)
+    once = jax.jit(weights) if isinstance(makers[0].key, jax.core.Tracer) else weights
     return [single.bind(once(maker.key)) for maker in makers]
 
 

@@ -127,7 +127,8 @@ class Stack(nnx.Module):
     def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         reports: dict[int, list[Aux]] = {place: [] for place in range(len(self.blocks))}
         programs: list[Any] = [partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks]
-        if self.segment.repeats > 1:  # layers of one place are the same program: it is traced once, and called
+        if self.segment.repeats > 1 and isinstance(x, jax.core.Tracer):
+            # As part of a program, layers of one place are the same one: it is traced once, and called.
             programs = list(map(jax.jit, programs))
         for repeat in range(self.segment.repeats):
             for place, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):

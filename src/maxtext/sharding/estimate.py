@@ -20,10 +20,10 @@ def abstract_mesh(config: Any) -> AbstractMesh:
     return AbstractMesh(tuple(sizes), tuple(config.mesh_axes))
 
 
-def lone_device(platform: str) -> AxisRules:
-    """Rules to trace by what one device of a platform computes, where nothing is split; it need not exist."""
+def one_device(platform: str, of: int) -> AxisRules:
+    """Rules to trace by what one device of so many computes, where nothing is split; it need not exist."""
     mesh: Any = SimpleNamespace(size=1, shape={}, devices=np.array([SimpleNamespace(platform=platform)]))
-    return AxisRules(mesh, ())
+    return AxisRules(mesh, (), one_of_several=of > 1)
 
 
 @dataclass(frozen=True)

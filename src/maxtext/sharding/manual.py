@@ -35,7 +35,7 @@ def only_platform() -> str | None:
     rules = active_rules()
     if rules is None:
         return jax.default_backend()
-    return platform(rules) if rules.mesh.size == 1 else None
+    return platform(rules) if rules.mesh.size == 1 and not rules.one_of_several else None
 
 
 def run_manual(

@@ -21,6 +21,7 @@ Axes = Sequence[str | None]
 class AxisRules:
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
+    one_of_several: bool = False  # the mesh's device stands for one of them: what only a lone one can do, it does not
 
     @classmethod
     def of(cls, config: Any, mesh: Mesh) -> "AxisRules":

@@ -17,7 +17,7 @@ from maxtext.configs.derive import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.input_pipeline import FIELDS
 from maxtext.models.transformer import make_template
 from maxtext.sharding import AxisRules, use_rules
-from maxtext.sharding.estimate import Activations, Bytes, lone_device
+from maxtext.sharding.estimate import Activations, Bytes, one_device
 from maxtext.trainers.losses import language_model_losses, layer_inputs
 
 ALIASES = ("minimal_flash",)
@@ -46,7 +46,7 @@ def kept_by_policy(config: Any, rules: AxisRules, platform: str = "cpu") -> list
     names = ["none", *(name for name in SAVED_ON_DEVICE if name not in ALIASES)]
     if config.remat_policy == "custom":
         names.append("custom")
-    with use_rules(lone_device(platform)):
+    with use_rules(one_device(platform, rules.mesh.size)):
         traces = {name: trace(under(config, name)) for name in names}
         layers = trace(under(config, "full"), run_only=True)
     around = kept(traces["full"], reader, rows) - kept(layers, reader, rows)
