@@ -11,11 +11,11 @@ COMMON = (
 )  # fmt: skip
 EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=24", "load_balance_loss_weight=0.1")
 HEADS = ("base_num_kv_heads=4", "head_dim=8")
-# Half the program to compile; the dense model and the one with experts compute twice, and have loops over their layers.
+# Half the program to compile; the dense model, which has a loop over its layers, and the one with experts compute twice.
 ONCE = ("remat_policy=none", "scan_layers=false")
 MODELS = {
     "dense": ("decoder_block=llama2", "base_mlp_dim=48", *HEADS),
-    "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS),
+    "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS, "scan_layers=false"),  # two layers alike, which are one program
     "mla": (
         "decoder_block=deepseek", *EXPERTS, "attention_type=mla", "q_lora_rank=24", "kv_lora_rank=56",
         "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8", "base_num_kv_heads=8", "head_dim=128",
@@ -37,7 +37,6 @@ def axes(**sizes: int) -> tuple[str, ...]:
 
 
 STRAIGHT = "context_parallel_load_balance=false"
-UNROLLED = "scan_layers=false"
 # Each axis alone, then products.
 LAYOUTS = {
     "data": axes(data=8),
@@ -58,12 +57,12 @@ LAYOUTS = {
     "data x fsdp x tensor": axes(data=2, fsdp=2, tensor=2),
     "fsdp x context x expert": (*axes(fsdp=2, context=2, expert=2), STRAIGHT),
     "data, ZeRO-1": (*axes(data=8), "shard_optimizer_over_data=true"),
-    "data x tensor, ZeRO-1": (*axes(data=4, tensor=2), "shard_optimizer_over_data=true", UNROLLED),
+    "data x tensor, ZeRO-1": (*axes(data=4, tensor=2), "shard_optimizer_over_data=true"),
     "fsdp, optimizer on the host": (*axes(fsdp=8), "optimizer_memory_host_offload=true"),
     "fsdp, weights on the host": (*axes(fsdp=8), "parameter_memory_host_offload=true", "param_scan_axis=0"),
     "context, striped": (*axes(context=8), "context_parallel_reorder_strategy=striped"),
-    "fsdp x tensor, explicit": (*axes(fsdp=4, tensor=2), "shard_mode=explicit", UNROLLED),
-    "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit", UNROLLED),
+    "fsdp x tensor, explicit": (*axes(fsdp=4, tensor=2), "shard_mode=explicit"),
+    "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit"),
     "pure-fsdp": ("custom_mesh_and_rule=pure-fsdp",),
     "ep-as-dp": ("custom_mesh_and_rule=ep-as-dp", *axes(fsdp=2, expert=4)),
     "ep-as-cp": ("custom_mesh_and_rule=ep-as-cp", *axes(fsdp=2, expert=4), STRAIGHT),
