@@ -11,7 +11,7 @@ COMMON = (
 )  # fmt: skip
 EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=24", "load_balance_loss_weight=0.1")
 HEADS = ("base_num_kv_heads=4", "head_dim=8")
-# Half the program to compile; the dense model, which has a loop over its layers, and the one with experts compute twice.
+# Half the program to compile. The dense model, with a loop over its layers, and the one with experts compute twice.
 ONCE = ("remat_policy=none", "scan_layers=false")
 MODELS = {
     "dense": ("decoder_block=llama2", "base_mlp_dim=48", *HEADS),
