@@ -310,10 +310,12 @@ def lowered(program, *arguments):
 def test_rows_are_rounded_and_turned_as_by_the_compiler(turning, dtype):
     random = np.random.default_rng(0)
     some = [spread(random, 256, width) for width in (384, 128)]
-    numbers, scale = fp8_rows.rounded_rows(some, dtype)
+    numbers, scale, squares = fp8_rows.rounded_rows(some, dtype)
     expected, scales = by_rows(some, 1, dtype)
     factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
     np.testing.assert_array_equal(scale, scales)
+    exact = sum(np.sum(np.square(np.asarray(each, np.float64)), axis=1) for each in some)
+    np.testing.assert_allclose(squares, exact, rtol=1e-5)
     for ours, theirs in zip(numbers, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
         np.testing.assert_array_equal(np.asarray(fp8_rows.turned(ours), np.float32), np.asarray(theirs, np.float32).T)

@@ -5,12 +5,14 @@ A sub-layer's input is also what its result is added to. So these give it back a
 added in the same pass as the norm's.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -26,6 +28,7 @@ from maxtext.kernels.rounding import (
     empty_like,
     relative,
     room,
+    scale_for,
     scale_of_all,
     scaled,
     total,
@@ -33,6 +36,7 @@ from maxtext.kernels.rounding import (
 from maxtext.kernels.rows import LONGEST, TILE, ours
 
 LAST = ((1,), (1,))  # dimensions of two matrices
+STEEPEST = 1.2  # any activation that the kernels know; and none is above 1 at 0
 Kernels = tuple[Array, ...]
 
 
@@ -40,7 +44,7 @@ class Values(NamedTuple):
     """What a product in fp8 keeps of its inputs."""
 
     x: Array  # tokens, or [inputs, tokens]
-    rows: Array  # the scales of tokens
+    rows: Array  # the scales of tokens, or one of all
     kernels: list[Array]
     scale: Array  # of all kernels
 
@@ -66,33 +70,54 @@ def turnable(x: tuple[int, ...], kernels: Sequence[tuple[int, ...]], rank: int, 
     return able
 
 
-def rounded_rows(matrices: Sequence[Array], dtype: Any) -> tuple[list[Array], Array]:
-    """In fp8, with a scale for each row, which they share: by a kernel that reads them once, where they fit into it."""
+def rounded_rows(matrices: Sequence[Array], dtype: Any) -> tuple[list[Array], Array, Array]:
+    """In fp8, with a scale for each row, which they share, and its sum of squares: by a kernel that reads them once,
+    where they fit into it."""
     if sum(each.shape[1] for each in matrices) > LONGEST:
-        return by_rows(matrices, 1, dtype)
+        squares = [jnp.sum(jnp.square(each.astype(jnp.float32)), axis=1) for each in matrices]
+        return *by_rows(matrices, 1, dtype), total(squares)
     return fp8_rows.rounded_rows(matrices, dtype)
 
 
 def forward_turned(numbers: Array, rows: Array, kernels: Sequence[Array], dtype: Any) -> tuple[list[Array], Values]:
-    """Of matrices, by kernels for NVIDIA's GPUs; tokens, in fp8, come with their scales. Products are not scaled."""
-    scale = scale_of_all(kernels)
+    """Of matrices, by kernels for NVIDIA's GPUs; tokens, in fp8, come with their scales, or one for all. Products are
+    scaled if it is one."""
+    scale = scale_of_all(kernels, FP8[0])
     ways = [fp8_rows.both_ways(each, scale, FP8[0]) for each in kernels]
     kept = Values(fp8_rows.turned(numbers), rows, [way[0] for way in ways], scale)
-    return [contract(numbers, way[1], LAST, dtype) for way in ways], kept
+    return [contract(numbers, way[1], LAST, dtype, alone(rows * scale)) for way in ways], kept
 
 
 def back_turned(
-    values: Values, numbers: Sequence[Array], rows: Array, dtype: Any, dtypes: Sequence[Any]
-) -> tuple[Array, list[Array]]:
-    """The gradients of tokens, not scaled, and of the kernels, in their dtypes, of `forward_turned`, from those of its
-    results, which come with their scales."""
-    sums = [contract(each, kernel, LAST, dtype) for each, kernel in zip(numbers, values.kernels, strict=True)]
+    values: Values, numbers: Sequence[Array], rows: Array, dtype: Any, dtypes: Sequence[Any],
+    turned: Sequence[Array] | None = None,
+) -> tuple[Array, list[Array]]:  # fmt: skip
+    """The gradients of tokens, scaled if that is by one number, and of the kernels, in their dtypes, of
+    `forward_turned`, from those of its results, which come with their scales, or one for all; and, where that is done,
+    `turned`."""
+    pairs, one = zip(numbers, values.kernels, strict=True), alone(rows * values.scale)
+    sums = [contract(each, kernel, LAST, dtype, one) for each, kernel in pairs]
     factor, most = relative(values.rows * rows)
+    turned = turned or [fp8_rows.turned(each, factor) for each in numbers]
     # Held together, as the compiler for GPUs would join products of the same tokens by a copy of what they differ in.
-    ways = [jax.lax.optimization_barrier((values.x, fp8_rows.turned(each, factor))) for each in numbers]
-    found = [contract(x, way, LAST, room(dtype)) for (x, way), dtype in zip(ways, dtypes, strict=True)]
-    of_kernels = [scaled(each, most, dtype) for each, dtype in zip(found, dtypes, strict=True)]
-    return total(sums), of_kernels
+    ways = [jax.lax.optimization_barrier((values.x, each)) for each in turned]
+    found = [contract(x, way, LAST, room(dtype), most) for (x, way), dtype in zip(ways, dtypes, strict=True)]
+    return total(sums), [each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True)]
+
+
+def back_alone(
+    values: Values, gradients: Sequence[Array], dtype: Any, dtypes: Sequence[Any]
+) -> tuple[Array, list[Array]]:
+    """`back_turned`, with one scale for all gradients."""
+    scale = scale_of_all(gradients, FP8[1])
+    factor, _ = relative(values.rows)
+    numbers, turned = zip(*(fp8_rows.both_ways(each, scale, FP8[1], factor) for each in gradients), strict=True)
+    return back_turned(values, numbers, scale, dtype, dtypes, turned)
+
+
+def alone(scale: Array) -> Array | None:
+    """A scale, if it is one."""
+    return scale if scale.ndim == 0 else None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -103,19 +128,28 @@ def normed_products(x: Array, norm: Array, kernels: Kernels, epsilon: float, dty
 
 
 def normed_forward(x: Array, norm: Array, kernels: Kernels, epsilon: float, dtype: Any) -> tuple[Any, Any]:
-    flat, empty = as_matrix(x, x.ndim - 1), tuple(map(empty_like, kernels))
-    numbers, rows, inverse = fp8_rows.normed_rows(flat, norm, epsilon, FP8[0])
-    sums, values = forward_turned(numbers, rows, [as_matrix(each, 1) for each in kernels], room(dtype))
-    found = [scaled(each, rows * values.scale, dtype) for each in sums]
-    shaped = tuple(y.reshape(*x.shape[:-1], *each.shape[1:]) for y, each in zip(found, kernels, strict=True))
-    return (x, shaped), (values, Normed(flat, norm, inverse), empty)
+    numbers, scale, kept = normed(x, norm, epsilon)
+    found, values = forward_turned(numbers, scale, [as_matrix(each, 1) for each in kernels], room(dtype))
+    shapes = [(*x.shape[:-1], *each.shape[1:]) for each in kernels]
+    shaped = tuple(y.astype(dtype).reshape(shape) for y, shape in zip(found, shapes, strict=True))
+    return (x, shaped), (values, kept, tuple(map(empty_like, kernels)))
+
+
+def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]:
+    """In fp8, with one scale: no number of a row is larger than the root of their sum of squares, which a norm makes
+    the same for all rows."""
+    flat = as_matrix(x, x.ndim - 1)
+    factors = norm.astype(jnp.float32)
+    scale = scale_for(math.sqrt(flat.shape[1]) * jnp.max(jnp.abs(factors)), FP8[0])
+    numbers, inverse = fp8_rows.normed_rows(flat, factors / scale, epsilon, FP8[0])
+    return numbers, scale, Normed(flat, norm, inverse)
 
 
 def normed_backward(epsilon: float, dtype: Any, kept: Any, gradients: Any) -> tuple[Array, Array, Kernels]:
     values, normed, empty = kept
     added, of_products = gradients
     shapes, dtypes = [each.shape[1:] for each in empty], [each.dtype for each in empty]
-    numbers, rows = rounded_rows([as_matrix(each, added.ndim - 1) for each in of_products], FP8[1])
+    numbers, rows, _ = rounded_rows([as_matrix(each, added.ndim - 1) for each in of_products], FP8[1])
     sums, found = back_turned(values, numbers, rows, room(added.dtype), dtypes)
     of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True))
@@ -130,21 +164,20 @@ def gated(
 ) -> tuple[Array, Array]:
     """x [..., E], and what a feed-forward block in fp8 makes of its norm: (activation(x gate) · (x up)) down, with
     kernels [E, W], [E, W], [W, E]. As `normed_products`; all that lies between products is in the same pass as the
-    rounding. `names`, for rematerialisation, of the products with gate and up, which are not scaled."""
+    rounding. `names`, for rematerialisation, of the products with gate and up."""
     return gated_forward(x, norm, kernels, epsilon, activation, names, dtype)[0]
 
 
 def gated_forward(
     x: Array, norm: Array, kernels: Kernels, epsilon: float, activation: Activation, names: tuple[str, str], dtype: Any
 ) -> tuple[Any, Any]:
-    flat, empty = as_matrix(x, x.ndim - 1), tuple(map(empty_like, kernels))
-    numbers, rows, inverse = fp8_rows.normed_rows(flat, norm, epsilon, FP8[0])
-    sums, values = forward_turned(numbers, rows, kernels[:2], room(dtype))
-    gate, up = (checkpoint_name(each, name) for each, name in zip(sums, names, strict=True))
-    hidden, hidden_rows = fp8_rows.gated_rows(gate, up, rows * values.scale, activation, FP8[0])
-    (y,), hidden_values = forward_turned(hidden, hidden_rows, kernels[2:], room(dtype))
-    y = scaled(y, hidden_rows * hidden_values.scale, dtype).reshape(*x.shape[:-1], -1)
-    return (x, y), (values, hidden_values, gate, up, Normed(flat, norm, inverse), empty)
+    numbers, scale, kept = normed(x, norm, epsilon)
+    found, values = forward_turned(numbers, scale, kernels[:2], room(dtype))
+    gate, up = (checkpoint_name(each, name) for each, name in zip(found, names, strict=True))
+    hidden, rows = fp8_rows.gated_rows(gate, up, activation, FP8[0])
+    (y,), hidden_values = forward_turned(hidden, rows, kernels[2:], room(dtype))
+    y = scaled(y, rows * hidden_values.scale, dtype).reshape(*x.shape[:-1], -1)
+    return (x, y), (values, hidden_values, gate, up, kept, tuple(map(empty_like, kernels)))
 
 
 def gated_backward(
@@ -153,17 +186,32 @@ def gated_backward(
     values, hidden_values, gate, up, normed, empty = kept
     added, gradient = gradients
     dtypes = [each.dtype for each in empty]
-    numbers, rows = rounded_rows([as_matrix(gradient, gradient.ndim - 1)], FP8[1])
+    numbers, rows, squares = rounded_rows([as_matrix(gradient, gradient.ndim - 1)], FP8[1])
     of_hidden, of_down = back_turned(hidden_values, numbers, rows, gate.dtype, dtypes[2:])
-    numbers, both_rows = fp8_rows.gated_back(
-        gate, up, of_hidden, values.rows * values.scale, rows * hidden_values.scale, activation, FP8[1]
-    )
-    sums, of_both = back_turned(values, numbers, both_rows, room(added.dtype), dtypes[:2])
-    of_x, of_norm = back_normed(normed, sums, added, both_rows * values.scale)
+    reach = reach_of_gates(values, hidden_values, jnp.sqrt(squares) / rows)
+    numbers = fp8_rows.gated_back(gate, up, of_hidden, 1 / reach, activation, FP8[1])
+    rows = rows * hidden_values.scale * reach
+    sums, of_both = back_turned(values, numbers, rows, room(added.dtype), dtypes[:2])
+    of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, (*of_both, *of_down)
 
 
 gated.defvjp(gated_forward, gated_backward)
+
+
+def reach_of_gates(values: Values, hidden_values: Values, lengths: Array) -> Array:
+    """Scales [T] for the gradients of gate and up, not scaled, from `lengths` [T] of those of the block's result in
+    fp8. They are known before the gradients, as a product is not larger than the lengths of what is multiplied. They
+    may be a thousand times too large: that leaves e5m2 twenty powers of two in which it has as many digits."""
+    most = float(jnp.finfo(FP8[0]).max) * values.rows * values.scale  # times lengths of kernels, of gate and up
+    steep = 1 + STEEPEST * most * functools.reduce(jnp.maximum, [longest(each, 0) for each in values.kernels])
+    # Rounding may have made what is multiplied, and the products, a quarter larger.
+    return scale_for(1.25 * lengths * longest(hidden_values.kernels[0], 1) * steep, FP8[1])
+
+
+def longest(kernel: Array, axis: int) -> Array:
+    """The root of the sum of squares along an axis, where that is largest."""
+    return jnp.sqrt(jnp.max(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=axis)))
 
 
 def back_normed(normed: Normed, gradient: Array, added: Array, factor: Array) -> tuple[Array, Array]:

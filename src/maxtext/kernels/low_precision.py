@@ -1,17 +1,18 @@
 """Products in eight bits for training, forward and backward, with scales of the moment.
 
 `fp8`: values as e4m3, gradients as e5m2, which reaches further; a scale for each token and one for the kernels that a
-token is multiplied with, the least power of two that brings the largest magnitude within the format's own. All three
-products of a kernel are in eight bits, and what is kept for the backward pass is, too. Since a power of two changes no
-digit, a product is written in its own dtype and scaled where it is read. The gradient of a kernel adds up over tokens:
-there the scales of a token and of its gradient, relative to the largest of all tokens, are part of the gradient, which
-has the room for it.
+token is multiplied with, the least power of two that brings the largest magnitude within the format's own. (Kernels of
+ours for GPUs have one scale for all tokens where it is known before, or found faster.) All three products of a kernel
+are in eight bits, and what is kept for the backward pass is, too. Since a power of two changes no digit, a product is
+written in its own dtype and scaled where it is read. The gradient of a kernel adds up over tokens: there the scales of
+a token and of its gradient, relative to the largest of all tokens, are part of the gradient, which has the room for it.
 
 `int8`: a scale for each row and each column, so that one large number does not flatten all others. The sum runs along
 other dimensions in each product, so tensors are rounded anew for each; the gradient of the kernel, whose sum over all
 tokens suffers most, stays in the dtype of the inputs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.fp8_blocks import Kernels, Values, back_turned, forward_turned, rounded_rows, turnable
+from maxtext.kernels.fp8_blocks import Kernels, Values, back_alone, back_turned, forward_turned, rounded_rows, turnable
 from maxtext.kernels.rounding import (
     FP8,
     Rounded,
@@ -54,13 +55,13 @@ def forward(
         return tuple(times(whole, rounded(each, jnp.int8, inputs), over, dtype) for each in kernels), (x, kernels)
     empty = empty_like(x), tuple(map(empty_like, kernels))  # for the shapes and dtypes that gradients must have
     if turnable(x.shape, [each.shape for each in kernels], rank, platform):
-        (numbers,), rows = rounded_rows([as_matrix(x, len(outer))], FP8[0])
+        (numbers,), rows, _ = rounded_rows([as_matrix(x, len(outer))], FP8[0])
         sums, kept = forward_turned(numbers, rows, [as_matrix(each, rank) for each in kernels], room(dtype))
         found = [scaled(each, rows * kept.scale, dtype) for each in sums]
         shapes = [(*x.shape[: len(outer)], *each.shape[rank:]) for each in kernels]
         return tuple(y.reshape(shape) for y, shape in zip(found, shapes, strict=True)), (kept, *empty)
     (numbers,), rows = by_rows([x], len(outer), FP8[0])
-    scale = scale_of_all(kernels)
+    scale = scale_of_all(kernels, FP8[0])
     rough = [(each.astype(jnp.float32) / scale).astype(FP8[0]) for each in kernels]
     found = [scaled(contract(numbers, each, over, room(dtype)), rows * scale, dtype) for each in rough]
     return tuple(found), (Values(numbers, rows, rough, scale), *empty)
@@ -76,9 +77,15 @@ def backward(
     outer, shape, shapes = x.ndim - 1 - rank, x.shape[1:], [each.shape[1:] for each in kernels]
     dtypes = [each.dtype for each in kernels]
     if turnable(shape, shapes, rank, platform):
-        numbers, rows = rounded_rows([as_matrix(each, outer) for each in gradients], FP8[1])
-        whole, found = back_turned(values, numbers, rows, room(x.dtype), dtypes)
-        whole = scaled(whole, rows * values.scale, x.dtype)
+        flat = [as_matrix(each, outer) for each in gradients]
+        if sum(each.size for each in flat) <= math.prod(shape):
+            # A pass more over the gradients finds one scale, and spares one over the result, which would scale it.
+            whole, found = back_alone(values, flat, room(x.dtype), dtypes)
+        else:
+            numbers, rows, _ = rounded_rows(flat, FP8[1])
+            whole, found = back_turned(values, numbers, rows, room(x.dtype), dtypes)
+            whole = scaled(whole, rows * values.scale, room(x.dtype))
+        whole = whole.astype(x.dtype)
         return whole.reshape(shape), tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True))
     numbers, rows = by_rows(gradients, outer, FP8[1])
     sums = [

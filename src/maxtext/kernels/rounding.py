@@ -56,8 +56,8 @@ def by_rows(arrays: Sequence[Array], outer: int, dtype: Any) -> tuple[list[Array
     return [scaled(each.astype(jnp.float32), 1 / scale, dtype) for each in arrays], scale
 
 
-def scale_of_all(kernels: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.maximum, [scale_of(each, FP8[0]) for each in kernels])
+def scale_of_all(arrays: Sequence[Array], dtype: Any) -> Array:
+    return functools.reduce(jnp.maximum, [scale_of(each, dtype) for each in arrays])
 
 
 def relative(scales: Array) -> tuple[Array, Array]:
@@ -77,8 +77,14 @@ def room(dtype: Any) -> Any:
     return jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
 
 
-def contract(one: Array, other: Array, over: tuple[Sequence[int], Sequence[int]], dtype: Any) -> Array:
+def contract(
+    one: Array, other: Array, over: tuple[Sequence[int], Sequence[int]], dtype: Any, scale: Array | None = None
+) -> Array:
+    """The sum of products over dimensions of each. With one `scale` for all of it: written as here, the compiler for
+    GPUs makes it, and the conversions, a part of the product in eight bits."""
     dimensions = ((tuple(over[0]), tuple(over[1])), ((), ()))
+    if scale is not None:
+        one, other = one.astype(dtype) * scale.astype(dtype), other.astype(dtype)
     return jax.lax.dot_general(one, other, dimensions, preferred_element_type=dtype)
 
 

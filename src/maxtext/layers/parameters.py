@@ -95,14 +95,20 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
 
 
 def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[nnx.Module]:
-    """Equal modules, each with weights of its own; as part of a program, what makes them is traced once, and called."""
+    """Equal modules, each with weights of its own. As part of a program, those that all have are made in a loop, one
+    after the other: with a copy of what makes them for each module, XLA for GPUs took ten seconds."""
     single, weights = described(make, makers[0])
     if makers[0].key is None:
         return [
             single.bind(jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)) for _ in makers
         ]
-    once = jax.jit(weights) if isinstance(makers[0].key, jax.core.Tracer) else weights
-    return [single.bind(once(maker.key)) for maker in makers]
+    if len(makers) == 1 or not isinstance(makers[0].key, jax.core.Tracer):
+        return [single.bind(weights(maker.key)) for maker in makers]
+    once, keys = jax.jit(weights), jnp.stack([maker.key for maker in makers if maker.key is not None])
+    places = range(len(jax.tree.leaves(single.weights)))
+    stacked = [jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys) for place in places]
+    rows = [[jax.lax.index_in_dim(each, number, keepdims=False) for each in stacked] for number in range(len(makers))]
+    return [single.bind(jax.tree.unflatten(jax.tree.structure(single.weights), row)) for row in rows]
 
 
 def described(
