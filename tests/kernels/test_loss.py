@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from maxtext.kernels import loss_rows
 from maxtext.kernels.loss import cross_entropy, tiled_cross_entropy
 
 QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
@@ -87,3 +88,57 @@ def test_tiles_keep_the_logits_from_existing():
     assert temporary(8) < logits / 2
     # Beside the logits of a tile, the running gradient of the head is there, and its next value.
     assert temporary(32) < logits / 4
+
+
+ON_GPU = jax.default_backend() == "gpu"
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """As on a GPU, and where there is none, interpreted."""
+    for name in ("sums", "back"):
+        monkeypatch.setattr(loss_rows, name, partial(getattr(loss_rows, name), interpret=not ON_GPU))
+    return "gpu"
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(384, "float32"), (384, "bfloat16"), (8192 + 256, "float32")])
+def test_kernels_give_the_same(kernels, vocabulary, dtype):
+    """Also for rows of several parts, some of them large."""
+    random = np.random.default_rng(1)
+    logits = jnp.asarray(random.normal(size=(2, 64, vocabulary)) * 3, dtype).at[0, 5].mul(1000)
+    targets = jnp.asarray(random.integers(0, vocabulary, (2, 64)))
+    of_both = tuple(jnp.asarray(random.normal(size=(2, 64)), jnp.float32) for _ in range(2))
+
+    @partial(jax.jit, static_argnums=1, compiler_options={} if ON_GPU else QUICK)
+    def both(logits, platform):
+        values, back = jax.vjp(lambda logits: cross_entropy(logits, targets, platform), logits)
+        return *values, *back(of_both)
+
+    found, expected = both(logits, kernels), both(logits, None)
+    assert found[2].dtype == logits.dtype
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (ours, theirs)), rtol=2e-3, atol=1e-5)
+
+
+def test_logits_that_are_no_numbers_have_no_loss(kernels):
+    logits = jnp.zeros((128, 128)).at[3, 7].set(np.nan).at[5, 0].set(np.inf)
+    losses, _ = cross_entropy(logits, jnp.zeros(128, jnp.int32), kernels)
+    assert np.flatnonzero(~np.isfinite(losses)).tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("shape", [(128, 200), (100, 256), (2**20, 2**11)])
+def test_what_kernels_do_not_support(shape):
+    assert not loss_rows.supports(*shape, "gpu")
+    assert loss_rows.supports(128, 32000, "gpu")
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
+def test_kernels_can_be_lowered_for_gpus(vocabulary):
+    logits, targets = jax.ShapeDtypeStruct((256, vocabulary), "bfloat16"), jax.ShapeDtypeStruct((256,), "int32")
+
+    def program(logits, targets):
+        (losses, partition), back = jax.vjp(lambda logits: cross_entropy(logits, targets, "gpu"), logits)
+        return back((losses, partition))
+
+    text = jax.jit(program).trace(logits, targets).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 2

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.kernels import fp8_blocks, fp8_rows, norm
+from maxtext.kernels import fp8_blocks, fp8_rows, loss_rows, norm
+from maxtext.kernels.loss import cross_entropy
 from maxtext.kernels.low_precision import products
 from maxtext.kernels.rounding import FP8, by_rows, power_of_two
 from maxtext.layers.eight_bits import UNKNOWN
@@ -144,6 +145,7 @@ def test_the_next_power_of_two(value):
     assert found == (value if value in (0, np.inf) else 2.0 ** np.ceil(np.log2(np.float64(np.float32(value)))))
 
 
+NAMES = [name for name in ACTIVATIONS if name not in UNKNOWN]
 KERNELS = ("rounded_rows", "normed_rows", "gated_rows", "gated_back", "turned", "both_ways")
 ON_GPU = jax.default_backend() == "gpu"
 
@@ -153,14 +155,18 @@ def turning(monkeypatch):
     """As on a GPU, and where there is none, interpreted."""
     for name in KERNELS:
         monkeypatch.setattr(fp8_rows, name, partial(getattr(fp8_rows, name), interpret=not ON_GPU))
+    for name in ("sums", "back"):
+        monkeypatch.setattr(loss_rows, name, partial(getattr(loss_rows, name), interpret=not ON_GPU))
     monkeypatch.setattr(fp8_blocks, "norm_back", partial(norm.back, interpret=not ON_GPU))
     return "gpu"
 
 
-def test_what_is_turned_gives_the_same(turning):
-    """To the last digit: the same numbers are multiplied, and sums of them are exact here."""
+@pytest.mark.parametrize("width", [384, 128])
+def test_what_is_turned_gives_the_same(turning, width):
+    """To the last digit: the same numbers are multiplied, and sums of them are exact here. Gradients that are not wider
+    than x have one scale."""
     random = np.random.default_rng(0)
-    shapes = (2, 64, 2, 128), (2, 128, 4, 32), (2, 128, 384), (2, 64, 4, 32), (2, 64, 384)
+    shapes = (2, 64, 2, 128), (2, 128, 4, 32), (2, 128, width), (2, 64, 4, 32), (2, 64, width)
     x, *kernels, one, other = (random.integers(-8, 9, shape).astype(np.float32) for shape in shapes)
 
     def both(platform):
@@ -248,6 +254,52 @@ def test_a_gated_block(turning, activation):
     close(found[1:], gradients(partial(apart, exactly), wide, x, scale, kernels)[1:], 0.13)
 
 
+def test_gradients_of_gates_are_within_their_scales(turning):
+    """Also where one product is as large as its factors' lengths, and activations are at their steepest."""
+    kernel = jnp.zeros((128, 128), jnp.bfloat16).at[0].set(1)
+    x = jnp.zeros((128, 128), jnp.bfloat16).at[:, 0].set(jnp.linspace(-300, 300, 128, dtype=jnp.bfloat16))
+
+    def block(x, kernels):
+        return fp8_blocks.gated(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, ("gate", "up"), jnp.bfloat16)[1]
+
+    kernels = kernel, kernel, kernel.T
+    *_, of_gate, of_up, _ = gradients(block, x * 1e4, x, kernels)
+
+    def exactly(x, kernels):
+        gate, up = (norm.rms_norm(x, jnp.ones(128), 1e-5, jnp.float32) @ each for each in kernels[:2])
+        return (jax.nn.silu(gate) * up) @ kernels[2]
+
+    wide = [each.astype(jnp.float32) for each in kernels]
+    *_, expected_gate, expected_up, _ = gradients(exactly, x.astype(jnp.float32) * 1e4, x.astype(jnp.float32), wide)
+    close((of_gate, of_up), (expected_gate, expected_up), 0.1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_activation_is_too_steep(name):
+    x = jnp.linspace(-30, 30, 60001)
+    assert jnp.max(jnp.abs(jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),))[1])) < fp8_blocks.STEEPEST
+    assert abs(ACTIVATIONS[name](0.0)) <= 1
+
+
+def test_losses_after_a_product(turning):
+    """Against the product in fp8, then the loss. Some tokens do not count."""
+    random = np.random.default_rng(4)
+    x, kernel = spread(random, 2, 64, 256), jnp.asarray(random.normal(size=(256, 384)) / 16, jnp.bfloat16)
+    targets = jnp.asarray(random.integers(0, 384, (2, 64)))
+    of_both = tuple(jnp.asarray(random.normal(size=(2, 64)) * (random.random((2, 64)) > 0.3), "float32") for _ in "ab")
+
+    def together(x, kernel):
+        return fp8_blocks.scored(x, kernel, targets, jnp.bfloat16)
+
+    def apart(x, kernel):
+        return cross_entropy(products(x, (kernel,), 1, "fp8", jnp.bfloat16)[0], targets)
+
+    found, expected = (gradients(each, of_both, x, kernel) for each in (together, apart))
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-2, atol=1e-3)
+    close(found[2:], expected[2:], 0.08)
+
+
 def test_names_in_a_gated_block_are_for_rematerialisation(turning):
     """Two products whose results are kept are not computed again."""
     x, scale = jnp.ones((128, 128), jnp.bfloat16), jnp.ones(128)
@@ -278,9 +330,6 @@ def test_turning_can_be_lowered_for_gpus():
     # Rows and the kernel, turned rows; going back, rows and turned rows.
     assert text.count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 5
     assert text.count("stablehlo.transpose") == 0
-
-
-NAMES = [name for name in ACTIVATIONS if name not in UNKNOWN]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Products in fp8 on one NVIDIA GPU, as `low_precision` has them, by kernels of `fp8_rows`; with the norm before them
-(`normed_products`), and a whole feed-forward block with a gate (`gated`).
+(`normed_products`), a whole feed-forward block with a gate (`gated`), and a head with the loss after it (`scored`).
 
 A sub-layer's input is also what its result is added to. So these give it back as it is: going back, its gradient is
 added in the same pass as the norm's.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.log import say_once
-from maxtext.kernels import fp8_rows
+from maxtext.kernels import fp8_rows, loss_rows
 from maxtext.kernels.fp8_rows import Activation
 from maxtext.kernels.norm import back as norm_back
 from maxtext.kernels.rounding import (
@@ -202,16 +201,43 @@ gated.defvjp(gated_forward, gated_backward)
 def reach_of_gates(values: Values, hidden_values: Values, lengths: Array) -> Array:
     """Scales [T] for the gradients of gate and up, not scaled, from `lengths` [T] of those of the block's result in
     fp8. They are known before the gradients, as a product is not larger than the lengths of what is multiplied. They
-    may be a thousand times too large: that leaves e5m2 twenty powers of two in which it has as many digits."""
-    most = float(jnp.finfo(FP8[0]).max) * values.rows * values.scale  # times lengths of kernels, of gate and up
-    steep = 1 + STEEPEST * most * functools.reduce(jnp.maximum, [longest(each, 0) for each in values.kernels])
+    may be some thousand times too large: that leaves e5m2 eighteen powers of two in which it has as many digits."""
+    largest = float(jnp.finfo(FP8[0]).max)
+    up = largest * values.rows * largest * values.scale * math.sqrt(len(values.kernels[0]))  # or gate, at most
+    down = jnp.sqrt(jnp.max(jnp.sum(jnp.square(hidden_values.kernels[0].astype(jnp.float32)), axis=1)))
     # Rounding may have made what is multiplied, and the products, a quarter larger.
-    return scale_for(1.25 * lengths * longest(hidden_values.kernels[0], 1) * steep, FP8[1])
+    return scale_for(1.25 * lengths * down * (1 + STEEPEST * up), FP8[1])
 
 
-def longest(kernel: Array, axis: int) -> Array:
-    """The root of the sum of squares along an axis, where that is largest."""
-    return jnp.sqrt(jnp.max(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=axis)))
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def scored(x: Array, kernel: Array, targets: Array, dtype: Any) -> tuple[Array, Array]:
+    """`cross_entropy` of logits in fp8: x [..., E] times kernel [E, V], in `dtype`, targets [...]. The scales of their
+    gradients are known before, as no probability is above one, and they are rounded in the pass that computes them."""
+    return scored_forward(x, kernel, targets, dtype)[0]
+
+
+def scored_forward(x: Array, kernel: Array, targets: Array, dtype: Any) -> tuple[Any, Any]:
+    (numbers,), rows, _ = rounded_rows([as_matrix(x, x.ndim - 1)], FP8[0])
+    (logits,), values = forward_turned(numbers, rows, [kernel], room(dtype))
+    flat = targets.reshape(-1)
+    largest, logarithm, chosen = loss_rows.sums(logits, flat, rows * values.scale)
+    found = logarithm - chosen, logarithm + largest
+    kept = values, logits, flat, largest, logarithm, empty_like(x), empty_like(kernel)
+    return tuple(each.reshape(targets.shape) for each in found), kept
+
+
+def scored_backward(dtype: Any, kept: Any, gradients: tuple[Array, Array]) -> tuple[Array, Array, None]:
+    values, logits, targets, largest, logarithm, x, kernel = kept
+    of_loss, of_partition = (each.reshape(-1) for each in gradients)
+    rows = scale_for(jnp.abs(of_loss) + jnp.abs(of_partition), FP8[1])
+    of_each = -of_loss / rows, (of_loss + of_partition) / rows
+    factor = values.rows * values.scale
+    numbers = loss_rows.back(logits, targets, largest, logarithm, *of_each, FP8[1], factor)
+    whole, (of_kernel,) = back_turned(values, [numbers], rows, room(x.dtype), [kernel.dtype])
+    return scaled(whole, rows * values.scale, x.dtype).reshape(x.shape[1:]), of_kernel, None
+
+
+scored.defvjp(scored_forward, scored_backward)
 
 
 def back_normed(normed: Normed, gradient: Array, added: Array, factor: Array) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from maxtext.kernels.rounding import scale_for
-from maxtext.kernels.rows import TILE, parts, program_size
+from maxtext.kernels.rows import TILE, parts, run_by_rows
 
 Activation = Callable[[Array], Array]
 
@@ -37,7 +37,7 @@ def rounded_rows(matrices: Sequence[Array], dtype: Any, interpret: bool = False)
         squares[...] = functools.reduce(operator.add, [square(part) for row in found for part in row])
 
     outs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
-    *numbers, scale, squares = by_rows(program, matrices, [], outs, 2, interpret, "rounded_rows")
+    *numbers, scale, squares = run_by_rows(program, matrices, [], outs, 2, interpret, "rounded_rows")
     return numbers, scale, squares
 
 
@@ -54,7 +54,7 @@ def normed_rows(x: Array, scale: Array, epsilon: float, dtype: Any, interpret: b
             numbers[:, part] = (each * factor[:, None] * scale[part][None]).astype(dtype)
 
     out = jax.ShapeDtypeStruct(x.shape, dtype)
-    numbers, inverse = by_rows(program, [x], [scale], [out], 1, interpret, "normed_rows")
+    numbers, inverse = run_by_rows(program, [x], [scale], [out], 1, interpret, "normed_rows")
     return numbers, inverse
 
 
@@ -68,7 +68,7 @@ def gated_rows(
         write([[activation(g) * u.astype(jnp.float32) for g, u in pairs]], [numbers], scale)
 
     out = jax.ShapeDtypeStruct(gate.shape, dtype)
-    numbers, scale = by_rows(program, [gate, up], [], [out], 1, interpret, "gated_rows")
+    numbers, scale = run_by_rows(program, [gate, up], [], [out], 1, interpret, "gated_rows")
     return numbers, scale
 
 
@@ -86,7 +86,7 @@ def gated_back(
             of_up[:, part] = (d * active).astype(dtype)
 
     outs = [jax.ShapeDtypeStruct(gate.shape, dtype)] * 2
-    return by_rows(program, [gate, up, gradient, factor], [], outs, 0, interpret, "gated_back")
+    return run_by_rows(program, [gate, up, gradient, factor], [], outs, 0, interpret, "gated_back")
 
 
 def write(found: Sequence[Sequence[Array]], outs: Sequence[Any], scale_ref: Any) -> None:
@@ -106,30 +106,6 @@ def largest(rows: Array) -> Array:
 
 def square(rows: Array) -> Array:
     return jnp.sum(jnp.square(rows), axis=1)
-
-
-def by_rows(
-    program: Callable[..., None], matrices: Sequence[Array], columns: Sequence[Array],
-    outs: Sequence[jax.ShapeDtypeStruct], more: int, interpret: bool, name: str,
-) -> list[Array]:  # fmt: skip
-    """Runs it on some rows of all matrices [T, C], or [T], and all of `columns` [C]; it writes those of `outs` [T, C],
-    and of as many [T], in float32, as `more` says."""
-    lines = len(matrices[0])
-    some, warps = program_size(max(sum(x.size // lines for x in arrays) for arrays in (matrices, outs)))
-
-    def whole(x: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((some, *x.shape[1:]), lambda i: (i, *[0] * (x.ndim - 1)))
-
-    return pl.pallas_call(
-        program,
-        out_shape=[*outs, *[jax.ShapeDtypeStruct((lines,), jnp.float32)] * more],
-        grid=(lines // some,),
-        in_specs=[*map(whole, matrices), *(pl.BlockSpec(x.shape, lambda i: (0,)) for x in columns)],
-        out_specs=[*map(whole, outs), *[pl.BlockSpec((some,), lambda i: (i,))] * more],
-        compiler_params=triton.CompilerParams(num_warps=warps),
-        interpret=interpret,
-        name=name,
-    )(*matrices, *columns)
 
 
 def turned(numbers: Array, factor: Array | None = None, interpret: bool = False) -> Array:

@@ -1,4 +1,5 @@
-"""A layer's halves in fp8 on one NVIDIA GPU, where norms, gates and rounding are part of the same kernels.
+"""A layer's halves, and the head, in fp8 on one NVIDIA GPU, where norms, gates, losses and rounding are part of the
+same kernels.
 
 What these cannot do goes the general way, through `block.Block`, to nearly the same numbers.
 """
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels import fp8_blocks
+from maxtext.kernels.loss_rows import supports
 from maxtext.kernels.rows import LONGEST
 from maxtext.layers.attention import PROJECTED, Attention
 from maxtext.layers.inputs import Aux, LayerInputs
@@ -55,6 +57,14 @@ def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] 
     activation, names = ACTIVATIONS[mlp.spec.activations[0]], ("mlpwi_0", "mlpwi_1")
     x, y = fp8_blocks.gated(x, norm.factors, tuple(kernels), norm.spec.epsilon, activation, names, mlp.dtype)
     return x + block.fed(checkpoint_name(y, "mlpwo"), inputs), {}
+
+
+def scored(head: Linear, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """The losses, and logarithms of partition sums, of the head's logits; None: that cannot be done here."""
+    if not fits(x.shape, head) or not supports(targets.size, head.kernel.shape[-1], only_platform()):
+        return None
+    x, [kernel] = weights_first(x, [head.kernel[...].astype(head.dtype)])
+    return fp8_blocks.scored(x, kernel, targets, head.dtype)
 
 
 def can_norm(norm: Norm | None, x: jax.Array) -> bool:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.common import noise
+from maxtext.kernels.loss import tiled_cross_entropy
+from maxtext.layers import eight_bits
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.cache import CacheSize
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
@@ -23,6 +25,7 @@ from maxtext.models.common import norm_spec
 from maxtext.models.registry import family, layers, segments
 from maxtext.sharding import constrain
 from maxtext.sharding.explicit import by_compiler
+from maxtext.sharding.manual import only_platform
 
 Caches = list[Cache]
 # Of products in eight bits, by `quantization`. Where weights are kept as integers, for inference, there is none.
@@ -127,6 +130,13 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., E] to [..., V]."""
+        logits = self.scores(x)
+        if self.float32_logits:
+            logits = logits.astype(jnp.float32)
+        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+
+    def scores(self, x: jax.Array) -> jax.Array:
+        """Logits as the head gives them."""
         x = x.astype(self.logit_dtype)
         if x.ndim == 3:
             x = constrain(x, "activation_embed_and_logits_batch", "activation_length", "activation_embed")
@@ -137,9 +147,17 @@ class Transformer(nnx.Module):
             logits = x @ table.T * self.logit_scale
         if x.ndim == 3:
             logits = constrain(logits, "activation_embed_and_logits_batch", "activation_length", "activation_vocab")
-        if self.float32_logits:
-            logits = logits.astype(jnp.float32)
-        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+        return logits
+
+    def losses(self, x: jax.Array, targets: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
+        """`tiled_cross_entropy` of the logits of x [B, S, E]."""
+        if self.logit_cap is not None:
+            return tiled_cross_entropy(self.logits, x, targets, tiles)
+        if tiles == 1 and self.head is not None:
+            found = eight_bits.scored(self.head, x.astype(self.logit_dtype), targets)
+            if found is not None:
+                return found
+        return tiled_cross_entropy(self.scores, x, targets, tiles, only_platform())
 
 
 def empty_caches(config: Any, size: CacheSize) -> Caches | None:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.order import Order
-from maxtext.kernels.loss import tiled_cross_entropy
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
@@ -105,9 +104,7 @@ def language_model_losses(config: Any, template: Template, weights: Any, batch: 
 
 def head_sums(config: Any, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """Sums over tokens of what the output of the last layer loses."""
-    losses, partition = tiled_cross_entropy(
-        model.logits, model.final_norm(x), batch["targets"], config.num_vocab_tiling
-    )
+    losses, partition = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
     sums = {"lm_loss": jnp.sum(losses * mask)}
     if config.z_loss_multiplier:
@@ -119,7 +116,7 @@ def mtp_sum(config: Any, model: Any, outputs: list[jax.Array], batch: Batch) -> 
     total = jnp.float32(0)
     for step, hidden in enumerate(outputs, start=1):
         targets, mask = mtp_targets(batch["targets"], batch["targets_segmentation"], step)
-        losses, _ = tiled_cross_entropy(model.logits, hidden, targets, config.num_vocab_tiling)
+        losses, _ = model.losses(hidden, targets, config.num_vocab_tiling)
         total += jnp.sum(losses * mask)
     return total
 
@@ -141,7 +138,7 @@ def evaluation_sums(config: Any, template: Template, weights: Any, batch: Batch)
     inputs = layer_inputs(config, batch, None)
     x, _ = model.run(batch["inputs"], inputs)
     hidden = model.final_norm(x)
-    losses, _ = tiled_cross_entropy(model.logits, hidden, batch["targets"], config.num_vocab_tiling)
+    losses, _ = model.losses(hidden, batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
     sums = {"loss": jnp.sum(losses * mask), "weights": jnp.sum(mask)}
     ahead = config.mtp_eval_target_module

@@ -1,0 +1,74 @@
+"""Cross-entropy of rows of logits, and its gradient, by kernels for NVIDIA GPUs, by Triton.
+
+A program reads its row twice, the second time from the cache: once for the largest logit, once for the sum. The
+gradient is written in any dtype: of a head in fp8, in eight bits.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from maxtext.kernels.rows import TILE, ours, parts, run_by_rows
+
+AT_ONCE = 4096  # logits that a program has of a row
+
+
+def supports(tokens: int, vocabulary: int, platform: str | None) -> bool:
+    """Whether these kernels do it: they have whole tiles, and offsets of 32 bits."""
+    return ours(platform) and not tokens % TILE and not vocabulary % TILE and tokens * vocabulary < 2**31
+
+
+def sums(
+    logits: Array, targets: Array, factor: Array | None = None, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """Of logits [T, V], times factor [T]: the largest of each row, the logarithm of the sum of what they are powers of,
+    relative to it, and the one of the target, relative to it, too."""
+
+    def program(logits: Any, targets: Any, *refs: Any) -> None:
+        *factors, largest, logarithm, chosen = refs
+        places = parts(logits.shape[1], AT_ONCE)
+        found = [jnp.max(times(logits[:, place], factors), axis=1) for place in places]
+        top = functools.reduce(jnp.maximum, found)
+        powers = [jnp.sum(jnp.exp(times(logits[:, place], factors) - top[:, None]), axis=1) for place in places]
+        largest[...] = top
+        logarithm[...] = jnp.log(functools.reduce(operator.add, powers))
+        at = targets[...]
+        one = logits[jnp.arange(len(at)), at].astype(jnp.float32)
+        chosen[...] = functools.reduce(lambda x, factor: x * factor[...], factors, one) - top
+
+    factors = [] if factor is None else [factor]
+    largest, logarithm, chosen = run_by_rows(program, [logits, targets, *factors], [], [], 3, interpret, "loss_sums")
+    return largest, logarithm, chosen
+
+
+def back(
+    logits: Array, targets: Array, largest: Array, logarithm: Array, of_chosen: Array, of_powers: Array, dtype: Any,
+    factor: Array | None = None, interpret: bool = False,
+) -> Array:  # fmt: skip
+    """Of what `sums` gave for each token: its part [T] of all tokens, and of the one that is the target."""
+
+    def program(
+        logits: Any, targets: Any, largest: Any, logarithm: Any, of_chosen: Any, of_powers: Any, *refs: Any
+    ) -> None:
+        *factors, out = refs
+        at, top, rest = (each[...][:, None] for each in (targets, largest, logarithm))
+        one, all_of_them = (each[...][:, None] for each in (of_chosen, of_powers))
+        for place in parts(logits.shape[1], AT_ONCE):
+            probability = jnp.exp(times(logits[:, place], factors) - top - rest)
+            numbers = jax.lax.broadcasted_iota(jnp.int32, probability.shape, 1) + place.start
+            out[:, place] = (probability * all_of_them + jnp.where(numbers == at, one, 0.0)).astype(dtype)
+
+    factors = [] if factor is None else [factor]
+    of_rows = [targets, largest, logarithm, of_chosen, of_powers, *factors]
+    out = jax.ShapeDtypeStruct(logits.shape, dtype)
+    return run_by_rows(program, [logits, *of_rows], [], [out], 0, interpret, "loss_back")[0]
+
+
+def times(x: Array, factors: list[Any]) -> Array:
+    return functools.reduce(lambda x, factor: x * factor[...][:, None], factors, x.astype(jnp.float32))
