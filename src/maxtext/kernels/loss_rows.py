@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits, and its gradient, by kernels for NVIDIA GPUs, by Triton.
 
-A program reads its row twice, the second time from the cache: once for the largest logit, once for the sum. The
-gradient is written in any dtype: of a head in fp8, in eight bits.
+A program reads its row once: each of its lanes has the largest logit that it has seen, and a sum relative to it, and
+only at the end they are put together. The gradient is written in any dtype: of a head in fp8, in eight bits.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -13,10 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 
-from maxtext.kernels.rows import TILE, ours, parts, run_by_rows
+from maxtext.kernels.rows import TILE, down_to_power, ours, parts, run_by_rows
 
-AT_ONCE = 4096  # logits that a program has of a row
+LANES = 2048
+TOGETHER = 4  # logits that a lane sees before its sum is made relative to another one
+AT_ONCE = 4096  # logits of a row, going back
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def supports(tokens: int, vocabulary: int, platform: str | None) -> bool:
@@ -32,13 +36,25 @@ def sums(
 
     def program(logits: Any, targets: Any, *refs: Any) -> None:
         *factors, largest, logarithm, chosen = refs
-        places = parts(logits.shape[1], AT_ONCE)
-        found = [jnp.max(times(logits[:, place], factors), axis=1) for place in places]
-        top = functools.reduce(jnp.maximum, found)
-        powers = [jnp.sum(jnp.exp(times(logits[:, place], factors) - top[:, None]), axis=1) for place in places]
-        largest[...] = top
-        logarithm[...] = jnp.log(functools.reduce(operator.add, powers))
         at = targets[...]
+        width = logits.shape[1]
+        lanes = min(LANES, down_to_power(width))
+
+        def some(start: int) -> Array:
+            seen = max(start + lanes - width, 0)  # of the last ones, as all lanes must be within the row
+            x = times(logits[:, pl.ds(start - seen, lanes)], factors)
+            return jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < seen, LOWEST, x) if seen else x
+
+        tops, totals = jnp.full((len(at), lanes), LOWEST), jnp.zeros((len(at), lanes))
+        for start in range(0, width, TOGETHER * lanes):
+            found = [some(each) for each in range(start, min(start + TOGETHER * lanes, width), lanes)]
+            higher = functools.reduce(jnp.maximum, found, tops)
+            powers = [jnp.exp(each - higher) for each in found]
+            totals = functools.reduce(operator.add, powers, totals * jnp.exp(tops - higher))
+            tops = higher
+        top = jnp.max(tops, axis=1)
+        largest[...] = top
+        logarithm[...] = jnp.log(jnp.sum(totals * jnp.exp(tops - top[:, None]), axis=1))
         one = logits[jnp.arange(len(at)), at].astype(jnp.float32)
         chosen[...] = functools.reduce(lambda x, factor: x * factor[...], factors, one) - top
 
