@@ -12,8 +12,10 @@ from maxtext.kernels import fp8_blocks, fp8_rows, loss_rows, norm
 from maxtext.kernels.loss import cross_entropy
 from maxtext.kernels.low_precision import products
 from maxtext.kernels.rounding import FP8, by_rows, power_of_two
+from maxtext.layers import rope
 from maxtext.layers.eight_bits import UNKNOWN
 from maxtext.layers.mlp import ACTIVATIONS
+from maxtext.layers.rope import RopeSpec
 
 OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -214,7 +216,7 @@ def test_norms_before_products(turning):
     cotangent = added, (spread(random, 2, 64, 2, 128), spread(random, 2, 64, 128))
 
     def together(x, scale, kernels):
-        return fp8_blocks.normed_products(x, scale, kernels, 1e-5, jnp.bfloat16)
+        return fp8_blocks.normed_products(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
 
     def apart(x, scale, kernels):
         return x, products(norm.rms_norm(x, scale, 1e-5, jnp.bfloat16), kernels, 1, "fp8", jnp.bfloat16)
@@ -222,6 +224,46 @@ def test_norms_before_products(turning):
     found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
     np.testing.assert_array_equal(found[0], expected[0])
     close(found[1:], expected[1:], 0.05)
+
+
+def turned_products(x, scale, kernels, positions):
+    spec = RopeSpec()
+    turns = rope.turns(positions, spec, kernels[0].shape[-1])
+    return fp8_blocks.normed_products(x, scale, kernels, turns, rope.turned, 1e-5, jnp.bfloat16)
+
+
+def test_turned_heads(turning):
+    """Against RoPE after products, which rounds gradients before they are turned back."""
+    random = np.random.default_rng(5)
+    x, positions = spread(random, 2, 64, 384), jnp.asarray(random.integers(0, 1000, (2, 64)))
+    scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
+    heads = (6, 64), (2, 64), (2, 64)
+    kernels = tuple(jnp.asarray(random.normal(size=(384, *each)), jnp.bfloat16) for each in heads)
+    cotangent = spread(random, 2, 64, 384), tuple(spread(random, 2, 64, *each) for each in heads)
+
+    def apart(x, scale, kernels):
+        x, (q, k, v) = fp8_blocks.normed_products(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
+        return x, (*(rope.rotate(each, positions, RopeSpec()) for each in (q, k)), v)
+
+    together = partial(turned_products, positions=positions)
+    found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
+    for ours, theirs in zip(found[:4], expected[:4], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    close(found[4:], expected[4:], 0.05)
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (40, 8)])
+def test_turned_heads_can_be_lowered_for_gpus(heads):
+    x, scale = jax.ShapeDtypeStruct((256, 2048), "bfloat16"), jax.ShapeDtypeStruct((2048,), "float32")
+    kernels = tuple(jax.ShapeDtypeStruct((2048, count, 128), "bfloat16") for count in (heads[0], heads[1], heads[1]))
+
+    def program(x, scale, kernels, positions):
+        y, back = jax.vjp(lambda x: turned_products(x[None], scale, kernels, positions), x)
+        return back(y)
+
+    text = lowered(program, x, scale, kernels, jax.ShapeDtypeStruct((1, 256), "int32"))
+    # The norm, turned, and kernels; going back, rows, which are turned, and the norm.
+    assert text.count("@__gpu$xla.gpu.triton") == 2 + 3 + 1 + 3 + 1
 
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid])

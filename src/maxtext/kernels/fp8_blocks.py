@@ -6,7 +6,7 @@ added in the same pass as the norm's.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from maxtext.kernels.rows import LONGEST, TILE, ours
 LAST = ((1,), (1,))  # dimensions of two matrices
 STEEPEST = 1.2  # any activation that the kernels know; and none is above 1 at 0
 Kernels = tuple[Array, ...]
+Turn = Callable[[Array, Array, Array], Array]
 
 
 class Values(NamedTuple):
@@ -119,19 +120,26 @@ def alone(scale: Array) -> Array | None:
     return scale if scale.ndim == 0 else None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def normed_products(x: Array, norm: Array, kernels: Kernels, epsilon: float, dtype: Any) -> tuple[Array, Kernels]:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def normed_products(
+    x: Array, norm: Array, kernels: Kernels, turns: tuple[Array, ...], turn: Turn | None, epsilon: float, dtype: Any
+) -> tuple[Array, Kernels]:
     """x [..., E], and the products in fp8 of its norm by the root mean square, with scale `norm` [E], and each kernel
-    [E, outputs]; on one NVIDIA GPU, for what is `turnable`."""
-    return normed_forward(x, norm, kernels, epsilon, dtype)[0]
+    [E, outputs]; on one NVIDIA GPU, for what is `turnable`. With `turns`, cosines and sines [..., 1, pairs], all but
+    the last of the products are turned: by `turn`, and going back in the pass that rounds their gradients."""
+    return normed_forward(x, norm, kernels, turns, turn, epsilon, dtype)[0]
 
 
-def normed_forward(x: Array, norm: Array, kernels: Kernels, epsilon: float, dtype: Any) -> tuple[Any, Any]:
+def normed_forward(
+    x: Array, norm: Array, kernels: Kernels, turns: tuple[Array, ...], turn: Turn | None, epsilon: float, dtype: Any
+) -> tuple[Any, Any]:
     numbers, scale, kept = normed(x, norm, epsilon)
     found, values = forward_turned(numbers, scale, [as_matrix(each, 1) for each in kernels], room(dtype))
     shapes = [(*x.shape[:-1], *each.shape[1:]) for each in kernels]
-    shaped = tuple(y.astype(dtype).reshape(shape) for y, shape in zip(found, shapes, strict=True))
-    return (x, shaped), (values, kept, tuple(map(empty_like, kernels)))
+    shaped = [y.astype(dtype).reshape(shape) for y, shape in zip(found, shapes, strict=True)]
+    if turn is not None:
+        shaped[:-1] = [turn(each, *turns) for each in shaped[:-1]]
+    return (x, tuple(shaped)), (values, kept, turns, tuple(map(empty_like, kernels)))
 
 
 def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]:
@@ -144,14 +152,23 @@ def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]
     return numbers, scale, Normed(flat, norm, inverse)
 
 
-def normed_backward(epsilon: float, dtype: Any, kept: Any, gradients: Any) -> tuple[Array, Array, Kernels]:
-    values, normed, empty = kept
+def normed_backward(
+    turn: Turn | None, epsilon: float, dtype: Any, kept: Any, gradients: Any
+) -> tuple[Array, Array, Kernels, None]:
+    values, normed, turns, empty = kept
     added, of_products = gradients
     shapes, dtypes = [each.shape[1:] for each in empty], [each.dtype for each in empty]
-    numbers, rows, _ = rounded_rows([as_matrix(each, added.ndim - 1) for each in of_products], FP8[1])
+    lines, outer = len(normed.x), added.ndim - 1
+    if turn is None:
+        numbers, rows, _ = rounded_rows([as_matrix(each, outer) for each in of_products], FP8[1])
+    else:
+        pairs = [each.reshape(lines, each.shape[-2], 2, -1) for each in of_products[:-1]]
+        matrices = [*pairs, as_matrix(of_products[-1], outer)]
+        numbers, rows, _ = fp8_rows.rounded_rows(matrices, FP8[1], [each.reshape(lines, -1) for each in turns])
+        numbers = [as_matrix(each, 1) for each in numbers]
     sums, found = back_turned(values, numbers, rows, room(added.dtype), dtypes)
     of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
-    return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True))
+    return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True)), None
 
 
 normed_products.defvjp(normed_forward, normed_backward)

@@ -24,20 +24,33 @@ from maxtext.kernels.rounding import scale_for
 from maxtext.kernels.rows import TILE, parts, run_by_rows
 
 Activation = Callable[[Array], Array]
+Part = tuple[Any, tuple[Any, ...], Array]  # of some rows: where it is written, at which place, and its numbers
 
 
-def rounded_rows(matrices: Sequence[Array], dtype: Any, interpret: bool = False) -> tuple[list[Array], Array, Array]:
+def rounded_rows(
+    matrices: Sequence[Array], dtype: Any, turns: Sequence[Array] = (), interpret: bool = False
+) -> tuple[list[Array], Array, Array]:
     """Matrices [T, C], C of each its own, in eight bits; the scales [T] that their rows share, and the sums of squares
-    [T] of their rows."""
+    [T] of their rows. Those that are [T, heads, 2, pairs] are turned back before, by the angles whose cosines and sines
+    [T, pairs] `turns` has."""
 
     def program(*refs: Any) -> None:
-        ins, (*outs, scale, squares) = refs[: len(matrices)], refs[len(matrices) :]
-        found = [[x[:, part].astype(jnp.float32) for part in parts(x.shape[1])] for x in ins]
-        write(found, outs, scale)
-        squares[...] = functools.reduce(operator.add, [square(part) for row in found for part in row])
+        ins, (*outs, scale, squares) = refs[: len(matrices)], refs[len(matrices) + len(turns) :]
+        cos, sin = (each[...][:, None] for each in refs[len(matrices) :][: len(turns)]) if turns else (None, None)
+        found: list[Part] = []
+        for x, out in zip(ins, outs, strict=True):
+            for part in parts(x.shape[1]):
+                if x.ndim == 2:
+                    found.append((out, (slice(None), part), x[:, part].astype(jnp.float32)))
+                else:
+                    one, other = (x[:, part, side].astype(jnp.float32) for side in range(2))
+                    found.append((out, (slice(None), part, 0), one * cos + other * sin))
+                    found.append((out, (slice(None), part, 1), other * cos - one * sin))
+        write(found, scale)
+        squares[...] = functools.reduce(operator.add, [square(part) for *_, part in found])
 
     outs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
-    *numbers, scale, squares = run_by_rows(program, matrices, [], outs, 2, interpret, "rounded_rows")
+    *numbers, scale, squares = run_by_rows(program, [*matrices, *turns], [], outs, 2, interpret, "rounded_rows")
     return numbers, scale, squares
 
 
@@ -64,8 +77,11 @@ def gated_rows(
     """activation(gate) · up [T, C] in eight bits, and its scales [T]."""
 
     def program(gate: Any, up: Any, numbers: Any, scale: Any) -> None:
-        pairs = [(gate[:, part].astype(jnp.float32), up[:, part]) for part in parts(gate.shape[1])]
-        write([[activation(g) * u.astype(jnp.float32) for g, u in pairs]], [numbers], scale)
+        found: list[Part] = []
+        for part in parts(gate.shape[1]):
+            g, u = (each[:, part].astype(jnp.float32) for each in (gate, up))
+            found.append((numbers, (slice(None), part), activation(g) * u))
+        write(found, scale)
 
     out = jax.ShapeDtypeStruct(gate.shape, dtype)
     numbers, scale = run_by_rows(program, [gate, up], [], [out], 1, interpret, "gated_rows")
@@ -89,23 +105,21 @@ def gated_back(
     return run_by_rows(program, [gate, up, gradient, factor], [], outs, 0, interpret, "gated_back")
 
 
-def write(found: Sequence[Sequence[Array]], outs: Sequence[Any], scale_ref: Any) -> None:
-    """Some rows of each matrix, in parts, in eight bits, with scales that those of a row share."""
-    dtype = outs[0].dtype
-    scale = scale_for(functools.reduce(jnp.maximum, [largest(part) for row in found for part in row]), dtype)
+def write(found: Sequence[Part], scale_ref: Any) -> None:
+    """Parts of some rows in eight bits, with scales that those of a row share."""
+    dtype = found[0][0].dtype
+    scale = scale_for(functools.reduce(jnp.maximum, [largest(part) for *_, part in found]), dtype)
     scale_ref[...] = scale
-    factor = (1 / scale)[:, None]
-    for out, row in zip(outs, found, strict=True):
-        for place, part in zip(parts(out.shape[1]), row, strict=True):
-            out[:, place] = (part * factor).astype(dtype)
+    for out, place, part in found:
+        out[place] = (part * (1 / scale).reshape(-1, *[1] * (part.ndim - 1))).astype(dtype)
 
 
 def largest(rows: Array) -> Array:
-    return jnp.max(jnp.abs(rows), axis=1)
+    return jnp.max(jnp.abs(rows), axis=range(1, rows.ndim))
 
 
 def square(rows: Array) -> Array:
-    return jnp.sum(jnp.square(rows), axis=1)
+    return jnp.sum(jnp.square(rows), axis=range(1, rows.ndim))
 
 
 def turned(numbers: Array, factor: Array | None = None, interpret: bool = False) -> Array:

@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.kernels import fp8_blocks
 from maxtext.kernels.loss_rows import supports
 from maxtext.kernels.rows import LONGEST
-from maxtext.layers.attention import PROJECTED, Attention
+from maxtext.layers import rope
+from maxtext.layers.attention import PROJECTED, Attention, AttentionSpec
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, weights_first
 from maxtext.layers.mlp import ACTIVATIONS, Mlp
@@ -35,10 +36,24 @@ def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux
     if not (can_norm(norm, x) and fits(x.shape, *linears)):
         return None
     kernels = tuple(each.kernel[...].astype(each.dtype) for each in linears)
-    x, found = fp8_blocks.normed_products(x, norm.factors, kernels, norm.spec.epsilon, norm.dtype)
+    turns = angles(spec, inputs)
+    turn = rope.turned if turns else None
+    x, found = fp8_blocks.normed_products(x, norm.factors, kernels, turns, turn, norm.spec.epsilon, norm.dtype)
     q, k, v = (checkpoint_name(each, name) for each, name in zip(found, PROJECTED, strict=True))
-    y, aux = attention.mixed(*attention.placed(q, k, v, inputs), inputs)
+    if not turns:
+        q, k, v = attention.placed(q, k, v, inputs)
+    y, aux = attention.mixed(q, k, v, inputs)
     return x + block.mixed(attention.read(y), inputs), aux
+
+
+def angles(spec: AttentionSpec, inputs: LayerInputs) -> tuple[jax.Array, ...]:
+    """Their cosines and sines, if all that queries and keys need is RoPE, and the kernels know it."""
+    size = spec.head_dim
+    if spec.rope is None or spec.rope.interleave or spec.qk_norm or spec.value_norm or size.bit_count() > 1:
+        return ()
+    if spec.rope.rotated(size) < size or (spec.query_heads + 2 * spec.kv_heads) * size > LONGEST:
+        return ()
+    return rope.turns(inputs.positions, spec.rope, size)
 
 
 def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:

@@ -89,16 +89,14 @@ def turns(positions: jax.Array, spec: RopeSpec, head_dim: int) -> tuple[jax.Arra
 def rotate(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
     """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
     size = spec.rotated(x.shape[-1])
-    cos, sin = turns(positions, spec, x.shape[-1])
-    turned, rest = x[..., :size].astype(jnp.float32), x[..., size:]
-    if spec.interleave:
-        first, second = turned[..., 0::2], turned[..., 1::2]
-    else:
-        first, second = jnp.split(turned, 2, axis=-1)
-    first, second = first * cos - second * sin, second * cos + first * sin
-    joined = (
-        jnp.stack([first, second], axis=-1).reshape(turned.shape)
-        if spec.interleave
-        else jnp.concatenate([first, second], -1)
-    )
-    return jnp.concatenate([joined.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else joined.astype(x.dtype)
+    found, rest = turned(x[..., :size], *turns(positions, spec, x.shape[-1]), spec.interleave), x[..., size:]
+    return jnp.concatenate([found, rest], axis=-1) if rest.shape[-1] else found
+
+
+def turned(x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False) -> jax.Array:
+    """Pairs of x [..., H, 2 pairs] by angles with these cosines and sines [..., 1, pairs]."""
+    wide = x.astype(jnp.float32)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)
+    found = first * cos - second * sin, second * cos + first * sin
+    joined = jnp.stack(found, axis=-1).reshape(x.shape) if interleave else jnp.concatenate(found, axis=-1)
+    return joined.astype(x.dtype)
