@@ -148,7 +148,7 @@ def test_the_next_power_of_two(value):
 
 
 NAMES = [name for name in ACTIVATIONS if name not in UNKNOWN]
-KERNELS = ("rounded_rows", "normed_rows", "gated_rows", "gated_back", "turned", "both_ways")
+KERNELS = ("rounded_rows", "gated_rows", "gated_back", "turned", "both_ways")
 ON_GPU = jax.default_backend() == "gpu"
 
 
@@ -159,7 +159,8 @@ def turning(monkeypatch):
         monkeypatch.setattr(fp8_rows, name, partial(getattr(fp8_rows, name), interpret=not ON_GPU))
     for name in ("sums", "back"):
         monkeypatch.setattr(loss_rows, name, partial(getattr(loss_rows, name), interpret=not ON_GPU))
-    monkeypatch.setattr(fp8_blocks, "norm_back", partial(norm.back, interpret=not ON_GPU))
+    for name, kernel in (("normed_rows", norm.normed_rows), ("norm_back", norm.back)):
+        monkeypatch.setattr(fp8_blocks, name, partial(kernel, interpret=not ON_GPU))
     return "gpu"
 
 

@@ -29,7 +29,8 @@ def simply(x, scale):
 @pytest.fixture
 def kernel(monkeypatch):
     """As on a GPU, and where there is none, interpreted."""
-    monkeypatch.setattr(norm, "back", partial(norm.back, interpret=not ON_GPU))
+    for name in ("normed_rows", "back"):
+        monkeypatch.setattr(norm, name, partial(getattr(norm, name), interpret=not ON_GPU))
     return "gpu"
 
 
@@ -76,7 +77,7 @@ def test_a_factor_for_each_row(kernel):
 @pytest.mark.parametrize(
     ("shape", "platform", "able"),
     [((2, 64, 128), "gpu", True), ((2, 64, 128), None, False), ((3, 64, 128), "gpu", False),
-     ((2, 64, 96), "gpu", False), ((128, 65536), "gpu", False)],
+     ((2, 64, 96), "gpu", False), ((128, 65536), "gpu", False), ((2**20, 2048), "gpu", False)],
 )  # fmt: skip
 def test_what_the_kernel_takes(shape, platform, able, monkeypatch):
     assert norm.supports(shape, platform) is able
@@ -95,4 +96,4 @@ def test_it_can_be_lowered_for_gpus():
         return pull(y)
 
     text = jax.jit(program).trace(x, scale).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton") == 1
+    assert text.count("@__gpu$xla.gpu.triton") == 2

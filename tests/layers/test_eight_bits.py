@@ -27,12 +27,12 @@ FAMILIES = {
     "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL),
     "gelu_exact": (["mlp_activations=[gelu_exact, linear]"], ALL - GATED),
     "one branch, biases": (["decoder_block=gpt3"], ALL - {"normed_rows", *GATED, "norm_back"}),
-    "joined kernels": (["fused_qkv=true", "fused_mlp=true"], ALL - {"normed_rows", *GATED}),
+    "joined kernels": (["fused_qkv=true", "fused_mlp=true"], ALL - GATED),
     "experts": (
         ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"],
         ALL - {"gated_rows", "gated_back"},
     ),
-    "in float32": (["dtype=float32"], ALL - {"normed_rows", *GATED}),
+    "in float32": (["dtype=float32"], ALL - GATED),
     "widths without tiles": (["base_emb_dim=96"], set()),
 }
 

@@ -19,6 +19,7 @@ from maxtext.common.log import say_once
 from maxtext.kernels import fp8_rows, loss_rows
 from maxtext.kernels.fp8_rows import Activation
 from maxtext.kernels.norm import back as norm_back
+from maxtext.kernels.norm import normed_rows
 from maxtext.kernels.rounding import (
     FP8,
     as_matrix,
@@ -148,7 +149,7 @@ def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]
     flat = as_matrix(x, x.ndim - 1)
     factors = norm.astype(jnp.float32)
     scale = scale_for(math.sqrt(flat.shape[1]) * jnp.max(jnp.abs(factors)), FP8[0])
-    numbers, inverse = fp8_rows.normed_rows(flat, factors / scale, epsilon, FP8[0])
+    numbers, inverse = normed_rows(flat, factors / scale, epsilon, FP8[0])
     return numbers, scale, Normed(flat, norm, inverse)
 
 

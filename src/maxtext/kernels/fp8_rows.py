@@ -3,8 +3,8 @@
 NVIDIA's products in fp8 add up along the last dimension of both operands, and each tensor is in two products that add
 up along different ones. So it is needed as it is and with lines and columns exchanged. A row's scale depends on that
 row only, so a program reads rows whole, finds their scales and writes them in eight bits: `rounded_rows`, with the gate
-of a feed-forward block `gated_rows`. `normed_rows`, of a norm, and `gated_back`, of the gradients of a gate, need not
-find them. `turned` exchanges lines and columns of what they wrote; `both_ways` is for what has one scale.
+of a feed-forward block `gated_rows`. `gated_back`, of the gradients of a gate, need not find them. `turned` exchanges
+lines and columns of what they wrote; `both_ways` is for what has one scale.
 
 Shapes: T rows, C columns.
 """
@@ -52,23 +52,6 @@ def rounded_rows(
     outs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
     *numbers, scale, squares = run_by_rows(program, [*matrices, *turns], [], outs, 2, interpret, "rounded_rows")
     return numbers, scale, squares
-
-
-def normed_rows(x: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False) -> tuple[Array, Array]:
-    """As `rms_norm` of x [T, C] with scale [C], in eight bits, and what the norm multiplied its rows with, [T]."""
-
-    def program(x: Any, scale: Any, numbers: Any, inverse: Any) -> None:
-        places = parts(x.shape[1])
-        found = [x[:, part].astype(jnp.float32) for part in places]
-        squares = functools.reduce(operator.add, map(square, found))
-        factor = jax.lax.rsqrt(squares / x.shape[1] + epsilon)
-        inverse[...] = factor
-        for each, part in zip(found, places, strict=True):
-            numbers[:, part] = (each * factor[:, None] * scale[part][None]).astype(dtype)
-
-    out = jax.ShapeDtypeStruct(x.shape, dtype)
-    numbers, inverse = run_by_rows(program, [x], [scale], [out], 1, interpret, "normed_rows")
-    return numbers, inverse
 
 
 def gated_rows(

@@ -4,11 +4,12 @@ Autodiff would keep the input, and the input divided by its size, in float32 for
 as it came and one number a row.
 
 Before a sub-layer, the input of a norm is also what the sub-layer's result is added to. `beside` gives both, so that
-going back, the sum of their gradients is part of the norm's: on one NVIDIA GPU of a kernel by Triton that reads
-everything once (`back`), where the compiler makes two passes.
+going back, the sum of their gradients is part of the norm's. On one NVIDIA GPU there are kernels by Triton, for both
+directions, that read everything once (`normed_rows`, `back`), where the compiler makes two passes.
 """
 
 import functools
+import math
 import operator
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from maxtext.kernels.rows import LONGEST, TILE, down_to_power, ours, parts
+from maxtext.kernels.rows import LONGEST, TILE, down_to_power, ours, parts, run_by_rows
 
 ROWS = 64  # of a program that goes back, one after the other
 AT_ONCE = 4096  # numbers that it has of a row, or of several
@@ -59,10 +60,13 @@ def beside(
     x: Array, scale: Array | None, epsilon: float, dtype: Any, platform: str | None = None
 ) -> tuple[Array, Array]:
     """x, and `rms_norm` of it. `platform`: of the one device that computes it; None: there are several, or any."""
-    return x, rms_norm(x, scale, epsilon, dtype)
+    return beside_forward(x, scale, epsilon, dtype, platform)[0]
 
 
 def beside_forward(x: Array, scale: Array | None, epsilon: float, dtype: Any, platform: str | None) -> Any:
+    if scale is not None and supports(x.shape, platform):
+        y, inverse = normed_rows(x.reshape(-1, x.shape[-1]), scale, epsilon, dtype)
+        return (x, y.reshape(x.shape)), (x, scale, inverse)
     y, kept = forward(x, scale, epsilon, dtype)
     return (x, y), kept
 
@@ -82,9 +86,27 @@ beside.defvjp(beside_forward, beside_backward)
 
 
 def supports(shape: tuple[int, ...], platform: str | None) -> bool:
-    """Whether `back` does it for x of this shape."""
-    lines = functools.reduce(operator.mul, shape[:-1], 1)
-    return ours(platform) and lines % TILE == 0 and shape[-1] % TILE == 0 and shape[-1] <= LONGEST
+    """Whether kernels do it for x of this shape."""
+    lines, width = math.prod(shape[:-1]), shape[-1]
+    able = lines % TILE == 0 and width % TILE == 0 and width <= LONGEST and lines * width < 2**31
+    return ours(platform) and able
+
+
+def normed_rows(x: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False) -> tuple[Array, Array]:
+    """`rms_norm` of x [T, C] with scale [C], and what it multiplied the rows with, [T]."""
+
+    def program(x: Any, scale: Any, out: Any, inverse: Any) -> None:
+        places = parts(x.shape[1])
+        found = [x[:, part].astype(jnp.float32) for part in places]
+        squares = functools.reduce(operator.add, [jnp.sum(jnp.square(part), axis=1) for part in found])
+        factor = jax.lax.rsqrt(squares / x.shape[1] + epsilon)
+        inverse[...] = factor
+        for each, part in zip(found, places, strict=True):
+            out[:, part] = (each * factor[:, None] * scale[part].astype(jnp.float32)[None]).astype(dtype)
+
+    out = jax.ShapeDtypeStruct(x.shape, dtype)
+    normed, inverse = run_by_rows(program, [x], [scale], [out], 1, interpret, "normed_rows")
+    return normed, inverse
 
 
 def back(
