@@ -264,7 +264,7 @@ def test_turned_heads_can_be_lowered_for_gpus(heads):
 
     text = lowered(program, x, scale, kernels, jax.ShapeDtypeStruct((1, 256), "int32"))
     # The norm, turned, and kernels; going back, rows, which are turned, and the norm.
-    assert text.count("@__gpu$xla.gpu.triton") == 2 + 3 + 1 + 3 + 1
+    assert text.count("@__gpu$xla.gpu.triton") == 2 + 3 + 2 + 1
 
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid])
@@ -408,7 +408,7 @@ def test_rows_are_rounded_and_turned_as_by_the_compiler(turning, dtype):
     np.testing.assert_array_equal(scale, scales)
     exact = sum(np.sum(np.square(np.asarray(each, np.float64)), axis=1) for each in some)
     np.testing.assert_allclose(squares, exact, rtol=1e-5)
-    for ours, theirs in zip(numbers, expected, strict=True):
+    for ours, theirs in zip(jnp.split(numbers, [384], axis=1), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
         np.testing.assert_array_equal(np.asarray(fp8_rows.turned(ours), np.float32), np.asarray(theirs, np.float32).T)
         multiplied = (theirs.astype(jnp.float32) * factor[:, None]).astype(dtype)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
@@ -64,19 +65,20 @@ def turnable(x: tuple[int, ...], kernels: Sequence[tuple[int, ...]], rank: int, 
     lines, inputs = math.prod(x[: len(x) - rank]), math.prod(x[len(x) - rank :])
     outputs = [math.prod(each[rank:]) for each in kernels]
     whole = not any(size % TILE for size in (lines, inputs, *outputs))
-    small = max(lines, inputs) * max(inputs, *outputs) < 2**31
+    small = max(lines, inputs) * max(inputs, sum(outputs)) < 2**31
     able = whole and small and ours(platform, (8, 9))
     if platform == "gpu":
         say_once(f"tensors in fp8 are rounded by {'kernels of ours' if able else 'the compiler'}")
     return able
 
 
-def rounded_rows(matrices: Sequence[Array], dtype: Any) -> tuple[list[Array], Array, Array]:
-    """In fp8, with a scale for each row, which they share, and its sum of squares: by a kernel that reads them once,
-    where they fit into it."""
+def rounded_rows(matrices: Sequence[Array], dtype: Any) -> tuple[Array, Array, Array]:
+    """Side by side in fp8, with a scale for each row, and its sum of squares: by a kernel that reads them once, where
+    they fit into it."""
     if sum(each.shape[1] for each in matrices) > LONGEST:
         squares = [jnp.sum(jnp.square(each.astype(jnp.float32)), axis=1) for each in matrices]
-        return *by_rows(matrices, 1, dtype), total(squares)
+        numbers, scale = by_rows(matrices, 1, dtype)
+        return jnp.concatenate(numbers, axis=1), scale, total(squares)
     return fp8_rows.rounded_rows(matrices, dtype)
 
 
@@ -104,6 +106,17 @@ def back_turned(
     ways = [jax.lax.optimization_barrier((values.x, each)) for each in turned]
     found = [contract(x, way, LAST, room(dtype), most) for (x, way), dtype in zip(ways, dtypes, strict=True)]
     return total(sums), [each.astype(dtype) for each, dtype in zip(found, dtypes, strict=True)]
+
+
+def back_joined(
+    values: Values, numbers: Array, rows: Array, dtype: Any, dtypes: Sequence[Any]
+) -> tuple[Array, list[Array]]:
+    """`back_turned`, from gradients that lie side by side: one product for all."""
+    widths = np.cumsum([each.shape[1] for each in values.kernels])[:-1]
+    values = values._replace(kernels=[jnp.concatenate(values.kernels, axis=1)])
+    whole, [found] = back_turned(values, [numbers], rows, dtype, dtypes[:1])
+    each = zip(jnp.split(found, widths, axis=1), dtypes, strict=True)
+    return whole, [part.astype(dtype) for part, dtype in each]
 
 
 def back_alone(
@@ -163,11 +176,9 @@ def normed_backward(
     if turn is None:
         numbers, rows, _ = rounded_rows([as_matrix(each, outer) for each in of_products], FP8[1])
     else:
-        pairs = [each.reshape(lines, each.shape[-2], 2, -1) for each in of_products[:-1]]
-        matrices = [*pairs, as_matrix(of_products[-1], outer)]
-        numbers, rows, _ = fp8_rows.rounded_rows(matrices, FP8[1], [each.reshape(lines, -1) for each in turns])
-        numbers = [as_matrix(each, 1) for each in numbers]
-    sums, found = back_turned(values, numbers, rows, room(added.dtype), dtypes)
+        pairs = [each.reshape(lines, each.shape[-2], 2, -1) for each in of_products]
+        numbers, rows, _ = fp8_rows.rounded_rows(pairs, FP8[1], [each.reshape(lines, -1) for each in turns])
+    sums, found = back_joined(values, numbers, rows, room(added.dtype), dtypes)
     of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True)), None
 
@@ -204,11 +215,11 @@ def gated_backward(
     added, gradient = gradients
     dtypes = [each.dtype for each in empty]
     numbers, rows, squares = rounded_rows([as_matrix(gradient, gradient.ndim - 1)], FP8[1])
-    of_hidden, of_down = back_turned(hidden_values, numbers, rows, gate.dtype, dtypes[2:])
+    of_hidden, of_down = back_turned(hidden_values, [numbers], rows, gate.dtype, dtypes[2:])
     reach = reach_of_gates(values, hidden_values, jnp.sqrt(squares) / rows)
-    numbers = fp8_rows.gated_back(gate, up, of_hidden, 1 / reach, activation, FP8[1])
+    of_gates = fp8_rows.gated_back(gate, up, of_hidden, 1 / reach, activation, FP8[1])
     rows = rows * hidden_values.scale * reach
-    sums, of_both = back_turned(values, numbers, rows, room(added.dtype), dtypes[:2])
+    sums, of_both = back_turned(values, of_gates, rows, room(added.dtype), dtypes[:2])
     of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, (*of_both, *of_down)
 
@@ -235,7 +246,7 @@ def scored(x: Array, kernel: Array, targets: Array, dtype: Any) -> tuple[Array, 
 
 
 def scored_forward(x: Array, kernel: Array, targets: Array, dtype: Any) -> tuple[Any, Any]:
-    (numbers,), rows, _ = rounded_rows([as_matrix(x, x.ndim - 1)], FP8[0])
+    numbers, rows, _ = rounded_rows([as_matrix(x, x.ndim - 1)], FP8[0])
     (logits,), values = forward_turned(numbers, rows, [kernel], room(dtype))
     flat = targets.reshape(-1)
     largest, logarithm, chosen = loss_rows.sums(logits, flat, rows * values.scale)

@@ -24,34 +24,38 @@ from maxtext.kernels.rounding import scale_for
 from maxtext.kernels.rows import TILE, parts, run_by_rows
 
 Activation = Callable[[Array], Array]
-Part = tuple[Any, tuple[Any, ...], Array]  # of some rows: where it is written, at which place, and its numbers
+Part = tuple[tuple[Any, ...], Array]  # of some rows: its place, and its numbers
 
 
 def rounded_rows(
     matrices: Sequence[Array], dtype: Any, turns: Sequence[Array] = (), interpret: bool = False
-) -> tuple[list[Array], Array, Array]:
-    """Matrices [T, C], C of each its own, in eight bits; the scales [T] that their rows share, and the sums of squares
-    [T] of their rows. Those that are [T, heads, 2, pairs] are turned back before, by the angles whose cosines and sines
-    [T, pairs] `turns` has."""
+) -> tuple[Array, Array, Array]:
+    """Matrices [T, C], C of each its own, side by side in eight bits; the scales [T] of rows, and their sums of squares
+    [T]. With `turns`, cosines and sines [T, pairs], they are [T, heads, 2, pairs], and all but the last are turned back
+    by these angles before."""
 
     def program(*refs: Any) -> None:
-        ins, (*outs, scale, squares) = refs[: len(matrices)], refs[len(matrices) + len(turns) :]
-        cos, sin = (each[...][:, None] for each in refs[len(matrices) :][: len(turns)]) if turns else (None, None)
+        ins, angles, (out, scale, squares) = refs[: len(matrices)], refs[len(matrices) : -3], refs[-3:]
+        cos, sin = (each[...][:, None] for each in angles) if angles else (None, None)
         found: list[Part] = []
-        for x, out in zip(ins, outs, strict=True):
+        start = 0
+        for x in ins:
             for part in parts(x.shape[1]):
-                if x.ndim == 2:
-                    found.append((out, (slice(None), part), x[:, part].astype(jnp.float32)))
-                else:
-                    one, other = (x[:, part, side].astype(jnp.float32) for side in range(2))
-                    found.append((out, (slice(None), part, 0), one * cos + other * sin))
-                    found.append((out, (slice(None), part, 1), other * cos - one * sin))
-        write(found, scale)
-        squares[...] = functools.reduce(operator.add, [square(part) for *_, part in found])
+                place = pl.ds(start + part.start, part.size)
+                if not angles:
+                    found.append(((slice(None), place), x[:, part].astype(jnp.float32)))
+                    continue
+                one, other = (x[:, part, side].astype(jnp.float32) for side in range(2))
+                if x is not ins[-1]:
+                    one, other = one * cos + other * sin, other * cos - one * sin
+                found += [((slice(None), place, 0), one), ((slice(None), place, 1), other)]
+            start += x.shape[1]
+        write(found, out, scale)
+        squares[...] = functools.reduce(operator.add, [square(part) for _, part in found])
 
-    outs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
-    *numbers, scale, squares = run_by_rows(program, [*matrices, *turns], [], outs, 2, interpret, "rounded_rows")
-    return numbers, scale, squares
+    out = jax.ShapeDtypeStruct((len(matrices[0]), sum(x.shape[1] for x in matrices), *matrices[0].shape[2:]), dtype)
+    numbers, scale, squares = run_by_rows(program, [*matrices, *turns], [], [out], 2, interpret, "rounded_rows")
+    return numbers.reshape(len(numbers), -1), scale, squares
 
 
 def gated_rows(
@@ -63,8 +67,8 @@ def gated_rows(
         found: list[Part] = []
         for part in parts(gate.shape[1]):
             g, u = (each[:, part].astype(jnp.float32) for each in (gate, up))
-            found.append((numbers, (slice(None), part), activation(g) * u))
-        write(found, scale)
+            found.append(((slice(None), part), activation(g) * u))
+        write(found, numbers, scale)
 
     out = jax.ShapeDtypeStruct(gate.shape, dtype)
     numbers, scale = run_by_rows(program, [gate, up], [], [out], 1, interpret, "gated_rows")
@@ -88,13 +92,12 @@ def gated_back(
     return run_by_rows(program, [gate, up, gradient, factor], [], outs, 0, interpret, "gated_back")
 
 
-def write(found: Sequence[Part], scale_ref: Any) -> None:
-    """Parts of some rows in eight bits, with scales that those of a row share."""
-    dtype = found[0][0].dtype
-    scale = scale_for(functools.reduce(jnp.maximum, [largest(part) for *_, part in found]), dtype)
+def write(found: Sequence[Part], out: Any, scale_ref: Any) -> None:
+    """Some rows in eight bits, and their scales."""
+    scale = scale_for(functools.reduce(jnp.maximum, [largest(part) for _, part in found]), out.dtype)
     scale_ref[...] = scale
-    for out, place, part in found:
-        out[place] = (part * (1 / scale).reshape(-1, *[1] * (part.ndim - 1))).astype(dtype)
+    for place, part in found:
+        out[place] = (part * (1 / scale).reshape(-1, *[1] * (part.ndim - 1))).astype(out.dtype)
 
 
 def largest(rows: Array) -> Array:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.fp8_blocks import Kernels, Values, back_alone, back_turned, forward_turned, rounded_rows, turnable
+from maxtext.kernels.fp8_blocks import Kernels, Values, back_alone, back_joined, forward_turned, rounded_rows, turnable
 from maxtext.kernels.rounding import (
     FP8,
     Rounded,
@@ -55,8 +55,8 @@ def forward(
         return tuple(times(whole, rounded(each, jnp.int8, inputs), over, dtype) for each in kernels), (x, kernels)
     empty = empty_like(x), tuple(map(empty_like, kernels))  # for the shapes and dtypes that gradients must have
     if turnable(x.shape, [each.shape for each in kernels], rank, platform):
-        (numbers,), rows, _ = rounded_rows([as_matrix(x, len(outer))], FP8[0])
-        sums, kept = forward_turned(numbers, rows, [as_matrix(each, rank) for each in kernels], room(dtype))
+        flat, rows, _ = rounded_rows([as_matrix(x, len(outer))], FP8[0])
+        sums, kept = forward_turned(flat, rows, [as_matrix(each, rank) for each in kernels], room(dtype))
         found = [scaled(each, rows * kept.scale, dtype) for each in sums]
         shapes = [(*x.shape[: len(outer)], *each.shape[rank:]) for each in kernels]
         return tuple(y.reshape(shape) for y, shape in zip(found, shapes, strict=True)), (kept, *empty)
@@ -82,8 +82,8 @@ def backward(
             # A pass more over the gradients finds one scale, and spares one over the result, which would scale it.
             whole, found = back_alone(values, flat, room(x.dtype), dtypes)
         else:
-            numbers, rows, _ = rounded_rows(flat, FP8[1])
-            whole, found = back_turned(values, numbers, rows, room(x.dtype), dtypes)
+            joined, rows, _ = rounded_rows(flat, FP8[1])
+            whole, found = back_joined(values, joined, rows, room(x.dtype), dtypes)
             whole = scaled(whole, rows * values.scale, room(x.dtype))
         whole = whole.astype(x.dtype)
         return whole.reshape(shape), tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True))
