@@ -126,6 +126,13 @@ def test_logits_that_are_no_numbers_have_no_loss(kernels):
     assert np.flatnonzero(~np.isfinite(losses)).tolist() == [3, 5]
 
 
+@pytest.mark.parametrize("target", [-1, -100, 128])
+def test_a_target_that_is_none_has_no_part(kernels, target):
+    logits, targets = jnp.asarray(np.random.default_rng(0).normal(size=(128, 128))), jnp.full(128, target)
+    for ours, theirs in zip(cross_entropy(logits, targets, kernels), cross_entropy(logits, targets), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(128, 200), (100, 256), (2**20, 2**11)])
 def test_what_kernels_do_not_support(shape):
     assert not loss_rows.supports(*shape, "gpu")

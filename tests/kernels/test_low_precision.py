@@ -227,14 +227,14 @@ def test_norms_before_products(turning):
     close(found[1:], expected[1:], 0.05)
 
 
-def turned_products(x, scale, kernels, positions):
+def rotated_products(x, scale, kernels, positions):
     spec = RopeSpec()
-    turns = rope.turns(positions, spec, kernels[0].shape[-1])
-    return fp8_blocks.normed_products(x, scale, kernels, turns, rope.turned, 1e-5, jnp.bfloat16)
+    angles = rope.turns(positions, spec, kernels[0].shape[-1])
+    return fp8_blocks.normed_products(x, scale, kernels, angles, rope.rotate_by, 1e-5, jnp.bfloat16)
 
 
-def test_turned_heads(turning):
-    """Against RoPE after products, which rounds gradients before they are turned back."""
+def test_rotated_heads(turning):
+    """Against RoPE after products, which rounds gradients before they are rotated back."""
     random = np.random.default_rng(5)
     x, positions = spread(random, 2, 64, 384), jnp.asarray(random.integers(0, 1000, (2, 64)))
     scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
@@ -246,7 +246,7 @@ def test_turned_heads(turning):
         x, (q, k, v) = fp8_blocks.normed_products(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
         return x, (*(rope.rotate(each, positions, RopeSpec()) for each in (q, k)), v)
 
-    together = partial(turned_products, positions=positions)
+    together = partial(rotated_products, positions=positions)
     found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
     for ours, theirs in zip(found[:4], expected[:4], strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -254,12 +254,12 @@ def test_turned_heads(turning):
 
 
 @pytest.mark.parametrize("heads", [(16, 16), (40, 8)])
-def test_turned_heads_can_be_lowered_for_gpus(heads):
+def test_rotated_heads_can_be_lowered_for_gpus(heads):
     x, scale = jax.ShapeDtypeStruct((256, 2048), "bfloat16"), jax.ShapeDtypeStruct((2048,), "float32")
     kernels = tuple(jax.ShapeDtypeStruct((2048, count, 128), "bfloat16") for count in (heads[0], heads[1], heads[1]))
 
     def program(x, scale, kernels, positions):
-        y, back = jax.vjp(lambda x: turned_products(x[None], scale, kernels, positions), x)
+        y, back = jax.vjp(lambda x: rotated_products(x[None], scale, kernels, positions), x)
         return back(y)
 
     text = lowered(program, x, scale, kernels, jax.ShapeDtypeStruct((1, 256), "int32"))
@@ -315,6 +315,20 @@ def test_gradients_of_gates_are_within_their_scales(turning):
     wide = [each.astype(jnp.float32) for each in kernels]
     *_, expected_gate, expected_up, _ = gradients(exactly, x.astype(jnp.float32) * 1e4, x.astype(jnp.float32), wide)
     close((of_gate, of_up), (expected_gate, expected_up), 0.1)
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-25, 1e25])
+def test_gradients_of_one_token_may_be_of_any_size(turning, size):
+    random = np.random.default_rng(6)
+    kernels = tuple(jnp.asarray(random.normal(size=(128, 128)) / 11, jnp.bfloat16) for _ in range(3))
+    x, gradient = (jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16) for _ in range(2))
+
+    def block(x, kernels):
+        return fp8_blocks.gated(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, ("gate", "up"), jnp.bfloat16)[1]
+
+    found = gradients(block, gradient.at[5].mul(size), x, kernels)
+    assert all(np.isfinite(each).all() for each in found)
+    assert np.abs(found[1][5]).max() == pytest.approx(size, rel=2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -407,7 +421,7 @@ def test_rows_are_rounded_and_turned_as_by_the_compiler(turning, dtype):
     factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
     np.testing.assert_array_equal(scale, scales)
     exact = sum(np.sum(np.square(np.asarray(each, np.float64)), axis=1) for each in some)
-    np.testing.assert_allclose(squares, exact, rtol=1e-5)
+    np.testing.assert_allclose(squares, exact / np.square(np.asarray(scale, np.float64)), rtol=1e-5)
     for ours, theirs in zip(jnp.split(numbers, [384], axis=1), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
         np.testing.assert_array_equal(np.asarray(fp8_rows.turned(ours), np.float32), np.asarray(theirs, np.float32).T)

@@ -9,15 +9,20 @@ from jax.experimental import pallas as pl
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers import eight_bits, linear, norms
+from maxtext.models import transformer
+from maxtext.trainers.losses import language_model_losses
 from maxtext.trainers.setup import Setup
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 WORDS = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=4", "base_num_kv_heads=4",
-         "head_dim=32", "base_mlp_dim=384", "vocab_size=64", "max_target_length=64", "per_device_batch_size=2",
-         "quantization=fp8", "attention=dot_product", "remat_policy=none", "dataset_type=synthetic"]  # fmt: skip
-ALL = {"normed_rows", "rounded_rows", "gated_rows", "gated_back", "norm_back", "rounded_both_ways", "turned"}
+         "head_dim=32", "base_mlp_dim=384", "vocab_size=384", "max_target_length=64", "per_device_batch_size=2",
+         "quantization=fp8_full", "z_loss_multiplier=0.1", "attention=dot_product", "remat_policy=none",
+         "dataset_type=synthetic"]  # fmt: skip
+ALL = {"normed_rows", "rounded_rows", "gated_rows", "gated_back", "norm_back", "rounded_both_ways", "turned",
+       "loss_sums", "loss_back"}  # fmt: skip
 GATED = {"gated_rows", "gated_back"}
+LOSSES = {"loss_sums", "loss_back"}
 AFTER = ["use_post_attn_norm=true", "use_post_ffw_norm=true", "sliding_window_size=16"]
 FAMILIES = {
     "llama": (["decoder_block=llama2"], ALL),
@@ -33,7 +38,10 @@ FAMILIES = {
         ALL - {"gated_rows", "gated_back"},
     ),
     "in float32": (["dtype=float32"], ALL - GATED),
-    "widths without tiles": (["base_emb_dim=96"], set()),
+    "a head in bfloat16": (["quantization=fp8"], ALL),
+    "logits that are capped": (["final_logits_soft_cap=5.0"], ALL - LOSSES),
+    "grouped heads": (["base_num_kv_heads=2", "head_dim=64"], ALL),
+    "widths without tiles": (["base_emb_dim=96"], LOSSES),
 }
 
 
@@ -47,7 +55,7 @@ def as_on_a_gpu(monkeypatch):
         return run(*arguments, **options | {"interpret": True})
 
     monkeypatch.setattr(pl, "pallas_call", interpreted)
-    for place in (eight_bits, linear, norms):
+    for place in (eight_bits, linear, norms, transformer):
         monkeypatch.setattr(place, "only_platform", lambda: "gpu")
     return found
 
@@ -57,12 +65,16 @@ def gradients(words):
     given = dict(word.split("=") for word in [*WORDS, *words])
     words = [f"{key}={value}" for key, value in given.items()]
     setup = Setup.of(load(None, words, environ={}, devices=Devices(1)), jax.devices()[:1])
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 65)))
-    positions = jnp.tile(jnp.arange(64), (2, 1))
+    ids = np.random.default_rng(0).integers(0, 384, (2, 65))
+    positions = np.tile(np.arange(64), (2, 1))
+    documents = (positions < 50).astype(np.int32)  # what follows them does not count
+    fields = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    for name in ("inputs", "targets"):
+        fields |= {f"{name}_position": positions, f"{name}_segmentation": documents}
+    batch = {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
 
     def loss(weights):
-        logits = setup.template.bind(weights)(ids[:, :-1], positions).astype(jnp.float32)
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], axis=-1))
+        return sum(language_model_losses(setup.config, setup.template, weights, batch, None).sums.values()) / 100
 
     return jax.jit(jax.value_and_grad(loss))(jax.jit(setup.fresh)().weights)
 

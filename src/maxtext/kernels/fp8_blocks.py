@@ -39,7 +39,7 @@ from maxtext.kernels.rows import LONGEST, TILE, ours
 LAST = ((1,), (1,))  # dimensions of two matrices
 STEEPEST = 1.2  # any activation that the kernels know; and none is above 1 at 0
 Kernels = tuple[Array, ...]
-Turn = Callable[[Array, Array, Array], Array]
+Rotate = Callable[[Array, Array, Array], Array]
 
 
 class Values(NamedTuple):
@@ -73,12 +73,12 @@ def turnable(x: tuple[int, ...], kernels: Sequence[tuple[int, ...]], rank: int, 
 
 
 def rounded_rows(matrices: Sequence[Array], dtype: Any) -> tuple[Array, Array, Array]:
-    """Side by side in fp8, with a scale for each row, and its sum of squares: by a kernel that reads them once, where
-    they fit into it."""
+    """Side by side in fp8, with a scale for each row, and its sum of squares in fp8: by a kernel that reads them once,
+    where they fit into it."""
     if sum(each.shape[1] for each in matrices) > LONGEST:
-        squares = [jnp.sum(jnp.square(each.astype(jnp.float32)), axis=1) for each in matrices]
-        numbers, scale = by_rows(matrices, 1, dtype)
-        return jnp.concatenate(numbers, axis=1), scale, total(squares)
+        found, scale = by_rows(matrices, 1, dtype)
+        numbers = jnp.concatenate(found, axis=1)
+        return numbers, scale, jnp.sum(jnp.square(numbers.astype(jnp.float32)), axis=1)
     return fp8_rows.rounded_rows(matrices, dtype)
 
 
@@ -136,24 +136,36 @@ def alone(scale: Array) -> Array | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_products(
-    x: Array, norm: Array, kernels: Kernels, turns: tuple[Array, ...], turn: Turn | None, epsilon: float, dtype: Any
+    x: Array,
+    norm: Array,
+    kernels: Kernels,
+    angles: tuple[Array, ...],
+    rotate: Rotate | None,
+    epsilon: float,
+    dtype: Any,
 ) -> tuple[Array, Kernels]:
     """x [..., E], and the products in fp8 of its norm by the root mean square, with scale `norm` [E], and each kernel
-    [E, outputs]; on one NVIDIA GPU, for what is `turnable`. With `turns`, cosines and sines [..., 1, pairs], all but
-    the last of the products are turned: by `turn`, and going back in the pass that rounds their gradients."""
-    return normed_forward(x, norm, kernels, turns, turn, epsilon, dtype)[0]
+    [E, outputs]; on one NVIDIA GPU, for what is `turnable`. With `angles`, their cosines and sines [..., 1, pairs], all
+    but the last of the products are rotated: by `rotate`, and going back in the pass that rounds their gradients."""
+    return normed_forward(x, norm, kernels, angles, rotate, epsilon, dtype)[0]
 
 
 def normed_forward(
-    x: Array, norm: Array, kernels: Kernels, turns: tuple[Array, ...], turn: Turn | None, epsilon: float, dtype: Any
+    x: Array,
+    norm: Array,
+    kernels: Kernels,
+    angles: tuple[Array, ...],
+    rotate: Rotate | None,
+    epsilon: float,
+    dtype: Any,
 ) -> tuple[Any, Any]:
     numbers, scale, kept = normed(x, norm, epsilon)
     found, values = forward_turned(numbers, scale, [as_matrix(each, 1) for each in kernels], room(dtype))
     shapes = [(*x.shape[:-1], *each.shape[1:]) for each in kernels]
     shaped = [y.astype(dtype).reshape(shape) for y, shape in zip(found, shapes, strict=True)]
-    if turn is not None:
-        shaped[:-1] = [turn(each, *turns) for each in shaped[:-1]]
-    return (x, tuple(shaped)), (values, kept, turns, tuple(map(empty_like, kernels)))
+    if rotate is not None:
+        shaped[:-1] = [rotate(each, *angles) for each in shaped[:-1]]
+    return (x, tuple(shaped)), (values, kept, angles, tuple(map(empty_like, kernels)))
 
 
 def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]:
@@ -167,17 +179,17 @@ def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]
 
 
 def normed_backward(
-    turn: Turn | None, epsilon: float, dtype: Any, kept: Any, gradients: Any
+    rotate: Rotate | None, epsilon: float, dtype: Any, kept: Any, gradients: Any
 ) -> tuple[Array, Array, Kernels, None]:
-    values, normed, turns, empty = kept
+    values, normed, angles, empty = kept
     added, of_products = gradients
     shapes, dtypes = [each.shape[1:] for each in empty], [each.dtype for each in empty]
     lines, outer = len(normed.x), added.ndim - 1
-    if turn is None:
+    if rotate is None:
         numbers, rows, _ = rounded_rows([as_matrix(each, outer) for each in of_products], FP8[1])
     else:
         pairs = [each.reshape(lines, each.shape[-2], 2, -1) for each in of_products]
-        numbers, rows, _ = fp8_rows.rounded_rows(pairs, FP8[1], [each.reshape(lines, -1) for each in turns])
+        numbers, rows, _ = fp8_rows.rounded_rows(pairs, FP8[1], [each.reshape(lines, -1) for each in angles])
     sums, found = back_joined(values, numbers, rows, room(added.dtype), dtypes)
     of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True)), None
@@ -216,7 +228,7 @@ def gated_backward(
     dtypes = [each.dtype for each in empty]
     numbers, rows, squares = rounded_rows([as_matrix(gradient, gradient.ndim - 1)], FP8[1])
     of_hidden, of_down = back_turned(hidden_values, [numbers], rows, gate.dtype, dtypes[2:])
-    reach = reach_of_gates(values, hidden_values, jnp.sqrt(squares) / rows)
+    reach = reach_of_gates(values, hidden_values, jnp.sqrt(squares))
     of_gates = fp8_rows.gated_back(gate, up, of_hidden, 1 / reach, activation, FP8[1])
     rows = rows * hidden_values.scale * reach
     sums, of_both = back_turned(values, of_gates, rows, room(added.dtype), dtypes[:2])

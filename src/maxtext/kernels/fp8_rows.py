@@ -28,21 +28,21 @@ Part = tuple[tuple[Any, ...], Array]  # of some rows: its place, and its numbers
 
 
 def rounded_rows(
-    matrices: Sequence[Array], dtype: Any, turns: Sequence[Array] = (), interpret: bool = False
+    matrices: Sequence[Array], dtype: Any, angles: Sequence[Array] = (), interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Matrices [T, C], C of each its own, side by side in eight bits; the scales [T] of rows, and their sums of squares
-    [T]. With `turns`, cosines and sines [T, pairs], they are [T, heads, 2, pairs], and all but the last are turned back
-    by these angles before."""
+    """Matrices [T, C], C of each its own, side by side in eight bits; the scales [T] of rows, and the sums of squares
+    [T] of what was rounded. With `angles`, their cosines and sines [T, pairs], matrices are [T, heads, 2, pairs], and
+    all but the last are rotated back by them before."""
 
     def program(*refs: Any) -> None:
-        ins, angles, (out, scale, squares) = refs[: len(matrices)], refs[len(matrices) : -3], refs[-3:]
-        cos, sin = (each[...][:, None] for each in angles) if angles else (None, None)
+        ins, around, (out, scale, squares) = refs[: len(matrices)], refs[len(matrices) : -3], refs[-3:]
+        cos, sin = (each[...][:, None] for each in around) if around else (None, None)
         found: list[Part] = []
         start = 0
         for x in ins:
             for part in parts(x.shape[1]):
                 place = pl.ds(start + part.start, part.size)
-                if not angles:
+                if not around:
                     found.append(((slice(None), place), x[:, part].astype(jnp.float32)))
                     continue
                 one, other = (x[:, part, side].astype(jnp.float32) for side in range(2))
@@ -50,11 +50,11 @@ def rounded_rows(
                     one, other = one * cos + other * sin, other * cos - one * sin
                 found += [((slice(None), place, 0), one), ((slice(None), place, 1), other)]
             start += x.shape[1]
-        write(found, out, scale)
-        squares[...] = functools.reduce(operator.add, [square(part) for _, part in found])
+        numbers = write(found, out, scale)
+        squares[...] = functools.reduce(operator.add, map(square, numbers))
 
     out = jax.ShapeDtypeStruct((len(matrices[0]), sum(x.shape[1] for x in matrices), *matrices[0].shape[2:]), dtype)
-    numbers, scale, squares = run_by_rows(program, [*matrices, *turns], [], [out], 2, interpret, "rounded_rows")
+    numbers, scale, squares = run_by_rows(program, [*matrices, *angles], [], [out], 2, interpret, "rounded_rows")
     return numbers.reshape(len(numbers), -1), scale, squares
 
 
@@ -92,12 +92,14 @@ def gated_back(
     return run_by_rows(program, [gate, up, gradient, factor], [], outs, 0, interpret, "gated_back")
 
 
-def write(found: Sequence[Part], out: Any, scale_ref: Any) -> None:
-    """Some rows in eight bits, and their scales."""
+def write(found: Sequence[Part], out: Any, scale_ref: Any) -> list[Array]:
+    """Some rows in eight bits, and their scales; gives the parts, scaled, and not rounded."""
     scale = scale_for(functools.reduce(jnp.maximum, [largest(part) for _, part in found]), out.dtype)
     scale_ref[...] = scale
-    for place, part in found:
-        out[place] = (part * (1 / scale).reshape(-1, *[1] * (part.ndim - 1))).astype(out.dtype)
+    scaled = [part * (1 / scale).reshape(-1, *[1] * (part.ndim - 1)) for _, part in found]
+    for (place, _), part in zip(found, scaled, strict=True):
+        out[place] = part.astype(out.dtype)
+    return scaled
 
 
 def largest(rows: Array) -> Array:

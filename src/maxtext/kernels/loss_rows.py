@@ -55,8 +55,9 @@ def sums(
         top = jnp.max(tops, axis=1)
         largest[...] = top
         logarithm[...] = jnp.log(jnp.sum(totals * jnp.exp(tops - top[:, None]), axis=1))
-        one = logits[jnp.arange(len(at)), at].astype(jnp.float32)
-        chosen[...] = functools.reduce(lambda x, factor: x * factor[...], factors, one) - top
+        there = (at >= 0) & (at < width)  # a target that is none has no part in the loss
+        one = logits[jnp.arange(len(at)), jnp.where(there, at, 0)].astype(jnp.float32)
+        chosen[...] = jnp.where(there, functools.reduce(lambda x, factor: x * factor[...], factors, one) - top, 0.0)
 
     factors = [] if factor is None else [factor]
     largest, logarithm, chosen = run_by_rows(program, [logits, targets, *factors], [], [], 3, interpret, "loss_sums")

@@ -1,7 +1,7 @@
 """Kernels of ours for NVIDIA GPUs, by Triton, whose programs read rows whole: whether they are used, and how rows are
 cut.
 
-`MAXTEXT_KERNELS=plain` in the environment leaves to the compiler what it can do, too: losses, norms going back, and
+`MAXTEXT_KERNELS=plain` in the environment leaves to the compiler what it can do, too: norms, losses, and
 rounding.
 """
 

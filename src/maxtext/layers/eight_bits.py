@@ -36,17 +36,17 @@ def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux
     if not (can_norm(norm, x) and fits(x.shape, *linears)):
         return None
     kernels = tuple(each.kernel[...].astype(each.dtype) for each in linears)
-    turns = angles(spec, inputs)
-    turn = rope.turned if turns else None
-    x, found = fp8_blocks.normed_products(x, norm.factors, kernels, turns, turn, norm.spec.epsilon, norm.dtype)
+    angles = angles_of(spec, inputs)
+    rotate = rope.rotate_by if angles else None
+    x, found = fp8_blocks.normed_products(x, norm.factors, kernels, angles, rotate, norm.spec.epsilon, norm.dtype)
     q, k, v = (checkpoint_name(each, name) for each, name in zip(found, PROJECTED, strict=True))
-    if not turns:
+    if not angles:
         q, k, v = attention.placed(q, k, v, inputs)
     y, aux = attention.mixed(q, k, v, inputs)
     return x + block.mixed(attention.read(y), inputs), aux
 
 
-def angles(spec: AttentionSpec, inputs: LayerInputs) -> tuple[jax.Array, ...]:
+def angles_of(spec: AttentionSpec, inputs: LayerInputs) -> tuple[jax.Array, ...]:
     """Their cosines and sines, if all that queries and keys need is RoPE, and the kernels know it."""
     size = spec.head_dim
     if spec.rope is None or spec.rope.interleave or spec.qk_norm or spec.value_norm or size.bit_count() > 1:

@@ -106,9 +106,14 @@ def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[
         return [single.bind(weights(maker.key)) for maker in makers]
     once, keys = jax.jit(weights), jnp.stack([maker.key for maker in makers if maker.key is not None])
     places = range(len(jax.tree.leaves(single.weights)))
-    stacked = [jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys) for place in places]
-    rows = [[jax.lax.index_in_dim(each, number, keepdims=False) for each in stacked] for number in range(len(makers))]
-    return [single.bind(jax.tree.unflatten(jax.tree.structure(single.weights), row)) for row in rows]
+    leaves = []
+    for place in places:
+        stacked = jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys)
+        apart = [jax.lax.index_in_dim(stacked, number, keepdims=False) for number in range(len(makers))]
+        keys, apart = jax.lax.optimization_barrier((keys, apart))  # only one stack at a time is there
+        leaves.append(apart)
+    tree = jax.tree.structure(single.weights)
+    return [single.bind(jax.tree.unflatten(tree, row)) for row in zip(*leaves, strict=True)]
 
 
 def described(

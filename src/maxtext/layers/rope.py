@@ -89,11 +89,11 @@ def turns(positions: jax.Array, spec: RopeSpec, head_dim: int) -> tuple[jax.Arra
 def rotate(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
     """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
     size = spec.rotated(x.shape[-1])
-    found, rest = turned(x[..., :size], *turns(positions, spec, x.shape[-1]), spec.interleave), x[..., size:]
+    found, rest = rotate_by(x[..., :size], *turns(positions, spec, x.shape[-1]), spec.interleave), x[..., size:]
     return jnp.concatenate([found, rest], axis=-1) if rest.shape[-1] else found
 
 
-def turned(x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False) -> jax.Array:
+def rotate_by(x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False) -> jax.Array:
     """Pairs of x [..., H, 2 pairs] by angles with these cosines and sines [..., 1, pairs]."""
     wide = x.astype(jnp.float32)
     first, second = (wide[..., 0::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)

@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
 
     def losses(self, x: jax.Array, targets: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
         """`tiled_cross_entropy` of the logits of x [B, S, E]."""
-        if self.logit_cap is not None:
+        if self.logit_cap is not None:  # a kernel would need capped logits as an array of their own
             return tiled_cross_entropy(self.logits, x, targets, tiles)
         if tiles == 1 and self.head is not None:
             found = eight_bits.scored(self.head, x.astype(self.logit_dtype), targets)
