@@ -21,9 +21,21 @@ QUICK = {
 LONGEST = ("test_layouts_", "test_resume", "test_launch", "test_zoo", "test_no_silent_keys", "test_scheduler")
 
 
+COMPILING = ("inference", "kernels", "layers", "models", "optimizers", "parity", "sharding", "trainers")  # rooms
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Files that take minutes come first: else one worker ends long after the other."""
+    """Files that take minutes come first: else one worker ends long after the other. Where each case of a test compiles
+    programs of its own, only the first is quick."""
     items.sort(key=lambda item: not item.path.name.startswith(LONGEST))
+    seen = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in seen and item.path.parent.name in COMPILING:
+            item.add_marker(pytest.mark.slow)
+        if not item.get_closest_marker("slow"):
+            seen.add(test)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,6 +79,7 @@ def test_bytes_are_as_computed():
         assert engine.page_bytes == LENGTH * each
 
 
+@pytest.mark.slow
 def test_scores_are_near_those_of_a_full_cache():
     """Log-probabilities of the same tokens; finer integers and finer scales are nearer."""
     weights = jax.jit(lambda: initial_weights(compiled("causal").config))()

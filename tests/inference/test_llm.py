@@ -79,6 +79,7 @@ def test_text_in_text_out(llm, model):
     assert llm.generate(["w5 w9", "w7"], max_new_tokens=4)[0] == answer
 
 
+@pytest.mark.slow
 def test_samples_follow_the_distribution(llm, model, ids):
     """One token of 4000 rows with the same prompt against softmax(logits / T), by chi square at 1 in 10^4."""
     from scipy import stats
@@ -127,6 +128,7 @@ def test_streams_and_stops(llm):
 
 
 @FEW
+@pytest.mark.slow
 def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
     good = Ask([5, 6], 4, ignore_eos=True)
     asks = [good, Ask([], 4), Ask([5, 61], 4), Ask("w5", 0), Ask([5] * 127, 4, ignore_eos=True), good]
@@ -153,6 +155,7 @@ def test_streams_side_by_side(llm):
 
 
 @FEW
+@pytest.mark.slow
 def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
     """What was believed to be in the caches, and is not, is not learned."""
     llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
@@ -180,6 +183,7 @@ def test_prompts_that_come_together_share_what_they_begin_with(folder):
 
 
 @FEW
+@pytest.mark.slow
 def test_limits_and_odd_numbers(llm):
     asks = [Ask([5, 6], 4, ignore_eos=True), Ask([5, 6], 1 << 36), Ask([5, "x"], 4), Ask([5] * 9, 2.5), Ask(None)]
     answers = sorted(llm.answers(asks), key=lambda answer: answer.index)

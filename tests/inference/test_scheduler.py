@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_requests_are_served_as_if_alone(models, monkeypatch):
     """In programs of many shapes, with pages that do not suffice for all."""
     sizes = some_slots_at_a_time(monkeypatch, 1)

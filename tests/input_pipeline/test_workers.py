@@ -65,6 +65,7 @@ def test_the_same_batches_and_positions(config):
     assert not any(map(alive, workers))
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_source(config):
     open_stream = stream_opener(config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN)
     with pytest.raises(ConfigError, match="grain_train_files: /nowhere does not exist"):

@@ -38,6 +38,7 @@ def roughly(rows, kernels, sizes, cotangent):
     return product, of_rows, of_kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_product_and_gradients(sizes):
     rows, kernels, cotangent = draw((12, 5), (4, 5, 7), (12, 7))

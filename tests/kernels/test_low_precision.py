@@ -357,6 +357,7 @@ def test_losses_after_a_product(turning):
     close(found[2:], expected[2:], 0.08)
 
 
+@pytest.mark.slow
 def test_names_in_a_gated_block_are_for_rematerialisation(turning):
     """Two products whose results are kept are not computed again."""
     x, scale = jnp.ones((128, 128), jnp.bfloat16), jnp.ones(128)

@@ -73,6 +73,7 @@ def test_several_rows(as_on_a_gpu):
     assert not as_on_a_gpu & ALL
 
 
+@pytest.mark.slow
 def test_kernels_lie_as_they_are_used(as_on_a_gpu):
     """One prompt, several, one: each time laid out anew, and never lost."""
     llm = LLM.load("default", **SIZES)

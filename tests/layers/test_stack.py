@@ -170,6 +170,7 @@ def test_layers_run_in_order_with_their_own_weights(built, name):
     assert np.abs(np.corrcoef(kernels) - np.eye(len(kernels))).max() < 5.5 / 8  # no two weights start alike
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_layers_and_keys(built):
     one, (x, _) = built("two segments", True), values()
     (_, other), _ = one.evaluate(one.weights, x, jax.random.key(6))

@@ -144,6 +144,7 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
             np.testing.assert_array_equal(value, start[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_while_indexers_warm_up_nothing_else_changes(make_bench, packed):
     """Not by weight decay, not by the load of experts, not by clipping."""
     indexed = ("use_indexer=true", "indexer_topk=3", "indexer_head_dim=8", "indexer_n_heads=2")

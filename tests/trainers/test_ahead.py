@@ -35,6 +35,7 @@ def train_step(config):
     return ahead.train_step(Setup.of(config), config.global_batch_size_to_train_on)
 
 
+@pytest.mark.slow
 def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
     config, compiled, _ = saved
     setup = Setup.of(config)

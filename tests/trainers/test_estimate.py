@@ -85,6 +85,7 @@ def test_products_of_a_step_are_three_times_the_forward(policies):
     assert products(trace(under(config, "none")).jaxpr) == 3 * forward * 1009 * LENGTH
 
 
+@pytest.mark.slow
 def test_devices_share_activations():
     config = configure(devices=8)
     alone = configure("gradient_accumulation_steps=3")
@@ -101,6 +102,7 @@ def test_names_of_policies(word, name):
     assert policy_of(configure(word)) == name
 
 
+@pytest.mark.slow
 def test_custom_policies_are_listed():
     config = configure("remat_policy=custom", "out_proj=device")
     kept = {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}

@@ -87,6 +87,7 @@ def test_a_step_scanned_and_unrolled(make_bench, packed, block):
         assert set(np.abs(biases).tolist()) in ({0.25}, {0, 0.25})
 
 
+@pytest.mark.slow
 def test_the_balance_of_experts_keeps_its_weight(make_bench, packed):
     """The loss of eight layers' experts is added as it is, whatever the batch is cut into."""
     words = ("decoder_block=mixtral", *EXPERTS, "load_balance_loss_weight=0.5", *SGD)

@@ -92,6 +92,7 @@ def test_the_last_batch_may_be_filled_up(configure, words):
     np.testing.assert_array_equal(np.concatenate(batches)[: len(rows)], rows)
 
 
+@pytest.mark.slow
 def test_workers_give_what_the_process_itself_would(configure, words):
     """More streams for more workers, and the data of each stream is the same in a worker."""
     here = TrainFeed(Setup.of(configure(*words, "per_device_batch_size=4", "grain_use_elastic_iterator=true")))

@@ -87,6 +87,7 @@ def drafts(model, batch):
         yield np.asarray(rms(np.asarray(x), layer.output_norm.scale[...]) @ model.bound.head.kernel[...])
 
 
+@pytest.mark.slow
 def test_the_loss_of_further_tokens(ahead, packed):
     total = count = 0.0
     with jax.default_matmul_precision("highest"):
@@ -102,6 +103,7 @@ def test_the_loss_of_further_tokens(ahead, packed):
     assert counts["lm_loss"] == counts["z_loss"] == 16 + 4 + 7 + 5 + 6 + 3 + 7 + 2 + 1 + 8 + 1
 
 
+@pytest.mark.slow
 def test_a_draft_is_taken_where_the_model_says_the_same(ahead, packed):
     """Of the second further layer, whose drafts the model itself comes to two places on. It knows few words here, so
     that both agree now and then."""
@@ -138,6 +140,7 @@ def balance(model, batch):
         x = x + layer.feed(layer.mlp_norm(x), inputs_of(batch))[0]
 
 
+@pytest.mark.slow
 def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed):
     model = Model.of(configure("decoder_block=mixtral", *EXPERTS), quickly)
     with jax.default_matmul_precision("highest"):
