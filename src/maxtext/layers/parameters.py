@@ -110,7 +110,7 @@ def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[
     for place in places:
         stacked = jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys)
         apart = [jax.lax.index_in_dim(stacked, number, keepdims=False) for number in range(len(makers))]
-        keys, apart = jax.lax.optimization_barrier((keys, apart))  # only one stack at a time is there
+        keys, apart = jax.lax.optimization_barrier((keys, apart))  # else all stacks may be there at once
         leaves.append(apart)
     tree = jax.tree.structure(single.weights)
     return [single.bind(jax.tree.unflatten(tree, row)) for row in zip(*leaves, strict=True)]
