@@ -16,9 +16,9 @@ WORDS = [
 ]  # fmt: skip
 
 
-def weights(*extra):
+def weights(*extra, loop=False):
     config = load(None, [*WORDS, *extra], environ={}, devices=Devices(1))
-    return jax.tree.map(np.asarray, jax.jit(lambda: initial_weights(config), compiler_options=QUICK)())
+    return jax.tree.map(np.asarray, jax.jit(lambda: initial_weights(config, loop), compiler_options=QUICK)())
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,9 @@ def test_another_seed_gives_other_weights(plain):
             assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 5 / np.sqrt(one.size)
 
 
-def test_scanned_and_unrolled_start_alike(plain):
-    unrolled = weights("scan_layers=false")
+@pytest.mark.parametrize("loop", [False, True])
+def test_scanned_and_unrolled_start_alike(plain, loop):
+    unrolled = weights("scan_layers=false", loop=loop)
     layers = unrolled["layers"][0]["blocks"][0]
     stacked = jax.tree.map(lambda *each: np.stack(each, min(1, each[0].ndim)), *(layers[i] for i in range(4)))
     jax.tree.map(np.testing.assert_array_equal, plain, unrolled | {"layers": {0: {"blocks": {0: stacked}}}})

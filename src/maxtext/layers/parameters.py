@@ -29,6 +29,7 @@ class Maker:
     dtype: Any
     kernel_scale: float = 1.0
     recipe: str = ""  # of products in eight bits, see kernels/low_precision.py
+    loop: bool = False  # weights of equal layers are made in a loop, see `alike`
 
     def child(self, name: int) -> "Maker":
         """Its own stream of randomness for a part of the model."""
@@ -95,16 +96,18 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
 
 
 def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[nnx.Module]:
-    """Equal modules, each with weights of its own. As part of a program, those that all have are made in a loop, one
-    after the other: with a copy of what makes them for each module, XLA for GPUs took ten seconds."""
+    """Equal modules, each with weights of its own. As part of a program, what makes them is traced once. With
+    `Maker.loop` those that all modules have are made one after the other, by a loop: with a copy of what makes them for
+    each module, XLA for GPUs took ten seconds. But then all of them are there before any is used."""
     single, weights = described(make, makers[0])
     if makers[0].key is None:
         return [
             single.bind(jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)) for _ in makers
         ]
-    if len(makers) == 1 or not isinstance(makers[0].key, jax.core.Tracer):
-        return [single.bind(weights(maker.key)) for maker in makers]
-    once, keys = jax.jit(weights), jnp.stack([maker.key for maker in makers if maker.key is not None])
+    once = jax.jit(weights) if isinstance(makers[0].key, jax.core.Tracer) else weights
+    if len(makers) == 1 or once is weights or not makers[0].loop:
+        return [single.bind(once(maker.key)) for maker in makers]
+    keys = jnp.stack([maker.key for maker in makers if maker.key is not None])
     places = range(len(jax.tree.leaves(single.weights)))
     leaves = []
     for place in places:

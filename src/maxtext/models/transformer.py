@@ -33,9 +33,10 @@ RECIPES = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
 
 
 class Transformer(nnx.Module):
-    def __init__(self, config: Any, key: jax.Array | None):
+    def __init__(self, config: Any, key: jax.Array | None, loop: bool = False):
         quantization = config.quantization.value if config.quantization else ""
-        maker = Maker(key, config.weight_dtype.value, config.dense_init_scale, RECIPES.get(quantization, ""))
+        recipe = RECIPES.get(quantization, "")
+        maker = Maker(key, config.weight_dtype.value, config.dense_init_scale, recipe, loop)
         self.dtype = config.dtype.value
         self.size = config.emb_dim
         self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
@@ -198,6 +199,7 @@ def make_template(config: Any) -> Template:
     return Template.of(lambda: Transformer(config, None))
 
 
-def initial_weights(config: Any) -> Any:
-    """Fresh weights as a nested dict; to be called under jit, so that they are born where they belong."""
-    return nnx.to_pure_dict(nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed))))
+def initial_weights(config: Any, loop: bool = False) -> Any:
+    """Fresh weights as a nested dict; to be called under jit, so that they are born where they belong. `loop`: compiled
+    faster, but not to be used one by one."""
+    return nnx.to_pure_dict(nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed), loop)))

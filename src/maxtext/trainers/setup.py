@@ -49,7 +49,7 @@ class Setup:
         return cls(config, rules, template, make_optimizer(config, template.axes, template.trained))
 
     def fresh(self) -> TrainState:
-        return self.first_state(initial_weights(self.config))
+        return self.first_state(initial_weights(self.config, loop=True))
 
     def first_state(self, weights: Any) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), weights, self.optimizer.init(weights), jnp.zeros((), bool))
