@@ -328,7 +328,8 @@ def test_gradients_of_one_token_may_be_of_any_size(turning, size):
 
     found = gradients(block, gradient.at[5].mul(size), x, kernels)
     assert all(np.isfinite(each).all() for each in found)
-    assert np.abs(found[1][5]).max() == pytest.approx(size, rel=2)
+    least = size / 10 if size > 1e-30 else 0  # what is near float32's own least may vanish
+    assert least <= np.abs(found[1][5]).max() < 10 * size
 
 
 @pytest.mark.parametrize("name", NAMES)

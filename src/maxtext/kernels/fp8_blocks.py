@@ -39,6 +39,7 @@ from maxtext.kernels.rows import LONGEST, TILE, ours
 LAST = ((1,), (1,))  # dimensions of two matrices
 STEEPEST = 1.2  # any activation that the kernels know; and none is above 1 at 0
 Kernels = tuple[Array, ...]
+Angles = tuple[Array, ...]  # their cosines and sines, or nothing
 Rotate = Callable[[Array, Array, Array], Array]
 
 
@@ -136,13 +137,7 @@ def alone(scale: Array) -> Array | None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def normed_products(
-    x: Array,
-    norm: Array,
-    kernels: Kernels,
-    angles: tuple[Array, ...],
-    rotate: Rotate | None,
-    epsilon: float,
-    dtype: Any,
+    x: Array, norm: Array, kernels: Kernels, angles: Angles, rotate: Rotate | None, epsilon: float, dtype: Any
 ) -> tuple[Array, Kernels]:
     """x [..., E], and the products in fp8 of its norm by the root mean square, with scale `norm` [E], and each kernel
     [E, outputs]; on one NVIDIA GPU, for what is `turnable`. With `angles`, their cosines and sines [..., 1, pairs], all
@@ -151,13 +146,7 @@ def normed_products(
 
 
 def normed_forward(
-    x: Array,
-    norm: Array,
-    kernels: Kernels,
-    angles: tuple[Array, ...],
-    rotate: Rotate | None,
-    epsilon: float,
-    dtype: Any,
+    x: Array, norm: Array, kernels: Kernels, angles: Angles, rotate: Rotate | None, epsilon: float, dtype: Any
 ) -> tuple[Any, Any]:
     numbers, scale, kept = normed(x, norm, epsilon)
     found, values = forward_turned(numbers, scale, [as_matrix(each, 1) for each in kernels], room(dtype))

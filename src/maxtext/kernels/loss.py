@@ -20,7 +20,7 @@ def cross_entropy(logits: Array, targets: Array, platform: str | None = None) ->
     """(negative log-likelihood, log of the partition sum) of each token; logits [..., V], targets [...]. `platform`: of
     the one device that computes it; None: there are several, or any."""
     if loss_rows.supports(math.prod(targets.shape), logits.shape[-1], platform):
-        losses, partition = by_rows(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        losses, partition = by_kernels(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
         return losses.reshape(targets.shape), partition.reshape(targets.shape)
     logits = logits.astype(jnp.float32)
     # Relative to the largest logit, so that the difference of two large numbers is never taken.
@@ -56,21 +56,21 @@ def tiled_cross_entropy(
 
 
 @jax.custom_vjp
-def by_rows(logits: Array, targets: Array) -> tuple[Array, Array]:
+def by_kernels(logits: Array, targets: Array) -> tuple[Array, Array]:
     """`cross_entropy` of logits [T, V] by kernels."""
-    return by_rows_forward(logits, targets)[0]
+    return by_kernels_forward(logits, targets)[0]
 
 
-def by_rows_forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], Any]:
+def by_kernels_forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], Any]:
     largest, logarithm, chosen = loss_rows.sums(logits, targets)
     return (logarithm - chosen, logarithm + largest), (logits, targets, largest, logarithm)
 
 
-def by_rows_backward(kept: Any, gradients: tuple[Array, Array]) -> tuple[Array, None]:
+def by_kernels_backward(kept: Any, gradients: tuple[Array, Array]) -> tuple[Array, None]:
     logits, targets, largest, logarithm = kept
     of_loss, of_partition = gradients
     parts = -of_loss, of_loss + of_partition
     return loss_rows.back(logits, targets, largest, logarithm, *parts, logits.dtype), None
 
 
-by_rows.defvjp(by_rows_forward, by_rows_backward)
+by_kernels.defvjp(by_kernels_forward, by_kernels_backward)
