@@ -159,7 +159,8 @@ def turning(monkeypatch):
         monkeypatch.setattr(fp8_rows, name, partial(getattr(fp8_rows, name), interpret=not ON_GPU))
     for name in ("sums", "back"):
         monkeypatch.setattr(loss_rows, name, partial(getattr(loss_rows, name), interpret=not ON_GPU))
-    for name, kernel in (("normed_rows", norm.normed_rows), ("norm_back", norm.back)):
+    of_norms = {"normed_rows": norm.normed_rows, "normed_sums": norm.normed_sums, "norm_back": norm.back}
+    for name, kernel in of_norms.items():
         monkeypatch.setattr(fp8_blocks, name, partial(kernel, interpret=not ON_GPU))
     return "gpu"
 
@@ -295,6 +296,30 @@ def test_a_gated_block(turning, activation):
     close(found[1:], gradients(partial(apart, in_eight_bits), cotangent, x, scale, kernels)[1:], 0.08)
     wide = cotangent[0], cotangent[1].astype(jnp.float32)
     close(found[1:], gradients(partial(apart, exactly), wide, x, scale, kernels)[1:], 0.13)
+
+
+def test_what_attention_gives_before_a_gated_block(turning):
+    """Against the product and the sum before the block; of tokens of one size, as all gradients have one scale."""
+    random = np.random.default_rng(7)
+    x, mixed, added, cotangent = (
+        jnp.asarray(random.normal(size=(2, 64, *shape)), jnp.bfloat16) for shape in ((384,), (4, 64), (384,), (384,))
+    )
+    scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
+    shapes = (4, 64, 384), (384, 640), (384, 640), (640, 384)
+    out, *kernels = (jnp.asarray(random.normal(size=shape) / 16, jnp.bfloat16) for shape in shapes)
+    rest = 1e-5, jax.nn.silu
+
+    def together(x, mixed, out, scale, kernels):
+        return fp8_blocks.read_and_gated(x, mixed, out, scale, kernels, *rest, ("out", "gate", "up"), jnp.bfloat16)
+
+    def apart(x, mixed, out, scale, kernels):
+        x = x + products(mixed, (out,), 2, "fp8", jnp.bfloat16)[0]
+        return fp8_blocks.gated(x, scale, kernels, *rest, ("gate", "up"), jnp.bfloat16)
+
+    arrays = x, mixed, out, scale, tuple(kernels)
+    found, expected = (gradients(each, (added, cotangent), *arrays) for each in (together, apart))
+    np.testing.assert_allclose(found[0], expected[0], rtol=2**-7, atol=0.05)  # rounded once, and not twice
+    close(found[1:], expected[1:], 0.05)
 
 
 def test_gradients_of_gates_are_within_their_scales(turning):

@@ -74,6 +74,12 @@ def test_a_factor_for_each_row(kernel):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_the_largest_of_each_row(kernel):
+    x, scale, gradient, added = problem(128, 384)
+    found, _, largest = norm.back(x, gradient, added, jnp.ones(128), scale)
+    np.testing.assert_allclose(largest, np.abs(found).max(axis=1), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("shape", "platform", "able"),
     [((2, 64, 128), "gpu", True), ((2, 64, 128), None, False), ((3, 64, 128), "gpu", False),

@@ -19,9 +19,9 @@ WORDS = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=
          "head_dim=32", "base_mlp_dim=384", "vocab_size=384", "max_target_length=64", "per_device_batch_size=2",
          "quantization=fp8_full", "z_loss_multiplier=0.1", "attention=dot_product", "remat_policy=none",
          "dataset_type=synthetic"]  # fmt: skip
-ALL = {"normed_rows", "rounded_rows", "gated_rows", "gated_back", "norm_back", "rounded_both_ways", "turned",
-       "loss_sums", "loss_back"}  # fmt: skip
-GATED = {"gated_rows", "gated_back"}
+ALL = {"normed_rows", "normed_sums", "rounded_rows", "gated_rows", "gated_back", "norm_back", "rounded_both_ways",
+       "turned", "loss_sums", "loss_back"}  # fmt: skip
+GATED = {"gated_rows", "gated_back", "normed_sums"}
 LOSSES = {"loss_sums", "loss_back"}
 AFTER = ["use_post_attn_norm=true", "use_post_ffw_norm=true", "sliding_window_size=16"]
 FAMILIES = {
@@ -29,13 +29,13 @@ FAMILIES = {
     "scanned": (["base_num_decoder_layers=2", "scan_layers=true"], ALL),
     "computed again": (["remat_policy=full"], ALL),
     "queries normed": (["decoder_block=qwen3", "use_qk_norm=true"], ALL),
-    "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL),
+    "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL - {"normed_sums"}),
     "gelu_exact": (["mlp_activations=[gelu_exact, linear]"], ALL - GATED),
     "one branch, biases": (["decoder_block=gpt3"], ALL - {"normed_rows", *GATED, "norm_back"}),
     "joined kernels": (["fused_qkv=true", "fused_mlp=true"], ALL - GATED),
     "experts": (
         ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"],
-        ALL - {"gated_rows", "gated_back"},
+        ALL - GATED,
     ),
     "in float32": (["dtype=float32"], ALL - GATED),
     "a head in bfloat16": (["quantization=fp8"], ALL),

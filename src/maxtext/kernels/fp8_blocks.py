@@ -20,7 +20,7 @@ from maxtext.common.log import say_once
 from maxtext.kernels import fp8_rows, loss_rows
 from maxtext.kernels.fp8_rows import Activation
 from maxtext.kernels.norm import back as norm_back
-from maxtext.kernels.norm import normed_rows
+from maxtext.kernels.norm import normed_rows, normed_sums
 from maxtext.kernels.rounding import (
     FP8,
     as_matrix,
@@ -121,10 +121,9 @@ def back_joined(
 
 
 def back_alone(
-    values: Values, gradients: Sequence[Array], dtype: Any, dtypes: Sequence[Any]
+    values: Values, gradients: Sequence[Array], scale: Array, dtype: Any, dtypes: Sequence[Any]
 ) -> tuple[Array, list[Array]]:
     """`back_turned`, with one scale for all gradients."""
-    scale = scale_of_all(gradients, FP8[1])
     factor, _ = relative(values.rows)
     numbers, turned = zip(*(fp8_rows.both_ways(each, scale, FP8[1], factor) for each in gradients), strict=True)
     return back_turned(values, numbers, scale, dtype, dtypes, turned)
@@ -160,11 +159,13 @@ def normed_forward(
 def normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, Normed]:
     """In fp8, with one scale: no number of a row is larger than the root of their sum of squares, which a norm makes
     the same for all rows."""
-    flat = as_matrix(x, x.ndim - 1)
-    factors = norm.astype(jnp.float32)
-    scale = scale_for(math.sqrt(flat.shape[1]) * jnp.max(jnp.abs(factors)), FP8[0])
-    numbers, inverse = normed_rows(flat, factors / scale, epsilon, FP8[0])
+    flat, scale = as_matrix(x, x.ndim - 1), scale_of_normed(norm)
+    numbers, inverse = normed_rows(flat, norm.astype(jnp.float32) / scale, epsilon, FP8[0])
     return numbers, scale, Normed(flat, norm, inverse)
+
+
+def scale_of_normed(norm: Array) -> Array:
+    return scale_for(math.sqrt(len(norm)) * jnp.max(jnp.abs(norm.astype(jnp.float32))), FP8[0])
 
 
 def normed_backward(
@@ -180,7 +181,7 @@ def normed_backward(
         pairs = [each.reshape(lines, each.shape[-2], 2, -1) for each in of_products]
         numbers, rows, _ = fp8_rows.rounded_rows(pairs, FP8[1], [each.reshape(lines, -1) for each in angles])
     sums, found = back_joined(values, numbers, rows, room(added.dtype), dtypes)
-    of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
+    of_x, of_norm, _ = back_normed(normed, sums, added, rows * values.scale)
     return of_x, of_norm, tuple(each.reshape(shape) for each, shape in zip(found, shapes, strict=True)), None
 
 
@@ -200,18 +201,34 @@ def gated(
 def gated_forward(
     x: Array, norm: Array, kernels: Kernels, epsilon: float, activation: Activation, names: tuple[str, str], dtype: Any
 ) -> tuple[Any, Any]:
-    numbers, scale, kept = normed(x, norm, epsilon)
+    y, kept = fed_forward(*normed(x, norm, epsilon), kernels, activation, names, dtype)
+    return (x, y.reshape(x.shape)), kept
+
+
+def fed_forward(
+    numbers: Array, scale: Array, normed: Normed, kernels: Kernels, activation: Activation, names: tuple[str, ...],
+    dtype: Any,
+) -> tuple[Array, Any]:  # fmt: skip
     found, values = forward_turned(numbers, scale, kernels[:2], room(dtype))
     gate, up = (checkpoint_name(each, name) for each, name in zip(found, names, strict=True))
     hidden, rows = fp8_rows.gated_rows(gate, up, activation, FP8[0])
     (y,), hidden_values = forward_turned(hidden, rows, kernels[2:], room(dtype))
-    y = scaled(y, rows * hidden_values.scale, dtype).reshape(*x.shape[:-1], -1)
-    return (x, y), (values, hidden_values, gate, up, kept, tuple(map(empty_like, kernels)))
+    y = scaled(y, rows * hidden_values.scale, dtype)
+    return y, (values, hidden_values, gate, up, normed, tuple(map(empty_like, kernels)))
 
 
 def gated_backward(
     epsilon: float, activation: Activation, names: tuple[str, str], dtype: Any, kept: Any, gradients: Any
 ) -> tuple[Array, Array, Kernels]:
+    of_x, of_norm, of_kernels, _ = fed_backward(activation, kept, gradients)
+    return of_x, of_norm, of_kernels
+
+
+gated.defvjp(gated_forward, gated_backward)
+
+
+def fed_backward(activation: Activation, kept: Any, gradients: Any) -> tuple[Array, Array, Kernels, Array]:
+    """Of x, the norm and the kernels; and the largest magnitude of the first, of each token."""
     values, hidden_values, gate, up, normed, empty = kept
     added, gradient = gradients
     dtypes = [each.dtype for each in empty]
@@ -221,11 +238,47 @@ def gated_backward(
     of_gates = fp8_rows.gated_back(gate, up, of_hidden, 1 / reach, activation, FP8[1])
     rows = rows * hidden_values.scale * reach
     sums, of_both = back_turned(values, of_gates, rows, room(added.dtype), dtypes[:2])
-    of_x, of_norm = back_normed(normed, sums, added, rows * values.scale)
-    return of_x, of_norm, (*of_both, *of_down)
+    of_x, of_norm, largest = back_normed(normed, sums, added, rows * values.scale)
+    return of_x, of_norm, (*of_both, *of_down), largest
 
 
-gated.defvjp(gated_forward, gated_backward)
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def read_and_gated(
+    x: Array, mixed: Array, out: Array, norm: Array, kernels: Kernels, epsilon: float, activation: Activation,
+    names: tuple[str, str, str], dtype: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    """x [..., E] plus `mixed` [..., inputs] times `out` [inputs, E], in fp8, and `gated` of that: so the sum is in the
+    same pass as the norm, and the scale of its gradient is found with it. The first of `names` is of the product with
+    `out`, which is not scaled."""
+    return read_forward(x, mixed, out, norm, kernels, epsilon, activation, names, dtype)[0]
+
+
+def read_forward(
+    x: Array, mixed: Array, out: Array, norm: Array, kernels: Kernels, epsilon: float, activation: Activation,
+    names: tuple[str, str, str], dtype: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    outer = x.ndim - 1
+    numbers, rows, _ = rounded_rows([as_matrix(mixed, outer)], FP8[0])
+    (read,), read_values = forward_turned(numbers, rows, [as_matrix(out, out.ndim - 1)], room(dtype))
+    read, scale = checkpoint_name(read, names[0]), scale_of_normed(norm)
+    factor, factors = rows * read_values.scale, norm.astype(jnp.float32) / scale
+    total, numbers, inverse = normed_sums(as_matrix(x, outer), read, factor, factors, epsilon, FP8[0])
+    y, kept = fed_forward(numbers, scale, Normed(total, norm, inverse), kernels, activation, names[1:], dtype)
+    return (total.reshape(x.shape), y.reshape(x.shape)), (read_values, kept, empty_like(mixed), empty_like(out))
+
+
+def read_backward(
+    epsilon: float, activation: Activation, names: tuple[str, str, str], dtype: Any, kept: Any, gradients: Any
+) -> tuple[Array, Array, Array, Array, Kernels]:
+    read_values, fed, mixed, out = kept
+    of_x, of_norm, of_kernels, largest = fed_backward(activation, fed, gradients)
+    flat, scale = as_matrix(of_x, of_x.ndim - 1), scale_for(jnp.max(largest), FP8[1])
+    of_mixed, [of_out] = back_alone(read_values, [flat], scale, room(mixed.dtype), [out.dtype])
+    of_mixed = of_mixed.astype(mixed.dtype).reshape(mixed.shape[1:])
+    return of_x, of_mixed, of_out.reshape(out.shape[1:]), of_norm, of_kernels
+
+
+read_and_gated.defvjp(read_forward, read_backward)
 
 
 def reach_of_gates(values: Values, hidden_values: Values, lengths: Array) -> Array:
@@ -270,8 +323,9 @@ def scored_backward(dtype: Any, kept: Any, gradients: tuple[Array, Array]) -> tu
 scored.defvjp(scored_forward, scored_backward)
 
 
-def back_normed(normed: Normed, gradient: Array, added: Array, factor: Array) -> tuple[Array, Array]:
-    """Of x, which is also `added` to something, and of the norm's scale, from that of the norm, times factor [T]."""
+def back_normed(normed: Normed, gradient: Array, added: Array, factor: Array) -> tuple[Array, Array, Array]:
+    """Of x, which is also `added` to something, and of the norm's scale, from that of the norm, times factor [T]; and
+    the largest magnitudes [T] of the first."""
     flat = added.reshape(normed.x.shape)
-    of_x, of_norm = norm_back(normed.x, gradient, flat, normed.inverse, normed.scale, factor)
-    return of_x.reshape(added.shape), of_norm
+    of_x, of_norm, largest = norm_back(normed.x, gradient, flat, normed.inverse, normed.scale, factor)
+    return of_x.reshape(added.shape), of_norm, largest

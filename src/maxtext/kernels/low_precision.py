@@ -80,7 +80,7 @@ def backward(
         flat = [as_matrix(each, outer) for each in gradients]
         if sum(each.size for each in flat) <= math.prod(shape):
             # A pass more over the gradients finds one scale, and spares one over the result, which would scale it.
-            whole, found = back_alone(values, flat, room(x.dtype), dtypes)
+            whole, found = back_alone(values, flat, scale_of_all(flat, FP8[1]), room(x.dtype), dtypes)
         else:
             joined, rows, _ = rounded_rows(flat, FP8[1])
             whole, found = back_joined(values, joined, rows, room(x.dtype), dtypes)

@@ -78,7 +78,7 @@ def beside_backward(epsilon: float, dtype: Any, platform: str | None, kept: Any,
         of_x, of_scale = backward(epsilon, dtype, kept, gradient)
         return added + of_x, of_scale
     rows, of_norm, of_rows = (each.reshape(-1, x.shape[-1]) for each in (x, gradient, added))
-    of_x, of_scale = back(rows, of_norm, of_rows, inverse.reshape(-1), scale)
+    of_x, of_scale, _ = back(rows, of_norm, of_rows, inverse.reshape(-1), scale)
     return of_x.reshape(x.shape), of_scale
 
 
@@ -96,31 +96,54 @@ def normed_rows(x: Array, scale: Array, epsilon: float, dtype: Any, interpret: b
     """`rms_norm` of x [T, C] with scale [C], and what it multiplied the rows with, [T]."""
 
     def program(x: Any, scale: Any, out: Any, inverse: Any) -> None:
-        places = parts(x.shape[1])
-        found = [x[:, part].astype(jnp.float32) for part in places]
-        squares = functools.reduce(operator.add, [jnp.sum(jnp.square(part), axis=1) for part in found])
-        factor = jax.lax.rsqrt(squares / x.shape[1] + epsilon)
-        inverse[...] = factor
-        for each, part in zip(found, places, strict=True):
-            out[:, part] = (each * factor[:, None] * scale[part].astype(jnp.float32)[None]).astype(dtype)
+        found = [x[:, part].astype(jnp.float32) for part in parts(x.shape[1])]
+        write_normed(found, scale, epsilon, out, inverse)
 
     out = jax.ShapeDtypeStruct(x.shape, dtype)
     normed, inverse = run_by_rows(program, [x], [scale], [out], 1, interpret, "normed_rows")
     return normed, inverse
 
 
+def normed_sums(
+    x: Array, y: Array, factor: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """x [T, C] plus y [T, C] times factor [T], and `normed_rows` of that."""
+
+    def program(x: Any, y: Any, factor: Any, scale: Any, total: Any, out: Any, inverse: Any) -> None:
+        found = []
+        for part in parts(x.shape[1]):
+            more = y[:, part].astype(jnp.float32) * factor[...][:, None]
+            each = (x[:, part].astype(jnp.float32) + more).astype(total.dtype)
+            total[:, part] = each
+            found.append(each.astype(jnp.float32))
+        write_normed(found, scale, epsilon, out, inverse)
+
+    outs = [jax.ShapeDtypeStruct(x.shape, each) for each in (x.dtype, dtype)]
+    total, normed, inverse = run_by_rows(program, [x, y, factor], [scale], outs, 1, interpret, "normed_sums")
+    return total, normed, inverse
+
+
+def write_normed(found: list[Array], scale: Any, epsilon: float, out: Any, inverse: Any) -> None:
+    """Some rows, in parts."""
+    squares = functools.reduce(operator.add, [jnp.sum(jnp.square(part), axis=1) for part in found])
+    factor = jax.lax.rsqrt(squares / out.shape[1] + epsilon)
+    inverse[...] = factor
+    for each, part in zip(found, parts(out.shape[1]), strict=True):
+        out[:, part] = (each * factor[:, None] * scale[part].astype(jnp.float32)[None]).astype(out.dtype)
+
+
 def back(
     x: Array, gradient: Array, added: Array, inverse: Array, scale: Array, factor: Array | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """The gradients of x [T, C] and scale [C] of `beside`: from that of the norm, times factor [T], and that of x as it
-    is; inverse [T] is what the norm multiplied x with."""
+    is; inverse [T] is what the norm multiplied x with. And the largest magnitude of the first, in each row."""
     lines, width = x.shape
     places, some = parts(width), max(1, min(ROWS, AT_ONCE // down_to_power(width)))
     factors = [] if factor is None else [factor]
 
     def program(x: Any, gradient: Any, added: Any, inverse: Any, scale: Any, *refs: Any) -> None:
-        *factors, of_x, of_scale = refs
+        *factors, of_x, of_scale, largest = refs
 
         def step(number: Any, sums: list[Array]) -> list[Array]:
             rows = pl.ds(number * some, some)
@@ -132,9 +155,12 @@ def back(
             scaled = [each * scale[part].astype(jnp.float32)[None] for each, part in zip(found, places, strict=True)]
             along = [jnp.sum(one * other, axis=1) for one, other in zip(scaled, units, strict=True)]
             mean = (functools.reduce(operator.add, along) / width)[:, None]
+            tops = []
             for unit, of_unit, part in zip(units, scaled, places, strict=True):
-                more = added[rows, part].astype(jnp.float32)
-                of_x[rows, part] = (by * (of_unit - unit * mean) + more).astype(of_x.dtype)
+                each = by * (of_unit - unit * mean) + added[rows, part].astype(jnp.float32)
+                of_x[rows, part] = each.astype(of_x.dtype)
+                tops.append(jnp.max(jnp.abs(each), axis=1))
+            largest[rows] = functools.reduce(jnp.maximum, tops)
             return [total + jnp.sum(one * unit, axis=0) for total, one, unit in zip(sums, found, units, strict=True)]
 
         zeros = [jnp.zeros((part.size,), jnp.float32) for part in places]
@@ -143,16 +169,17 @@ def back(
 
     matrix, rows = pl.BlockSpec((ROWS, width), lambda i: (i, 0)), pl.BlockSpec((ROWS,), lambda i: (i,))
     programs = lines // ROWS
-    of_x, of_scale = pl.pallas_call(
+    of_x, of_scale, largest = pl.pallas_call(
         program,
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((programs, width), jnp.float32),
+            jax.ShapeDtypeStruct((lines,), jnp.float32),
         ],
         grid=(programs,),
         in_specs=[matrix] * 3 + [rows, pl.BlockSpec((width,), lambda i: (0,))] + [rows] * len(factors),
-        out_specs=[matrix, pl.BlockSpec((1, width), lambda i: (i, 0))],
+        out_specs=[matrix, pl.BlockSpec((1, width), lambda i: (i, 0)), rows],
         compiler_params=triton.CompilerParams(num_warps=min(16, max(4, down_to_power(some * width // 1024)))),
         interpret=interpret,
         name="norm_back",
     )(x, gradient, added, inverse, scale, *factors)  # fmt: skip
-    return of_x, jnp.sum(of_scale, axis=0).astype(scale.dtype)
+    return of_x, jnp.sum(of_scale, axis=0).astype(scale.dtype), largest

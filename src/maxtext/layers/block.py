@@ -65,6 +65,8 @@ class Block(nnx.Module):
             x = stream(x + self.engram(x, inputs))
         if self.spec.parallel:
             x, aux = self.add(x, self.attention_streams, self.attention_norm, lambda x: self.both(x, inputs.fold(0)))
+        elif (found := eight_bits.both(self, x, inputs)) is not None:
+            x, aux = found
         else:
             x, mixer = (
                 one_token.mixed(self, x, inputs)

@@ -26,6 +26,42 @@ UNKNOWN = ("gelu_exact",)  # activations, to the compiler of the kernels
 
 def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
     """The stream x [B, S, E] with what the block's mixer adds to it; None: that cannot be done here."""
+    found = attended(block, x, inputs)
+    if found is None:
+        return None
+    x, y, aux = found
+    return x + block.mixed(block.attention.read(y), inputs), aux
+
+
+def both(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
+    """The stream x [B, S, E] with what the whole block adds to it; None: that cannot be done here."""
+    if block.post_attention_norm is not None or block.spec.dropout_rate or not can_feed(block, x):
+        return None
+    if not isinstance(block.attention, Attention) or not fits_heads(x.shape, block.attention):
+        return None
+    found = attended(block, x, inputs.fold(0))
+    if found is None:
+        return None
+    x, y, aux = found
+    last = block.attention.out
+    x, (out, *kernels) = weights_first(x, [last.kernel[...].astype(last.dtype), *kernels_of(block.mlp)])
+    norm, activation = block.mlp_norm, ACTIVATIONS[block.mlp.spec.activations[0]]
+    names = "out_proj", "mlpwi_0", "mlpwi_1"
+    x, y = fp8_blocks.read_and_gated(
+        x, y, out, norm.factors, tuple(kernels), norm.spec.epsilon, activation, names, block.mlp.dtype
+    )
+    return x + block.fed(checkpoint_name(y, "mlpwo"), inputs.fold(1)), aux
+
+
+def fits_heads(x: tuple[int, ...], attention: Attention) -> bool:
+    """Whether the kernels take the product after attention, of streams of this shape."""
+    out = attention.out
+    mixed = (*x[:-1], attention.spec.query_heads, attention.spec.head_dim)
+    return attention.spec.output_size in (None, x[-1]) and fits(mixed, out)
+
+
+def attended(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, Aux] | None:
+    """x as it is, and what attention [B, S, H, D] makes of its norm; None: that cannot be done here."""
     attention, norm = block.attention, block.attention_norm
     if block.attention_streams is not None or not isinstance(attention, Attention) or inputs.cache is not None:
         return None
@@ -42,8 +78,7 @@ def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux
     q, k, v = (checkpoint_name(each, name) for each, name in zip(found, PROJECTED, strict=True))
     if not angles:
         q, k, v = attention.placed(q, k, v, inputs)
-    y, aux = attention.mixed(q, k, v, inputs)
-    return x + block.mixed(attention.read(y), inputs), aux
+    return x, *attention.mixed(q, k, v, inputs)
 
 
 def angles_of(spec: AttentionSpec, inputs: LayerInputs) -> tuple[jax.Array, ...]:
@@ -59,19 +94,31 @@ def angles_of(spec: AttentionSpec, inputs: LayerInputs) -> tuple[jax.Array, ...]
 def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
     """The stream x [B, S, E] with what the block's feed-forward adds to it; None: that cannot be done here."""
     mlp, norm = block.mlp, block.mlp_norm
-    if block.mlp_streams is not None or not isinstance(mlp, Mlp) or not mlp.bare or mlp.spec.dropout_rate:
+    if not can_feed(block, x):
         return None
-    if mlp.spec.activations[0] in UNKNOWN or 2 * mlp.spec.width > LONGEST:
-        return None
-    gate, up = (getattr(mlp, mlp.branch(place)) for place in range(2))
-    hidden = (*x.shape[:-1], mlp.spec.width)
-    if not (can_norm(norm, x) and fits(x.shape, gate, up) and fits(hidden, mlp.wo)):
-        return None
-    kernels = [each.kernel[...].astype(each.dtype) for each in (gate, up, mlp.wo)]
-    x, kernels = weights_first(x, kernels)  # what gradients of weights need is gone when those before are computed
+    # Going back, what gradients of weights need is gone when those before are computed.
+    x, kernels = weights_first(x, kernels_of(mlp))
     activation, names = ACTIVATIONS[mlp.spec.activations[0]], ("mlpwi_0", "mlpwi_1")
     x, y = fp8_blocks.gated(x, norm.factors, tuple(kernels), norm.spec.epsilon, activation, names, mlp.dtype)
     return x + block.fed(checkpoint_name(y, "mlpwo"), inputs), {}
+
+
+def can_feed(block: Any, x: jax.Array) -> bool:
+    """Whether the kernels know the feed-forward, and take it."""
+    mlp = block.mlp
+    if block.mlp_streams is not None or not isinstance(mlp, Mlp) or not mlp.bare or mlp.spec.dropout_rate:
+        return False
+    if mlp.spec.activations[0] in UNKNOWN or 2 * mlp.spec.width > LONGEST or not can_norm(block.mlp_norm, x):
+        return False
+    return fits(x.shape, *gates_of(mlp)) and fits((*x.shape[:-1], mlp.spec.width), mlp.wo)
+
+
+def gates_of(mlp: Mlp) -> list[Linear]:
+    return [getattr(mlp, mlp.branch(place)) for place in range(2)]
+
+
+def kernels_of(mlp: Mlp) -> list[jax.Array]:
+    return [each.kernel[...].astype(each.dtype) for each in (*gates_of(mlp), mlp.wo)]
 
 
 def scored(head: Linear, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array] | None:
@@ -95,4 +142,4 @@ def fits(x: tuple[int, ...], *linears: Linear) -> bool:
     plain = all(isinstance(each, jax.Array) for each in kernels) and all(each.bias is None for each in linears)
     if not plain or any(each.recipe != "fp8" for each in linears):
         return False
-    return fp8_blocks.turnable(x, [each.shape for each in kernels], 1, only_platform())
+    return fp8_blocks.turnable(x, [each.shape for each in kernels], linears[0].rank, only_platform())
