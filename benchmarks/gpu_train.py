@@ -39,7 +39,7 @@ CASES = {
     "fp8": [*DENSE, "quantization=fp8"],
     "fp8_full": [*DENSE, "quantization=fp8_full"],
     "int8": [*DENSE, "quantization=int8"],
-    "8b": ["model_name=llama3.1-8b", "per_device_batch_size=1", "max_target_length=8192", "mu_dtype=bfloat16",
+    "8b": ["model_name=llama3.1-8b", "per_device_batch_size=2", "max_target_length=8192", "mu_dtype=bfloat16",
            "remat_policy=minimal_with_context", "num_vocab_tiling=8"],
     "moe8": [*EXPERTS, "num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=7168", "base_moe_mlp_dim=7168"],
     "moe64": [*EXPERTS, "num_experts=64", "num_experts_per_tok=6", "base_mlp_dim=1408", "base_moe_mlp_dim=1408"],

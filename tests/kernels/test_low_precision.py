@@ -181,6 +181,16 @@ def test_what_is_turned_gives_the_same(turning, width):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("width", [384, 512])
+def test_lines_and_columns_are_exchanged(turning, width):
+    random = np.random.default_rng(0)
+    numbers = jnp.asarray(random.normal(size=(256, width)), FP8[0])
+    factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
+    np.testing.assert_array_equal(np.asarray(fp8_rows.turned(numbers)), np.asarray(numbers).T)
+    expected = (numbers.astype(jnp.float32) * factor[:, None]).astype(FP8[0])
+    np.testing.assert_array_equal(np.asarray(fp8_rows.turned(numbers, factor)), np.asarray(expected).T)
+
+
 def test_what_cannot_be_turned_is_not(turning):
     found, expected = (run("fp8", *problem(), platform=platform) for platform in (turning, None))
     for ours, theirs in zip(found, expected, strict=True):

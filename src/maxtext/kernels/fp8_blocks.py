@@ -116,8 +116,13 @@ def back_joined(
     widths = np.cumsum([each.shape[1] for each in values.kernels])[:-1]
     values = values._replace(kernels=[jnp.concatenate(values.kernels, axis=1)])
     whole, [found] = back_turned(values, [numbers], rows, dtype, dtypes[:1])
-    each = zip(jnp.split(found, widths, axis=1), dtypes, strict=True)
-    return whole, [part.astype(dtype) for part, dtype in each]
+    results = []
+    for start, end, dtype in zip((0, *widths), (*widths, None), dtypes, strict=True):
+        results.append(found[:, start:end].astype(dtype))
+        # Else the compiler for GPUs joins what reads the parts, as the updates of the kernels, in one pass, which does
+        # not write in place, and copies what it wrote.
+        found = jax.lax.optimization_barrier(found)
+    return whole, results
 
 
 def back_alone(

@@ -59,7 +59,7 @@ def run_by_rows(
 def program_size(longest: int) -> tuple[int, int]:
     """How many rows of so many numbers a program has, and how many warps."""
     some = max(1, TOGETHER // down_to_power(longest))
-    return some, min(16, max(4, down_to_power(some * longest // 2048)))
+    return some, min(16, max(4, down_to_power(some * longest // 1536)))
 
 
 def parts(width: int, most: int = LONGEST) -> list[Any]:
