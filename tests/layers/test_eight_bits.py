@@ -40,6 +40,17 @@ FAMILIES = {
     "in float32": (["dtype=float32"], ALL - GATED),
     "a head in bfloat16": (["quantization=fp8"], ALL),
     "logits that are capped": (["final_logits_soft_cap=5.0"], ALL - LOSSES),
+    "fewer heads than the stream": (
+        [
+            "base_num_query_heads=2",
+            "base_num_kv_heads=2",
+            "head_dim=64",
+            "base_emb_dim=256",
+            "scan_layers=true",
+            "remat_policy=minimal",
+        ],
+        ALL,
+    ),
     "grouped heads": (["base_num_kv_heads=2", "head_dim=64"], ALL),
     "widths without tiles": (["base_emb_dim=96"], LOSSES),
 }

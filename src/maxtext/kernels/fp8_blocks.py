@@ -1,8 +1,9 @@
 """Products in fp8 on one NVIDIA GPU, as `low_precision` has them, by kernels of `fp8_rows`; with the norm before them
-(`normed_products`), a whole feed-forward block with a gate (`gated`), and a head with the loss after it (`scored`).
+(`normed_products`), a whole feed-forward block with a gate (`gated`), the product after attention before that block
+(`read_and_gated`), and a head with the loss after it (`scored`).
 
-A sub-layer's input is also what its result is added to. So these give it back as it is: going back, its gradient is
-added in the same pass as the norm's.
+The input of a norm is also what a sub-layer's result is added to. So the first three give it, too: going back, its
+gradient is added in the same pass as the norm's.
 """
 
 import math
@@ -116,13 +117,13 @@ def back_joined(
     widths = np.cumsum([each.shape[1] for each in values.kernels])[:-1]
     values = values._replace(kernels=[jnp.concatenate(values.kernels, axis=1)])
     whole, [found] = back_turned(values, [numbers], rows, dtype, dtypes[:1])
-    results = []
-    for start, end, dtype in zip((0, *widths), (*widths, None), dtypes, strict=True):
-        results.append(found[:, start:end].astype(dtype))
-        # Else the compiler for GPUs joins what reads the parts, as the updates of the kernels, in one pass, which does
-        # not write in place, and copies what it wrote.
-        found = jax.lax.optimization_barrier(found)
-    return whole, results
+    # Each is a part of another value: else the compiler for GPUs joins what reads them, as the updates of the kernels,
+    # in one pass, which does not write in place, and copies what it wrote.
+    wholes = [found]
+    for _ in widths:
+        wholes.append(jax.lax.optimization_barrier(wholes[-1]))
+    places = zip(wholes, (0, *widths), (*widths, None), dtypes, strict=True)
+    return whole, [each[:, start:end].astype(dtype) for each, start, end, dtype in places]
 
 
 def back_alone(
@@ -211,7 +212,7 @@ def gated_forward(
 
 
 def fed_forward(
-    numbers: Array, scale: Array, normed: Normed, kernels: Kernels, activation: Activation, names: tuple[str, ...],
+    numbers: Array, scale: Array, kept: Normed, kernels: Kernels, activation: Activation, names: tuple[str, ...],
     dtype: Any,
 ) -> tuple[Array, Any]:  # fmt: skip
     found, values = forward_turned(numbers, scale, kernels[:2], room(dtype))
@@ -219,7 +220,7 @@ def fed_forward(
     hidden, rows = fp8_rows.gated_rows(gate, up, activation, FP8[0])
     (y,), hidden_values = forward_turned(hidden, rows, kernels[2:], room(dtype))
     y = scaled(y, rows * hidden_values.scale, dtype)
-    return y, (values, hidden_values, gate, up, normed, tuple(map(empty_like, kernels)))
+    return y, (values, hidden_values, gate, up, kept, tuple(map(empty_like, kernels)))
 
 
 def gated_backward(
@@ -253,8 +254,8 @@ def read_and_gated(
     names: tuple[str, str, str], dtype: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     """x [..., E] plus `mixed` [..., inputs] times `out` [inputs, E], in fp8, and `gated` of that: so the sum is in the
-    same pass as the norm, and the scale of its gradient is found with it. The first of `names` is of the product with
-    `out`, which is not scaled."""
+    same pass as the norm, and the scale of its gradient, one for all tokens, is found with it. The first of `names` is
+    of the product with `out`, which is not scaled."""
     return read_forward(x, mixed, out, norm, kernels, epsilon, activation, names, dtype)[0]
 
 
@@ -267,9 +268,9 @@ def read_forward(
     (read,), read_values = forward_turned(numbers, rows, [as_matrix(out, out.ndim - 1)], room(dtype))
     read, scale = checkpoint_name(read, names[0]), scale_of_normed(norm)
     factor, factors = rows * read_values.scale, norm.astype(jnp.float32) / scale
-    total, numbers, inverse = normed_sums(as_matrix(x, outer), read, factor, factors, epsilon, FP8[0])
-    y, kept = fed_forward(numbers, scale, Normed(total, norm, inverse), kernels, activation, names[1:], dtype)
-    return (total.reshape(x.shape), y.reshape(x.shape)), (read_values, kept, empty_like(mixed), empty_like(out))
+    sums, numbers, inverse = normed_sums(as_matrix(x, outer), read, factor, factors, epsilon, FP8[0])
+    y, kept = fed_forward(numbers, scale, Normed(sums, norm, inverse), kernels, activation, names[1:], dtype)
+    return (sums.reshape(x.shape), y.reshape(x.shape)), (read_values, kept, empty_like(mixed), empty_like(out))
 
 
 def read_backward(

@@ -5,7 +5,8 @@ as it came and one number a row.
 
 Before a sub-layer, the input of a norm is also what the sub-layer's result is added to. `beside` gives both, so that
 going back, the sum of their gradients is part of the norm's. On one NVIDIA GPU there are kernels by Triton, for both
-directions, that read everything once (`normed_rows`, `back`), where the compiler makes two passes.
+directions, that read everything once (`normed_rows`, `normed_sums` with the sum before it, `back`), where the compiler
+makes two passes.
 """
 
 import functools

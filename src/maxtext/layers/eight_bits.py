@@ -1,5 +1,5 @@
-"""A layer's halves, and the head, in fp8 on one NVIDIA GPU, where norms, gates, losses and rounding are part of the
-same kernels.
+"""Layers or their halves, and the head, in fp8 on one NVIDIA GPU, where norms, gates, losses and rounding are part of
+the same kernels.
 
 What these cannot do goes the general way, through `block.Block`, to nearly the same numbers.
 """
@@ -44,7 +44,7 @@ def both(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]
         return None
     x, y, aux = found
     last = block.attention.out
-    x, (out, *kernels) = weights_first(x, [last.kernel[...].astype(last.dtype), *kernels_of(block.mlp)])
+    (x, y), (out, *kernels) = weights_first((x, y), [last.kernel[...].astype(last.dtype), *kernels_of(block.mlp)])
     norm, activation = block.mlp_norm, ACTIVATIONS[block.mlp.spec.activations[0]]
     names = "out_proj", "mlpwi_0", "mlpwi_1"
     x, y = fp8_blocks.read_and_gated(

@@ -83,8 +83,8 @@ copies.defvjp(lambda x, count: ((x,) * count, None), lambda count, kept, gradien
 
 
 @jax.custom_jvp
-def weights_first(x: jax.Array, weights: Any) -> tuple[jax.Array, Any]:
-    """Both as they are. Going back, the gradients of the weights are there before the one of x is used.
+def weights_first(x: Any, weights: Any) -> tuple[Any, Any]:
+    """Both as they are. Going back, the gradients of the weights are there before those of x are used.
 
     A compiler may put off a weight's gradient, which nothing waits for, and keep the activations that it needs until
     then: for the weights of the head, the gradient of all logits through the layers' whole backward pass.
