@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.trainers import ahead
@@ -18,7 +19,7 @@ def saved(configure, tmp_path_factory):
     config = configure(f"compiled_trainstep_file={path}")
     setup = Setup.of(config)
     lowered = setup.lower_train_step(config.global_batch_size_to_train_on)
-    compiled = ahead.compile_step(setup, lowered)
+    compiled = ahead.compile_to_save(setup, lowered)
     size = ahead.save(str(path), setup, lowered, compiled)
     assert path.stat().st_size == size
     return config, compiled, path
@@ -51,6 +52,29 @@ def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, one.weights, two.weights)
     again, _ = loaded(one, batch, key)  # what it returns, it takes
     assert int(again.step) == 2
+
+
+@pytest.mark.slow
+def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
+    config = configure(f"compiled_trainstep_file={tmp_path / 'step.bin'}", "learning_rate=0.125")
+    setup = Setup.of(config)
+    state = setup.initial_state()
+    first, lowered = (setup.lower_train_step(config.global_batch_size_to_train_on) for _ in range(2))
+    keys = {"jax_compilation_cache_dir": str(tmp_path / "cache"), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {key: getattr(jax.config, key) for key in keys}
+    try:
+        compilation_cache.reset_cache()
+        for key, value in keys.items():
+            jax.config.update(key, value)
+        ahead.compile_step(setup, first)
+        assert list((tmp_path / "cache").iterdir())
+        ahead.save(config.compiled_trainstep_file, setup, lowered, ahead.compile_to_save(setup, lowered))
+    finally:
+        for key, value in before.items():
+            jax.config.update(key, value)
+        compilation_cache.reset_cache()
+    _, metrics = train_step(config)(state, setup.to_devices(packed), setup.key)
+    assert np.isfinite(metrics["loss"])
 
 
 def test_a_name_or_a_folder_does_not_matter(saved, configure, monkeypatch):

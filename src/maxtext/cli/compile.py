@@ -24,7 +24,7 @@ def run(words: list[str]) -> int:
     setup = Setup.of(config, target.devices())
     setup.check_layout()
     lowered = setup.lower_train_step(config.global_batch_size_to_train_on)
-    compiled = ahead.compile_step(setup, lowered)
+    compiled = ahead.compile_to_save(setup, lowered)
     program = Program.of(compiled)
     print(f"compiled for {target} in {time.perf_counter() - started:.1f} s")
     print(f"a device needs {size(program.needed)}, of it {size(program.temporaries)} temporary")

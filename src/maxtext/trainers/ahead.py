@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jaxlib
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import atomic_writer
@@ -49,6 +50,19 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> jax.stages.Compil
             shown = setup.config.compile_xla_flags
             raise ConfigError(f"compile_xla_flags={shown!r}: XLA refuses it: {message[:300]}") from error
         raise
+
+
+def compile_to_save(setup: Setup, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """`compile_step` without JAX's cache: on CPUs, an executable that comes from there lacks functions once it has been
+    written again and loaded."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # which is when JAX looks at the key again
+    try:
+        return compile_step(setup, lowered)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 class TooSmall(ConfigError):
