@@ -46,6 +46,28 @@ def write_bpe(folder: Path, vocab_size: int = 400, chat_template: str | None = C
     return folder
 
 
+def write_byte_fallback(folder: Path) -> Path:
+    """As tokenizer.json of Llama 2: "▁" for spaces, `<0xE6>` … for unknown characters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    pieces = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    letters = sorted({letter for letter in "".join(CORPUS) if letter.isascii() and letter > " "} | {"日", "é"})
+    merges = [("▁", letter) for letter in letters]
+    pieces += [*letters, *("▁" + letter for letter in letters)]
+    vocabulary = {piece: token for token, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def write_sentencepiece(path: Path, vocab_size: int = 400) -> Path:
     """A file *.model: 0 <unk>, 1 <s>, 2 </s>, 3 <sep>, 4 <sep>> (control symbols), bytes to fall back on, pieces."""
     import sentencepiece

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from maxtext.inference.sampling import GREEDILY, Sampling
 from maxtext.tokenizers import Tokenizer
 
-BROKEN_CHARACTER = "�"  # what a tokenizer writes for bytes that are not a whole character, or not yet
-CONTEXT = (
-    8  # tokens before the new ones that are decoded with them, since what a token says may depend on its neighbours
-)
+REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are no character
+# Ids before the new ones that are decoded with them: many vocabularies drop the space before the
+# first word of a text.
+CONTEXT = 8
+MAX_CONTEXT = 64  # for texts that cannot be cut more often: long runs of byte tokens
 
 
 @dataclass(frozen=True)
@@ -38,41 +39,98 @@ class Answer:
 
 
 class Text:
-    """Text of new tokens behind a prompt, told as soon as it is certain.
+    """The text of new tokens that follow a prompt, emitted as soon as it is final.
 
-    A token may be part of a character, and the end of the text may be the beginning of a stop: both are held back.
+    All parts together are `decode(prompt + tokens)` without its prefix `decode(prompt)`, up to the
+    first stop text. The stream holds back what later tokens can change: tokens after the last
+    boundary that the tokenizer reports, spaces at the beginning of a text, and an end of the text
+    that may be the beginning of a stop text. If the prompt ends inside a character, its last tokens
+    belong to the new text. Each token is decoded a bounded number of times.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
-        self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        self.ids = list(prompt[-CONTEXT:])
-        self.base, self.read = 0, len(self.ids)  # text of ids[base:read] is written already
-        self.whole, self.told = "", 0
+        self.decode = tokenizer.decode
+        self.stops = [stop for stop in stops if stop]
         self.stopped = False
+        self.parts: list[str] = []  # emitted
+        self.rest = ""  # decoded, but possibly the beginning of a stop text
+        self.read_prompt(tokenizer, prompt)
+
+    def read_prompt(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        """Take the context from the end of a prompt: enough tokens for a text that is not blank."""
+        for size in (CONTEXT, MAX_CONTEXT, len(prompt)):
+            self.is_boundary = tokenizer.boundaries()
+            self.context: list[int] = []  # decoded tokens before `pending`
+            # decode(context); blank only if the context is all that precedes `pending`
+            self.context_text = ""
+            self.pending: list[int] = []  # not decoded yet
+            self.final = 0  # how many of them no later token can change
+            self.blank = 0  # how many of them are blank
+            if not is_blank(self.decode_new(prompt[max(0, len(prompt) - size) :])):
+                break
+        if not self.decode(self.pending).endswith(REPLACEMENT):
+            self.flush(everything=True)
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """What can be told now; `last`: nothing follows, so all of it."""
+        """The text that is final now; with `last`, since no token follows, all of it."""
         if self.stopped:
             return ""
-        self.ids += tokens
-        before = self.tokenizer.decode(self.ids[self.base : self.read])
-        after = self.tokenizer.decode(self.ids[self.base :])
-        if last or not after.endswith(BROKEN_CHARACTER) or len(self.ids) - self.read > CONTEXT:
-            # In many vocabularies a word's token alone has lost its space: what it adds to the text before counts.
-            fits = after.startswith(before)
-            self.whole += after[len(before) :] if fits else self.tokenizer.decode(self.ids[self.read :])
-            self.base, self.read = max(0, len(self.ids) - CONTEXT), len(self.ids)
-        start = max(0, self.told - max(map(len, self.stops), default=0))
-        places = [place for stop in self.stops if (place := self.whole.find(stop, start)) >= 0]
-        if places:
-            self.stopped, self.whole = True, self.whole[: min(places)]
-        certain = len(self.whole) if last or self.stopped else len(self.whole) - self.possible_stop()
-        piece, self.told = self.whole[self.told : certain], max(self.told, certain)
-        return piece
+        self.rest += self.decode_new(tokens, last)
+        matches = [(start + len(stop), start) for stop in self.stops if (start := self.rest.find(stop)) >= 0]
+        if matches:
+            _, start = min(matches)  # the stop text that is complete first
+            self.stopped, self.rest = True, self.rest[:start]
+        certain = len(self.rest) if last or self.stopped else len(self.rest) - self.possible_stop()
+        part, self.rest = self.rest[:certain], self.rest[certain:]
+        self.parts.append(part)
+        return part
+
+    @property
+    def whole(self) -> str:
+        """All the text so far, up to a stop text."""
+        return "".join(self.parts) + self.rest
+
+    def decode_new(self, tokens: Sequence[int], last: bool = False) -> str:
+        parts = []
+        for token in tokens:
+            self.pending.append(int(token))
+            if self.is_boundary(int(token)):
+                self.final = len(self.pending)
+                if self.final >= CONTEXT:
+                    parts.append(self.flush())
+        return "".join([*parts, self.flush(everything=last)])
+
+    def flush(self, everything: bool = False) -> str:
+        """The text of the pending tokens that are final."""
+        final = len(self.pending) if everything else self.final
+        recent = self.pending[self.blank : final]
+        if not recent and not everything:
+            return ""
+        recent_text = self.decode(recent)
+        if is_blank(self.context_text) and is_blank(recent_text) and not everything:
+            # Whether a decoder drops spaces at the beginning depends on what follows.
+            self.blank = final
+            return ""
+        new, self.pending = self.pending[:final], self.pending[final:]
+        self.final = self.blank = 0
+        text = self.decode([*self.context, *new])
+        follows = text.startswith(self.context_text)
+        part = text[len(self.context_text) :] if follows else self.decode(new)
+        needs_context = is_blank(self.context_text)
+        if len(self.context) + len(new) <= CONTEXT or (needs_context and is_blank(recent_text)):
+            self.context, self.context_text = [*self.context, *new], text
+        elif not is_blank(recent_text) and (needs_context or len(recent) <= MAX_CONTEXT):
+            self.context, self.context_text = recent, recent_text
+        return part
 
     def possible_stop(self) -> int:
-        """How long the longest end of the text is that a stop begins with."""
+        """The length of the longest end of the text that is the beginning of a stop text."""
         return max(
-            (size for stop in self.stops for size in range(1, len(stop)) if self.whole.endswith(stop[:size])),
+            (size for stop in self.stops for size in range(1, len(stop)) if self.rest.endswith(stop[:size])),
             default=0,
         )
+
+
+def is_blank(text: str) -> bool:
+    """Whether a decoder may take a text for the beginning: nothing, or spaces alone."""
+    return not text.strip(" ")

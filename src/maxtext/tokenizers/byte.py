@@ -10,6 +10,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from maxtext.tokenizers.boundaries import BoundaryDetector, utf8_boundaries
+
 BYTES = 256
 SPECIALS = ("<pad>", "<bos>", "<eos>")  # only as names of ids 0, 1 and 2
 UNKNOWN = 0xFF  # a byte that UTF-8 never has, so that it decodes to the replacement character
@@ -46,13 +48,17 @@ class ByteTokenizer:
         return data.astype(np.int32) + self.first_byte
 
     def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def boundaries(self) -> BoundaryDetector:
+        return utf8_boundaries(self.token_bytes)
+
+    def token_bytes(self, token: int) -> bytes:
+        if 0 <= token < self.first_byte:
+            return b""
         # A model may know more ids than there are bytes, and may produce them: shown, not skipped.
-        data = bytes(
-            byte if 0 <= (byte := int(token) - self.first_byte) < BYTES else UNKNOWN
-            for token in ids
-            if not 0 <= int(token) < self.first_byte
-        )
-        return data.decode("utf-8", errors="replace")
+        byte = int(token) - self.first_byte
+        return bytes([byte if 0 <= byte < BYTES else UNKNOWN])
 
     def piece(self, token: int) -> str:
         if 0 <= token < self.first_byte:

@@ -4,6 +4,8 @@ Text of special tokens in a document is plain text: a page that shows `</s>` doe
 not special stay tokens, as everywhere in that library.
 """
 
+import json
+import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property
@@ -12,11 +14,21 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 
 from maxtext.common.errors import ConfigError
 from maxtext.tokenizers.beside import own_template, read_settings, special_texts
+from maxtext.tokenizers.boundaries import (
+    ENDS_CHARACTER,
+    BoundaryDetector,
+    byte_run_boundaries,
+    every_boundary,
+    utf8_boundaries,
+)
 from maxtext.tokenizers.text import decode_known, valid
 from maxtext.tokenizers.words import Words, words_of
+
+BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")  # what the decoder `ByteFallback` takes for a byte
 
 
 class HuggingFaceTokenizer:
@@ -77,8 +89,57 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, self.known.__contains__, lambda run: self.inner.decode(run, skip_special_tokens=True))
 
+    def boundaries(self) -> BoundaryDetector:
+        if "ByteFallback" in self.decoder_steps:
+            return byte_run_boundaries(self.is_byte, self.skipped.__contains__)
+        if "ByteLevel" in self.decoder_steps:
+            return utf8_boundaries(self.token_bytes)
+        return every_boundary()
+
+    @cached_property
+    def decoder_steps(self) -> list[str]:
+        """The types of the steps that turn pieces into text; empty without a decoder."""
+        return [] if self.inner.decoder is None else step_types(json.loads(self.inner.decoder.__getstate__()))
+
+    @cached_property
+    def skipped(self) -> frozenset[int]:
+        """The ids of special tokens, which `decode` leaves out."""
+        added = self.inner.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    def is_byte(self, token: int) -> bool:
+        return token in self.known and BYTE_TOKEN.fullmatch(self.piece(token)) is not None
+
+    def token_bytes(self, token: int) -> bytes:
+        """Of a byte-level piece: its letters stand for bytes; if one of them does not, all are text."""
+        if token in self.skipped:
+            return b""
+        if token not in self.known:
+            return ENDS_CHARACTER
+        piece = self.piece(token)
+        try:
+            return bytes(BYTE_OF_LETTER[letter] for letter in piece)
+        except KeyError:
+            return piece.encode()
+
     def piece(self, token: int) -> str:
         return self.inner.id_to_token(token) or ""
+
+
+def byte_letters() -> dict[str, int]:
+    """The letter that stands for each byte in byte-level vocabularies: a printable byte is its own,
+    the others have the letters from U+0100 on, in order."""
+    letters = set(ByteLevel.alphabet())
+    others = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
+    return {chr(byte) if chr(byte) in letters else next(others): byte for byte in range(256)}
+
+
+BYTE_OF_LETTER = byte_letters()
+
+
+def step_types(decoder: dict[str, Any]) -> list[str]:
+    nested = [name for step in decoder.get("decoders", ()) for name in step_types(step)]
+    return [decoder["type"], *nested]
 
 
 def encoded(inner: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from maxtext.tokenizers.boundaries import BoundaryDetector
+
 
 class Tokenizer(Protocol):
     @property
@@ -55,6 +57,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of any ids, special tokens left out; never raises, even in the middle of a character."""
+
+    def boundaries(self) -> BoundaryDetector:
+        """A new detector of the positions where a sequence of ids can be cut for decoding: there,
+        `decode` of the ids before is a prefix of `decode` of all."""
 
     def piece(self, token: int) -> str:
         """One token as its vocabulary writes it."""

@@ -15,6 +15,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.tokenizers.beside import own_template, read_settings
+from maxtext.tokenizers.boundaries import ENDS_CHARACTER, BoundaryDetector, utf8_boundaries
 from maxtext.tokenizers.text import decode_known, valid
 
 
@@ -74,6 +75,15 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_known(ids, lambda token: 0 <= token < self.vocab_size, self.inner.decode)
+
+    def boundaries(self) -> BoundaryDetector:
+        return utf8_boundaries(self.token_bytes)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Of a byte piece, its byte; every other piece, control symbols too, ends a character."""
+        if 0 <= token < self.vocab_size and self.inner.is_byte(token):
+            return bytes.fromhex(self.inner.id_to_piece(token)[len("<0x") : -1])
+        return ENDS_CHARACTER
 
     def piece(self, token: int) -> str:
         return self.inner.id_to_piece(token)

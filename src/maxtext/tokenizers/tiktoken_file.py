@@ -18,6 +18,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.tokenizers.beside import own_template, read_settings
+from maxtext.tokenizers.boundaries import ENDS_CHARACTER, BoundaryDetector, utf8_boundaries
 from maxtext.tokenizers.schemes import ENDOFTEXT, Scheme, scheme_of
 from maxtext.tokenizers.text import cores, decode_known, valid
 
@@ -86,6 +87,14 @@ class TiktokenTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # Bytes of a run are joined before they become characters; an id without meaning ends a character.
         return decode_known([token for token in map(int, ids) if token not in self.specials], self.knows, self.text)
+
+    def boundaries(self) -> BoundaryDetector:
+        return utf8_boundaries(self.token_bytes)
+
+    def token_bytes(self, token: int) -> bytes:
+        if token in self.specials:
+            return b""
+        return self.inner.decode_single_token_bytes(token) if self.knows(token) else ENDS_CHARACTER
 
     def text(self, ids: list[int]) -> str:
         return self.inner.decode_bytes(ids).decode("utf-8", errors="replace")
