@@ -174,6 +174,9 @@ def no_weights(path: Path, stem: str) -> str:
     }[stem]
     if {f"{other}.safetensors", f"{other}.safetensors.index.json"} & set(names):
         return f"{path} holds {meaning}"
+    broken = [name for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json") if name in names]
+    if broken:
+        return f"{path / broken[0]} is not a file, or a link to a file that is gone: download it again"
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
         return f"{path} has {shards[0]} but neither {stem}.safetensors nor {stem}.safetensors.index.json"

@@ -27,6 +27,7 @@ from maxtext.checkpoint.training import TrainingWeights
 from maxtext.checkpoint.weights import Place, find_places
 from maxtext.checkpoint.writer import write_ours, write_theirs
 from maxtext.common.errors import UserError
+from maxtext.common.files import local_path
 from maxtext.common.log import LOGGER
 from maxtext.configs import text, types
 from maxtext.configs.load import base_values
@@ -71,7 +72,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    path = Path(path).expanduser()
+    path = local_path(path)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
     if any((path / f"{OURS}.safetensors{end}").exists() for end in ("", ".index.json")):

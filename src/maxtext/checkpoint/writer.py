@@ -22,7 +22,8 @@ import numpy as np
 from maxtext.checkpoint.folders import OURS, THEIRS
 from maxtext.checkpoint.tensors import DTYPE_NAMES, Progress, Stream, Tensor
 from maxtext.common.errors import UserError
-from maxtext.common.files import current_umask, sync_directory
+from maxtext.common.files import current_umask, local_path, sync_directory
+from maxtext.common.hardware import size as size_text
 from maxtext.common.log import LOGGER
 
 GIGABYTE = 10**9
@@ -177,16 +178,17 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> None:
 @contextlib.contextmanager
 def new_folder(out: str | os.PathLike, size: int = 0) -> Iterator[Path]:
     """A hidden folder that becomes `out` on success and vanishes on failure; `size` is the room that it needs."""
-    target = Path(out).resolve()
+    target = local_path(out).resolve()
     try:
         refuse_existing(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         free = shutil.disk_usage(target.parent).free
         if free < size:
-            raise UserError(
-                f"{target} needs {size / 1e9:.1f} GB, and {target.parent} has only {free / 1e9:.1f} GB free"
-            )
+            needed, left = size_text(size), size_text(free)
+            if needed == left:
+                needed, left = f"{size:,} bytes", f"{free:,}"
+            raise UserError(f"{target} needs {needed}, and {target.parent} has only {left} free")
         temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
         lock = lock_folder(temporary)
         try:

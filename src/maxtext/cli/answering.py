@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from maxtext.cli.train import set_up_jax
 from maxtext.common import log
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import local_path
 from maxtext.configs import fields, ledger, load, sources
 from maxtext.configs.load import base_values, wanted
 from maxtext.configs.sources import Setting, Source
@@ -103,7 +103,7 @@ class Answering:
 def settle(place: str, path: str | None, words: Sequence[str]) -> Any:
     """The configuration of FILE and key=value words for the model at `place`."""
     chosen = sources.from_words(words)
-    if Path(place).expanduser().is_dir():
+    if local_path(place).is_dir():
         from maxtext.checkpoint.open import open_checkpoint
 
         model = open_checkpoint(place).settings
@@ -139,7 +139,7 @@ def open_model(place: str, config: Any, text: bool = True) -> Answering:
 
     # What the environment says is read again there.
     keys = {key: getattr(config, key) for key in fields.KEYS if config.source(key).kind in ("file", "command line")}
-    folder = Path(place).expanduser()
+    folder = local_path(place)
     if not folder.is_dir():
         note(f"{place} is a name, not a checkpoint: its weights are random, and so is what it says")
         keys.pop("model_name", None)  # it is the place

@@ -16,6 +16,7 @@ from maxtext.cli.answering import Answering, note, open_model, refuse, settle
 from maxtext.cli.batch_files import Answers, Line, lines
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import local_path
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 # Beside the model, what shapes the answers. How they are computed (devices, pages …) may change between two runs.
@@ -40,7 +41,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(
             "name two files and a model: maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]"
         )
-    requests, out = (Path(word).expanduser() for word in words[:2])
+    requests, out = (local_path(word) for word in words[:2])
     if not requests.is_file():
         raise ConfigError(f"there is no file {requests}: it should have a request on each line")
     if out.is_dir() or (out.exists() and out.samefile(requests)):
@@ -77,7 +78,7 @@ def model_place(named: str) -> str:
     """The same model for all answers: of a run, which may go on, the step that is the newest now."""
     from maxtext.checkpoint import steps
 
-    folder = Path(named).expanduser()
+    folder = local_path(named)
     if not folder.is_dir():
         return named
     return str((steps.steps_under(folder)[-1] if steps.is_checkpoints(folder) else folder).resolve())

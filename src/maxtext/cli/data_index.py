@@ -1,10 +1,9 @@
 """`maxtext data index`: the index of tokenised .npy files that dataset_type=olmo_grain reads."""
 
-import os
-
 from maxtext.cli import words as cli_words
 from maxtext.cli.data import take_number
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import local_path
 
 
 def run(words: list[str]) -> int:
@@ -16,7 +15,7 @@ def run(words: list[str]) -> int:
     dtype = cli_words.take_value(words, "--dtype") or "uint32"
     if out is None or length is None or not words or any(word.startswith("-") for word in words):
         raise ConfigError("write it as: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ...")
-    if os.path.exists(out):
+    if local_path(out).exists():
         raise ConfigError(f"{out} exists already: remove it first, or choose another --out")
     index = write_index(out, find_files("FILES", ",".join(words)), length, dtype)
     print(f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} rows of {length:,}")

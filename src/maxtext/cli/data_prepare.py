@@ -3,13 +3,13 @@
 import shlex
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from maxtext.cli import words as cli_words
 from maxtext.cli.data import settled, take_number
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import local_path
 from maxtext.common.hardware import size
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
@@ -24,7 +24,7 @@ def run(words: list[str]) -> int:
     shard_documents = take_number(words, "--shard-documents", least=1)
     if out is None:
         raise ConfigError("say where to write: maxtext data prepare --out DIR [FILE] [key=value ...]")
-    place = Path(out).expanduser()
+    place = local_path(out)
     config = settled(words)
     with Report(f"preparing {place}") as report:
         made = prepare(config, place, shard_documents, workers, report)

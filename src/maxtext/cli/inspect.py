@@ -1,13 +1,13 @@
 """`maxtext inspect`: what a checkpoint holds, and whether its files are as they were written."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint.inspect import Row, View, look
 from maxtext.cli import words as cli_words
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import local_path
 
 
 def run(words: list[str]) -> int:
@@ -15,7 +15,7 @@ def run(words: list[str]) -> int:
     as_json = cli_words.take_flag(words, "--json")
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    view = look(Path(words[0]).expanduser().absolute(), thorough)
+    view = look(local_path(words[0]).absolute(), thorough)
     print(json.dumps(plain(view)) if as_json else text(view), end="\n" if as_json else "")
     if view.damaged:
         raise UserError("\n".join(view.damaged))

@@ -250,6 +250,10 @@ def run(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in rest):
         print(verb_help(name), end="")
         return 0
+    if name != "launch":  # whose options name images and the command of other machines
+        from maxtext.cli.words import refuse_remote
+
+        refuse_remote(rest[:2] if name == "tokenizer" and rest[:1] == ["inspect"] else rest)  # what follows is a text
     return importlib.import_module(f"maxtext.cli.{name}").run(rest)
 
 

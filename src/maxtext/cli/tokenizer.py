@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxtext.cli import words as cli_words
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import local_path
 
 if TYPE_CHECKING:
     from maxtext.tokenizers import Tokenizer
@@ -44,7 +45,7 @@ def train(words: list[str]) -> int:
         raise ConfigError("say where to write: --out FOLDER for bpe, --out FILE.model for the other kinds")
     if config.vocab_size < SMALLEST:
         raise ConfigError(f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone are {SMALLEST}")
-    place = Path(out).expanduser()
+    place = local_path(out)
     check_place(place, kind, overwrite)
     texts, used, everything = read(files, config)
     with working(f"learning {config.vocab_size:,} tokens from {used:,} characters"):

@@ -1,6 +1,9 @@
 """What the words after a verb mean: an optional FILE, then key=value words, and the verb's own options."""
 
+import re
+
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import REMOTE, path_problem
 
 
 def split(words: list[str]) -> tuple[str | None, list[str]]:
@@ -11,6 +14,14 @@ def split(words: list[str]) -> tuple[str | None, list[str]]:
     if words and "=" not in words[0]:
         return words[0], words[1:]
     return None, words
+
+
+def refuse_remote(args: list[str]) -> None:
+    """Raise ConfigError for an argument or the value of an option that is a URL; `load` checks key=value settings."""
+    for arg in args:
+        value = arg.partition("=")[2] if arg.startswith("--") else arg
+        if REMOTE.match(value):
+            raise ConfigError(f"{value!r} {path_problem(value)}")
 
 
 def take_flag(words: list[str], flag: str) -> bool:
@@ -28,7 +39,7 @@ def take_value(words: list[str], option: str) -> str | None:
             inline = "=" in word
             value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
             del words[place : place + (1 if inline else 2)]
-            if not value or value.startswith("-"):
+            if not value or re.match(r"-[^0-9.]", value):  # -1 is a value, if a wrong one; --rows is not
                 raise ConfigError(f"{option} needs a value")
             return value
     return None

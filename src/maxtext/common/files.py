@@ -1,11 +1,44 @@
-"""Files that are either complete or absent: written beside their place, synced, then renamed into it."""
+"""Local paths, and files that are either complete or absent: written beside their place, synced, then renamed."""
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from maxtext.common.errors import ConfigError
+
+REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # lone surrogates stand for bytes that are not UTF-8
+LONGEST_NAME = 255  # bytes of a file's name on common file systems
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path, or one of a list of paths, is a URL such as gs://bucket/folder."""
+    return REMOTE.search(path) is not None
+
+
+def path_problem(path: str) -> str | None:
+    """Why a text cannot be a path of this machine, as the end of a sentence; None if it can."""
+    if is_remote(path):
+        return "is a remote path, and only local paths are supported: mount the storage, or copy the files"
+    if UNPRINTABLE.search(path):
+        return "has a character that no path should have: a control character, or bytes that are not UTF-8"
+    if any(len(name.encode()) > LONGEST_NAME for name in re.split("[/,;]", path)):
+        return f"has a name of more than {LONGEST_NAME} bytes, which file systems refuse"
+    if os.path.expanduser(path).startswith("~"):
+        return "begins with the home folder of an unknown user: write the folder out"
+    return None
+
+
+def local_path(path: str | os.PathLike) -> Path:
+    """A path of this machine with `~` expanded. Raises ConfigError for a URL or for text that cannot be a path."""
+    text = os.fspath(path)
+    if problem := path_problem(text):
+        raise ConfigError(f"{text!r} {problem}")
+    return Path(os.path.expanduser(text))
 
 
 @contextlib.contextmanager

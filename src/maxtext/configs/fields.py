@@ -63,12 +63,14 @@ def from_text(key: str, text: str) -> Any:
         return text
     if admits_text(key) and not (text.startswith(("[", "{")) and len(members(key)) > 1):
         return text
-    from maxtext.configs.sources import YamlLoader
+    from maxtext.configs.sources import YamlLoader, check_nesting
 
     try:
+        check_nesting(text)
         return yaml.load(text, YamlLoader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}={text}: not a valid value: {getattr(error, 'problem', error)}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date without such a day
+        shown = text if len(text) <= 60 else f"{text[:40]}…"
+        raise ConfigError(f"{key}={shown}: not a valid value: {getattr(error, 'problem', error)}") from error
 
 
 def normalise(key: str, value: Any) -> Any:
@@ -124,6 +126,17 @@ def is_true(value: Any) -> bool:
 def same(key: str, one: Any, other: Any) -> bool:
     """Whether two unchecked values of a key mean the same, e.g. 1e-5 and "1e-05"."""
     return typed(key, one) == typed(key, other)
+
+
+def is_valid(key: str, value: Any) -> bool:
+    """Whether a value has its key's type."""
+    if not fits(key, value):
+        return False
+    try:
+        adapter(key).validate_python(normalise(key, value))
+    except ValidationError:
+        return False
+    return True
 
 
 def typed(key: str, value: Any) -> Any:

@@ -9,10 +9,10 @@ import yaml
 from pydantic import ValidationError
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import architecture, derive, fields, ledger, merge, sources
+from maxtext.configs import architecture, derive, fields, ledger, limits, merge, sources
 from maxtext.configs.sources import Layer, Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig
-from maxtext.configs.types.group import CHOSEN, DERIVED_RULES, RULES
+from maxtext.configs.types.group import CHOSEN, DERIVED_RULES, RANGES, RULES
 
 MOST_UNROLLED = 64  # layers, where unrolling is the default
 OF_SCANS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")  # a person who sets one means scanned layers
@@ -38,6 +38,9 @@ def load(
     fill_empty(settings, environ)
     checked = validate(settings)
     checked._architecture = facts
+    # The rules compute with these numbers, so they come after the ranges.
+    if problems := limits.problems(checked) + [problem for rule in RANGES if (problem := rule(checked))]:
+        raise ConfigError(*problems)
     problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(checked, base_values())
     if problems:
         raise ConfigError(*problems)
@@ -51,6 +54,8 @@ def load(
         derived["scan_layers"] = derived["num_decoder_layers"] > MOST_UNROLLED
     complete = checked.model_copy(update=derived)
     complete._sources.update({key: Source("derived") for key in derived})
+    if problems := limits.problems(complete):
+        raise ConfigError(*problems)
     problems = refuse_derived(settings, complete)
     problems += [problem for rule in DERIVED_RULES if (problem := rule(complete))]
     if problems:
@@ -59,11 +64,12 @@ def load(
 
 
 def wanted(key: str, path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]) -> Any:
-    """What files, environment and words say of a key, before anything is checked; None where they say nothing."""
+    """What files, environment and words say of a key before `load`; None where they say nothing, or what `load` will
+    refuse."""
     files = [layer for _, layer in sources.file_chain(sources.find_file(str(path)))[1:]] if path is not None else []
     layers = [*files, sources.from_environment(environ), words]
     value = next((layer[key].value for layer in reversed(layers) if key in layer), None)
-    return None if value is None or fields.is_none(value) else value
+    return None if value is None or fields.is_none(value) or not fields.is_valid(key, value) else value
 
 
 def resolve(
@@ -154,5 +160,7 @@ def refuse_derived(settings: Layer, complete: MaxTextConfig) -> list[str]:
 
 def misfit(key: str, value: Any, setting: Setting) -> str:
     hint = sources.suggest(value, fields.choices(key)) if isinstance(value, str) else ""
-    shown = "a long value" if len(str(value)) > 80 else repr(value)
-    return f"{key}={shown} ({setting.source}): expected {fields.describe(key)}{hint}"
+    expected = f"expected {fields.describe(key)}{hint}"
+    if value is None or value == "":
+        return f"{key} has no value ({setting.source}): {expected}"
+    return f"{key}={limits.abbreviated(value)} ({setting.source}): {expected}"

@@ -14,12 +14,15 @@ from typing import Any
 import yaml
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import local_path
 from maxtext.configs import fields
 
 HERE = Path(__file__).parent
 BASE = HERE / "base.yml"
 MODELS = HERE / "models"
 LAYOUTS = HERE / "layouts"  # of custom_mesh_and_rule
+DEEPEST, MOST_NODES = 50, 1_000_000  # of YAML from users
+LONGEST_WORD = 100  # to compare with names
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,32 @@ YamlLoader.add_implicit_resolver(
 )
 
 
+def check_nesting(text: str) -> None:
+    """Raise YAMLError for lists and mappings nested too deeply, or that aliases make too large, to build in memory."""
+    sizes: dict[str | None, int] = {}  # nodes under each anchor, aliases expanded
+    stack: list[tuple[str | None, int]] = []  # of the open collections: anchor, nodes before it
+    total = 0
+
+    def refuse(problem: str, event: Any) -> None:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+    for event in yaml.parse(text, YamlLoader):
+        total += 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            stack.append((event.anchor, total))
+            if len(stack) > DEEPEST:
+                refuse(f"lists and mappings are nested more than {DEEPEST} deep", event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = stack.pop()
+            sizes[anchor] = total - before
+        elif isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in stack):
+                refuse(f"*{event.anchor} is inside of itself", event)
+            total += sizes.get(event.anchor, 0)
+        if total > MOST_NODES:
+            refuse(f"there are more than {MOST_NODES:,} values, aliases expanded", event)
+
+
 def short(path: Path) -> str:
     """A path as a person would say it: relative to the package or to the current folder where it lies below one."""
     for folder in (HERE, Path.cwd()):
@@ -71,6 +100,8 @@ def read_yaml(path: Path, kind: str) -> Layer:
         raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
     loader = YamlLoader(text)
     try:
+        if not path.is_relative_to(HERE):
+            check_nesting(text)
         node = loader.get_single_node()
         if node is None:
             return {}
@@ -86,7 +117,7 @@ def read_yaml(path: Path, kind: str) -> Layer:
                 )
             layer[key] = setting
         return layer
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date without such a day
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{short(path)}{where}: not valid YAML: {getattr(error, 'problem', error)}") from error
@@ -107,7 +138,7 @@ def presets() -> list[str]:
 
 def find_file(name: str, beside: Path | None = None) -> Path:
     """A YAML file by path (relative to the file that names it, then to here) or by the name of a shipped preset."""
-    wanted = Path(name).expanduser()
+    wanted = local_path(name)
     folders = [beside or Path.cwd(), HERE] if not wanted.is_absolute() else [Path("/")]
     for folder in folders:
         for candidate in (folder / wanted, folder / f"{wanted}.yml"):
@@ -178,9 +209,33 @@ def from_python(keywords: Mapping[str, Any]) -> Layer:
     return {key: Setting(value, Source("python")) for key, value in keywords.items()}
 
 
+GENERIC_WORDS = {"enable", "use", "num", "max", "base", "is", "of", "the", "per", "n", "size", "path", "type"}
+
+
 def suggest(word: str, names: Iterable[str]) -> str:
-    """'; did you mean …?' with the nearest names, or nothing."""
-    names = list(names)
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    near += [name for name in names if len(word) > 3 and word in name and name not in near][: 3 - len(near)]
+    """'; did you mean …?' with the nearest names, or nothing.
+
+    A typing error is one name, spelt almost alike. Else names count that have the words of `word` in them, or begin or
+    end as it does.
+    """
+    word = word[:LONGEST_WORD]
+    ratios = {name: difflib.SequenceMatcher(None, word, name).ratio() for name in names}
+    typing_errors = [name for name, ratio in ratios.items() if ratio >= 0.9]
+    if typing_errors and len(words_in(word)) == max(len(words_in(name)) for name in typing_errors):
+        near = sorted(typing_errors, key=lambda name: -ratios[name])[:1]
+    else:
+        informative = words_in(word) - GENERIC_WORDS
+        shared = [name for name in ratios if informative and informative <= words_in(name)]
+        alike = [name for name, ratio in ratios.items() if ratio >= 0.75]
+        inside = [name for name in ratios if len(word) > 3 and word in name]
+        extra = {name: len(words_in(name) - words_in(word) - GENERIC_WORDS) for name in ratios}
+        shared = sorted(shared, key=lambda name: (extra[name], -ratios[name], name))
+        others = sorted({*alike, *inside}, key=lambda name: (-ratios[name], name))
+        near = list(dict.fromkeys([*shared, *others]))[:3]
+        if not near:
+            near = difflib.get_close_matches(word, ratios, n=1, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def words_in(name: str) -> set[str]:
+    return set(re.split(r"[^A-Za-z0-9]+", name)) - {""}

@@ -25,6 +25,7 @@ from maxtext.checkpoint.quantized import StoredWeights, kernel_dtype, load_model
 from maxtext.checkpoint.tensors import Progress, Recast
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import local_path
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
@@ -63,7 +64,7 @@ class LLM:
         unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay so unless weight_dtype says else.
         """
         config = {"scan_layers": False} | split_caches(config)
-        if Path(path).expanduser().is_dir():
+        if local_path(path).is_dir():
             return cls.from_folder(open_checkpoint(path), progress, config)
         names = fields.choices("model_name")
         if str(path) not in names:

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
+from maxtext.common.files import is_remote, path_problem
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Documents, Record, open_files
@@ -53,6 +54,8 @@ def part_of(config: MaxTextConfig, split: Split) -> Part:
 
 def open_dataset(key: str, name: str, folder: str) -> Any:
     """The library's builder of a prepared dataset, by name and data_dir, or by its own folder."""
+    if is_remote(folder):
+        raise ConfigError(f"dataset_path={folder} {path_problem(folder)}")
     tfds = require("tensorflow_datasets", "dataset_type=tfds")
     try:
         return tfds.builder(name, data_dir=folder or None)

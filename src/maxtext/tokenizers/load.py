@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.group import CHOSEN
 from maxtext.tokenizers import hub
@@ -48,7 +49,7 @@ def open_tokenizer(path: str, kind: str | None = None, access_token: str | None 
     """`kind`: a tokenizer_type that the content must have; None: whatever it has."""
     if path.lower() == "byte":
         return ByteTokenizer()
-    place = Path(path).expanduser()
+    place = local_path(path)
     if not place.exists():
         if path in TIKTOKEN_NAMES and kind in (None, "tiktoken"):
             return TiktokenTokenizer(path)

@@ -1,7 +1,6 @@
 """Whole checkpoints from one form to the other, a tensor at a time."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint import steps
@@ -18,6 +17,7 @@ from maxtext.checkpoint.open import (
 from maxtext.checkpoint.tensors import Progress, Recast
 from maxtext.checkpoint.weights import Place
 from maxtext.common.errors import UserError
+from maxtext.common.files import local_path
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
@@ -42,7 +42,7 @@ def from_training(
     source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
     """The weights of the newest step of a training checkpoint as a folder of ours."""
-    folder = Path(source).expanduser().absolute()
+    folder = local_path(source).absolute()
     if not steps.is_checkpoints(folder):
         raise UserError(f"{source} holds no complete checkpoint of training")
     checkpoint = open_checkpoint(folder)

@@ -29,7 +29,9 @@ CHOSEN = ("file", "environment", "command line", "python")
 
 Rule = Callable[[Any], str | None]
 
-# Rules over what was set, and rules that also need the derived values.
+# Ranges of single keys, rules over what was set, which may rely on the ranges, and rules that also need the derived
+# values.
+RANGES: list[Rule] = []
 RULES: list[Rule] = []
 DERIVED_RULES: list[Rule] = []
 
@@ -45,7 +47,7 @@ def derived_rule(function: Rule) -> Rule:
 
 
 def in_range(low: float | None, high: float | None, *keys: str, special: Iterable[float] = ()) -> None:
-    """Register one rule a key: low <= value <= high, or one of the special values; None is always allowed."""
+    """Register one range a key: low <= value <= high, or one of the special values; None is always allowed."""
 
     def bounded(key: str) -> Rule:
         def check(c: Any) -> str | None:
@@ -62,7 +64,7 @@ def in_range(low: float | None, high: float | None, *keys: str, special: Iterabl
         return check
 
     for key in keys:
-        RULES.append(bounded(key))
+        RANGES.append(bounded(key))
 
 
 def acts_only(when: Callable[[Any], bool], need: str, *keys: str) -> None:

@@ -168,6 +168,7 @@ in_range(
 )
 in_range(1, None, "head_dim", "max_position_embeddings", "original_max_position_embeddings", "rope_factor")
 in_range(1, None, "rope_min_timescale", "rope_max_timescale")
+in_range(0, None, "beta_fast", "beta_slow")
 in_range(1, None, "trainable_position_size", "nope_layer_interval", "attention_output_dim", special=(-1,))
 in_range(1, None, "local_rope_max_timescale", "global_rope_max_timescale", special=(-1,))
 in_range(0, None, "normalization_layer_epsilon", "dense_init_scale", "z_loss_multiplier", "rope_linear_scaling_factor")

@@ -78,6 +78,7 @@ class DeepSeekMoE(Group):
 one_of("routed_score_func", "", "softmax", "sigmoid")
 in_range(1, None, "base_moe_mlp_dim", "moe_expert_input_dim", special=(-1,))
 in_range(1, None, "interleave_moe_layer_step", "batch_split_factor")
+in_range(1, None, "n_routing_groups", "topk_routing_group", special=(-1,))
 in_range(0, None, "routed_bias_update_rate")
 in_range(
     1, None, "wi_tile_fwd_batch_seq", "wi_tile_fwd_embed_dim", "wi_tile_fwd_mlp_dim", "wi_tile_dlhs_batch_seq",
