@@ -1,6 +1,5 @@
 """maxtext: training, fine-tuning and inference of open language models in JAX."""
 
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,5 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "__version__":
+        from importlib import metadata
+
         return metadata.version("maxtext")
     raise AttributeError(f"module 'maxtext' has no attribute {name!r}")

@@ -1,8 +1,6 @@
 """`python3 -m maxtext VERB ...`: the same as `maxtext VERB ...`."""
 
-import sys
-
-from maxtext.cli.main import main
+from maxtext.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -1,8 +1,6 @@
 """`python3 -m maxtext.train FILE key=value ...`: the same as `maxtext train`."""
 
-import sys
-
-from maxtext.cli.main import main
+from maxtext.cli.main import entry
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    entry("train")

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from maxtext.common import extras, files, log
+from maxtext.common import errors, extras, files, log
 from maxtext.common.errors import MissingExtra
 from maxtext.common.hardware import TABLE, lookup, peak_flops
 
@@ -99,3 +99,15 @@ def test_log_lines(capsys):
         log.LOGGER.handlers.clear()
         log.LOGGER.propagate = True
         log.LOGGER.setLevel(logging.NOTSET)
+
+
+def test_a_lost_peer_is_a_sentence():
+    class JaxRuntimeError(Exception):
+        pass
+
+    gloo = JaxRuntimeError(
+        "INTERNAL: Gloo all-reduce failed: [external/gloo/tcp/pair.cc:547] Connection closed by peer"
+    )
+    assert "connection to another process of this run was lost" in str(errors.lost_peer(gloo))
+    assert errors.lost_peer(JaxRuntimeError("INVALID_ARGUMENT: shapes differ")) is None
+    assert errors.lost_peer(ValueError("gloo")) is None

@@ -3,12 +3,11 @@
 import json
 import pickle
 import shutil
-import sys
 
 import numpy as np
 import pytest
 
-from maxtext.common.errors import ConfigError, MissingExtra, UserError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import load as load_config
 from maxtext.configs.derive import Devices
 from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer
@@ -166,6 +165,3 @@ def test_bad_templates(bpe, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=f"{name} has no text under chat_template"):
             load(bpe, f"chat_template_path={tmp_path}/{name}")
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingExtra, match=r"needs the package 'jinja2'.*maxtext\[text\]"):
-        load(bpe)

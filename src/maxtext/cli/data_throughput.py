@@ -1,6 +1,5 @@
 """`maxtext data throughput`: `steps` training batches as a run would load them, without a device, and how fast."""
 
-import contextlib
 import itertools
 import math
 import sys
@@ -11,6 +10,7 @@ import numpy as np
 
 from maxtext.cli.data import settled
 from maxtext.cli.models import aligned
+from maxtext.common import signals
 
 LINE_SECONDS = 10.0  # between two signs of life
 AHEAD = 2  # batches that wait for the device in a run
@@ -23,11 +23,11 @@ def run(words: list[str]) -> int:
     start = time.perf_counter()
     batches = prefetch(open_streams(config), AHEAD)
     try:
-        taken = take(config, batches, start)
+        times, tokens, places, code = take(config, batches, start)
     finally:
         batches.close()
-    print(aligned(table(config, *taken), left=1), end="")
-    return 0
+    print(aligned(table(config, times, tokens, places), left=1), end="")
+    return code
 
 
 def open_streams(config: Any) -> Any:
@@ -57,10 +57,10 @@ def open_streams(config: Any) -> Any:
     return Streams(make, count, range, pad=keep_last)
 
 
-def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int], int]:
-    """When each batch was there, its tokens, and the places of all. Control-C ends it early."""
-    times, tokens, places, said = [start], [], 0, start
-    with contextlib.suppress(KeyboardInterrupt):
+def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int], int, int]:
+    """When each batch was there, its tokens, and the places of all; the exit code of a signal that ended it early."""
+    times, tokens, places, said, code = [start], [], 0, start, 0
+    try:
         for batch in itertools.islice(batches, config.steps):
             used = batch["targets_segmentation"] != 0
             tokens.append(int(used.sum()))
@@ -69,7 +69,10 @@ def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int
             if times[-1] - said > LINE_SECONDS:
                 said = times[-1]
                 print(f"{len(tokens):,} of {config.steps:,} batches", file=sys.stderr, flush=True)
-    return times[: len(tokens) + 1], tokens, places
+    except KeyboardInterrupt as error:
+        signals.consume()
+        code = signals.exit_code_of(error)
+    return times[: len(tokens) + 1], tokens, places, code
 
 
 def table(config: Any, times: list[float], tokens: list[int], places: int) -> list[tuple[str, str]]:

@@ -3,12 +3,16 @@
 Only the standard library is imported here, so that help is instant; a verb's module is imported when it runs.
 """
 
+import contextlib
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
+
+from maxtext.common import signals
 
 
 @dataclass(frozen=True)
@@ -198,28 +202,65 @@ def verb_help(name: str) -> str:
     return f"{usage}{options}{common}\nexample: {verb.example}\n"
 
 
+def entry(*verb: str) -> NoReturn:
+    """The process of a command: `maxtext VERB ...`, or with a verb given `python3 -m maxtext.VERB ...`."""
+    code = main([*verb, *sys.argv[1:]])
+    if code > 128:  # a thread that still compiles would hold up the interpreter's own exit
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if not in_company():
+            os._exit(code)
+    sys.exit(code)
+
+
 def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    try:
-        return run(words)
-    except BrokenPipeError:  # `maxtext config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return leave(130)
-    except Exception as error:
-        from maxtext.common.errors import UserError, out_of_memory
+    with signals.ending_signals():
+        try:
+            return run(words)
+        except BrokenPipeError:  # `maxtext config | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except KeyboardInterrupt as error:
+            return interrupted(error)
+        except Exception as error:
+            # An interrupt inside an import comes out as whatever the import made of it.
+            if (interrupt := signals.pending()) is not None:
+                return interrupted(interrupt)
+            return failed(error, debug)
 
-        told = error if isinstance(error, UserError) else out_of_memory(error)
-        if debug or told is None:
-            leave(1, traceback.print_exc)
-            raise
-        for line in str(told).splitlines():
-            print(f"maxtext: error: {line}", file=sys.stderr)
-        return leave(told.exit_code)
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """The exit code of a command that a signal ended, after one line."""
+    signals.consume()
+    with contextlib.suppress(OSError):
+        print("interrupted", file=sys.stderr)
+    return leave(signals.exit_code_of(error))
+
+
+def failed(error: Exception, debug: bool) -> int:
+    """The exit code of a command that failed, after a sentence; an error that has none is raised again."""
+    from maxtext.common.errors import UserError, lost_peer, out_of_memory
+
+    told = error if isinstance(error, UserError) else out_of_memory(error)
+    if told is None and in_company():
+        told = lost_peer(error)
+    if debug or told is None:
+        leave(1, traceback.print_exc)
+        raise error
+    for line in str(told).splitlines():
+        print(f"maxtext: error: {line}", file=sys.stderr)
+    return leave(told.exit_code)
+
+
+def in_company() -> bool:
+    """Whether other processes wait for this one to leave."""
+    from maxtext.common import processes
+
+    return processes.world().count > 1
 
 
 def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
@@ -258,4 +299,4 @@ def run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    entry()

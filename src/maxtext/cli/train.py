@@ -5,7 +5,7 @@ import os
 from types import SimpleNamespace
 
 from maxtext.cli import words as cli_words
-from maxtext.common import log, processes
+from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import fields, ledger, load, sources
@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
         if world.index == 0:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
             print(text)
-    return 0
+    return 0 if result.signal is None else signals.exit_code(result.signal)
 
 
 def start_settings(path: str | None, words: sources.Layer) -> SimpleNamespace:

@@ -39,3 +39,20 @@ def out_of_memory(error: BaseException) -> UserError | None:
         "helps, and `maxtext estimate` says what fits; in inference quantization=int8 and quantize_kvcache=true do; "
         "--debug shows the error itself"
     )
+
+
+# What the transports of collectives (Gloo, NCCL) and the coordination service say when a process is gone.
+LOST_PEER = re.compile(
+    r"gloo|connection (?:reset|closed|refused)|heartbeat|coordination service|broken pipe|nccl.*remote", re.IGNORECASE
+)
+
+
+def lost_peer(error: BaseException) -> UserError | None:
+    """A sentence for the error by which a process of several learns that another one has ended."""
+    text = str(error).strip()
+    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not LOST_PEER.search(text):
+        return None
+    return UserError(
+        "the connection to another process of this run was lost, so this one ends, too: the log of the process that "
+        "ended first says why; --debug shows the error itself"
+    )

@@ -13,7 +13,6 @@ EXTRA_OF = {
     "huggingface_hub": "hf",
     "sentencepiece": "text",
     "tiktoken": "text",
-    "jinja2": "text",
     "tensorflow_datasets": "tfds",
     "wandb": "wandb",
     "libtpu": "tpu",

@@ -1,7 +1,8 @@
 """A function of this package as a program of its own, at the other end of a socket.
 
 It needs nothing from the script that started the run, which need not guard its `__main__`, and it can end when that
-socket closes, however the caller ended. Control-C, which a terminal sends to every process, is for the caller alone.
+socket closes, however the caller ended. SIGINT and SIGHUP, which a terminal sends to every process, are for the caller
+alone.
 """
 
 import os
@@ -21,7 +22,7 @@ def start_program(
     # It must find what this process can import, and must not take a share of the accelerator.
     own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
     # Inherited, so that it holds from the program's first moment: it takes seconds until code of ours runs there.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         with there:
             process = subprocess.Popen(

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.extras import require
 from maxtext.configs.types import MaxTextConfig
 from maxtext.tokenizers.beside import read_json, template_text
 from maxtext.tokenizers.interface import Tokenizer
@@ -36,11 +35,13 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        jinja = require("jinja2", f"the chat template of {self.place}")
+        import jinja2  # here, since only chat templates need it
+
         try:
             compiled(self.source)
-        except jinja.TemplateError as error:
-            line = f", line {error.lineno}" if getattr(error, "lineno", None) else ""
+        except jinja2.TemplateError as error:
+            number = getattr(error, "lineno", None)
+            line = f", line {number}" if number else ""
             raise ConfigError(f"the chat template of {self.place}{line} is not valid Jinja: {error}") from error
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:

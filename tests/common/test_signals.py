@@ -1,0 +1,152 @@
+"""Signals of a command: one line and the signal's exit code, wherever the main thread is when they come."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxtext.common import signals
+from maxtext.common.signals import Interrupted, asked_by_signals, ending_signals, interrupt_at_once
+
+# Each says "ready" where the signal is to come. `STUCK` holds no Python line for long, as a compiler does.
+PLAIN = "print('ready', flush=True); time.sleep(60)"
+SWALLOWED = """
+def callback(phase, info):
+    if phase == 'start':
+        print('ready', flush=True)
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            pass
+gc.callbacks.append(callback)
+gc.collect()
+gc.callbacks.remove(callback)
+time.sleep(60)
+"""
+CAUGHT = """
+print('ready', flush=True)
+try:
+    time.sleep(60)
+except BaseException:
+    pass
+time.sleep(60)
+"""
+STUCK = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000_000)"
+CLEANED = """
+try:
+    print('ready', flush=True)
+    time.sleep(60)
+finally:
+    time.sleep(0.5)
+    print('cleaned', flush=True)
+"""
+CHILD = """
+import gc, signal, sys, time
+from maxtext.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
+def run(words):
+    exec({program!r}, globals())
+    return 0
+main.run = run
+main.entry()
+"""
+
+
+def start(program):
+    line = [sys.executable, "-c", CHILD.format(program=program)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    return process
+
+
+@pytest.mark.parametrize("number", signals.SIGNALS)
+def test_a_signal_ends_a_command_with_its_code_and_one_line(number):
+    process = start(PLAIN)
+    process.send_signal(number)
+    assert process.communicate(timeout=20) == ("", "interrupted\n")
+    assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("program", [SWALLOWED, CAUGHT, STUCK], ids=["gc callback", "except", "compiler"])
+def test_an_interrupt_cannot_be_lost(program):
+    process = start(program)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "interrupted\n")
+    assert process.returncode == 130
+
+
+def test_cleanup_runs_undisturbed():
+    process = start(CLEANED)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20) == ("cleaned\n", "interrupted\n")
+    assert process.returncode == 143
+
+
+def test_a_second_signal_does_not_wait_for_cleanup():
+    process = start(CLEANED.replace("0.5", "60"))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "interrupted\n")
+    assert process.returncode == 130
+    assert time.monotonic() - began < 5
+
+
+def test_a_request_is_no_end():
+    asked = []
+    with ending_signals():
+        with asked_by_signals(asked.append):
+            for number in signals.SIGNALS:
+                os.kill(os.getpid(), number)
+            time.sleep(0.3)
+        assert signals.pending() is None
+    assert asked == list(signals.SIGNALS)
+
+
+def test_who_goes_on_after_an_interrupt_says_so():
+    before = [signal.getsignal(number) for number in signals.SIGNALS]
+    with ending_signals():
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+        assert signals.pending() is not None
+        signals.consume()
+        time.sleep(0.4)  # else it would be raised again
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_signals(), asked_by_signals(lambda number: pytest.fail("it was to be ignored")):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_outside_of_a_command_the_second_request_is_an_exception():
+    with asked_by_signals(interrupt_at_once), pytest.raises(Interrupted) as raised:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.exit_code_of(raised.value) == 143
+    assert signals.exit_code_of(KeyboardInterrupt()) == 130
+
+
+def test_other_unraisable_errors_are_still_shown():
+    class Broken:
+        def __del__(self):
+            raise ValueError("shown")
+
+    shown = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda details: shown.append(str(details.exc_value))
+    try:
+        with ending_signals():
+            Broken()
+            gc.collect()
+    finally:
+        sys.unraisablehook = hook
+    assert shown == ["shown"]
