@@ -1,6 +1,8 @@
 """The folders of a run's checkpoints: which count, and how old ones go."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +81,27 @@ def test_steps_that_are_done_again_are_set_aside(folder):
     steps.set_aside(folder, 15)
     assert steps.all_steps(folder) == [5, 10]
     assert (folder / "20.damaged" / "state" / "file").read_text() == "20"
+
+
+def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(folder, tmp_path_factory, monkeypatch):
+    attic = tmp_path_factory.mktemp("attic")
+    rename = os.rename
+
+    def other_disk(source, target):
+        if Path(target).parent == attic and Path(source).parent == folder:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(source, target)
+
+    def killed(path, *arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steps.os, "rename", other_disk)
+    whole = steps.all_steps(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(steps.shutil, "copytree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            steps.retire(folder, 1, attic)
+    assert steps.all_steps(folder) == whole
+    steps.retire(folder, 1, attic)
+    assert steps.all_steps(folder) == whole[-1:]
+    assert steps.all_steps(attic) == whole[:-1]

@@ -4,6 +4,7 @@ A folder takes its name when all of it is written, so a name of digits alone is 
 was left by a killed process carries a longer name. `N.damaged` was set aside since it could not be read.
 """
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -52,23 +53,42 @@ def remove_leftovers(folder: Path) -> None:
     """What killed processes left: steps half written, or half deleted."""
     if folder.is_dir():
         for path in folder.iterdir():
-            if path.is_dir() and (UNDER_WAY in path.name or path.name.endswith(GOING)):
+            if path.is_dir() and (UNDER_WAY in path.name or GOING in path.name):
                 shutil.rmtree(path, ignore_errors=True)
                 LOGGER.info("removed %s, left behind by an interrupted save", path)
 
 
 def retire(folder: Path, keep: int | None, attic: Path | None) -> None:
-    """Delete all steps but the newest `keep`, or move them to `attic`. A step loses its name at once, so that a kill
-    never leaves half of one."""
+    """Delete all steps but the newest `keep`, or move them to `attic`. A kill never leaves half a step."""
     for step in all_steps(folder)[:-keep] if keep else []:
         old = folder / str(step)
-        if attic is None:
-            going = folder / f"{step}{GOING}"
-            os.rename(old, going)
-            shutil.rmtree(going, ignore_errors=True)
-        else:
+        if attic is not None:
             attic.mkdir(parents=True, exist_ok=True)
-            shutil.move(old, free_name(attic / str(step)))
+            if move(old, free_name(attic / str(step))):
+                continue
+        remove(old)
+
+
+def remove(step: Path) -> None:
+    """Delete a step. It loses its name at once, so that a kill leaves no folder that looks like a step."""
+    going = free_name(step.with_name(f"{step.name}{GOING}"))
+    os.rename(step, going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def move(step: Path, target: Path) -> bool:
+    """Rename a step, or copy it to another file system; then it is still there, and the result is False."""
+    try:
+        os.rename(step, target)
+        return True
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    copying = target.with_name(f"{target.name}{UNDER_WAY}")
+    shutil.rmtree(copying, ignore_errors=True)  # of a kill before
+    shutil.copytree(step, copying)
+    os.rename(copying, target)
+    return False
 
 
 def set_aside(folder: Path, first: int) -> None:

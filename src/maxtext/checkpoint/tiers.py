@@ -6,7 +6,6 @@ has it whole. It fits only the same processes on the same mesh; anything else st
 """
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxtext.checkpoint import steps
 from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone, reason
 from maxtext.checkpoint.folders import OURS, Folder
 from maxtext.checkpoint.integrity import verify, write_digest
@@ -57,13 +57,14 @@ class LocalTier:
     def write(self, step: int, part: "Part", about: dict[str, Any]) -> None:
         folder = self.folder / str(step)
         try:
+            steps.remove_leftovers(self.folder)
             for other in self.steps():
                 if other >= step:  # of a time before this run went back
-                    shutil.rmtree(self.folder / str(other))
+                    steps.remove(self.folder / str(other))
             write_ours(folder, part, {ABOUT: json.dumps(about)}, (), SHARD_BYTES)
             write_digest(folder)
             for old in self.steps()[:-KEPT]:
-                shutil.rmtree(self.folder / str(old))
+                steps.remove(self.folder / str(old))
         except (OSError, UserError) as error:
             LOGGER.warning("step %d could not be saved to %s: %s", step, self.folder, reason(error))
 
@@ -75,7 +76,7 @@ class LocalTier:
     def newest(self) -> int | None:
         """The newest step that every process has whole."""
         whole = [step for step in self.steps()[-4:] if not verify(self.folder / str(step))]
-        common = set.intersection(*(set(steps) for steps in lists_from_everyone(whole, 4)))
+        common = set.intersection(*map(set, lists_from_everyone(whole, 4)))
         return max(common, default=None)
 
     def read(

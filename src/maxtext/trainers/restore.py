@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone, same_everywhere
+from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone
 from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.layouts import relaid
 from maxtext.checkpoint.open import open_checkpoint, places_of
@@ -35,7 +35,7 @@ from maxtext.trainers.step import TrainState
 
 LAYOUT_KEYS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")
 SHOWN = 5  # of the tensors that differ
-MOST = 256  # steps that are looked at
+MOST = 256  # checkpoints that are examined
 
 
 @dataclass
@@ -57,13 +57,9 @@ def start(setup: Setup, source: BatchIterator) -> Start:
         folder = checkpoints_folder(config)
         for path in steps.incomplete(folder):
             LOGGER.warning("%s is no complete checkpoint and is not used", path)
-        complete = steps.all_steps(folder)
-        local = newest_here(setup, source, same_everywhere(complete[-1] if complete else 0))
-        if local is not None:
-            return local
-        found = newest(setup, [folder / str(step) for step in complete])
+        found = newest(setup, [folder / str(step) for step in steps.all_steps(folder)], LocalSteps(setup, source))
         if found is not None:
-            return at_position(found, source)
+            return found if isinstance(found, Start) else at_position(found, source)
     if config.load_full_state_path:
         path = existing(config.load_full_state_path, "load_full_state_path")
         check_layout(config, path)
@@ -72,7 +68,7 @@ def start(setup: Setup, source: BatchIterator) -> Start:
                 f"load_full_state_path={path} holds no checkpoint of training: for weights use load_parameters_path"
             )
         found = newest(setup, steps.steps_under(path))
-        assert found is not None
+        assert isinstance(found, tuple)
         return at_position(found, source)
     if not config.load_parameters_path:
         thread = ThreadPoolExecutor(1)  # so that the step can be compiled at the same time
@@ -96,19 +92,28 @@ def local_tier(setup: Setup) -> LocalTier | None:
     return LocalTier(directory, config.run_name, str(checkpoints_folder(config)), setup.rules.mesh.shape)
 
 
-def newest_here(setup: Setup, source: BatchIterator, shared: int) -> Start | None:
-    """The start from the machines' own disks, where they have a step that is newer than the newest `shared` one."""
-    tier = local_tier(setup)
-    step = tier.newest() if tier is not None else None
-    if tier is None or step is None or step <= shared:
-        return None
-    like = saved_tree(setup)
-    found = tier.read(step, named(like))
-    if found is None:
-        return None
-    arrays, position = found
-    source.set_state(position)
-    return Start(state_and_key(setup, unnamed(like, arrays)), step, f"step {step} of {tier.folder.parent}")
+class LocalSteps:
+    """The newest step on the machines' own disks, to be used where the shared checkpoints have none that is newer."""
+
+    def __init__(self, setup: Setup, source: BatchIterator):
+        self.setup, self.source = setup, source
+        self.tier = local_tier(setup)
+        self.step = None if self.tier is None else self.tier.newest()
+
+    def after(self, shared: int) -> Start | None:
+        """The start from that step if it is newer than step `shared` and fits this run."""
+        if self.tier is None or self.step is None or self.step <= shared:
+            return None
+        step, self.step = self.step, None  # it is tried once
+        like = saved_tree(self.setup)
+        found = self.tier.read(step, named(like))
+        if found is None:
+            return None
+        arrays, position = found
+        self.source.set_state(position)
+        return Start(
+            state_and_key(self.setup, unnamed(like, arrays)), step, f"step {step} of {self.tier.folder.parent}"
+        )
 
 
 def existing(text: str, key: str) -> Path:
@@ -126,16 +131,24 @@ def check_layout(config: Any, path: Path) -> None:
         raise ConfigError(f"source_checkpoint_layout={said}, but {path} holds {found}: leave the key out")
 
 
-def newest(setup: Setup, paths: Sequence[Path]) -> tuple[TrainState, jax.Array, Stored] | None:
-    """The state of the last of these steps that is whole; which they are, the first process says."""
+def newest(
+    setup: Setup, paths: Sequence[Path], local: LocalSteps | None = None
+) -> tuple[TrainState, jax.Array, Stored] | Start | None:
+    """The state of the last of these steps that is whole; which they are, the first process says. A local step is
+    taken before every shared one that is older than it."""
     numbers = lists_from_everyone([int(path.name) for path in paths[-MOST:]], MOST)[0]
+    if local is not None and (start := local.after(numbers[-1] if numbers else 0)):
+        return start
     if not numbers:
         return None
     if not paths:
         raise UserError("this process does not see the checkpoints of process 0: they must be on a disk that all share")
     folder = paths[0].parent
     damaged = []
-    for path in (folder / str(number) for number in reversed(numbers)):
+    for number in reversed(numbers):
+        path = folder / str(number)
+        if local is not None and (start := local.after(number)):
+            return start
         problems = verify(path, jax.process_index(), jax.process_count())
         if not max(from_everyone(len(problems))):
             try:
@@ -149,10 +162,19 @@ def newest(setup: Setup, paths: Sequence[Path]) -> tuple[TrainState, jax.Array, 
             LOGGER.warning("checkpoint %s is damaged: %s", path, problem)
         damaged.append(path.name)
         LOGGER.warning("checkpoint %s is not used; trying the one before", path)
+    if local is not None and (start := local.after(0)):
+        return start
     raise UserError(
-        f"{folder} has no checkpoint that can be read: steps {', '.join(reversed(damaged))} are damaged; "
+        f"{folder} has no checkpoint that can be read: {damaged_steps(damaged[::-1])} damaged; "
         "bring back their files, or start again under a new run_name"
     )
+
+
+def damaged_steps(names: Sequence[str]) -> str:
+    """`step 2 is`, `steps 2, 6 are`, `all 133 steps from 10 to 1330 are`."""
+    if len(names) > SHOWN:
+        return f"all {len(names)} steps from {names[0]} to {names[-1]} are"
+    return f"step{'s' if len(names) > 1 else ''} {', '.join(names)} {'are' if len(names) > 1 else 'is'}"
 
 
 def at_position(found: tuple[TrainState, jax.Array, Stored], source: BatchIterator) -> Start:
