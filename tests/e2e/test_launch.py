@@ -249,11 +249,11 @@ def test_a_bad_configuration_of_one_process_does_not_keep_the_others_waiting(tra
 
 
 def test_sigterm_to_the_launcher_ends_the_run_well(launch):
-    run = launch(2, *SIMPLE, "enable_autocheckpoint=true", "steps=1000000")
+    run = launch(2, *SIMPLE, "steps=1000000")
     run.wait_for_steps(3)
     children = run.children()
     run.process.terminate()
-    assert run.end() == 0, run.text()
+    assert run.end() == 143, run.text()
     assert not any(map(alive, children))
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["stopped"] == "SIGTERM"

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from maxtext.checkpoint.steps import all_steps
+
 # Two products: a step is so quick that a signal comes in the middle of thousands.
 QUICK = ("decoder_block=simple", "base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none")
 
@@ -25,13 +27,13 @@ def wait_for_steps(process, metrics, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_its_step(start, number):
-    process, run = start(*QUICK, "steps=1000000")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(start, number):
+    process, run = start(*QUICK, "steps=1000000", "enable_checkpointing=true")
     wait_for_steps(process, run.metrics, 20)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+    assert process.returncode == 128 + number, err
     assert f"{number.name}: stopping after the current step" in err
     assert "Traceback" not in err
     # Every line of the records is whole, and they end where the summary says.
@@ -43,6 +45,7 @@ def test_a_signal_ends_the_run_after_its_step(start, number):
     assert summary["stopped"] == number.name
     assert summary["steps"] == len(records)
     assert summary["final"] == records[-1]
+    assert all_steps(run.folder / "checkpoints") == [len(records)]
     assert (run.folder / "loss.png").exists()
     assert f"step {len(records) - 1}/1000000  loss" in out
 

@@ -158,7 +158,7 @@ def test_a_hook_ends_it_after_the_current_step():
     assert journal.steps("end") == [4]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_after_the_current_step(number):
     def step(state, batch, key):
         if state == 3:

@@ -290,12 +290,17 @@ def stop_at(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("auto", ["true", "false"])
-def test_a_signal_saves_if_asked_to(go, stop_at, auto):
+def test_a_signal_saves_unless_told_not_to(go, stop_at):
     stop_at(3)
-    result = go("run", "steps=9", f"enable_autocheckpoint={auto}")
-    assert result.summary["stopped"] == "SIGTERM"
-    assert all_steps(go.checkpoints("run")) == ([3] if auto == "true" else [])
+    never = "save_checkpoint_on_completion=false"
+    for name, words, saved in (
+        ("default", (), [3]), ("never", (never,), []), ("signals", (never, "enable_autocheckpoint=true"), [3])
+    ):  # fmt: skip
+        result = go(name, "steps=9", *words)
+        assert result.summary["stopped"] == "SIGTERM"
+        assert result.signal == signal.SIGTERM
+        assert all_steps(go.checkpoints(name)) == saved
+    assert go("last", "steps=3").signal is None, "no step was left"
 
 
 @pytest.mark.slow
@@ -346,7 +351,7 @@ def test_the_newest_tier_is_taken(go, stop_at, caplog_lines, tmp_path):
     words = ("enable_emergency_checkpoint=true", f"local_checkpoint_directory={local}", "local_checkpoint_period=2")
     go("whole", "steps=11")
     stop_at(7)
-    go("run", "steps=11", "checkpoint_period=5", *words)
+    go("run", "steps=11", "checkpoint_period=5", "save_checkpoint_on_completion=false", *words)
     assert all_steps(go.checkpoints("run")) == [5]
     parts = local / "run" / "process_0"
     assert sorted(path.name for path in parts.iterdir()) == ["4", "6"], "the newest two"

@@ -2,7 +2,8 @@
 
 `save` holds the caller until the arrays are safe from being changed, and no longer. A thread then waits until Orbax has
 written the step, puts it on disk and writes its digest (integrity.py), and only after that lets old steps go. A save
-that fails (a full disk) is reported in one line, its leftovers are removed, older steps stay, and the run goes on.
+that fails (a full disk) is reported in one line, its leftovers are removed, and older steps stay; `failures_in_a_row`
+tells the run, which goes on or ends.
 """
 
 import contextlib
@@ -110,6 +111,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.last: int | None = None  # the newest step that was saved here
         self.failure: str | None = None  # why the newest save failed
+        self.failures_in_a_row = 0
         self.tidied = False
 
     @property
@@ -166,6 +168,7 @@ class Saver:
             self.failed(step, error)
             return
         self.last = step
+        self.failures_in_a_row = 0
         LOGGER.info("saved step %d to %s", step, folder)
         try:
             write_digest(folder, jax.process_index(), jax.process_count())
@@ -176,6 +179,7 @@ class Saver:
 
     def failed(self, step: int, error: BaseException) -> None:
         self.failure = reason(error)
+        self.failures_in_a_row += 1
         with contextlib.suppress(Exception):  # of the same save; the next one starts anew
             self.orbax.wait_until_finished()
         if jax.process_index() == 0:

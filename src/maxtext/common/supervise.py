@@ -2,8 +2,9 @@
 
 `Supervisor.run` starts one process a command, each in a session of its own (so that what it starts can be ended with
 it), copies their lines to our own output behind `[index] `, and waits. It fails fast: when one ends with another
-code than 0, the rest get SIGTERM, and SIGKILL after a grace time. SIGINT and SIGTERM to us are passed on, so that the
-processes can end well by themselves; after the grace time, or at the second signal, they are killed. If we are killed
+code than 0, the rest get SIGTERM, and SIGKILL after a grace time. SIGINT, SIGTERM and SIGHUP to us are passed on, so
+that the processes can end well by themselves, with the code of that signal or 0; after the grace time, or at the second
+signal, they are killed. If we are killed
 in a way that leaves no time for anything, each process notices by the end of a pipe (`die_with_launcher`).
 
 One thread does all of it. It looks for dead processes every LOOK_SECONDS.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from maxtext.common.log import LOGGER
-from maxtext.common.signals import asked_by_signals
+from maxtext.common.signals import asked_by_signals, exit_code
 
 LOOK_SECONDS = 0.05
 SETTLE_SECONDS = 1.0  # after the first death, before the question who died first
@@ -118,7 +119,7 @@ class Supervisor:
             self.copy(selector, LOOK_SECONDS)
             codes = self.settled([process.poll() for process in self.processes])
             self.sweep(codes)
-            if not failed and (failed := first_to_fall(codes)):
+            if not failed and (failed := first_to_fall([self.unexpected(code) for code in codes])):
                 code = shell_code(codes[failed[0]])
                 LOGGER.warning("process %d %s: stopping the others", failed[0], how_it_ended(codes[failed[0]]))
                 self.kill(signal.SIGTERM)
@@ -129,9 +130,14 @@ class Supervisor:
                 deadline = min(deadline, time.monotonic() + self.stop_grace)
             if None not in codes:
                 self.copy_rest(selector)
-                return Ended(code, failed, self.asked)
+                expected = [code for code in codes if code and not self.unexpected(code)]
+                return Ended(code or max(expected, default=0), failed, self.asked)
             if time.monotonic() > deadline:
                 self.kill(signal.SIGKILL)
+
+    def unexpected(self, code: int | None) -> int | None:
+        """An exit code, or 0 for the one of a process that ended by the signal that was passed on to it."""
+        return 0 if self.asked is not None and code == exit_code(self.asked) else code
 
     def settled(self, codes: list[int | None]) -> list[int | None]:
         """Where one was just found dead by itself: how all are a moment later. The end of a killed process can take

@@ -20,12 +20,13 @@ from typing import Any
 import jax
 
 from maxtext.common.log import LOGGER
-from maxtext.common.signals import asked_by_signals
+from maxtext.common.signals import asked_by_signals, interrupt_at_once
 from maxtext.trainers.feed import TrainFeed
 from maxtext.trainers.step import ENDED, GO_ON, STOP, TrainState
 
 AHEAD = 2
 ASKED_ELSEWHERE = "another process was asked to stop"
+REPEAT_SECONDS = 2.0  # schedulers may send SIGTERM twice at once, which is one request
 
 
 class Hook:
@@ -58,6 +59,8 @@ class Loop:
         self.steps, self.hooks, self.step = steps, hooks, first_step
         self.stop: str | None = None
         self.asked: str | None = None  # why this process wants to stop
+        self.signal: int | None = None  # the first one that asked this process to stop
+        self.signal_time = 0.0
         self.watcher = Watcher()
         self.ended: int | None = None  # the first step without data
         self.last_done = 0.0  # when the step before ended
@@ -86,11 +89,15 @@ class Loop:
         return self.state
 
     def on_signal(self, number: int) -> None:
-        """Ctrl-C and SIGTERM end the loop after the current step; a second Ctrl-C ends it at once."""
-        name = signal.Signals(number).name
-        if self.asked == name and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        LOGGER.warning("%s: stopping after the current step", name)
+        """The first SIGINT, SIGTERM or SIGHUP ends the loop after the current step; a second one ends the run at once,
+        which is what a person means who presses Ctrl-C twice."""
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self.signal is not None:
+            if number == signal.SIGINT or now - self.signal_time > REPEAT_SECONDS:
+                interrupt_at_once(number)
+            return
+        self.signal, self.signal_time = number, now
+        LOGGER.warning("%s: stopping after the current step; a second signal ends the run at once", name)
         self.ask_to_stop(name)
 
     def ask_to_stop(self, reason: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,12 @@ import jax
 
 from maxtext.checkpoint.agreement import SaveFailed
 from maxtext.checkpoint.saver import check_writable
-from maxtext.common import hardware
+from maxtext.common import hardware, signals
 from maxtext.common.errors import UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
+from maxtext.common.run_lock import RunLock
+from maxtext.common.signals import asked_by_signals
 from maxtext.configs import text
 from maxtext.diagnostics.console import start_banner
 from maxtext.diagnostics.metrics import Recorder, make_writers
@@ -29,7 +32,7 @@ from maxtext.trainers import restore
 from maxtext.trainers.compiled import CompiledSteps
 from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
-from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.loop import ASKED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.rows import rows_at
 from maxtext.trainers.save import Save
 from maxtext.trainers.setup import Setup
@@ -41,11 +44,19 @@ class Result:
     setup: Setup
     state: TrainState
     summary: dict[str, Any]
+    signal: int | None = None  # that ended the run before its steps were done
 
 
 def train(config: Any) -> Result:
+    folder = Path(run_folder(config))
+    check_writable(folder, "base_output_directory")
+    with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
+        return train_here(config)
+
+
+def train_here(config: Any) -> Result:
+    """In a folder that no other run works in."""
     started = time.perf_counter()
-    check_writable(Path(run_folder(config)), "base_output_directory")
     setup = Setup.of(config)
     setup.check_layout()
     feed = TrainFeed(setup)
@@ -69,35 +80,51 @@ def train(config: Any) -> Result:
         peak_format=config.dtype.value,
     )
     write_configuration(config)
-    with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
-        record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
-        hooks: list[Hook] = [Profile(profiler), record]
-        if evaluation is not None:
-            eval_step = setup.compile_eval_step(config.global_batch_size_to_eval_on)
-            hooks.append(Evaluate(config, recorder, EvaluationFeed(setup, evaluation), eval_step))
-        save = Save(setup, feed.source, start) if config.enable_checkpointing else None
-        if save is not None:
-            hooks.append(save)
-            closing.callback(save.close)
-        loop = Loop(state, steps, feed, key, config.steps, hooks, start.step)
-        LOGGER.info("set up in %.1f s", time.perf_counter() - started)
-        failure: UserError | None = None
-        try:
-            loop.run()
-        except TrainingFailed as error:
-            error.state = loop.state
-            failure = error
-        finally:
-            feed.close()
-        if save is not None:
+    with contextlib.ExitStack() as asked:  # a signal after the last step does not tear its save or the summary
+        with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
+            record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
+            hooks: list[Hook] = [Profile(profiler), record]
+            if evaluation is not None:
+                eval_step = setup.compile_eval_step(config.global_batch_size_to_eval_on)
+                hooks.append(Evaluate(config, recorder, EvaluationFeed(setup, evaluation), eval_step))
+            save = Save(setup, feed.source, start) if config.enable_checkpointing else None
+            if save is not None:
+                hooks.append(save)
+                closing.callback(save.close)
+            loop = Loop(state, steps, feed, key, config.steps, hooks, start.step)
+            LOGGER.info("set up in %.1f s", time.perf_counter() - started)
+            asked.enter_context(asked_by_signals(loop.on_signal))
+            failure: UserError | None = None
             try:
-                save.finish(loop)
-            except SaveFailed as error:
-                failure = failure or error
-    summary = summarise(config, setup, loop, hooks, time.perf_counter() - started, failure)
+                loop.run()
+            except TrainingFailed as error:
+                error.state = loop.state
+                failure = error
+            finally:
+                feed.close()
+            if save is not None:
+                try:
+                    save.finish(loop)
+                except SaveFailed as error:
+                    failure = failure or error
+        summary = summarise(config, setup, loop, hooks, time.perf_counter() - started, failure)
     if failure is not None:
         raise failure
-    return Result(setup, loop.state, summary)
+    return Result(setup, loop.state, summary, stopped_by(loop))
+
+
+def stop_reason(loop: Loop) -> str:
+    late = loop.step >= loop.steps and loop.stop in (*signals.NAMES, ASKED_ELSEWHERE)  # it came after the last step
+    return "all steps done" if loop.stop is None or late else loop.stop
+
+
+def stopped_by(loop: Loop) -> int | None:
+    """The signal that ended a run with steps left; where another process got it, SIGTERM stands for it."""
+    if loop.step >= loop.steps:
+        return None
+    if loop.stop in signals.NAMES:
+        return loop.signal
+    return signal.SIGTERM if loop.stop == ASKED_ELSEWHERE else None
 
 
 def nothing_to_do(setup: Setup, start: restore.Start) -> Result:
@@ -170,7 +197,7 @@ def summarise(
     summary = {
         "run_name": config.run_name,
         "steps": loop.step,
-        "stopped": str(failure) if failure else loop.stop or "all steps done",
+        "stopped": str(failure) if failure else stop_reason(loop),
         "parameters": parameter_count(setup.template.weights),
         "seconds": round(seconds, 3),
         # An upper bound of what steps waited for data: while the host did, the device may have had a step to work on.

@@ -7,13 +7,14 @@ from maxtext.checkpoint.agreement import SaveFailed, same_everywhere
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.saver import Saver, Storage
 from maxtext.checkpoint.state import named
+from maxtext.common import signals
 from maxtext.common.log import LOGGER
 from maxtext.input_pipeline import BatchIterator
 from maxtext.trainers.loop import AHEAD, ASKED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.restore import Start, checkpoints_folder, description, local_tier, tree_to_save
 from maxtext.trainers.setup import Setup
 
-SIGNALS = ("SIGINT", "SIGTERM", ASKED_ELSEWHERE)
+FAILURES_IN_A_ROW = 2  # saves that may fail before the run ends
 
 
 class Save(Hook):
@@ -30,6 +31,8 @@ class Save(Hook):
         self.begun = start.step  # the newest step that is saved, or was begun to be
 
     def after_step(self, loop: Loop) -> None:
+        if self.gave_up and loop.asked is None:  # all processes stop after the same step, and try once more
+            loop.ask_to_stop(f"{FAILURES_IN_A_ROW} saves in a row failed")
         self.places[loop.step] = self.source.get_state()
         self.places.pop(loop.step - AHEAD - 2, None)
         step = loop.step
@@ -57,26 +60,39 @@ class Save(Hook):
         assert self.local is not None
         self.local.save(step, named(tree_to_save(loop.state, loop.key)), self.places[step])
 
+    @property
+    def gave_up(self) -> bool:
+        return self.saver.failures_in_a_row >= FAILURES_IN_A_ROW
+
     def finish(self, loop: Loop) -> None:
-        """Save where the run ended. Raises SaveFailed where that is not possible."""
+        """Save where the run ended. Raises SaveFailed where that is not possible, or where the run ended because saves
+        had failed."""
         self.saver.wait()
-        if not self.wants_last(loop):
-            return
+        gave_up = self.gave_up
         step = int(loop.state.step)  # fewer than loop.step where the last ones had no finite loss
-        if step != self.begun or self.saver.failure is not None:
+        if self.wants_last(loop) and (step != self.begun or self.saver.failure is not None):
             self.save(step, loop)
             self.saver.wait()
         if self.saver.failure is not None:
             raise SaveFailed(
                 f"step {self.begun}, the last, could not be saved to {self.saver.folder}: {self.saver.failure}"
             )
+        if gave_up:
+            raise SaveFailed(
+                f"{FAILURES_IN_A_ROW} saves in a row failed, so the run ended; a last one succeeded: free space in "
+                f"{self.saver.folder}, then the same command goes on at step {self.begun}"
+            )
 
     def wants_last(self, loop: Loop) -> bool:
-        if loop.stop in SIGNALS:
-            if not self.config.enable_autocheckpoint and loop.step != self.begun:
-                LOGGER.warning("%s: not saved, since enable_autocheckpoint=false", loop.stop)
-            return self.config.enable_autocheckpoint
-        return self.config.save_checkpoint_on_completion
+        """save_checkpoint_on_completion asks for it at any end, enable_autocheckpoint at a signal."""
+        if self.config.save_checkpoint_on_completion or self.gave_up:
+            return True
+        stopped = loop.stop in (*signals.NAMES, ASKED_ELSEWHERE)
+        if stopped and not self.config.enable_autocheckpoint and loop.step != self.begun:
+            LOGGER.warning(
+                "%s: not saved, since save_checkpoint_on_completion=false and enable_autocheckpoint=false", loop.stop
+            )
+        return stopped and self.config.enable_autocheckpoint
 
     def close(self) -> None:
         self.saver.close()

@@ -1,0 +1,100 @@
+"""A run's folder belongs to one living process, and a dead one keeps nobody out."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from maxtext.common import run_lock
+from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
+from maxtext.common.run_lock import RunLock
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from maxtext.common.run_lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def hold(tmp_path):
+    """Another process that holds the lock of tmp_path / "run" until it is told to let go."""
+    processes = []
+
+    def start():
+        line = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+        process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout.readline() == "locked\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def warnings():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    LOGGER.addHandler(handler)
+    yield lines
+    LOGGER.removeHandler(handler)
+
+
+def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, warnings):
+    first = hold()
+    with pytest.raises(UserError, match=f"run is in use: process {first.pid} on {socket.gethostname()} trains there"):
+        RunLock(tmp_path / "run").__enter__()
+    assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == first.pid
+    first.communicate("\n")
+    assert not (tmp_path / "run").exists(), "a lock leaves nothing behind"
+    with RunLock(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == os.getpid()
+    assert not warnings
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(hold, tmp_path, warnings):
+    first = hold()
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    with RunLock(tmp_path / "run"):
+        pass
+    assert len(warnings) == 1
+    assert f"left by process {first.pid} on {socket.gethostname()}, which has ended: taken over" in warnings[0]
+
+
+def test_files_of_the_run_stay(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    with RunLock(tmp_path / "run"):
+        pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 3}'])
+def test_a_torn_lock_file_is_no_obstacle(tmp_path, text):
+    (tmp_path / ".lock").write_text(text)
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_file_system_without_locks_costs_the_lock_and_not_the_run(tmp_path, warnings, monkeypatch):
+    def unsupported(descriptor, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(run_lock.fcntl, "lockf", unsupported)
+    with RunLock(tmp_path / "run"):
+        pass
+    assert "cannot be locked (Operation not supported)" in warnings[0]

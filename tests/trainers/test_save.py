@@ -1,0 +1,107 @@
+"""When a run saves, and when it gives up: with a saver that writes nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from maxtext.checkpoint.agreement import SaveFailed
+from maxtext.trainers import save as module
+from maxtext.trainers.loop import Loop
+from maxtext.trainers.save import Save
+
+
+class FakeSaver:
+    """`full`: whether the disk is; `saved`: the steps that were written."""
+
+    busy, folder = False, "folder"
+
+    def __init__(self, *arguments):
+        self.full, self.failure, self.failures_in_a_row, self.saved = False, None, 0, []
+
+    def save(self, step, *rest):
+        self.failure = "No space left on device" if self.full else None
+        self.failures_in_a_row = self.failures_in_a_row + 1 if self.full else 0
+        if not self.full:
+            self.saved.append(step)
+
+    def wait(self): ...
+
+    def close(self): ...
+
+
+class State(SimpleNamespace):
+    pass
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """(hook, loop) that saves every 10 of 100 steps."""
+    monkeypatch.setattr(module, "Saver", FakeSaver)
+    monkeypatch.setattr(module, "local_tier", lambda setup: None)
+    monkeypatch.setattr(module, "attic", lambda config: None)
+    monkeypatch.setattr(module, "checkpoints_folder", lambda config: None)
+    monkeypatch.setattr(module.Storage, "of", lambda config: None)
+    for name in ("tree_to_save", "description", "model_text"):
+        monkeypatch.setattr(module, name, lambda *arguments: None)
+
+    def build(**keys):
+        config = SimpleNamespace(
+            checkpoint_period=10, save_checkpoint_on_completion=True, enable_autocheckpoint=False,
+            enable_continuous_checkpointing=False, async_checkpointing=True, max_num_checkpoints_to_keep=None,
+        )  # fmt: skip
+        vars(config).update(keys)
+        source = SimpleNamespace(get_state=lambda: None)
+        hook = Save(SimpleNamespace(config=config), source, SimpleNamespace(step=0))
+
+        def step(state, batch, key):
+            return State(step=state.step + 1), {"loss": 1.0}
+
+        return hook, Loop(State(step=0), step, iter(lambda: 1, None), None, 100, [hook])
+
+    return build
+
+
+def test_a_run_that_cannot_save_twice_in_a_row_ends(make):
+    hook, loop = make()
+    hook.saver.full = True
+    loop.run()
+    assert loop.step == 21, "the saves of steps 10 and 20 failed"
+    with pytest.raises(SaveFailed, match="could not be saved to folder: No space left on device"):
+        hook.finish(loop)
+
+
+def test_it_ends_with_a_last_try(make):
+    hook, loop = make()
+    hook.saver.full = True
+    loop.run()
+    hook.saver.full = False
+    with pytest.raises(SaveFailed, match="2 saves in a row failed.* the same command goes on at step 21"):
+        hook.finish(loop)
+    assert hook.saver.saved == [21]
+
+
+def test_one_failure_is_forgiven(make):
+    hook, loop = make()
+    save = hook.saver.save
+
+    def sometimes(step, *rest):
+        hook.saver.full = step % 20 == 0
+        save(step, *rest)
+
+    hook.saver.save = sometimes
+    loop.run()
+    assert loop.step == 100
+    assert hook.saver.saved == [10, 30, 50, 70, 90]
+
+
+@pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_stopped_run_is_saved_by_default(make, stop):
+    for keys, saved in (
+        ({}, [3]),
+        ({"save_checkpoint_on_completion": False}, []),
+        ({"save_checkpoint_on_completion": False, "enable_autocheckpoint": True}, [3]),
+    ):
+        hook, loop = make(**keys)
+        loop.stop, loop.step, loop.state, hook.places = stop, 3, State(step=3), {3: None}
+        hook.finish(loop)
+        assert hook.saver.saved == saved
