@@ -9,13 +9,10 @@ import jax
 import pytest
 from jax._src.core import trace_state_clean
 
+from tests.compiling import FAST_COMPILE
+
 MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000  # of the 65,530 that Linux lets a process have
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,  # parts cost time of their own, and tests run side by side
-}
 
 
 LONGEST = ("test_layouts_", "test_resume", "test_launch", "test_zoo", "test_no_silent_keys", "test_scheduler")
@@ -71,7 +68,7 @@ def quick_programs():
     importlib.import_module("maxtext.kernels.grouped_hopper")  # else it would be imported, and wrapped, in between
 
     def quick(*arguments, jit=jax.jit, **options):  # not for a part of a program
-        return jit(*arguments, **options | ({"compiler_options": QUICK} if trace_state_clean() else {}))
+        return jit(*arguments, **options | ({"compiler_options": FAST_COMPILE} if trace_state_clean() else {}))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick)

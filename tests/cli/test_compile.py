@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from maxtext.cli.main import main
+from tests.compiling import FAST_COMPILE_FLAGS
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
@@ -33,7 +34,7 @@ def test_no_slices(capsys):
 
 
 def run(*words, devices=2, folder):
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_use_fusion_emitters=false"
+    flags = f"--xla_force_host_platform_device_count={devices} {FAST_COMPILE_FLAGS}"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-m", *words], capture_output=True, text=True, cwd=folder, env=os.environ | environment

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.cli.main import main
 from maxtext.trainers.setup import COMPILER_OPTIONS
-from tests.conftest import QUICK
+from tests.compiling import FAST_COMPILE, FAST_COMPILE_FLAGS
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
@@ -92,7 +92,7 @@ def test_mistakes(name, capsys):
 @pytest.mark.slow
 def test_compiled_for_eight_devices():
     words = [*TINY, "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "--target", "cpu:8"]
-    quick = os.environ | {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+    quick = os.environ | {"XLA_FLAGS": FAST_COMPILE_FLAGS}
     line = [sys.executable, "-m", "maxtext", "estimate", *words]
     result = subprocess.run(line, capture_output=True, text=True, env=quick)
     assert result.returncode == 0, result.stderr
@@ -103,7 +103,7 @@ def test_compiled_for_eight_devices():
 
 @pytest.mark.slow
 def test_search_compiles_its_suggestions(monkeypatch, capsys):
-    monkeypatch.setitem(COMPILER_OPTIONS, "cpu", QUICK)
+    monkeypatch.setitem(COMPILER_OPTIONS, "cpu", FAST_COMPILE)
     assert main(["estimate", *TINY, "--search", "--target", "cpu", "--format=json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["suggestions"]

@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from maxtext.cli.main import main
 from maxtext.common.log import LOGGER
 from maxtext.trainers.setup import COMPILER_OPTIONS
-from tests.conftest import QUICK
+from tests.compiling import FAST_COMPILE
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
@@ -78,7 +78,7 @@ def train(cache, tmp_path_factory):
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_disable_most_optimizations", True)
     options = COMPILER_OPTIONS["cpu"]
-    COMPILER_OPTIONS["cpu"] = QUICK
+    COMPILER_OPTIONS["cpu"] = FAST_COMPILE
 
     def run(*words, base=None, file=None):
         base = base or tmp_path_factory.mktemp("run")

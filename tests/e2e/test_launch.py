@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.compiling import FAST_COMPILE_FLAGS
+
 # One layer and few tokens: what these tests wait for is the start of their processes.
 SMALL = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
@@ -23,7 +25,6 @@ SMALL = [
 SIMPLE = ["decoder_block=simple", "dataset_type=synthetic", "per_device_batch_size=1"]
 WITHOUT_CHECKPOINTS = ["enable_checkpointing=false"]
 NOTICED = 15.0  # seconds in which a death must be noticed
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # programs of a moment
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def begin(cache, tmp_path_factory):
     def start(verb, words, environment=None, folder=None):
         folder = folder or tmp_path_factory.mktemp("run")
         places = [f"base_output_directory={folder}", f"metrics_file={folder}/metrics.jsonl", f"jax_cache_dir={cache}"]
-        environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK, **(environment or {})}
+        environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_COMPILE_FLAGS, **(environment or {})}
         run = Run([sys.executable, "-m", "maxtext", *verb, *SMALL, *places, *words], folder, environ)
         started.append(run)
         return run
@@ -108,7 +109,7 @@ def train(begin):
     """One process with so many devices."""
 
     def start(*words, devices=1, **keywords):
-        environment = {"XLA_FLAGS": f"{QUICK} --xla_force_host_platform_device_count={devices}"}
+        environment = {"XLA_FLAGS": f"{FAST_COMPILE_FLAGS} --xla_force_host_platform_device_count={devices}"}
         return begin(["train"], words, environment | keywords.pop("environment", {}), **keywords)
 
     return start

@@ -20,6 +20,7 @@ import pytest
 
 from maxtext.checkpoint.steps import all_steps
 from maxtext.checkpoint.stored import Stored
+from tests.compiling import FAST_COMPILE_FLAGS
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,6 @@ MODEL = [
     "learning_rate=0.01", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0",
     "learning_rate_schedule_steps=1000000", "enable_tensorboard=false", "remat_policy=none", "run_name=it",
 ]  # fmt: skip
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # programs of a moment
 STEPS, PERIOD, KILLS = 60, 3, 30
 KILLS_OF_TWO = int(os.environ.get("KILLS_OF_TWO", "5"))  # each takes ten seconds; more of them before a release
 
@@ -65,7 +65,7 @@ class Job:
         self.alive = []
 
     def start(self):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE_FLAGS}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

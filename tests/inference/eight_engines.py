@@ -10,7 +10,7 @@ import pytest
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request
 from maxtext.inference.serving import make_scheduler
-from tests.conftest import QUICK
+from tests.compiling import FAST_COMPILE
 from tests.inference import few_shapes
 from tests.inference.test_scheduler import KINDS, configuration, drawn_weights, programs_of
 
@@ -52,6 +52,6 @@ def tokens(kind, words, devices):
 
 
 if __name__ == "__main__":
-    jax.jit = partial(jax.jit, compiler_options=QUICK)
+    jax.jit = partial(jax.jit, compiler_options=FAST_COMPILE)
     few_shapes.patch(pytest.MonkeyPatch())
     print(json.dumps([tokens(kind, [*MESHES[mesh], *words], 8) for kind, mesh, words in CASES]), file=sys.stdout)

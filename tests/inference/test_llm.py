@@ -13,6 +13,7 @@ from maxtext import LLM
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import Ask
 from maxtext.inference.engine import Engine
+from tests.compiling import FAST_COMPILE_FLAGS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -282,7 +283,7 @@ def test_on_several_devices(llm, folder, ids):
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
     )
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    quick = FAST_COMPILE_FLAGS
     environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}", "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, check=False)

@@ -17,6 +17,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.kernels.quantized import Quantized
 from maxtext.trainers.setup import Setup
+from tests.compiling import FAST_COMPILE_FLAGS
 from tests.inference.eight_quantized import CASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -126,7 +127,7 @@ def test_training_refuses_it():
 def eight():
     """What the script found, with programs ordered to save memory, as they are on accelerators."""
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    flags += " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # they run once
+    flags += f" {FAST_COMPILE_FLAGS}"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_quantized.py")],
         capture_output=True,

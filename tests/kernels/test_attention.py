@@ -16,13 +16,9 @@ import torch
 from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, attend, cudnn
 from maxtext.kernels.attention import flash as flash_module
 from maxtext.kernels.attention.flash import fitting, ordered_mask
+from tests.compiling import FAST_COMPILE
 
 SCALE = 0.3
-QUICK = {  # compiles several times faster
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 # Two segments and padding in the first row, three segments in the second: [B=2, 12].
 SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], np.int32)
 
@@ -108,7 +104,7 @@ def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
             return run(Inputs(q, k, v, scale=SCALE, sinks=sinks, **options))
         return attend(q, k, v, backend="dot_product", scale=SCALE, sinks=sinks, **options)
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
     def output_and_gradients(arrays, gradient):
         output, pull = jax.vjp(compute, *arrays)
         return [output, *pull(gradient)]

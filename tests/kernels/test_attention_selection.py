@@ -12,9 +12,9 @@ import pytest
 
 from maxtext.kernels.attention import Inputs, Visibility, attend, map_queries, max_logits, mean_weights
 from maxtext.kernels.attention.masks import largest
+from tests.compiling import FAST_COMPILE
 
 SCALE = 0.3
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], np.int32)
 
 
@@ -78,7 +78,7 @@ def test_selected_keys(k_heads, by_head, window, segments):
             q_segments=None if segments is None else jnp.asarray(segments), selected=jnp.asarray(selected),
         )  # fmt: skip
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(*arrays):
         output, pull = jax.vjp(compute, *arrays)
         return output, pull(jnp.ones_like(output))
@@ -123,7 +123,7 @@ def test_largest_logits_and_mean_weights(length, by_head, packed):
         selected=None if selected is None else jnp.asarray(selected), soft_cap=2.0,
     )  # fmt: skip
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(*arrays):
         inputs = Inputs(*arrays, Visibility(window=5), SCALE, **options)
         return max_logits(inputs), mean_weights(inputs)

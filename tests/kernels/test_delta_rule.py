@@ -20,12 +20,12 @@ from maxtext.kernels.delta_rule import (
     recurrent_gated_delta_rule,
     unit_lower_inverse,
 )
+from tests.compiling import FAST_COMPILE
 
 BATCH, HEADS, KEY, VALUE = 2, 3, 8, 6
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
-jit = partial(jax.jit, compiler_options=QUICK)
+jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 chunked = jit(gated_delta_rule, static_argnames="chunk")
 recurrent = jit(recurrent_gated_delta_rule)
 convolution = jit(causal_convolution)

@@ -10,8 +10,8 @@ import torch
 
 from maxtext.kernels import loss_rows
 from maxtext.kernels.loss import cross_entropy, tiled_cross_entropy
+from tests.compiling import FAST_COMPILE
 
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 BATCH, LENGTH, SIZE, VOCABULARY = 3, 12, 8, 37
 
 
@@ -42,7 +42,7 @@ def test_torch(tiles):
         losses, partition = tiled_cross_entropy(lambda x: x @ head, hidden, jnp.asarray(targets), tiles)
         return jnp.vdot(losses, weights[0]) + jnp.vdot(partition**2, weights[1]), (losses, partition)
 
-    evaluate = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=QUICK)
+    evaluate = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=FAST_COMPILE)
     (_, values), gradients = evaluate(hidden, head)
     for ours, expected in zip([*values, *gradients], in_torch(), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-5)
@@ -109,7 +109,7 @@ def test_kernels_give_the_same(kernels, vocabulary, dtype):
     targets = jnp.asarray(random.integers(0, vocabulary, (2, 64)))
     of_both = tuple(jnp.asarray(random.normal(size=(2, 64)), jnp.float32) for _ in range(2))
 
-    @partial(jax.jit, static_argnums=1, compiler_options={} if ON_GPU else QUICK)
+    @partial(jax.jit, static_argnums=1, compiler_options={} if ON_GPU else FAST_COMPILE)
     def both(logits, platform):
         values, back = jax.vjp(lambda logits: cross_entropy(logits, targets, platform), logits)
         return *values, *back(of_both)

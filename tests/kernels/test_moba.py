@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.moba import moba_selection
+from tests.compiling import FAST_COMPILE
 
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
-select = jax.jit(moba_selection, static_argnums=(2, 3), compiler_options=QUICK)
+select = jax.jit(moba_selection, static_argnums=(2, 3), compiler_options=FAST_COMPILE)
 
 
 def problem(length, batch=2, q_heads=4, k_heads=2, size=6, seed=0):

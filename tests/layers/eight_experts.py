@@ -23,7 +23,7 @@ from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.routers import RouterSpec
 from maxtext.sharding import AxisRules, use_rules
-from tests.conftest import QUICK
+from tests.compiling import FAST_COMPILE
 from tests.kernels.test_exchange import emulated
 
 BATCH, LENGTH, SIZE, EXPERTS, WIDTH = 8, 8, 24, 8, 40
@@ -133,7 +133,7 @@ def on_one(spec, bounded):
     def run(weights, x, real, target, kept):
         return bounded_loss(spec, weights, x, target, kept) if bounded else loss(spec, weights, x, real, target)
 
-    return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True), compiler_options=QUICK)
+    return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True), compiler_options=FAST_COMPILE)
 
 
 def kept_choices(spec, owners, weights, x, real):
@@ -187,7 +187,7 @@ def run(sizes, options):
         jitted = jax.jit(
             both, in_shardings=(places, stream, None, None), out_shardings=((None, stream), (places, stream))
         )
-        compiled = jitted.lower(weights, x, real, target).compile(QUICK)
+        compiled = jitted.lower(weights, x, real, target).compile(FAST_COMPILE)
     placed = jax.device_put((weights, x), (places, stream))
     (_, y), gradients = compiled(*placed, real, target)
     pairs = {"y": (y, expected_y), "x": (gradients[1], expected[1])}

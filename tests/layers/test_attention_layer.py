@@ -18,9 +18,9 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.rope import RopeSpec
+from tests.compiling import FAST_COMPILE
 
 SIZE, LENGTH, HEAD = 24, 9, 8
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 
 
 def template(heads, groups, **options):
@@ -61,7 +61,7 @@ def inputs(batch=2):
 
 
 def output(template, tree, x, layer_inputs):
-    return jax.jit(lambda tree, x: template.bind(tree)(x, layer_inputs)[0], compiler_options=QUICK)(tree, x)
+    return jax.jit(lambda tree, x: template.bind(tree)(x, layer_inputs)[0], compiler_options=FAST_COMPILE)(tree, x)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -72,7 +72,7 @@ def test_fused_is_separate(heads, groups, bias):
     separate = template(heads, groups, rope=RopeSpec(), bias=bias, out_bias=bias)
     fused = template(heads, groups, rope=RopeSpec(), bias=bias, out_bias=bias, fused=True)
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(tree, fused_tree, x):
         one, other = separate.bind(tree), fused.bind(fused_tree)
         return other.project(x), one(x, layer_inputs)[0], other(x, layer_inputs)[0]

@@ -18,16 +18,12 @@ from maxtext.kernels.delta_rule import causal_convolution_step, gated_delta_step
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, unit_length
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Maker, Template
+from tests.compiling import FAST_COMPILE
 
 SIZE, HEADS, KEY, VALUE, WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
 LENGTH = 21
 CLOSE = dict(rtol=1e-4, atol=2e-5)
-QUICK = {  # compiles several times faster
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-jit = partial(jax.jit, compiler_options=QUICK)
+jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 FAMILIES = {"next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet), "3.5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet)}
 
 

@@ -21,11 +21,11 @@ from maxtext.layers.mla import MlaSpec
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.rope import RopeSpec
+from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, SIZE, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = 2, 15, 24, 4, 12, 16, 10, 8, 6
 INDEX_HEADS, INDEX_DIM, TOP = 8, 12, 5
 SCALE = (NOPE + ROPE) ** -0.5
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 SEGMENTS = np.array([[1] * 6 + [2] * 7 + [0] * 2, [1] * LENGTH], np.int32)
 PACKED = np.array([[*range(6), *range(7), *range(2)], [*range(LENGTH)]], np.int32)
 ROWS = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (BATCH, LENGTH))
@@ -62,7 +62,7 @@ def visible(packed):
 
 def run(spec, tree, x, packed=False):
     model = template(spec)
-    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=QUICK)(tree, x)
+    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE)(tree, x)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_who_learns_from_what(weights, sparse):
     """The indexer from its loss alone, everything else from the output alone."""
     model = template(mla_spec(sparse_training=sparse, loss_factor=1.0))
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
     def gradients(tree, x):
         def parts(tree, x):
             output, aux = model.bind(tree)(x, layer_inputs(True))
@@ -282,7 +282,7 @@ def test_gradient_of_the_loss_is_its_slope(weights):
         return loss(scores, logits, visible(True), SEGMENTS != 0)
 
     expected = (value(1e-6) - value(-1e-6)) / 2e-6
-    np.testing.assert_allclose(jax.jit(slope_of, compiler_options=QUICK)(weights), expected, rtol=1e-3)
+    np.testing.assert_allclose(jax.jit(slope_of, compiler_options=FAST_COMPILE)(weights), expected, rtol=1e-3)
 
 
 def test_a_row_of_padding_has_a_finite_loss(weights):
@@ -293,7 +293,7 @@ def test_a_row_of_padding_has_a_finite_loss(weights):
         output, aux = model.bind(tree)(hidden(), nothing)
         return aux["indexer_loss"] + output.sum()
 
-    value, gradient = jax.jit(jax.value_and_grad(total), compiler_options=QUICK)(weights)
+    value, gradient = jax.jit(jax.value_and_grad(total), compiler_options=FAST_COMPILE)(weights)
     assert value == 0
     assert not any(jnp.abs(leaf).any() for leaf in jax.tree.leaves(gradient))
 
@@ -303,7 +303,7 @@ def test_long_rows_are_scored_in_blocks(weights):
     model = template(mla_spec(sparse_training=True, loss_factor=1.0))
     x = np.random.default_rng(9).normal(size=(1, 300, SIZE)).astype(np.float32)
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @partial(jax.jit, compiler_options=FAST_COMPILE)
     def both(tree, x):
         places = jnp.arange(x.shape[1])[None]
         return model.bind(tree)(x, LayerInputs(places, jnp.ones_like(places)))

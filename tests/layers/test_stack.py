@@ -19,14 +19,10 @@ from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.rope import RopeSpec
 from maxtext.layers.stack import RematPolicy, Segment, Stack
+from tests.compiling import FAST_COMPILE
 
 SIZE, LENGTH, HEAD = 16, 6, 4
-QUICK = {  # compiles several times faster
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-jit = partial(jax.jit, compiler_options=QUICK)
+jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 
 LOCAL = LayerSpec(
     SIZE, AttentionSpec(4, 2, HEAD, HEAD**-0.5, Visibility(window=3), RopeSpec()), MlpSpec(24), NormSpec(),

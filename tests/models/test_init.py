@@ -8,8 +8,8 @@ from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.models import make_template
 from maxtext.models.transformer import initial_weights
+from tests.compiling import FAST_COMPILE
 
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 WORDS = [
     "vocab_size=512", "base_emb_dim=128", "base_num_query_heads=8", "base_num_kv_heads=4", "head_dim=32",
     "base_mlp_dim=320", "base_num_decoder_layers=4",
@@ -18,7 +18,7 @@ WORDS = [
 
 def weights(*extra, loop=False):
     config = load(None, [*WORDS, *extra], environ={}, devices=Devices(1))
-    return jax.tree.map(np.asarray, jax.jit(lambda: initial_weights(config, loop), compiler_options=QUICK)())
+    return jax.tree.map(np.asarray, jax.jit(lambda: initial_weights(config, loop), compiler_options=FAST_COMPILE)())
 
 
 @pytest.fixture(scope="module")

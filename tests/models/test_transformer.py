@@ -9,8 +9,8 @@ from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models import make_template, segments
+from tests.compiling import FAST_COMPILE
 
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}  # compiles three times faster
 VOCABULARY, LENGTH, SIZE = 32, 16, 12
 WORDS = [
     f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", f"base_emb_dim={SIZE}", "base_num_query_heads=4",
@@ -75,7 +75,7 @@ def packed(request):
         real = (numbers != 0)[..., None]
         return jnp.sum(jnp.where(real, jax.nn.log_softmax(logits), 0.0)), logits
 
-    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(weights)
+    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE)(weights)
     return np.asarray(logits), gradients
 
 

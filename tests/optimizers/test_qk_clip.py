@@ -16,9 +16,9 @@ from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Maker, Template
 from maxtext.layers.rope import RopeSpec
 from maxtext.optimizers.qk_clip import clip_mla
+from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, SIZE, HEADS, NOPE, ROPE, VALUE = 2, 9, 16, 4, 6, 4, 5
-QUICK = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
 
 
 def template(query_rank):
@@ -38,7 +38,7 @@ def logits_of(query_rank, weights):
     x = np.random.default_rng(7).normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
     places = LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)))
     model = template(query_rank)
-    return jax.jit(lambda tree: model.bind(tree)(x, places)[1]["max_logits"], compiler_options=QUICK)(weights)
+    return jax.jit(lambda tree: model.bind(tree)(x, places)[1]["max_logits"], compiler_options=FAST_COMPILE)(weights)
 
 
 @pytest.mark.parametrize("query_rank", [0, 10])

@@ -17,10 +17,11 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
+from tests.compiling import FAST_COMPILE
 from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABULARY
 
 # Programs that run three times need not be fast.
-COMPILER_OPTIONS["cpu"] = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+COMPILER_OPTIONS["cpu"] = FAST_COMPILE
 COLLECTIVE = re.compile(r" = \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
 
 

@@ -25,6 +25,7 @@ from maxtext.trainers import feed, pretrain
 from maxtext.trainers.losses import language_model_losses
 from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
 from maxtext.trainers.step import make_eval_step, make_train_step
+from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
 FACTS = "architecture="  # what the config.json of a checkpoint may say and no key; here a word like others
@@ -37,12 +38,6 @@ TINY = [
 ]  # fmt: skip
 # The rate is learning_rate at every step.
 CONSTANT_RATE = ["lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0"]
-# XLA's work of optimising takes ten times as long as all that these tests compute.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,  # parts cost time of their own, and tests run side by side
-}
 
 
 @dataclass
@@ -112,7 +107,7 @@ def make_bench(configure):
 
 
 def quick(function):
-    jitted = jax.jit(function, compiler_options=QUICK)
+    jitted = jax.jit(function, compiler_options=FAST_COMPILE)
 
     def run(*arguments):
         with jax.default_matmul_precision("highest"):
@@ -235,7 +230,7 @@ def light_compiler(tmp_path_factory):
     """Whole runs compile without XLA's optimisations, and a step that was compiled before is not compiled again."""
     cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
     before, options = jax.config.jax_persistent_cache_min_compile_time_secs, COMPILER_OPTIONS["cpu"]
-    COMPILER_OPTIONS["cpu"] = QUICK
+    COMPILER_OPTIONS["cpu"] = FAST_COMPILE
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
