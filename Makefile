@@ -9,6 +9,7 @@ WORKERS ?= 2
 
 quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
+	@echo "to use the command maxtext in this shell: source $(BIN)/activate"
 
 test: lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(if $(FAST),-m "not slow")

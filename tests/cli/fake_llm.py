@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,7 @@ class FakeLLM:
         for number, character in enumerate(answer.text or ""):
             if number + 1 == self.interrupt_after:
                 signal.raise_signal(signal.SIGINT)
+                time.sleep(0.5)  # the main thread hears it meanwhile
             yield character, None
         yield "", answer
 

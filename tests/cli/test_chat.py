@@ -96,8 +96,8 @@ def test_interrupted_answers_stay_and_the_conversation_goes_on(chat, made, monke
 
     monkeypatch.setattr(FakeLLM, "load", classmethod(interrupted))
     code, out, _ = chat(["a", "b"])
-    assert (code, out) == (0, "answ … (stopped)\nansw … (stopped)\n")
-    assert heard(made[-1]) == chatml(("user", "a"), ("assistant", "answ"), ("user", "b"))
+    assert (code, out) == (0, "ans … (stopped)\nans … (stopped)\n")
+    assert heard(made[-1]) == chatml(("user", "a"), ("assistant", "ans"), ("user", "b"))
 
 
 def test_a_template_that_refuses_says_so(chat, made):

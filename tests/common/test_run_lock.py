@@ -62,6 +62,9 @@ def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, warni
     assert not (tmp_path / "run").exists(), "a lock leaves nothing behind"
     with RunLock(tmp_path / "run"):
         assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == os.getpid()
+    with RunLock(tmp_path / "deep" / "run"):
+        pass
+    assert not list(tmp_path.iterdir())
     assert not warnings
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
 from maxtext.cli.train import set_up_jax
-from maxtext.common import log
+from maxtext.common import log, progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs import fields, ledger, load, sources
@@ -37,6 +37,7 @@ class Answering:
     config: Any
     place: str  # of the model, for messages
     loading_seconds: float = 0.0
+    fresh: bool = True  # the first answer compiles programs
 
     @property
     def tokenizer(self) -> "Tokenizer":
@@ -94,6 +95,8 @@ class Answering:
 
     def spoken(self, ask: "Ask") -> Generator[tuple[str, "Answer | None"]]:
         """One answer as it comes: pieces of text, the last with the whole answer."""
+        progress.start("compiling for this model and answering" if self.fresh else "answering")
+        self.fresh = False
         for piece, answer in self.llm.serving(1, self.config.max_target_length).run(iter([ask])):
             if answer is not None and answer.error:
                 raise UserError(answer.error)
@@ -153,6 +156,7 @@ def open_model(place: str, config: Any, text: bool = True) -> Answering:
 @contextlib.contextmanager
 def loading(place: str) -> Iterator[Callable[[int, int, str], None] | None]:
     """A sign of life on a terminal, which leaves no trace; nothing elsewhere."""
+    progress.stop()
     if not sys.stderr.isatty():
         yield None
         return

@@ -4,19 +4,26 @@ In a pipe, each line of standard input is a message or a command, and standard o
 """
 
 import contextlib
+import os
+import queue
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxtext.cli.answering import Answering, note, open_model, refuse, settle, styled, write
+from maxtext.common import progress, signals
 from maxtext.common.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from maxtext.inference import Answer
 
+Pieces = Generator["tuple[str, Answer | None]"]
 MARK = "> "
+LOOK_SECONDS = 0.1
+SETTLE_SECONDS = 2.0
 BOLD_MARK = "\x01\x1b[1m\x02> \x01\x1b[0m\x02"  # \x01 and \x02: what readline must not count as width
 HELP = """\
 /reset         forget the conversation
@@ -42,43 +49,129 @@ def run(words: list[str]) -> int:
     model = open_model(words[0], config)
     person = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(model)
+    progress.stop()
     if person:
         note(f"{words[0]}, loaded in {model.loading_seconds:.1f} s; /help lists the commands")
-    read = reader(person)
-    while (line := read()) is not None:
-        if not line.strip():
-            continue
-        if line.startswith("/") and not line.startswith("//"):
-            if not command(conversation, line):
-                break
-        else:
-            answer(conversation, line.removeprefix("/") if line.startswith("//") else line, person)
+    with Keyboard(person) as keyboard:
+        while (line := keyboard.read()) is not None:
+            if not line.strip():
+                continue
+            if line.startswith("/") and not line.startswith("//"):
+                if not command(conversation, line):
+                    break
+            else:
+                answer(conversation, line.removeprefix("/") if line.startswith("//") else line, keyboard)
     return 0
 
 
-def reader(person: bool) -> Callable[[], str | None]:
-    """A function that gives the next line, None at the end of the input."""
-    if not person:
-        return lambda: line.rstrip("\r\n") if (line := sys.stdin.readline()) else None
-    try:
-        import readline  # noqa: F401  (gives input() its editing and history)
-    except ImportError:
-        mark = MARK
-    else:
-        mark = BOLD_MARK if styled(sys.stdout) else MARK
+class Keyboard:
+    """What a person types. Ctrl-C clears the line that is typed, or stops the answer, and never leaves the program,
+    which Ctrl-D and /exit do. In a pipe, an interrupt outside of an answer ends the program."""
 
-    def read() -> str | None:
+    def __init__(self, person: bool):
+        self.person = person
+        self.reading = False
+        self.speaking: Speaking | None = None
+        self.mark = MARK
+        if person:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (gives input() its editing and history)
+
+                self.mark = BOLD_MARK if styled(sys.stdout) else MARK
+
+    def __enter__(self) -> "Keyboard":
+        self.before = signal.signal(signal.SIGINT, self.on_interrupt)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        signal.signal(signal.SIGINT, self.before)
+        # A thread that compiles cannot be stopped, and the interpreter must not end under it.
+        if self.speaking is not None and not self.speaking.settle(SETTLE_SECONDS):
+            sys.stdout.flush()
+            os._exit(0 if error is None else signals.exit_code_of(error))
+
+    def on_interrupt(self, number: int, frame: object) -> None:
+        if self.speaking is not None and not self.speaking.ended:
+            self.speaking.stop()
+        elif self.reading or not self.person:
+            raise signals.Interrupted(number)
+
+    def read(self) -> str | None:
+        """The next line, None at the end of the input."""
+        if not self.person:
+            return line.rstrip("\r\n") if (line := sys.stdin.readline()) else None
         while True:
             try:
-                return input(mark)
+                self.reading = True
+                return input(self.mark)
             except EOFError:
                 write("\n")
                 return None
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
+                if getattr(error, "number", signal.SIGINT) != signal.SIGINT:
+                    raise
                 write("\n")
                 note("Ctrl-D or /exit leaves")
+            finally:
+                self.reading = False
 
-    return read
+    def hear(self, pieces: Pieces) -> Iterator["tuple[str, Answer | None]"]:
+        """An answer as it comes, until it ends or Ctrl-C is pressed."""
+        if self.speaking is not None:
+            with progress.working("the model finishes what was stopped"):
+                self.speaking.settle()
+        self.speaking = Speaking(pieces)
+        self.speaking.thread.start()  # now that an interrupt finds it
+        return iter(self.speaking)
+
+
+class Speaking:
+    """Takes an answer from the engine in a thread, so that Ctrl-C is heard while the engine computes or compiles."""
+
+    def __init__(self, pieces: Pieces):
+        self.pieces = pieces
+        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.stopped = threading.Event()
+        self.ended = False  # for whoever listens
+        self.thread = threading.Thread(target=self.work, name="maxtext-answer", daemon=True)
+
+    def work(self) -> None:
+        try:
+            with contextlib.closing(self.pieces) as pieces:  # a stopped engine lets the request go
+                for piece in pieces:
+                    if self.stopped.is_set():
+                        return
+                    self.queue.put(piece)
+            self.queue.put(None)
+        except BaseException as error:
+            self.queue.put(error)
+
+    def stop(self) -> None:
+        """May be called by a signal handler."""
+        self.stopped.set()
+        self.queue.put(None)
+
+    def __iter__(self) -> Iterator["tuple[str, Answer | None]"]:
+        try:
+            while not self.stopped.is_set():
+                try:
+                    item = self.queue.get(timeout=LOOK_SECONDS)  # a signal may come to another thread
+                except queue.Empty:
+                    continue
+                if item is None:
+                    return
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self.ended = True
+            self.stopped.set()
+            progress.stop()
+
+    def settle(self, seconds: float | None = None) -> bool:
+        """Wait until the engine is free; whether it is."""
+        self.thread.join(seconds)
+        return not self.thread.is_alive()
 
 
 def command(conversation: "Conversation", line: str) -> bool:
@@ -99,19 +192,14 @@ def command(conversation: "Conversation", line: str) -> bool:
     return True
 
 
-def answer(conversation: "Conversation", text: str, person: bool) -> None:
+def answer(conversation: "Conversation", text: str, keyboard: Keyboard) -> None:
     """Show what the model says to a message. What goes wrong is said, and the conversation goes on without it."""
     conversation.turns.append({"role": "user", "content": text})
     began, said, whole = time.perf_counter(), "", None  # `whole`: the answer, if it came to its end
     try:
-        with interruptible() as interrupted:
-            pieces = conversation.pieces()
-            for piece, found in pieces:
-                write(piece)
-                said, whole = said + piece, found
-                if interrupted():
-                    pieces.close()  # the model stops, too
-                    break
+        for piece, found in keyboard.hear(conversation.pieces()):
+            write(piece)
+            said, whole = said + piece, found
     except UserError as error:
         conversation.turns.pop()
         note(str(error))
@@ -123,25 +211,9 @@ def answer(conversation: "Conversation", text: str, person: bool) -> None:
     conversation.turns.append({"role": "assistant", "content": said})
     if whole and whole.finished == "length":
         note(f"there was no more room: max_target_length={conversation.model.config.max_target_length}")
-    if whole and person:
+    if whole and keyboard.person:
         count, seconds = len(whole.ids), time.perf_counter() - began
         note(f"{count:,} tokens, {count / max(seconds, 1e-9):,.1f} tokens/s")
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted, for the engine must not be torn out of its work; a second one ends the program as usual."""
-    pressed: list[int] = []
-
-    def note_it(number: int, frame: object) -> None:
-        pressed.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, note_it)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
@@ -157,7 +229,7 @@ class Conversation:
         self.answers = 0
         _ = model.template  # a model that cannot chat is refused before anything is typed
 
-    def pieces(self) -> Generator[tuple[str, "Answer | None"]]:
+    def pieces(self) -> Pieces:
         """The answer to the last turn, as it comes."""
         from maxtext.inference import Ask
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from maxtext.cli import words as cli_words
 from maxtext.cli.answering import DIM, Answering, note, open_model, refuse, settle, write
+from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import load, sources
 from maxtext.configs.load import wanted
@@ -27,12 +28,11 @@ def run(words: list[str]) -> int:
     model = open_model(place, config)
     ids = model.prompt(config.prompt)
     room = model.room(ids)  # before anything is shown
-    if sys.stdout.isatty() and not config.use_chat_template:
-        write(config.prompt, DIM)
+    lead = config.prompt if sys.stdout.isatty() and not config.use_chat_template else ""
     if config.multi_sampling or config.return_log_prob:
-        texts = listed(model, ids, room)
+        texts = listed(model, ids, room, lead)
     else:
-        texts = [streamed(model, ids, room)]
+        texts = [streamed(model, ids, room, lead)]
     if config.autoregressive_decode_assert:
         compare(config.autoregressive_decode_assert, texts[0])
     return 0
@@ -78,12 +78,14 @@ def asks(model: Answering, ids: list[int], room: int, count: int) -> list[Any]:
     return [Ask(ids, room, sampling, seed=seed + number, log_probs=log_probs) for number in range(count)]
 
 
-def streamed(model: Answering, ids: list[int], room: int) -> str:
-    """One completion, shown as it comes."""
+def streamed(model: Answering, ids: list[int], room: int, lead: str) -> str:
+    """One completion, shown after `lead` as it comes."""
     (ask,) = asks(model, ids, room, 1)
     began, first, answer = time.perf_counter(), 0.0, None
     for piece, whole in model.spoken(ask):
-        first = first or time.perf_counter() - began
+        if not first:
+            first = time.perf_counter() - began
+            write(lead, DIM)
         answer = whole or answer
         write(piece)
     write("\n")
@@ -94,12 +96,14 @@ def streamed(model: Answering, ids: list[int], room: int) -> str:
     return answer.text or ""
 
 
-def listed(model: Answering, ids: list[int], room: int) -> list[str]:
+def listed(model: Answering, ids: list[int], room: int, lead: str) -> list[str]:
     """All completions when they are complete, or their tokens with log-probabilities."""
     count = int(model.config.per_device_batch_size) if model.config.multi_sampling else 1
     began, tokens, texts = time.perf_counter(), 0, [""] * count
     if sys.stdout.isatty():
+        write(lead, DIM)
         write("\n")
+    progress.start("compiling for this model and answering")
     for answer in model.llm.answers(asks(model, ids, room, count)):
         if answer.error:
             raise UserError(answer.error)

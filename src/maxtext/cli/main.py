@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from maxtext.common import signals
+from maxtext.common import progress, signals
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,8 @@ def run(words: list[str]) -> int:
         from maxtext.cli.words import refuse_remote
 
         refuse_remote(rest[:2] if name == "tokenizer" and rest[:1] == ["inspect"] else rest)  # what follows is a text
-    return importlib.import_module(f"maxtext.cli.{name}").run(rest)
+    with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
+        return importlib.import_module(f"maxtext.cli.{name}").run(rest)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,10 @@ class RunLock:
     def __init__(self, folder: Path):
         self.path = folder / FILE
         self.descriptor: int | None = None
+        self.made: list[Path] = []  # folders that were not there before, innermost first
 
     def __enter__(self) -> "RunLock":
+        self.made = [folder for folder in self.path.parents if not folder.exists()]
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # One descriptor for everything: closing any other of the same file would drop the lock.
@@ -80,7 +82,8 @@ class RunLock:
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
                 self.path.unlink()  # before the lock goes, so that nobody else's file is removed
-                self.path.parent.rmdir()  # if the run left nothing there
+                for folder in self.made:
+                    folder.rmdir()  # if the run left nothing there
             os.close(self.descriptor)
             self.descriptor = None
 
