@@ -147,3 +147,19 @@ def test_folders():
 def test_layers_are_unrolled_on_gpus(words, platform, scanned, kind):
     config = load(None, words, environ={}, devices=Devices(1, platform=platform))
     assert (config.scan_layers, config.source("scan_layers").kind) == (scanned, kind)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "default-20260102-030405"),
+        (["model_name=llama2-7b"], "llama2-7b-20260102-030405"),
+        (["load_parameters_path=/models/Qwen3-0.6B/"], "Qwen3-0.6B-20260102-030405"),
+        (["load_parameters_path=/out/first/checkpoints/300"], "first-20260102-030405"),
+        (["load_parameters_path=/models/a", "model_name=llama2-7b"], "llama2-7b-20260102-030405"),
+        (["load_parameters_path=/models/a", "run_name=mine"], "mine"),
+    ],
+)
+def test_a_run_is_named_after_the_folder_that_it_starts_from(words, name):
+    environ = {"MAXTEXT_STARTED": "20260102-030405"}
+    assert load(None, words, environ=environ, devices=Devices(1)).run_name == name

@@ -105,3 +105,15 @@ def test_the_moving_average():
 )  # fmt: skip
 def test_ticks(low, high, whole, expected):
     assert ticks(low, high, 7, whole) == pytest.approx(expected)
+
+
+def test_the_legend_shows_the_last_loss_and_the_smoothed_one(tmp_path, monkeypatch):
+    """The last loss is the one in summary.json; of 180 steps the average is over the last four."""
+    words = []
+    text = plot.Canvas.text
+    monkeypatch.setattr(
+        plot.Canvas, "text", lambda self, *args, **keys: words.append(args[2]) or text(self, *args, **keys)
+    )
+    losses = [3.0] * 176 + [1.6, 1.6, 1.6, 1.4]
+    save_loss_png(tmp_path / "loss.png", range(180), losses, [(179, 1.7)])
+    assert {"last 1.400", "smoothed 1.550", "evaluation 1.700"} <= set(words)

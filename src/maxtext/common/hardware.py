@@ -3,8 +3,10 @@
 A device that is not listed has no peak here, and whoever divides by it must say "unknown" instead of a number.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 GB = 10**9
 GIB = 2**30
@@ -80,9 +82,16 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
     return hardware.peak.get(dtype) if hardware else None
 
 
-def host_memory_bytes() -> int:
-    """All memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_memory_bytes(limits: tuple[str, ...] = CGROUP_LIMITS) -> int:
+    """All memory of this machine, or of the container if that may have less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in limits:
+        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+            total = min(total, int(Path(path).read_text()))
+    return total
 
 
 def size(count: float) -> str:

@@ -6,6 +6,7 @@ devices of this machine.
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -333,8 +334,12 @@ def tensors_to_offload(c: Any) -> list[str] | None:
 # Keys that a user may leave empty.
 
 
-def run_name(model_name: str, environ: Mapping[str, str]) -> str:
-    return environ.get("JOBSET_NAME") or f"{model_name}-{environ.get(STARTED) or now()}"
+def run_name(model_name: str, weights: str, environ: Mapping[str, str]) -> str:
+    """Of a run without one: $JOBSET_NAME, else the folder that its weights come from, or its model, and the time."""
+    path = re.sub(r"/checkpoints(/\d+)?$", "", os.path.abspath(os.path.expanduser(weights)))  # a run, not its step
+    folder = os.path.basename(path) if weights else ""
+    name = folder if model_name == "default" and folder else model_name
+    return environ.get("JOBSET_NAME") or f"{name}-{environ.get(STARTED) or now()}"
 
 
 def base_output_directory() -> str:

@@ -100,8 +100,10 @@ def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
 
     model = str(settings["model_name"].value)
     if empty("run_name"):
-        place = "JOBSET_NAME" if environ.get("JOBSET_NAME") else "model_name and time"
-        settings["run_name"] = Setting(derive.run_name(model, environ), Source("derived", place))
+        place = "JOBSET_NAME" if environ.get("JOBSET_NAME") else "the model and the time"
+        weights = settings["load_parameters_path"].value
+        name = derive.run_name(model, "" if fields.is_none(weights) else str(weights), environ)
+        settings["run_name"] = Setting(name, Source("derived", place))
     if settings["steps"].value == -1:  # as long as the schedule; the range check refuses two of -1
         settings["steps"] = Setting(settings["learning_rate_schedule_steps"].value, Source("derived"))
     if empty("base_output_directory"):

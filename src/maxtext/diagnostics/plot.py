@@ -1,8 +1,9 @@
 """loss.png: the loss over the steps, drawn without a plotting package, so that every run has a picture of itself.
 
-The raw loss is pale, a moving average lies over it, evaluations are dots; the numbers at the top are where the curves
-end. Losses that are not finite are left out; those beyond the 99.5th percentile, spikes mostly, run out of the frame
-instead of flattening the rest, and count as the percentile in the average.
+The loss of each step is pale, a moving average lies over it, evaluations are dots. The numbers at the top are where
+the curves end: the loss of the last step, as in summary.json, and the average ("smoothed"). Losses that are not
+finite are left out; those beyond the 99.5th percentile, spikes mostly, run out of the frame instead of flattening the
+rest, and count as the percentile in the average.
 """
 
 import math
@@ -18,6 +19,7 @@ WIDTH, HEIGHT = 900, 500
 LEFT, RIGHT, TOP, BOTTOM = 78, 876, 48, 442  # the frame of the curves
 BACKGROUND, GRID, FRAME, INK = (255, 255, 255), (233, 236, 240), (150, 156, 165), (66, 72, 82)
 RAW, SMOOTH, EVALUATION = (178, 205, 238), (30, 96, 180), (226, 106, 28)
+RAW_TEXT = (120, 160, 210)  # darker than the line, to be read
 
 Points = tuple[np.ndarray, np.ndarray]
 Range = tuple[float, float]
@@ -48,7 +50,8 @@ def save_loss_png(
         canvas.line(*placed(outline(training)), RAW, 0.4, frame)
         canvas.line(*placed(outline((training[0], smooth))), SMOOTH, 1.4, frame)
         canvas.dots(*placed((training[0][-1:], smooth[-1:])), SMOOTH, 3, frame)
-        legend.append((f"training {smooth[-1]:#.4g}", SMOOTH))
+        legend.append((f"last {training[1][-1]:#.4g}", RAW_TEXT))
+        legend.append((f"smoothed {smooth[-1]:#.4g}", SMOOTH))
     if len(evaluation[0]):
         canvas.line(*placed(evaluation), EVALUATION, 0.4, frame)
         canvas.dots(*placed(evaluation), EVALUATION, 4, frame)

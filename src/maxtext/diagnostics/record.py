@@ -2,8 +2,9 @@
 
 Every record has `step` (from 0, the step that these numbers belong to). A step of training brings `loss`, `lm_loss`,
 `learning_rate`, `grad_norm` (after clipping), `raw_grad_norm` (before), `param_norm`, `total_weights` (tokens that
-counted in the loss), the four of TIMING, and whatever else the step returned. A record may also hold only a few of
-them, such as an evaluation's (`step`, `eval_loss`). None means that a number is not known.
+counted in the loss), the four of TIMING (of which the speeds are means over about a second of steps), and whatever
+else the step returned. A record may also hold only a few of them, such as an evaluation's (`step`, `eval_loss`). None
+means that a number is not known.
 """
 
 from collections.abc import Mapping

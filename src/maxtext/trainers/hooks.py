@@ -1,6 +1,7 @@
 """What happens around the steps: records, evaluation, profiles."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,31 @@ from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
 
+WINDOW_SECONDS, WINDOW_STEPS = 1.0, 50
+
 
 class TrainingFailed(UserError):
     """The loss is not a number any more. `state` is that of the last good step."""
 
     state: Any = None
+
+
+class Throughput:
+    """Tokens per second over the newest steps that together took WINDOW_SECONDS, at most WINDOW_STEPS: one tiny step
+    says little. The first step of a run, which warms everything up, counts only for itself."""
+
+    def __init__(self) -> None:
+        self.steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (tokens, seconds)
+        self.first = True
+
+    def add(self, tokens: float, seconds: float) -> float:
+        if self.first:
+            self.first = False
+            return tokens / seconds
+        self.steps.append((tokens, seconds))
+        while sum(duration for _, duration in self.steps) - self.steps[0][1] >= WINDOW_SECONDS:
+            self.steps.popleft()
+        return sum(count for count, _ in self.steps) / sum(duration for _, duration in self.steps)
 
 
 class Record(Hook):
@@ -27,6 +48,7 @@ class Record(Hook):
         self.config, self.recorder, self.profiler = config, recorder, profiler
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.losses: list[tuple[int, float]] = []
+        self.throughput = Throughput()
         self.last: dict[str, Any] = {}
 
     def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -37,8 +59,9 @@ class Record(Hook):
         self.check(step, metrics["loss"], metrics["raw_grad_norm"])
 
     def timing(self, tokens: float, seconds: float) -> dict[str, float | None]:
-        """Speed over the tokens that were learned from: padding is no work done."""
-        rate = tokens / seconds / jax.device_count()
+        """The time of a step, and speeds over a window of steps. They count the tokens that were learned from: padding
+        is no work done."""
+        rate = self.throughput.add(tokens, seconds) / jax.device_count()
         flops = rate * self.flops_per_token
         return {
             "step_time_seconds": seconds,

@@ -13,7 +13,7 @@ import jax
 
 from maxtext.checkpoint.agreement import SaveFailed
 from maxtext.checkpoint.saver import check_writable
-from maxtext.common import hardware, signals
+from maxtext.common import hardware, progress, signals
 from maxtext.common.errors import UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
@@ -28,6 +28,7 @@ from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.models.registry import layers
+from maxtext.sharding.topology import local_memory
 from maxtext.trainers import restore
 from maxtext.trainers.compiled import CompiledSteps
 from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
@@ -68,8 +69,12 @@ def train_here(config: Any) -> Result:
     peak = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
     profiler = Profiler(config, start.step, config.steps - 1)
     steps = CompiledSteps(setup)
-    first_step = steps.for_rows(rows_at(config, start.step))
-    state, key = start.ready()
+    LOGGER.info("compiling the train step")
+    with progress.working("compiling the train step"):
+        first_step = steps.for_rows(rows_at(config, start.step))
+    warn_of_memory(step_bytes(first_step))
+    with progress.working("preparing the weights"):
+        state, key = start.ready()
     if jax.process_index() == 0:
         start_banner(banner(setup, first_step, start))
     writers = make_writers(
@@ -139,6 +144,7 @@ def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dic
     """What is about to run, in numbers."""
     config = setup.config
     memory = step.memory_analysis()
+    needed = step_bytes(step)
     mesh = {axis: size for axis, size in setup.rules.mesh.shape.items() if size > 1}
     model = {
         "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
@@ -147,9 +153,8 @@ def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dic
         "FLOPs a token": f"{train_flops_per_token(config):.3e} in training (products only, causal, no remat)",
     }
     if memory is not None:
-        total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         state, rest = hardware.size(memory.argument_size_in_bytes), hardware.size(memory.temp_size_in_bytes)
-        model["memory a device"] = f"{hardware.size(total)} ({state} state and batch, {rest} temporary)"
+        model["memory a device"] = f"{hardware.size(needed)} ({state} state and batch, {rest} temporary)"
     tokens = config.global_batch_size_to_train_on * config.max_target_length
     return {
         "Model": model,
@@ -168,6 +173,30 @@ def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dic
             "saved": saved(config),
         },
     }
+
+
+def step_bytes(step: jax.stages.Compiled) -> int:
+    """What a step needs on one device; 0 where the compiler does not say."""
+    memory = step.memory_analysis()
+    if memory is None:
+        return 0
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + max(new, 0) + memory.temp_size_in_bytes
+
+
+def warn_of_memory(needed: int) -> None:
+    """Say before the first step that it will not fit, and what would."""
+    devices = jax.local_devices()
+    limit = local_memory(devices[0], len(devices))
+    if limit is not None and needed > limit:
+        LOGGER.warning(
+            "a step needs about %s on each device, which has %s: expect it to fail or to swap; lower "
+            "per_device_batch_size, max_target_length or the size of the model (base_emb_dim, "
+            "base_num_decoder_layers), set remat_policy=full, or use more devices; `maxtext estimate` with the same "
+            "words says what fits",
+            hardware.size(needed),
+            hardware.size(limit),
+        )
 
 
 def saved(config: Any) -> str:

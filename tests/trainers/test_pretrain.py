@@ -1,0 +1,30 @@
+"""What a run says before its first step."""
+
+import logging
+
+import pytest
+
+from maxtext.common.log import LOGGER
+from maxtext.trainers import pretrain
+
+GIB = 2**30
+
+
+@pytest.fixture
+def warnings():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    LOGGER.addHandler(handler)
+    yield lines
+    LOGGER.removeHandler(handler)
+
+
+@pytest.mark.parametrize(("limit", "warned"), [(23 * GIB, True), (40 * GIB, False), (None, False)])
+def test_a_step_that_does_not_fit_is_warned_of(monkeypatch, warnings, limit, warned):
+    monkeypatch.setattr(pretrain, "local_memory", lambda device, count: limit)
+    pretrain.warn_of_memory(39 * GIB)
+    assert bool(warnings) == warned
+    if warned:
+        assert "needs about 39.00 GiB on each device, which has 23.00 GiB" in warnings[0]
+        assert "lower per_device_batch_size" in warnings[0]
