@@ -88,3 +88,13 @@ def test_dtype_of_the_weights_is_kept():
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_weights(10))
     clipped = clip_mla(weights, jnp.full(HEADS, 200.0), 100.0, NOPE)
     assert {leaf.dtype for leaf in jax.tree.leaves(clipped)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("logit", [np.inf, -np.inf, np.nan])
+def test_a_logit_that_is_not_finite_leaves_its_head_alone(logit):
+    """It says nothing about how much too large the weights are; by its ratio they would become 0 or NaN."""
+    weights = {"query_b": {"kernel": jnp.ones((2, 3, 3))}, "kv_b": {"kernel": jnp.ones((2, 3, 4))}}
+    after = clip_mla(weights, jnp.array([logit, 5.0, 400.0]), 100.0, 2)
+    for name in weights:
+        np.testing.assert_array_equal(after[name]["kernel"][:, :2], weights[name]["kernel"][:, :2])
+    np.testing.assert_allclose(after["query_b"]["kernel"][:, 2], [[0.5, 0.5, 0.25]] * 2)

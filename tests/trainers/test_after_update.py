@@ -144,6 +144,31 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
             np.testing.assert_array_equal(value, start[name], err_msg=name)
 
 
+# Skipped steps.
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
+    """Not the router's bias, not by QK-clip, not the optimizer's state; the same step changes all of them otherwise."""
+    words = (
+        *BIASED, *ADAMW, "use_qk_clip=true", "qk_clip_threshold=1",
+        "skip_step_on_spikes=true", "skip_step_interval=4", f"gradient_accumulation_steps={microbatches}",
+    )  # fmt: skip
+    bench = make_bench(*words)
+    start = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 1000)
+    # Four recorded losses of 0: every loss above 0 is a spike.
+    spiky = replace(start, optimizer=start.optimizer._replace(recorded=jnp.int32(4)))
+    after, metrics = bench(packed, spiky)
+    assert metrics["skipped"] == 1
+    assert int(after.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, after.weights, start.weights)
+    jax.tree.map(np.testing.assert_array_equal, after.optimizer.inner_state, start.optimizer.inner_state)
+    other, metrics = bench(packed, start)
+    assert metrics["skipped"] == 0
+    before, moved = named(bench, start), named(bench, other)
+    assert all((before[name] != moved[name]).any() for name in before)
+
+
 @pytest.mark.slow
 def test_while_indexers_warm_up_nothing_else_changes(make_bench, packed):
     """Not by weight decay, not by the load of experts, not by clipping."""

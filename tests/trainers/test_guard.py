@@ -198,6 +198,42 @@ def test_the_recorded_rate_is_the_one_that_was_applied(spiked):
         assert record["learning_rate"] == pytest.approx(moved / record["grad_norm"], rel=1e-3), step
 
 
+# Skipping comes before aborting.
+
+SKIPPING_SMALL = (*SMALL, "skip_step_on_spikes=true", "skip_step_scaling_factor=1000")
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(trained):
+    run = trained(*SKIPPING_SMALL, batches=TAINTED)
+    assert run.error is None
+    assert [record["skipped"] for record in run.records] == [float(step == BAD) for step in range(12)]
+    assert_same(run.history[BAD], run.history[BAD - 1])
+    assert all(math.isfinite(record["loss"]) for record in run.records if record["step"] != BAD)
+    assert int(run.loop.state.step) == run.loop.step == 12
+
+
+@pytest.mark.parametrize("bad", [9, 10])
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(trained, bad):
+    """With the weights before them, although finite steps were dispatched after the tenth."""
+    run = trained(*SKIPPING_SMALL, batches=[*GOOD[:2], *[POISONED] * bad, *GOOD[2:5]])
+    if bad < 10:
+        assert run.error is None
+        assert run.loop.step == 2 + bad + 3
+        return
+    assert isinstance(run.error, TrainingFailed)
+    assert "the loss of step 11 is nan: training stops after 10 steps in a row that were not finite" in str(run.error)
+    assert run.records[-1]["step"] == 11
+    assert_same(run.weights(), run.history[1])
+    assert int(run.loop.state.step) == 11, "the tenth is not counted: a resumed run tries it again"
+
+
+def test_a_run_that_may_not_abort_skips_without_end(trained):
+    run = trained(*SKIPPING_SMALL, *GO_ON, batches=[GOOD[0], *[POISONED] * 12, GOOD[1]])
+    assert run.error is None
+    assert_same(run.history[12], run.history[0])
+    assert math.isfinite(run.records[-1]["loss"])
+
+
 def test_without_skipping_there_is_no_such_metric(trained):
     assert "skipped" not in trained(*SMALL, batches=GOOD[:BAD]).records[0]
 

@@ -199,6 +199,22 @@ def test_only_what_the_mask_names_trains(make_bench, packed):
     assert moments <= kept <= moments + 8
 
 
+def test_clipping_counts_the_gradients_of_weights_that_train(make_bench, packed, independent):
+    """SGD moves them by rate * threshold, however large the gradients of frozen weights are."""
+    words = ("opt_type=sgd", "learning_rate=0.5", "gradient_clipping_threshold=1e-3")
+    bench = make_bench(*words, "trainable_parameters_mask=[attention/query]")
+    gradients = independent[1](bench.state.weights, packed)
+    squares = {name: np.sum(np.square(np.float64(gradient))) for name, gradient in gradients.items()}
+    trained = sum(value for name, value in squares.items() if "attention/query" in name)
+    state, metrics = bench(packed)
+    assert metrics["raw_grad_norm"] == pytest.approx(np.sqrt(trained), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(1e-3, rel=1e-4)
+    assert sum(squares.values()) > 4 * trained, "the case must tell the two norms apart"
+    before, after = named(bench.state.weights), named(state.weights)
+    moved = np.sqrt(sum(np.sum(np.square(np.float64(after[name]) - before[name])) for name in before))
+    assert moved == pytest.approx(0.5 * 1e-3, rel=1e-2)
+
+
 def test_three_steps_of_adamw_equal_torch(make_bench, packed, independent):
     """Our step against clip_grad_norm_ and torch.optim.AdamW, fed with gradients of an independent loss."""
     words = ("learning_rate=0.01", "adam_b2=0.99", "adam_eps=1e-6", "gradient_clipping_threshold=0.7")

@@ -40,17 +40,25 @@ def make_optimizer(
     """
     refuse_unread_keys(config)
     names = path_names(axis_names, is_leaf=_is_axes)
-    trains = jax.tree.map(lambda _: True, names)
-    if config.trainable_parameters_mask:
-        trains = selected("trainable_parameters_mask", config.trainable_parameters_mask, names)
-    if trained is not None:
-        trains = jax.tree.map(lambda wanted, possible: wanted and possible, trains, trained)
+    trains = trainable_parameters(config, axis_names, trained)
     dimensions = jax.tree.map(lambda _: None, names)
     if config.opt_type == "muon":
         dimensions = jax.tree.map(dimension_numbers, names, axis_names)
     groups = jax.tree.map(_group, trains, dimensions)
     optimizer = optax.partition(_rules(config, names, groups, dimensions), groups)
     return skip_spikes(config, optimizer) if config.skip_step_on_spikes else optimizer
+
+
+def trainable_parameters(config: MaxTextConfig, axis_names: Any, trained: Any = None, warn: bool = True) -> Any:
+    """Bools in the tree of `axis_names`: which parameters the optimizer updates. The others are frozen: those that
+    trainable_parameters_mask leaves out, and those that are false in `trained`. `warn`: of patterns without a match."""
+    names = path_names(axis_names, is_leaf=_is_axes)
+    trainable = jax.tree.map(lambda _: True, names)
+    if config.trainable_parameters_mask:
+        trainable = selected("trainable_parameters_mask", config.trainable_parameters_mask, names, warn)
+    if trained is not None:
+        trainable = jax.tree.map(lambda wanted, possible: wanted and possible, trainable, trained)
+    return trainable
 
 
 def _group(trains: bool, dimensions: Any) -> str:

@@ -21,7 +21,7 @@ def path_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     )
 
 
-def selected(key: str, patterns: Sequence[str], names: Any) -> Any:
+def selected(key: str, patterns: Sequence[str], names: Any, warn: bool = True) -> Any:
     """The tree of names as booleans: whether any pattern of the config key `key` matches.
 
     Patterns of which none matches anything are a mistake (a typing error would freeze or decay the wrong weights); a
@@ -33,6 +33,6 @@ def selected(key: str, patterns: Sequence[str], names: Any) -> Any:
         raise ConfigError(
             f"{key}={list(patterns)} matches no parameter: patterns are searched in paths such as {everything[0]!r}"
         )
-    for pattern in idle:
+    for pattern in idle if warn else ():
         LOGGER.warning("%s: the pattern %r matches no parameter", key, pattern)
     return jax.tree.map(lambda name: any(re.search(pattern, name) for pattern in patterns), names)

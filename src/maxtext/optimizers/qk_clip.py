@@ -19,13 +19,15 @@ def clip_mla(
     max_logits [H]: the largest scaled logit of each head in the step. s = threshold / max_logits where that is below 1:
     the logits become s times what they were, since the part without position is √s smaller in queries (`query_b`, or
     `query`) and in keys (`kv_b`), and the part with position is s smaller in queries alone: its keys belong to all
-    heads. Values, and weights without these names, are not touched.
+    heads. Values, and weights without these names, are not touched. A logit that is infinite or NaN says nothing about
+    how much too large the weights are: its head stays as it is.
 
     `layers_axis`: where the weights of several layers are stacked, the dimension that counts them; then max_logits is
     [L, H].
     """
     # Not by min(1, ratio): a largest logit may be negative, or -inf in a batch of padding.
-    scale = jnp.where(max_logits > threshold, threshold / max_logits, 1.0)[..., :, None]
+    exceeds = (max_logits > threshold) & jnp.isfinite(max_logits)
+    scale = jnp.where(exceeds, threshold / max_logits, 1.0)[..., :, None]
     query = "query_b" if "query_b" in weights else "query"
 
     def scaled(name: str, nope: jax.Array, rest: jax.Array) -> Tree:

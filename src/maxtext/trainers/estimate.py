@@ -177,7 +177,10 @@ def estimate(config: Any, target: Target, compiling: bool = True) -> Estimate:
         parameters=parameter_count(setup.template.weights),
         active=active_count(config, setup.template.weights),
         weights=weights,
-        optimizer=shard_bytes((state.step, state.optimizer, state.lost), (places.step, places.optimizer, places.lost)),
+        optimizer=shard_bytes(
+            (state.step, state.optimizer, state.nonfinite_steps),
+            (places.step, places.optimizer, places.nonfinite_steps),
+        ),
         gradients=shard_bytes(state.weights, setup.moment_shardings, config.grad_dtype.value).device,
         batch=shard_bytes((setup.abstract_batch(config.global_batch_size_to_train_on), setup.abstract_key)).device,
         policies=policies,

@@ -11,6 +11,7 @@ from maxtext.common.errors import UserError
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.step import max_nonfinite_steps
 
 WINDOW_SECONDS, WINDOW_STEPS = 1.0, 50
 
@@ -49,6 +50,7 @@ class Record(Hook):
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.losses: list[tuple[int, float]] = []
         self.throughput = Throughput()
+        self.nonfinite_steps = 0  # in a row, as in TrainState
         self.last: dict[str, Any] = {}
 
     def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -71,14 +73,19 @@ class Record(Hook):
         }
 
     def check(self, step: int, loss: float, norm: float) -> None:
+        """Raises TrainingFailed where a step ends the run: see `hold_if_failed`."""
         value = loss if not math.isfinite(loss) else norm
-        lost = (math.isnan(value) and self.config.abort_on_nan_loss) or (
+        ends = (math.isnan(value) and self.config.abort_on_nan_loss) or (
             math.isinf(value) and self.config.abort_on_inf_loss
         )
-        if lost:
+        self.nonfinite_steps = self.nonfinite_steps + 1 if ends else 0
+        if self.nonfinite_steps >= max_nonfinite_steps(self.config):
             what = "loss" if not math.isfinite(loss) else "gradient norm"
+            state = "training stops with the weights of the step before"
+            if self.config.skip_step_on_spikes:
+                state = f"training stops after {self.nonfinite_steps} steps in a row that were not finite and skipped"
             raise TrainingFailed(
-                f"the {what} of step {step} is {value}: training stops with the weights of the step before; "
+                f"the {what} of step {step} is {value}: {state}; "
                 "lower learning_rate, check the data, or set abort_on_nan_loss=false and abort_on_inf_loss=false"
             )
 

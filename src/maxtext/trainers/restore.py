@@ -190,8 +190,8 @@ def read_state(setup: Setup, stored: Stored) -> tuple[TrainState, jax.Array]:
 
 def state_and_key(setup: Setup, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
     wrap = jax.jit(jax.random.wrap_key_data, out_shardings=setup.rules.replicated())
-    lost = jax.jit(lambda: jnp.zeros((), bool), out_shardings=setup.rules.replicated())()
-    return TrainState(tree["step"], tree[WEIGHTS], tree[OPTIMIZER], lost), wrap(tree["key"])
+    zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=setup.rules.replicated())()
+    return TrainState(tree["step"], tree[WEIGHTS], tree[OPTIMIZER], nonfinite_steps=zero), wrap(tree["key"])
 
 
 def saved_tree(setup: Setup) -> dict[str, Any]:
@@ -321,6 +321,6 @@ def description(setup: Setup, step: int) -> dict[str, Any]:
 
 
 def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
-    """As saved_tree, with values. A state that is lost is that of its last good step, so nothing has to say so."""
+    """As saved_tree, with values. `nonfinite_steps` starts at 0 again in a resumed run."""
     leaves: dict[Name, Any] = named({"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer})
     return nested(leaves) | {"key": jax.random.key_data(key)}

@@ -52,7 +52,7 @@ class Setup:
         return self.first_state(initial_weights(self.config, loop=True))
 
     def first_state(self, weights: Any) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), weights, self.optimizer.init(weights), jnp.zeros((), bool))
+        return TrainState(jnp.zeros((), jnp.int32), weights, self.optimizer.init(weights), jnp.zeros((), jnp.int32))
 
     @cached_property
     def abstract_state(self) -> TrainState:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext.layers.parameters import Template
-from maxtext.optimizers import clip_by_global_norm, global_norm
+from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_parameters
 from maxtext.sharding.explicit import as_first, by_compiler, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
@@ -21,17 +21,19 @@ from maxtext.trainers.losses import Batch, evaluation_sums, language_model_losse
 
 Metrics = dict[str, jax.Array]
 GO_ON, STOP, ENDED = range(3)  # what processes vote (see feed.py); the strongest counts
+MAX_NONFINITE_STEPS = 10  # in a row that skip_step_on_spikes skips, before abort_on_{nan,inf}_loss ends the run
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`lost`: a step had no finite loss, and nothing has changed since (see `hold`)."""
+    """`nonfinite_steps`: int32, the steps in a row up to this one whose loss or gradient norm is of a kind that ends
+    the run. Once they reach `max_nonfinite_steps` nothing changes any more (see `hold_if_failed`)."""
 
     step: jax.Array
     weights: Any
     optimizer: Any
-    lost: jax.Array
+    nonfinite_steps: jax.Array
 
 
 def make_train_step(
@@ -42,6 +44,7 @@ def make_train_step(
     to_optimizer: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     pieces = config.gradient_accumulation_steps
+    trainable = trainable_weights(config, template)
     dropping = config.enable_dropout and config.dropout_rate > 0
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
@@ -61,20 +64,23 @@ def make_train_step(
             gradients, state = to_device(gradients), replace(state, weights=to_device(state.weights))
         if config.optimizer_memory_host_offload:
             state = replace(state, optimizer=to_device(state.optimizer))
-        gradients = jax.tree.map(lambda gradient: gradient.astype(config.grad_dtype.value), to_optimizer(gradients))
+        gradients = to_optimizer(select_trainable(gradients, trainable))
+        gradients = jax.tree.map(lambda gradient: gradient.astype(config.grad_dtype.value), gradients)
         value = objective(config, means)
         clipped, raw_norm, norm = clip_by_global_norm(gradients, config.gradient_clipping_threshold)
         updates, optimizer_state = optimizer.update(
             clipped, state.optimizer, state.weights, loss=value, raw_grad_norm=raw_norm
         )
-        if warms_up(config):
-            weights = optax.apply_updates(state.weights, of_indexers(updates))
-        else:
-            weights = optax.apply_updates(state.weights, updates)
+        # Weight decay would change weights without a gradient.
+        weights = optax.apply_updates(state.weights, select_trainable(updates, trainable))
+        if not warms_up(config):
             weights = as_first(lambda weights, reports: after_update(config, weights, reports), weights, reports)
-        new = TrainState(state.step + 1, weights, optimizer_state, state.lost)
+        skipped = getattr(optimizer_state, "skipped", None)
+        if skipped is not None:
+            weights = choose(skipped, state.weights, weights)
+        new = TrainState(state.step + 1, weights, optimizer_state, state.nonfinite_steps)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
-            new = hold(new, state, is_lost(config, value) | is_lost(config, raw_norm))
+            new = hold_if_failed(config, new, state, is_nonfinite(config, value) | is_nonfinite(config, raw_norm))
         if vote is not None:
             new = choose(vote == ENDED, state, new)
         metrics = means | {
@@ -87,7 +93,6 @@ def make_train_step(
         }
         if vote is not None:
             metrics["vote"] = vote.astype(jnp.float32)
-        skipped = getattr(optimizer_state, "skipped", None)
         if skipped is not None:
             metrics["skipped"] = skipped.astype(jnp.float32)
         return new, metrics
@@ -106,27 +111,44 @@ def objective(config: Any, means: Metrics) -> jax.Array:
     return sum(learned.values(), jnp.float32(0))
 
 
-def of_indexers(updates: Any) -> Any:
-    """The updates of indexers, and none of other weights, which would still decay without a gradient."""
+def trainable_weights(config: Any, template: Template) -> Any:
+    """Bools in the weights' tree: what an update may change. While indexers warm up, they alone."""
+    trainable = trainable_parameters(config, template.axes, template.trained, warn=False)
+    if not warms_up(config):
+        return trainable
 
-    def kept(path: tuple, update: jax.Array) -> jax.Array:
-        return update if any(getattr(step, "key", None) == "indexer" for step in path) else jnp.zeros_like(update)
+    def in_indexer(path: tuple, trains: bool) -> bool:
+        return trains and any(getattr(step, "key", None) == "indexer" for step in path)
 
-    return jax.tree.map_with_path(kept, updates)
+    return jax.tree.map_with_path(in_indexer, trainable)
 
 
-def is_lost(config: Any, value: jax.Array) -> jax.Array:
+def select_trainable(tree: Any, trainable: Any) -> Any:
+    """Gradients or updates with zeros for frozen weights, so that these count in no norm and do not decay."""
+    return jax.tree.map(lambda leaf, trains: leaf if trains else jnp.zeros_like(leaf), tree, trainable)
+
+
+def is_nonfinite(config: Any, value: jax.Array) -> jax.Array:
     """Whether a loss or a norm is of a kind that ends the run."""
     return (jnp.isnan(value) & config.abort_on_nan_loss) | (jnp.isinf(value) & config.abort_on_inf_loss)
 
 
-def hold(after: TrainState, before: TrainState, lost: jax.Array) -> TrainState:
-    """The state before a lost step, for that step and those dispatched after it, until the loop sees the loss."""
-    lost = lost | before.lost
-    return replace(choose(lost, before, after), lost=lost)
+def max_nonfinite_steps(config: Any) -> int:
+    """After so many non-finite steps in a row a run ends: at the first, unless skip_step_on_spikes skips it."""
+    return MAX_NONFINITE_STEPS if config.skip_step_on_spikes else 1
 
 
-def choose(first: jax.Array, one: TrainState, other: TrainState) -> TrainState:
+def hold_if_failed(config: Any, after: TrainState, before: TrainState, nonfinite: jax.Array) -> TrainState:
+    """The state before the step that ends the run, for it and those dispatched after it, until the loop reads its
+    loss; else the state after the step."""
+    limit = max_nonfinite_steps(config)
+    failed = before.nonfinite_steps >= limit
+    count = jnp.where(nonfinite | failed, jnp.minimum(before.nonfinite_steps + 1, limit), 0)
+    return replace(choose(count >= limit, before, after), nonfinite_steps=count)
+
+
+def choose(first: jax.Array, one: Any, other: Any) -> Any:
+    """The tree `one` where `first` is true, else `other`."""
     return jax.tree.map(lambda one, other: jax.lax.select(first, one, other), one, other)
 
 
