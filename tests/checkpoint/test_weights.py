@@ -80,7 +80,9 @@ def test_layers_are_counted_over_segments():
     }
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf[0], np.float32), scanned, is_leaf=is_pair)
     axes = jax.tree.map(lambda leaf: leaf[1], scanned, is_leaf=is_pair)
-    template = type("Fake", (Template,), {"weights": weights, "axes": axes, "__init__": lambda self: None})()
+    fixed = jax.tree.map(lambda leaf: False, scanned, is_leaf=is_pair)
+    known = {"weights": weights, "axes": axes, "fixed_dtype": fixed, "__init__": lambda self: None}
+    template = type("Fake", (Template,), known)()
     places = find_places(template, parts)
     assert {name: (place.path, place.layer, place.axis, place.shape) for name, place in places.items()} == {
         "mtp/0/w": (("mtp", 0, "w"), None, 0, (9,)),

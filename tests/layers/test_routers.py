@@ -308,4 +308,19 @@ def test_updated_bias():
     load = jnp.array([[1.0, 9.0, 4.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
     expected = [[0.51, -0.26, 0.0, 1.01], [0, 0, 0, 0]]
     np.testing.assert_allclose(updated_bias(bias, load, 0.01), expected, atol=1e-7)
-    assert updated_bias(bias.astype(jnp.bfloat16), load, 0.01).dtype == jnp.bfloat16
+
+
+def test_the_selection_bias_of_bfloat16_weights_is_float32():
+    """800 steps of 0.001 are 0.8; a bias in bfloat16 stops at 0.5. A bias of logits is a weight like others."""
+    for kind, dtype in (("selection", jnp.float32), ("logits", jnp.bfloat16)):
+        spec = RouterSpec(EXPERTS, 2, score="sigmoid", bias=kind)
+        router = spec.build(Maker(noise.seed_key(0), "bfloat16"), 8, "bfloat16")
+        assert router.bias[...].dtype == dtype
+        assert router.kernel[...].dtype == jnp.bfloat16
+        if kind == "selection":
+            load = jnp.arange(EXPERTS, dtype=jnp.float32)
+            bias, step = router.bias[...], jax.jit(lambda bias, load: updated_bias(bias, load, 0.001))
+            for _ in range(800):
+                bias = step(bias, load)
+            expected = 0.8 * np.sign((EXPERTS - 1) / 2 - np.arange(EXPERTS))
+            np.testing.assert_allclose(bias, expected, rtol=1e-4)

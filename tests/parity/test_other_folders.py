@@ -10,6 +10,8 @@ import zoo
 from safetensors.torch import load_file, save_file
 
 from maxtext import LLM
+from maxtext.checkpoint.convert import command as convert
+from maxtext.checkpoint.weights import ModelWeights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -69,6 +71,48 @@ def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
     (tmp_path / "config.json").write_text((one.folder / "config.json").read_text())
     ours = LLM.load(tmp_path, **zoo.SETTINGS)
     assert zoo.distance(ours.logits(one.ids), one.scores) < one.case.tolerance
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, specimen, tmp_path):
+    """As transformers loads it, from folders that have it so and from those with a bias in bfloat16."""
+    one = specimen("deepseek3")
+    is_bias = "e_score_correction_bias".__contains__
+    for file in one.folder.glob("*.safetensors"):
+        tensors = {
+            name: tensor.to(bias_dtype if is_bias(name.rpartition(".")[2]) else torch.bfloat16)
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, tmp_path / file.name, {"format": "pt"})
+    config = json.loads((one.folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+    expected = {name: bias for name, bias in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert {bias.dtype for bias in expected.values()} == {torch.float32}
+    ours = LLM.load(tmp_path)
+    weights = ModelWeights(ours.weights, ours.places)
+    kinds = {name: np.dtype(tensor.dtype).name for name, tensor in weights.tensors.items()}
+    biases = [name for name in kinds if name.endswith("router/bias")]
+    assert {kinds[name] for name in biases} == {"float32"}
+    assert {kind for name, kind in kinds.items() if name not in biases} == {"bfloat16"}
+    for name, (_, bias) in zip(biases, sorted(expected.items()), strict=True):
+        np.testing.assert_array_equal(weights.read(name), bias.numpy())
+
+    # Written in bfloat16 the bias is exact: from the model, and converted from folder to folder.
+    ours.save_hf(tmp_path / "hf", dtype="bfloat16")
+    convert.from_folder(tmp_path, tmp_path / "native", "bfloat16")
+    convert.to_folder(tmp_path / "native", tmp_path / "converted", "bfloat16")
+    for folder in ("hf", "converted"):
+        written = {
+            name: tensor
+            for file in (tmp_path / folder).glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        for name, tensor in written.items():
+            assert tensor.dtype == (torch.float32 if name in expected else torch.bfloat16), name
+            assert name not in expected or tensor.equal(expected[name]), name
+        assert expected.keys() <= written.keys()
 
 
 def test_the_zoo_has_weights_in_several_files(specimen):

@@ -21,7 +21,7 @@ from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone, rea
 from maxtext.checkpoint.folders import OURS, Folder
 from maxtext.checkpoint.integrity import verify, write_digest
 from maxtext.checkpoint.state import Name, shown
-from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.tensors import FLOATS, Tensor
 from maxtext.checkpoint.weights import Bounds
 from maxtext.checkpoint.writer import write_ours
 from maxtext.common.errors import UserError
@@ -151,10 +151,12 @@ def assemble(source: Folder, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Arra
         block = block_name(name, bounds_of(index or (), leaf.shape))
         if block not in source.tensors:
             raise UserError(f"it has no {block}: the model or its layout is another")
-        if source.tensors[block].dtype != leaf.dtype:
-            raise UserError(f"its {shown(name)} is {source.tensors[block].dtype}, and this run has {leaf.dtype}")
+        dtype = source.tensors[block].dtype
+        widens = dtype in FLOATS and leaf.dtype in FLOATS and dtype.itemsize < leaf.dtype.itemsize
+        if dtype != leaf.dtype and not widens:
+            raise UserError(f"its {shown(name)} is {dtype}, and this run has {leaf.dtype}")
         if block not in blocks:
-            blocks[block] = source.read(block)
+            blocks[block] = source.read(block).astype(leaf.dtype, copy=False)
         kind = leaf.sharding.memory_kind
         parts.append(jax.device_put(blocks[block], jax.sharding.SingleDeviceSharding(device, memory_kind=kind)))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts, dtype=leaf.dtype)

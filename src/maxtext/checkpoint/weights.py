@@ -36,6 +36,12 @@ class Place:
     axis: int  # of the stack
     shape: Shape
     dtype: np.dtype
+    fixed_dtype: bool = False  # it has this dtype whatever the others have, see `Maker.constant`
+
+
+def dtypes_of(places: Mapping[str, Place], dtype: np.dtype) -> dict[str, np.dtype]:
+    """The dtypes of a model's named weights where floats are to be `dtype`."""
+    return {name: place.dtype if place.fixed_dtype else dtype for name, place in places.items()}
 
 
 def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Place]:
@@ -43,11 +49,11 @@ def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Pl
     outside: dict[str, Place] = {}
     inside: dict[int, dict[str, Place]] = {}
     firsts = [0, *itertools.accumulate(segment.layers for segment in segments)]
-    axes = flatten(template.axes)
+    axes, fixed = flatten(template.axes), flatten(template.fixed_dtype)
     for path, leaf in flatten(template.weights).items():
         dtype = np.dtype(leaf.dtype)
         if path[0] != "layers":
-            outside["/".join(map(str, path))] = Place(path, None, 0, leaf.shape, dtype)
+            outside["/".join(map(str, path))] = Place(path, None, 0, leaf.shape, dtype, fixed[path])
             continue
         _, number, _, place, *rest = path
         segment = segments[int(number)]
@@ -55,10 +61,12 @@ def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Pl
         if stacked:
             axis = axes[path].index("layers")
             shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
-            repeats = [(repeat, Place(path, repeat, axis, shape, dtype)) for repeat in range(segment.repeats)]
+            repeats = [
+                (repeat, Place(path, repeat, axis, shape, dtype, fixed[path])) for repeat in range(segment.repeats)
+            ]
         else:
             repeat, *rest = rest
-            repeats = [(int(repeat), Place(path, None, 0, leaf.shape, dtype))]
+            repeats = [(int(repeat), Place(path, None, 0, leaf.shape, dtype, fixed[path]))]
         for repeat, found in repeats:
             layer = firsts[int(number)] + repeat * len(segment.pattern) + int(place)
             inside.setdefault(layer, {})["/".join(map(str, ("layers", layer, *rest)))] = found
@@ -137,13 +145,14 @@ def load_weights(
     named: dict[Path, dict[str, Place]] = {}
     for name, place in places.items():
         named.setdefault(place.path, {})[name] = place
-    leaves = flatten(template.weights)
+    leaves, fixed = flatten(template.weights), flatten(template.fixed_dtype)
     layout = flatten(shardings) if shardings is not None else {}
     total = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
     done = 0
     tree: dict = {}
     for path, leaf in leaves.items():
-        kind = np.dtype(dtype if dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
+        casts = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) and not fixed[path]
+        kind = np.dtype(dtype if casts else leaf.dtype)
         sharding = layout.get(path) or SingleDeviceSharding(jax.local_devices()[0])
         branch = tree
         for step in path[:-1]:

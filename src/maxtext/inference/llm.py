@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ from maxtext.checkpoint.open import (
     within_positions,
 )
 from maxtext.checkpoint.quantized import StoredWeights, kernel_dtype, load_model
-from maxtext.checkpoint.tensors import Progress, Recast
-from maxtext.checkpoint.weights import ModelWeights
+from maxtext.checkpoint.tensors import Progress, Recast, Source
+from maxtext.checkpoint.weights import ModelWeights, Place, dtypes_of
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs import fields
@@ -85,14 +85,14 @@ class LLM:
 
     @classmethod
     def from_folder(cls, checkpoint: Checkpoint, progress: Progress | None, config: dict[str, Any]) -> "LLM":
-        if {np.dtype(tensor.dtype).name for tensor in checkpoint.folder.tensors.values()} == {"bfloat16"}:
+        dtypes = {np.dtype(tensor.dtype).name for tensor in checkpoint.folder.tensors.values()}
+        if dtypes == {"bfloat16"}:
             config = {"weight_dtype": "bfloat16"} | config
-        keys = from_python(within_positions(checkpoint.settings, config))
-        settled = load(None, keys, model=checkpoint.settings)
-        template = make_template(settled)
-        rules = AxisRules.of(settled, make_mesh(settled))
-        places = places_of(template, settled)
+        settled, template, places = configured(checkpoint, config)
         source = checkpoint.weights(settled, places)
+        if dtypes == {"bfloat16", "float32"} and "weight_dtype" not in config and is_bfloat16(source, places):
+            settled, template, places = configured(checkpoint, config | {"weight_dtype": "bfloat16"})
+        rules = AxisRules.of(settled, make_mesh(settled))
         model = cls(settled, template, load_model(source, settled, places, template, rules, progress), checkpoint)
         model.dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
         return model.ready()
@@ -265,10 +265,11 @@ class LLM:
         save_ours(folder, self.config, weights, carried, names, progress)
 
     def save_hf(self, folder: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None) -> None:
-        """A Hugging Face folder. Weights are written in `dtype`, or as they were in the folder that was loaded."""
+        """A Hugging Face folder. Weights are written in `dtype` (but see `dtypes_of`), or as they were in the folder
+        that was loaded."""
         carried, names = self.origin
         wanted = dtype_of(dtype)
-        dtypes = self.dtypes if wanted is None else dict.fromkeys(self.places, wanted)
+        dtypes = self.dtypes if wanted is None else dtypes_of(self.places, wanted)
         weights = Recast(ModelWeights(apart(self.weights), self.places), dtypes)
         save_theirs(folder, self.config, self.places, weights, carried, names, progress)
 
@@ -322,6 +323,19 @@ class LLM:
         places = self.config.trainable_position_size
         if 0 < places < length:
             raise UserError(f"{length} tokens are more than the {places} positions that this model has learned")
+
+
+def configured(checkpoint: Checkpoint, keys: dict[str, Any]) -> tuple[Any, Template, dict[str, Place]]:
+    """The configuration of a folder's model with these keys, its template, and its weights by name."""
+    config = load(None, from_python(within_positions(checkpoint.settings, keys)), model=checkpoint.settings)
+    template = make_template(config)
+    return config, template, places_of(template, config)
+
+
+def is_bfloat16(source: Source, places: Mapping[str, Place]) -> bool:
+    """Whether all weights are bfloat16, apart from those that no model has in it."""
+    kinds = {tensor.dtype.name for name, tensor in source.tensors.items() if not places[name].fixed_dtype}
+    return kinds == {"bfloat16"}
 
 
 def split_caches(config: dict[str, Any]) -> dict[str, Any]:

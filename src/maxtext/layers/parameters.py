@@ -65,10 +65,17 @@ class Maker:
         return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
 
     def constant(
-        self, shape: Sequence[int], value: float, axes: Sequence[str | None], trained: bool = True
+        self,
+        shape: Sequence[int],
+        value: float,
+        axes: Sequence[str | None],
+        trained: bool = True,
+        dtype: Any = None,
     ) -> nnx.Param:
-        """`trained`: false for a weight that no optimizer may touch."""
-        return nnx.Param(jnp.full(shape, value, self.dtype), axes=tuple(axes), trained=trained)
+        """`trained`: false for a weight that no optimizer may touch. `dtype`: of a weight that has it in every model
+        and every folder, whatever dtype the other weights have."""
+        values = jnp.full(shape, value, dtype or self.dtype)
+        return nnx.Param(values, axes=tuple(axes), trained=trained, fixed_dtype=dtype is not None)
 
 
 def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
@@ -162,6 +169,11 @@ class Template:
     def trained(self) -> Tree:
         """Nested dict of bools: which weights an optimizer may touch."""
         return self.metadata(lambda facts: facts.get("trained", True))
+
+    @property
+    def fixed_dtype(self) -> Tree:
+        """Nested dict of bools: which weights have a dtype of their own, whatever weight_dtype is."""
+        return self.metadata(lambda facts: facts.get("fixed_dtype", False))
 
     @property
     def contracted(self) -> Tree:

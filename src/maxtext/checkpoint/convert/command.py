@@ -15,7 +15,7 @@ from maxtext.checkpoint.open import (
     within_positions,
 )
 from maxtext.checkpoint.tensors import Progress, Recast
-from maxtext.checkpoint.weights import Place
+from maxtext.checkpoint.weights import Place, dtypes_of
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path
 from maxtext.configs.derive import Devices
@@ -29,7 +29,7 @@ SHARD_BYTES = 2 * 10**9
 def from_folder(
     source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
 ) -> None:
-    """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats."""
+    """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats (but see `dtypes_of`)."""
     checkpoint = open_checkpoint(source)
     if checkpoint.table is None:
         raise UserError(f"{source} is a folder of ours already")
@@ -50,7 +50,7 @@ def from_training(
         raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dict.fromkeys(places, wanted))
+    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dtypes_of(places, wanted))
     save_ours(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
 
 
@@ -63,7 +63,7 @@ def to_folder(
         raise UserError(f"{source} is a Hugging Face folder already")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dict.fromkeys(places, wanted))
+    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dtypes_of(places, wanted))
     save_theirs(out, config, places, weights, checkpoint.carried, checkpoint.names, progress)
 
 

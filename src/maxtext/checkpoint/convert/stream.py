@@ -34,7 +34,8 @@ class Conversion:
     source: Source
     steps: Sequence[Bound]
     outwards: bool  # to theirs, not to ours
-    dtype: np.dtype | None  # of all floats; None: as they come
+    dtype: np.dtype | None  # of floats; None: as they come
+    fixed: Mapping[str, np.dtype]  # the dtypes of our weights that keep theirs whatever `dtype` is
     tensors: Mapping[str, Tensor]
 
     @property
@@ -54,14 +55,20 @@ class Conversion:
         return {name: step for step in self.steps for name in outputs(step, self.outwards)}
 
     def run(self, step: Bound) -> Iterator[tuple[str, np.ndarray]]:
-        given = (self.read_input(name) for name in outputs(step, not self.outwards))
+        dtype = step_dtype(step, self.dtype, self.fixed)
+        given = (self.read_input(name, dtype) for name in outputs(step, not self.outwards))
         # Nothing here keeps an array that was handed over, so that it can be freed before the next one is made.
         made = step.to_theirs(list(given)) if self.outwards else popped(step.to_ours(given))
         for name in outputs(step, self.outwards):
             yield name, next(made)
 
-    def read_input(self, name: str) -> np.ndarray:
-        return cast(self.source.read(name), self.source.tensors[name].cast(self.dtype).dtype)
+    def read_input(self, name: str, dtype: np.dtype | None) -> np.ndarray:
+        return cast(self.source.read(name), self.source.tensors[name].cast(dtype).dtype)
+
+
+def step_dtype(step: Bound, dtype: np.dtype | None, fixed: Mapping[str, np.dtype]) -> np.dtype | None:
+    """To which a step casts its floats, where all are to be `dtype`."""
+    return None if dtype is None else fixed.get(step.ours[0], dtype)
 
 
 def outputs(step: Bound, outwards: bool) -> tuple[str, ...]:
@@ -139,9 +146,10 @@ def conversion(
     order = {name: place for place, name in enumerate(places)}
     steps = sorted(steps, key=lambda step: min(order[name] for name in step.ours))
     tensors: dict[str, Tensor] = {}
+    fixed = {name: place.dtype for name, place in places.items() if place.fixed_dtype}
     for step in steps:
-        inputs = outputs(step, not outwards)
-        kinds = {source.tensors[name].cast(dtype).dtype for name in inputs if name in source.tensors}
+        inputs, wanted = outputs(step, not outwards), step_dtype(step, dtype, fixed)
+        kinds = {source.tensors[name].cast(wanted).dtype for name in inputs if name in source.tensors}
         if len(kinds) > 1:
             kind_names = sorted(DTYPE_NAMES[kind] for kind in kinds)
             problems.append(f"{inputs[0]} and {inputs[-1]} belong together and have dtypes {' and '.join(kind_names)}")
@@ -149,7 +157,7 @@ def conversion(
             made = zip(outputs(step, outwards), step.their_shapes if outwards else step.our_shapes, strict=True)
             tensors |= {name: Tensor(next(iter(kinds)), shape) for name, shape in made}
     refuse(source.title, list(dict.fromkeys(problems)))
-    return Conversion(source, steps, outwards, dtype, tensors)
+    return Conversion(source, steps, outwards, dtype, fixed, tensors)
 
 
 def applicable(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> list[Bound]:
