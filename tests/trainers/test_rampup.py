@@ -1,7 +1,6 @@
 """Batch-size ramp-up: how many rows each step gets, and that every row comes once, also across a restart."""
 
 import json
-import math
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.input_pipeline import FIELDS, BatchIterator
-from maxtext.trainers.rows import Rebatch, rows_at
+from maxtext.trainers.rows import Rebatch, row_counts, rows_at
 
 
 def ramp_up(config, source):
@@ -27,10 +26,13 @@ def config_of(start, increment, full, samples, devices=1, pieces=1, words=()):
 
 
 def closed_form(start, increment, full, samples, devices=1, pieces=1):
-    """The rows of each step until the full size: every size for samples / increments samples, whole steps."""
-    share = samples / round((full - start) / increment)
-    sizes = [round(size * devices) * pieces for size in np.arange(start, full, increment)]
-    return [size for size in sizes for _ in range(math.ceil(share / size))]
+    """The rows of each step until the full size: the k-th of n sizes until k/n of the samples are used."""
+    increments = round((full - start) / increment)
+    rows = []
+    for stage in range(increments):
+        while sum(rows) * increments < samples * (stage + 1):
+            rows.append(round((start + stage * increment) * devices) * pieces)
+    return rows
 
 
 class Numbered(BatchIterator):
@@ -63,13 +65,15 @@ CASES = [
     {"start": 3, "increment": 5, "full": 8, "samples": 1},
     {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 4},
     {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 2, "pieces": 2},
+    {"start": 1.3, "increment": 0.9, "full": 4.0, "samples": 96, "devices": 8},
+    {"start": 1.3, "increment": 0.9, "full": 4.0, "samples": 3, "devices": 8},  # fewer than one batch
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_follow_the_closed_form_and_none_is_lost_or_repeated(case):
     expected, config = closed_form(**case), config_of(**case)
-    full = case["full"] * case.get("devices", 1) * case.get("pieces", 1)
+    full = round(case["full"]) * case.get("devices", 1) * case.get("pieces", 1)
     assert config.rampup_end_step == len(expected)
     expected = [*expected, full, full, full]
     assert [rows_at(config, step) for step in range(len(expected))] == expected
@@ -85,6 +89,15 @@ def test_rows_follow_the_closed_form_and_none_is_lost_or_repeated(case):
             np.testing.assert_array_equal(batch[name][:, 0] - 1000 * place, batch["inputs"][:, 0])
         seen += batch["inputs"][:, 0].tolist()
     assert seen == list(range(sum(expected)))
+
+
+def test_fractional_sizes_end_the_ramp_within_a_batch_of_its_samples():
+    """10.4, 17.6 and 24.8 rows on 8 devices: rounded each, and 96 samples are reached by the last of them."""
+    config = config_of(1.3, 0.9, 4.0, 96, devices=8)
+    ramp = [rows_at(config, step) for step in range(config.rampup_end_step)]
+    assert ramp == [10, 10, 10, 10, 18, 18, 25]
+    assert 96 <= sum(ramp) < 96 + ramp[-1]
+    assert row_counts(config) == [10, 18, 25, 32]
 
 
 def test_without_ramp_up_every_step_has_the_full_batch():

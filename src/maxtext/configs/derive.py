@@ -273,14 +273,24 @@ def rampup_samples_per_increment_to_load(c: Any) -> float | None:
     return c.global_rampup_samples / rampup_increments(c) if c.enable_rampup_batch_size else None
 
 
+def rampup_stages(c: Any) -> list[tuple[int, int]]:
+    """(rows of a step, steps) of each stage below the full batch. Stage k of n ends with the step at which the run has
+    used global_rampup_samples * (k + 1) / n samples, so the whole ramp ends less than one batch after all of them. Rows
+    are rounded stage by stage: the rounding errors of fractional sizes do not add up."""
+    increments, used, stages = rampup_increments(c), 0, []
+    for stage in range(increments):
+        per_device = c.per_device_batch_size_start + stage * c.per_device_batch_size_increment
+        rows = micro_batch(c, per_device) * c.gradient_accumulation_steps
+        missing = c.global_rampup_samples * (stage + 1) - used * increments
+        steps = max(0, -(-missing // (rows * increments)))
+        stages.append((rows, steps))
+        used += rows * steps
+    return stages
+
+
 def rampup_end_step(c: Any) -> int | None:
-    """The first step with the full batch: each smaller size lasts until it has used its share of the samples."""
-    if not c.enable_rampup_batch_size:
-        return None
-    start = micro_batch_to_load(c, c.per_device_batch_size_start) * c.gradient_accumulation_steps
-    step = micro_batch(c, c.per_device_batch_size_increment) * c.gradient_accumulation_steps
-    share = c.global_rampup_samples / rampup_increments(c)
-    return sum(math.ceil(share / (start + stage * step)) for stage in range(rampup_increments(c)))
+    """The first step with the full batch."""
+    return sum(steps for _, steps in rampup_stages(c)) if c.enable_rampup_batch_size else None
 
 
 # Folders.

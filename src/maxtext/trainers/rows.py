@@ -1,6 +1,6 @@
 """How many rows each step sees, from batches of whatever size the source loads.
 
-Batch-size ramp-up grows by equal increments, each size for its share of the samples; and a fractional
+Batch-size ramp-up grows by equal increments, each size until its share of the samples is used; and a fractional
 per_device_batch_size trains on fewer rows than a source loads at once. What a step leaves of a loaded batch is used by
 the next, so no row is lost or repeated, also across a restart.
 """
@@ -10,19 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.configs.derive import rampup_stages
 from maxtext.input_pipeline import Batch, BatchIterator
 
 
 def rows_at(config: Any, step: int) -> int:
     """Rows that step number `step` trains on."""
-    if not config.enable_rampup_batch_size or step >= config.rampup_end_step:
-        return config.global_batch_size_to_train_on
-    rows, past = config.global_batch_size_to_load_start, 0
-    while True:
-        past += -(-config.rampup_samples_per_increment_to_load // rows)
+    past = 0
+    for rows, steps in rampup_stages(config) if config.enable_rampup_batch_size else ():
+        past += steps
         if step < past:
             return rows
-        rows += config.global_batch_size_to_load_increment
+    return config.global_batch_size_to_train_on
 
 
 def row_counts(config: Any) -> list[int]:
@@ -30,7 +29,7 @@ def row_counts(config: Any) -> list[int]:
     full = config.global_batch_size_to_train_on
     if not config.enable_rampup_batch_size:
         return [full]
-    return [*range(config.global_batch_size_to_load_start, full, config.global_batch_size_to_load_increment), full]
+    return [*(rows for rows, steps in rampup_stages(config) if steps), full]
 
 
 class Rebatch(BatchIterator):
