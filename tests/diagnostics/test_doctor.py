@@ -1,4 +1,7 @@
+import pytest
+
 from maxtext.cli.main import main
+from maxtext.common import extras
 from maxtext.diagnostics import doctor
 
 
@@ -29,6 +32,26 @@ def test_problems_come_with_remedies():
     assert [problem.split()[0] for problem, _ in found] == ["JAX_DISABLE_JIT", "JAX_ENABLE_X64"]
     assert all(remedy for _, remedy in found)
     assert not list(doctor.environment_problems({}))
+
+
+@pytest.mark.parametrize(
+    ("libtpu", "fits"), [("0.0.42", True), ("0.0.42.1", True), ("0.0.421", False), ("0.0.51", False), (None, True)]
+)
+def test_a_libtpu_that_jax_is_not_made_for_is_named(monkeypatch, libtpu, fits):
+    def version(package):
+        if package == "libtpu" and libtpu is None:
+            raise extras.metadata.PackageNotFoundError(package)
+        return {"libtpu": libtpu, "jax": "0.10.2"}[package]
+
+    pins = ["numpy>=2.0", 'libtpu==0.0.42.*; extra == "tpu"', 'requests; extra == "tpu"']
+    monkeypatch.setattr(extras.metadata, "version", version)
+    monkeypatch.setattr(extras.metadata, "requires", lambda package: pins)
+    monkeypatch.setattr(doctor, "versions", lambda: iter(()))
+    problems = list(doctor.version_problems())
+    assert bool(problems) != fits
+    if not fits:
+        assert problems[0][0] == f"libtpu {libtpu} is installed, and jax 0.10.2 is made for libtpu 0.0.42.*"
+        assert "jax[tpu]" in problems[0][1]
 
 
 def test_low_disk_and_failing_devices(monkeypatch, tmp_path):

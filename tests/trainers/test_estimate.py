@@ -4,12 +4,16 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from maxtext.cli.estimate import as_data, show
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.sharding.topology import Target, find_target
+from maxtext.trainers import estimate as estimates
 from maxtext.trainers.activations import kept_by_policy, policy_of, products, trace, under
 from maxtext.trainers.estimate import Estimate, Program, abstract_setup, estimate, plans, shortage
 
@@ -223,3 +227,30 @@ def test_a_split_program_sends(compiled):
     kinds = {kind: (count, size) for kind, count, size in compiled["collectives"]}
     assert kinds["all-gather"][0] >= 2 * 7 * LAYERS  # each matrix of a layer, forwards and backwards
     assert all(count > 0 and size > 0 for count, size in kinds.values())
+
+
+class Unreadable:
+    """A program of a libtpu that jax is not made for: as_text fails as jax 0.10.2 does with libtpu 0.0.51."""
+
+    def memory_analysis(self):
+        sizes = ("argument", "output", "alias", "temp", "generated_code")
+        sizes += ("host_argument", "host_output", "host_temp", "host_alias")
+        return SimpleNamespace(**{f"{part}_size_in_bytes": 8 * number for number, part in enumerate(sizes)})
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:390) async-update\nmore")
+
+
+def test_a_program_whose_text_cannot_be_read(monkeypatch, capsys):
+    """Memory is known; of the collectives the estimate says why they are not."""
+    monkeypatch.setattr(estimates, "libtpu_mismatch", lambda: "libtpu 9 is installed, and jax 1 is made for libtpu 8")
+    program = Program.of(Unreadable())
+    assert program.collectives is None
+    assert program.needed == 0 + 8 - 16 + 24 + 32
+    found = replace(estimate(configure(), find_target("cpu"), compiling=False), program=program)
+    show(found, {"policy": None, "batch": None})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "collectives a step cannot be read: libtpu 9 is installed, and jax 1 is made for libtpu 8" in shown
+    assert "RET_CHECK failure (hlo_instruction.cc:390) async-update)" in shown
+    assert "more" not in program.collectives_error
+    assert as_data(found, {})["compiled"]["collectives"] is None

@@ -10,7 +10,7 @@ from maxtext.cli import words as cli_words
 from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import size
-from maxtext.trainers.estimate import Estimate, Plan, estimate, plans, shortage
+from maxtext.trainers.estimate import Estimate, Plan, Program, estimate, plans, shortage
 
 WIDTH = 110  # of tables that no terminal bounds
 TOO_SMALL = 2  # exit code
@@ -77,11 +77,17 @@ def show(found: Estimate, suggested: dict[str, Plan | None]) -> None:
     console.print(rows_table("Bytes a device", ("", "size", "from"), [(a, size(b), c) for a, b, c in parts(found)]))
     console.print(policy_table(found))
     if found.program is not None:
-        sent = [(one.kind, f"{one.count:,}", size(one.bytes)) for one in found.program.collectives]
-        console.print(rows_table("Collectives a step", ("kind", "count", "bytes a device"), sent or [("none", "", "")]))
+        console.print(collectives_table(found.program))
     console.print(verdict(found))
     for line in suggestions(found, suggested):
         console.print(line)
+
+
+def collectives_table(program: Program) -> Any:
+    if program.collectives is None:
+        return f"collectives a step cannot be read: {program.collectives_error}"
+    rows = [(one.kind, f"{one.count:,}", size(one.bytes)) for one in program.collectives]
+    return rows_table("Collectives a step", ("kind", "count", "bytes a device"), rows or [("none", "", "")])
 
 
 def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:

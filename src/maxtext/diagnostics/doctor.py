@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from maxtext.common.extras import libtpu_mismatch
 from maxtext.common.hardware import GIB, lookup
 from maxtext.common.processes import gpu_settings
 from maxtext.kernels.attention import try_backends
@@ -65,6 +66,8 @@ def version_problems() -> Iterator[tuple[str, str]]:
             release = tuple(int(part) for part in version.split(".")[:2])
             if not SUPPORTED_JAX[0] <= release < SUPPORTED_JAX[1]:
                 yield f"jax {version} has not been tried with this package", 'pip install "jax>=0.10,<0.13"'
+    if mismatch := libtpu_mismatch():
+        yield mismatch, 'pip install "jax[tpu]", not the newest libtpu'
 
 
 def devices() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from maxtext.common.extras import libtpu_mismatch
 from maxtext.common.hardware import size
 from maxtext.configs import derive
 from maxtext.models.counts import active_count, parameter_count
@@ -39,7 +40,8 @@ class Program:
     code: int
     peak: int | None  # arguments and temporaries in use at one time, where the compiler counts them
     host: int
-    collectives: list[Collective]
+    collectives: list[Collective] | None  # None: they cannot be read
+    collectives_error: str = ""  # why not
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Program":
@@ -54,12 +56,24 @@ class Program:
             memory.generated_code_size_in_bytes,
             peak if peak > memory.argument_size_in_bytes + memory.output_size_in_bytes else None,
             sum(getattr(memory, f"host_{part}_size_in_bytes") for part in host) - memory.host_alias_size_in_bytes,
-            collectives(compiled.as_text() or ""),
+            *read_collectives(compiled),
         )
 
     @property
     def needed(self) -> int:
         return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+
+def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | None, str]:
+    """The collectives of a program; or None and the reason, where jax cannot read what a compiler of another release
+    than its own made."""
+    try:
+        return collectives(compiled.as_text() or ""), ""
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if mismatch := libtpu_mismatch():
+            reason = f'{mismatch}, so it cannot read the program ({reason}); pip install "jax[tpu]" installs the latter'
+        return None, reason
 
 
 @dataclass(frozen=True)
