@@ -32,11 +32,24 @@ def test_equals_are_chosen_as_torch_does(size, count):
     np.testing.assert_array_equal(ours, by_torch(scores, count))
 
 
+@pytest.mark.parametrize(("size", "count"), [(37, 7)])
+def test_padding_after_a_row_does_not_count(size, count):
+    """The choice of a padded row is torch's choice of the row without its padding."""
+    scores = rows(size)[:40]
+    padded = np.concatenate([scores, np.full((len(scores), 13), -np.inf, np.float32)], axis=1)
+    ours = jax.jit(lambda scores, length: largest_keys(scores, count, length))(
+        padded[:, None], np.full(len(scores), size, np.int32)
+    )[:, 0]
+    seen = np.isfinite(scores)
+    np.testing.assert_array_equal(ours[:, :size] & seen, by_torch(scores, count) & seen)
+    assert (ours.sum(axis=-1) == count).all()
+
+
 def test_only_the_unclear_rows_are_touched():
     """Rows whose k-th score is hidden (-inf) keep the first of equals: what is hidden is not seen anyway."""
     scores = rows(48)
     expected = by_torch(scores, 16)
-    ours = np.asarray(jax.jit(lambda scores: largest_keys(scores, 16))(scores))
+    ours = np.asarray(jax.jit(lambda scores: largest_keys(scores, 16))(scores[:, None]))[:, 0]
     seen = np.isfinite(scores)
     np.testing.assert_array_equal(ours & seen, expected & seen)
     assert (ours.sum(axis=-1) == 16).all()

@@ -78,10 +78,14 @@ def stirred(path, leaf):
     + [("causal", "pages"), pytest.param("latent", "pages", marks=pytest.mark.slow)],
 )
 def test_pieces_make_the_whole(name, layout):
-    words = {word.partition("=")[0]: word for word in (*SIZES, *MODELS[name])}
+    check_pieces(MODELS[name], layout, stirred)
+
+
+def check_pieces(settings, layout, draw_weights):
+    words = {word.partition("=")[0]: word for word in (*SIZES, *settings)}
     config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
     template = make_template(config)
-    weights = jax.tree.map_with_path(stirred, template.weights)
+    weights = jax.tree.map_with_path(draw_weights, template.weights)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 41, (2, sum(PIECES))))
     places = jnp.broadcast_to(jnp.arange(sum(PIECES)), ids.shape)
     expected, _ = jax.jit(lambda weights: template.bind(weights).hidden(ids, LayerInputs(places)))(weights)
@@ -106,6 +110,37 @@ def test_pieces_make_the_whole(name, layout):
     found = jnp.concatenate(found, axis=1)
     for row, length in enumerate(LENGTHS):
         np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
+
+
+TIED = {
+    # One scoring head: every key that it does not like has the score 0.
+    "indexer": [*MODELS["keys and values of latents"], "use_indexer=true", "indexer_n_heads=1", "indexer_head_dim=8",
+                "indexer_topk=4"],
+    "indexer of latents": [*MODELS["latent"], "use_indexer=true", "indexer_n_heads=1", "indexer_head_dim=8",
+                           "indexer_topk=4"],
+    "grouped experts": [*MODELS["latent"], "num_experts=8", "num_experts_per_tok=3", "n_routing_groups=4",
+                        "topk_routing_group=2", "routed_score_func=sigmoid", "routed_bias=true"],
+    "experts": [*MODELS["sinks, windows and experts"], "num_experts_per_tok=3"],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIED)
+def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
+    """Where many scores are equal: each pair of experts has one router weight, and keys score zero.
+
+    On CPUs an indexer's ties need all tokens, so the rule of accelerators is put in its place.
+    """
+    monkeypatch.setattr("maxtext.layers.indexer.ties_depend_on_length", lambda: False)
+    monkeypatch.setattr("maxtext.kernels.attention.ties.ties_depend_on_length", lambda: False)
+
+    def tied(path, leaf):
+        values = stirred(path, leaf)
+        if any(getattr(key, "key", None) == "router" for key in path):
+            values[..., 1::2] = values[..., ::2]
+        return values
+
+    check_pieces(TIED[name], "pages", tied)
 
 
 def test_a_ring_keeps_the_last():
@@ -134,3 +169,12 @@ def test_layers_that_keep_nothing_say_so():
     for words in (["moba=true", "moba_chunk_size=4", "moba_topk=2"], ["decoder_block=simple"]):
         config = load(None, from_words([*SIZES, *words]), environ={}, devices=Devices(1))
         assert empty_caches(config, CacheSize(1, 8, jnp.float32)) is None
+
+
+def test_an_indexer_keeps_nothing_where_ties_depend_on_the_length(monkeypatch):
+    words = {word.partition("=")[0]: word for word in (*SIZES, *TIED["indexer"])}
+    config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
+    assert empty_caches(config, CacheSize(1, 5, jnp.float32)) is None
+    assert empty_caches(config, CacheSize(1, 4, jnp.float32)) is not None  # it selects all keys
+    monkeypatch.setattr("maxtext.layers.indexer.ties_depend_on_length", lambda: False)
+    assert empty_caches(config, CacheSize(1, 5, jnp.float32)) is not None

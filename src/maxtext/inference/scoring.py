@@ -93,11 +93,13 @@ class Recomputed:
 
     def scores(self, weights: Any, rows: jax.Array, last: jax.Array) -> jax.Array:
         model = self.template.bind(weights)
-        hidden, _ = model.hidden(rows, LayerInputs(jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)))
+        positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+        hidden, _ = model.hidden(rows, LayerInputs(positions, lengths=last + 1))
         # Only one place of each row goes through the head.
         return model.logits(jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1))[:, 0]
 
 
 def scorer(config: Any, template: Template) -> Cached | Recomputed:
-    possible = jax.eval_shape(lambda: empty_caches(config, CacheSize(1, 1, config.dtype.value)))
+    longest = CacheSize(1, config.max_target_length, config.dtype.value)
+    possible = jax.eval_shape(lambda: empty_caches(config, longest))
     return Recomputed(template) if possible is None else Cached(config, template)

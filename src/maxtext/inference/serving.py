@@ -31,9 +31,15 @@ def make_scheduler(programs: Programs, weights: Any, slots: int, length: int, sh
         slots = slots_in_memory(programs, LEAST_SLOTS, length)
     size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching
     if not programs.cached and (size.page or size.quantized is not None):
+        reason = "some layer keeps nothing of them"
+        if config.use_indexer:
+            reason = (
+                f"indexer_topk={config.indexer_topk} is below max_target_length={config.max_target_length}, and on "
+                "CPUs its choice among equal scores, which is PyTorch's, depends on later tokens"
+            )
         raise ConfigError(
-            "this model computes all tokens anew (some layer keeps nothing of them), so there is no cache: leave out "
-            "attention=paged, enable_prefix_caching and quantize_kvcache"
+            f"this model computes all tokens anew ({reason}), so there is no cache: leave out attention=paged, "
+            "enable_prefix_caching and quantize_kvcache"
         )
     engine = Engine(programs, weights, size)
     known = host = 0

@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import Inputs, largest_keys, map_queries, mask, mask_by_head, mean_weights
+from maxtext.kernels.attention import (
+    Inputs,
+    largest_keys,
+    map_queries,
+    mask,
+    mask_by_head,
+    mean_weights,
+    ties_depend_on_length,
+)
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -46,6 +54,11 @@ class IndexerSpec:
         """Whether attention is sparse: always, except in the dense warm-up."""
         return self.sparse_training or self.loss_factor == 0
 
+    def depends_on_length(self, length: int) -> bool:
+        """Whether keys are selected from up to `length` tokens in such a way that tokens after a
+        query may change its selection. A cache cannot hold what follows from that."""
+        return self.selecting and length > self.topk and ties_depend_on_length()
+
     def build(self, maker: Maker, size: int, query_rank: int, dtype: Any) -> "Indexer":
         return Indexer(maker, self, size, query_rank, dtype)
 
@@ -71,7 +84,7 @@ class Indexer(nnx.Module):
         scores = self.scores(jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), keys, inputs.positions)
         if choosing:
             chosen = constrain(
-                largest_keys(hide(scores, mask(attention), -jnp.inf), spec.topk)[:, None],
+                largest_keys(hide(scores, mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
                 "activation_batch_attn", None, "activation_length_attn", "activation_kv_length",
             )  # fmt: skip
             attention = replace(attention, selected=chosen)

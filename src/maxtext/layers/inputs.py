@@ -26,6 +26,7 @@ class LayerInputs:
     aligned: bool = field(default=False, metadata={"static": True})  # row b of the batch has page b of the cache
     most_segments: int = field(default=0, metadata={"static": True})  # of a row, padding is one; 0: not known
     reach: int = field(default=0, metadata={"static": True})  # all positions are below; 0: below what the table holds
+    lengths: jax.Array | None = None  # [B], the tokens of each row, if padding follows them
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":
         """The same with the randomness of one layer, or of one part of a layer."""

@@ -64,8 +64,10 @@ class MlaSpec:
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Mla(maker, self, size, dtype)
 
-    def cache(self, size: CacheSize) -> Cache:
-        """Empty: of latents, or of the keys and values of all heads."""
+    def cache(self, size: CacheSize) -> Cache | None:
+        """Empty: of latents, or of the keys and values of all heads; None: it looks at all tokens anew."""
+        if self.indexer and self.indexer.depends_on_length(size.length):
+            return None
         if self.latent:
             sizes: dict[str, tuple[int, ...]] = {LATENT: (self.kv_rank,), KEY_ROPE: (1, self.rope_dim)}
         else:

@@ -22,7 +22,7 @@ from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_he
 from maxtext.kernels.attention.queries import map_queries
 from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility, gpu_capability
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
-from maxtext.kernels.attention.ties import largest_keys
+from maxtext.kernels.attention.ties import largest_keys, ties_depend_on_length
 
 __all__ = [
     "AUTOSELECTED",
@@ -45,5 +45,6 @@ __all__ = [
     "mask_by_head",
     "max_logits",
     "mean_weights",
+    "ties_depend_on_length",
     "try_backends",
 ]

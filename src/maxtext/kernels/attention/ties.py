@@ -5,6 +5,11 @@ often one of many equals. Which of them are kept is arbitrary, but it changes th
 with transformers compares this too. There the choice is that of C++'s `nth_element`, as libstdc++ has it: partitions
 around the median of three, until the k-th place is found. Here each partition is done for a whole row at once.
 
+That choice depends on how many keys the row has, hidden ones after the query included: with ties, the selection of a
+token changes when tokens are appended. So no cache can hold what a layer behind such a selection computed, and on CPUs
+such models compute all tokens again (`ties_depend_on_length`). Elsewhere the first of equals are chosen, whatever
+follows.
+
 Shapes: N keys of a row.
 """
 
@@ -19,27 +24,37 @@ PARTIAL_SORT = 64  # from this many times as many keys as are kept, PyTorch goes
 Row = tuple[Array, Array]  # scores and the keys that they are of, in their current order [N]
 
 
-def largest_keys(scores: Array, count: int) -> Array:
-    """As `largest` over the last dimension; on CPUs equals are chosen as PyTorch does, which costs nothing where the
-    choice is clear."""
+def ties_depend_on_length() -> bool:
+    """Whether `largest_keys` chooses among equals as PyTorch does: on CPUs."""
+    return jax.default_backend() == "cpu"
+
+
+def largest_keys(scores: Array, count: int, lengths: Array | None = None) -> Array:
+    """As `largest` over the last dimension of scores [B, S, N]; on CPUs equals are chosen as PyTorch
+    does, which costs nothing where the choice is clear. `lengths` [B]: the keys of each row, if the
+    others are padding after them; the choice is then that of a row without padding."""
     chosen = largest(scores, count)
-    if jax.default_backend() != "cpu" or scores.shape[-1] >= PARTIAL_SORT * count:
+    if not ties_depend_on_length() or (lengths is None and scores.shape[-1] >= PARTIAL_SORT * count):
         return chosen
+    size = scores.shape[-1]
+    lengths = jnp.full(scores.shape[0], size) if lengths is None else lengths
+    lengths = jnp.broadcast_to(lengths.reshape(-1, *[1] * (scores.ndim - 1)), (*scores.shape[:-1], 1))
     cut = jnp.min(jnp.where(chosen, scores, jnp.inf), axis=-1, keepdims=True)
     unclear = jnp.any(~chosen & (scores == cut) & jnp.isfinite(cut), axis=-1, keepdims=True)
+    unclear &= lengths < PARTIAL_SORT * count
 
     def by_torch() -> Array:
-        rows = scores.reshape(-1, scores.shape[-1])
-        return jnp.where(
-            unclear, jax.vmap(lambda row: largest_as_torch(row, count))(rows).reshape(scores.shape), chosen
-        )
+        choose = jax.vmap(lambda row, length: largest_as_torch(row, count, length))
+        return jnp.where(unclear, choose(scores.reshape(-1, size), lengths.reshape(-1)).reshape(scores.shape), chosen)
 
     return jax.lax.cond(jnp.any(unclear), by_torch, lambda: chosen)
 
 
-def largest_as_torch(scores: Array, count: int) -> Array:
-    """True for the `count` largest scores of a row [N], of equals those that `nth_element` leaves in front."""
+def largest_as_torch(scores: Array, count: int, length: Array | int | None = None) -> Array:
+    """True for the `count` largest scores of a row [N], of equals those that `nth_element` leaves in front. With
+    `length`, N is the length of the row with padding after it."""
     size = scores.shape[0]
+    length = jnp.asarray(size if length is None else length, jnp.int32)
 
     def unfinished(state: tuple) -> Array:
         _, first, last, depth = state
@@ -51,9 +66,9 @@ def largest_as_torch(scores: Array, count: int) -> Array:
         behind = cut <= count - 1
         return row, jnp.where(behind, cut, first), jnp.where(behind, last, cut), depth - 1
 
-    depth = 2 * (size.bit_length() - 1)
+    depth = 2 * (31 - jax.lax.clz(length))
     row, first, last, _ = jax.lax.while_loop(
-        unfinished, partition, ((scores, jnp.arange(size)), jnp.int32(0), jnp.int32(size), jnp.int32(depth))
+        unfinished, partition, ((scores, jnp.arange(size)), jnp.int32(0), length, depth)
     )
     # What is left of at most three is sorted, equals in their order; the rest of the row is already where it belongs.
     place = jnp.arange(size)
