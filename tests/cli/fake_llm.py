@@ -76,7 +76,7 @@ class FakeLLM:
                 yield self.answer(index, ask)
 
     def answer(self, index, ask):
-        if max(ask.prompt) >= 259:
+        if max(ask.prompt) >= 259 or min(ask.prompt) < 0:
             return Answer(index, (), None, "error", "token id is outside the vocabulary")
         text = self.said(ask)
         ids = tuple(ByteTokenizer().encode(text))

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,13 +92,54 @@ BAD = {
     '{"prompt": "a", "max_new_tokens": 63}': "max_new_tokens=63 must be between 1 and 62",
     '{"prompt": "a", "max_new_tokens": "many"}': "max_new_tokens must be a whole number",
     '{"prompt": "a", "temperature": true}': "temperature must be a number",
-    '{"prompt": "a", "temperature": NaN}': "temperature=nan",
+    '{"prompt": "a", "temperature": NaN}': "NaN is no JSON number",
+    '{"prompt": "a", "temperature": -Infinity}': "-Infinity is no JSON number",
+    '{"prompt": "a", "temperature": 1e999}': "the number 1e999, which is too large",
+    '{"prompt": "a", "temperature": 1e300}': "temperature=1e+300 must be a number from 0 to 1e+30",
+    json.dumps({"prompt": "a", "temperature": 10**400}): "must be a number from 0 to 1e+30",
+    '{"prompt": "a", "temperature": null}': "temperature must be a number, not null",
+    '{"prompt": "a", "temperature": [1]}': "temperature must be a number, not [1]",
+    '{"prompt": "a", "temperature": 1, "top_p": 0}': "top_p=0 must be above 0",
+    '{"prompt": "a", "temperature": 1, "top_p": 1.5}': "top_p=1.5 must be above 0 and at most 1",
+    '{"prompt": "a", "temperature": 1, "top_p": "0.5"}': "top_p must be a number",
+    '{"prompt": "a", "temperature": 1, "top_k": -1}': "top_k=-1 must be at least 0",
+    '{"prompt": "a", "temperature": 1, "top_k": 1.0}': "top_k must be a whole number, not 1.0",
+    '{"prompt": "a", "max_new_tokens": -1}': "max_new_tokens=-1 must be between 1 and 62",
+    '{"prompt": "a", "max_new_tokens": true}': "max_new_tokens must be a whole number, not true",
+    '{"prompt": "a", "max_new_tokens": 1e30}': "max_new_tokens must be a whole number, not 1e+30",
+    json.dumps({"prompt": "a", "max_new_tokens": 10**30}): "must be between 1 and 62",
+    json.dumps({"prompt": "a", "seed": 10**30}): "must be between 0 and 4294967295",
+    '{"prompt": "a", "seed": 1.5}': "seed must be a whole number",
+    '{"prompt": "a", "stop": ["x", 5]}': "stop must be a text or a list of texts",
+    '{"prompt": "a", "stop": 5}': "stop must be a text or a list of texts",
+    '{"prompt": "a", "stop": null}': "stop must be a text or a list of texts",
+    '{"prompt": null}': "prompt must be text or a list of token ids",
+    '{"prompt": [1, 1.0]}': "prompt must be text or a list of token ids",
+    '{"prompt": [1, -1]}': "outside the vocabulary",
+    json.dumps({"prompt": [1, 10**30]}): "outside the vocabulary",
+    '{"prompt": "a", "id": NaN}': "NaN is no JSON number",
+    '{"prompt": "a", "id": [1e999]}': "the number 1e999, which is too large",
+    '{"prompt": "a", "id": ' + "9" * 5000 + "}": "a number of 5000 digits: 1000 are the most",
+    '{"prompt": "a", "id": ' + "[" * 150 + "]" * 150 + "}": "nested more than 100 levels deep",
+    '{"prompt": "a", "prompt": "b"}': "'prompt' twice in one object",
+    '{"prompt": "a", "id": {"x": 1, "x": 2}}': "'x' twice in one object",
+    '{"messages": []}': "messages is empty",
+    '{"messages": null}': "messages must be a list",
+    '{"messages": {"role": "user", "content": "a"}}': "messages must be a list",
+    '{"messages": ["a"]}': "messages[0] must be an object with role and content",
+    '{"messages": [{"role": "user"}]}': "messages[0] has no content",
+    '{"messages": [{"content": "a"}]}': "messages[0] has no role",
+    '{"messages": [{"role": "user", "content": "a"}, {"role": 5, "content": "a"}]}': "messages[1].role must be text",
+    '{"messages": [{"role": "", "content": "a"}]}': "messages[0].role is empty",
+    '{"messages": [{"role": "user", "content": 5}]}': "messages[0].content must be text, not 5",
+    '{"messages": [{"role": "user", "content": null}]}': "messages[0].content must be text, not null",
+    '{"messages": [{"role": "user", "content": ["a"]}]}': "messages[0].content must be text",
     '{"prompt": "a", "temperature": -1}': "temperature=-1",
     '{"prompt": "a", "top_k": 5}': "temperature=0 draws nothing",
     '{"prompt": "a", "seed": -1}': "seed=-1 must be between",
     '{"prompt": "a", "stop": [""]}': "none of them empty",
-    '{"messages": "hi"}': "a conversation is a list of records",
-    "[" * 100_000: "not JSON",
+    '{"messages": "hi"}': "messages must be a list",
+    "[" * 100_000: "nested more than 100 levels deep",
     json.dumps({"prompt": "x" * 63}): "max_target_length=64 leaves no room",
 }
 
@@ -124,6 +166,58 @@ def test_bytes_that_are_not_text(tmp_path, folder, made):
         0: {"finished": "error", "error": "the line is not UTF-8"},
         1: {"id": "\ud800", "text": "a", "finished": "length"},
     }
+
+
+def test_each_answer_is_valid_json(tmp_path, folder, made):
+    """Also of a file with a byte order mark, half surrogate pairs and nested ids."""
+    lines = ['{"prompt": "a", "id": ' + "[" * 90 + "]" * 90 + "}", '{"prompt": "\\udfff", "id": "\\ud800"}', *BAD]
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n\n \n".join(lines).encode())
+    assert batch(tmp_path, "max_target_length=64") == 0
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    written = (tmp_path / "out.jsonl").read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in written]
+    assert sorted(record["index"] for record in records) == [3 * number for number in range(len(lines))]
+    assert {record["index"] for record in records if record["finished"] == "length"} == {0, 3}
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "socket", "folder", "link to a device"])
+def test_answers_go_to_regular_files_only(kind, tmp_path, folder, made, capsys):
+    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    out = tmp_path / "out.jsonl"
+    if kind == "device":
+        out = Path("/dev/full")
+    elif kind == "pipe":
+        os.mkfifo(out)
+    elif kind == "folder":
+        out.mkdir()
+    elif kind == "link to a device":
+        out.symlink_to("/dev/full")
+    else:
+        socket.socket(socket.AF_UNIX).bind(str(out))
+    command = ["batch", str(tmp_path / "in.jsonl"), str(out), "--model", str(folder), "jax_cache_dir=none"]
+    for more in ([], ["--overwrite"]):
+        assert main([*command, *more]) == 2
+        error = capsys.readouterr().err
+        assert "cannot take the answers: it is no regular file" in error
+        assert "Traceback" not in error
+    with pytest.raises(ConfigError, match="no regular file"):
+        Answers(out, {}, overwrite=False)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    place = requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    journal = Answers(tmp_path / "out.jsonl", {}, overwrite=False)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        journal.write(next(lines(place)), {"text": "a"})
+    journal.close()
 
 
 def test_log_probabilities_come_with_their_ids(tmp_path, folder, made):
@@ -268,8 +362,8 @@ def test_a_place_that_cannot_be_written(tmp_path):
         (["in.jsonl", "--model", "m"], "name two files and a model"),
         (["in.jsonl", "out.jsonl", "--model", "m", "--fast"], "name two files and a model"),
         (["nowhere.jsonl", "out.jsonl", "--model", "m"], "there is no file nowhere.jsonl"),
-        (["in.jsonl", "in.jsonl", "--model", "m"], "cannot take the answers"),
-        (["in.jsonl", ".", "--model", "m"], "cannot take the answers"),
+        (["in.jsonl", "in.jsonl", "--model", "m"], "cannot take the answers: it is the file of requests"),
+        (["in.jsonl", ".", "--model", "m"], "cannot take the answers: it is no regular file"),
         (["in.jsonl", "out.jsonl", "--model", "m"], "neither a folder nor the name of a model"),
         (["in.jsonl", "out.jsonl", "--model", "model", "prompt=a"], "prompt=a (command line) would do nothing"),
         (["in.jsonl", "out.jsonl", "--model", "model", "multi_sampling=true"], "repeat the line"),

@@ -272,3 +272,19 @@ def test_from_the_configuration(words, expected):
 def test_what_is_refused(wishes, message):
     with pytest.raises(UserError, match=message):
         Sampling(**wishes)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{"temperature": 10**400}, {"temperature": "1"}, {"temperature": True}, {"top_k": 1.5}, {"top_p": None}],
+)
+def test_values_that_no_array_can_hold_are_refused(wishes):
+    with pytest.raises(UserError, match=next(iter(wishes))):
+        Sampling(**({"temperature": 1.0} | wishes))
+
+
+def test_a_tiny_top_p_leaves_the_likeliest_token():
+    """1e-60 is 0 in float32, which would leave none."""
+    rows = Rows.of([Sampling(1.0, 0, 1e-60)])
+    logits = jnp.asarray([[0.0, 1.0, 3.0, 2.0]])
+    assert draw(logits, jax.random.split(jax.random.key(0), 1), rows, Kind.TRUNCATED).tolist() == [2]

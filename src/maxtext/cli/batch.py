@@ -44,8 +44,9 @@ def run(words: list[str]) -> int:
     requests, out = (local_path(word) for word in words[:2])
     if not requests.is_file():
         raise ConfigError(f"there is no file {requests}: it should have a request on each line")
-    if out.is_dir() or (out.exists() and out.samefile(requests)):
-        raise ConfigError(f"{out} cannot take the answers: name another file")
+    if out.exists() and (not out.is_file() or out.samefile(requests)):
+        reason = "it is no regular file" if not out.is_file() else "it is the file of requests"
+        raise ConfigError(f"{out} cannot take the answers: {reason}; name another file")
     place = model_place(place)
     config = settle(place, None, words[2:])
     refuse(config, "batch", USELESS)

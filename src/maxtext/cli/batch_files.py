@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,10 +30,13 @@ class Line:
 
 def lines(path: Path) -> Iterator[Line]:
     """The lines that are not blank, numbered as they stand in the file, from 0."""
-    with path.open("rb") as stream:
-        for index, data in enumerate(stream):
-            if data.strip():
-                yield Line(index, data)
+    try:
+        with path.open("rb") as stream:
+            for index, data in enumerate(stream):
+                if data.strip():
+                    yield Line(index, data)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def sum_of(data: bytes) -> int:
@@ -49,9 +53,14 @@ class Answers:
         self.sums = array.array("Q")  # by the number of the line; 0 where there is no answer yet
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                raise not_regular(path)
             self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+        if not stat.S_ISREG(os.fstat(self.handle).st_mode):
+            os.close(self.handle)
+            raise not_regular(path)
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -138,11 +147,21 @@ class Answers:
         except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
             data = json.dumps(named).encode()
         data += b"\n"
-        while data:
-            data = data[os.write(self.handle, data) :]
+        try:
+            while data:
+                data = data[os.write(self.handle, data) :]
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error.strerror or error}; the same command goes on once it can"
+            ) from error
         self.note(line.index, self.check(line))
 
     def close(self) -> None:
         with suppress(OSError):
             os.fsync(self.handle)
         os.close(self.handle)  # and with it goes the lock
+
+
+def not_regular(path: Path) -> ConfigError:
+    """Devices, pipes and sockets cannot be read back, which a job that goes on must do."""
+    return ConfigError(f"{path} cannot take the answers: it is no regular file; name another file")

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxtext.cli.answering import Answering
@@ -13,18 +14,67 @@ from maxtext.inference.sampling import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p")
 FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING, "seed", "stop")
+MAX_DEPTH = 100  # of nested lists and objects: Python's JSON writer fails at some depth, as its reader does
+MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
 
 
 def parsed(data: bytes) -> dict[str, Any]:
+    """The record of a line, in strict JSON: each key once, numbers that are finite. Whatever it
+    holds can be written as JSON again, since answers carry the id."""
     try:
-        record = json.loads(data)
+        record = json.loads(
+            data.decode("utf-8-sig"),
+            object_pairs_hook=unique_keys,
+            parse_int=bounded_int,
+            parse_float=finite_float,
+            parse_constant=refuse_constant,
+        )
     except UnicodeDecodeError as error:
         raise UserError("the line is not UTF-8") from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise UserError(f"the line is nested more than {MAX_DEPTH} levels deep") from error
+    except ValueError as error:
         raise UserError(f"the line is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise UserError('the line is not a JSON object such as {"prompt": "I love to"}')
+    check_depth(record)
     return record
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in record:
+            raise UserError(f"the line has {name!r} twice in one object: which of the two?")
+        record[name] = value
+    return record
+
+
+def bounded_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise UserError(f"the line has a number of {len(text)} digits: {MAX_DIGITS} are the most")
+    return int(text)
+
+
+def finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise UserError(f"the line has the number {text[:40]}, which is too large")
+    return value
+
+
+def refuse_constant(text: str) -> None:
+    raise UserError(f"the line is not JSON: {text} is no JSON number")
+
+
+def check_depth(record: dict[str, Any]) -> None:
+    level: list[Any] = [record]
+    for _ in range(MAX_DEPTH):
+        inner = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [item for item in inner if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise UserError(f"the line is nested more than {MAX_DEPTH} levels deep")
 
 
 def ask_of(record: Mapping[str, Any], index: int, model: Answering, sampling: Sampling) -> Ask:
@@ -54,13 +104,37 @@ def ask_of(record: Mapping[str, Any], index: int, model: Answering, sampling: Sa
 
 def prompt_ids(record: Mapping[str, Any], model: Answering) -> list[int]:
     if "messages" in record:
-        return model.conversation(record["messages"])
+        return model.conversation(checked_messages(record["messages"]))
     prompt = record["prompt"]
     if isinstance(prompt, str):
         return model.prompt(prompt)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise UserError("prompt must be text or a list of token ids")
+
+
+def checked_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
+    """The conversation, if it is a list of messages that each have a role and a text."""
+    if not isinstance(messages, list):
+        raise UserError('messages must be a list such as [{"role": "user", "content": "hello"}]')
+    if not messages:
+        raise UserError("messages is empty: a conversation has at least one message")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise UserError(f"messages[{number}] must be an object with role and content")
+        for name in ("role", "content"):
+            if name not in message:
+                raise UserError(f"messages[{number}] has no {name}")
+            if not isinstance(message[name], str):
+                raise UserError(f"messages[{number}].{name} must be text, not {shortened(message[name])}")
+        if not message["role"]:
+            raise UserError(f"messages[{number}].role is empty: say who speaks, such as user")
+    return messages
+
+
+def shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def drawn(record: Mapping[str, Any], sampling: Sampling) -> Sampling:
@@ -73,7 +147,7 @@ def drawn(record: Mapping[str, Any], sampling: Sampling) -> Sampling:
 def number(record: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = record.get(name, default)
     if type(value) is not int and not (kind is float and type(value) is float):
-        raise UserError(f"{name} must be a {'whole number' if kind is int else 'number'}, not {json.dumps(value)}")
+        raise UserError(f"{name} must be a {'whole number' if kind is int else 'number'}, not {shortened(value)}")
     if name == "seed" and not 0 <= value < 2**32:
         raise UserError(f"seed={value} must be between 0 and {2**32 - 1}")
     return value

@@ -8,6 +8,7 @@ depend on the kind of the program that draws it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common.errors import UserError
+
+MOST_TEMPERATURE = 1e30  # fits into float32
+LEAST_SHARE = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,18 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be a number of at least 0")
+        for name, kinds in (("temperature", Real), ("top_k", Integral), ("top_p", Real)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                what = "whole number" if kinds is Integral else "number"
+                raise UserError(f"{name} must be a {what}, not {str(value)[:60]!r}")
+        if not 0 <= self.temperature <= MOST_TEMPERATURE:
+            shown = str(self.temperature)[:60]
+            raise UserError(f"temperature={shown} must be a number from 0 to {MOST_TEMPERATURE:g}")
         if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be at least 0; 0 leaves all tokens in")
+            raise UserError(f"top_k={str(self.top_k)[:60]} must be at least 0; 0 leaves all tokens in")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+            raise UserError(f"top_p={str(self.top_p)[:60]} must be above 0 and at most 1")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
             raise UserError("top_k and top_p choose what is drawn from, and temperature=0 draws nothing: raise it")
 
@@ -82,7 +92,8 @@ class Rows:
         return cls(
             np.array([each.temperature for each in samplings], np.float32),
             np.array([min(each.top_k, MOST) for each in samplings], np.int32),
-            np.array([each.top_p for each in samplings], np.float32),
+            # Not rounded to 0, which would leave no token in.
+            np.array([max(each.top_p, LEAST_SHARE) for each in samplings], np.float32),
         )
 
 
