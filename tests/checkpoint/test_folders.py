@@ -79,6 +79,11 @@ def last_tensor(folder, file=SECOND):
     return max(entries, key=lambda name: entries[name]["data_offsets"][1])
 
 
+def broken_link(folder):
+    (folder / INDEX).unlink()
+    (folder / "model.safetensors").symlink_to(folder / "gone")
+
+
 def rename_in_index(folder):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["model.phantom"] = SECOND
@@ -127,10 +132,11 @@ BAD = {
     "dtype of another size": (lambda f: set_dtype(f, "F32"), "{second} is damaged: its header gives {last}"),
     "missing shard": (lambda f: (f / SECOND).unlink(), "{second} is missing: .*index.json expects model"),
     "index names too much": (rename_in_index, "{second} lacks model.phantom, which .*index.json expects"),
-    "index is no JSON": (lambda f: (f / INDEX).write_text("{"), "index.json is not an index"),
-    "index without a map": (lambda f: (f / INDEX).write_text("{}"), "index.json is not an index"),
-    "index is a list": (lambda f: (f / INDEX).write_text("[1]"), "index.json is not an index"),
-    "index points outside": (outside, "names ../x.safetensors, which is not a file of its folder"),
+    "index is no JSON": (lambda f: (f / INDEX).write_text("{"), "index.json is not valid JSON"),
+    "index without a map": (lambda f: (f / INDEX).write_text("{}"), "index.json: weight_map must be an object"),
+    "index is a list": (lambda f: (f / INDEX).write_text("[1]"), "index.json must hold a JSON object"),
+    "index points outside": (outside, "names '../x.safetensors', which is not a file of its folder"),
+    "a link to nothing": (broken_link, "model.safetensors is not a file, or a link to a file that is gone"),
     "no index": (lambda f: (f / INDEX).unlink(), f"has {FIRST} but neither model.safetensors nor"),
     "only pickles": (only_pickle, "pytorch_model.bin: pickle files are never loaded, convert to safetensors first"),
     "nothing": (lambda f: [file.unlink() for file in f.iterdir()], "has no weights: neither model.safetensors nor"),

@@ -10,7 +10,8 @@ import transformers
 import zoo
 
 from maxtext import LLM
-from maxtext.checkpoint.convert.registry import TABLES, model_layer, read_config, table_of, their_config
+from maxtext.checkpoint.convert.registry import TABLES, model_layer, table_of, their_config
+from maxtext.checkpoint.convert.schema import read_config
 from maxtext.checkpoint.open import save_theirs, within_positions
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import UserError

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint.tensors import DTYPES, Tensor
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import read_json_object
 
 THEIRS, OURS = "model", "weights"  # the stems of file names in Hugging Face's folders and in ours
 LONGEST_HEADER = 100_000_000  # the format's own limit
@@ -89,18 +90,19 @@ Found = dict[str, tuple[Tensor, Location]]
 
 def read_index(index: Path) -> Found:
     """The tensors of all files that an index names."""
-    try:
-        files = json.loads(index.read_bytes())["weight_map"]
-        by_file: dict[str, list[str]] = {}
-        for name, file in files.items():
-            by_file.setdefault(file, []).append(name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not an index of safetensors files: {error}") from error
+    files = read_json_object(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ConfigError(f"{index}: weight_map must be an object of tensors and their files: download it again")
+    by_file: dict[str, list[str]] = {}
+    for name, file in files.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise ConfigError(f"{index}: weight_map names no .safetensors file for {name}, but {file!r}")
+        by_file.setdefault(file, []).append(name)
     found: Found = {}
     for file, names in by_file.items():
         path = index.parent / file
         if Path(file).name != file:
-            raise UserError(f"{index} names {file}, which is not a file of its folder")
+            raise ConfigError(f"{index} names {file!r}, which is not a file of its folder")
         if not path.is_file():
             raise UserError(f"{path} is missing: {index.name} expects {names[0]} in it; download it again")
         header = read_header(path)
@@ -134,12 +136,12 @@ def read_header(path: Path) -> Found:
         ordered = sorted(
             ((name, entry["dtype"], *spans(entry)) for name, entry in entries.items()), key=lambda e: e[3:]
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a safetensors file: its header is damaged ({error})") from error
     found: Found = {}
     end = 0
     for name, kind, shape, first, last in ordered:
-        if kind not in DTYPES:
+        if not isinstance(kind, str) or kind not in DTYPES:
             raise UserError(f"{path}: {name} has dtype {kind}, which is not supported: use {', '.join(DTYPES)}")
         tensor = Tensor(DTYPES[kind], shape)
         if first != end or last - first != tensor.nbytes:

@@ -7,7 +7,7 @@ the newest step counts. The first two can be written again as the other.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.convert import registry
+from maxtext.checkpoint.convert import registry, schema
 from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
 from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
@@ -26,7 +26,7 @@ from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
 from maxtext.checkpoint.training import TrainingWeights
 from maxtext.checkpoint.weights import Place, find_places
 from maxtext.checkpoint.writer import write_ours, write_theirs
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.log import LOGGER
 from maxtext.configs import text, types
@@ -79,14 +79,23 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         return open_ours(path)
     if steps.is_checkpoints(path):
         return open_training(steps.steps_under(path.absolute())[-1])
-    hf = registry.read_config(path)
+    hf = schema.read_config(path)
     place = str(path / "config.json")
     settings, table, scheme = registry.model_layer(hf, place), registry.table_of(hf, place), scheme_of(hf, place)
+    registry.check_model(settings, place)
+    check_assets(companions(path))
     folder: Stream = Folder.open(path, THEIRS)
     if scheme is not None:
         folder = Dequantized.of(folder, scheme)
     names = frozenset(registry.canonical(folder.tensors, table))
     return Checkpoint(path, folder, settings, tuple(companions(path)), names, table)
+
+
+def check_assets(files: Iterable[Path]) -> None:
+    """Raise ConfigError for a file beside the weights that will be read later and is damaged."""
+    for file in files:
+        if file.name == "generation_config.json":
+            schema.check_generation_config(file)
 
 
 def open_ours(path: Path) -> Checkpoint:
@@ -95,15 +104,29 @@ def open_ours(path: Path) -> Checkpoint:
     settings = read_yaml(path / "config.yml", "model")
     settings.pop("base_config", None)
     carried = tuple(companions(path / CARRIED)) if (path / CARRIED).is_dir() else ()
+    check_assets(carried)
     names: frozenset[str] = frozenset()
     for file in carried:
+        if file.name == "config.json":
+            schema.read_config(file.parent)
         if file.name == NAMES:
-            names = frozenset(json.loads(file.read_text(encoding="utf-8")))
+            names = read_names(file)
     opened = Folder.open(path, OURS)
     folder: Stream = opened
     if "checkpoint_is_quantized" in settings:
         folder = QuantizedFolder.of(opened, stated_dtype(settings, path))
     return Checkpoint(path, folder, settings, carried, names)
+
+
+def read_names(file: Path) -> frozenset[str]:
+    """The names of the tensors that native weights were converted from."""
+    try:
+        names = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(f"{file} must hold a JSON list of names")
+    return frozenset(names)
 
 
 def stated_dtype(settings: Layer, path: Path) -> str:

@@ -128,12 +128,21 @@ def wrong_shape(name: str, found: Shape, needed: Shape) -> str:
     return f"{name} has shape {list(found)}, the model needs {list(needed)}"
 
 
+def wrong_dtype(name: str, tensor: Tensor) -> str | None:
+    """The problem of a weight that is not in a plain float: integers, and eight-bit floats without their scales."""
+    if tensor.dtype in FLOATS:
+        return None
+    return f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a weight is F32, BF16, F16 or F64"
+
+
 def check_weights(source: Source, shapes: Mapping[str, Shape]) -> None:
-    """A source of our weights must have these names and shapes and no others."""
+    """A source of our weights must have these names and shapes and no others, in floats."""
     problems = [f"{name} is missing" for name in shapes if name not in source.tensors]
     problems += [f"{name} is not a weight of this model" for name in unexpected(source.tensors, shapes)]
     for name, shape in shapes.items():
         found = source.tensors.get(name)
         if found is not None and found.shape != shape:
             problems.append(wrong_shape(name, found.shape, shape))
+        elif found is not None and (problem := wrong_dtype(name, found)):
+            problems.append(problem)
     refuse(source.title, problems)

@@ -1,12 +1,13 @@
 """Local paths, and files that are either complete or absent: written beside their place, synced, then renamed."""
 
 import contextlib
+import json
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from maxtext.common.errors import ConfigError
 
@@ -39,6 +40,19 @@ def local_path(path: str | os.PathLike) -> Path:
     if problem := path_problem(text):
         raise ConfigError(f"{text!r} {problem}")
     return Path(os.path.expanduser(text))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ConfigError where the file has no such thing."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
 
 
 @contextlib.contextmanager

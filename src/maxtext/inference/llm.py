@@ -1,6 +1,5 @@
 """The Python door: a model with its weights and, where it has one, its tokenizer."""
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from maxtext.checkpoint.quantized import StoredWeights, kernel_dtype, load_model
 from maxtext.checkpoint.tensors import Progress, Recast, Source
 from maxtext.checkpoint.weights import ModelWeights, Place, dtypes_of
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.files import local_path
+from maxtext.common.files import local_path, read_json_object
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
@@ -296,8 +295,8 @@ class LLM:
         for name in ("generation_config.json", "config.json"):
             for file in self.origin[0]:
                 if file.name == name:
-                    listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-                    if listed is not None:
+                    listed = read_json_object(file).get("eos_token_id")
+                    if listed not in (None, -1):
                         return [listed] if isinstance(listed, int) else list(listed)
         if self.tokenizer is not None and self.tokenizer.eos_id is not None:
             return [self.tokenizer.eos_id]

@@ -4,11 +4,10 @@ tokenizer_config.json, else special_tokens_map.json, names the special tokens. T
 chat_template.jinja, else chat_template.json, else an entry of tokenizer_config.json.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from maxtext.common.errors import ConfigError
+from maxtext.common.files import read_json_object
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -17,15 +16,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; an empty one where there is no such file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not a {type(found).__name__}")
-    return found
+    return read_json_object(path) if path.exists() else {}
 
 
 def special_texts(settings: dict[str, Any]) -> dict[str, str]:

@@ -1,8 +1,6 @@
 """Which table a Hugging Face folder or a configuration of ours goes by."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint.convert.faithful import unsaid
@@ -10,7 +8,7 @@ from maxtext.checkpoint.convert.families import deepseek, gemma, llama, others, 
 from maxtext.checkpoint.convert.families.defaults import DEFAULTS
 from maxtext.checkpoint.convert.families.table import Json, Table
 from maxtext.checkpoint.convert.quantized import scheme_of
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
 from maxtext.configs.sources import Layer, Setting, Source, from_python
@@ -29,23 +27,9 @@ OTHER_PARTS = (
 )
 
 
-def read_config(folder: Path) -> Json:
-    """config.json of a Hugging Face folder."""
-    path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no config.json: it is not a Hugging Face folder") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} does not hold a JSON object")
-    return found
-
-
 def table_of(hf: Json, place: str) -> Table:
     """The table of a config.json."""
-    named = list(hf.get("architectures") or [])
+    named = hf.get("architectures") or []
     for table in TABLES:
         if any(name in table.architectures for name in named):
             return table
@@ -85,6 +69,18 @@ def model_layer(hf: Json, place: str) -> Layer:
     if facts:
         layer["architecture"] = Setting(facts, source)
     return layer
+
+
+def check_model(layer: Layer, place: str) -> None:
+    """Raise ConfigError, naming the config.json, for a combination of its entries that no model can have."""
+    learned = layer.get("trainable_position_size")
+    keys = {"max_target_length": learned.value} if learned is not None else {}
+    try:
+        load(None, from_python(keys), environ={}, devices=Devices(1), model=layer)
+    except ConfigError as error:
+        raise ConfigError(
+            *(f"{place} describes a model that cannot be built: {problem}" for problem in error.problems)
+        ) from error
 
 
 def canonical(names: Iterable[str], table: Table) -> dict[str, str]:

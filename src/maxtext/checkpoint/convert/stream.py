@@ -22,6 +22,7 @@ from maxtext.checkpoint.tensors import (
     check_weights,
     refuse,
     unexpected,
+    wrong_dtype,
     wrong_shape,
 )
 from maxtext.checkpoint.weights import Place
@@ -106,6 +107,8 @@ def from_hf(
                 problems.append(f"{name} is missing")
             elif there[name].shape != shape:
                 problems.append(wrong_shape(name, there[name].shape, shape))
+            elif problem := wrong_dtype(name, there[name]):
+                problems.append(problem)
     used = {name for step in steps for name in step.theirs}
     # A rule passed over for another may still explain a tensor, but its weights would be there twice.
     problems += [f"{name} is not a tensor of this model" for name in unexpected(there, used, ignored)]
