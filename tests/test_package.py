@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ["cuda13", "cuda12", "tpu", "hf", "text", "tfds", "parquet", "tensorboard", "wandb", "serve", "test", "docs"]
+EXTRAS = ["cuda13", "cuda12", "tpu", "hf", "text", "tfds", "parquet", "tensorboard", "wandb", "test"]
 
 
 def test_base_install_is_small():

@@ -23,14 +23,14 @@ def numbers(text):
 
 def test_every_name_has_a_line(printed):
     header, *rows = printed.split("\n\n")[0].splitlines()
-    assert header.split() == ["name", "family", "layers", "width", "vocabulary", "parameters", "active"]
+    assert header.split() == ["name", "family", "layers", "width", "vocabulary", "parameters", "active", "runs"]
     assert [row.split()[0] for row in rows] == fields.choices("model_name")
     assert len({len(row) for row in [header, *rows]}) == 1  # flush right
 
 
 def test_lines_are_as_published(printed):
     rows = {row.split()[0]: row.split()[1:] for row in printed.split("\n\n")[0].splitlines()}
-    assert rows["llama2-7b"] == ["llama2", "32", "4,096", "32,000", "6,738,415,616", "6,738,415,616"]
+    assert rows["llama2-7b"] == ["llama2", "32", "4,096", "32,000", "6,738,415,616", "6,738,415,616", "yes"]
     # Pairs of layers count as two. 46.7B, of which 12.9B are active: 6 of 8 experts rest in each of 32 layers.
     assert rows["gemma2-9b"][:2] == ["gemma2", "42"]
     assert numbers(rows["mixtral-8x7b"][4]) == 46_702_792_704
@@ -92,3 +92,12 @@ def test_wrong_words(words, sentence, capsys):
     error = capsys.readouterr().err
     assert sentence in error
     assert "Traceback" not in error
+
+
+def test_models_that_cannot_run_are_marked(printed, capsys):
+    marks = {row.split()[0]: row.split()[-1] for row in printed.split("\n\n")[0].splitlines()[1:]}
+    assert marks["qwen3-30b-a3b"] == "yes"
+    assert marks["deepseek3-671b-batchsplit"] == "no"  # use_batch_split_schedule does not act yet
+    assert main(["models", "deepseek3-671b-batchsplit"]) == 0
+    assert "cannot run: use_batch_split_schedule=True" in capsys.readouterr().out
+    assert main(["train", "model_name=deepseek3-671b-batchsplit", "dataset_type=synthetic"]) == 2

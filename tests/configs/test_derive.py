@@ -67,10 +67,8 @@ def test_free_axes_are_inferred():
 
 def test_special_axes():
     config = resolved(
-        "ici_pipeline_parallelism=2", "ici_context_parallelism=2", "ici_fsdp_parallelism=1", "ici_data_parallelism=2",
-        devices=8,
+        "ici_context_parallelism=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2", devices=8
     )  # fmt: skip
-    assert config.using_pipeline_parallelism
     assert config.context_parallel_size == 2
     assert config.num_target_devices == 8
     assert not resolved(devices=8).using_pipeline_parallelism
@@ -117,11 +115,9 @@ def test_remat_policies(policy, kept, offloaded):
     assert set(config.tensors_to_offload) == offloaded
 
 
-def test_custom_remat_and_pipelines():
+def test_custom_remat():
     config = resolved("remat_policy=custom", "context=device", "out_proj=offload", "decoder_layer_input=remat")
     assert (config.tensors_on_device, config.tensors_to_offload) == (["context"], ["out_proj"])
-    config = resolved("ici_pipeline_parallelism=2", devices=2)
-    assert config.tensors_on_device == ["iteration_input", "decoder_layer_input"]
 
 
 def test_folders():

@@ -54,8 +54,55 @@ def test_every_listed_key_exists_and_once():
     import yaml
 
     table = yaml.safe_load((Path(maxtext.configs.__file__).parent / "tables" / "ledger.yml").read_text())
-    listed = [key for kind in table.values() for section in kind for key in section["keys"]]
+    listed = [key for kind in ("not_yet", "never") for section in table[kind] for key in section["keys"]]
     assert len(listed) == len(set(listed))
+    assert set(table["already_so"]) <= set(listed)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["enable_nnx=true", "pure_nnx=true", "pure_nnx_decoder=true", "force_unroll=true",
+     "monitor_step_time_deviation=false", "use_pathways=false"],
+)  # fmt: skip
+def test_asking_for_what_is_so_anyway_is_accepted(setting):
+    load(None, [setting], environ={}, devices=Devices(1))
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "diloco"])
+@pytest.mark.parametrize("network", ["ici", "dcn"])
+def test_axes_that_do_not_act_are_refused(network, axis):
+    key = f"{network}_{axis}_parallelism"
+    assert ledger.status(key).kind == "not_yet"
+    for value in (2, -1):
+        with pytest.raises(ConfigError, match=f"{key}={value} .* would be ignored: it does not act yet"):
+            load(None, [f"{key}={value}"], environ={}, devices=Devices(2))
+
+
+def test_reasons_are_true():
+    assert "internal" not in ledger.status("use_pathways").reason
+    assert "Cloud" not in ledger.status("upload_all_profiler_results").reason
+    assert "profiles" in ledger.status("upload_all_profiler_results").reason
+
+
+def test_an_alias_of_an_attention_kernel_says_so(caplog, monkeypatch):
+    monkeypatch.setattr("maxtext.common.log.LOGGER.propagate", True)
+    config = load(None, ["attention=cudnn_flash_te"], environ={}, devices=Devices(1))
+    assert config.attention == "cudnn_flash_jax"
+    assert "attention=cudnn_flash_te is cudnn_flash_jax here" in caplog.text
+
+
+def test_extras_are_of_features_that_exist():
+    """Every package that an extra installs is imported by the source, or is a platform of JAX."""
+    import tomllib
+
+    from maxtext.common.extras import EXTRA_OF
+
+    project = PACKAGE.parents[1] / "pyproject.toml"
+    if not project.is_file():
+        pytest.skip("an installed package")
+    extras = set(tomllib.loads(project.read_text())["project"]["optional-dependencies"])
+    assert extras - {"cuda12", "cuda13", "test", "tensorboard"} <= {*EXTRA_OF.values()}
+    assert set(EXTRA_OF.values()) <= extras
 
 
 def test_acting_keys_are_read():

@@ -6,12 +6,16 @@ from typing import Any
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, load
 from maxtext.configs.derive import Devices
+from maxtext.configs.ledger import unmet_needs
+from maxtext.configs.load import base_values
 from maxtext.models import make_template
 from maxtext.models.counts import active_count, breakdown, parameter_count
 from maxtext.models.registry import layers
 
-COLUMNS = ("name", "family", "layers", "width", "vocabulary", "parameters", "active")
+COLUMNS = ("name", "family", "layers", "width", "vocabulary", "parameters", "active", "runs")
 NOTE = "active: of the experts those that a token meets, and all other weights (embedding and output head, too)."
+
+RUNS = "runs: no where the model needs keys that do not act yet; `maxtext models NAME` says which."
 
 
 def run(words: list[str]) -> int:
@@ -24,14 +28,15 @@ def run(words: list[str]) -> int:
 def table() -> str:
     """All named models, a line each."""
     rows = [COLUMNS, *(row(name) for name in fields.choices("model_name"))]
-    return aligned(rows, left=2) + f"\n{NOTE}\n"
+    return aligned(rows, left=2) + f"\n{NOTE}\n{RUNS}\n"
 
 
 def row(name: str) -> tuple[str, ...]:
     config, weights = model(name)
     sizes = (len(layers(config)), config.emb_dim, config.vocab_size)
     counts = (parameter_count(weights), active_count(config, weights))
-    return name, config.decoder_block.value, *(f"{number:,}" for number in (*sizes, *counts))
+    runs = "no" if unmet_needs(config, base_values()) else "yes"
+    return name, config.decoder_block.value, *(f"{number:,}" for number in (*sizes, *counts)), runs
 
 
 def description(name: str) -> str:
@@ -41,7 +46,8 @@ def description(name: str) -> str:
     counts = breakdown(weights) | {"parameters": total, "active": active_count(config, weights)}
     rows = [(part, f"{count:,}", f"{count / total:.1%}") for part, count in counts.items()]
     title = f"{name}: {config.decoder_block.value}, {len(layers(config))} layers of width {config.emb_dim:,}"
-    return f"{title}, vocabulary {config.vocab_size:,}\n\n{aligned(rows, left=1)}\n{NOTE}\n"
+    needs = "".join(f"cannot run: {problem}\n" for problem in unmet_needs(config, base_values()))
+    return f"{title}, vocabulary {config.vocab_size:,}\n\n{aligned(rows, left=1)}\n{NOTE}\n{needs}"
 
 
 def model(name: str) -> tuple[Any, Any]:

@@ -10,7 +10,6 @@ from maxtext.common.errors import MissingExtra
 # package (as imported) -> the extra of pyproject.toml that brings it
 EXTRA_OF = {
     "datasets": "hf",
-    "transformers": "hf",
     "pyarrow": "parquet",
     "huggingface_hub": "hf",
     "sentencepiece": "text",
@@ -18,8 +17,6 @@ EXTRA_OF = {
     "tensorflow_datasets": "tfds",
     "wandb": "wandb",
     "libtpu": "tpu",
-    "fastapi": "serve",
-    "uvicorn": "serve",
 }
 
 

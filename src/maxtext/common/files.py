@@ -45,7 +45,10 @@ def local_path(path: str | os.PathLike) -> Path:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError where the file has no such thing."""
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        value = json.loads(data)
+        if b"\\ud" in data.lower():  # half a surrogate pair is no text, and no file could be written with it
+            json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

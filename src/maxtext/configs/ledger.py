@@ -36,13 +36,17 @@ class Status:
 
 
 @cache
+def table() -> dict[str, Any]:
+    return yaml.load((HERE / "tables" / "ledger.yml").read_text(), YamlLoader)
+
+
+@cache
 def silent_keys() -> dict[str, Status]:
     """The keys that do not act."""
-    table = yaml.load((HERE / "tables" / "ledger.yml").read_text(), YamlLoader)
     return {
         key: Status(kind, section["reason"])
         for kind in ("not_yet", "never")
-        for section in table[kind]
+        for section in table()[kind]
         for key in section["keys"]
     }
 
@@ -60,14 +64,20 @@ def problems(
     return [
         f"{key}={shown(getattr(config, key))} ({config.source(key)}) would be ignored: it {status}"
         for key, status in silent_keys().items()
-        if key not in excused and config.source(key).kind in sources and getattr(config, key) != getattr(base, key)
+        if key not in excused
+        and config.source(key).kind in sources
+        and getattr(config, key) not in (getattr(base, key), table()["already_so"].get(key, getattr(base, key)))
     ]
+
+
+def unmet_needs(config: MaxTextConfig, base: MaxTextConfig) -> list[str]:
+    """A sentence for each key of the model's file that does not act, so that the model cannot run."""
+    return problems(config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT)
 
 
 def refuse_silent(config: MaxTextConfig, base: MaxTextConfig) -> None:
     """For a verb that runs a model: what the model's file needs must act, too."""
-    wrong = problems(config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT)
-    if wrong:
+    if wrong := unmet_needs(config, base):
         raise ConfigError(f"model_name={config.model_name} needs more than this version has", *wrong)
 
 

@@ -9,11 +9,13 @@ import yaml
 from pydantic import ValidationError
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
 from maxtext.configs import architecture, derive, fields, ledger, limits, merge, sources
 from maxtext.configs.sources import Layer, Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.configs.types.group import CHOSEN, DERIVED_RULES, RANGES, RULES
 
+ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
 MOST_UNROLLED = 64  # layers, where unrolling is the default
 OF_SCANS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")  # a person who sets one means scanned layers
 
@@ -106,6 +108,11 @@ def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
         settings["run_name"] = Setting(name, Source("derived", place))
     if settings["steps"].value == -1:  # as long as the schedule; the range check refuses two of -1
         settings["steps"] = Setting(settings["learning_rate_schedule_steps"].value, Source("derived"))
+    attention = settings["attention"]
+    if isinstance(attention.value, str) and attention.value in ATTENTION_ALIASES:
+        known = ATTENTION_ALIASES[attention.value]
+        LOGGER.warning("attention=%s is %s here: the same cuDNN kernels, called by JAX", attention.value, known)
+        settings["attention"] = Setting(known, Source(attention.source.kind, f"alias {attention.value}"))
     if empty("base_output_directory"):
         settings["base_output_directory"] = Setting(derive.base_output_directory(), Source("derived"))
     if empty("tokenizer_path") and model in published_tokenizers():
