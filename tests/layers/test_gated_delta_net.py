@@ -19,10 +19,10 @@ from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, unit_length
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Maker, Template
 from tests.compiling import FAST_COMPILE
+from tests.tolerance import assert_within_rounding, dtype_of, in_both_precisions
 
 SIZE, HEADS, KEY, VALUE, WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
 LENGTH = 21
-CLOSE = dict(rtol=1e-4, atol=2e-5)
 jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 FAMILIES = {"next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet), "3.5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet)}
 
@@ -88,6 +88,11 @@ def inputs(segments=None, length=LENGTH):
     return LayerInputs(jnp.broadcast_to(jnp.arange(length), (2, length)), segments)
 
 
+def outputs(layer, x):
+    """What transformers computes, in float32 and in float64."""
+    return in_both_precisions(layer, lambda layer: layer(torch.tensor(x, dtype=dtype_of(layer))).detach().numpy())
+
+
 def run(model, tree, x, layer_inputs):
     return jit(lambda tree, x: model.bind(tree)(x, layer_inputs)[0])(tree, x)
 
@@ -96,27 +101,31 @@ def run(model, tree, x, layer_inputs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers(family, group):
     layer, x = theirs(family, group), activations(70)  # more than one of their chunks
-    expected = layer(torch.tensor(x)).detach()
+    expected = outputs(layer, x)
     tree = ours(dict(layer.named_parameters()), group)
     for form in ("chunked", "recurrent"):
         y = run(template(group, form=form), tree, x, inputs(length=70))
-        np.testing.assert_allclose(y, expected, **CLOSE)
+        assert_within_rounding(y, *expected)
 
 
 def test_gradients_are_transformers():
     layer, x, group = theirs("next", 2), activations(), 2
     weights = activations(seed=1)
-    given = torch.tensor(x, requires_grad=True)
-    (layer(given) * torch.tensor(weights)).sum().backward()
     model = template(group)
+
+    def backward(layer):
+        """The gradients of the weights, and of x."""
+        given = torch.tensor(x, dtype=dtype_of(layer), requires_grad=True)
+        (layer(given) * torch.tensor(weights)).sum().backward()
+        return ours({name: weight.grad for name, weight in layer.named_parameters()}, group), given.grad
 
     def total(tree, x):
         return jnp.sum(model.bind(tree)(x, inputs())[0] * weights)
 
     gradients, of_x = jit(jax.grad(total, argnums=(0, 1)))(ours(dict(layer.named_parameters()), group), x)
-    expected = ours({name: weight.grad for name, weight in layer.named_parameters()}, group)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), gradients, expected)
-    np.testing.assert_allclose(of_x, given.grad, rtol=1e-4, atol=1e-4)
+    (float32, dx32), (float64, dx64) = in_both_precisions(layer, backward)
+    jax.tree.map(assert_within_rounding, gradients, float32, float64)
+    assert_within_rounding(of_x, dx32, dx64)
     assert all(np.abs(gradient).max() > 1e-3 for gradient in jax.tree.leaves(gradients))
 
 
@@ -129,10 +138,10 @@ def test_without_qk_norm(monkeypatch):
 
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", unnormed)
     layer, x = theirs("next", 2), activations() * 0.5
-    expected = layer(torch.tensor(x)).detach()
+    expected = outputs(layer, x)
     tree = ours(dict(layer.named_parameters()), 2)
-    np.testing.assert_allclose(run(template(2, qk_norm=False), tree, x, inputs()), expected, **CLOSE)
-    assert np.abs(run(template(2), tree, x, inputs()) - expected.numpy()).max() > 1e-2
+    assert_within_rounding(run(template(2, qk_norm=False), tree, x, inputs()), *expected)
+    assert np.abs(run(template(2), tree, x, inputs()) - expected[0]).max() > 1e-2
 
 
 SEGMENTS = np.array([[1] * 2 + [2] * 13 + [3] * 4 + [0] * 2, [0] * 3 + [5] * 9 + [6] * 9])
@@ -146,8 +155,8 @@ def test_packed_documents(form):
     tree, model = ours(dict(layer.named_parameters()), 2), template(2, form=form)
     y = run(model, tree, x, inputs(SEGMENTS))
     for row, first, end in DOCUMENTS:
-        expected = layer(torch.tensor(x[row : row + 1, first:end])).detach()[0]
-        np.testing.assert_allclose(y[row, first:end], expected, **CLOSE)
+        expected = outputs(layer, x[row : row + 1, first:end])
+        assert_within_rounding(y[row : row + 1, first:end], *expected)
     other = run(model, tree, np.where(SEGMENTS[..., None] == 0, 7.0, x).astype(np.float32), inputs(SEGMENTS))
     np.testing.assert_array_equal(np.asarray(other)[SEGMENTS != 0], np.asarray(y)[SEGMENTS != 0])
 
@@ -156,7 +165,7 @@ def test_decoding():
     """Token by token with the kernels' states, over the layer's weights: what transformers makes of the whole."""
     group = 2
     layer, x = theirs("next", group), activations(12)
-    expected = layer(torch.tensor(x)).detach()
+    expected = outputs(layer, x)
     module = template(group).bind(jax.tree.map(jnp.asarray, ours(dict(layer.named_parameters()), group)))
 
     @jit
@@ -177,9 +186,11 @@ def test_decoding():
     widths = (KEY, KEY, group * VALUE)
     states = [jnp.zeros((2, WIDTH - 1, HEADS, width)) for width in widths]
     states.append(jnp.zeros((2, HEADS * group, KEY, VALUE)))
+    decoded = []
     for t in range(12):
         y, states = step(x[:, t], states)
-        np.testing.assert_allclose(y, expected[:, t], **CLOSE)
+        decoded.append(y)
+    assert_within_rounding(np.stack(decoded, axis=1), *expected)
 
 
 def test_bfloat16():

@@ -11,6 +11,7 @@ from maxtext.common import noise
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
 from maxtext.layers.parameters import Maker, Template
+from tests.tolerance import assert_within_rounding
 
 SIZE, WIDTH = 6, 10
 SHOW = {"kernel": np.eye(WIDTH, SIZE, dtype=np.float32)}  # as wo: the first hidden values come out as they are
@@ -57,17 +58,22 @@ def joined(tree):
     return {"wi": wi, "wo": tree["wo"]}
 
 
-def in_torch(tree, activations, x):
-    x = torch.tensor(x)
+def in_torch(tree, activations, x, dtype=torch.float32):
+    x = torch.tensor(x, dtype=dtype)
 
     def product(layer, x):
-        return x @ torch.tensor(layer["kernel"]) + torch.tensor(layer.get("bias", np.float32(0)))
+        kernel, bias = (torch.tensor(part, dtype=dtype) for part in (layer["kernel"], layer.get("bias", 0.0)))
+        return x @ kernel + bias
 
     branches = [tree[name] for name in sorted(tree) if name.startswith("wi")]
     hidden = torch.ones(())
     for name, branch in zip(activations, branches, strict=True):
         hidden = hidden * TORCH[name](product(branch, x))
     return product(tree["wo"], hidden).numpy()
+
+
+def in_both(tree, activations):
+    return [in_torch(tree, activations, values(), dtype) for dtype in (torch.float32, torch.float64)]
 
 
 def values():
@@ -87,7 +93,7 @@ def test_torch(activations):
     tree = weights(len(activations), bias)
     abstract = template(MlpSpec(WIDTH, activations, bias=bias))
     assert jax.tree.map(np.shape, tree) == jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
-    np.testing.assert_allclose(apply(abstract.bind(tree), values()), in_torch(tree, activations, values()), atol=2e-5)
+    assert_within_rounding(apply(abstract.bind(tree), values()), *in_both(tree, activations))
 
 
 @pytest.mark.parametrize("activations", [("gelu",), ("silu", "linear"), ("relu", "tanh", "linear")], ids="-".join)
@@ -96,9 +102,7 @@ def test_fused_is_unfused(activations, bias):
     tree = weights(len(activations), bias)
     abstract = template(MlpSpec(WIDTH, activations, bias=bias, fused=True))
     assert jax.tree.map(np.shape, joined(tree)) == jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
-    np.testing.assert_allclose(
-        apply(abstract.bind(joined(tree)), values()), in_torch(tree, activations, values()), atol=2e-5
-    )
+    assert_within_rounding(apply(abstract.bind(joined(tree)), values()), *in_both(tree, activations))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])

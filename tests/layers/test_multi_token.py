@@ -176,7 +176,9 @@ def test_rematerialization_changes_no_number():
         return sum(jnp.sum(output**3) for output in outputs)
 
     plain, again = (jax.jit(jax.grad(lambda tree, remat=remat: loss(tree, remat))) for remat in (None, RematPolicy()))
-    jax.tree.map(lambda *two: np.testing.assert_allclose(*two, rtol=1e-4, atol=1e-4), plain(tree), again(tree))
+    expected = plain(tree)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda *two: np.testing.assert_allclose(*two, rtol=1e-4, atol=1e-5 * largest), expected, again(tree))
     tanhs = [str(jax.make_jaxpr(one)(tree)).count(" tanh ") for one in (plain, again)]
     assert tanhs == [LAYERS, 2 * LAYERS]  # computed again in the backward pass
 

@@ -41,7 +41,7 @@ IDS = np.random.default_rng(0).integers(10, zoo.VOCABULARY, (zoo.ROWS, zoo.LENGT
 def test_text_of_a_model_with_images(name, specimen, tmp_path):
     """What is read, and written as a text model, with and without a folder of ours in between."""
     kind, text, beside = LARGER[name]
-    tolerance = specimen(text).case.tolerance
+    tolerance = specimen(text).tolerance
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(text_config=dict(zoo.CASES[text].options), **beside)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
@@ -70,7 +70,7 @@ def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
     save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((one.folder / "config.json").read_text())
     ours = LLM.load(tmp_path, **zoo.SETTINGS)
-    assert zoo.distance(ours.logits(one.ids), one.scores) < one.case.tolerance
+    assert zoo.distance(ours.logits(one.ids), one.scores) < one.tolerance
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)

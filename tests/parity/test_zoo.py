@@ -31,7 +31,7 @@ def assert_same_tensors(folder: Path, other: Path) -> None:
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
 def test_scores(name, specimen, model):
     one = specimen(name)
-    assert zoo.distance(model(name).logits(one.ids), one.scores) < one.case.tolerance
+    assert zoo.distance(model(name).logits(one.ids), one.scores) < one.tolerance
 
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
@@ -60,7 +60,7 @@ def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
     one = specimen(name)
     model(name).save(tmp_path)
     unrolled = LLM.load(tmp_path, **(zoo.SETTINGS | {"scan_layers": False}))
-    assert zoo.distance(unrolled.logits(one.ids), one.scores) < one.case.tolerance
+    assert zoo.distance(unrolled.logits(one.ids), one.scores) < one.tolerance
 
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.ONE_EACH, {"llama", "gemma2"}))

@@ -16,10 +16,9 @@ import pytest
 import torch
 import transformers
 
+from tests.tolerance import FACTOR, in_both_precisions, rounding_noise
+
 VOCABULARY, ROWS, LENGTH = 131, 2, 48
-# Of the scores' standard deviation. A few times what float32 costs: transformers' own scores lie about 1e-5 from those
-# of its float64, and up to 1e-4 where Gated DeltaNets divide by the length of small vectors.
-TOLERANCE, LOOSE = 5e-5, 5e-4
 
 # How our models are loaded to be compared.
 SETTINGS = dict(
@@ -38,7 +37,6 @@ ABSENT = object()  # an entry that is taken out of config.json
 class Case:
     kind: str  # of transformers' classes: Llama, Gemma3Text …
     options: dict[str, Any]
-    tolerance: float = TOLERANCE
     dtype: torch.dtype = torch.float32  # of the weights in the folder
     shard: str | None = None  # the largest file of weights
     published: dict[str, Any] = field(default_factory=dict)  # changes of config.json after it was written
@@ -51,6 +49,7 @@ class Specimen:
     folder: Path
     ids: np.ndarray  # [ROWS, LENGTH]
     scores: np.ndarray  # [ROWS, LENGTH, VOCABULARY]
+    tolerance: float  # of `distance`
 
 
 def case(kind: str, *parts: dict[str, Any], **own: Any) -> Case:
@@ -78,7 +77,7 @@ LATENT = dict(
 )  # fmt: skip
 DELTA = dict(
     linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=12,
-    shared_expert_intermediate_size=36, num_hidden_layers=5, tolerance=LOOSE,
+    shared_expert_intermediate_size=36, num_hidden_layers=5,
 )  # fmt: skip
 GEMMA4 = dict(
     num_hidden_layers=7, sliding_window=12, global_head_dim=24, hidden_size_per_layer_input=0,
@@ -239,7 +238,7 @@ CASES = {
     ),
     "kimi": case(
         "DeepseekV3", LATENT, n_group=1, topk_group=1, routed_scaling_factor=2.827, n_routed_experts=12,
-        num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=4, tolerance=LOOSE,
+        num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=4,
         rope_parameters=dict(rope_type="yarn", rope_theta=50_000.0, factor=32.0, beta_fast=1.0, beta_slow=1.0,
                              mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16),
     ),
@@ -328,7 +327,7 @@ def make(case: Case, folder: Path) -> Specimen:
         entries = json.loads(path.read_text()) | case.published
         path.write_text(json.dumps({name: value for name, value in entries.items() if value is not ABSENT}))
     ids = np.random.default_rng(case.seed).integers(3, VOCABULARY, (ROWS, LENGTH))
-    return Specimen(case, folder, ids, scores(folder, ids))
+    return Specimen(case, folder, ids, *scores_and_tolerance(folder, ids))
 
 
 def stir(model: torch.nn.Module) -> None:
@@ -355,9 +354,20 @@ def theirs(folder: Path) -> torch.nn.Module:
     return model.eval()
 
 
-def scores(folder: Path, ids: np.ndarray) -> np.ndarray:
+def logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
-        return theirs(folder)(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
+        return model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
+
+
+def scores(folder: Path, ids: np.ndarray) -> np.ndarray:
+    return logits(theirs(folder), ids)
+
+
+def scores_and_tolerance(folder: Path, ids: np.ndarray) -> tuple[np.ndarray, float]:
+    """transformers' logits, and a bound on the `distance` from them by what float32 costs transformers itself."""
+
+    float32, float64 = in_both_precisions(theirs(folder), lambda model: logits(model, ids))
+    return float32, FACTOR * rounding_noise(float32, float64) / float(float32.std())
 
 
 def continued(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
