@@ -46,12 +46,13 @@ def set_up(words, devices):
     return Setup.of(config, jax.devices()[:devices])
 
 
-def train(setup, state):
-    """The loss and the gradients of three steps, and the compiled step."""
-    step = setup.compile_train_step(ROWS)
+def train(setup, state, step=None, rows=slice(None)):
+    """The loss and the gradients of three steps on the rows in this order, and the compiled step."""
+    step = step or setup.compile_train_step(ROWS)
     losses, gradients = [], []
     for _ in range(3):
-        state, metrics = step(state, setup.to_devices(batch()), setup.key)
+        ordered = {name: field[rows] for name, field in batch().items()}
+        state, metrics = step(state, setup.to_devices(ordered), setup.key)
         losses.append(float(metrics["loss"]))
         gradients.append(flat(optax.tree_utils.tree_get(state.optimizer, "mu")))
     return losses, gradients, step
@@ -118,7 +119,10 @@ def main(model, names):
     alone = set_up(words, 1)
     state = alone.initial_state()
     start = jax.tree.map(np.asarray, state)
-    losses, gradients, _ = train(alone, state)
+    losses, gradients, step = train(alone, state)
+    # What rounding costs one device itself: the same rows, summed in another order.
+    _, reordered, _ = train(alone, jax.device_put(start, alone.state_shardings), step, slice(None, None, -1))
+    noise = largest_error(reordered, gradients)[0]
     for name in names:
         try:
             setup = set_up([*words, *LAYOUTS[name]], 8)
@@ -133,6 +137,7 @@ def main(model, names):
             "layout": name,
             "loss": max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, losses, strict=True)),
             "gradient": largest_error(after, gradients),
+            "noise": noise,
             "collectives": sorted({kind for kind, _ in collectives}),
             "gathered": gathered_weights(setup, collectives),
         }
