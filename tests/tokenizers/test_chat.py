@@ -3,6 +3,10 @@
 import json
 import pickle
 import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import load as load_config
 from maxtext.configs.derive import Devices
-from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer
+from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer, templates
 from tests.tokenizers.tiny import CHATML
 
 # Small templates in the styles of well-known models; each uses what the others do not.
@@ -153,6 +157,65 @@ def test_what_is_no_conversation(bad, bpe):
 def test_a_template_that_refuses(source, reason):
     with pytest.raises(UserError, match=f"the chat template of here refuses .*({reason})"):
         ChatTemplate(source, "here").render(CHATS["short"])
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set n = namespace(x=['aaaaaaaa']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+HOSTILE = {
+    "endless loop": (ENDLESS, "takes more than 0.5 seconds"),
+    "endless filter": ("{{ range(99999)|map('string')|list * 0 }}" + ENDLESS, "takes more than 0.5 seconds"),
+    "power at compile time": ("{{ 10 ** (10 ** 10) }}", "takes more than 0.5 seconds"),
+    "range": ("{% for a in range(10 ** 12) %}{% endfor %}", "Range too big"),
+    "string": ("{{ 'a' * 10 ** 11 }}", "memory"),
+    "padding": ("{{ 'a'.ljust(10 ** 11) }}", "memory"),
+    "format": ("{{ '%99999999999d' % 1 }}", "memory|width|big"),
+    "shared lists": (DOUBLED + "{{ n.x }}", "takes more than 0.5 seconds|memory"),
+    "doubled text": (DOUBLED.replace("['aaaaaaaa']", "'aa'").replace("[n.x, n.x]", "n.x ~ n.x"), "memory|seconds"),
+    "recursion": ("{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}", "calls itself without an end"),
+    "nested expression": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply|memory|died"),
+    "class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "globals": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe"),
+    "format string": ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
+    "mapped attribute": ("{{ ([''] | map(attribute='__class__') | list)[0].x }}", "unsafe|undefined"),
+    "attribute filter": ("{{ (''|attr('__class__')).__mro__ }}", "unsafe|undefined"),
+    "changed messages": ("{{ messages.clear() }}", "not safely callable|unsafe"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_ends_in_one_sentence(name, monkeypatch):
+    """Endless loops, memory bombs and ways out of the sandbox; what follows is rendered as ever."""
+    source, reason = HOSTILE[name]
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    monkeypatch.setattr(templates, "MEMORY", 2**28)
+    templates.RUNNER.stop()  # of other limits
+    began = time.monotonic()
+    with pytest.raises(UserError, match=f"the chat template of here .*({reason})") as refusal:
+        ChatTemplate(source, "here").render(CHATS["short"])
+    assert time.monotonic() - began < 30  # with the start of the process, on a busy machine
+    assert "\n" not in str(refusal.value)
+    monkeypatch.undo()
+    assert ChatTemplate("{{ messages[0].content }}", "here").render([{"content": "next"}]) == "next"
+    templates.RUNNER.stop()
+
+
+def test_templates_of_threads_and_forked_processes(bpe):
+    template, expected = load(bpe), load(bpe).render(CHATS["short"])
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda _: template.render(CHATS["short"]), range(40)))
+    assert set(texts) == {expected}
+    code = (
+        "import os\nfrom maxtext.tokenizers import ChatTemplate\n"
+        "t = ChatTemplate('{{ messages[0].a }}', 'here')\nchild = os.fork()\n"
+        "assert all(t.render([{'a': n}]) == str(n) for n in range(200))\n"
+        "os._exit(0) if child == 0 else None\nassert os.waitpid(child, 0)[1] == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_values_of_messages_that_cannot_be_sent():
+    with pytest.raises(UserError, match="cannot be sent"):
+        ChatTemplate("{{ messages }}", "here").render([{"content": lambda: 0}])
 
 
 def test_bad_templates(bpe, tmp_path, monkeypatch):

@@ -5,14 +5,14 @@ That is the one of transformers: a sandbox, blocks that leave no blank lines, `b
 around what the model is to write, which changes nothing here. A template sees `messages`, `add_generation_prompt`,
 `tools` and `documents` (none), and the special tokens by name (bos_token, eos_token …).
 
+A template is a program that came with a model: it runs in a process of its own, with limits on time and memory
+(`templates.py`), so that a faulty or hostile one ends in one sentence.
+
 The text has special tokens in it, a beginning too where the template writes one: encode it by `encode_with_specials`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.tokenizers.beside import read_json, template_text
 from maxtext.tokenizers.interface import Tokenizer
+from maxtext.tokenizers.templates import TemplateFailure, run_template
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -35,13 +36,10 @@ class ChatTemplate:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        import jinja2  # here, since only chat templates need it
-
         try:
-            compiled(self.source)
-        except jinja2.TemplateError as error:
-            number = getattr(error, "lineno", None)
-            line = f", line {number}" if number else ""
+            run_template(self.source, None)
+        except TemplateFailure as error:
+            line = f", line {error.line}" if error.line else ""
             raise ConfigError(f"the chat template of {self.place}{line} is not valid Jinja: {error}") from error
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
@@ -49,15 +47,11 @@ class ChatTemplate:
         plain_messages = plain(messages)
         if not isinstance(plain_messages, list) or not all(isinstance(message, dict) for message in plain_messages):
             raise UserError(f"a conversation is a list of records with role and content, not {shown(messages)}")
+        variables: dict[str, Any] = {"messages": plain_messages, "tools": None, "documents": None}
+        variables |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
-            return compiled(self.source).render(
-                messages=plain_messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
-        except Exception as error:  # a template is a program of its own: any type of error may come out of it
+            return run_template(self.source, variables)
+        except TemplateFailure as error:
             raise UserError(f"the chat template of {self.place} refuses {shown(messages)}: {error}") from error
 
 
@@ -91,35 +85,6 @@ def read_template(path: Path) -> str:
     if found is None:
         raise ConfigError(f"chat_template_path={path} has no text under chat_template")
     return found
-
-
-@lru_cache(maxsize=16)
-def compiled(source: str) -> Any:
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
 
 
 def plain(value: Any) -> Any:

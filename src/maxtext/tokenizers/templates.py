@@ -1,0 +1,133 @@
+"""Runs chat templates in another process (`template_worker.py`), with limits on time and memory."""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import pickle
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from maxtext.common.errors import ConfigError
+from maxtext.tokenizers.template_worker import HEADER
+
+SECONDS = 10.0  # for one conversation; usual templates take less than a millisecond
+MEMORY = 2**30  # bytes of the process
+START_SECONDS = 120.0  # for the first one, with the start of Python on a busy machine
+
+
+class TemplateFailure(Exception):
+    """`compiled`: the template is valid, but fails with these messages; `line` of a syntax error."""
+
+    def __init__(self, reason: str, compiled: bool = True, line: int | None = None):
+        super().__init__(reason)
+        self.compiled = compiled
+        self.line = line
+
+
+class TemplateRunner:
+    """One worker process for all templates of this process, started when it is needed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self, source: str, variables: dict[str, Any] | None) -> str:
+        """The text of a template; without variables, "" if it is valid. Raises TemplateFailure."""
+        try:
+            request = pickle.dumps((source, variables))
+        except Exception as error:  # whatever a user's own class raises
+            raise TemplateFailure(f"its messages cannot be sent to the process that runs it ({error})") from error
+        with self.lock:
+            seconds = SECONDS
+            if self.process is None or self.process.poll() is not None:
+                self.start()
+                self.exchange(pickle.dumps(("", None)), START_SECONDS)
+            answer = self.exchange(request, seconds)
+        if "text" in answer:
+            return answer["text"]
+        raise TemplateFailure(answer["error"], answer["compiled"], answer.get("line"))
+
+    def start(self) -> None:
+        self.stop()
+        found = importlib.util.find_spec("jinja2")
+        if found is None or found.origin is None:
+            raise ConfigError("chat templates need jinja2: install it, for example with pip install jinja2")
+        worker = Path(__file__).with_name("template_worker.py")
+        site_packages = Path(found.origin).parents[1]
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", str(worker), str(site_packages), str(SECONDS), str(MEMORY)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the main process
+        )
+
+    def exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(len(request).to_bytes(HEADER, "big") + request)
+            self.process.stdin.flush()
+            deadline = time.monotonic() + seconds
+            handle = self.process.stdout.fileno()
+            size = int.from_bytes(read_exactly(handle, HEADER, deadline), "big")
+            return json.loads(read_exactly(handle, size, deadline))
+        except TimeoutError as error:
+            self.stop()
+            raise TemplateFailure(f"it takes more than {seconds:g} seconds: is there an endless loop?") from error
+        except (BrokenPipeError, EOFError) as error:
+            self.stop()
+            raise TemplateFailure("the process that runs it has died") from error
+        except BaseException:  # such as Ctrl-C: what comes next would be read as the answer to another request
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+
+
+def read_exactly(handle: int, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(handle, selectors.EVENT_READ)
+        while len(data) < size:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            part = os.read(handle, min(size - len(data), 2**20))
+            if not part:
+                raise EOFError
+            data += part
+    return bytes(data)
+
+
+RUNNER = TemplateRunner()
+
+
+def forget_worker() -> None:
+    """In a process that was forked: the worker belongs to its parent."""
+    global RUNNER
+    RUNNER = TemplateRunner()
+
+
+def run_template(source: str, variables: dict[str, Any] | None) -> str:
+    return RUNNER.run(source, variables)
+
+
+atexit.register(lambda: RUNNER.stop())
+os.register_at_fork(after_in_child=forget_worker)
