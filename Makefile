@@ -5,14 +5,20 @@ BIN := .venv/bin
 FAST ?=
 WORKERS ?= 2
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test test-all lint format clean
 
 quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
 	@echo "to use the command maxtext in this shell: source $(BIN)/activate"
 
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
 test: lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(if $(FAST),-m "not slow")
+	$(PYTEST) $(if $(FAST),-m "not slow and not exhaustive")
+
+# The whole matrices, too: every layout of every model, more kills. Before a release.
+test-all: lint
+	$(PYTEST) -m ""
 
 lint: .venv/test
 	$(BIN)/ruff check src tests benchmarks

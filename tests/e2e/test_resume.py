@@ -30,8 +30,7 @@ MODEL = [
     "learning_rate=0.01", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0",
     "learning_rate_schedule_steps=1000000", "enable_tensorboard=false", "remat_policy=none", "run_name=it",
 ]  # fmt: skip
-STEPS, PERIOD, KILLS = 60, 3, 30
-KILLS_OF_TWO = int(os.environ.get("KILLS_OF_TWO", "5"))  # each takes ten seconds; more of them before a release
+STEPS, PERIOD = 60, 3
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +184,14 @@ def killed_until_done(job, generator, kills, steps, early):
     return killed
 
 
-def test_thirty_kills_change_nothing(make_job):
+@pytest.mark.parametrize("kills", [8, pytest.param(30, marks=pytest.mark.exhaustive)])
+def test_kills_change_nothing(make_job, kills):
     calm = make_job("calm", f"steps={STEPS}")
     calm.start()
     calm.finish()
     job = make_job("killed", f"steps={STEPS}")
-    killed = killed_until_done(job, random.Random(30), KILLS, STEPS, early=8)
-    assert killed == KILLS, job.log()
+    killed = killed_until_done(job, random.Random(30), kills, STEPS, early=kills // 4)
+    assert killed == kills, job.log()
     assert all_steps(job.checkpoints)[-1] == STEPS
     assert_same(job.final(), calm.final())
     assert job.losses == calm.losses, "each step once, and the same"
@@ -199,8 +199,8 @@ def test_thirty_kills_change_nothing(make_job):
     assert {path.name for path in job.checkpoints.iterdir()} == {str(step) for step in all_steps(job.checkpoints)}
 
 
-def test_kills_of_two_processes_change_nothing(make_job):
-    kills = KILLS_OF_TWO
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_kills_of_two_processes_change_nothing(make_job, kills):
     steps = -(-(kills + 13) // PERIOD) * PERIOD
     more = ("per_device_batch_size=2", "max_num_checkpoints_to_keep=9")
     calm = make_job("calm", f"steps={steps + 4}", *more, processes=2)

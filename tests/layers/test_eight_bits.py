@@ -90,8 +90,14 @@ def gradients(words):
     return jax.jit(jax.value_and_grad(loss))(jax.jit(setup.fresh)().weights)
 
 
+QUICK = ("llama", "joined kernels", "widths without tiles")
+EXHAUSTIVE = ("queries normed", "grouped heads", "in float32", "gelu_exact", "scanned")  # parts of other cases
+
+
 def marked(name):
-    return () if name in ("llama", "joined kernels", "widths without tiles") else pytest.mark.slow
+    if name in EXHAUSTIVE:
+        return pytest.mark.exhaustive
+    return () if name in QUICK else pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ MODEL = "moe"
 
 
 @pytest.fixture(scope="module")
-def reports():
-    return matrix.run(MODEL)
+def reports(request):
+    """Of the layouts that this session tests."""
+    chosen = [item.callspec.params["layout"] for item in request.session.items if item.module is request.module]
+    return matrix.run(MODEL, chosen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", matrix.cases(MODEL))
+@pytest.mark.parametrize("layout", matrix.parameters(MODEL))
 def test_layout(reports, layout):
     matrix.check(MODEL, layout, reports[layout])
