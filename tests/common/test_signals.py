@@ -43,6 +43,17 @@ finally:
     time.sleep(0.5)
     print('cleaned', flush=True)
 """
+IMPORT = """
+import os, sys, tempfile
+folder = tempfile.mkdtemp()
+with open(os.path.join(folder, 'slow_module.py'), 'w') as stream:
+    stream.write("import time; print('ready', flush=True); time.sleep(60)")
+sys.path.append(folder)
+try:
+    import slow_module
+finally:
+    print('an exception went through the import')
+"""
 CHILD = """
 import gc, signal, sys, time
 from maxtext.cli import main
@@ -71,7 +82,7 @@ def test_a_signal_ends_a_command_with_its_code_and_one_line(number):
     assert process.returncode == 128 + number
 
 
-@pytest.mark.parametrize("program", [SWALLOWED, CAUGHT, STUCK], ids=["gc callback", "except", "compiler"])
+@pytest.mark.parametrize("program", [SWALLOWED, CAUGHT, STUCK, IMPORT], ids=["gc", "except", "compiler", "import"])
 def test_an_interrupt_cannot_be_lost(program):
     process = start(program)
     process.send_signal(signal.SIGINT)

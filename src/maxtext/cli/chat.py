@@ -71,6 +71,7 @@ class Keyboard:
     def __init__(self, person: bool):
         self.person = person
         self.reading = False
+        self.waiting = False  # until the engine is free again
         self.speaking: Speaking | None = None
         self.mark = MARK
         if person:
@@ -93,6 +94,8 @@ class Keyboard:
     def on_interrupt(self, number: int, frame: object) -> None:
         if self.speaking is not None and not self.speaking.ended:
             self.speaking.stop()
+        elif self.waiting:
+            self.waiting = False
         elif self.reading or not self.person:
             raise signals.Interrupted(number)
 
@@ -117,9 +120,14 @@ class Keyboard:
 
     def hear(self, pieces: Pieces) -> Iterator["tuple[str, Answer | None]"]:
         """An answer as it comes, until it ends or Ctrl-C is pressed."""
-        if self.speaking is not None:
-            with progress.working("the model finishes what was stopped"):
-                self.speaking.settle()
+        if self.speaking is not None and self.speaking.thread.is_alive():
+            self.waiting = True
+            with progress.working("waiting for the engine, which was stopped in the middle of a step"):
+                while self.waiting and not self.speaking.settle(LOOK_SECONDS):
+                    pass
+            if not self.waiting:
+                return iter(())
+            self.waiting = False
         self.speaking = Speaking(pieces)
         self.speaking.thread.start()  # now that an interrupt finds it
         return iter(self.speaking)
@@ -168,8 +176,8 @@ class Speaking:
             self.stopped.set()
             progress.stop()
 
-    def settle(self, seconds: float | None = None) -> bool:
-        """Wait until the engine is free; whether it is."""
+    def settle(self, seconds: float) -> bool:
+        """Wait until the engine is free, for so long at most; whether it is."""
         self.thread.join(seconds)
         return not self.thread.is_alive()
 
@@ -204,7 +212,7 @@ def answer(conversation: "Conversation", text: str, keyboard: Keyboard) -> None:
         conversation.turns.pop()
         note(str(error))
         return
-    write("\n" if whole else " … (stopped)\n")
+    write("\n" if whole else " … (stopped)\n" if said else "(stopped)\n")
     if not said:
         conversation.turns.pop()
         return

@@ -3,7 +3,8 @@
 `ending_signals` is for a whole command: a signal raises `Interrupted` in the main thread. Python may lose such an
 exception (one that is raised inside a garbage-collection callback is only printed) or raise it late (the main thread
 compiles a program in C++ for minutes). A watchdog thread therefore hears of each signal at once, raises it again where
-it was lost, and ends the process if the main thread does not come back from C++, or at a second signal.
+it was lost, and ends the process if the main thread does not come back from C++, or at a second signal. Inside an
+import, where an exception can crash an extension module, the process ends at once.
 
 `asked_by_signals` is for a loop inside such a command that wants to finish its work first.
 """
@@ -116,6 +117,8 @@ class Watchdog:
         self.closed = threading.Event()
 
     def on_signal(self, number: int, frame: Any) -> None:
+        if importing(frame):
+            leave(number)
         self.raised = Interrupted(number)
         raise self.raised
 
@@ -183,7 +186,22 @@ class Watchdog:
         """End the process after `seconds`, unless it has ended by then."""
         if self.closed.wait(seconds) or not self.count:
             return
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        os.write(2, b"interrupted\n")
-        os._exit(exit_code(number))
+        leave(number)
+
+
+def importing(frame: Any) -> bool:
+    """Whether a module is being imported: some extension modules crash if an exception interrupts that."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def leave(number: int) -> NoReturn:
+    """End the process, without any cleanup."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, b"\r\x1b[Kinterrupted\n" if os.isatty(2) else b"interrupted\n")
+    os._exit(exit_code(number))

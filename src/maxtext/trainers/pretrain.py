@@ -236,7 +236,10 @@ def summarise(
         "eval_loss": evaluations[-1][1] if evaluations else None,
     }
     waited = "" if summary["data_wait"] is None else f"; waited for data {summary['data_wait']:.2%} of the time"
-    LOGGER.info("stopped after %d steps: %s%s", loop.step, summary["stopped"], waited)
+    goes_on = (
+        "; the same command goes on" if failure is None and stopped_by(loop) and config.enable_checkpointing else ""
+    )
+    LOGGER.info("stopped after %d steps: %s%s%s", loop.step, summary["stopped"], goes_on, waited)
     if jax.process_index() == 0:
         write_summary(os.path.join(run_folder(config), "summary.json"), summary)
         if record.losses:
