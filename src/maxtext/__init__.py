@@ -1,15 +1,17 @@
 """maxtext: training, fine-tuning and inference of open language models in JAX."""
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # type checkers take it for true; the module typing itself takes a while to import
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from maxtext.configs import config
     from maxtext.inference.llm import LLM
 
 __all__ = ["LLM", "__version__", "config"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Names load on first use, so that `import maxtext` and `maxtext --help` stay instant."""
     if name == "config":
         from maxtext.configs import config

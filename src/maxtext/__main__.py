@@ -1,6 +1,6 @@
 """`python3 -m maxtext VERB ...`: the same as `maxtext VERB ...`."""
 
-from maxtext.cli.main import entry
+from maxtext.cli.entry import entry
 
 if __name__ == "__main__":
     entry()

@@ -56,13 +56,13 @@ finally:
 """
 CHILD = """
 import gc, signal, sys, time
-from maxtext.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
+from maxtext.cli import entry, main
 def run(words):
     exec({program!r}, globals())
     return 0
 main.run = run
-main.entry()
+entry.entry()
 """
 
 

@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
 
 from maxtext.common import progress, signals
 
@@ -202,18 +201,6 @@ def verb_help(name: str) -> str:
     return f"{usage}{options}{common}\nexample: {verb.example}\n"
 
 
-def entry(*verb: str) -> NoReturn:
-    """The process of a command: `maxtext VERB ...`, or with a verb given `python3 -m maxtext.VERB ...`."""
-    code = main([*verb, *sys.argv[1:]])
-    if code > 128:  # a thread that still compiles would hold up the interpreter's own exit
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            sys.stdout.flush()
-            sys.stderr.flush()
-        if not in_company():
-            os._exit(code)
-    sys.exit(code)
-
-
 def main(argv: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -300,4 +287,4 @@ def run(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    entry()
+    raise SystemExit(main())
