@@ -8,10 +8,10 @@ of 2048), as Parquet and as JSON lines. The tokenizer is a byte-level BPE of 163
 is not counted. Every run reads all documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and
 segments.
 
-Ours: `dataset_type=grain` with best_fit, documents longer than a row go on in another. In this process and in worker
-processes as a training run opens them; the faster counts. Peer: load_dataset, a batched map with the fast tokenizer of
-`transformers` on 1000 documents at a time, an empty cache, and a loop in NumPy: cut wherever a row ends, or first fit,
-whichever is faster. With one process and with one for each core; the faster counts.
+Ours: `dataset_type=grain` with best_fit, documents longer than a row go on in another, from as many data streams as a
+training run has. In this process and in worker processes; the faster counts. Peer: load_dataset, a batched map with the
+fast tokenizer of `transformers` on 1000 documents at a time, an empty cache, and a loop in NumPy: cut wherever a row
+ends, or first fit, whichever is faster. With one process and with one for each core; the faster counts.
 
 Each run is a process of its own, its imports not counted, but those of the workers are. Ours and the peer's take turns,
 and medians count, so that other work on the machine hits both. Cores: processor seconds by seconds, and how many times
@@ -114,7 +114,7 @@ def counted(segmentations: Iterable[np.ndarray]) -> dict[str, int]:
 
 def ours(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     from maxtext.configs import load
-    from maxtext.input_pipeline import Share, Split, Streams, grain_source, make_train_iterator, stream_opener
+    from maxtext.input_pipeline import Split, grain_source, open_streams
 
     assert grain_source  # imported now, not when it is first used
     words = [
@@ -125,15 +125,8 @@ def ours(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     ]  # fmt: skip
     config = load(None, words, environ={})
     begin, used = time.perf_counter(), processor_seconds()
-    if workers:
-        opener = stream_opener(config, Split.TRAIN)
-
-        def stream(number: int, count: int) -> Any:
-            return opener(Share(ROWS // count, number, count, count))
-
-        batches: Any = Streams(stream, workers, range, pad=True)
-    else:
-        batches = make_train_iterator(config)
+    batches = open_streams(config, Split.TRAIN, lambda step: ROWS, [ROWS])
+    assert batches is not None, "a source has training data, or says what is missing"
     found = counted(batch["targets_segmentation"] for batch in batches)
     seconds = time.perf_counter() - begin
     batches.close()

@@ -18,7 +18,7 @@ FACTS = json.loads((HERE / "facts.json").read_text())
 # The published default of the cache folder is the home of the machine that listed the keys.
 HOME_DEFAULTS = {"jax_cache_dir": "~/jax_cache"}
 # Keys of this project's own.
-OURS = {"BadData": ["max_bad_records"]}
+OURS = {"BadData": ["max_bad_records"], "DataOrder": ["data_streams", "mixture_stopping_strategy"]}
 # Filled by base.yml; the type's own default is empty.
 BASE_ONLY = {"logical_axis_rules", "data_sharding"}
 

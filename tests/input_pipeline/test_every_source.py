@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import Share, Split, make_train_iterator
+from maxtext.input_pipeline import Share, Split, make_train_iterator, open_streams
 from maxtext.input_pipeline.sources import make_iterator
 from tests.input_pipeline.corpora import SOURCES
 
@@ -110,3 +110,23 @@ def test_the_seed_decides(configured, source):
     )
     np.testing.assert_array_equal(first, again)
     assert first.shape != other.shape or (first != other).any()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_batches_do_not_depend_on_who_loads_them(configured, source):
+    """Two processes, each with half of the rows of a batch, have together what one has."""
+    config = configured(source, grain_worker_count=0, data_streams=2)
+
+    def batches(held=None, processes=1):
+        streams = open_streams(config, Split.TRAIN, lambda step: 4, [4], held, processes)
+        found = [batch["inputs"] for batch in streams]
+        streams.close()
+        return found
+
+    whole = batches()
+    halves = [batches(lambda rows, half=half: np.arange(rows)[2 * half : 2 * half + 2], 2) for half in (0, 1)]
+    # Several processes end with the first stream that does, one goes on with the other stream.
+    steps = min(map(len, halves))
+    assert len(whole) >= steps > 2
+    for step in range(steps):
+        np.testing.assert_array_equal(np.concatenate([half[step] for half in halves]), whole[step])

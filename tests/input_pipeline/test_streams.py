@@ -1,66 +1,127 @@
-"""Streams: the same batches whoever loads them, a position that other numbers of processes can take up."""
+"""Data streams: the same batches whoever loads them, and a position that other batch sizes and processes take up."""
 
 import json
 
 import numpy as np
 import pytest
 
+from maxtext.common.errors import UserError
 from maxtext.input_pipeline import FIELDS, BatchIterator, Share, Split, Streams, join_states, sources, stream_count
+from maxtext.input_pipeline.streams import RowBuffer
 
 
 class Counting(BatchIterator):
-    """Batch n of stream v is one row that says 100 v + n; `length` batches."""
+    """Row n of stream v says 100 v + n; `length` rows, `size` at a time."""
 
-    def __init__(self, number, count, length=10**9):
-        self.number, self.length, self.step = number, length, 0
+    def __init__(self, number, count, beside, whole_window=False, length=10**9, size=1):
+        self.number, self.length, self.size, self.row = number, length, size, 0
 
     def __next__(self):
-        if self.step == self.length:
+        rows = np.arange(self.row, min(self.row + self.size, self.length))
+        if not len(rows):
             raise StopIteration
-        self.step += 1
-        return {"inputs": np.full((1, 2), 100 * self.number + self.step - 1)}
+        self.row += len(rows)
+        return {"inputs": (100 * self.number + rows)[:, None] * np.ones(2, int)}
 
     def get_state(self):
-        return {"step": self.step}
+        return {"row": self.row}
 
     def set_state(self, state):
-        self.step = state["step"]
+        self.row = state["row"]
 
     def reset(self):
-        self.step = 0
+        self.row = 0
+
+
+def of_size(size, length=10**9):
+    return lambda *share: Counting(*share, length, size)
+
+
+def streams_of(count, rows, make=Counting, held=None, **more):
+    """`held`: the part of the batch that the process has, as (which, of how many)."""
+    which, parts = held or (0, 1)
+    indices = (lambda size: np.array_split(np.arange(size), parts)[which]) if held else None
+    more = {"alone": held is None} | more
+    return Streams(make, count, lambda step: rows, [rows], held=indices, **more)
 
 
 def rows(streams):
     return next(streams)["inputs"][:, 0].tolist()
 
 
+def dealt(count, first, number):
+    """Rows `first`, … of the deal, by its definition: row g is row g // count of stream g % count."""
+    return [100 * (row % count) + row // count for row in range(first, first + number)]
+
+
 def test_rows_are_in_the_order_of_streams():
-    whole = Streams(Counting, 4, range)
+    whole = streams_of(4, 4)
     assert rows(whole) == [0, 100, 200, 300]
     assert rows(whole) == [1, 101, 201, 301]
+    assert rows(streams_of(2, 4)) == [0, 1, 100, 101]
 
 
-def test_two_processes_load_what_one_loads():
-    low, high = (Streams(Counting, 4, lambda count, half=half: range(half * count // 2, (half + 1) * count // 2))
-                 for half in (0, 1))  # fmt: skip
-    whole = Streams(Counting, 4, range)
-    for _ in range(3):
-        assert rows(low) + rows(high) == rows(whole)
-    # The position of both together is that of one, also through JSON, in any order.
-    saved = [json.loads(json.dumps(part.get_state())) for part in (high, low)]
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 12])
+@pytest.mark.parametrize("loaded", [1, 5])
+def test_a_batch_is_the_next_rows_of_the_deal(count, size, loaded):
+    batches = streams_of(count, size, of_size(loaded))
+    for step in range(7):
+        assert sorted(rows(batches)) == sorted(dealt(count, step * size, size))
+
+
+@pytest.mark.parametrize(("count", "size"), [(4, 4), (4, 8), (8, 4), (1, 4), (8, 12), (3, 4), (4, 6)])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_processes_load_what_one_loads(count, size, parts):
+    processes = [streams_of(count, size, held=(part, parts)) for part in range(parts)]
+    whole = streams_of(count, size)
+    for _ in range(5):
+        assert [row for process in processes for row in rows(process)] == rows(whole)
+    # The position of all together is that of one, also through JSON, in any order.
+    saved = [json.loads(json.dumps(process.get_state())) for process in reversed(processes)]
     assert join_states(saved) == whole.get_state()
-    resumed = Streams(Counting, 4, range)
+    resumed = streams_of(count, size)
     resumed.set_state(join_states(saved))
     assert rows(resumed) == rows(whole)
 
 
+@pytest.mark.parametrize(("count", "size", "streams"), [(8, 8, 4), (8, 64, 4), (8, 4, 4), (16, 4, 8), (4, 2, 2)])
+def test_half_of_the_devices_need_half_of_the_streams(count, size, streams):
+    assert len(streams_of(count, size, held=(1, 2)).streams) == streams
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 8), (8, 3), (3, 7), (16, 2), (2, 16)])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_another_batch_size_goes_on_with_the_next_row(count, before, after, steps):
+    """The source loads as many rows at a time as a batch has, so the size of its batches changes as well."""
+    saved = streams_of(count, before, of_size(before))
+    for _ in range(steps):
+        rows(saved)
+    resumed = streams_of(count, after, of_size(after))
+    resumed.set_state(json.loads(json.dumps(saved.get_state())))
+    for step in range(6):
+        assert sorted(rows(resumed)) == sorted(dealt(count, steps * before + step * after, after))
+
+
 def test_a_position_keeps_its_number_of_streams():
-    saved = Streams(Counting, 4, range)
+    saved = streams_of(4, 4)
     rows(saved)
-    other = Streams(Counting, 2, range)
+    other = streams_of(2, 4)
     other.set_state(saved.get_state())
     assert other.count == 4
     assert rows(other) == [1, 101, 201, 301]
+
+
+def test_a_position_of_an_older_version_goes_on():
+    """Each stream had the step, and the rows used of a batch, which was as large as the batch size of that run."""
+    saved = {
+        str(number): {"step": 2, "used": 2, "started": True, "source": {"row": 2}} for number in range(4)
+    } | {"3": {"step": 2, "used": 0, "started": False, "source": {"row": 4}}}  # fmt: skip
+    resumed = streams_of(4, 4)
+    resumed.set_state({"count": 4, "streams": saved})
+    assert resumed.step == 2
+    assert rows(resumed) == [4, 104, 204, 304]
 
 
 def test_positions_that_contradict_each_other():
@@ -68,16 +129,47 @@ def test_positions_that_contradict_each_other():
         join_states([{"streams": {"0": {"step": 1}}}, {"streams": {"0": {"step": 2}}}])
 
 
-def test_the_first_stream_that_ends_is_the_end():
-    streams = Streams(lambda number, count: Counting(number, count, 2 + number), 2, range)
+def test_used_rows_that_are_gone_are_refused():
+    buffer = RowBuffer(Counting(0, 1, 1, length=3))
+    with pytest.raises(UserError, match="past the end of what the data gives now"):
+        buffer.set_state({"used": 5, "source": {"row": 0}})
+
+
+def test_in_several_processes_the_first_stream_that_ends_is_the_end():
+    streams = streams_of(2, 2, lambda *share: Counting(*share, 2 + share[0]), alone=False)
     assert rows(streams) == [0, 100]
     assert rows(streams) == [1, 101]
     with pytest.raises(StopIteration):
         next(streams)
 
 
+def test_one_process_goes_on_with_the_streams_that_are_left():
+    """Three streams of 2, 7 and 4 rows: every row once, in turn, but those that fill no batch; also after a resume."""
+    lengths = [2, 7, 4]
+
+    def make(*share):
+        return Counting(*share, lengths[share[0]], 3)
+
+    deal, left = [], [list(range(100 * number, 100 * number + length)) for number, length in enumerate(lengths)]
+    while any(left):
+        deal += [stream.pop(0) for stream in left if stream]
+    for size in (1, 2, 3, 4, 5, 13):
+        streams = streams_of(3, size, make)
+        seen, states = [], [json.dumps(streams.get_state())]
+        for batch in streams:
+            seen.append(batch["inputs"][:, 0].tolist())
+            states.append(json.dumps(streams.get_state()))
+        assert [sorted(batch) for batch in seen] == [
+            sorted(deal[start : start + size]) for start in range(0, 13 // size * size, size)
+        ]
+        for done, state in enumerate(states):
+            resumed = streams_of(3, size, make)
+            resumed.set_state(json.loads(state))
+            assert [batch["inputs"][:, 0].tolist() for batch in resumed] == seen[done:]
+
+
 def test_evaluation_goes_on_until_all_have_ended():
-    streams = Streams(lambda number, count: Counting(number, count, 1 + number), 2, range, pad=True)
+    streams = streams_of(2, 2, lambda *share: Counting(*share, 1 + share[0]), pad=True)
     for _ in range(2):
         assert rows(streams) == [0, 100]
         assert rows(streams) == [0, 101]  # padding is zeros
@@ -86,36 +178,42 @@ def test_evaluation_goes_on_until_all_have_ended():
         streams.reset()
 
 
+def test_padding_is_in_the_place_of_its_stream():
+    streams = streams_of(3, 6, lambda *share: Counting(*share, [5, 1, 3][share[0]], 2), pad=True)
+    assert rows(streams) == [0, 1, 100, 0, 200, 201]
+    assert rows(streams) == [2, 3, 0, 0, 202, 0]
+    assert rows(streams) == [4, 0, 0, 0, 0, 0]
+    assert next(streams, None) is None
+
+
 def test_streams_of_text_cover_every_document_once(make_config, write):
     """Four streams of files, one document a row: together they have each document once, and none twice."""
     documents = [f"document number {number:02d}" for number in range(32)]
     config = make_config(grain_train_files=write(*documents), packing=False, max_target_length=32, num_epoch=1)
 
-    def make(number, count):
-        return sources.make_train_iterator(config, Share(1, number, count))
+    def make(number, count, beside, whole_window):
+        return sources.make_train_iterator(config, Share(1, number, count, least=1))
 
-    assert sources.most_streams(config, Split.TRAIN) == 4
-    streams = Streams(make, 4, range)
+    assert sources.most_streams(config, Split.TRAIN) == 1  # too few to be worth more, unless data_streams says so
+    streams = streams_of(4, 4, make)
     seen = [tuple(row) for batch in streams for row in batch["inputs"]]
     assert len(seen) == len(set(seen)) == len(documents)
-    assert set(next(Streams(make, 4, range))) == set(FIELDS)
+    assert set(next(streams_of(4, 4, make))) == set(FIELDS)
 
 
 @pytest.mark.parametrize(
-    ("rows", "blocks", "workers", "elastic", "most", "count"),
+    ("rows", "elastic", "supports", "count"),
     [
-        (12, 1, 1, False, 99, 1),
-        (12, 1, 0, False, 99, 1),
-        (12, 4, 1, False, 99, 4),  # one for each part of the batch
-        (12, 4, 5, False, 99, 12),  # twelve can be divided among five workers, four cannot
-        (12, 1, 5, False, 99, 6),
-        (12, 1, 50, False, 99, 12),
-        (12, 4, 1, True, 99, 12),  # one a row
-        (12, 4, 1, True, 5, 4),  # of few documents
-        (12, 4, 1, False, 3, 2),
-        (7, 1, 2, False, 99, 7),
+        (12, False, lambda count: True, 4),
+        (4096, False, lambda count: True, 4),
+        (6, False, lambda count: True, 3),  # not more than four, and a divisor
+        (7, False, lambda count: True, 1),
+        (11, False, lambda count: True, 1),
+        (12, True, lambda count: True, 12),  # one a row
+        (12, True, lambda count: count <= 5, 4),  # of few documents
+        (12, False, lambda count: 10 % count == 0, 2),  # of ten shards
+        (1, False, lambda count: True, 1),
     ],
 )
-def test_how_many_streams(rows, blocks, workers, elastic, most, count):
-    assert stream_count(rows, blocks, workers, elastic, lambda: most) == count
-    assert rows % count == 0
+def test_how_many_streams(rows, elastic, supports, count):
+    assert stream_count(rows, supports, elastic) == count

@@ -48,17 +48,32 @@ def test_batches_depend_on_seed_process_split_and_step(config):
     assert next(make_iterator(config, Split.TRAIN, Share(2)))["inputs"].tobytes() == batches[0]
 
 
-def test_the_position_is_the_step(config):
+def test_the_position_is_the_row(config):
     iterator = make_train_iterator(config)
     batches = [next(iterator) for _ in range(3)]
     state = json.loads(json.dumps(iterator.get_state()))
-    assert state["position"] == {"step": 3}
+    assert state["position"] == {"row": 3 * len(batches[0]["inputs"])}
     following = next(iterator)
     resumed = make_train_iterator(config)
     resumed.set_state(state)
     np.testing.assert_array_equal(next(resumed)["inputs"], following["inputs"])
     resumed.reset()
     np.testing.assert_array_equal(next(resumed)["inputs"], batches[0]["inputs"])
+
+
+def test_rows_do_not_depend_on_the_batch_size(config):
+    small, large = (make_iterator(config, Split.TRAIN, Share(rows)) for rows in (2, 6))
+    np.testing.assert_array_equal(np.concatenate([next(small)["inputs"] for _ in range(3)]), next(large)["inputs"])
+    large.set_state(small.get_state())
+    np.testing.assert_array_equal(next(large)["inputs"][:2], next(small)["inputs"])
+
+
+def test_a_position_of_an_older_version_goes_on(config):
+    iterator = make_train_iterator(config)
+    start = iterator.get_state()
+    first = next(iterator)["inputs"]
+    iterator.set_state({**start, "position": {"step": 3}})  # counted in batches
+    assert (next(iterator)["inputs"] != first).any()
 
 
 def test_evaluation_has_its_own_batch_size(config):
@@ -73,8 +88,8 @@ def test_reuse_example_batch(config):
         np.testing.assert_array_equal(next(iterator)["inputs"], first)
     assert iterator.get_state() == start
     later = make_train_iterator(config)
-    later.set_state({**start, "position": {"step": 7}})
-    iterator.set_state({**start, "position": {"step": 7}})
+    later.set_state({**start, "position": {"row": 7}})
+    iterator.set_state({**start, "position": {"row": 7}})
     np.testing.assert_array_equal(next(iterator)["inputs"], next(later)["inputs"])
     iterator.reset()
     np.testing.assert_array_equal(next(iterator)["inputs"], first)

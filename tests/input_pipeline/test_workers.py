@@ -29,7 +29,7 @@ def config(make_config, write):
 
 
 def streams(open_stream):
-    return Streams(lambda number, count: open_stream(Share(2, number, count)), 3, range)
+    return Streams(lambda *share: open_stream(Share(2, *share[:3])), 3, lambda step: 6, [6])
 
 
 def here(config):
@@ -44,7 +44,7 @@ def test_the_same_batches_and_positions(config):
     local = here(config)
     remote = streams(stream_opener(config, Split.TRAIN))
     try:
-        workers = {stream.worker.process.pid for stream in remote.streams.values()}
+        workers = {stream.source.worker.process.pid for stream in remote.streams.values()}
         assert len(workers) == 2
         for step in range(8):
             if step == 4:  # a place that was saved earlier, and the start
@@ -79,7 +79,7 @@ def test_of_streams_that_cannot_be_opened_at_once_the_error_is_heard(config):
     """Six threads ask one worker, which ends when the last has its answer."""
     open_stream = stream_opener(config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN)
     with pytest.raises(ConfigError, match="but one batch needs 80000"):
-        Streams(lambda number, count: open_stream(Share(10**4, number, count)), 6, range)
+        Streams(lambda *share: open_stream(Share(10**4, *share[:3])), 6, lambda step: 6, [6])
 
 
 def test_a_worker_that_dies_is_noticed(config):

@@ -17,11 +17,11 @@ from maxtext.common.errors import UserError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_python, from_words
-from maxtext.input_pipeline import BatchIterator
+from maxtext.input_pipeline import BatchIterator, loader
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
-from maxtext.trainers import feed, pretrain
+from maxtext.trainers import pretrain
 from maxtext.trainers.losses import language_model_losses
 from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -292,7 +292,8 @@ def run_training(configure, light_compiler, tmp_path_factory):
         folder = tmp_path_factory.mktemp("run")
         metrics = folder / "metrics.jsonl"
         places = (f"base_output_directory={folder}", "run_name=it", f"metrics_file={metrics}")
-        made = Run(configure(*places, *with_defaults(words, CONSTANT_RATE)))
+        one_stream = ("data_streams=1",) if batches is not None else ()
+        made = Run(configure(*places, *one_stream, *with_defaults(words, CONSTANT_RATE)))
 
         class Watched(pretrain.Loop):
             def __init__(self, *arguments, **more):
@@ -311,7 +312,7 @@ def run_training(configure, light_compiler, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pretrain, "Loop", Watched)
             if batches is not None:
-                patch.setattr(feed, "stream_opener", lambda config, split: lambda share: Scripted(batches))
+                patch.setattr(loader, "stream_opener", lambda config, split: lambda share: Scripted(batches))
             try:
                 made.result = pretrain.train(made.config)
             except UserError as error:

@@ -1,5 +1,7 @@
 """From streams to devices: which process reads what, and what devices get."""
 
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import Share, Split
+from maxtext.input_pipeline import Share, Split, pipeline
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.trainers.feed import TrainFeed
 from maxtext.trainers.setup import Setup
@@ -48,35 +50,76 @@ from maxtext.configs import load
 from maxtext.trainers.feed import TrainFeed
 from maxtext.trainers.setup import Setup
 
-setup = Setup.of(load(None, sys.argv[2:]))
-feed = TrainFeed(setup)
-print(feed.streams.count)
-np.save(sys.argv[1], [np.asarray(batch["inputs"]) for batch in feed])
+out, layouts, *words = sys.argv[1:]
+batches = {}
+for layout in layouts.split(";"):
+    feed = TrainFeed(Setup.of(load(None, [*words, *layout.split()])))
+    batches[layout] = [np.asarray(batch["inputs"]) for batch in feed]
+    feed.close()
+np.savez(out, **batches)
 """
 
 
-@pytest.mark.parametrize(("factor", "streams"), [(8, 1), (4, 2)])
-def test_few_readers_load_for_all(configure, words, tmp_path_factory, factor, streams):
-    """Eight devices, of which the first few get all rows, and deal them out."""
-    words = with_defaults([*words, "per_device_batch_size=1", "ici_fsdp_parallelism=8"], TINY)
-    out = tmp_path_factory.mktemp("out") / "batches.npy"
+def on_eight_devices(out, layouts, words):
+    """The batches of each layout, which is a list of words."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(out), *words, f"expansion_factor_real_data={factor}"],
+        [sys.executable, "-c", SCRIPT, str(out), ";".join(layouts), *with_defaults(words, TINY)],
         env=os.environ | flags, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) == streams
-    config = configure(*(word for word in words if not word.startswith("ici")))
-    parts = [
-        [batch[FIELD] for batch in make_iterator(config, Split.TRAIN, Share(8 // streams, number, streams))]
-        for number in range(streams)
-    ]
-    got = np.load(out)
-    expected = [np.concatenate(rows) for rows in zip(*parts, strict=False)]
-    # Whole loads of `factor` batches at a time: what is left at the end of the data makes none.
-    assert len(got) == len(expected) // factor * factor > 0
-    np.testing.assert_array_equal(got, expected[: len(got)])
+    return np.load(out)
+
+
+LAYOUTS = [
+    "ici_fsdp_parallelism=8",
+    "ici_data_parallelism=2 ici_tensor_parallelism=4",
+    "ici_fsdp_parallelism=8 expansion_factor_real_data=4",
+]
+
+
+def test_the_batches_do_not_depend_on_the_mesh(configure, words, tmp_path_factory):
+    """One device with eight rows, and eight devices in any layout, also with few that read for all."""
+    words = [*words, "data_streams=4"]
+    expected = taken(TrainFeed(Setup.of(configure(*words, "per_device_batch_size=8"))))
+    out = tmp_path_factory.mktemp("out") / "batches.npz"
+    batches = on_eight_devices(out, LAYOUTS, [*words, "per_device_batch_size=1"])
+    assert len(expected) > 2
+    for layout in LAYOUTS:
+        np.testing.assert_array_equal(batches[layout], expected, err_msg=layout)
+
+
+SYNTHETIC = ["dataset_type=synthetic"]
+
+
+@pytest.mark.parametrize("source", ["concat_then_split", "best_fit", "synthetic"])
+@pytest.mark.parametrize(("before", "after", "streams"), [(8, 4, 4), (4, 8, 4), (8, 6, 1)])
+def test_another_batch_size_loses_and_repeats_no_row(configure, words, source, before, after, streams):
+    """As when a run goes on with another number of devices: `after` is what they hold together."""
+    words = SYNTHETIC if source == "synthetic" else [*words, f"grain_packing_type={source}"]
+
+    def feed_of(rows):
+        return TrainFeed(Setup.of(configure(*words, f"per_device_batch_size={rows}", f"data_streams={streams}")))
+
+    def rows_of(feed, batches):
+        taken = (np.asarray(batch[FIELD]) for batch in itertools.islice(feed, batches))
+        rows = [row.tobytes() for batch in taken for row in batch]
+        feed.close()
+        return rows
+
+    total = 24 if source == "synthetic" else None
+    straight = rows_of(feed_of(1), total or 10**6)
+    first = feed_of(before)
+    seen = [row.tobytes() for _ in range(2) for row in np.asarray(next(first)[FIELD])]
+    state = json.loads(json.dumps(first.source.get_state()))
+    first.close()
+    resumed = feed_of(after)
+    resumed.source.set_state(state)
+    seen += rows_of(resumed, (total - len(seen)) // after if total else 10**6)
+    assert len(seen) > 2 * before
+    # Every row of a run that never stopped, in the same order but for that inside a batch; the rest fills no batch.
+    assert len(straight) - len(seen) < after
+    assert sorted(seen) == sorted(straight[: len(seen)])
 
 
 def test_the_last_batch_may_be_filled_up(configure, words):
@@ -94,10 +137,26 @@ def test_the_last_batch_may_be_filled_up(configure, words):
 
 @pytest.mark.slow
 def test_workers_give_what_the_process_itself_would(configure, words):
-    """More streams for more workers, and the data of each stream is the same in a worker."""
-    here = TrainFeed(Setup.of(configure(*words, "per_device_batch_size=4", "grain_use_elastic_iterator=true")))
-    assert here.streams.count == 4
-    there = (word for word in words if not word.startswith("grain_worker_count"))
-    there = TrainFeed(Setup.of(configure(*there, "per_device_batch_size=4", "grain_worker_count=4")))
-    assert there.streams.count == 4
-    np.testing.assert_array_equal(taken(there), taken(here))
+    words = [*words, "per_device_batch_size=4", "data_streams=4"]
+    here = taken(TrainFeed(Setup.of(configure(*words))))
+    for workers in (1, 3):
+        there = (word for word in words if not word.startswith("grain_worker_count"))
+        there = TrainFeed(Setup.of(configure(*there, f"grain_worker_count={workers}")))
+        np.testing.assert_array_equal(taken(there), here)
+
+
+def test_the_data_decides_the_number_of_streams(configure, words, monkeypatch):
+    """Not the workers, and not the devices."""
+
+    def count(*more):
+        feed = TrainFeed(Setup.of(configure(*words, *more)))
+        feed.close()
+        return feed.streams.count
+
+    assert count("per_device_batch_size=4") == 1  # of sixty documents
+    monkeypatch.setattr(pipeline, "STREAM_DOCUMENTS", 8)
+    assert count("per_device_batch_size=4") == 4
+    assert count("per_device_batch_size=6") == 3
+    assert count("per_device_batch_size=4", "data_streams=3") == 3
+    assert count("per_device_batch_size=12") == 4
+    assert count("per_device_batch_size=7", "grain_use_elastic_iterator=true") == 7

@@ -149,10 +149,19 @@ def read(
     config: Any, evaluation: bool, batches: int, rows: int, counted: Counted
 ) -> tuple[list[list[Row]], int | None]:
     """The first rows of each batch, and how many documents the data has, if that is known."""
-    from maxtext.input_pipeline import make_eval_iterator, make_train_iterator
+    from functools import partial
+
+    from maxtext.input_pipeline import Split, open_streams
+    from maxtext.trainers.rows import row_counts, rows_at
 
     start = time.perf_counter()
-    iterator = make_eval_iterator(config) if evaluation else make_train_iterator(config)
+    # Workers do not change the batches, and take longer to start than most looks at the data take.
+    config = config.model_copy(update={"grain_worker_count": 0, "grain_worker_count_eval": 0})
+    if evaluation:
+        size = config.global_batch_size_to_eval_on
+        iterator = open_streams(config, Split.EVAL, lambda step: size, [size])
+    else:
+        iterator = open_streams(config, Split.TRAIN, partial(rows_at, config), row_counts(config))
     if iterator is None:
         raise ConfigError("--eval: the configuration names no evaluation data, set the key for it or leave --eval out")
     shown = []
@@ -161,7 +170,8 @@ def read(
             counted.add(batch, time.perf_counter() - start)
             shown.append([segments(batch, row) for row in range(min(rows, len(batch["inputs"])))])
             start = time.perf_counter()
-        documents = iterator.get_state().get("made_by", {}).get("documents")
+        stream = next(iter(iterator.get_state()["streams"].values()))
+        documents = stream["source"].get("made_by", {}).get("documents")
     finally:
         iterator.close()
     return shown, documents

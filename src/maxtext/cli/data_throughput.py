@@ -1,7 +1,6 @@
 """`maxtext data throughput`: `steps` training batches as a run would load them, without a device, and how fast."""
 
 import itertools
-import math
 import sys
 import time
 from typing import Any
@@ -17,44 +16,22 @@ AHEAD = 2  # batches that wait for the device in a run
 
 
 def run(words: list[str]) -> int:
-    from maxtext.input_pipeline import prefetch
+    from functools import partial
+
+    from maxtext.input_pipeline import Split, open_streams, prefetch
+    from maxtext.trainers.rows import row_counts, rows_at
 
     config = settled(words)
     start = time.perf_counter()
-    batches = prefetch(open_streams(config), AHEAD)
+    streams = open_streams(config, Split.TRAIN, partial(rows_at, config), row_counts(config))
+    assert streams is not None, "a source has training data, or says what is missing"
+    batches = prefetch(streams, AHEAD)
     try:
         times, tokens, places, code = take(config, batches, start)
     finally:
         batches.close()
     print(aligned(table(config, times, tokens, places), left=1), end="")
     return code
-
-
-def open_streams(config: Any) -> Any:
-    """The streams of a run, whose worker processes are those that the configuration asks for."""
-    from maxtext.input_pipeline import (
-        Share,
-        Split,
-        Streams,
-        most_streams,
-        stream_count,
-        stream_opener,
-        worker_count,
-    )  # fmt: skip
-    from maxtext.trainers.rows import Rebatch, row_counts, rows_at
-
-    loaded = config.global_batch_size_to_load
-    open_stream = stream_opener(config, Split.TRAIN)
-    keep_last = config.generate_padding_batch_train
-
-    def make(number: int, count: int) -> Rebatch:
-        stream = open_stream(Share(loaded // count, number, count, count))
-        assert stream is not None, "a source has training data, or says what is missing"
-        return Rebatch(stream, lambda step: rows_at(config, step) // count, keep_last)
-
-    rows, elastic = math.gcd(loaded, *row_counts(config)), config.grain_use_elastic_iterator
-    count = stream_count(rows, 1, worker_count(config, Split.TRAIN), elastic, lambda: most_streams(config, Split.TRAIN))
-    return Streams(make, count, range, pad=keep_last)
 
 
 def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int], int, int]:

@@ -4,8 +4,10 @@
 """
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -15,6 +17,10 @@ from maxtext.input_pipeline.formats import Record
 from maxtext.input_pipeline.interface import Split
 from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
+
+# Those that some stream uses
+ENCODERS: "WeakValueDictionary[tuple[Split, str], Encoder]" = WeakValueDictionary()
+ENCODERS_LOCK = threading.Lock()
 
 
 class Unfit(ValueError):
@@ -29,6 +35,17 @@ def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
         wanted = "the messages, or those of prompt and completion" if config.use_chat_template else "the text"
         raise ConfigError(f"{key}={columns}: name the column of {wanted}")
     return columns
+
+
+def shared_encoder(config: MaxTextConfig, split: Split) -> "Encoder":
+    """The encoder of a configuration, one for all data streams of a process: a tokenizer takes time to load, and
+    remembers the words that it has seen."""
+    key = (split, config.model_dump_json())
+    with ENCODERS_LOCK:
+        encoder = ENCODERS.get(key)
+        if encoder is None:
+            encoder = ENCODERS[key] = Encoder(config, split)
+    return encoder
 
 
 class Encoder:

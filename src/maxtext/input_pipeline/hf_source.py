@@ -9,6 +9,7 @@
 
 import copy
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams
 from maxtext.input_pipeline.window import WindowShuffle
 
 RECORD_WINDOW = 2048
+# Data streams are opened by several threads, and load_dataset may fail in two at once (its progress bars).
+LOADING = threading.Lock()
 # loaders of `datasets` that read local files, and our name of the format
 LOADERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "lines"}
 
@@ -38,7 +41,7 @@ def hf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterato
     epochs = config.num_epoch if split is Split.TRAIN else 1
     records: grain.IterDataset = Streamed(lambda: open_stream(config, split, share), config.hf_path, epochs)
     if seed is not None:
-        records = WindowShuffle(records, RECORD_WINDOW, seed)
+        records = WindowShuffle(records, share.window(RECORD_WINDOW), seed)
     made_by = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
     return record_batches(config, split, share, records, config.hf_path, made_by)
 
@@ -49,6 +52,17 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
         return most_streams_of([local_part(config, split, files)])
     # Each stream reads shards of its own; with more streams than shards each would read everything.
     return max(open_stream(config, split, Share(1)).num_shards, 1)
+
+
+def supports_streams(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
+    """`datasets` gives each stream shards of its own if they can be divided evenly; otherwise each reads everything."""
+    files = named_files(config, split)
+    if split is Split.EVAL and not files and not config.hf_eval_split:
+        return lambda count: count == 1  # there is no evaluation data
+    most = most_streams(config, split)
+    if is_local(config, split, files):
+        return lambda count: count <= most
+    return lambda count: most % count == 0
 
 
 def named_files(config: MaxTextConfig, split: Split) -> str:
@@ -88,10 +102,11 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
     if data_files and split is Split.EVAL and not config.hf_eval_split:
         wanted = "train"  # what `datasets` calls files without a split of their own
     try:
-        stream = datasets.load_dataset(
-            config.hf_path, name=config.hf_name, data_dir=config.hf_data_dir, data_files=data_files, split=wanted,
-            streaming=True, token=config.hf_access_token,
-        )  # fmt: skip
+        with LOADING:
+            stream = datasets.load_dataset(
+                config.hf_path, name=config.hf_name, data_dir=config.hf_data_dir, data_files=data_files, split=wanted,
+                streaming=True, token=config.hf_access_token,
+            )  # fmt: skip
         columns = stream.column_names or list(next(iter(stream), dict.fromkeys(names)))
     except Exception as error:  # of many kinds: connections, names, splits, formats
         where = f"hf_path={config.hf_path}" + (f", files {files}" if files else "")

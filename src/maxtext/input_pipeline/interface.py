@@ -31,13 +31,21 @@ class Split(str, Enum):
 
 @dataclass(frozen=True)
 class Share:
-    """What one stream loads: its rows of each batch, and its part (`index` of `count`) of the documents. `beside`: how
-    many streams this process loads at once, and shares its threads among."""
+    """What one data stream loads: `rows` at a time, from its part (`index` of `count`) of the documents. `beside`: how
+    many streams this process loads at once, and shares its threads among. `least` 0: every batch has `rows` rows. Else
+    the last may have fewer, and it is an error if the data has fewer than `least` rows in all. `whole_window`: it mixes
+    as many rows as the run should, not its part of them; so did older versions, whose positions mean nothing else."""
 
     rows: int
     index: int = 0
     count: int = 1
     beside: int = 1
+    least: int = 0
+    whole_window: bool = False
+
+    def window(self, size: int) -> int:
+        """The part of this stream of a window of `size` that is mixed."""
+        return size if self.whole_window else -(-size // self.count)
 
 
 class BatchIterator(ABC):
@@ -68,6 +76,11 @@ class Source(Protocol):
     """Makes the iterator of one split for one stream. None: the configuration names no data for evaluation."""
 
     def __call__(self, config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None: ...
+
+
+def keeps_last(config: MaxTextConfig, split: Split) -> bool:
+    """Whether rows that do not fill a last batch are used, beside padding."""
+    return split is Split.EVAL or config.generate_padding_batch_train
 
 
 def seal(made_by: dict[str, Any], position: State) -> State:

@@ -15,11 +15,11 @@ import numpy as np
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split
+from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split, keeps_last
 from maxtext.input_pipeline.olmo_index import Index, read_index, remapped, token_offsets
 from maxtext.input_pipeline.order import one_epoch
 from maxtext.input_pipeline.packing import to_batches
-from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, keeps_last, shuffle_seed
+from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, shuffle_seed
 from maxtext.input_pipeline.repetition import is_repetitive
 
 
@@ -37,11 +37,11 @@ def olmo_source(config: MaxTextConfig, split: Split, share: Share) -> BatchItera
     read = ReadInstance(here, token_offsets(here), config.vocab_size)
     seed, keep_last = shuffle_seed(config, split), keeps_last(config, split)
     order = one_epoch(index.instances, None, share, seed)
-    if len(order) * config.num_epoch < (1 if keep_last else share.rows):
+    if len(order) * config.num_epoch < (share.least or (1 if keep_last else share.rows)):
         raise too_little(config, index, share)
     rows = order.repeat(config.num_epoch).map(read).map(ToRow(length, config.olmo_apply_ngram_filter))
     return GrainBatches(
-        to_batches(rows.to_iter_dataset(read_options(config, share)), share.rows, keep_last),
+        to_batches(rows.to_iter_dataset(read_options(config, share)), share, keep_last),
         made_by={
             "dataset_type": config.dataset_type.value,
             "stream": share.index,
@@ -75,7 +75,8 @@ def too_little(config: MaxTextConfig, index: Index, share: Share) -> ConfigError
     where = f" for each of {share.count} streams" if share.count > 1 else ""
     return ConfigError(
         f"olmo_index_path={config.olmo_index_path} has {index.instances} instances, and num_epoch={config.num_epoch}, "
-        f"but one batch needs {share.rows}{where}: add shards, raise num_epoch, or lower per_device_batch_size"
+        f"but one batch needs {share.least or share.rows}{where}: add shards, raise num_epoch, or lower "
+        "per_device_batch_size"
     )
 
 

@@ -7,6 +7,7 @@ Nothing is read here and nothing but a number is remembered, so any place in the
   as are kept in memory: a block that is dropped too early would be decoded again for each of its documents.
 """
 
+import sys
 import threading
 from abc import abstractmethod
 from functools import lru_cache
@@ -117,6 +118,14 @@ def blocks_together(blocks: np.ndarray, block_bytes: int) -> int:
     """Those of this window and of the next, in which threads read ahead, fit into the cache."""
     each = block_bytes // max(int(np.count_nonzero(blocks)), 1)
     return min(max(cache.DECODED_BYTES // 2 // max(each, 1), 1), WINDOW)
+
+
+def streams_within(blocks: np.ndarray | None, block_bytes: int) -> int:
+    """How many streams keep this window of blocks and the next one in the memory that one stream may use."""
+    if blocks is None:
+        return sys.maxsize
+    each = block_bytes // max(int(np.count_nonzero(blocks)), 1)
+    return cache.DECODED_BYTES // max(2 * blocks_together(blocks, block_bytes) * each, 1)
 
 
 def pieces(blocks: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:

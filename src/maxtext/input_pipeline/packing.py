@@ -15,7 +15,7 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline.interface import FIELDS, Batch
+from maxtext.input_pipeline.interface import FIELDS, Batch, Share
 from maxtext.input_pipeline.sequences import TokenPairs
 from maxtext.input_pipeline.window import check_place
 
@@ -154,9 +154,10 @@ def pad_row(sequence: TokenPairs, length: int) -> Batch:
     return row_of(inputs, targets, position, segmentation)
 
 
-def to_batches(rows: grain.IterDataset, batch_size: int, keep_last: bool) -> grain.IterDataset:
-    """Full batches only; with `keep_last` the rows left over make one more, filled up with rows of padding."""
-    if not keep_last:
-        return rows.batch(batch_size, drop_remainder=True)
-    fill_up: Any = partial(grain.experimental.batch_and_pad, batch_size=batch_size)
-    return rows.batch(batch_size, batch_fn=fill_up)
+def to_batches(rows: grain.IterDataset, share: Share, keep_last: bool) -> grain.IterDataset:
+    """Batches of `share.rows`. With `share.least` the rows left over make a smaller one; without it they are dropped,
+    or with `keep_last` make one that is filled up with rows of padding."""
+    if share.least or not keep_last:
+        return rows.batch(share.rows, drop_remainder=not share.least)
+    fill_up: Any = partial(grain.experimental.batch_and_pad, batch_size=share.rows)
+    return rows.batch(share.rows, batch_fn=fill_up)

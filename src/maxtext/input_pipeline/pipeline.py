@@ -17,17 +17,19 @@ import numpy as np
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import Encoder
+from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.formats import Format
 from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import Share, Split
+from maxtext.input_pipeline.interface import Share, Split, keeps_last
 from maxtext.input_pipeline.loading import PACKET, BadRecords, EncodeRecords, Load, packet_size
-from maxtext.input_pipeline.order import one_epoch
+from maxtext.input_pipeline.order import one_epoch, streams_within
 from maxtext.input_pipeline.packing import to_batches, to_rows
 from maxtext.input_pipeline.sequences import Long, ToSequences
 from maxtext.input_pipeline.window import WindowShuffle
 
-STREAM_DOCUMENTS = 8  # at least so many for each stream, or its rows would all come from the same few
+# Documents for each data stream, at least: streams of few documents have very different numbers of rows.
+STREAM_DOCUMENTS = 512
+STREAM_PACKETS = 4  # packets that each of several streams reads ahead, at least
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,27 @@ class Part:
 
 
 def most_streams_of(parts: Sequence[Part]) -> int:
-    return max(1, min(len(part.documents) for part in parts) // STREAM_DOCUMENTS)
+    """How many data streams the documents are worth. Each stream keeps decoded blocks in memory: all of them together
+    keep no more than one may."""
+    if not parts:
+        return 1
+    by_documents = min(len(part.documents) for part in parts) // STREAM_DOCUMENTS
+    by_memory = min(streams_within(part.documents.blocks, part.documents.decoded) for part in parts)
+    return max(1, min(by_documents, by_memory))
 
 
 def document_batches(
     config: MaxTextConfig, split: Split, share: Share, parts: Sequence[Part], named_by: str
 ) -> GrainBatches:
     """`named_by`: the key that the user would change for other data."""
-    encoder, bad = Encoder(config, split), BadRecords(config.max_bad_records)
+    encoder, bad = shared_encoder(config, split), BadRecords(config.max_bad_records)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     seed = shuffle_seed(config, split)
     few = [part for part in parts if len(part.documents) < share.count]
     if few:
         raise ConfigError(
             f"{named_by} has {len(few[0].documents)} documents for {share.count} streams, and each reads its own: "
-            "name the files that the run began with, or start again under a new run_name"
+            "lower data_streams, or if the run began with other files, name those or start under a new run_name"
         )
     orders = [
         one_epoch(len(part.documents), part.documents.blocks, share, seed, part.documents.decoded) for part in parts
@@ -89,7 +97,7 @@ def record_batches(
     made_by: dict[str, Any],
 ) -> GrainBatches:
     """Batches of records that can only be read one after the other: (number, record) of this stream, all epochs."""
-    encoder = Encoder(config, split)
+    encoder = shared_encoder(config, split)
     encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records))
     packets = records.batch(PACKET, batch_fn=list).map(encode)
     made_by = {"stream": share.index, "streams": share.count, **made_by, **encoder.adds()}
@@ -109,7 +117,7 @@ def to_token_batches(
     length, seed = config.max_target_length, shuffle_seed(config, split)
     sequences = grain.experimental.FlatMapIterDataset(packets, ToSequences(length, long_documents(config, packing)))
     rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
-    window = config.grain_shuffle_buffer_size if seed is not None else 1
+    window = share.window(config.grain_shuffle_buffer_size) if seed is not None else 1
     # The rows of a long document follow each other; mixed, they do not make a batch of their own.
     if seed is not None and window > 1:
         rows = WindowShuffle(rows, window, seed)
@@ -123,8 +131,8 @@ def to_token_batches(
         "max_target_length": length,
         "use_truncation": config.use_truncation,
     }
-    iterator = GrainBatches(to_batches(rows, share.rows, keeps_last(config, split)), made_by)
-    if iterator.empty:
+    iterator = GrainBatches(to_batches(rows, share, keeps_last(config, split)), made_by)
+    if iterator.first_rows < max(share.least, 1):
         iterator.close()
         raise too_little(config, split, share, packets, named_by)
     return iterator
@@ -132,10 +140,6 @@ def to_token_batches(
 
 def shuffle_seed(config: MaxTextConfig, split: Split) -> int | None:
     return config.data_shuffle_seed % 2**32 if config.enable_data_shuffling and split is Split.TRAIN else None
-
-
-def keeps_last(config: MaxTextConfig, split: Split) -> bool:
-    return split is Split.EVAL or config.generate_padding_batch_train
 
 
 class Tag:
@@ -169,7 +173,9 @@ def read_options(
         threads, ahead = config.grain_num_threads, config.grain_prefetch_buffer_size
     else:
         threads, ahead = config.grain_num_threads_eval, config.grain_prefetch_buffer_size_eval
-    threads, ahead = -(-threads // beside), -(-ahead // beside)
+    # A batch takes from one stream after the other, so each has some packets ready.
+    threads = min(threads, max(-(-threads // beside), STREAM_PACKETS))
+    ahead = min(ahead, max(-(-ahead // beside), STREAM_PACKETS * packet))
     budget = config.grain_ram_budget_mb * 2**20 // beside
     fits = max(min(documents_within(part.documents, budget, ahead) for part in parts), 1)
     if fits < ahead:
@@ -200,7 +206,7 @@ def long_documents(config: MaxTextConfig, packing: str | None) -> Long:
 def too_little(config: MaxTextConfig, split: Split, share: Share, packets: Any, named_by: str) -> ConfigError:
     """The error for data that makes no batch, with the numbers that show why."""
     pairs = [max(len(tokens) - 1, 0) for packet in packets for tokens in packet]
-    length = config.max_target_length
+    length, least = config.max_target_length, share.least or share.rows
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used
     where = f" for stream {share.index} of {share.count}" if share.count > 1 else ""
@@ -210,6 +216,6 @@ def too_little(config: MaxTextConfig, split: Split, share: Share, packets: Any, 
     unpacked = "" if config.packing else f" in {sum(count > 0 for count in pairs)} documents, one a row"
     return ConfigError(
         f"{named_by} has {used} tokens{unpacked} in num_epoch={config.num_epoch}{where}, but one batch needs "
-        f"{share.rows * length} ({share.rows} sequences of max_target_length={length}): {rescue}add text, "
+        f"{least * length} ({least} sequences of max_target_length={length}): {rescue}add text, "
         "raise num_epoch, or lower per_device_batch_size or max_target_length"
     )

@@ -5,6 +5,7 @@ imported when it is used: a run on synthetic data does not wait for the librarie
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
@@ -46,6 +47,15 @@ def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIte
 def most_streams(config: MaxTextConfig, split: Split) -> int:
     """Into how many streams the documents can be dealt so that each has some to mix."""
     return source_of(config)[0].most_streams(config, split)
+
+
+def supports_streams(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
+    """Whether the documents can be divided over a number of data streams at no cost."""
+    module = source_of(config)[0]
+    if hasattr(module, "supports_streams"):
+        return module.supports_streams(config, split)
+    most = module.most_streams(config, split)
+    return lambda count: count <= most
 
 
 def source_of(config: MaxTextConfig) -> tuple[Any, str]:

@@ -1,6 +1,6 @@
 """dataset_type=synthetic: endless random tokens, to measure speed and to try a model without data.
 
-Batch n depends on data_shuffle_seed, split, stream and n alone, so the position is n.
+Row n of a stream depends on data_shuffle_seed, split, stream and n alone, so the position is n.
 """
 
 import sys
@@ -14,8 +14,9 @@ MADE_BY = {"dataset_type": "synthetic"}
 
 
 def synthetic_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator:
-    stream = [config.data_shuffle_seed, list(Split).index(split), share.index]
-    return SyntheticBatches(stream, share.rows, config.max_target_length, config.vocab_size)
+    seeds = np.random.SeedSequence([config.data_shuffle_seed % 2**32, list(Split).index(split)])
+    key = seeds.generate_state(2, np.uint64)
+    return SyntheticBatches(key, share.index, share.rows, config.max_target_length, config.vocab_size)
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:
@@ -23,16 +24,15 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 
 
 class SyntheticBatches(BatchIterator):
-    """`stream` is the part of the random key that stays the same from batch to batch."""
+    """`key`: of the random generator, the same for all streams of a split."""
 
-    def __init__(self, stream: list[int], rows: int, length: int, vocab_size: int):
-        self.stream, self.rows, self.length, self.vocab_size = stream, rows, length, vocab_size
-        self.step = 0
+    def __init__(self, key: np.ndarray, stream: int, rows: int, length: int, vocab_size: int):
+        self.key, self.stream, self.rows, self.length, self.vocab_size = key, stream, rows, length, vocab_size
+        self.row = 0
 
     def __next__(self) -> Batch:
-        generator = np.random.default_rng([*self.stream, self.step])
-        tokens = generator.integers(self.vocab_size, size=(self.rows, self.length + 1), dtype=np.int32)
-        self.step += 1
+        tokens = np.stack([self.tokens(row) for row in range(self.row, self.row + self.rows)])
+        self.row += self.rows
         position = np.tile(np.arange(self.length, dtype=np.int32), (self.rows, 1))
         segmentation = np.ones_like(position)
         return {
@@ -44,11 +44,18 @@ class SyntheticBatches(BatchIterator):
             "targets_segmentation": segmentation,
         }
 
+    def tokens(self, row: int) -> np.ndarray:
+        # The generator counts in the first word; the others make the rows independent.
+        generator = np.random.Generator(np.random.Philox(key=self.key, counter=[0, 0, row, self.stream]))
+        return generator.integers(self.vocab_size, size=self.length + 1, dtype=np.int32)
+
     def get_state(self) -> State:
-        return seal(MADE_BY, {"step": self.step})
+        return seal(MADE_BY, {"row": self.row})
 
     def set_state(self, state: State) -> None:
-        self.step = unseal(MADE_BY, state)["step"]
+        position = unseal(MADE_BY, state)
+        # Older positions counted batches; none of their rows comes again either way.
+        self.row = position["row"] if "row" in position else position["step"] * self.rows
 
     def reset(self) -> None:
-        self.step = 0
+        self.row = 0

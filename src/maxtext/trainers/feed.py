@@ -1,4 +1,4 @@
-"""Batches from the streams of the data to the devices, for one process or many.
+"""Batches from the data streams to the devices, for one process or many.
 
 In a run of several processes each batch carries a vote of every process: GO_ON, STOP (it was asked to stop, and will
 after the steps that are on their way) or ENDED (it has no data for this step, which then changes nothing). The step
@@ -6,8 +6,7 @@ reports the strongest, so that all processes leave the loop after the same step 
 """
 
 import itertools
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,20 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline import (
-    FIELDS,
-    Batch,
-    BatchIterator,
-    Share,
-    Split,
-    Streams,
-    most_streams,
-    prefetch,
-    stream_count,
-    stream_opener,
-    worker_count,
-)  # fmt: skip
-from maxtext.trainers.rows import Rebatch, row_counts, rows_at
+from maxtext.input_pipeline import FIELDS, Batch, Split, Streams, open_streams, prefetch
+from maxtext.trainers.rows import row_counts, rows_at
 from maxtext.trainers.setup import Setup
 from maxtext.trainers.step import ENDED, GO_ON, STOP
 
@@ -81,9 +68,9 @@ class EvaluationFeed:
             if step == fixed:
                 return
             batch = next(self.streams, None)
-            if fixed is None and not anywhere(batch is not None):
+            if fixed is None and not anywhere(bool(batch)):  # without fields: another process reads for this one
                 return
-            if batch is None:
+            if not batch:
                 batch = padding(config, self.streams, config.global_batch_size_to_eval_on)
             yield on_devices(self.setup, batch, self.streams, config.global_batch_size_to_eval_on)
 
@@ -95,27 +82,24 @@ def anywhere(here: bool) -> bool:
 
 def padding(config: Any, streams: Streams, rows: int) -> Batch:
     """What a process without data gives to those that have some, for a batch of `rows`."""
-    shape = (rows // streams.count * len(streams.streams), config.max_target_length)
+    shape = (len(streams.held(rows)), config.max_target_length)
     return {field: np.zeros(shape, np.int32) for field in FIELDS}
 
 
-def on_devices(setup: Setup, batch: Batch, streams: Streams, rows: int) -> dict[str, jax.Array]:
-    return setup.to_devices(batch, tuple(streams.streams), streams.count, rows if not streams.streams else None)
+def on_devices(setup: Setup, batch: Batch, streams: Streams, full: int) -> dict[str, jax.Array]:
+    """`full`: rows of the batch, if this process has none of them."""
+    rows = streams.size_of(batch) or full
+    return setup.to_devices(batch, streams.held(rows), rows)
 
 
 def train_streams(setup: Setup) -> Streams:
     config = setup.config
-    loaded, sizes = config.global_batch_size_to_load, row_counts(config)
-    open_stream = stream_opener(config, Split.TRAIN)
-
-    def make(wanted: Callable[[int], Collection[int]], number: int, count: int) -> BatchIterator:
-        check_streams(count, [loaded, *sizes])
-        iterator = open_stream(Share(loaded // count, number, count, len(wanted(count))))
-        assert iterator is not None, "a source has training data, or says what is missing"
-        keep_last = config.generate_padding_batch_train
-        return Rebatch(iterator, lambda step: rows_at(config, step) // count, keep_last)
-
-    return open_streams(setup, Split.TRAIN, loaded, sizes, make, pad=config.generate_padding_batch_train)
+    streams = open_streams(
+        config, Split.TRAIN, partial(rows_at, config), row_counts(config), partial(held_rows, setup),
+        jax.process_count(),
+    )  # fmt: skip
+    assert streams is not None, "a source has training data, or says what is missing"
+    return streams
 
 
 def eval_streams(setup: Setup) -> Streams | None:
@@ -124,16 +108,13 @@ def eval_streams(setup: Setup) -> Streams | None:
         return None
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
         raise ConfigError("eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps")
-    loaded, rows = config.global_batch_size_to_load_eval, config.global_batch_size_to_eval_on
-    open_stream = stream_opener(config, Split.EVAL)
-
-    def make(wanted: Callable[[int], Collection[int]], number: int, count: int) -> BatchIterator:
-        iterator = open_stream(Share(loaded // count, number, count, len(wanted(count))))
-        if iterator is None:
-            raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: {no_data(config)}")
-        return Rebatch(iterator, lambda step: rows // count, keep_last=True)
-
-    return open_streams(setup, Split.EVAL, loaded, [rows], make, pad=True)
+    rows = config.global_batch_size_to_eval_on
+    streams = open_streams(
+        config, Split.EVAL, lambda step: rows, [rows], partial(held_rows, setup), jax.process_count()
+    )
+    if streams is None:
+        raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: {no_data(config)}")
+    return streams
 
 
 def no_data(config: Any) -> str:
@@ -141,46 +122,13 @@ def no_data(config: Any) -> str:
     return keys.get(config.dataset_type.value, f"dataset_type={config.dataset_type.value} has none")
 
 
-def open_streams(
-    setup: Setup, split: Split, loaded: int, sizes: Sequence[int], make: Callable[..., BatchIterator], pad: bool
-) -> Streams:
-    wanted = partial(streams_here, setup, sizes)
-    return Streams(partial(make, wanted), streams_for(setup, split, [loaded, *sizes]), wanted, pad)
-
-
-def streams_for(setup: Setup, split: Split, sizes: Sequence[int]) -> int:
-    config = setup.config
-    rows = math.gcd(*sizes)
-    blocks = math.gcd(rows, len({start for start, _ in row_blocks(setup, sizes[-1], everywhere=True)}))
-    workers = worker_count(config, split) * jax.process_count()
-    return stream_count(rows, blocks, workers, config.grain_use_elastic_iterator, lambda: most_streams(config, split))
-
-
-def check_streams(count: int, sizes: Sequence[int]) -> None:
-    uneven = [size for size in sizes if size % count]
-    if uneven:
-        raise ConfigError(
-            f"the saved data position has {count} streams, which cannot share a batch of {uneven[0]} sequences: "
-            "choose per_device_batch_size as the run began, or start again under a new run_name"
-        )
-
-
-def streams_here(setup: Setup, sizes: Sequence[int], count: int) -> set[int]:
-    """The streams that have rows for devices of this process."""
-    return {
-        number
-        for rows in sizes
-        for start, stop in row_blocks(setup, rows)
-        for number in range(start * count // rows, -(-min(stop, rows) * count // rows))
-    }
-
-
-def row_blocks(setup: Setup, rows: int, everywhere: bool = False) -> set[tuple[int, int]]:
-    """(start, stop) of the rows that a device gets from its process, for the devices of this process or of all. Where
-    only some processes read, these get the rows of the others too."""
+def held_rows(setup: Setup, rows: int) -> np.ndarray:
+    """Sorted indices of the rows of a batch that devices of this process get from it. Where only some processes read,
+    these get the rows of the others too."""
     loaded = rows * setup.readers_of
     shape = (loaded, setup.config.max_target_length)
-    sharding = setup.batch_sharding(shape)
-    places = sharding.devices_indices_map(shape) if everywhere else sharding.addressable_devices_indices_map(shape)
-    blocks = {index[0].indices(loaded)[:2] for index in places.values()}
-    return {(start, stop) for start, stop in blocks if start < rows}
+    places = setup.batch_sharding(shape).addressable_devices_indices_map(shape)
+    held = np.zeros(loaded, bool)
+    for index in places.values():
+        held[index[0]] = True
+    return np.flatnonzero(held[:rows])

@@ -186,14 +186,15 @@ class Setup:
         return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.rules.replicated())
 
     def to_devices(
-        self, batch: dict[str, np.ndarray], streams: Sequence[int] = (0,), count: int = 1, rows: int | None = None
+        self, batch: dict[str, np.ndarray], held: np.ndarray | None = None, rows: int | None = None
     ) -> dict[str, jax.Array]:
-        """A batch laid out over all devices, of which this process has the rows of some of its `count` streams. `rows`:
-        of the whole batch, for a process that has none because others read for it (expansion_factor_real_data)."""
+        """A batch of `rows` laid out over all devices. `held`: sorted indices of its rows that `batch` has, among them
+        all that devices of this process need (none, if others read for it: expansion_factor_real_data); None: all."""
         order = token_order(self.config)
-        each = (rows or next(iter(batch.values())).shape[0] * count // len(streams)) // count  # rows of a stream
-        shape = (each * count, self.config.max_target_length)
-        readable = (shape[0] * self.readers_of, shape[1])  # the first rows are those of the processes that read
+        rows = next(iter(batch.values())).shape[0] if rows is None else rows
+        held = np.arange(rows) if held is None else held
+        shape = (rows, self.config.max_target_length)
+        readable = (rows * self.readers_of, shape[1])  # the first rows are those of the processes that read
 
         def place(field: np.ndarray) -> jax.Array:
             field = field if order is None else field[:, order.tokens(field.shape[1])]
@@ -201,15 +202,12 @@ class Setup:
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
                 start, stop, _ = index[0].indices(readable[0])
-                held = [
-                    field[streams.index(number) * each :][
-                        max(start - number * each, 0) : min(stop - number * each, each)
-                    ]
-                    for number in range(start // each, -(-min(stop, shape[0]) // each))
-                ]
-                if stop > shape[0]:
-                    held.append(np.zeros((stop - max(start, shape[0]), shape[1]), np.int32))
-                return (held[0] if len(held) == 1 else np.concatenate(held))[(slice(None), *index[1:])]
+                first, last = np.searchsorted(held, (start, min(stop, rows)))
+                part = field[first:last]
+                if stop > rows:
+                    padding = np.zeros((stop - max(start, rows), shape[1]), np.int32)
+                    part = np.concatenate([part, padding])
+                return part[(slice(None), *index[1:])]
 
             return jax.make_array_from_callback(readable, self.batch_sharding(readable), part)
 

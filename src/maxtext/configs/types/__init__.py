@@ -17,6 +17,7 @@ from maxtext.configs.types.attention import (
 from maxtext.configs.types.checkpointing import Checkpointing, ElasticTraining, EmergencyCheckpointing, OrbaxStorage
 from maxtext.configs.types.data import (
     BadData,
+    DataOrder,
     DatasetGeneral,
     GrainDataset,
     HfDataset,
@@ -127,6 +128,7 @@ GROUPS: tuple[type[Group], ...] = (
     GrainDataset,
     OlmoGrainDataset,
     BadData,
+    DataOrder,
     FineTuning,
     Distillation,
     TrainingLoop,
@@ -206,6 +208,7 @@ class MaxTextConfig(
     GrainDataset,
     OlmoGrainDataset,
     BadData,
+    DataOrder,
     FineTuning,
     Distillation,
     TrainingLoop,

@@ -107,9 +107,16 @@ class BadData(Group):
     max_bad_records: int = 0
 
 
+class DataOrder(Group):
+    """How the rows of a batch are dealt from the documents, and where a mixture ends."""
+
+    data_streams: int = -1
+    mixture_stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+
+
 one_of("grain_file_type", "arrayrecord", "parquet", "arrow", "tfrecord", "jsonl", "text")
 in_range(1, None, "vocab_size", "num_vocab_tiling", "num_epoch", "max_corpus_chars", "global_rampup_samples")
-in_range(1, None, "max_segments_per_seq", special=(-1,))
+in_range(1, None, "max_segments_per_seq", "data_streams", special=(-1,))
 in_range(0, None, "per_device_batch_size", "eval_per_device_batch_size", "reuse_example_batch")
 in_range(0, None, "per_device_batch_size_start", "per_device_batch_size_increment")
 in_range(0, None, "expansion_factor_real_data", special=(-1.0,))

@@ -1,0 +1,66 @@
+"""The data streams of a run: how many there are, how many rows each loads at a time, and who prepares them."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.interface import BatchIterator, Share, Split, keeps_last
+from maxtext.input_pipeline.sources import supports_streams
+from maxtext.input_pipeline.streams import Streams, stream_count
+from maxtext.input_pipeline.workers import stream_opener
+
+# What a stream loads at a time, at least: fewer and larger messages from a worker process
+LOADED_TOKENS, LOADED_ROWS = 2**14, 32
+
+
+class NoData(Exception):
+    """The configuration names no evaluation data."""
+
+
+def open_streams(
+    config: MaxTextConfig,
+    split: Split,
+    rows: Callable[[int], int],
+    sizes: Sequence[int],
+    held: Callable[[int], np.ndarray] | None = None,
+    processes: int = 1,
+) -> Streams | None:
+    """The batches of `split`, of which this process gives the rows `held(size)`. `rows(step)` is the size of a step's
+    batch, one of `sizes`, the full one last. None: the configuration names no evaluation data."""
+    open_stream = stream_opener(config, split)
+    keep_last = keeps_last(config, split)
+    full = sizes[-1]
+
+    def make(index: int, count: int, beside: int, whole_window: bool) -> BatchIterator:
+        least = max(full // count, 1)
+        loaded = max(least, min(LOADED_TOKENS // config.max_target_length, LOADED_ROWS))
+        loaded = least if config.reuse_example_batch else loaded
+        share = Share(loaded, index, count, beside, 1 if keep_last else least, whole_window)
+        iterator = open_stream(share)
+        if iterator is None:
+            raise NoData
+        return iterator
+
+    try:
+        count = data_streams(config, split, sizes)
+        if processes > count:
+            LOGGER.info(
+                "%d processes read %d data streams, so some read the same: data_streams=%d gives each its own, with "
+                "other batches", processes, count, processes,
+            )  # fmt: skip
+        return Streams(make, count, rows, sizes, held=held, pad=keep_last, alone=processes == 1)
+    except NoData:
+        return None
+
+
+def data_streams(config: MaxTextConfig, split: Split, sizes: Sequence[int]) -> int:
+    """How many data streams a run has: what data_streams says, or what fits the batch and the data. It must not depend
+    on devices, processes or workers: every batch does on it."""
+    if config.data_streams > 0:
+        return config.data_streams
+    rows = math.gcd(*sizes)
+    supports = supports_streams(config, split) if rows > 1 else bool
+    return stream_count(rows, supports, config.grain_use_elastic_iterator)
