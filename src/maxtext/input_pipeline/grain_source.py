@@ -1,13 +1,13 @@
 """dataset_type=grain: local files of one kind (grain_file_type), alone or as a weighted mixture.
 
-A mixture is `files,weight;files,weight` in grain_train_files, or a file of grain_train_mixture_config_path. It ends
-when the first of its parts has been visited num_epoch times.
+A mixture is `files,weight;files,weight` in grain_train_files, or a file of grain_train_mixture_config_path. Where it
+ends, mixture_stopping_strategy says. Evaluation has no use for weights: it reads every document of every part once.
 """
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
-from maxtext.input_pipeline.formats import find_files, open_files
+from maxtext.input_pipeline.formats import Documents, find_files, open_files
 from maxtext.input_pipeline.interface import BatchIterator, Share, Split
 from maxtext.input_pipeline.mixture import mixture_of
 from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
@@ -35,4 +35,6 @@ def parts_of(config: MaxTextConfig, split: Split) -> list[Part]:
             parts.append(Part(open_files(files, kind, columns, threads), weight))
         except ConfigError as error:
             raise ConfigError(f"{key} with grain_file_type={kind}: {error.problems[0]}", *error.problems[1:]) from error
+    if split is Split.EVAL and len(parts) > 1:
+        return [Part(Documents([part.documents for part in parts]))]
     return parts

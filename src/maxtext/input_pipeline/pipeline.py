@@ -7,6 +7,7 @@ Resuming is exact; a run that ended and goes on with a larger num_epoch may repe
 shuffle window.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from maxtext.input_pipeline.formats import Format
 from maxtext.input_pipeline.grain_batches import GrainBatches
 from maxtext.input_pipeline.interface import Share, Split, keeps_last
 from maxtext.input_pipeline.loading import PACKET, BadRecords, EncodeRecords, Load, packet_size
+from maxtext.input_pipeline.mixing import documents_read, mix
 from maxtext.input_pipeline.order import one_epoch, streams_within
 from maxtext.input_pipeline.packing import to_batches, to_rows
 from maxtext.input_pipeline.sequences import Long, ToSequences
@@ -73,8 +75,9 @@ def document_batches(
         packets = orders[0].batch(size, batch_fn=list).repeat(epochs)
         loaded = packets.map(Load(parts[0].documents, encoder, bad))
     else:
-        numbered = [order.repeat(epochs).map(Tag(number)) for number, order in enumerate(orders)]
-        mixed = grain.MapDataset.mix(numbered, weights=[part.weight for part in parts])
+        mixed = mix(orders, [part.weight for part in parts], epochs, config.mixture_stopping_strategy)
+        if share.index == 0:
+            report_mixture(config, parts, named_by)
         loaded = mixed.batch(size, batch_fn=list).map(LoadMixed([Load(part.documents, encoder, bad) for part in parts]))
     made_by: dict[str, Any] = {
         "stream": share.index,
@@ -142,14 +145,20 @@ def shuffle_seed(config: MaxTextConfig, split: Split) -> int | None:
     return config.data_shuffle_seed % 2**32 if config.enable_data_shuffling and split is Split.TRAIN else None
 
 
-class Tag:
-    """An index together with the number of its part."""
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def __call__(self, index: int) -> tuple[int, int]:
-        return self.number, index
+def report_mixture(config: MaxTextConfig, parts: Sequence[Part], named_by: str) -> None:
+    """Say how often each part of a training mixture is read."""
+    counts = [len(part.documents) for part in parts]
+    weights, strategy = [part.weight for part in parts], config.mixture_stopping_strategy
+    read = documents_read(counts, weights, config.num_epoch, strategy)
+    times = ", ".join(f"{number / count:.3g}" for number, count in zip(read, counts, strict=True))
+    short = any(number < count for number, count in zip(read, counts, strict=True))
+    advice = "; all_exhausted would read all of them, and repeat the parts that end earlier" if short else ""
+    LOGGER.log(
+        logging.WARNING if short else logging.INFO,
+        "%s: the mixture has %s documents and ends after %d; with mixture_stopping_strategy=%s and num_epoch=%d its "
+        "parts are read %s times%s", named_by, " + ".join(map(str, counts)), sum(read), strategy, config.num_epoch, times,
+        advice,
+    )  # fmt: skip
 
 
 class LoadMixed:
