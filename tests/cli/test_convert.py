@@ -42,8 +42,14 @@ def convert(*words):
 def test_there_and_back(source, tmp_path, capsys):
     assert convert("from_hf", source, tmp_path / "ours") == 0
     assert convert("to_hf", tmp_path / "ours", tmp_path / "theirs") == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / 'ours'}\nwrote {tmp_path / 'theirs'}\n"
     before, after = tensors(source), tensors(tmp_path / "theirs")
+    first, command, second, _ = capsys.readouterr().out.splitlines()
+    nbytes = sum(tensor.nbytes for tensor in before.values())
+    # A Mixtral's experts are a tensor each there, and stacked in three a layer here.
+    stacked = len(before) - 3 * 3 * (3 - 1)
+    assert first == f"wrote {tmp_path / 'ours'}: {stacked} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
+    assert second == f"wrote {tmp_path / 'theirs'}: {len(before)} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
+    assert command == f"try it with: maxtext decode load_parameters_path={tmp_path / 'ours'} prompt='I love to'"
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
@@ -132,7 +138,7 @@ BAD_FOLDERS = {
     one_layer_more: "model.layers.3.*is missing",
     unknown: "the architecture MambaForCausalLM is not known; these are: LlamaForCausalLM, ",
     no_config: "has no config.json",
-    broken_config: "config.json cannot be read",
+    broken_config: "config.json is not valid JSON",
     no_size: "embed_tokens.weight has shape \\[50, 16\\], the model needs \\[50, 4096\\]",  # as the class has it
     strange_rope: "rope_type='longrope' is not supported",
     strange_activation: "the activation 'xielu' is not supported",
@@ -146,7 +152,7 @@ def test_bad_folders(source, tmp_path, capsys, spoil):
     folder = tmp_path / "bad"
     shutil.copytree(source, folder)
     spoil(folder)
-    assert convert("from_hf", folder, tmp_path / "out") == 1
+    assert convert("from_hf", folder, tmp_path / "out") in (1, 2)
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.count("\n") == 1

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from maxtext import LLM
 from maxtext.checkpoint.convert import command as convert
 from maxtext.checkpoint.weights import ModelWeights
+from maxtext.common.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -52,10 +53,13 @@ def test_text_of_a_model_with_images(name, specimen, tmp_path):
         expected = model.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
     ours = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
     assert zoo.distance(ours.logits(IDS), expected) < tolerance
-    ours.save_hf(tmp_path / "text")
+    with pytest.raises(ConfigError, match="vision or audio tensors, such as .* would be lost: pass text_only=True"):
+        ours.save_hf(tmp_path / "text")
+    assert not (tmp_path / "text").exists()
+    ours.save_hf(tmp_path / "text", text_only=True)
     assert zoo.distance(zoo.scores(tmp_path / "text", IDS), expected) < 1e-6
     ours.save(tmp_path / "ours")
-    LLM.load(tmp_path / "ours", **zoo.SETTINGS).save_hf(tmp_path / "again")
+    LLM.load(tmp_path / "ours", **zoo.SETTINGS).save_hf(tmp_path / "again", text_only=True)
     assert zoo.distance(zoo.scores(tmp_path / "again", IDS), expected) < 1e-6
 
 

@@ -195,9 +195,13 @@ def save_theirs(
     names: frozenset[str] = frozenset(),
     progress: Progress | None = None,
     shard_bytes: int = 5 * 10**9,
+    text_only: bool = False,
 ) -> None:
     """A Hugging Face folder. Its config.json is the one carried along if there is one, for it may say more than we
-    know; what it says of the tensors is brought up to date."""
+    know; what it says of the tensors is brought up to date. Raises ConfigError if the weights came from a folder with
+    vision or audio tensors, unless text_only=True says that these may be lost."""
+    if not text_only:
+        registry.refuse_other_parts(names)
     table = registry.table_for(config)
     tensors = to_hf(weights, table.rules(config), places, names)
     floats = [tensor for tensor in tensors.tensors.values() if tensor.nbytes]

@@ -1,29 +1,48 @@
 """`maxtext convert`: checkpoints from Hugging Face's form to ours and back, and weights out of training checkpoints."""
 
+import shlex
 import sys
-from pathlib import Path
 
 from maxtext.cli import words as cli_words
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import local_path
+from maxtext.common.hardware import size
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(words: list[str]) -> int:
     dtype = cli_words.take_option(words, "--dtype", DTYPES)
+    text_only = cli_words.take_flag(words, "--text-only")
     if len(words) != 3 or words[0] not in ("from_hf", "to_hf", "params-only"):
         raise ConfigError(
             "give a direction and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT OUT, or "
             "params-only CHECKPOINT OUT"
         )
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
+    from maxtext.checkpoint.folders import OURS, THEIRS
 
     what, source, out = words
-    convert = {"from_hf": from_folder, "to_hf": to_folder, "params-only": from_training}[what]
+    if text_only and what != "to_hf":
+        raise ConfigError(f"--text-only would do nothing in maxtext convert {what}: it is for to_hf")
     with Bar(f"{source} -> {out}") as progress:
-        convert(source, out, dtype, progress)
-    print(f"wrote {Path(out)}")
+        if what == "to_hf":
+            to_folder(source, out, dtype, progress, text_only)
+        else:
+            {"from_hf": from_folder, "params-only": from_training}[what](source, out, dtype, progress)
+    print(summary(out, THEIRS if what == "to_hf" else OURS))
     return 0
+
+
+def summary(out: str, stem: str) -> str:
+    """What a folder of weights holds, read from its headers, and a command that uses it."""
+    from maxtext.checkpoint.folders import Folder
+
+    tensors = Folder.open(local_path(out), stem).tensors.values()
+    dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"
+    return f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {size(nbytes)}\ntry it with: {command}"
 
 
 class Bar:

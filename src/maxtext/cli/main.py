@@ -87,13 +87,14 @@ VERBS = {
         "turn a Hugging Face folder into a checkpoint of ours, or back; take the weights out of a training checkpoint",
         "maxtext convert from_hf ~/models/Qwen3-0.6B qwen3",
         "from_hf DIR OUT [--dtype float32|bfloat16|float16]\n"
-        "       maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16]\n"
+        "       maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16] [--text-only]\n"
         "       maxtext convert params-only CHECKPOINT OUT [--dtype float32|bfloat16|float16]",
         "  from_hf   safetensors, config.json and tokenizer of a supported family -> weights by layer, config.yml\n"
         "  to_hf     the way back; what came with the model from Hugging Face goes along\n"
         "  params-only   of a training checkpoint (a run's folder, its checkpoints, or one step): its newest weights\n"
         "            without the optimizer, by layer, with config.yml\n"
-        "  --dtype   of all floating weights; without it every tensor keeps its own\n",
+        "  --dtype   of all floating weights; without it every tensor keeps its own\n"
+        "  --text-only   write the text model alone of a folder that had vision or audio tensors, too\n",
         settings=False,
     ),
     "config": Verb(

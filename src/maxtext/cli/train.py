@@ -10,6 +10,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import fields, ledger, load, sources
 from maxtext.configs.load import base_values, wanted
+from maxtext.configs.types import MaxTextConfig
 
 SAMPLE_TOKENS = 300
 
@@ -21,6 +22,7 @@ def run(words: list[str]) -> int:
     world = processes.start(start_settings(path, sources.from_words(settings)))
     config = load(path, settings, model=checkpoint_model(path, sources.from_words(settings)))
     ledger.refuse_silent(config, base_values())
+    refuse_no_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
         raise ConfigError("elastic_enabled=true would do nothing: it needs `maxtext launch --local N -- train ...`")
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
@@ -39,6 +41,15 @@ def run(words: list[str]) -> int:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
             print(text)
     return 0 if result.signal is None else signals.exit_code(result.signal)
+
+
+def refuse_no_data(config: MaxTextConfig) -> None:
+    """Raise ConfigError if no key names a source of data, before the model is set up."""
+    if all(config.source(key).kind == "default" for key in ("dataset_type", "dataset_name", "dataset_path")):
+        raise ConfigError(
+            "there is no data to train on: try `maxtext train quickstart`, or dataset_type=synthetic for random "
+            "tokens; for your own text, dataset_type=grain grain_file_type=text grain_train_files=FILES (see docs/data.md)"
+        )
 
 
 def start_settings(path: str | None, words: sources.Layer) -> SimpleNamespace:

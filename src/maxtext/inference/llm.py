@@ -263,14 +263,20 @@ class LLM:
         weights = StoredWeights(ModelWeights(apart(self.weights), self.places))
         save_ours(folder, self.config, weights, carried, names, progress)
 
-    def save_hf(self, folder: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None) -> None:
+    def save_hf(
+        self,
+        folder: str | os.PathLike,
+        dtype: str | None = None,
+        progress: Progress | None = None,
+        text_only: bool = False,
+    ) -> None:
         """A Hugging Face folder. Weights are written in `dtype` (but see `dtypes_of`), or as they were in the folder
-        that was loaded."""
+        that was loaded. Raises ConfigError if that folder had vision or audio tensors, unless `text_only`."""
         carried, names = self.origin
         wanted = dtype_of(dtype)
         dtypes = self.dtypes if wanted is None else dtypes_of(self.places, wanted)
         weights = Recast(ModelWeights(apart(self.weights), self.places), dtypes)
-        save_theirs(folder, self.config, self.places, weights, carried, names, progress)
+        save_theirs(folder, self.config, self.places, weights, carried, names, progress=progress, text_only=text_only)
 
     @property
     def origin(self) -> tuple[tuple[Path, ...], frozenset[str]]:

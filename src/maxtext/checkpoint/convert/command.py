@@ -55,16 +55,22 @@ def from_training(
 
 
 def to_folder(
-    source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+    text_only: bool = False,
 ) -> None:
-    """A folder of ours as one that Hugging Face's libraries load."""
+    """A folder of ours as one that Hugging Face's libraries load. `text_only`: as in `save_theirs`."""
     checkpoint = open_checkpoint(source)
     if checkpoint.table is not None:
         raise UserError(f"{source} is a Hugging Face folder already")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
     weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dtypes_of(places, wanted))
-    save_theirs(out, config, places, weights, checkpoint.carried, checkpoint.names, progress)
+    save_theirs(
+        out, config, places, weights, checkpoint.carried, checkpoint.names, progress=progress, text_only=text_only
+    )
 
 
 def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Place]]:

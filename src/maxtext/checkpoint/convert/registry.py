@@ -1,5 +1,6 @@
 """Which table a Hugging Face folder or a configuration of ours goes by."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,6 +95,16 @@ def canonical(names: Iterable[str], table: Table) -> dict[str, str]:
             known = base + known
         renamed[known] = name
     return renamed
+
+
+def refuse_other_parts(names: Iterable[str]) -> None:
+    """Raise ConfigError if tensors of these names are vision or audio parts, which are read from no folder."""
+    parts = sorted(name for name in names if any(re.fullmatch(pattern, name) for pattern in OTHER_PARTS))
+    if parts:
+        raise ConfigError(
+            f"the folder that the weights came from had {len(parts)} vision or audio tensors, such as {parts[0]}, "
+            "which would be lost: pass text_only=True (--text-only on the command line) to write the text model alone"
+        )
 
 
 def ignored(table: Table, config: Any) -> tuple[str, ...]:
