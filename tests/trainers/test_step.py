@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.trainers.step import accumulate
+
 torch = pytest.importorskip("torch")
 
 PLAIN = ("opt_type=sgd", "learning_rate=0.5", "gradient_clipping_threshold=0")
@@ -197,6 +199,18 @@ def test_only_what_the_mask_names_trains(make_bench, packed):
     kept = sum(leaf.size for leaf in jax.tree.leaves(bench.state.optimizer))
     moments = 2 * sum(before[name].size for name in trained)
     assert moments <= kept <= moments + 8
+
+
+def test_gradients_of_many_microbatches_add_up_in_float32():
+    """512 times 0.01 in bfloat16 stops at 4, where a step of the format is larger than twice what is added."""
+    weights = {"w": jnp.zeros(2, jnp.bfloat16)}
+
+    def gradient(weights, batch, key):
+        return {"w": jnp.full(2, 0.01, jnp.bfloat16)}, {"tokens": jnp.float32(1)}
+
+    gradients, rest = accumulate(gradient, weights, {"inputs": jnp.zeros((512, 1), jnp.int32)}, None, 512)
+    np.testing.assert_allclose(gradients["w"], 512 * np.float64(jnp.bfloat16(0.01)), rtol=1e-4)
+    assert rest["tokens"] == 512
 
 
 def test_clipping_counts_the_gradients_of_weights_that_train(make_bench, packed, independent):

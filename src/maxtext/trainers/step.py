@@ -59,7 +59,9 @@ def make_train_step(
             means |= {name: value / pieces for name, value in losses.auxiliary.items()}
             return objective(config, means), (means, losses.reports)
 
-        gradients, (means, reports) = accumulate(jax.grad(loss, has_aux=True), state.weights, batch, step_key, pieces)
+        gradients, (means, reports) = accumulate(
+            jax.grad(loss, has_aux=True), state.weights, batch, step_key, pieces, config.grad_dtype.value
+        )
         if config.parameter_memory_host_offload:
             gradients, state = to_device(gradients), replace(state, weights=to_device(state.weights))
         if config.optimizer_memory_host_offload:
@@ -158,10 +160,20 @@ def updates_done(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def accumulate(gradient: Callable, weights: Any, batch: Batch, key: jax.Array | None, pieces: int) -> tuple[Any, Any]:
-    """Gradients and what comes with them summed over `pieces` equal cuts of the batch, one after the other."""
+def accumulate(
+    gradient: Callable, weights: Any, batch: Batch, key: jax.Array | None, pieces: int, accum_dtype: Any = jnp.float32
+) -> tuple[Any, Any]:
+    """Gradients and what comes with them summed over `pieces` equal cuts of the batch, one after the other.
+
+    Gradients are summed in `accum_dtype`, or in their own dtype if that is wider: a sum in bfloat16 stops growing when
+    a microbatch adds less than 1/256 of it.
+    """
     if pieces == 1:
         return gradient(weights, batch, key)
+
+    def microbatch_gradient(weights: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
+        gradients, rest = gradient(weights, batch, key)
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, accum_dtype)), gradients), rest
 
     def cut(field: jax.Array) -> jax.Array:
         # Rows are dealt out in turn, so that each piece holds rows of every device.
@@ -178,10 +190,10 @@ def accumulate(gradient: Callable, weights: Any, batch: Batch, key: jax.Array | 
     def add(sums: Any, piece: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         index, rows = piece
         piece_key = None if key is None else jax.random.fold_in(key, index)
-        return jax.tree.map_with_path(merge, sums, gradient(weights, rows, piece_key)), None
+        return jax.tree.map_with_path(merge, sums, microbatch_gradient(weights, rows, piece_key)), None
 
     cuts = jax.tree.map(cut, batch)
-    shapes = jax.eval_shape(gradient, weights, jax.tree.map(lambda field: field[0], cuts), key)
+    shapes = jax.eval_shape(microbatch_gradient, weights, jax.tree.map(lambda field: field[0], cuts), key)
     sums, _ = jax.lax.scan(add, zeros_like(shapes), (jnp.arange(pieces), cuts))
     return sums
 
