@@ -1,13 +1,15 @@
 """Data that is not as it should be: one sentence that says what and where, or a documented way past it with a count."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
 
+from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import Share, Split, make_train_iterator
+from maxtext.input_pipeline import Share, Split, custom, make_train_iterator
 from maxtext.input_pipeline.sources import make_iterator
 from tests.input_pipeline.corpora import SOURCES, example, write_tfrecords
 
@@ -61,6 +63,17 @@ def test_more_bad_records_than_allowed(make_config, tmp_path):
         list(make_train_iterator(make_config(**settings, max_bad_records=2)))
     assert decoded(make_train_iterator(make_config(**settings, max_bad_records=3))) == sorted(GOOD)
     assert decoded(make_train_iterator(make_config(**settings, max_bad_records=-1))) == sorted(GOOD)
+
+
+def test_a_bad_record_counts_once(make_config, tmp_path, caplog):
+    """In every epoch, and when data that is too short for a batch is read again to say why."""
+    settings = lines_with(tmp_path, *[b"bad"] * 7) | {"max_bad_records": 10}
+    with caplog.at_level("WARNING", logger="maxtext"):
+        assert len(decoded(make_train_iterator(make_config(**settings, num_epoch=3)))) == 3 * len(GOOD)
+    assert "(5 so far)" in caplog.text
+    assert "left out 8" not in caplog.text
+    with pytest.raises(ConfigError, match="but one batch needs 8000 "):
+        make_train_iterator(make_config(**settings, global_batch_size_to_load=1000))
 
 
 def test_resume_past_bad_records(make_config, tmp_path):
@@ -186,6 +199,43 @@ def test_more_streams_than_documents(make_config, tmp_path):
 def test_bad_sources_of_ones_own(make_config, name, said):
     with pytest.raises(UserError, match=said):
         list(make_train_iterator(make_config(dataset_type=DatasetType(name))))
+
+
+class Broken(list):
+    def __getitem__(self, index):
+        raise KeyError("lost")
+
+
+def failing(config, split):
+    raise RuntimeError("the bucket\nis empty")
+
+
+def broken(config, split):
+    return Broken([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "code", "frame"),
+    [
+        ("failing", ":failing raised RuntimeError for split train: the bucket is empty; its traceback follows", 2,
+         "in failing"),
+        ("broken", ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0", 1, "in __getitem__"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_users_code_are_a_sentence_and_then_a_traceback(name, said, code, frame, capsys):
+    words = ["data", "inspect", f"dataset_type={__name__}:{name}", "tokenizer_path=byte", "vocab_size=259"]
+    assert main([*words, "max_target_length=8", "per_device_batch_size=1", "enable_data_shuffling=false"]) == code
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("maxtext: error: ")
+    assert said in first
+    assert rest[0] == "Traceback (most recent call last):"
+    assert frame in rest[1]
+    assert "custom.py" not in "".join(rest)
+
+
+def test_a_traceback_of_the_users_code_comes_from_a_worker(make_config):
+    error = pickle.loads(pickle.dumps(custom.failure("it raised", ValueError("x"))))
+    assert (str(error), error.details) == ("it raised: x; its traceback follows", "ValueError: x\n")
 
 
 def empty(config, split):

@@ -241,6 +241,8 @@ def failed(error: Exception, debug: bool) -> int:
         raise error
     for line in str(told).splitlines():
         print(f"maxtext: error: {line}", file=sys.stderr)
+    if told.details:
+        print(told.details.rstrip(), file=sys.stderr)
     return leave(told.exit_code)
 
 

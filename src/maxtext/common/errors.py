@@ -4,9 +4,11 @@ import re
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; the message says what, where, and what to do."""
+    """Something outside the program is wrong; the message says what, where, and what to do. `details` are shown after
+    it: the traceback of an error in the user's own code."""
 
     exit_code = 1
+    details = ""
 
 
 class ConfigError(UserError):

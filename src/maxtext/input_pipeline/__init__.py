@@ -2,9 +2,9 @@
 
 interface: what a batch and its iterator are · sources: the registry of dataset_type · synthetic: random tokens ·
 grain_source, hf_source, tfds_source, c4_mlperf, custom: where documents are (formats/: files as records), then pipeline
-(order, mixing → loading, encode → sequences → packing → grain_batches) · olmo: rows of tokens · streams: batches dealt from
-data streams, whoever loads them · loader: the data streams of a run · workers: streams in other processes (programs) ·
-background: prefetch ·
+(order, mixing → loading, encode → sequences → packing → grain_batches) · olmo: rows of tokens · streams: batches dealt
+from data streams, whoever loads them · loader: the data streams of a run · workers: streams in other processes
+(programs) · background: prefetch ·
 prepare, shards: tokens written ahead of training.
 """
 

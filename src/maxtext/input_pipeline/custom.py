@@ -7,12 +7,13 @@ The items are read by several threads at once. With worker processes the functio
 """
 
 import importlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import BadRecord, Record
 from maxtext.input_pipeline.interface import BatchIterator, Share, Split
@@ -35,7 +36,14 @@ class CustomDocuments:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Record:
-        record = self.records[index]
+        try:
+            record = self.records[index]
+        except (UserError, BadRecord):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            bad = BadRecord(*self.where(index), f"cannot be read: {type(error).__name__}: {error}")
+            bad.details = traceback_of(error)
+            raise bad from error
         if not isinstance(record, dict):
             raise BadRecord(*self.where(index), f"is {type(record).__name__} instead of a record of columns")
         return record
@@ -61,10 +69,17 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 
 def documents_of(config: MaxTextConfig, split: Split) -> CustomDocuments | None:
     name = config.dataset_type.value
-    records = named_function(name)(config, split.value)
-    if records is None and split is Split.EVAL:
-        return None
-    if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")) or not len(records):
+    function = named_function(name)
+    try:
+        records = function(config, split.value)
+        if records is None and split is Split.EVAL:
+            return None
+        usable = hasattr(records, "__getitem__") and hasattr(records, "__len__") and len(records) > 0
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise failure(f"dataset_type={name} raised {type(error).__name__} for split {split.value}", error) from error
+    if not usable:
         raise ConfigError(
             f"dataset_type={name} returned {type(records).__name__} for {split.value}: it should return documents, "
             "with a length above 0 and an index"
@@ -78,6 +93,23 @@ def named_function(name: str) -> Callable[..., Any]:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"dataset_type={name} cannot be imported: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # the user's module may raise anything
+        raise failure(f"dataset_type={name} cannot be imported: {type(error).__name__}", error) from error
     if not callable(found):
         raise ConfigError(f"dataset_type={name} is {type(found).__name__} and no function")
     return found
+
+
+def failure(what: str, error: Exception) -> ConfigError:
+    """A sentence about an error in the user's code, followed by its traceback."""
+    told = ConfigError(f"{what}: {' '.join(str(error).split()) or 'it has no message'}; its traceback follows")
+    told.details = traceback_of(error)
+    return told
+
+
+def traceback_of(error: Exception) -> str:
+    """The traceback from the user's code on: the first frame is ours."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    return "".join(traceback.format_exception(type(error), error, frames))

@@ -1,6 +1,7 @@
 """Documents read and encoded a packet at a time, and what becomes of those that are bad.
 
 A bad record stops the run, or is left out with a line in the log and counted, up to max_bad_records for each stream.
+It counts once, however often it is read: in later epochs and evaluations, and when the data is looked at again.
 """
 
 import threading
@@ -24,25 +25,31 @@ def packet_size(documents: Format) -> int:
 
 
 class BadRecords:
-    """`most` -1: any number may be left out."""
+    """`most` -1: any number may be left out. `before`: were left out before this object counted."""
 
-    def __init__(self, most: int):
-        self.most, self.count = most, 0
+    def __init__(self, most: int, before: int = 0):
+        self.most, self.before = most, before
+        self.seen: set[int] = set()  # hashes of the places: there may be millions
         self.lock = threading.Lock()
 
     def add(self, error: BadRecord) -> None:
+        key = hash((error.path, error.place))
         with self.lock:
-            self.count += 1
-            count = self.count
+            if key in self.seen:
+                return
+            self.seen.add(key)
+            count = self.before + len(self.seen)
         if 0 <= self.most < count:
-            raise UserError(f"{error}; max_bad_records={self.most}: mend the data, or allow more to be left out")
+            stop = UserError(f"{error}; max_bad_records={self.most}: mend the data, or allow more to be left out")
+            stop.details = error.details
+            raise stop
         if count <= NAMED:
             LOGGER.warning("left out a bad record: %s (%d so far)", error, count)
         elif count & (count - 1) == 0:
             LOGGER.warning("left out %d bad records so far", count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"most": self.most, "count": self.count}
+        return {"most": self.most, "before": self.before, "seen": self.seen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -156,8 +156,8 @@ def report_mixture(config: MaxTextConfig, parts: Sequence[Part], named_by: str) 
     LOGGER.log(
         logging.WARNING if short else logging.INFO,
         "%s: the mixture has %s documents and ends after %d; with mixture_stopping_strategy=%s and num_epoch=%d its "
-        "parts are read %s times%s", named_by, " + ".join(map(str, counts)), sum(read), strategy, config.num_epoch, times,
-        advice,
+        "parts are read %s times%s",
+        named_by, " + ".join(map(str, counts)), sum(read), strategy, config.num_epoch, times, advice,
     )  # fmt: skip
 
 

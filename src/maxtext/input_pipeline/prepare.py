@@ -126,8 +126,7 @@ def run(
     """Write what is not finished, and give the number of tokens written."""
     todo = [shard for shard in work.shards if shard.name not in manifest.finished]
     before = total(manifest)
-    bad = BadRecords(config.max_bad_records)
-    bad.count = before.bad
+    bad = BadRecords(config.max_bad_records, before.bad)
     done, tokens = before.documents, 0
     if progress:
         progress(done, len(work.documents), tokens)

@@ -24,8 +24,10 @@ HEAD = 16  # records that are looked at to know the columns of a file without a 
 class BadRecord(Exception):
     """A record that cannot be read. `place` is where in the file, a number is that of a record.
 
-    Lines count from 1, as in an editor; rows and records from 0, as in Python.
+    Lines count from 1, as in an editor; rows and records from 0, as in Python. `details`: as in UserError.
     """
+
+    details = ""
 
     def __init__(self, path: str, place: str | int, reason: str):
         super().__init__(path, place, reason)
