@@ -23,8 +23,14 @@ def warnings():
 @pytest.mark.parametrize(("limit", "warned"), [(23 * GIB, True), (40 * GIB, False), (None, False)])
 def test_a_step_that_does_not_fit_is_warned_of(monkeypatch, warnings, limit, warned):
     monkeypatch.setattr(pretrain, "local_memory", lambda device, count: limit)
-    pretrain.warn_of_memory(39 * GIB)
-    assert bool(warnings) == warned
+    assert pretrain.warn_of_memory(39 * GIB, "a step") == bool(warnings) == warned
     if warned:
-        assert "needs about 39.00 GiB on each device, which has 23.00 GiB" in warnings[0]
+        assert "a step needs about 39.00 GiB on each device, which has 23.00 GiB" in warnings[0]
         assert "lower per_device_batch_size" in warnings[0]
+
+
+def test_the_bytes_of_a_state(configure):
+    """Three float32 arrays for each weight (the weight and two moments), and a few counters."""
+    setup = pretrain.Setup.of(configure())
+    weights = pretrain.parameter_count(setup.template.weights)
+    assert 12 * weights <= pretrain.state_bytes(setup) <= 12 * weights + 100

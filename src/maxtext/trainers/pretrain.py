@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -62,6 +63,7 @@ def train_here(config: Any) -> Result:
     setup.check_layout()
     feed = TrainFeed(setup)
     evaluation = eval_streams(setup)
+    warned = warn_of_memory(state_bytes(setup), "the state of training alone")  # before any of it is made
     start = restore.start(setup, feed.source)
     if start.step >= config.steps:
         feed.close()
@@ -72,7 +74,8 @@ def train_here(config: Any) -> Result:
     LOGGER.info("compiling the train step")
     with progress.working("compiling the train step"):
         first_step = steps.for_rows(rows_at(config, start.step))
-    warn_of_memory(step_bytes(first_step))
+    if not warned:
+        warn_of_memory(step_bytes(first_step), "a step")
     with progress.working("preparing the weights"):
         state, key = start.ready()
     if jax.process_index() == 0:
@@ -184,19 +187,32 @@ def step_bytes(step: jax.stages.Compiled) -> int:
     return memory.argument_size_in_bytes + max(new, 0) + memory.temp_size_in_bytes
 
 
-def warn_of_memory(needed: int) -> None:
-    """Say before the first step that it will not fit, and what would."""
+def state_bytes(setup: Setup) -> int:
+    """Weights and optimizer state on one device."""
+    leaves, shardings = jax.tree.leaves(setup.abstract_state), jax.tree.leaves(setup.state_shardings)
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+        if sharding.memory_kind != "pinned_host"
+    )
+
+
+def warn_of_memory(needed: int, what: str) -> bool:
+    """Say that `what` does not fit, and what to change; whether it does not."""
     devices = jax.local_devices()
     limit = local_memory(devices[0], len(devices))
-    if limit is not None and needed > limit:
+    too_large = limit is not None and needed > limit
+    if too_large:
         LOGGER.warning(
-            "a step needs about %s on each device, which has %s: expect it to fail or to swap; lower "
+            "%s needs about %s on each device, which has %s: expect it to fail or to swap; lower "
             "per_device_batch_size, max_target_length or the size of the model (base_emb_dim, "
             "base_num_decoder_layers), set remat_policy=full, or use more devices; `maxtext estimate` with the same "
             "words says what fits",
+            what,
             hardware.size(needed),
-            hardware.size(limit),
+            hardware.size(limit or 0),
         )
+    return too_large
 
 
 def saved(config: Any) -> str:
