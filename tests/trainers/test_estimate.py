@@ -1,6 +1,7 @@
 """What policies keep and compute again against sums done by hand; and extrapolations against compiled programs."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -238,10 +239,11 @@ class Unreadable:
         return SimpleNamespace(**{f"{part}_size_in_bytes": 8 * number for number, part in enumerate(sizes)})
 
     def as_text(self):
+        os.write(2, b"*** Begin stack trace ***")
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:390) async-update\nmore")
 
 
-def test_a_program_whose_text_cannot_be_read(monkeypatch, capsys):
+def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     """Memory is known; of the collectives the estimate says why they are not."""
     monkeypatch.setattr(estimates, "libtpu_mismatch", lambda: "libtpu 9 is installed, and jax 1 is made for libtpu 8")
     program = Program.of(Unreadable())
@@ -249,7 +251,10 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capsys):
     assert program.needed == 0 + 8 - 16 + 24 + 32
     found = replace(estimate(configure(), find_target("cpu"), compiling=False), program=program)
     show(found, {"policy": None, "batch": None})
-    shown = " ".join(capsys.readouterr().out.split())
+    out, err = capfd.readouterr()
+    shown = " ".join(out.split())
+    assert "stack trace" not in err
+    assert 'pip install "jax[tpu]"' in shown
     assert "collectives a step cannot be read: libtpu 9 is installed, and jax 1 is made for libtpu 8" in shown
     assert "RET_CHECK failure (hlo_instruction.cc:390) async-update)" in shown
     assert "more" not in program.collectives_error

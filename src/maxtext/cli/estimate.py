@@ -78,14 +78,16 @@ def show(found: Estimate, suggested: dict[str, Plan | None]) -> None:
     console.print(policy_table(found))
     if found.program is not None:
         console.print(collectives_table(found.program))
-    console.print(verdict(found))
+    console.print(verdict(found), markup=False)
     for line in suggestions(found, suggested):
-        console.print(line)
+        console.print(line, markup=False)
 
 
 def collectives_table(program: Program) -> Any:
     if program.collectives is None:
-        return f"collectives a step cannot be read: {program.collectives_error}"
+        from rich.markup import escape
+
+        return escape(f"collectives a step cannot be read: {program.collectives_error}")
     rows = [(one.kind, f"{one.count:,}", size(one.bytes)) for one in program.collectives]
     return rows_table("Collectives a step", ("kind", "count", "bytes a device"), rows or [("none", "", "")])
 

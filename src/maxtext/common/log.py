@@ -1,9 +1,11 @@
 """One line an event: rich on a terminal, plain in a pipe, with the process index when there is more than one."""
 
+import contextlib
 import functools
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 LOGGER = logging.getLogger("maxtext")
 
@@ -48,3 +50,17 @@ class OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", " | ")
+
+
+@contextlib.contextmanager
+def silent_stderr() -> Iterator[None]:
+    """Discards what is written to file descriptor 2, also by libraries that are not Python."""
+    sys.stderr.flush()
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

@@ -5,6 +5,7 @@ Measured: what the compiler says of the program that it made. Other batches and 
 program: the state stays, and all that grows with the batch grows in proportion.
 """
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 
 from maxtext.common.extras import libtpu_mismatch
 from maxtext.common.hardware import size
+from maxtext.common.log import silent_stderr
 from maxtext.configs import derive
 from maxtext.models.counts import active_count, parameter_count
 from maxtext.models.registry import layers
@@ -67,11 +69,14 @@ class Program:
 def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | None, str]:
     """The collectives of a program; or None and the reason, where jax cannot read what a compiler of another release
     than its own made."""
+    mismatch = libtpu_mismatch()
     try:
-        return collectives(compiled.as_text() or ""), ""
+        # XLA logs the stack trace of an error that it also raises.
+        with silent_stderr() if mismatch else contextlib.nullcontext():
+            return collectives(compiled.as_text() or ""), ""
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        if mismatch := libtpu_mismatch():
+        if mismatch:
             reason = f'{mismatch}, so it cannot read the program ({reason}); pip install "jax[tpu]" installs the latter'
         return None, reason
 
