@@ -4,12 +4,13 @@ A record batch is a block. Nothing is decoded, but a batch is looked through onc
 the format has no checksums and a damaged offset would point anywhere.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from maxtext.common.extras import require
 from maxtext.input_pipeline.formats.cache import Caches
-from maxtext.input_pipeline.formats.interface import BadFile, gone
+from maxtext.input_pipeline.formats.interface import BadFile, Record, gone, shrunk
 from maxtext.input_pipeline.formats.tables import Rows, TableFile, damaged, first_line
 
 FILE_MAGIC = b"ARROW1"
@@ -27,6 +28,16 @@ class ArrowRows(TableFile):
                 raise
             raise BadFile(f"is not an Arrow file or stream, or is damaged ({first_line(error)})") from error
         super().__init__(path, columns, caches, names, counts)
+
+    def __getitem__(self, index: int) -> Record:
+        # Reading past the end of a mapped file would end the process without a word.
+        try:
+            size = os.stat(self.path).st_size
+        except OSError as error:
+            raise gone(self.path, error) from error
+        if size < self.nbytes:
+            raise shrunk(self.path)
+        return super().__getitem__(index)
 
     def load(self, number: int) -> Rows:
         pyarrow = require("pyarrow", "reading arrow")

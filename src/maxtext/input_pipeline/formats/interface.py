@@ -93,6 +93,10 @@ def gone(path: str, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read any more ({error.strerror or error}): put it back and resume the run")
 
 
+def shrunk(path: str) -> UserError:
+    return UserError(f"{path} has become shorter while the run reads it: put it back and resume the run")
+
+
 class OpenFile:
     """Bytes of a file by position. It is closed when the last thread that reads from it lets it go."""
 
@@ -109,7 +113,7 @@ class OpenFile:
         except OSError as error:
             raise gone(self.path, error) from error
         if len(data) < end - start:
-            raise UserError(f"{self.path} has become shorter while the run reads it: put it back and resume the run")
+            raise shrunk(self.path)
         return data
 
     def __del__(self) -> None:
