@@ -126,10 +126,9 @@ def test_some_mutations(name, folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_many_mutations(seed, folders):
+def test_many_mutations(folders):
     """500 over all families."""
-    counts = [fuzz(folders(name), seed, cases=500 // len(FAMILIES) + 1) for name in FAMILIES]
+    counts = [fuzz(folders(name), seed=2, cases=500 // len(FAMILIES) + 1) for name in FAMILIES]
     assert sum(opened + refused for opened, refused in counts) >= 500
     assert all(opened and refused for opened, refused in counts)
 

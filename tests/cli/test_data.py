@@ -162,7 +162,7 @@ BAD = {
     "nothing to do": ([], "say what to do"),
     "unknown task": (["show"], "say what to do"),
     "batches 0": (["inspect", "--batches", "0"], "--batches takes a whole number of 1 or more"),
-    "rows -1": (["inspect", "--rows", "-1"], "--rows needs a value"),
+    "rows -1": (["inspect", "--rows", "-1"], "--rows takes a whole number of 0 or more, not '-1'"),
     "rows x": (["inspect", "--rows=x"], "--rows takes a whole number"),
     "unknown option": (["inspect", "--colour"], "unknown option '--colour'"),
     "unknown key": (["inspect", "grain_files=x"], "unknown key 'grain_files'"),

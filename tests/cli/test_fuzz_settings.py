@@ -75,9 +75,9 @@ def random_settings(rng: random.Random) -> list[str]:
     return settings
 
 
-def fuzz(seed: int, cases: int, capsys, estimates: int = 0) -> dict[str, int]:
-    """How many configurations were accepted, refused, built, and refused when built. `estimates`: how many of the
-    accepted ones also go through `maxtext estimate`."""
+def fuzz(seed: int, cases: int, capsys, builds: int, estimates: int = 0) -> dict[str, int]:
+    """How many configurations were accepted, refused, built, and refused when built. `builds`: of how many accepted
+    ones the model is built; `estimates`: how many go through `maxtext estimate`, too."""
     rng = random.Random(seed)
     counts = dict.fromkeys(("accepted", "refused", "built", "not built"), 0)
     for case in range(cases):
@@ -86,7 +86,8 @@ def fuzz(seed: int, cases: int, capsys, estimates: int = 0) -> dict[str, int]:
         name = f"seed {seed}, case {case}"
         code = run([*verb, *settings], capsys, name)
         counts["accepted" if code == 0 else "refused"] += 1
-        if code == 0 and any(word.startswith("base_emb_dim") for word in settings):
+        if builds and code == 0 and any(word.startswith("base_emb_dim") for word in settings):
+            builds -= 1
             counts["built" if build(settings, name) else "not built"] += 1
             if estimates:
                 estimates -= 1
@@ -124,7 +125,7 @@ def build(settings: list[str], name: str) -> bool:
 
 def test_random_settings(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    counts = fuzz(0, 40, capsys)
+    counts = fuzz(0, 40, capsys, builds=4)
     assert counts["accepted"] >= 5
     assert counts["refused"] >= 5
     assert not list(tmp_path.iterdir())
@@ -133,7 +134,7 @@ def test_random_settings(capsys, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_thousand_random_settings(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    counts = fuzz(1, 1000, capsys, estimates=5)
+    counts = fuzz(1, 1000, capsys, builds=60, estimates=2)
     assert counts["accepted"] + counts["refused"] == 1000
-    assert counts["built"] >= 100
+    assert counts["built"] >= 50
     assert not list(tmp_path.iterdir())

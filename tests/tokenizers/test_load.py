@@ -140,12 +140,15 @@ def test_settings_that_cannot_be_read(name, text, bpe, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "path", ["./no/such/place/at.all", "/none.model", "no_such_name", "gs://bucket/tokenizer.model"]
-)
+@pytest.mark.parametrize("path", ["./no/such/place/at.all", "/none.model", "no_such_name"])
 def test_a_path_that_is_not_there(path):
     with pytest.raises(ConfigError, match=f"tokenizer_path={path} does not exist"):
         load(path)
+
+
+def test_a_remote_path():
+    with pytest.raises(ConfigError, match="'gs://bucket/tokenizer.model' .*is a remote path"):
+        load("gs://bucket/tokenizer.model")
 
 
 def test_a_folder_without_a_tokenizer(tmp_path):

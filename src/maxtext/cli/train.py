@@ -48,7 +48,7 @@ def refuse_no_data(config: MaxTextConfig) -> None:
     if all(config.source(key).kind == "default" for key in ("dataset_type", "dataset_name", "dataset_path")):
         raise ConfigError(
             "there is no data to train on: try `maxtext train quickstart`, or dataset_type=synthetic for random "
-            "tokens; for your own text, dataset_type=grain grain_file_type=text grain_train_files=FILES (see docs/data.md)"
+            "tokens; for your own text, dataset_type=grain grain_file_type=text grain_train_files=FILES"
         )
 
 
