@@ -45,6 +45,60 @@ def test_what_is_read_is_what_was_written_to_half_a_step(dtype, by_head, window)
     assert np.abs(np.asarray(at_once["key"]) - tokens[:, :7]).max() > 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "by_head", "limit"),
+    [("int8", True, "window"), ("int8", False, "chunk"), pytest.param("int4", False, "window", marks=pytest.mark.slow)],
+)
+def test_windows_of_integers_in_random_pieces(dtype, by_head, limit):
+    """Whatever the pieces, a query sees its window, each token quantized once; and attention over
+    that is as near to attention over floats as the step sizes allow.
+
+    With logits q·k, keys that are off by half a step move a logit by at most e = |q|₁ step / 2 and
+    a softmax weight by a factor of at most exp(2e); values are off by half a step.
+    """
+    random = np.random.default_rng(1)
+    length, rows, heads, dim = 24, 2, 3, 4
+    visibility = Visibility(window=5) if limit == "window" else Visibility(chunk=5)
+    size = CacheSize(rows, length, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
+    cache = kept(visibility, size, key=(heads, dim), value=(heads, dim))
+    for _ in range(2):  # in the same slots, one after the other
+        k, v, q = (random.normal(size=(rows, length, heads, dim)).astype(np.float32) for _ in range(3))
+        axes = -1 if by_head else (-1, -2)
+        k_steps, v_steps = (np.abs(x).max(axis=axes, keepdims=True) / LARGEST[dtype] for x in (k, v))
+        k_int, v_int = (np.round(x / s) * s for x, s in ((k, k_steps), (v, v_steps)))
+        lengths, start = random.integers(8, length + 1, rows), 0
+        while start < length:
+            count = int(random.choice([1, 1, 7]))
+            positions = np.broadcast_to(np.arange(start, start + count), (rows, count))
+            shown = np.where(positions < lengths[:, None], positions, -1)
+            at_once = np.minimum(positions[0], length - 1)
+            inputs = LayerInputs(jnp.asarray(shown), cache=cache, fresh=start == 0)
+            new = {"key": jnp.asarray(k[:, at_once]), "value": jnp.asarray(v[:, at_once])}
+            seen, cache = extended(inputs, new)
+            seen = {name: np.asarray(x) for name, x in seen.items()}
+            for row, column in np.argwhere(shown >= 0):
+                position = shown[row, column]
+                first = position - position % 5 if limit == "chunk" else max(0, position - 4)
+                places = np.flatnonzero((seen["position"][row] >= first) & (seen["position"][row] <= position))
+                at = seen["position"][row][places]
+                assert sorted(at) == list(range(first, position + 1))
+                keys, values = seen["key"][row, places], seen["value"][row, places]
+                np.testing.assert_allclose(keys, k_int[row, at], atol=1e-6)
+                np.testing.assert_allclose(values, v_int[row, at], atol=1e-6)
+                query = q[row, position]
+                moved = 0.5 * np.abs(query).sum(-1) * k_steps[row, at].max()
+                bound = np.abs(v[row, at]).max() * np.expm1(2 * moved) + 0.5 * v_steps[row, at].max()
+                off = attended(query, keys, values) - attended(query, k[row, at], v[row, at])
+                assert (np.abs(off).max(-1) <= bound + 1e-6).all()
+            start += count
+
+
+def attended(q, k, v):
+    """q [H, D], k and v [T, H, D] -> [H, D]."""
+    weights = np.exp(np.einsum("hd,thd->ht", q, k))
+    return np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), v)
+
+
 def scheduler_of(kind, slots, *words):
     return make_scheduler(compiled(kind, *words), drawn_weights(kind), slots, LENGTH)
 
