@@ -136,7 +136,7 @@ def outcomes(monkeypatch, job, *ends):
     ends = iter(ends)
 
     class Group:
-        def __init__(self, commands, stop_grace, failure_grace):
+        def __init__(self, commands, stop_grace, failure_grace, noise):
             counts.append(len(commands))
             self.failure_grace = failure_grace
 
@@ -413,3 +413,21 @@ def test_the_image_is_not_run_by_root_and_needs_no_cloud():
     assert not re.search(r"gcloud|google|aws|apt-get", text)
     copied = re.findall(r"^COPY (?!--)(.*) \S+$", text, re.M)
     assert all((DEPLOY.parent / name).exists() for line in copied for name in line.split())
+
+
+def test_what_the_coordinator_leaves_in_the_log_is_left_out():
+    noise = """\
+E1117 03:53:30.407845   29917 coordination_service_agent.cc:289] Polled an error from coordination service (this can be
+F1117 03:53:30.407887   29917 client.h:80] Terminating process because the JAX distributed service detected fatal
+Additional GRPC error information from remote target coordination_service while calling /xla.coordination.Coord
+:UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}
+*** Check failure stack trace: ***
+    @     0x7f4a4550c93b  std::_Function_handler<>::_M_invoke()"""
+    assert all(launch.COORDINATOR_NOISE.match(line) for line in noise.splitlines())
+    for line in (
+        "maxtext: error: no",
+        "step 3/9  loss 2.0",
+        "03:53:30 WARNING saved",
+        "E1117 03:53:30.4 2 cuda.cc:9] bad",
+    ):
+        assert not launch.COORDINATOR_NOISE.match(line)

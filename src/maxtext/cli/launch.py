@@ -26,6 +26,13 @@ from maxtext.configs import load, sources
 from maxtext.configs.derive import Devices
 
 BAD_CONFIGURATION = 2
+# How JAX's C++ code ends a process whose coordinator is gone: a log line, its details and a stack trace. The launcher
+# says in a sentence which process ended first.
+COORDINATOR_NOISE = re.compile(
+    r"[EF]\d{4} [\d:.]+ +\d+ (coordination_service_agent\.cc|client\.h):"
+    r"|\s+@ +0x[0-9a-f]+ |\*\*\* Check failure stack trace"
+    r"|Additional GRPC error information|:UNKNOWN:Error received from peer"
+)
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -121,7 +128,7 @@ class Local:
         while True:
             # Until the others have ended, the devices are not free for those that come after.
             patience = config.elastic_timeout_seconds if config.elastic_enabled else supervise.FAILURE_GRACE_SECONDS
-            ended = Supervisor(self.commands(count), self.grace, patience).run()
+            ended = Supervisor(self.commands(count), self.grace, patience, COORDINATOR_NOISE).run()
             if ended.code in (0, BAD_CONFIGURATION) or ended.asked is not None:
                 return ended.code
             if restarts:

@@ -48,13 +48,15 @@ LOST_PEER = re.compile(
     r"gloo|connection (?:reset|closed|refused)|heartbeat|coordination service|broken pipe|nccl.*remote", re.IGNORECASE
 )
 
+LOST_PEER_SENTENCE = (
+    "the connection to another process of this run was lost, so this one ends, too: the log of the process that ended "
+    "first says why"
+)
+
 
 def lost_peer(error: BaseException) -> UserError | None:
     """A sentence for the error by which a process of several learns that another one has ended."""
     text = str(error).strip()
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not LOST_PEER.search(text):
         return None
-    return UserError(
-        "the connection to another process of this run was lost, so this one ends, too: the log of the process that "
-        "ended first says why; --debug shows the error itself"
-    )
+    return UserError(f"{LOST_PEER_SENTENCE}; --debug shows the error itself")

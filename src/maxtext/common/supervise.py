@@ -12,6 +12,7 @@ One thread does all of it. It looks for dead processes every LOOK_SECONDS.
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -55,6 +56,7 @@ class Stream:
     source: IO[bytes]
     sink: IO[str]
     mark: str
+    noise: re.Pattern[str] | None = None  # lines to leave out
     rest: bytes = b""
 
     def copy(self) -> bool:
@@ -63,8 +65,9 @@ class Stream:
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if not piece and self.rest:
             lines, self.rest = [*lines, self.rest], b""
-        for line in lines:
-            self.sink.write(f"{self.mark}{line.decode(errors='replace')}\n")
+        for line in (line.decode(errors="replace") for line in lines):
+            if self.noise is None or not self.noise.match(line):
+                self.sink.write(f"{self.mark}{line}\n")
         if lines:
             self.sink.flush()
         return bool(piece)
@@ -75,6 +78,7 @@ class Supervisor:
     commands: Sequence[Command]
     stop_grace: float = 60.0  # for a stop that was asked for: the current step and a save must fit
     failure_grace: float = FAILURE_GRACE_SECONDS
+    noise: re.Pattern[str] | None = None  # lines of the processes that are not passed on
     processes: list[subprocess.Popen] = field(default_factory=list)
     asked: int | None = None
     times_asked: int = 0
@@ -110,7 +114,7 @@ class Supervisor:
         self.processes.append(process)
         for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert source is not None
-            selector.register(source, selectors.EVENT_READ, Stream(source, sink, mark(index, sink)))
+            selector.register(source, selectors.EVENT_READ, Stream(source, sink, mark(index, sink), self.noise))
 
     def watch(self, selector: selectors.BaseSelector) -> Ended:
         failed: tuple[int, ...] = ()
