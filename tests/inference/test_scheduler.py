@@ -180,6 +180,31 @@ def check_served(models, kind, layout):
         assert scheduler.preempted > 0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_programs")
+def test_ties_between_blocks_of_keys():
+    """Without keys every block of MoBA has the same gate; a padded row chooses as one without padding does."""
+
+    def without_keys(path, leaf):
+        return jnp.zeros_like(leaf) if any(getattr(key, "key", None) == "key" for key in path) else leaf
+
+    weights = jax.tree_util.tree_map_with_path(without_keys, drawn_weights("recomputed"))
+    unchanged = jax.tree.map(jnp.array_equal, weights, drawn_weights("recomputed"))
+    assert not all(jax.tree.leaves(unchanged))
+    programs = compiled("recomputed")
+    requests = [Request(tuple(range(3, 20)), 4), Request((5, 6, 7), 4)]
+    expected = []
+    for request in requests:
+        ids = list(request.ids)
+        for _ in range(request.count):
+            with programs.context():
+                model = programs.template.bind(weights)
+                hidden, _ = model.hidden(jnp.asarray([ids]), LayerInputs(jnp.arange(len(ids))[None]))
+                ids.append(int(model.logits(hidden[:, -1:])[0, 0].argmax()))
+        expected.append(ids[len(request.ids) :])
+    assert make_scheduler(programs, weights, 4, LENGTH).run(requests) == expected
+
+
 def some_slots_at_a_time(monkeypatch, least):
     """Programs for a quarter or half of the slots, if they have so many; what they have is collected."""
     sizes = set()
