@@ -124,7 +124,7 @@ def text(tmp_path_factory):
 
 
 DATA = {
-    "workers": [],
+    "workers": ["data_streams=4"],
     # Two of the four processes have nothing to read.
     "few readers": ["expansion_factor_real_data=2", "grain_worker_count=0", "num_epoch=9"],
 }
