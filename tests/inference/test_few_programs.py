@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.inference.engine import FIXED_STEPS
 from maxtext.inference.serving import LEAST_SLOTS, make_scheduler
-from maxtext.kernels.attention import decode
+from maxtext.kernels.decode import paged_attention as decode
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, configuration, programs_of, random_request
 

@@ -21,7 +21,7 @@ from maxtext.inference.engine import Engine, Programs
 from maxtext.inference.sampling import Kind, Rows, Sampling, draw
 from maxtext.inference.scheduler import Request
 from maxtext.inference.serving import make_scheduler
-from maxtext.kernels.attention import decode
+from maxtext.kernels.decode import paged_attention as decode
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
@@ -306,12 +306,12 @@ def test_the_kernel_for_pages(monkeypatch):
     gathered = tokens()
     blocks = []
 
-    def interpreted(*arrays, attend=decode.attend, **options):
+    def interpreted(*arrays, attend=decode.paged_attention, **options):
         blocks.append(options["block"])
         return attend(*arrays, interpret=True, **options)
 
     monkeypatch.setattr(decode, "supports", lambda *facts: None)
-    monkeypatch.setattr(decode, "attend", interpreted)
+    monkeypatch.setattr(decode, "paged_attention", interpreted)
     assert tokens(*ragged) == gathered
     assert set(blocks) == {8}
 

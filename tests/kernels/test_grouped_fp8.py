@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext.common.gpu import gpu_capability
 from maxtext.kernels import grouped_fp8, grouped_hopper
-from maxtext.kernels.attention import gpu_capability
 from tests.kernels.test_grouped import SIZES, draw, loop
 from tests.kernels.test_grouped_hopper import ROWS, arguments
 from tests.kernels.test_grouped_hopper import SIZES as MANY

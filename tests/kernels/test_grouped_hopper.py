@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.common.gpu import gpu_capability
 from maxtext.kernels import grouped, grouped_hopper
-from maxtext.kernels.attention import gpu_capability
 
 SIZES = {
     "aligned": [128, 256, 128],

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from maxtext.kernels import grouped_fp8
-from maxtext.kernels.low_precision import products
+from maxtext.kernels.quantized_matmul import quantized_matmul
 
 E4M3, E5M2 = (3, 2.0**-9, 448.0), (2, 2.0**-16, 57344.0)  # mantissa bits, smallest number, largest
 NOISE = 2.0**-20  # of a float32 sum, relative to the sum of magnitudes
@@ -79,7 +79,7 @@ def run_products(recipe, outer, x, weights, dys):
     @functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK)
     def run(x, weights, dys, outer):
         x = x.reshape(*outer, -1)
-        ys, pull = jax.vjp(lambda x, w: products(x, w, 1, recipe, jnp.float32, PLATFORM), x, tuple(weights))
+        ys, pull = jax.vjp(lambda x, w: quantized_matmul(x, w, 1, recipe, jnp.float32, PLATFORM), x, tuple(weights))
         dx, dws = pull(tuple(dy.reshape(*outer, -1) for dy in dys))
         return [y.reshape(-1, y.shape[-1]) for y in ys], dx.reshape(-1, dx.shape[-1]), dws
 

@@ -1,5 +1,7 @@
 """Layers in fp8 as on one GPU, their kernels interpreted, against the general way through the same layers."""
 
+from contextlib import contextmanager
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.layers import eight_bits, linear, norms
+from maxtext.layers import eight_bits, linear
 from maxtext.models import transformer
 from maxtext.trainers.losses import language_model_losses
 from maxtext.trainers.setup import Setup
@@ -19,25 +21,26 @@ WORDS = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=
          "head_dim=32", "base_mlp_dim=384", "vocab_size=384", "max_target_length=64", "per_device_batch_size=2",
          "quantization=fp8_full", "z_loss_multiplier=0.1", "attention=dot_product", "remat_policy=none",
          "dataset_type=synthetic"]  # fmt: skip
-ALL = {"normed_rows", "normed_sums", "rounded_rows", "gated_rows", "gated_back", "norm_back", "rounded_both_ways",
-       "turned", "loss_sums", "loss_back"}  # fmt: skip
-GATED = {"gated_rows", "gated_back", "normed_sums"}
-LOSSES = {"loss_sums", "loss_back"}
+NORMS = {"rms_norm_rows", "rms_norm_rows_backward"}
+MATMULS = {"fp8_quantize_rowwise", "fp8_quantize_and_transpose", "fp8_transpose"}
+GATED = {"fp8_quantize_gated_rows", "fp8_gated_backward_rows", "add_rms_norm_rows"}
+LOSSES = {"cross_entropy_log_sums", "cross_entropy_backward"}
+ALL = NORMS | MATMULS | GATED | LOSSES
 AFTER = ["use_post_attn_norm=true", "use_post_ffw_norm=true", "sliding_window_size=16"]
 FAMILIES = {
     "llama": (["decoder_block=llama2"], ALL),
     "scanned": (["base_num_decoder_layers=2", "scan_layers=true"], ALL),
     "computed again": (["remat_policy=full"], ALL),
     "queries normed": (["decoder_block=qwen3", "use_qk_norm=true"], ALL),
-    "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL - {"normed_sums"}),
+    "normed after, gelu": (["decoder_block=gemma2", *AFTER], ALL - {"add_rms_norm_rows"}),
     "gelu_exact": (["mlp_activations=[gelu_exact, linear]"], ALL - GATED),
-    "one branch, biases": (["decoder_block=gpt3"], ALL - {"normed_rows", *GATED, "norm_back"}),
-    "joined kernels": (["fused_qkv=true", "fused_mlp=true"], ALL - GATED),
+    "one branch, biases": (["decoder_block=gpt3"], MATMULS | LOSSES),
+    "joined kernels": (["fused_qkv=true", "fused_mlp=true"], MATMULS | LOSSES),
     "experts": (
         ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"],
         ALL - GATED,
     ),
-    "in float32": (["dtype=float32"], ALL - GATED),
+    "in float32": (["dtype=float32"], MATMULS | LOSSES),
     "a head in bfloat16": (["quantization=fp8"], ALL),
     "logits that are capped": (["final_logits_soft_cap=5.0"], ALL - LOSSES),
     "fewer heads than the stream": (
@@ -56,19 +59,20 @@ FAMILIES = {
 }
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """The names of the kernels that programs have."""
-    found = set()
+@contextmanager
+def as_on_a_gpu():
+    """Triton kernels are interpreted; yields the names of those that ran."""
+    names = set()
 
     def interpreted(*arguments, run=pl.pallas_call, **options):
-        found.add(options["name"])
+        names.add(options["name"])
         return run(*arguments, **options | {"interpret": True})
 
-    monkeypatch.setattr(pl, "pallas_call", interpreted)
-    for place in (eight_bits, linear, norms, transformer):
-        monkeypatch.setattr(place, "only_platform", lambda: "gpu")
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "pallas_call", interpreted)
+        for module in (eight_bits, linear, transformer):
+            patch.setattr(module, "only_platform", lambda: "gpu")
+        yield names
 
 
 def gradients(words):
@@ -103,10 +107,10 @@ def marked(name):
 @pytest.mark.parametrize(
     ("words", "kernels"), [pytest.param(*each, id=name, marks=marked(name)) for name, each in FAMILIES.items()]
 )
-def test_families(as_on_a_gpu, words, kernels, monkeypatch):
-    loss, found = gradients(words)
-    assert as_on_a_gpu == kernels
-    monkeypatch.setenv("MAXTEXT_KERNELS", "plain")
+def test_families(words, kernels):
+    with as_on_a_gpu() as names:
+        loss, found = gradients(words)
+    assert names == kernels
     right, expected = gradients(words)
     np.testing.assert_allclose(loss, right, rtol=5e-3)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

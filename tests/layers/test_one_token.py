@@ -6,8 +6,8 @@ import pytest
 from jax.experimental import pallas as pl
 
 from maxtext import LLM
-from maxtext.kernels import one_row
-from maxtext.kernels.attention import decode
+from maxtext.kernels.decode import gemv
+from maxtext.kernels.decode import paged_attention as decode
 from maxtext.layers import attend, joined
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -17,14 +17,14 @@ SIZES = {
     "base_num_decoder_layers": 1, "vocab_size": 64, "max_target_length": 16, "dtype": "bfloat16",
     "weight_dtype": "bfloat16",
 }  # fmt: skip
-ALL = {"rotated_products", "gated_product", "added_product", "plain_product"}
+ALL = {"norm_qkv_rope", "norm_gate_up", "gemv_add", "gemv"}
 AFTER = {"use_post_attn_norm": True, "use_post_ffw_norm": True, "sliding_window_size": 16}
 FAMILIES = {
     "llama": ({"decoder_block": "llama2"}, ALL),
-    "queries normed": ({"decoder_block": "qwen3", "use_qk_norm": True}, ALL - {"rotated_products"}),
-    "tied, gelu": ({"decoder_block": "gemma", "logits_via_embedding": True}, ALL - {"plain_product"}),
-    "normed after": ({"decoder_block": "gemma2", **AFTER}, {"plain_product"}),
-    "one branch, biases": ({"decoder_block": "gpt3"}, {"plain_product"}),
+    "queries normed": ({"decoder_block": "qwen3", "use_qk_norm": True}, ALL - {"norm_qkv_rope"}),
+    "tied, gelu": ({"decoder_block": "gemma", "logits_via_embedding": True}, ALL - {"gemv"}),
+    "normed after": ({"decoder_block": "gemma2", **AFTER}, {"gemv"}),
+    "one branch, biases": ({"decoder_block": "gpt3"}, {"gemv"}),
     "a small cache": ({"decoder_block": "llama2", "quantize_kvcache": True}, ALL),
     "products in float32": ({"decoder_block": "llama2", "dtype": "float32"}, set()),
 }
@@ -36,12 +36,12 @@ def as_on_a_gpu(monkeypatch):
     found = set()
 
     def interpreted(*arguments, run=pl.pallas_call, **options):
-        found.add(options["name"].removesuffix("_of_one_row"))
+        found.add(options["name"].removeprefix("decode_"))
         return run(*arguments, **options | {"interpret": True})
 
     monkeypatch.setattr(pl, "pallas_call", interpreted)
     for tiles in ("PAIRS", "SINGLE"):  # an interpreter wants few programs
-        monkeypatch.setattr(one_row, tiles, one_row.Tiles(16, 512, 1))
+        monkeypatch.setattr(gemv, tiles, gemv.Tiles(16, 512, 1))
     monkeypatch.setattr(decode, "supports", lambda *facts: None)
     for place in (joined, attend):
         monkeypatch.setattr(place, "only_platform", lambda: "gpu")
@@ -69,7 +69,7 @@ def test_one_row(as_on_a_gpu, keys, kernels):
 
 def test_several_rows(as_on_a_gpu):
     check(np.random.default_rng(1).integers(0, 64, (3, 7)), {})
-    assert "parts_of_attention" in as_on_a_gpu
+    assert "split_qkv_rope" in as_on_a_gpu
     assert not as_on_a_gpu & ALL
 
 

@@ -95,7 +95,7 @@ def test_most_documents(rows, documents):
 )
 def test_where_batches_are_counted(words, limit, monkeypatch):
     """On a GPU that has what it takes; this is none."""
-    monkeypatch.setattr(cudnn, "gpu_capability", lambda: "9.0")
+    monkeypatch.setattr(cudnn, "target_capability", lambda: "9.0")
     setup = setup_of("dataset_type=tfds", "head_dim=128", *words)
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     here = SimpleNamespace(config=setup.config, rules=SimpleNamespace(mesh=mesh))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from maxtext.common.gpu import target_capability
 from maxtext.common.log import say_once
-from maxtext.kernels.attention import gpu_capability
 
 
 def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: str | None = None) -> Array:
@@ -36,7 +36,7 @@ def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: s
 
 
 def is_hopper(platform: str | None) -> bool:
-    return platform == "gpu" and (gpu_capability() or "9.0") == "9.0"
+    return platform == "gpu" and target_capability() == "9.0"
 
 
 def hopper_has(rows: Array, kernels: Array | jax.ShapeDtypeStruct) -> bool:

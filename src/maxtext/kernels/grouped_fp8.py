@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxtext.common.log import say_once
+from maxtext.kernels.fp8.quantize import E4M3, QuantizedTensor, quantize
 from maxtext.kernels.grouped import grouped_product, hopper_has, is_hopper, no_gradient
-from maxtext.kernels.rounding import FP8, Rounded, rounded
 
 WHOLE = 128  # numbers of eight bits that are added up at a time
 
@@ -30,14 +30,16 @@ def product(rows: Array, kernels: Array, sizes: Array, platform: str | None = No
 
 
 def forward(rows: Array, kernels: Array, sizes: Array, platform: str | None) -> tuple[Array, Any]:
-    values = rounded(kernels, FP8[0])
+    values = quantize(kernels, E4M3)
     return times(rows, values, sizes, platform), (rows, values, sizes)
 
 
-def backward(platform: str | None, kept: tuple[Array, Rounded, Array], cotangent: Array) -> tuple[Array, Array, Any]:
+def backward(
+    platform: str | None, kept: tuple[Array, QuantizedTensor, Array], cotangent: Array
+) -> tuple[Array, Array, Any]:
     rows, values, sizes = kept
     of_rows = times(cotangent, values, sizes, platform, back=True)
-    like = values.numbers.astype(rows.dtype)  # the gradient does not depend on what they are
+    like = values.qvalue.astype(rows.dtype)  # the gradient does not depend on what they are
     _, pull = jax.vjp(lambda kernels: grouped_product(rows, kernels, sizes, platform), like)
     return of_rows, *pull(cotangent), no_gradient(sizes)
 
@@ -45,23 +47,23 @@ def backward(platform: str | None, kept: tuple[Array, Rounded, Array], cotangent
 product.defvjp(forward, backward)
 
 
-def times(rows: Array, kernels: Rounded, sizes: Array, platform: str | None, back: bool = False) -> Array:
+def times(rows: Array, kernels: QuantizedTensor, sizes: Array, platform: str | None, back: bool = False) -> Array:
     """Rows, rounded, times kernels, or their transposes on the way back."""
-    some = rounded(rows, FP8[0], (1,))
-    able = is_hopper(platform) and hopper_has(rows, jax.ShapeDtypeStruct(kernels.numbers.shape, rows.dtype))
-    able = able and not any(size % WHOLE for size in kernels.numbers.shape[1:])
-    turned = kernels.numbers.swapaxes(1, 2)
+    some = quantize(rows, E4M3, (1,))
+    able = is_hopper(platform) and hopper_has(rows, jax.ShapeDtypeStruct(kernels.qvalue.shape, rows.dtype))
+    able = able and not any(size % WHOLE for size in kernels.qvalue.shape[1:])
+    turned = kernels.qvalue.swapaxes(1, 2)
     if platform == "gpu":
         say_once(f"experts are multiplied in {'fp8' if able else rows.dtype.name}, rounded to fp8")
     if able:
         from maxtext.kernels import grouped_hopper
 
-        numbers = kernels.numbers if back else turned
-        y = grouped_hopper.product(some.numbers, numbers, sizes, transposed=True, dtype=rows.dtype)
+        numbers = kernels.qvalue if back else turned
+        y = grouped_hopper.product(some.qvalue, numbers, sizes, transposed=True, dtype=rows.dtype)
     else:
-        numbers = turned if back else kernels.numbers
+        numbers = turned if back else kernels.qvalue
         wide = jnp.float32 if rows.dtype == jnp.float16 else rows.dtype  # whose largest number is soon reached
-        y = grouped_product(some.numbers.astype(wide), numbers.astype(wide), sizes, platform)
+        y = grouped_product(some.qvalue.astype(wide), numbers.astype(wide), sizes, platform)
     scale = some.scale * kernels.scale
     if platform is None:
         scale = jnp.where(jnp.arange(len(rows)) < jnp.sum(sizes), scale, 0)  # there zeros are promised

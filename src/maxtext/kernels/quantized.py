@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels import few_rows
-from maxtext.kernels.attention import gpu_capability
-from maxtext.kernels.attention.decode import is_recent_nvidia
+from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.kernels.decode import small_batch_matmul as decode_matmul
 
 LARGEST = {"int8": 127, "int4": 7}  # the same on both sides of zero
 GROUP = {"int8": None, "int4": 128}  # how many numbers of a sum share a scale at most; None: all
@@ -120,17 +119,17 @@ def products(
     rows, depth = math.prod(outer), math.prod(x.shape[x.ndim - rank :])
     if (
         platform == "gpu"
-        and is_recent_nvidia(gpu_capability() or "9.0")
+        and is_nvidia(target_capability())
         and all(
             isinstance(kernel, Quantized)
             and kernel.dtype == jnp.int8
             and kernel.scaled_after(inputs)
-            and few_rows.supports(rows, depth, math.prod(kernel.shape[rank:]), dtype)
+            and decode_matmul.supports(rows, depth, math.prod(kernel.shape[rank:]), dtype)
             for kernel in kernels
         )
     ):
         flat = [kernel.values.reshape(depth, -1).T for kernel in kernels]
-        found = few_rows.products(x.astype(dtype).reshape(rows, depth), flat)
+        found = decode_matmul.small_batch_matmul(x.astype(dtype).reshape(rows, depth), flat)
         sums = [y.reshape(*outer, *kernel.shape[rank:]) for y, kernel in zip(found, kernels, strict=True)]
         return [scaled(y, kernel, rank, dtype) for y, kernel in zip(sums, kernels, strict=True)]
     return [product(x, kernel, rank, dtype) for kernel in kernels]

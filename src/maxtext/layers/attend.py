@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.gpu import gpu_capability, target_capability
 from maxtext.kernels.attention import (
     Inputs,
     Request,
@@ -18,11 +19,10 @@ from maxtext.kernels.attention import (
     backend_for,
     checked,
     compute,
-    decode,
     flash,
-    gpu_capability,
     hide_blind_queries,
 )
+from maxtext.kernels.decode import paged_attention
 from maxtext.layers.inputs import LayerInputs
 from maxtext.sharding.manual import current, only_platform, platform, run_manual, sharding
 from maxtext.sharding.rules import AxisRules, active_rules
@@ -60,7 +60,7 @@ def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
     keys = pool["key"]
     if keys.dtype.itemsize == 1 and 2**31 < keys.size <= 2**32:
         return f"it cannot count {keys.size} bytes of keys"
-    return decode.supports(size, keys.shape[1], keys.dtype.name, kind, gpu_capability() or "9.0")
+    return paged_attention.supports(size, keys.shape[1], keys.dtype.name, kind, target_capability())
 
 
 def attend_pages(
@@ -69,7 +69,7 @@ def attend_pages(
     """[B, 1, H, D] of one token a row over its pages, and the pool with it; `new` [B, 1, ...] is as the pool has it."""
     assert inputs.table is not None
     one = {name: array[:, 0] for name, array in new.items()}
-    mixed, after = decode.attend(q[:, 0], one, pool, inputs.table, inputs.positions[:, 0], **options)
+    mixed, after = paged_attention.paged_attention(q[:, 0], one, pool, inputs.table, inputs.positions[:, 0], **options)
     return mixed[:, None], after
 
 

@@ -9,7 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request, Visibility, decode
+from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.decode import paged_attention
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages, packed_request
 from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, marked, sight, through_store
@@ -158,7 +159,7 @@ class Attention(nnx.Module):
             cos, sin = (each[:, 0, 0] for each in turns(inputs.positions, spec.rope, spec.head_dim))
             kernels: Any = self.query.kernel[...]
             product = kernels.product(x[:, 0], self.query.dtype)
-            q, k, v = decode.parts(product, cos, sin, (spec.query_heads, spec.kv_heads))
+            q, k, v = paged_attention.split_qkv_rope(product, cos, sin, (spec.query_heads, spec.kv_heads))
             return q[:, None], k[:, None], v[:, None]
         return self.placed(*self.project(x), inputs)
 
@@ -218,7 +219,12 @@ class Attention(nnx.Module):
         assert inputs.cache is not None
         spec, pool = self.spec, inputs.cache[PAGES]
         sinks = None if self.sinks is None else self.sinks[...]
-        options = {"scale": spec.scale, "soft_cap": spec.soft_cap, "sinks": sinks, "block": spec.ragged or decode.BLOCK}
+        options = {
+            "scale": spec.scale,
+            "soft_cap": spec.soft_cap,
+            "sinks": sinks,
+            "block": spec.ragged or paged_attention.BLOCK,
+        }
         mixed, after = attend_pages(q, through_store(pool, new)[0], pool, inputs, options)
         return mixed, {"cache": {PAGES: after}}
 

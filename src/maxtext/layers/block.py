@@ -86,8 +86,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """The stream with what a sub-layer makes of its norm."""
         if streams is None:
-            x, read = (x, x) if norm is None else norm.beside(x)
-            y, aux = run(gathered(read))
+            y, aux = run(gathered(normed(norm, x)))
             return stream(x + y), aux
         read, state = streams.read(x)
         y, aux = run(gathered(normed(norm, read)))

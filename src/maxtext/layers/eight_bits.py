@@ -4,15 +4,16 @@ the same kernels.
 What these cannot do goes the general way, through `block.Block`, to nearly the same numbers.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels import fp8_blocks
-from maxtext.kernels.loss_rows import supports
-from maxtext.kernels.rows import LONGEST
+from maxtext.kernels.fp8 import cross_entropy, fused, matmul
+from maxtext.kernels.triton.cross_entropy import supports
+from maxtext.kernels.triton.rowwise import MAX_COLUMNS
 from maxtext.layers import rope
 from maxtext.layers.attention import PROJECTED, Attention, AttentionSpec
 from maxtext.layers.inputs import Aux, LayerInputs
@@ -22,6 +23,9 @@ from maxtext.layers.norms import Norm
 from maxtext.sharding.manual import only_platform
 
 UNKNOWN = ("gelu_exact",)  # activations, to the compiler of the kernels
+# Names of intermediates for rematerialization.
+OUT_TAG = partial(checkpoint_name, name="out_proj")
+GATE_TAGS = partial(checkpoint_name, name="mlpwi_0"), partial(checkpoint_name, name="mlpwi_1")
 
 
 def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
@@ -46,9 +50,8 @@ def both(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]
     last = block.attention.out
     (x, y), (out, *kernels) = weights_first((x, y), [last.kernel[...].astype(last.dtype), *kernels_of(block.mlp)])
     norm, activation = block.mlp_norm, ACTIVATIONS[block.mlp.spec.activations[0]]
-    names = "out_proj", "mlpwi_0", "mlpwi_1"
-    x, y = fp8_blocks.read_and_gated(
-        x, y, out, norm.factors, tuple(kernels), norm.spec.epsilon, activation, names, block.mlp.dtype
+    x, y = fused.out_norm_mlp(
+        x, y, out, norm.factors, tuple(kernels), norm.spec.epsilon, activation, (OUT_TAG, *GATE_TAGS), block.mlp.dtype
     )
     return x + block.fed(checkpoint_name(y, "mlpwo"), inputs.fold(1)), aux
 
@@ -74,7 +77,7 @@ def attended(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, 
     kernels = tuple(each.kernel[...].astype(each.dtype) for each in linears)
     angles = angles_of(spec, inputs)
     rotate = rope.rotate_by if angles else None
-    x, found = fp8_blocks.normed_products(x, norm.factors, kernels, angles, rotate, norm.spec.epsilon, norm.dtype)
+    x, found = fused.norm_qkv(x, norm.factors, kernels, angles, rotate, norm.spec.epsilon, norm.dtype)
     q, k, v = (checkpoint_name(each, name) for each, name in zip(found, PROJECTED, strict=True))
     if not angles:
         q, k, v = attention.placed(q, k, v, inputs)
@@ -86,7 +89,7 @@ def angles_of(spec: AttentionSpec, inputs: LayerInputs) -> tuple[jax.Array, ...]
     size = spec.head_dim
     if spec.rope is None or spec.rope.interleave or spec.qk_norm or spec.value_norm or size.bit_count() > 1:
         return ()
-    if spec.rope.rotated(size) < size or (spec.query_heads + 2 * spec.kv_heads) * size > LONGEST:
+    if spec.rope.rotated(size) < size or (spec.query_heads + 2 * spec.kv_heads) * size > MAX_COLUMNS:
         return ()
     return rope.turns(inputs.positions, spec.rope, size)
 
@@ -98,8 +101,8 @@ def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] 
         return None
     # Going back, what gradients of weights need is gone when those before are computed.
     x, kernels = weights_first(x, kernels_of(mlp))
-    activation, names = ACTIVATIONS[mlp.spec.activations[0]], ("mlpwi_0", "mlpwi_1")
-    x, y = fp8_blocks.gated(x, norm.factors, tuple(kernels), norm.spec.epsilon, activation, names, mlp.dtype)
+    activation = ACTIVATIONS[mlp.spec.activations[0]]
+    x, y = fused.norm_mlp(x, norm.factors, tuple(kernels), norm.spec.epsilon, activation, GATE_TAGS, mlp.dtype)
     return x + block.fed(checkpoint_name(y, "mlpwo"), inputs), {}
 
 
@@ -108,7 +111,7 @@ def can_feed(block: Any, x: jax.Array) -> bool:
     mlp = block.mlp
     if block.mlp_streams is not None or not isinstance(mlp, Mlp) or not mlp.bare or mlp.spec.dropout_rate:
         return False
-    if mlp.spec.activations[0] in UNKNOWN or 2 * mlp.spec.width > LONGEST or not can_norm(block.mlp_norm, x):
+    if mlp.spec.activations[0] in UNKNOWN or 2 * mlp.spec.width > MAX_COLUMNS or not can_norm(block.mlp_norm, x):
         return False
     return fits(x.shape, *gates_of(mlp)) and fits((*x.shape[:-1], mlp.spec.width), mlp.wo)
 
@@ -126,12 +129,12 @@ def scored(head: Linear, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, j
     if not fits(x.shape, head) or not supports(targets.size, head.kernel.shape[-1], only_platform()):
         return None
     x, [kernel] = weights_first(x, [head.kernel[...].astype(head.dtype)])
-    return fp8_blocks.scored(x, kernel, targets, head.dtype)
+    return cross_entropy.head_cross_entropy(x, kernel, targets, head.dtype)
 
 
 def can_norm(norm: Norm | None, x: jax.Array) -> bool:
     """Whether the kernels know the norm, rows are not too long for them, and it reads and gives bfloat16."""
-    if norm is None or norm.spec.kind != "rms" or not norm.spec.scaled or x.shape[-1] > LONGEST:
+    if norm is None or norm.spec.kind != "rms" or not norm.spec.scaled or x.shape[-1] > MAX_COLUMNS:
         return False
     return x.dtype == jnp.bfloat16 and jnp.dtype(norm.dtype) == jnp.bfloat16
 
@@ -142,4 +145,4 @@ def fits(x: tuple[int, ...], *linears: Linear) -> bool:
     plain = all(isinstance(each, jax.Array) for each in kernels) and all(each.bias is None for each in linears)
     if not plain or any(each.recipe != "fp8" for each in linears):
         return False
-    return fp8_blocks.turnable(x, [each.shape for each in kernels], linears[0].rank, only_platform())
+    return matmul.supports(x, [each.shape for each in kernels], linears[0].rank, only_platform())

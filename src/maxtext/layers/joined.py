@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.kernels import one_row
-from maxtext.kernels.attention import gpu_capability
-from maxtext.kernels.attention.decode import is_recent_nvidia
+from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.kernels.decode import gemv
 from maxtext.layers.parameters import Template, Tree
 from maxtext.sharding.manual import only_platform
 
@@ -53,7 +52,7 @@ class Joined:
         outer, values = x.shape[: x.ndim - self.rank], self.values.astype(dtype)
         alone = math.prod(outer) == 1 and x.dtype == self.values.dtype == jnp.dtype(dtype)
         if alone and self.by_column and self.for_one_row:
-            return one_row.product(x.reshape(-1), values).reshape(*outer, -1)
+            return gemv.gemv(x.reshape(-1), values).reshape(*outer, -1)
         return x.reshape(*outer, -1) @ (values.T if self.by_column else values)
 
     def turned(self) -> "Joined":
@@ -63,8 +62,8 @@ class Joined:
     def for_one_row(self) -> bool:
         """Whether it is what products of a single row can take, by column."""
         depth, dtype = math.prod(self.shapes[0][: self.rank]), self.values.dtype
-        known = all(one_row.supports(depth, math.prod(shape[self.rank :]), dtype) for shape in self.shapes)
-        return known and is_recent_nvidia(gpu_capability() or "9.0")
+        known = all(gemv.supports(depth, math.prod(shape[self.rank :]), dtype) for shape in self.shapes)
+        return known and is_nvidia(target_capability())
 
     @property
     def ends(self) -> list[int]:

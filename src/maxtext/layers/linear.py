@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
-from maxtext.kernels import low_precision
+from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized import Quantized, products
-from maxtext.kernels.rounding import total
+from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.layers.joined import Joined
 from maxtext.layers.parameters import Maker
 from maxtext.sharding.manual import only_platform
@@ -56,7 +56,7 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
     if weights_early:
         x, kernels = weights_first(x, kernels)
     if recipe and not isinstance(kernels[0], Quantized):
-        found = [*low_precision.products(x, tuple(kernels), rank, recipe, dtype, only_platform())]
+        found = [*quantized_matmul(x, tuple(kernels), rank, recipe, dtype, only_platform())]
     elif len(kernels) > 2 and not isinstance(kernels[0], Quantized):
         each = zip(copies(x, len(kernels)), kernels, strict=True)
         found = [products(x, [kernel], rank, dtype, only_platform())[0] for x, kernel in each]
@@ -79,7 +79,7 @@ def copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     return (x,) * count
 
 
-copies.defvjp(lambda x, count: ((x,) * count, None), lambda count, kept, gradients: (total(gradients),))
+copies.defvjp(lambda x, count: ((x,) * count, None), lambda count, kept, gradients: (sum_products(gradients),))
 
 
 @jax.custom_jvp

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.norm import beside, rms_norm
+from maxtext.kernels.norm import rms_norm
 from maxtext.layers.parameters import Maker
-from maxtext.sharding.manual import only_platform
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,6 @@ class Norm(nnx.Module):
         """What the normalised numbers are multiplied by, in float32."""
         scale = None if self.scale is None else self.scale[...].astype(jnp.float32)
         return scale + 1 if scale is not None and self.spec.offset else scale
-
-    def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x as it is, to be added to, and its norm."""
-        if self.spec.kind != "rms":
-            return x, self(x)
-        return beside(x, self.factors, self.spec.epsilon, self.dtype, only_platform())
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.spec.kind == "rms":

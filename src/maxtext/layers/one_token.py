@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels import one_row
+from maxtext.kernels.decode import gemv
 from maxtext.layers.attention import KEY, VALUE, Attention
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.joined import Joined
@@ -34,7 +34,7 @@ def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux
     assert spec.rope is not None
     cos, sin = (part[0, 0, 0] for part in turns(inputs.positions, spec.rope, spec.head_dim))
     heads = spec.query_heads, spec.kv_heads
-    found = one_row.rotated(read(norm, x), values(attention.query), cos, sin, heads)
+    found = gemv.norm_qkv_rope(read(norm, x), values(attention.query), cos, sin, heads)
     q, k, v = (part[None, None] for part in found)
     y, aux = attention.over_pages(q, {KEY: k, VALUE: v}, inputs)
     return after(attention.out, y, x), aux
@@ -49,7 +49,7 @@ def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] 
     gate, up = (getattr(mlp, mlp.branch(place)) for place in range(2))
     if not (mlp.spec.activations[0] in GATES and fits(x, gate, up) and fits(x, mlp.wo)):
         return None
-    hidden = one_row.gated(read(norm, x), values(gate), ACTIVATIONS[mlp.spec.activations[0]])
+    hidden = gemv.norm_gate_up(read(norm, x), values(gate), ACTIVATIONS[mlp.spec.activations[0]])
     return after(mlp.wo, hidden, x), {}
 
 
@@ -68,13 +68,13 @@ def fits(x: jax.Array, *linears: Linear) -> bool:
     return kernels.by_column and kernels.values.dtype == x.dtype and kernels.for_one_row
 
 
-def read(norm: Norm, x: jax.Array) -> one_row.Normed:
+def read(norm: Norm, x: jax.Array) -> gemv.NormedInput:
     assert norm.scale is not None
-    return one_row.Normed(x[0, 0], norm.scale[...], norm.spec.epsilon, 1.0 if norm.spec.offset else 0.0)
+    return gemv.NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, 1.0 if norm.spec.offset else 0.0)
 
 
 def after(linear: Linear, y: jax.Array, x: jax.Array) -> jax.Array:
-    return one_row.added(y.reshape(-1), values(linear), x[0, 0])[None, None]
+    return gemv.gemv_add(y.reshape(-1), values(linear), x[0, 0])[None, None]
 
 
 def values(linear: Linear) -> jax.Array:

@@ -28,7 +28,7 @@ class Maker:
     key: jax.Array | None
     dtype: Any
     kernel_scale: float = 1.0
-    recipe: str = ""  # of products in eight bits, see kernels/low_precision.py
+    recipe: str = ""  # of products in eight bits, see kernels/quantized_matmul.py
     loop: bool = False  # weights of equal layers are made in a loop, see `alike`
 
     def child(self, name: int) -> "Maker":

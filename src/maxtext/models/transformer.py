@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.common import noise
-from maxtext.kernels.loss import tiled_cross_entropy
+from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.layers import eight_bits
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.cache import CacheSize

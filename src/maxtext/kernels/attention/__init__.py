@@ -20,7 +20,7 @@ from maxtext.kernels.attention.dispatch import (
 )
 from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_head
 from maxtext.kernels.attention.queries import map_queries
-from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility, gpu_capability
+from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
 from maxtext.kernels.attention.ties import largest_keys, ties_depend_on_length
 
@@ -37,7 +37,6 @@ __all__ = [
     "checked",
     "choose",
     "compute",
-    "gpu_capability",
     "hide_blind_queries",
     "largest_keys",
     "map_queries",

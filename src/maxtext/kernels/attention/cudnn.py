@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from maxtext.common.gpu import target_capability
 from maxtext.kernels.attention.masks import hide_blind_queries, mask
-from maxtext.kernels.attention.request import Inputs, Request, Visibility, gpu_capability
+from maxtext.kernels.attention.request import Inputs, Request, Visibility
 
 # JAX's name of the forward computation. Rematerialization that keeps its outputs need not run it again: the backward
 # one needs a statistic of each query, too, which has no name of ours.
@@ -112,7 +113,7 @@ def run(inputs: Inputs) -> Array:
 def most_packed(length: int, head_size: int) -> int:
     """How many segments a row may have so that it pays to tell cuDNN of them: what is kept is then no larger than the
     output, of 16 bits."""
-    major = int((gpu_capability() or "9.0").split(".")[0])
+    major = int(target_capability().split(".")[0])
     return min(length // TOKENS_OF_SEGMENT, head_size // 2) if major >= 9 else 0
 
 

@@ -15,10 +15,11 @@ import numpy as np
 from jax import Array
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.gpu import gpu_capability
 from maxtext.common.log import LOGGER
 from maxtext.kernels.attention import cudnn, dot_product, flash
 from maxtext.kernels.attention.checks import checked
-from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility, gpu_capability
+from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ queries and keys, Dv head size of values.
 do the job. `Inputs` holds the arrays with the same options, for the back end that was chosen.
 """
 
-import functools
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from jax import Array
 
@@ -163,11 +161,3 @@ class Inputs:
         """Query i and key i are the same token, as far as the arguments show."""
         same_length = self.q.shape[1] == self.k.shape[1]
         return same_length and not self.custom_positions and self.q_segments is self.k_segments
-
-
-@functools.cache
-def gpu_capability() -> str:
-    """ "9.0" on Hopper, "gfx942" on an AMD card, empty without a GPU (as when compiling for another machine)."""
-    if jax.default_backend() != "gpu":
-        return ""
-    return str(getattr(jax.local_devices()[0], "compute_capability", ""))

@@ -1,14 +1,13 @@
 """The kernel that reads pages where they lie, interpreted, against the definition over gathered pages; and that it can
 be lowered for GPUs that are not here."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Visibility, attend, decode
+from maxtext.kernels.attention import Visibility, attend
+from maxtext.kernels.decode import paged_attention as decode
 from maxtext.kernels.quantized import dequantize, quantize
 
 BATCH, HEADS, GROUPS, SIZE, PAGES, PAGE, COLUMNS = 4, 6, 2, 16, 30, 16, 3
@@ -53,7 +52,7 @@ def expected(q, pool, table, **options):
 
 
 def found(q, new, pool, table, **options):
-    mixed, after = decode.attend(
+    mixed, after = decode.paged_attention(
         q, new, pool, table, jnp.asarray(POSITIONS, jnp.int32), scale=0.3, interpret=not GPU, **options
     )
     return np.asarray(mixed, np.float32), after
@@ -133,12 +132,12 @@ def test_it_can_be_lowered_for_gpus(dtype):
         return made | ({f"{name}_scale": shape(*first, of="float32") for name in made} if dtype == "int8" else {})
 
     def run(q, new, pool, table, positions):
-        return decode.attend(q, new, pool, table, positions, scale=0.1)
+        return decode.paged_attention(q, new, pool, table, positions, scale=0.1)
 
     arguments = (shape(batch, heads, size, of="bfloat16"), arrays(batch), arrays(40, page),
                  shape(batch, 8, of="int32"), shape(batch, of="int32"))  # fmt: skip
     text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "attention_over_pages" in text
+    assert "paged_attention" in text
     assert "triton" in text
 
 
@@ -166,13 +165,14 @@ def test_what_it_can_do(arguments, reason):
 @pytest.mark.parametrize("splits", [3, 66, 500])
 def test_its_parts_can_be_lowered_for_gpus(splits):
     def run(x, angles, mixed, largest, sinks):
-        spans = decode.joined(mixed, largest, largest, sinks, jnp.bfloat16, interpret=False)
-        return decode.parts(x, angles, angles, (8, 1)), spans
+        spans = decode.combine_spans(mixed, largest, largest, sinks, jnp.bfloat16, interpret=False)
+        return decode.split_qkv_rope(x, angles, angles, (8, 1)), spans
 
     shapes = (4, 10 * 256), (4, 128), (4, 1, splits, 8, 256), (4, 1, splits, 8), (8,)
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert {"parts_of_attention", "spans_of_attention"} <= set(re.findall(r"\w+_of_attention", text))
+    assert "split_qkv_rope" in text
+    assert "combine_attention_spans" in text
 
 
 def test_parts_of_one_product():
@@ -180,7 +180,7 @@ def test_parts_of_one_product():
     random = np.random.default_rng(5)
     x = jnp.asarray(random.normal(size=(BATCH, (HEADS + 2 * GROUPS) * SIZE)), DTYPE)
     angles = random.uniform(0, 6, (BATCH, SIZE // 2)).astype(np.float32)
-    found = decode.parts(x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU)
+    found = decode.split_qkv_rope(x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU)
     heads = np.asarray(x, np.float64).reshape(BATCH, -1, SIZE)
     turning = (heads[..., : SIZE // 2] + 1j * heads[..., SIZE // 2 :]) * np.exp(1j * angles)[:, None]
     turned = np.concatenate([turning.real, turning.imag], axis=-1)
@@ -208,5 +208,5 @@ def test_spans_as_one(monkeypatch, splits, sinks):
     right = (whole[..., None] * values).sum((2, 4))
     right /= (whole.sum((2, 4)) + (np.exp(sink).reshape(2, 3) if sinks else 0))[..., None]
     spans = [jnp.asarray(part, jnp.float32) for part in (mixed, largest, total)]
-    found = decode.joined(*spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU)
+    found = decode.combine_spans(*spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU)
     np.testing.assert_allclose(found, right, atol=1e-5)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels import one_row
+from maxtext.kernels.decode import gemv
 from maxtext.layers import one_token
 from maxtext.layers.mlp import ACTIVATIONS
 
@@ -37,8 +37,8 @@ def close(found, right):
 )
 def test_gated(depth, width, offset):
     row, scale, kernels = 3 * numbers(depth), numbers(depth, seed=1), numbers(2 * width, depth, seed=2) / 16
-    assert one_row.supports(depth, width, row.dtype)
-    found = one_row.gated(one_row.Normed(row, scale, 1e-5, offset), kernels, jax.nn.silu, interpret=not GPU)
+    assert gemv.supports(depth, width, row.dtype)
+    found = gemv.norm_gate_up(gemv.NormedInput(row, scale, 1e-5, offset), kernels, jax.nn.silu, interpret=not GPU)
     gate, up = np.split(wide(kernels) @ normed(row, scale, 1e-5, offset), 2)
     close(found, gate / (1 + np.exp(-gate)) * up)
 
@@ -49,8 +49,8 @@ def test_rotated(heads, size, depth):
     row, scale = numbers(depth), jnp.ones(depth, jnp.bfloat16)
     kernels = numbers((queries + 2 * groups) * size, depth, seed=3)
     angles = np.random.default_rng(4).uniform(0, 6, size // 2).astype(np.float32)
-    found = one_row.rotated(
-        one_row.Normed(row, scale, 1e-6), kernels, jnp.cos(angles), jnp.sin(angles), heads, interpret=not GPU
+    found = gemv.norm_qkv_rope(
+        gemv.NormedInput(row, scale, 1e-6), kernels, jnp.cos(angles), jnp.sin(angles), heads, interpret=not GPU
     )
     right = (wide(kernels) @ normed(row, scale, 1e-6, 0)).reshape(-1, size)
     turning = (right[..., : size // 2] + 1j * right[..., size // 2 :]) * np.exp(1j * angles)
@@ -62,17 +62,17 @@ def test_rotated(heads, size, depth):
 @pytest.mark.parametrize(("depth", "width"), [(1536, 512), (14336, 16)], ids=["at once", "a loop"])
 def test_alone_and_added(depth, width):
     row, kernel, stream = numbers(depth), numbers(width, depth, seed=5), 40 * numbers(width, seed=6)
-    close(one_row.product(row, kernel, interpret=not GPU), wide(kernel) @ wide(row))
-    close(one_row.added(row, kernel, stream, interpret=not GPU), wide(stream) + wide(kernel) @ wide(row))
+    close(gemv.gemv(row, kernel, interpret=not GPU), wide(kernel) @ wide(row))
+    close(gemv.gemv_add(row, kernel, stream, interpret=not GPU), wide(stream) + wide(kernel) @ wide(row))
 
 
 @pytest.mark.parametrize("gate", one_token.GATES)
 def test_they_can_be_lowered_for_gpus(gate):
     def run(row, kernels, angles):
-        x = one_row.Normed(row, row, 1e-5)
-        hidden = one_row.gated(x, kernels, ACTIVATIONS[gate])
-        q, _, _ = one_row.rotated(x, kernels, angles, angles, (4, 2))
-        return one_row.added(hidden, kernels, jnp.concatenate([row, hidden])), q
+        x = gemv.NormedInput(row, row, 1e-5)
+        hidden = gemv.norm_gate_up(x, kernels, ACTIVATIONS[gate])
+        q, _, _ = gemv.norm_qkv_rope(x, kernels, angles, angles, (4, 2))
+        return gemv.gemv_add(hidden, kernels, jnp.concatenate([row, hidden])), q
 
     shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((512,), (1024, 512), (64,))]
     text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from maxtext.kernels import loss_rows
-from maxtext.kernels.loss import cross_entropy, tiled_cross_entropy
+from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
+from maxtext.kernels.triton import cross_entropy as cross_entropy_rows
 from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, SIZE, VOCABULARY = 3, 12, 8, 37
@@ -96,8 +96,8 @@ ON_GPU = jax.default_backend() == "gpu"
 @pytest.fixture
 def kernels(monkeypatch):
     """As on a GPU, and where there is none, interpreted."""
-    for name in ("sums", "back"):
-        monkeypatch.setattr(loss_rows, name, partial(getattr(loss_rows, name), interpret=not ON_GPU))
+    for name in ("log_sums", "logits_backward"):
+        monkeypatch.setattr(cross_entropy_rows, name, partial(getattr(cross_entropy_rows, name), interpret=not ON_GPU))
     return "gpu"
 
 
@@ -135,8 +135,8 @@ def test_a_target_that_is_none_has_no_part(kernels, target):
 
 @pytest.mark.parametrize("shape", [(128, 200), (100, 256), (2**20, 2**11)])
 def test_what_kernels_do_not_support(shape):
-    assert not loss_rows.supports(*shape, "gpu")
-    assert loss_rows.supports(128, 32000, "gpu")
+    assert not cross_entropy_rows.supports(*shape, "gpu")
+    assert cross_entropy_rows.supports(128, 32000, "gpu")
 
 
 @pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.kernels.low_precision import products
-from maxtext.kernels.rounding import power_of_two
+from maxtext.kernels.fp8.quantize import ceil_power_of_two
+from maxtext.kernels.quantized_matmul import quantized_matmul
 
 OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 VALUES, GRADIENTS = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
@@ -20,7 +20,7 @@ def problem(seed=0):
 
 
 def product(x, kernel, *others):
-    return products(x, (kernel,), *others)[0]
+    return quantized_matmul(x, (kernel,), *others)[0]
 
 
 def near(x, form, outer=0):
@@ -135,5 +135,5 @@ def test_sums_may_be_larger_than_float16_has():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 1.0001, 3.0, 4.0, 1e-30, 1e38, np.inf])
 def test_the_next_power_of_two(value):
-    found = float(power_of_two(jnp.float32(value)))
+    found = float(ceil_power_of_two(jnp.float32(value)))
     assert found == (value if value in (0, np.inf) else 2.0 ** np.ceil(np.log2(np.float64(np.float32(value)))))

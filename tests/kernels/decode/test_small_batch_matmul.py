@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels import few_rows
+from maxtext.kernels.decode import small_batch_matmul as decode_matmul
 from maxtext.kernels.quantized import products, quantized
 
 GPU = jax.default_backend() == "gpu"
@@ -27,8 +27,8 @@ def test_products(rows, depth, widths):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(rows, depth)), jnp.bfloat16)
     kernels = [jnp.asarray(random.integers(-128, 128, (width, depth)), jnp.int8) for width in widths]
-    assert all(few_rows.supports(rows, depth, width, x.dtype) for width in widths)
-    for kernel, found in zip(kernels, few_rows.products(x, kernels, interpret=not GPU), strict=True):
+    assert all(decode_matmul.supports(rows, depth, width, x.dtype) for width in widths)
+    for kernel, found in zip(kernels, decode_matmul.small_batch_matmul(x, kernels, interpret=not GPU), strict=True):
         right = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
         np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max())
 
@@ -41,7 +41,7 @@ def test_one_row_of_any_magnitude(exponent):
     x[8:16] = 0
     x = jnp.asarray(x, jnp.bfloat16)[None]
     kernel = jnp.asarray(random.integers(-128, 128, (8, 256)), jnp.int8)
-    [found] = few_rows.products(x, [kernel], interpret=not GPU)
+    [found] = decode_matmul.small_batch_matmul(x, [kernel], interpret=not GPU)
     right = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
     np.testing.assert_allclose(found, right, atol=1e-4 * np.abs(right).max())
 
@@ -49,14 +49,14 @@ def test_one_row_of_any_magnitude(exponent):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(value):
     x = jnp.ones((1, 256), jnp.bfloat16).at[0, 5].set(value)
-    [found] = few_rows.products(x, [jnp.ones((4, 256), jnp.int8)], interpret=not GPU)
+    [found] = decode_matmul.small_batch_matmul(x, [jnp.ones((4, 256), jnp.int8)], interpret=not GPU)
     assert not np.isfinite(found).any()
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_they_can_be_lowered_for_gpus(rows):
     x, kernel = jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), jax.ShapeDtypeStruct((1024, 4096), "int8")
-    run = jax.jit(lambda x, one, other: few_rows.products(x, [one, other]))
+    run = jax.jit(lambda x, one, other: decode_matmul.small_batch_matmul(x, [one, other]))
     text = run.trace(x, kernel, kernel).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call") == (1 if rows == 1 else 2)
 
@@ -74,7 +74,7 @@ def test_they_can_be_lowered_for_gpus(rows):
     ],
 )
 def test_what_they_are_for(rows, depth, width, dtype, right):
-    assert few_rows.supports(rows, depth, width, dtype) == right
+    assert decode_matmul.supports(rows, depth, width, dtype) == right
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -82,11 +82,11 @@ def test_layers_come_to_them_on_a_gpu(monkeypatch, rows):
     """Kernels of several dimensions, as an ordinary product has them."""
     calls = []
 
-    def run(x, kernels, real=few_rows.products):
+    def run(x, kernels, real=decode_matmul.small_batch_matmul):
         calls.append(len(kernels))
         return real(x, kernels, interpret=not GPU)
 
-    monkeypatch.setattr(few_rows, "products", run)
+    monkeypatch.setattr(decode_matmul, "small_batch_matmul", run)
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(rows, 1, 4, 64)), jnp.bfloat16)
     kernels = [jnp.asarray(random.normal(size=(4, 64, *size)), jnp.bfloat16) for size in ((2, 64), (64,))]

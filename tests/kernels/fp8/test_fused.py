@@ -1,4 +1,4 @@
-"""Products in fp8 by kernels for NVIDIA GPUs against those of the compiler; interpreted where there is no GPU."""
+"""fp8 by Triton kernels against fp8 by XLA; interpreted where there is no GPU."""
 
 from functools import partial
 
@@ -6,37 +6,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels import fp8_blocks, fp8_rows, loss_rows, norm
-from maxtext.kernels.loss import cross_entropy
-from maxtext.kernels.low_precision import products
-from maxtext.kernels.rounding import FP8, by_rows
-from maxtext.layers import rope
-from maxtext.layers.eight_bits import UNKNOWN
-from maxtext.layers.mlp import ACTIVATIONS
-from maxtext.layers.rope import RopeSpec
-from tests.kernels.test_low_precision import problem, product, run
+from maxtext.kernels import norm
+from maxtext.kernels.cross_entropy import cross_entropy
+from maxtext.kernels.fp8 import fused, matmul, rowwise
+from maxtext.kernels.fp8.cross_entropy import head_cross_entropy
+from maxtext.kernels.fp8.quantize import E4M3, E5M2, quantize_rows
+from maxtext.kernels.quantized_matmul import quantized_matmul
+from maxtext.kernels.triton import cross_entropy as cross_entropy_rows
+from maxtext.kernels.triton import rms_norm
+from tests.kernels.test_quantized_matmul import problem, product, run
 
-NAMES = [name for name in ACTIVATIONS if name not in UNKNOWN]
-KERNELS = ("rounded_rows", "gated_rows", "gated_back", "turned", "both_ways")
+ACTIVATIONS = {
+    "linear": lambda x: x, "relu": jax.nn.relu, "silu": jax.nn.silu, "gelu": jax.nn.gelu, "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+}  # fmt: skip
+KERNELS = (
+    "quantize_rowwise", "quantize_gated_rows", "gated_backward_rows", "transpose_fp8", "quantize_and_transpose"
+)  # fmt: skip
+GATE_TAGS = partial(checkpoint_name, name="gate"), partial(checkpoint_name, name="up")
+TAGS = partial(checkpoint_name, name="out"), *GATE_TAGS
 ON_GPU = jax.default_backend() == "gpu"
 
 
 @pytest.fixture
-def turning(monkeypatch):
+def triton(monkeypatch):
     """As on a GPU, and where there is none, interpreted."""
     for name in KERNELS:
-        monkeypatch.setattr(fp8_rows, name, partial(getattr(fp8_rows, name), interpret=not ON_GPU))
-    for name in ("sums", "back"):
-        monkeypatch.setattr(loss_rows, name, partial(getattr(loss_rows, name), interpret=not ON_GPU))
-    of_norms = {"normed_rows": norm.normed_rows, "normed_sums": norm.normed_sums, "norm_back": norm.back}
-    for name, kernel in of_norms.items():
-        monkeypatch.setattr(fp8_blocks, name, partial(kernel, interpret=not ON_GPU))
+        monkeypatch.setattr(rowwise, name, partial(getattr(rowwise, name), interpret=not ON_GPU))
+    for name in ("log_sums", "logits_backward"):
+        kernel = partial(getattr(cross_entropy_rows, name), interpret=not ON_GPU)
+        monkeypatch.setattr(cross_entropy_rows, name, kernel)
+    for name in ("rms_norm_rows", "add_rms_norm_rows", "rms_norm_rows_backward"):
+        monkeypatch.setattr(fused, name, partial(getattr(rms_norm, name), interpret=not ON_GPU))
     return "gpu"
 
 
 @pytest.mark.parametrize("width", [384, 128])
-def test_what_is_turned_gives_the_same(turning, width):
+def test_triton_equals_xla_bit_for_bit(triton, width):
     """To the last digit: the same numbers are multiplied, and sums of them are exact here. Gradients that are not wider
     than x have one scale."""
     random = np.random.default_rng(0)
@@ -44,25 +52,25 @@ def test_what_is_turned_gives_the_same(turning, width):
     x, *kernels, one, other = (random.integers(-8, 9, shape).astype(np.float32) for shape in shapes)
 
     def both(platform):
-        function = partial(products, rank=2, recipe="fp8", dtype=jnp.float32, platform=platform)
+        function = partial(quantized_matmul, input_dims=2, precision="fp8", dtype=jnp.float32, platform=platform)
         return gradients(function, (one, other), x, tuple(kernels))
 
-    for found, expected in zip(both(turning), both(None), strict=True):
+    for found, expected in zip(both(triton), both(None), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("width", [384, 512])
-def test_lines_and_columns_are_exchanged(turning, width):
+def test_transpose_fp8(triton, width):
     random = np.random.default_rng(0)
-    numbers = jnp.asarray(random.normal(size=(256, width)), FP8[0])
+    numbers = jnp.asarray(random.normal(size=(256, width)), E4M3)
     factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
-    np.testing.assert_array_equal(np.asarray(fp8_rows.turned(numbers)), np.asarray(numbers).T)
-    expected = (numbers.astype(jnp.float32) * factor[:, None]).astype(FP8[0])
-    np.testing.assert_array_equal(np.asarray(fp8_rows.turned(numbers, factor)), np.asarray(expected).T)
+    np.testing.assert_array_equal(np.asarray(rowwise.transpose_fp8(numbers)), np.asarray(numbers).T)
+    expected = (numbers.astype(jnp.float32) * factor[:, None]).astype(E4M3)
+    np.testing.assert_array_equal(np.asarray(rowwise.transpose_fp8(numbers, factor)), np.asarray(expected).T)
 
 
-def test_what_cannot_be_turned_is_not(turning):
-    found, expected = (run("fp8", *problem(), platform=platform) for platform in (turning, None))
+def test_shapes_without_whole_tiles_are_left_to_xla(triton):
+    found, expected = (run("fp8", *problem(), platform=platform) for platform in (triton, None))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -89,7 +97,7 @@ def close(found, expected, tolerance):
         assert np.std(ours - theirs) < tolerance * np.std(theirs)
 
 
-def test_norms_before_products(turning):
+def test_norm_qkv(triton):
     """Against the norm, then products: a number that lies between two of eight bits may go either way."""
     random = np.random.default_rng(1)
     x, added = spread(random, 2, 64, 384), spread(random, 2, 64, 384)
@@ -98,23 +106,34 @@ def test_norms_before_products(turning):
     cotangent = added, (spread(random, 2, 64, 2, 128), spread(random, 2, 64, 128))
 
     def together(x, scale, kernels):
-        return fp8_blocks.normed_products(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
+        return fused.norm_qkv(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
 
     def apart(x, scale, kernels):
-        return x, products(norm.rms_norm(x, scale, 1e-5, jnp.bfloat16), kernels, 1, "fp8", jnp.bfloat16)
+        return x, quantized_matmul(norm.rms_norm(x, scale, 1e-5, jnp.bfloat16), kernels, 1, "fp8", jnp.bfloat16)
 
     found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
     np.testing.assert_array_equal(found[0], expected[0])
     close(found[1:], expected[1:], 0.05)
 
 
+def apply_rope(x, cos, sin):
+    """By its definition: pairs (i, i + D/2) of x [..., D] rotated."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def cos_sin(positions, head_dim):
+    frequencies = 10_000.0 ** -(jnp.arange(0, head_dim, 2) / head_dim)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def rotated_products(x, scale, kernels, positions):
-    spec = RopeSpec()
-    angles = rope.turns(positions, spec, kernels[0].shape[-1])
-    return fp8_blocks.normed_products(x, scale, kernels, angles, rope.rotate_by, 1e-5, jnp.bfloat16)
+    angles = cos_sin(positions, kernels[0].shape[-1])
+    return fused.norm_qkv(x, scale, kernels, angles, apply_rope, 1e-5, jnp.bfloat16)
 
 
-def test_rotated_heads(turning):
+def test_norm_qkv_with_rope(triton):
     """Against RoPE after products, which rounds gradients before they are rotated back."""
     random = np.random.default_rng(5)
     x, positions = spread(random, 2, 64, 384), jnp.asarray(random.integers(0, 1000, (2, 64)))
@@ -124,8 +143,8 @@ def test_rotated_heads(turning):
     cotangent = spread(random, 2, 64, 384), tuple(spread(random, 2, 64, *each) for each in heads)
 
     def apart(x, scale, kernels):
-        x, (q, k, v) = fp8_blocks.normed_products(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
-        return x, (*(rope.rotate(each, positions, RopeSpec()) for each in (q, k)), v)
+        x, (q, k, v) = fused.norm_qkv(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
+        return x, (*(apply_rope(each, *cos_sin(positions, 64)) for each in (q, k)), v)
 
     together = partial(rotated_products, positions=positions)
     found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
@@ -135,7 +154,7 @@ def test_rotated_heads(turning):
 
 
 @pytest.mark.parametrize("heads", [(16, 16), (40, 8)])
-def test_rotated_heads_can_be_lowered_for_gpus(heads):
+def test_norm_qkv_with_rope_lowers_for_gpus(heads):
     x, scale = jax.ShapeDtypeStruct((256, 2048), "bfloat16"), jax.ShapeDtypeStruct((2048,), "float32")
     kernels = tuple(jax.ShapeDtypeStruct((2048, count, 128), "bfloat16") for count in (heads[0], heads[1], heads[1]))
 
@@ -149,7 +168,7 @@ def test_rotated_heads_can_be_lowered_for_gpus(heads):
 
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid])
-def test_a_gated_block(turning, activation):
+def test_norm_mlp(triton, activation):
     random = np.random.default_rng(2)
     x, added = spread(random, 2, 64, 384), spread(random, 2, 64, 384)
     scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
@@ -157,7 +176,7 @@ def test_a_gated_block(turning, activation):
     kernels = tuple(jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, jnp.bfloat16) for shape in shapes)
 
     def together(x, scale, kernels):
-        return fp8_blocks.gated(x, scale, kernels, 1e-5, activation, ("gate", "up"), jnp.bfloat16)
+        return fused.norm_mlp(x, scale, kernels, 1e-5, activation, GATE_TAGS, jnp.bfloat16)
 
     def apart(multiply, x, scale, kernels):
         y = norm.rms_norm(x, scale, 1e-5, jnp.bfloat16)
@@ -166,7 +185,7 @@ def test_a_gated_block(turning, activation):
         return x, multiply(hidden, kernels[2:])[0]
 
     def in_eight_bits(x, kernels):
-        return products(x, kernels, 1, "fp8", jnp.bfloat16)
+        return quantized_matmul(x, kernels, 1, "fp8", jnp.bfloat16)
 
     def exactly(x, kernels):
         return [jnp.matmul(x, each, precision="highest", preferred_element_type=jnp.float32) for each in kernels]
@@ -179,7 +198,7 @@ def test_a_gated_block(turning, activation):
 
 
 @pytest.mark.parametrize("heads", [4, 6])
-def test_what_attention_gives_before_a_gated_block(turning, heads):
+def test_out_norm_mlp(triton, heads):
     """Against the product and the sum before the block. With few heads, of tokens of one size, as gradients have one
     scale here, and there one for each token."""
     random = np.random.default_rng(7)
@@ -195,11 +214,11 @@ def test_what_attention_gives_before_a_gated_block(turning, heads):
     rest = 1e-5, jax.nn.silu
 
     def together(x, mixed, out, scale, kernels):
-        return fp8_blocks.read_and_gated(x, mixed, out, scale, kernels, *rest, ("out", "gate", "up"), jnp.bfloat16)
+        return fused.out_norm_mlp(x, mixed, out, scale, kernels, *rest, TAGS, jnp.bfloat16)
 
     def apart(x, mixed, out, scale, kernels):
-        x = x + products(mixed, (out,), 2, "fp8", jnp.bfloat16, turning)[0]
-        return fp8_blocks.gated(x, scale, kernels, *rest, ("gate", "up"), jnp.bfloat16)
+        x = x + quantized_matmul(mixed, (out,), 2, "fp8", jnp.bfloat16, triton)[0]
+        return fused.norm_mlp(x, scale, kernels, *rest, GATE_TAGS, jnp.bfloat16)
 
     arrays = x, mixed, out, scale, tuple(kernels)
     found, expected = (gradients(each, (added, cotangent), *arrays) for each in (together, apart))
@@ -208,13 +227,13 @@ def test_what_attention_gives_before_a_gated_block(turning, heads):
     close(found[2:], expected[2:], 0.05 if heads * 64 < 384 else 1e-6)
 
 
-def test_gradients_of_gates_are_within_their_scales(turning):
+def test_gate_gradients_are_within_their_scales(triton):
     """Also where one product is as large as its factors' lengths, and activations are at their steepest."""
     kernel = jnp.zeros((128, 128), jnp.bfloat16).at[0].set(1)
     x = jnp.zeros((128, 128), jnp.bfloat16).at[:, 0].set(jnp.linspace(-300, 300, 128, dtype=jnp.bfloat16))
 
     def block(x, kernels):
-        return fp8_blocks.gated(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, ("gate", "up"), jnp.bfloat16)[1]
+        return fused.norm_mlp(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16)[1]
 
     kernels = kernel, kernel, kernel.T
     *_, of_gate, of_up, _ = gradients(block, x * 1e4, x, kernels)
@@ -229,13 +248,13 @@ def test_gradients_of_gates_are_within_their_scales(turning):
 
 
 @pytest.mark.parametrize("size", [1e-36, 1e-25, 1e25])
-def test_gradients_of_one_token_may_be_of_any_size(turning, size):
+def test_gradients_of_one_token_may_be_of_any_size(triton, size):
     random = np.random.default_rng(6)
     kernels = tuple(jnp.asarray(random.normal(size=(128, 128)) / 11, jnp.bfloat16) for _ in range(3))
     x, gradient = (jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16) for _ in range(2))
 
     def block(x, kernels):
-        return fp8_blocks.gated(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, ("gate", "up"), jnp.bfloat16)[1]
+        return fused.norm_mlp(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16)[1]
 
     found = gradients(block, gradient.at[5].mul(size), x, kernels)
     assert all(np.isfinite(each).all() for each in found)
@@ -243,14 +262,14 @@ def test_gradients_of_one_token_may_be_of_any_size(turning, size):
     assert least <= np.abs(found[1][5]).max() < 10 * size
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_activation_is_too_steep(name):
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_slopes_of_activations_are_bounded(name):
     x = jnp.linspace(-30, 30, 60001)
-    assert jnp.max(jnp.abs(jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),))[1])) < fp8_blocks.STEEPEST
+    assert jnp.max(jnp.abs(jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),))[1])) < fused.MAX_SLOPE
     assert abs(ACTIVATIONS[name](0.0)) <= 1
 
 
-def test_losses_after_a_product(turning):
+def test_head_cross_entropy(triton):
     """Against the product in fp8, then the loss. Some tokens do not count."""
     random = np.random.default_rng(4)
     x, kernel = spread(random, 2, 64, 256), jnp.asarray(random.normal(size=(256, 384)) / 16, jnp.bfloat16)
@@ -258,10 +277,10 @@ def test_losses_after_a_product(turning):
     of_both = tuple(jnp.asarray(random.normal(size=(2, 64)) * (random.random((2, 64)) > 0.3), "float32") for _ in "ab")
 
     def together(x, kernel):
-        return fp8_blocks.scored(x, kernel, targets, jnp.bfloat16)
+        return head_cross_entropy(x, kernel, targets, jnp.bfloat16)
 
     def apart(x, kernel):
-        return cross_entropy(products(x, (kernel,), 1, "fp8", jnp.bfloat16)[0], targets)
+        return cross_entropy(quantized_matmul(x, (kernel,), 1, "fp8", jnp.bfloat16)[0], targets)
 
     found, expected = (gradients(each, of_both, x, kernel) for each in (together, apart))
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -270,7 +289,7 @@ def test_losses_after_a_product(turning):
 
 
 @pytest.mark.slow
-def test_names_in_a_gated_block_are_for_rematerialisation(turning):
+def test_tagged_intermediates_can_be_saved(triton):
     """Two products whose results are kept are not computed again."""
     x, scale = jnp.ones((128, 128), jnp.bfloat16), jnp.ones(128)
     kernels = (x, x, x)
@@ -280,7 +299,7 @@ def test_names_in_a_gated_block_are_for_rematerialisation(turning):
 
         @partial(jax.checkpoint, policy=policy)
         def block(x, scale, kernels):
-            x, y = fp8_blocks.gated(x, scale, kernels, 1e-5, jax.nn.silu, ("gate", "up"), jnp.bfloat16)
+            x, y = fused.norm_mlp(x, scale, kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16)
             return x + y
 
         _, back = jax.vjp(block, x, scale, kernels)
@@ -290,13 +309,13 @@ def test_names_in_a_gated_block_are_for_rematerialisation(turning):
 
 
 @pytest.mark.parametrize("width", [2048, 5120])
-def test_what_attention_gives_can_be_lowered_for_gpus(width):
+def test_out_norm_mlp_lowers_for_gpus(width):
     shapes = (256, width), (256, 32, 128), (32, 128, width), (width, 1408), (width, 1408), (1408, width)
     x, mixed, out, *kernels = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
 
     def program(x, mixed, out, scale, kernels):
-        rest = 1e-5, jax.nn.silu, ("out", "gate", "up"), jnp.bfloat16
-        y, back = jax.vjp(lambda *arrays: fp8_blocks.read_and_gated(*arrays, *rest), x, mixed, out, scale, kernels)
+        rest = 1e-5, jax.nn.silu, TAGS, jnp.bfloat16
+        y, back = jax.vjp(lambda *arrays: fused.out_norm_mlp(*arrays, *rest), x, mixed, out, scale, kernels)
         return y, back(y)
 
     text = lowered(program, x, mixed, out, jax.ShapeDtypeStruct((width,), "float32"), tuple(kernels))
@@ -304,7 +323,7 @@ def test_what_attention_gives_can_be_lowered_for_gpus(width):
     assert text.count("@__gpu$xla.gpu.triton") == 13 + 3 + 1
 
 
-def test_turning_can_be_lowered_for_gpus():
+def test_matmul_lowers_for_gpus():
     x, kernel, gradient = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 128), (128, 384), (256, 384)))
 
     def program(x, kernel, gradient):
@@ -318,9 +337,9 @@ def test_turning_can_be_lowered_for_gpus():
 
 
 @pytest.mark.parametrize(
-    ("width", "name"), [*((256, name) for name in NAMES), (7168, "silu"), (1408, "silu"), (11008, "silu")]
+    ("width", "name"), [*((256, name) for name in ACTIVATIONS), (7168, "silu"), (1408, "silu"), (11008, "silu")]
 )
-def test_a_gated_block_can_be_lowered_for_gpus(width, name):
+def test_norm_mlp_lowers_for_gpus(width, name):
     """Also where the width is a sum of several powers of two."""
     shapes = (256, 2048), (2048, width), (2048, width), (width, 2048)
     x, *kernels = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
@@ -331,7 +350,7 @@ def test_a_gated_block_can_be_lowered_for_gpus(width, name):
         return y, back(y)
 
     def gated(dtype, x, scale, kernels):
-        return fp8_blocks.gated(x, scale, kernels, 1e-5, ACTIVATIONS[name], ("gate", "up"), dtype)
+        return fused.norm_mlp(x, scale, kernels, 1e-5, ACTIVATIONS[name], GATE_TAGS, dtype)
 
     assert lowered(program, x, scale, tuple(kernels)).count("@__gpu$xla.gpu.triton") == 13
 
@@ -340,43 +359,45 @@ def lowered(program, *arguments):
     return jax.jit(program).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("dtype", FP8)
-def test_rows_are_rounded_and_turned_as_by_the_compiler(turning, dtype):
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_quantize_rowwise_equals_xla(triton, dtype):
     random = np.random.default_rng(0)
     some = [spread(random, 256, width) for width in (384, 128)]
-    numbers, scale, squares = fp8_rows.rounded_rows(some, dtype)
-    expected, scales = by_rows(some, 1, dtype)
+    numbers, scale, squares = rowwise.quantize_rowwise(some, dtype)
+    expected, scales = quantize_rows(some, 1, dtype)
     factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
     np.testing.assert_array_equal(scale, scales)
     exact = sum(np.sum(np.square(np.asarray(each, np.float64)), axis=1) for each in some)
     np.testing.assert_allclose(squares, exact / np.square(np.asarray(scale, np.float64)), rtol=1e-5)
     for ours, theirs in zip(jnp.split(numbers, [384], axis=1), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
-        np.testing.assert_array_equal(np.asarray(fp8_rows.turned(ours), np.float32), np.asarray(theirs, np.float32).T)
+        np.testing.assert_array_equal(
+            np.asarray(rowwise.transpose_fp8(ours), np.float32), np.asarray(theirs, np.float32).T
+        )
         multiplied = (theirs.astype(jnp.float32) * factor[:, None]).astype(dtype)
         np.testing.assert_array_equal(
-            np.asarray(fp8_rows.turned(ours, factor), np.float32), np.asarray(multiplied, np.float32).T
+            np.asarray(rowwise.transpose_fp8(ours, factor), np.float32), np.asarray(multiplied, np.float32).T
         )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_rows_that_are_no_numbers_stay_so(turning, bad):
+def test_nonfinite_rows_stay_nonfinite(triton, bad):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16).at[5, 7].set(bad)
     kernel = jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16)
-    y = np.asarray(product(x, kernel, 1, "fp8", jnp.bfloat16, turning), np.float32)
+    y = np.asarray(product(x, kernel, 1, "fp8", jnp.bfloat16, triton), np.float32)
     assert not np.isfinite(y[5]).any()
     assert np.isfinite(np.delete(y, 5, axis=0)).all()
 
 
-def test_long_rows_are_rounded_by_the_compiler(turning, monkeypatch):
+def test_long_rows_are_quantized_by_xla(triton, monkeypatch):
     """To the same numbers."""
     random = np.random.default_rng(3)
     x, kernel, cotangent = spread(random, 128, 256), spread(random, 256, 384), spread(random, 128, 384)
-    function = partial(products, rank=1, recipe="fp8", dtype=jnp.bfloat16, platform=turning)
+    function = partial(quantized_matmul, input_dims=1, precision="fp8", dtype=jnp.bfloat16, platform=triton)
     expected = gradients(function, (cotangent,), x, (kernel,))
-    monkeypatch.setattr(fp8_blocks, "LONGEST", 128)
-    monkeypatch.setattr(fp8_rows, "rounded_rows", None)
+    monkeypatch.setattr(matmul, "MAX_COLUMNS", 128)
+    monkeypatch.setattr(rowwise, "quantize_rowwise", None)
     for ours, theirs in zip(gradients(function, (cotangent,), x, (kernel,)), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -386,13 +407,6 @@ def test_long_rows_are_rounded_by_the_compiler(turning, monkeypatch):
     [((256, 128), (128, 128), True), ((192, 128), (128, 128), False), ((256, 128), (128, 192), False),
      ((256, 128), (128, 2**17), True), ((2**15, 128), (128, 2**16), False)],
 )  # fmt: skip
-def test_what_is_turned(x, kernel, able):
+def test_supports(x, kernel, able):
     """Whole tiles, and arrays whose places 32 bits can say."""
-    assert fp8_blocks.turnable(x, [kernel], 1, "gpu") is able
-
-
-def test_plain_kernels_can_be_asked_for(monkeypatch):
-    shapes = (256, 128), [(128, 128)]
-    assert fp8_blocks.turnable(*shapes, 1, "gpu")
-    monkeypatch.setenv("MAXTEXT_KERNELS", "plain")
-    assert not fp8_blocks.turnable(*shapes, 1, "gpu")
+    assert matmul.supports(x, [kernel], 1, "gpu") is able

@@ -1,0 +1,243 @@
+"""bfloat16 matrix-vector products of a decode step with one sequence, fused with what stands before and after them.
+
+With one token, a layer is a few products that take as long as their weights take to read, and around them norms,
+rotations and sums that take as long as a launch. With n = rms_norm(x) · (scale + offset):
+
+    norm_gate_up      act(n w_gate) · (n w_up)
+    norm_qkv_rope     RoPE(n w_q), RoPE(n w_k), n w_v
+    gemv_add          residual + x w
+    gemv              x w
+
+Pallas kernels for NVIDIA GPUs, by Triton. Weights are transposed, [N, K]: what is summed lies side by side. A program
+has a few columns of all of K, or the same columns of two weights that belong together. The norm's factor is one number,
+so it multiplies the product at the end. Sums are in float32; tiles are what was fastest on an H200.
+
+Shapes: K inputs, N outputs, H query heads, G key/value heads, D head size.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from maxtext.kernels.decode.paged_attention import store_head
+
+
+@dataclass(frozen=True)
+class Tiles:
+    columns: int  # of a weight, for a program
+    depth: int  # inputs at a time
+    warps: int
+
+
+@dataclass(frozen=True)
+class NormedInput:
+    """x [K] that is divided by its root mean square and multiplied by scale [K] + offset."""
+
+    x: Array
+    scale: Array
+    epsilon: float
+    offset: float = 0.0
+
+
+PAIRS, LONG_PAIRS, SINGLE = Tiles(2, 1024, 1), Tiles(2, 2048, 4), Tiles(1, 512, 1)
+LONG_DEPTH = 4096
+ELEMENTS_PER_THREAD = 256  # that may be on their way to one thread at a time
+DEPTH_MULTIPLE, COLUMN_MULTIPLE = 512, 16  # of K and N
+
+
+def supports(depth: int, columns: int, dtype: Any) -> bool:
+    """Whether x [depth] and a weight [columns, depth] of `dtype` can be multiplied here."""
+    aligned = depth % DEPTH_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and depth * columns <= 2**31
+    return aligned and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def norm_gate_up(
+    x: NormedInput, weights_T: Array, activation: Callable[[Array], Array], interpret: bool = False
+) -> Array:
+    """[N]; weights_T [2 N, K], the gate's first."""
+    tiles = pair_tiles(x)
+    columns = weights_T.shape[0] // 2
+    blocks = columns // tiles.columns
+
+    def finish(gate: Array, up: Array, out_ref: Any) -> None:
+        out_ref[...] = (activation(gate) * up).astype(out_ref.dtype)
+
+    return gemv_call(
+        finish,
+        x,
+        weights_T,
+        [lambda n: n, lambda n: n + blocks],
+        programs=blocks,
+        tiles=tiles,
+        interpret=interpret,
+        name="norm_gate_up",
+        out_specs=pl.BlockSpec((tiles.columns,), lambda n: (n,)),
+        out_shape=like(x.x, columns),
+    )
+
+
+def norm_qkv_rope(
+    x: NormedInput, weights_T: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False
+) -> list[Array]:
+    """q [H, D], k and v [G, D]; `heads` is (H, G); weights_T [(H + 2 G) D, K]; cos and sin [D / 2]."""
+    tiles = pair_tiles(x)
+    query_heads, kv_heads = heads
+    half = cos.shape[0]
+    blocks = half // tiles.columns  # of half a head
+
+    def finish(first: Array, second: Array, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
+        # Rounded as a product that is written would be.
+        halves = [part.astype(x.x.dtype).astype(jnp.float32) for part in (first, second)]
+        columns = (pl.program_id(0) % blocks) * tiles.columns + jnp.arange(tiles.columns)
+        head = pl.program_id(0) // blocks
+        store_head(outs, heads, head, (columns, half + columns), halves, cos_ref[...], sin_ref[...])
+
+    counts = (query_heads, kv_heads, kv_heads)
+    angles = pl.BlockSpec((tiles.columns,), lambda n: (n % blocks,))
+    return gemv_call(
+        finish,
+        x,
+        weights_T,
+        [lambda n: 2 * n - n % blocks, lambda n: 2 * n - n % blocks + blocks],
+        cos,
+        sin,
+        programs=blocks * (query_heads + 2 * kv_heads),
+        tiles=tiles,
+        interpret=interpret,
+        name="norm_qkv_rope",
+        more_specs=[angles, angles],
+        out_specs=[pl.BlockSpec((count, 2 * half), lambda n: (0, 0)) for count in counts],
+        out_shape=[like(x.x, count, 2 * half) for count in counts],
+    )
+
+
+def gemv(x: Array, weight_T: Array, interpret: bool = False) -> Array:
+    """[N] of x [K] and weight_T [N, K]."""
+
+    def finish(total: Array, out_ref: Any) -> None:
+        out_ref[...] = total.astype(out_ref.dtype)
+
+    return gemv_call(
+        finish,
+        x,
+        weight_T,
+        [lambda n: n],
+        programs=weight_T.shape[0] // SINGLE.columns,
+        tiles=SINGLE,
+        interpret=interpret,
+        name="gemv",
+        out_specs=pl.BlockSpec((SINGLE.columns,), lambda n: (n,)),
+        out_shape=like(x, weight_T.shape[0]),
+    )
+
+
+def gemv_add(x: Array, weight_T: Array, residual: Array, interpret: bool = False) -> Array:
+    """residual [N] + x [K] times weight_T [N, K]."""
+
+    def finish(total: Array, residual_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = residual_ref[...] + total.astype(out_ref.dtype)
+
+    columns = pl.BlockSpec((SINGLE.columns,), lambda n: (n,))
+    return gemv_call(
+        finish,
+        x,
+        weight_T,
+        [lambda n: n],
+        residual,
+        programs=weight_T.shape[0] // SINGLE.columns,
+        tiles=SINGLE,
+        interpret=interpret,
+        name="gemv_add",
+        more_specs=[columns],
+        out_specs=columns,
+        out_shape=like(x, weight_T.shape[0]),
+    )
+
+
+def pair_tiles(x: NormedInput) -> Tiles:
+    return LONG_PAIRS if x.x.size >= LONG_DEPTH else PAIRS
+
+
+def like(x: Array, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def gemv_call(
+    finish: Callable[..., None],
+    x: NormedInput | Array,
+    weights_T: Array,
+    block_indices: list[Callable[[Any], Any]],
+    *more: Array,
+    programs: int,
+    tiles: Tiles,
+    interpret: bool,
+    name: str,
+    out_specs: Any,
+    out_shape: Any,
+    more_specs: Any = (),
+) -> Any:
+    """Run `finish(*sums, *more_refs, *out_refs)` with a program's products, one for each of `block_indices`: which
+    block of columns of `weights_T` it has."""
+    depth = weights_T.shape[1]
+    block_depth = math.gcd(tiles.depth, depth)
+    vectors = [x.x, x.scale] if isinstance(x, NormedInput) else [x]
+    norm = (x.epsilon, x.offset) if isinstance(x, NormedInput) else None
+    unrolled = len(block_indices) * tiles.columns * depth <= 32 * tiles.warps * ELEMENTS_PER_THREAD
+
+    def run(*refs: Any) -> None:
+        end = len(vectors) + len(block_indices)
+        sums = products(refs[: len(vectors)], refs[len(vectors) : end], block_depth, unrolled, norm)
+        finish(*sums, *refs[end:])
+
+    def columns_of(index: Callable[[Any], Any]) -> pl.BlockSpec:
+        return pl.BlockSpec((tiles.columns, depth), lambda n: (index(n), 0))
+
+    return pl.pallas_call(
+        run,
+        grid=(programs,),
+        in_specs=[
+            *(pl.BlockSpec((depth,), lambda n: (0,)) for _ in vectors),
+            *(columns_of(index) for index in block_indices),
+            *more_specs,
+        ],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        interpret=interpret,
+        name=f"decode_{name}",
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=1),
+    )(*vectors, *[weights_T] * len(block_indices), *more)
+
+
+def products(
+    vectors: Any, weights_T: Any, block_depth: int, unrolled: bool, norm: tuple[float, float] | None
+) -> list[Array]:
+    """In a program: [columns] for each block [columns, K] of weights. `norm` is (epsilon, offset)."""
+    columns, depth = weights_T[0].shape
+    steps = depth // block_depth
+
+    def add(step: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        squares, *totals = carry
+        at = pl.ds(step * block_depth, block_depth)
+        tiles = [weight[:, at] for weight in weights_T]
+        x = vectors[0][at].astype(jnp.float32)
+        if norm is not None:
+            squares += x * x
+            x *= vectors[1][at].astype(jnp.float32) + norm[1]
+        return squares, *(total + tile.astype(jnp.float32) * x[None] for total, tile in zip(totals, tiles, strict=True))
+
+    carry = jnp.zeros((block_depth,), jnp.float32), *(jnp.zeros((columns, block_depth)) for _ in weights_T)
+    if unrolled:  # all is read before the first is used
+        for step in range(steps):
+            carry = add(step, carry)
+    else:
+        carry = jax.lax.fori_loop(0, steps, add, carry)
+    squares, *totals = carry
+    factor = 1.0 if norm is None else jax.lax.rsqrt(squares.sum() / depth + norm[0])
+    return [total.sum(axis=1) * factor for total in totals]

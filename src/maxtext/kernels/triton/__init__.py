@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA GPUs by Triton whose programs read whole rows."""
