@@ -166,3 +166,8 @@ def test_nearest_keys(word):
 
 def test_a_typing_error_has_one_suggestion():
     assert sources.suggest("learning_rat", fields.KEYS) == "; did you mean learning_rate?"
+
+
+def test_bytes_that_are_not_utf8_are_shown_escaped(capsys):
+    assert main(["config", "use_ragged_attention=\udcff"]) == 2
+    assert "use_ragged_attention=\\udcff" in capsys.readouterr().err

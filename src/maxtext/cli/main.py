@@ -240,7 +240,8 @@ def failed(error: Exception, debug: bool) -> int:
         leave(1, traceback.print_exc)
         raise error
     for line in str(told).splitlines():
-        print(f"maxtext: error: {line}", file=sys.stderr)
+        shown = line.encode(errors="backslashreplace").decode()  # bytes of argv that are not UTF-8
+        print(f"maxtext: error: {shown}", file=sys.stderr)
     if told.details:
         print(told.details.rstrip(), file=sys.stderr)
     return leave(told.exit_code)
