@@ -80,8 +80,8 @@ def backward(
     input_dims: int, precision: str, dtype: Any, platform: str | None, saved: Any, dys: Weights
 ) -> tuple[Array, Weights]:
     if precision == "int8":
-        dxs, dws = zip(*map(int8_backward(input_dims, platform, *saved), range(len(dys)), dys), strict=True)
-        return sum_products(dxs), dws
+        int8_dxs, dws = zip(*map(int8_backward(input_dims, platform, *saved), range(len(dys)), dys), strict=True)
+        return sum_products(int8_dxs), dws
     residuals, x, weights = saved
     x_shape, shapes = x.shape[1:], [w.shape[1:] for w in weights]
     row_dims, dtypes = len(x_shape) - input_dims, [w.dtype for w in weights]
