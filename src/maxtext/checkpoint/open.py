@@ -31,7 +31,9 @@ from maxtext.common.files import local_path
 from maxtext.common.log import LOGGER
 from maxtext.configs import text, types
 from maxtext.configs.load import base_values
-from maxtext.configs.sources import Layer, Source, read_yaml
+from maxtext.configs.provenance import Layer, Source
+from maxtext.configs.sources import read_yaml
+from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.group import RULES
 from maxtext.layers.parameters import Template
 from maxtext.models.registry import segments
@@ -58,7 +60,7 @@ class Checkpoint:
     names: frozenset[str]  # of its tensors in Hugging Face's form, where they are known
     table: Any = None  # of a Hugging Face folder
 
-    def weights(self, config: Any, places: Mapping[str, Place], dtype: np.dtype | None = None) -> Any:
+    def weights(self, config: MaxTextConfig, places: Mapping[str, Place], dtype: np.dtype | None = None) -> Any:
         """Its tensors as weights of a model of ours."""
         if self.table is None:
             return self.folder
@@ -153,7 +155,7 @@ def dtype_of(word: str | None) -> np.dtype | None:
     return None if word is None else DTYPES[DTYPE_WORDS[word]]
 
 
-def model_text(config: Any) -> str:
+def model_text(config: MaxTextConfig) -> str:
     """A config.yml that says what model a configuration describes, and nothing of how to run it."""
     base = base_values()
     changed = [key for key in text.KEYS_IN_ORDER if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)]
@@ -167,7 +169,7 @@ def model_text(config: Any) -> str:
 
 def save_ours(
     out: str | os.PathLike,
-    config: Any,
+    config: MaxTextConfig,
     weights: Stream,
     carried: tuple[Path, ...] = (),
     names: frozenset[str] = frozenset(),
@@ -188,7 +190,7 @@ def save_ours(
 
 def save_theirs(
     out: str | os.PathLike,
-    config: Any,
+    config: MaxTextConfig,
     places: Mapping[str, Place],
     weights: Stream,
     carried: tuple[Path, ...] = (),
@@ -212,7 +214,7 @@ def save_theirs(
     write_theirs(out, tensors, texts, files, shard_bytes, progress)
 
 
-def renewed(carried: tuple[Path, ...], config: Any, dtype: str) -> dict[str, Any] | None:
+def renewed(carried: tuple[Path, ...], config: MaxTextConfig, dtype: str) -> dict[str, Any] | None:
     """The config.json that came with a model, true of the tensors that are written now, which are plain floats; None if
     none came, or if it was of a larger model than the text model that is written."""
     for file in carried:
@@ -228,5 +230,5 @@ def renewed(carried: tuple[Path, ...], config: Any, dtype: str) -> dict[str, Any
     return None
 
 
-def places_of(template: Template, config: Any) -> dict[str, Place]:
+def places_of(template: Template, config: MaxTextConfig) -> dict[str, Place]:
     return find_places(template, segments(config))

@@ -19,6 +19,7 @@ from maxtext.checkpoint.folders import Folder
 from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Shape, Source, Tensor, refuse, wrong_shape
 from maxtext.checkpoint.weights import ModelWeights, Path, Place, flatten, load_leaf, load_weights
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.quantized import Quantized, quantized
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.quantized import described
@@ -30,7 +31,7 @@ INTEGERS = {"int8": I8, "int4": np.dtype(ml_dtypes.int4)}
 STORED = {"int8": I8, "int4": U8}
 
 
-def kernel_dtype(config: Any) -> str | None:
+def kernel_dtype(config: MaxTextConfig) -> str | None:
     """What kernels are kept in; None: in floats, like all weights."""
     kind = config.quantization.value if config.quantization else None
     if kind not in (None, *INTEGERS):
@@ -191,7 +192,7 @@ def of_layer(shape: Shape, place: Place) -> Shape:
 
 def load_model(
     source: Source,
-    config: Any,
+    config: MaxTextConfig,
     places: Mapping[str, Place],
     template: Template,
     rules: AxisRules,

@@ -25,6 +25,7 @@ from maxtext.checkpoint.agreement import Items, Meetings, SaveFailed, Together, 
 from maxtext.checkpoint.integrity import write_digest
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
 
 RUN_FILE, MODEL_FILE = "run.json", "config.yml"
 
@@ -43,7 +44,7 @@ class Storage:
     concurrent_gb: int = 96
 
     @classmethod
-    def of(cls, config: Any) -> "Storage":
+    def of(cls, config: MaxTextConfig) -> "Storage":
         return cls(
             config.checkpoint_storage_use_ocdbt,
             config.checkpoint_storage_use_zarr3,

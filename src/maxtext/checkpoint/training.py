@@ -22,7 +22,8 @@ from maxtext.checkpoint.weights import Place, find_places
 from maxtext.common.errors import UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
-from maxtext.configs.sources import Layer, from_python
+from maxtext.configs.provenance import Layer
+from maxtext.configs.sources import from_python
 from maxtext.models.registry import segments
 from maxtext.models.transformer import make_template
 

@@ -19,7 +19,8 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs import fields, ledger, load, sources
 from maxtext.configs.load import base_values, wanted
-from maxtext.configs.sources import Setting, Source
+from maxtext.configs.provenance import Setting, Source
+from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.group import CHOSEN
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Answering:
     """A model, and what the configuration says of its prompts and the length of its answers."""
 
     llm: "LLM"
-    config: Any
+    config: MaxTextConfig
     place: str  # of the model, for messages
     loading_seconds: float = 0.0
     fresh: bool = True  # the first answer compiles programs
@@ -132,7 +133,7 @@ def settle(place: str, path: str | None, words: Sequence[str]) -> Any:
     return config
 
 
-def open_model(place: str, config: Any, text: bool = True) -> Answering:
+def open_model(place: str, config: MaxTextConfig, text: bool = True) -> Answering:
     """The model itself, by a configuration from `settle`; without `text`, for ids alone."""
     began = time.perf_counter()
     log.configure(level=logging.WARNING)
@@ -166,7 +167,7 @@ def loading(place: str) -> Iterator[Callable[[int, int, str], None] | None]:
         yield lambda done, total, name: status.update(f"loading {place}: {done / max(total, 1):.0%}")
 
 
-def refuse(config: Any, verb: str, reasons: Mapping[str, str]) -> None:
+def refuse(config: MaxTextConfig, verb: str, reasons: Mapping[str, str]) -> None:
     """Keys of the other doors, which would do nothing behind this one."""
     problems = [
         f"{key}={ledger.shown(getattr(config, key))} ({config.source(key)}) would do nothing in `maxtext {verb}`: {why}"

@@ -20,6 +20,7 @@ from maxtext.cli.decode import model_place
 from maxtext.cli.models import aligned
 from maxtext.common import files
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 
 
 def run(words: list[str]) -> int:
@@ -43,7 +44,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def prompt_lengths(config: Any) -> list[int]:
+def prompt_lengths(config: MaxTextConfig) -> list[int]:
     words = config.inference_microbenchmark_prefill_lengths.replace(" ", "").split(",")
     if not all(word.isdecimal() and int(word) for word in words):
         raise ConfigError(
@@ -53,7 +54,7 @@ def prompt_lengths(config: Any) -> list[int]:
     return [int(word) for word in words]
 
 
-def cases(model: Any, config: Any, lengths: list[int]) -> Iterator[dict[str, Any]]:
+def cases(model: Any, config: MaxTextConfig, lengths: list[int]) -> Iterator[dict[str, Any]]:
     stages = config.inference_microbenchmark_stages.replace(" ", "").split(",")
     times = config.inference_microbenchmark_loop_iters
     if "prefill" in stages:

@@ -15,6 +15,7 @@ from maxtext.cli import words as cli_words
 from maxtext.cli.data import settled, take_number
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 
 BATCHES, ROWS = 1, 4  # read, and shown of each
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
@@ -129,7 +130,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def reader_of(config: Any, tokenized: bool) -> Reader | Numbers:
+def reader_of(config: MaxTextConfig, tokenized: bool) -> Reader | Numbers:
     """Data that is tokens already is decoded by a tokenizer that the user names; what is only known to have come with
     the model would have to be fetched first."""
     from maxtext.tokenizers import load_tokenizer
@@ -138,7 +139,7 @@ def reader_of(config: Any, tokenized: bool) -> Reader | Numbers:
     return Reader(load_tokenizer(config)) if tokenized or named else Numbers()
 
 
-def shows_cuts(config: Any, tokenized: bool) -> bool:
+def shows_cuts(config: MaxTextConfig, tokenized: bool) -> bool:
     """Whether a document that was cut fills a row and lacks its last token, and no other does."""
     splits = config.packing and config.grain_packing_type == "concat_then_split"
     ends = tokenized and config.add_eos and not config.use_chat_template
@@ -146,7 +147,7 @@ def shows_cuts(config: Any, tokenized: bool) -> bool:
 
 
 def read(
-    config: Any, evaluation: bool, batches: int, rows: int, counted: Counted
+    config: MaxTextConfig, evaluation: bool, batches: int, rows: int, counted: Counted
 ) -> tuple[list[list[Row]], int | None]:
     """The first rows of each batch, and how many documents the data has, if that is known."""
     from functools import partial

@@ -10,6 +10,7 @@ import numpy as np
 from maxtext.cli.data import settled
 from maxtext.cli.models import aligned
 from maxtext.common import signals
+from maxtext.configs.types import MaxTextConfig
 
 LINE_SECONDS = 10.0  # between two signs of life
 AHEAD = 2  # batches that wait for the device in a run
@@ -34,7 +35,7 @@ def run(words: list[str]) -> int:
     return code
 
 
-def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int], int, int]:
+def take(config: MaxTextConfig, batches: Any, start: float) -> tuple[list[float], list[int], int, int]:
     """When each batch was there, its tokens, and the places of all; the exit code of a signal that ended it early."""
     times, tokens, places, said, code = [start], [], 0, start, 0
     try:
@@ -52,7 +53,7 @@ def take(config: Any, batches: Any, start: float) -> tuple[list[float], list[int
     return times[: len(tokens) + 1], tokens, places, code
 
 
-def table(config: Any, times: list[float], tokens: list[int], places: int) -> list[tuple[str, str]]:
+def table(config: MaxTextConfig, times: list[float], tokens: list[int], places: int) -> list[tuple[str, str]]:
     """The first batch apart: it waits for files to be opened and workers to start."""
     waits = np.diff(times)
     if not len(waits):

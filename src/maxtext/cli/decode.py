@@ -14,6 +14,7 @@ from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import load, sources
 from maxtext.configs.load import wanted
+from maxtext.configs.types import MaxTextConfig
 
 CONTEXT = 40  # characters of two texts that are shown where they part
 USELESS = {"enable_model_warmup": "the one prompt warms it up"}
@@ -52,7 +53,7 @@ def model_place(path: str | None, settings: list[str]) -> str:
     )
 
 
-def check(config: Any) -> None:
+def check(config: MaxTextConfig) -> None:
     if not config.multi_sampling:
         return
     if config.decode_sampling_strategy.value == "greedy":

@@ -10,6 +10,7 @@ from maxtext.cli import words as cli_words
 from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import size
+from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.estimate import Estimate, Plan, Program, estimate, plans, shortage
 
 WIDTH = 110  # of tables that no terminal bounds
@@ -124,7 +125,7 @@ def policy_table(found: Estimate) -> Any:
     return rows_table("Activations kept a device, and products computed again (of a forward pass)", columns, rows)
 
 
-def mesh_text(config: Any) -> str:
+def mesh_text(config: MaxTextConfig) -> str:
     sizes = [i * d for i, d in zip(config.ici_parallelism, config.dcn_parallelism, strict=True)]
     return ", ".join(f"{axis} {n}" for axis, n in zip(config.mesh_axes, sizes, strict=True) if n > 1) or "one device"
 

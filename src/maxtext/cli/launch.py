@@ -24,6 +24,7 @@ from maxtext.common.log import LOGGER
 from maxtext.common.supervise import Command, Supervisor
 from maxtext.configs import load, sources
 from maxtext.configs.derive import Devices
+from maxtext.configs.types import MaxTextConfig
 
 BAD_CONFIGURATION = 2
 # How JAX's C++ code ends a process whose coordinator is gone: a log line, its details and a stack trace. The launcher
@@ -104,7 +105,7 @@ class Local:
         """What `count` processes would train with; a ConfigError where they cannot."""
         devices = Devices(count * self.devices, full=self.full * self.devices)
         model = checkpoint_model(self.path, sources.from_words(self.settings))
-        config: Any = load(self.path, self.settings, self.shared, devices, model)
+        config: MaxTextConfig = load(self.path, self.settings, self.shared, devices, model)
         if config.global_batch_size_to_load % count:
             raise ConfigError(
                 f"a batch of {config.global_batch_size_to_load} sequences does not divide over {count} processes: "

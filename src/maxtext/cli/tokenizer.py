@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext.cli import words as cli_words
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
+from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
     from maxtext.tokenizers import Tokenizer
@@ -85,7 +86,7 @@ def settled(settings: list[str], words: list[str]) -> tuple[Any, list[str]]:
     return config, list(dict.fromkeys(file for word in named for file in find_files("FILES", word)))
 
 
-def read(files: list[str], config: Any) -> tuple[list[str], int, bool]:
+def read(files: list[str], config: MaxTextConfig) -> tuple[list[str], int, bool]:
     """The texts to learn from, their characters, and whether this is all that the files have."""
     from maxtext.cli.convert import Bar
     from maxtext.input_pipeline.formats import BadRecord, Documents, kind_of, open_files

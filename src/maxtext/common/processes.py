@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.rendezvous import Rendezvous, plan
@@ -66,6 +66,19 @@ def gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:
     return settings
 
 
+class StartSettings(Protocol):
+    """The keys of process start-up: a whole configuration, or these alone."""
+
+    @property
+    def hardware(self) -> str: ...
+
+    @property
+    def jax_distributed_initialization_timeout(self) -> int: ...
+
+    @property
+    def skip_jax_distributed_system(self) -> bool: ...
+
+
 _WORLD = World()
 
 
@@ -74,7 +87,7 @@ def world() -> World:
     return _WORLD
 
 
-def start(config: Any, environ: Mapping[str, str] = os.environ) -> World:
+def start(config: StartSettings, environ: Mapping[str, str] = os.environ) -> World:
     """Join the other processes, if there are any, and take the devices that `hardware` asks for."""
     global _WORLD
     place = None if already_joined() else plan(environ, tpu_is_here())

@@ -10,9 +10,10 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types import Settings
+from maxtext.configs.yaml_loader import YamlLoader, check_nesting
 
-KEYS = MaxTextConfig.model_fields
+KEYS = Settings.model_fields
 
 
 @cache
@@ -63,8 +64,6 @@ def from_text(key: str, text: str) -> Any:
         return text
     if admits_text(key) and not (text.startswith(("[", "{")) and len(members(key)) > 1):
         return text
-    from maxtext.configs.sources import YamlLoader, check_nesting
-
     try:
         check_nesting(text)
         return yaml.load(text, YamlLoader)

@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs.sources import BASE, HERE, YamlLoader
-from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.sources import BASE, HERE
+from maxtext.configs.types import DerivedValues, Settings
 from maxtext.configs.types.group import CHOSEN
 from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, VisionProjector, VisionTower
+from maxtext.configs.yaml_loader import YamlLoader
 
 # What no text model reads. With use_multimodal=false, model files may describe their images and sounds all the same.
 BESIDE_TEXT = {
@@ -58,7 +59,7 @@ def status(key: str) -> Status:
 
 
 def problems(
-    config: MaxTextConfig, base: MaxTextConfig, sources: tuple[str, ...] = CHOSEN, excused: Collection[str] = ()
+    config: Settings, base: Settings, sources: tuple[str, ...] = CHOSEN, excused: Collection[str] = ()
 ) -> list[str]:
     """A sentence for each key that was set from one of the sources and would be ignored."""
     return [
@@ -70,12 +71,12 @@ def problems(
     ]
 
 
-def unmet_needs(config: MaxTextConfig, base: MaxTextConfig) -> list[str]:
+def unmet_needs(config: Settings, base: Settings) -> list[str]:
     """A sentence for each key of the model's file that does not act, so that the model cannot run."""
     return problems(config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT)
 
 
-def refuse_silent(config: MaxTextConfig, base: MaxTextConfig) -> None:
+def refuse_silent(config: Settings, base: Settings) -> None:
     """For a verb that runs a model: what the model's file needs must act, too."""
     if wrong := unmet_needs(config, base):
         raise ConfigError(f"model_name={config.model_name} needs more than this version has", *wrong)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxtext.common.files import UNPRINTABLE, path_problem
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types import Settings
 from maxtext.configs.types.group import CHOSEN
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -40,7 +40,7 @@ PATH_KEYS = {
 INNER_PATHS = {"run_name": "base_output_directory", "checkpoint_todelete_subdir": "the checkpoints' folder"}
 
 
-def problems(config: MaxTextConfig) -> list[str]:
+def problems(config: Settings) -> list[str]:
     """A sentence for each key whose value is beyond the limits of its type."""
     return [
         f"{key}={abbreviated(value)} ({config.source(key)}) {problem}"

@@ -11,9 +11,11 @@ from pydantic import ValidationError
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs import architecture, derive, fields, ledger, limits, merge, sources
-from maxtext.configs.sources import Layer, Setting, Source
-from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.provenance import Layer, Setting, Source
+from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
+from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.types.group import CHOSEN, DERIVED_RULES, RANGES, RULES
+from maxtext.configs.yaml_loader import YamlLoader
 
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
 MOST_UNROLLED = 64  # layers, where unrolling is the default
@@ -54,8 +56,9 @@ def load(
     if devices.platform == "gpu" and free:
         # Scanned layers are a fifth slower there; very deep models would take too long to compile.
         derived["scan_layers"] = derived["num_decoder_layers"] > MOST_UNROLLED
-    complete = checked.model_copy(update=derived)
-    complete._sources.update({key: Source("derived") for key in derived})
+    complete = MaxTextConfig.model_construct(**{**dict(checked), **derived})
+    complete._architecture = facts
+    complete._sources.update(checked._sources, **{key: Source("derived") for key in derived})
     if problems := limits.problems(complete):
         raise ConfigError(*problems)
     problems = refuse_derived(settings, complete)
@@ -76,7 +79,7 @@ def wanted(key: str, path: str | os.PathLike | None, words: Layer, environ: Mapp
 
 def resolve(
     path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str], model: Layer | None
-) -> tuple[Layer, architecture.Architecture]:
+) -> tuple[Layer, Architecture]:
     """The winning setting of every key, not yet checked against its type, and the facts beyond keys."""
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
     base, files = chain[0][1], [layer for _, layer in chain[1:]]
@@ -124,16 +127,16 @@ def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
 
 @cache
 def published_tokenizers() -> dict[str, str]:
-    return yaml.load((sources.HERE / "tables" / "tokenizers.yml").read_text(), sources.YamlLoader)
+    return yaml.load((sources.HERE / "tables" / "tokenizers.yml").read_text(), YamlLoader)
 
 
 @cache
-def base_values() -> MaxTextConfig:
+def base_values() -> Settings:
     """What base.yml alone says."""
     return validate(sources.base_layer())
 
 
-def validate(settings: Layer) -> MaxTextConfig:
+def validate(settings: Layer) -> Settings:
     """Typed values, or every misfit in one error."""
     values = {
         key: fields.normalise(key, setting.value)
@@ -145,7 +148,7 @@ def validate(settings: Layer) -> MaxTextConfig:
         if not fields.fits(key, value):
             problems.append(misfit(key, value, settings[key]))
     try:
-        checked = MaxTextConfig.model_validate(values)
+        checked = Settings.model_validate(values)
     except ValidationError as error:
         wrong = {str(detail["loc"][0]) for detail in error.errors()}
         problems += [misfit(key, values[key], settings[key]) for key in values if key in wrong]

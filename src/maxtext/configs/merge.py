@@ -4,7 +4,8 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields
-from maxtext.configs.sources import Layer, Setting, Source, suggest
+from maxtext.configs.provenance import Layer, Setting, Source
+from maxtext.configs.sources import suggest
 
 MERGED = "logical_axis_rules"
 

@@ -6,7 +6,6 @@ Every reader returns a Layer: key -> Setting, and a Setting knows the place that
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,72 +15,14 @@ import yaml
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.configs import fields
+from maxtext.configs.provenance import Layer, Setting, Source
+from maxtext.configs.yaml_loader import YamlLoader, check_nesting
 
 HERE = Path(__file__).parent
 BASE = HERE / "base.yml"
 MODELS = HERE / "models"
 LAYOUTS = HERE / "layouts"  # of custom_mesh_and_rule
-DEEPEST, MOST_NODES = 50, 1_000_000  # of YAML from users
 LONGEST_WORD = 100  # to compare with names
-
-
-@dataclass(frozen=True)
-class Source:
-    """The place a value was set in. `kind`: default, file, model, environment, command line, python, derived."""
-
-    kind: str
-    place: str = ""
-    line: int | None = None
-
-    def __str__(self) -> str:
-        place = f"{self.place}:{self.line}" if self.line else self.place
-        if self.kind in ("file", "model"):
-            return place
-        return f"{self.kind} ({place})" if place else self.kind
-
-
-@dataclass(frozen=True)
-class Setting:
-    value: Any
-    source: Source
-
-
-Layer = dict[str, Setting]
-
-
-class YamlLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.1 as PyYAML reads it, except that 1e-5 is a number, as everyone expects."""
-
-
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def check_nesting(text: str) -> None:
-    """Raise YAMLError for lists and mappings nested too deeply, or that aliases make too large, to build in memory."""
-    sizes: dict[str | None, int] = {}  # nodes under each anchor, aliases expanded
-    stack: list[tuple[str | None, int]] = []  # of the open collections: anchor, nodes before it
-    total = 0
-
-    def refuse(problem: str, event: Any) -> None:
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-
-    for event in yaml.parse(text, YamlLoader):
-        total += 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            stack.append((event.anchor, total))
-            if len(stack) > DEEPEST:
-                refuse(f"lists and mappings are nested more than {DEEPEST} deep", event)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = stack.pop()
-            sizes[anchor] = total - before
-        elif isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == anchor for anchor, _ in stack):
-                refuse(f"*{event.anchor} is inside of itself", event)
-            total += sizes.get(event.anchor, 0)
-        if total > MOST_NODES:
-            refuse(f"there are more than {MOST_NODES:,} values, aliases expanded", event)
 
 
 def short(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from maxtext.configs.types import GROUPS
+from maxtext.configs.types import GROUPS, MaxTextConfig
 
 KEYS_IN_ORDER = [key for group in GROUPS for key in group.model_fields]
 
@@ -30,12 +30,12 @@ def yaml_line(key: str, value: Any) -> str:
     return f"{key}: {compact(value)}"
 
 
-def facts(config: Any) -> dict[str, Any]:
+def facts(config: MaxTextConfig) -> dict[str, Any]:
     """What is set under `architecture`, as plain data."""
     return config.architecture.model_dump(exclude_defaults=True, mode="json")
 
 
-def yaml_text(config: Any, keys: Iterable[str]) -> str:
+def yaml_text(config: MaxTextConfig, keys: Iterable[str]) -> str:
     """These keys of a configuration, and its facts, as a file that can be read back."""
     lines = [yaml_line(key, getattr(config, key)) for key in keys]
     if facts(config):

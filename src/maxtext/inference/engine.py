@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.sampling import Kind, Rows, draw
 from maxtext.inference.scoring import Cached, Recomputed, at_last, scorer
 from maxtext.kernels import attention
@@ -90,7 +91,7 @@ class Drawn:
 class Programs:
     """What is compiled, once for all engines of a model."""
 
-    config: Any
+    config: MaxTextConfig
     template: Template
     rules: AxisRules
 
@@ -243,7 +244,7 @@ def part(caches: Caches, pages: bool) -> Caches:
     return [cache for cache in caches if (PAGES in cache) == pages]
 
 
-def reads_in_place(config: Any, caches: Caches) -> bool:
+def reads_in_place(config: MaxTextConfig, caches: Caches) -> bool:
     """Whether decoding reads pages where they lie, as far as they are filled: then no program need know how far."""
     plain = config.attention_type != "mla" and (
         config.use_ragged_attention or backend(config) == attention.AUTOSELECTED

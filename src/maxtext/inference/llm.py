@@ -28,6 +28,7 @@ from maxtext.common.files import local_path, read_json_object
 from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
+from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.group import CHOSEN
 from maxtext.inference.engine import BLOCK, Programs
 from maxtext.inference.sampling import Sampling
@@ -48,7 +49,7 @@ MOST_SLOTS = 256  # sequences at a time, of a list of prompts
 class LLM:
     """A language model. `LLM.load` makes one; weights live on the mesh that the configuration describes."""
 
-    def __init__(self, config: Any, template: Template, weights: Any, checkpoint: Checkpoint | None = None):
+    def __init__(self, config: MaxTextConfig, template: Template, weights: Any, checkpoint: Checkpoint | None = None):
         self.config, self.template, self.weights, self.checkpoint = config, template, weights, checkpoint
         self.rules = AxisRules.of(config, make_mesh(config))
         self.places = places_of(template, config)
@@ -56,7 +57,7 @@ class LLM:
         self.last_scheduler: tuple[tuple[int, int], Scheduler] | None = None
 
     @classmethod
-    def load(cls, path: str | os.PathLike, progress: Progress | None = None, **config: Any) -> "LLM":
+    def load(cls, path: str | os.PathLike, progress: Progress | None = None, **config: MaxTextConfig) -> "LLM":
         """From a Hugging Face folder, a folder of ours, or the name of a model, which gives random weights.
 
         Keywords are keys of the configuration: dtype, weight_dtype, attention, ici_tensor_parallelism … Layers are

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
 
 MOST_TEMPERATURE = 1e30  # fits into float32
 LEAST_SHARE = float(np.finfo(np.float32).tiny)
@@ -48,7 +49,7 @@ class Sampling:
             raise UserError("top_k and top_p choose what is drawn from, and temperature=0 draws nothing: raise it")
 
     @classmethod
-    def of(cls, config: Any) -> "Sampling":
+    def of(cls, config: MaxTextConfig) -> "Sampling":
         """What the decode_sampling_* keys say."""
         strategy = config.decode_sampling_strategy.value
         if strategy == "greedy":

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.cache import PAGES, CacheSize
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
@@ -20,7 +21,7 @@ from maxtext.models.transformer import Caches, empty_caches
 class Cached:
     """A new token runs alone."""
 
-    config: Any
+    config: MaxTextConfig
     template: Template
 
     def empty(self, size: CacheSize) -> Caches:
@@ -99,7 +100,7 @@ class Recomputed:
         return model.logits(jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1))[:, 0]
 
 
-def scorer(config: Any, template: Template) -> Cached | Recomputed:
+def scorer(config: MaxTextConfig, template: Template) -> Cached | Recomputed:
     longest = CacheSize(1, config.max_target_length, config.dtype.value)
     possible = jax.eval_shape(lambda: empty_caches(config, longest))
     return Recomputed(template) if possible is None else Cached(config, template)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hardware import host_memory_bytes
+from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine import Engine, Programs
 from maxtext.inference.pages import Pages
 from maxtext.inference.scheduler import News, Request, Scheduler
@@ -74,7 +75,7 @@ def slots_in_memory(programs: Programs, slots: int, length: int) -> int:
     return slots
 
 
-def cache_size(config: Any, slots: int, length: int) -> CacheSize:
+def cache_size(config: MaxTextConfig, slots: int, length: int) -> CacheSize:
     page = pages = 0
     if config.attention == "paged" or config.enable_prefix_caching:
         page = config.pagedattn_tokens_per_page

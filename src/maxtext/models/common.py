@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.attention import BlockSizes, Visibility
 from maxtext.layers.attention import AttentionSpec, Moba
 from maxtext.layers.block import LayerSpec
@@ -21,13 +22,13 @@ from maxtext.layers.routers import RouterSpec
 KINDS = {"global": "full", "mla": "full", "local_sliding": "sliding", "chunk": "chunk", "full": "unmasked"}
 
 
-def layer_kinds(config: Any, layers: int, rule: Callable[[int], str]) -> list[str]:
+def layer_kinds(config: MaxTextConfig, layers: int, rule: Callable[[int], str]) -> list[str]:
     """What each layer's mixer sees, full, sliding, chunk or linear: as the checkpoint lists it, or by the family's
     rule of the layer's number."""
     return per_layer("layer_kinds", config.architecture.layer_kinds, layers) or [rule(i) for i in range(layers)]
 
 
-def moe_layers(config: Any, layers: int, rule: Callable[[int], bool]) -> list[bool]:
+def moe_layers(config: MaxTextConfig, layers: int, rule: Callable[[int], bool]) -> list[bool]:
     """Which layers have experts; with num_experts=1, none has."""
     if config.num_experts == 1:
         return [False] * layers
@@ -43,34 +44,39 @@ def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]
     return list(listed or [])
 
 
-def rope_spec(config: Any, layer_kind: str = "full", **changes: Any) -> RopeSpec:
+def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -> RopeSpec:
     """Rotary positions of a kind of layer: the checkpoint's own, or by the keys."""
-    listed = config.architecture.rope
+    listed: dict[Any, dict[str, Any]] | None = config.architecture.rope
     fields = None if listed is None else listed.get(layer_kind, listed.get("all"))
     if fields is not None:
         return RopeSpec(**fields)
-    values: dict[str, Any] = {
-        "max_timescale": config.rope_max_timescale,
-        "min_timescale": config.rope_min_timescale,
-        "fraction": config.partial_rotary_factor,
-        "linear_factor": config.rope_linear_scaling_factor,
-    }
-    kinds = {"kind": config.rope_type.value, "factor": config.rope_factor}
-    kinds["original_length"] = config.original_max_position_embeddings
+    spec = RopeSpec(
+        max_timescale=config.rope_max_timescale,
+        min_timescale=config.rope_min_timescale,
+        fraction=config.partial_rotary_factor,
+        linear_factor=config.rope_linear_scaling_factor,
+    )
+    scaled = replace(
+        spec,
+        kind=config.rope_type.value,
+        factor=config.rope_factor,
+        original_length=config.original_max_position_embeddings,
+    )
     if config.rope_type.value == "llama3.1" and config.rope_use_scale:
-        values |= kinds
+        spec = scaled
     if config.rope_type.value == "yarn":
-        values |= kinds | {
-            "interleave": config.rope_interleave,
-            "beta_fast": config.beta_fast,
-            "beta_slow": config.beta_slow,
-            "truncate": config.rope_truncate,
-            "attention_scaling": config.rope_attention_scaling,
-        }
-    return RopeSpec(**(values | changes))
+        spec = replace(
+            scaled,
+            interleave=config.rope_interleave,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            truncate=config.rope_truncate,
+            attention_scaling=config.rope_attention_scaling,
+        )
+    return replace(spec, **changes)
 
 
-def visibility(config: Any, kind: str | None = None) -> Visibility:
+def visibility(config: MaxTextConfig, kind: str | None = None) -> Visibility:
     """What a kind of layer sees; attention_type names the kinds of models whose layers are all alike."""
     kind = kind or KINDS[config.attention_type]
     if kind == "sliding":
@@ -80,37 +86,37 @@ def visibility(config: Any, kind: str | None = None) -> Visibility:
     return Visibility(causal=kind != "unmasked")
 
 
-def attention_spec(config: Any, kind: str | None = None, **changes: Any) -> AttentionSpec:
+def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: Any) -> AttentionSpec:
     learned = config.trainable_position_size > 0 or config.use_untrainable_positional_embedding
-    values: dict[str, Any] = {
-        "query_heads": config.num_query_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "scale": config.architecture.softmax_scale or 1 / math.sqrt(config.head_dim),
-        "visibility": visibility(config, kind),
-        "rope": rope_spec(config, kind or "full"),
-        "bias": config.attention_bias,
-        "out_bias": config.attention_bias,
-        "fused": config.fused_qkv,
-        "qk_norm": norm_spec(config, scaled=config.qk_norm_with_scale) if config.use_qk_norm else None,
-        "soft_cap": config.attn_logits_soft_cap or None,
-        "sinks": config.attention_sink,
-        "moba": Moba(config.moba_chunk_size, config.moba_topk) if config.moba else None,
-        "backend": backend(config),
-        "float32_product": config.float32_qk_product,
-        "float32_logits": config.float32_logits,
-        "blocks": block_sizes(config),
-        "ragged": config.ragged_block_size if config.use_ragged_attention else 0,
-    }
-    return AttentionSpec(**(values | changes | ({"rope": None} if learned else {})))
+    spec = AttentionSpec(
+        query_heads=config.num_query_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.architecture.softmax_scale or 1 / math.sqrt(config.head_dim),
+        visibility=visibility(config, kind),
+        rope=rope_spec(config, kind or "full"),
+        bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        fused=config.fused_qkv,
+        qk_norm=norm_spec(config, scaled=config.qk_norm_with_scale) if config.use_qk_norm else None,
+        soft_cap=config.attn_logits_soft_cap or None,
+        sinks=config.attention_sink,
+        moba=Moba(config.moba_chunk_size, config.moba_topk) if config.moba else None,
+        backend=backend(config),
+        float32_product=config.float32_qk_product,
+        float32_logits=config.float32_logits,
+        blocks=block_sizes(config),
+        ragged=config.ragged_block_size if config.use_ragged_attention else 0,
+    )
+    return replace(spec, **(changes | ({"rope": None} if learned else {})))
 
 
-def backend(config: Any) -> str:
+def backend(config: MaxTextConfig) -> str:
     """`paged` says how a cache is kept; what is computed without one is computed as ever."""
     return "autoselected" if config.attention == "paged" else config.attention
 
 
-def block_sizes(config: Any) -> BlockSizes:
+def block_sizes(config: MaxTextConfig) -> BlockSizes:
     return BlockSizes(
         q=config.sa_block_q,
         kv=config.sa_block_kv,
@@ -127,108 +133,107 @@ def block_sizes(config: Any) -> BlockSizes:
     )
 
 
-def norm_spec(config: Any, **changes: Any) -> NormSpec:
-    return NormSpec(**({"kind": "rms", "epsilon": config.normalization_layer_epsilon} | changes))
+def norm_spec(config: MaxTextConfig, **changes: Any) -> NormSpec:
+    return replace(NormSpec(kind="rms", epsilon=config.normalization_layer_epsilon), **changes)
 
 
-def mlp_spec(config: Any, **changes: Any) -> MlpSpec:
-    values: dict[str, Any] = {
-        "width": config.mlp_dim,
-        "activations": tuple(config.mlp_activations),
-        "bias": config.mlp_bias,
-        "fused": config.fused_mlp,
-        "dropout_rate": dropout_rate(config),
-        "float32": config.activations_in_float32,
-        "limit": activation_limit(config),
-    }
-    return MlpSpec(**(values | changes))
+def mlp_spec(config: MaxTextConfig, **changes: Any) -> MlpSpec:
+    spec = MlpSpec(
+        width=config.mlp_dim,
+        activations=tuple(config.mlp_activations),
+        bias=config.mlp_bias,
+        fused=config.fused_mlp,
+        dropout_rate=dropout_rate(config),
+        float32=config.activations_in_float32,
+        limit=activation_limit(config),
+    )
+    return replace(spec, **changes)
 
 
-def router_spec(config: Any, **changes: Any) -> RouterSpec:
+def router_spec(config: MaxTextConfig, **changes: Any) -> RouterSpec:
     """Softmax over all experts, of which the best are taken; groups and scaling by the keys."""
     grouped = config.n_routing_groups > 0
-    values: dict[str, Any] = {
-        "experts": config.num_experts,
-        "chosen": config.num_experts_per_tok,
-        "normalise": config.norm_topk_prob,
-        "scaling": config.routed_scaling_factor,
-        "groups": config.n_routing_groups if grouped else 1,
-        "kept_groups": config.topk_routing_group if grouped else 1,
-        "float32": config.float32_gate_logits,
-        "random": config.use_random_routing,
-    }
-    values |= changes
+    spec = RouterSpec(
+        experts=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        normalise=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        groups=config.n_routing_groups if grouped else 1,
+        kept_groups=config.topk_routing_group if grouped else 1,
+        float32=config.float32_gate_logits,
+        random=config.use_random_routing,
+    )
     if config.architecture.normalise_chosen is not None:
-        values["normalise"] = config.architecture.normalise_chosen
-    return RouterSpec(**values)
+        changes["normalise"] = config.architecture.normalise_chosen
+    return replace(spec, **changes)
 
 
-def moe_spec(config: Any, router: RouterSpec, **changes: Any) -> MoeSpec:
+def moe_spec(config: MaxTextConfig, router: RouterSpec, **changes: Any) -> MoeSpec:
     shared = config.architecture.shared_expert_dim or config.shared_experts * config.moe_mlp_dim
     drops = config.capacity_factor > 0
-    values: dict[str, Any] = {
-        "router": router,
-        "width": config.moe_mlp_dim,
-        "activations": tuple(config.mlp_activations),
-        "limit": activation_limit(config),
-        "shared": mlp_spec(config, width=shared) if shared else None,
-        "method": "dropping" if drops else "sparse" if config.sparse_matmul else "dense",
-        "capacity_factor": config.capacity_factor if drops else 1.0,
-        "buffer_factor": config.ragged_buffer_factor if config.ragged_buffer_factor > 0 else None,
-        "grouped_kernel": config.megablox,
-        "custom_sort_vjp": config.use_custom_sort_vjp,
-        "ring": config.use_ring_of_experts,
-        "two_stage_gather": config.moe_fsdp_use_two_stage_all_gather,
-        "experts_on_fsdp": config.shard_exp_on_fsdp,
-        "balance_weight": config.load_balance_loss_weight,
-        "report_load": config.routed_bias_update_rate > 0,
-        "float32_sum": config.float32_weight_sum,
-        "float32": config.activations_in_float32,
-    }
-    return MoeSpec(**(values | changes))
+    spec = MoeSpec(
+        router=router,
+        width=config.moe_mlp_dim,
+        activations=tuple(config.mlp_activations),
+        limit=activation_limit(config),
+        shared=mlp_spec(config, width=shared) if shared else None,
+        method="dropping" if drops else "sparse" if config.sparse_matmul else "dense",
+        capacity_factor=config.capacity_factor if drops else 1.0,
+        buffer_factor=config.ragged_buffer_factor if config.ragged_buffer_factor > 0 else None,
+        grouped_kernel=config.megablox,
+        custom_sort_vjp=config.use_custom_sort_vjp,
+        ring=config.use_ring_of_experts,
+        two_stage_gather=config.moe_fsdp_use_two_stage_all_gather,
+        experts_on_fsdp=config.shard_exp_on_fsdp,
+        balance_weight=config.load_balance_loss_weight,
+        report_load=config.routed_bias_update_rate > 0,
+        float32_sum=config.float32_weight_sum,
+        float32=config.activations_in_float32,
+    )
+    return replace(spec, **changes)
 
 
-def feed_spec(config: Any, router: RouterSpec, **changes: Any) -> MoeSpec | MlpSpec:
+def feed_spec(config: MaxTextConfig, router: RouterSpec, **changes: Any) -> MoeSpec | MlpSpec:
     """Experts, or with num_experts=1 an MLP."""
     return moe_spec(config, router, **changes) if config.num_experts > 1 else mlp_spec(config)
 
 
-def activation_limit(config: Any) -> float | None:
+def activation_limit(config: MaxTextConfig) -> float | None:
     return config.mlp_activations_limit if config.mlp_activations_limit > 0 else None
 
 
-def dropout_rate(config: Any) -> float:
+def dropout_rate(config: MaxTextConfig) -> float:
     return config.dropout_rate if config.enable_dropout else 0.0
 
 
-def uniform(config: Any, spec: LayerSpec) -> list[LayerSpec]:
+def uniform(config: MaxTextConfig, spec: LayerSpec) -> list[LayerSpec]:
     """Layers of one kind; every nope_layer_interval-th goes without rotary positions."""
     without = config.nope_layer_interval
     plain = replace(spec, attention=replace(spec.attention, rope=None))
     return [plain if without > 0 and (layer + 1) % without == 0 else spec for layer in range(config.num_decoder_layers)]
 
 
-def layer_spec(config: Any, **changes: Any) -> LayerSpec:
-    values: dict[str, Any] = {
-        "size": config.emb_dim,
-        "attention": changes.get("attention") or attention_spec(config),
-        "mlp": mlp_spec(config),
-        "norm": norm_spec(config),
-        "post_attention_norm": config.use_post_attn_norm,
-        "post_mlp_norm": config.use_post_ffw_norm,
-        "dropout_rate": dropout_rate(config),
-        "streams": streams_spec(config),
-    }
-    return LayerSpec(**(values | changes))
+def layer_spec(config: MaxTextConfig, **changes: Any) -> LayerSpec:
+    spec = LayerSpec(
+        size=config.emb_dim,
+        attention=changes.pop("attention", None) or attention_spec(config),
+        mlp=mlp_spec(config),
+        norm=norm_spec(config),
+        post_attention_norm=config.use_post_attn_norm,
+        post_mlp_norm=config.use_post_ffw_norm,
+        dropout_rate=dropout_rate(config),
+        streams=streams_spec(config),
+    )
+    return replace(spec, **changes)
 
 
-def streams_spec(config: Any) -> HyperConnectionSpec | None:
+def streams_spec(config: MaxTextConfig) -> HyperConnectionSpec | None:
     if config.mhc_expansion_rate == 1:
         return None
     return HyperConnectionSpec(config.mhc_expansion_rate, config.sinkhorn_iterations, norm_spec(config))
 
 
-def with_engrams(config: Any, layers: list[Any]) -> list[Any]:
+def with_engrams(config: MaxTextConfig, layers: list[Any]) -> list[Any]:
     """The layers, those of engram_layers with a memory of n-grams."""
 
     def memory(layer: int) -> EngramSpec:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.attention import Visibility
 from maxtext.layers.attention import AttentionSpec, Moba
 from maxtext.layers.engram import EngramSpec
@@ -44,7 +45,7 @@ def parameter_count(weights: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
 
 
-def active_count(config: Any, weights: Any) -> int:
+def active_count(config: MaxTextConfig, weights: Any) -> int:
     """The weights that a token meets: of the experts, those that are chosen for it; all others, embedding and output
     head among them, whole."""
     parts = breakdown(weights)
@@ -196,7 +197,7 @@ def _(spec: GemmaFeed, size: int) -> float:
     return feed_flops(spec.mlp, size) + feed_flops(spec.experts, size)
 
 
-def forward_flops_per_token(config: Any, length: int | None = None) -> float:
+def forward_flops_per_token(config: MaxTextConfig, length: int | None = None) -> float:
     length = length or config.max_target_length
     specs = layers(config)
     head = 2 * config.emb_dim * config.vocab_size
@@ -207,5 +208,5 @@ def forward_flops_per_token(config: Any, length: int | None = None) -> float:
     return flops
 
 
-def train_flops_per_token(config: Any) -> float:
+def train_flops_per_token(config: MaxTextConfig) -> float:
     return 3 * forward_flops_per_token(config)

@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.mla import MlaSpec
@@ -23,7 +23,7 @@ from maxtext.models.common import (
 LATENT_EPSILON = 1e-6  # of the norms inside attention, whatever the other norms have
 
 
-def deepseek(config: Any) -> list[LayerSpec]:
+def deepseek(config: MaxTextConfig) -> list[LayerSpec]:
     count = config.num_decoder_layers
     experts = moe_layers(config, count, lambda layer: layer >= config.first_num_dense_layers)
     attention = mla_spec(config) if config.attention_type == "mla" else attention_spec(config)
@@ -41,7 +41,7 @@ def deepseek(config: Any) -> list[LayerSpec]:
     return [sparse if has_experts else dense for has_experts in experts]
 
 
-def mla_spec(config: Any) -> MlaSpec:
+def mla_spec(config: MaxTextConfig) -> MlaSpec:
     return MlaSpec(
         heads=config.num_query_heads,
         query_rank=config.q_lora_rank,
@@ -65,7 +65,7 @@ def mla_spec(config: Any) -> MlaSpec:
     )
 
 
-def softmax_scale(config: Any) -> float:
+def softmax_scale(config: MaxTextConfig) -> float:
     """1 / √(head size), times the square of YaRN's temperature where the context was extended."""
     if config.architecture.softmax_scale:
         return config.architecture.softmax_scale
@@ -75,7 +75,7 @@ def softmax_scale(config: Any) -> float:
     return scale
 
 
-def indexer_spec(config: Any) -> IndexerSpec:
+def indexer_spec(config: MaxTextConfig) -> IndexerSpec:
     return IndexerSpec(
         heads=config.indexer_n_heads,
         head_dim=config.indexer_head_dim,

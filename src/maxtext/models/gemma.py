@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.inputs import Aux, LayerInputs
@@ -27,11 +28,11 @@ from maxtext.models.common import (
 )
 
 
-def gemma(config: Any) -> list[LayerSpec]:
+def gemma(config: MaxTextConfig) -> list[LayerSpec]:
     return uniform(config, layer_spec(config, norm=norm_spec(config, offset=True)))
 
 
-def gemma2(config: Any) -> list[LayerSpec]:
+def gemma2(config: MaxTextConfig) -> list[LayerSpec]:
     """A sliding and a global layer in turn; base_num_decoder_layers counts such pairs, unless a checkpoint lists its
     layers."""
     listed = config.architecture.layer_kinds
@@ -41,11 +42,11 @@ def gemma2(config: Any) -> list[LayerSpec]:
     return [layer_spec(config, attention=attention_spec(config, kind), norm=norm) for kind in kinds]
 
 
-def five_to_one(config: Any) -> list[str]:
+def five_to_one(config: MaxTextConfig) -> list[str]:
     return layer_kinds(config, config.num_decoder_layers, lambda layer: "sliding" if (layer + 1) % 6 else "full")
 
 
-def gemma3(config: Any) -> list[LayerSpec]:
+def gemma3(config: MaxTextConfig) -> list[LayerSpec]:
     """Five sliding layers to a global one, whose positions are stretched; norms on queries and keys."""
     norm = norm_spec(config, offset=True)
     near = {"max_timescale": local_timescale(config), "linear_factor": 1.0}
@@ -57,11 +58,11 @@ def gemma3(config: Any) -> list[LayerSpec]:
     return [layer(kind) for kind in five_to_one(config)]
 
 
-def local_timescale(config: Any) -> int:
+def local_timescale(config: MaxTextConfig) -> int:
     return config.local_rope_max_timescale if config.local_rope_max_timescale > 0 else config.rope_max_timescale
 
 
-def gemma4(config: Any) -> list[LayerSpec]:
+def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
     """Global layers have their own head size and number, may share keys and values, and turn a part of each head."""
     norm = norm_spec(config)
     if config.num_experts > 1:
@@ -79,7 +80,7 @@ def gemma4(config: Any) -> list[LayerSpec]:
     return [layer(kind) for kind in five_to_one(config)]
 
 
-def gemma4_attention(config: Any, kind: str, norm: NormSpec) -> AttentionSpec:
+def gemma4_attention(config: MaxTextConfig, kind: str, norm: NormSpec) -> AttentionSpec:
     values = norm_spec(config, scaled=config.v_norm_with_scale)
     shared = {"scale": config.architecture.softmax_scale or 1.0, "qk_norm": norm, "value_norm": values}
     if kind == "sliding":

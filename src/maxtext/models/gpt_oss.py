@@ -1,12 +1,11 @@
 """gpt-oss: sliding and global layers in turn, a sink in every head, biases, and experts with a clipped activation."""
 
-from typing import Any
-
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.block import LayerSpec
 from maxtext.models.common import attention_spec, feed_spec, layer_kinds, layer_spec, router_spec
 
 
-def gpt_oss(config: Any) -> list[LayerSpec]:
+def gpt_oss(config: MaxTextConfig) -> list[LayerSpec]:
     kinds = layer_kinds(config, config.num_decoder_layers, lambda layer: "full" if layer % 2 else "sliding")
     bias = "logits" if config.routed_bias else "none"
     feed = feed_spec(config, router_spec(config, score="softmax_of_chosen", bias=bias), bias=config.mlp_bias)

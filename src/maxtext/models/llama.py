@@ -1,7 +1,6 @@
 """Llama 2, 3, 3.1, 3.3 and 4, Mistral, and the generic block: pre-norm attention and a gated MLP."""
 
-from typing import Any
-
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import Temperature
 from maxtext.layers.block import LayerSpec
 from maxtext.models.common import (
@@ -18,22 +17,22 @@ from maxtext.models.common import (
 )
 
 
-def llama(config: Any) -> list[LayerSpec]:
+def llama(config: MaxTextConfig) -> list[LayerSpec]:
     return uniform(config, layer_spec(config))
 
 
-def mistral(config: Any) -> list[LayerSpec]:
+def mistral(config: MaxTextConfig) -> list[LayerSpec]:
     """Llama with every layer sliding where the checkpoint has a window (the first release had, later ones do not)."""
     kind = "sliding" if config.sliding_window_size else None
     return uniform(config, layer_spec(config, attention=attention_spec(config, kind)))
 
 
-def default(config: Any) -> list[LayerSpec]:
+def default(config: MaxTextConfig) -> list[LayerSpec]:
     """Attention and MLP side by side, both reading the same normed input."""
     return uniform(config, layer_spec(config, parallel=True))
 
 
-def llama4(config: Any) -> list[LayerSpec]:
+def llama4(config: MaxTextConfig) -> list[LayerSpec]:
     """Chunked layers that turn neighbouring pairs; every nope_layer_interval-th layer is global and has no positions,
     but queries that grow with them. Every interleave_moe_layer_step-th has experts; a sigmoid weighs what they read."""
     count, interval, step = config.num_decoder_layers, config.nope_layer_interval, config.interleave_moe_layer_step

@@ -1,13 +1,12 @@
 """OLMo 3: three sliding layers to one global; norms on the outputs of the sub-layers, and jointly over all heads of
 queries and of keys."""
 
-from typing import Any
-
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.block import LayerSpec
 from maxtext.models.common import attention_spec, layer_kinds, layer_spec, rope_spec
 
 
-def olmo3(config: Any) -> list[LayerSpec]:
+def olmo3(config: MaxTextConfig) -> list[LayerSpec]:
     kinds = layer_kinds(config, config.num_decoder_layers, lambda layer: "sliding" if (layer + 1) % 4 else "full")
     # The context was extended on the global layers alone: sliding ones keep the plain angles.
     plain = rope_spec(config, "sliding", kind="default", attention_scaling=False)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import LayerSpec, stream
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
@@ -28,20 +29,20 @@ from maxtext.models.common import (
 )
 
 
-def qwen2(config: Any) -> list[LayerSpec]:
+def qwen2(config: MaxTextConfig) -> list[LayerSpec]:
     """Llama with biases on queries, keys and values alone; a checkpoint may list sliding layers."""
     return [layer_spec(config, attention=attention_spec(config, kind, out_bias=False)) for kind in listed_kinds(config)]
 
 
-def qwen3(config: Any) -> list[LayerSpec]:
+def qwen3(config: MaxTextConfig) -> list[LayerSpec]:
     return [layer_spec(config, attention=attention_spec(config, kind)) for kind in listed_kinds(config)]
 
 
-def listed_kinds(config: Any) -> list[str | None]:
+def listed_kinds(config: MaxTextConfig) -> list[str | None]:
     return [*layer_kinds(config, config.num_decoder_layers, lambda _: "")]
 
 
-def qwen3_moe(config: Any) -> list[LayerSpec]:
+def qwen3_moe(config: MaxTextConfig) -> list[LayerSpec]:
     experts = moe_spec(config, router_spec(config))
     has_experts = moe_layers(config, config.num_decoder_layers, lambda _: True)
     return [
@@ -50,7 +51,7 @@ def qwen3_moe(config: Any) -> list[LayerSpec]:
     ]
 
 
-def qwen3_next(config: Any) -> list[LayerSpec]:
+def qwen3_next(config: MaxTextConfig) -> list[LayerSpec]:
     """Every fourth layer attends, with a gate on its output; the others are Gated DeltaNets."""
     norm = norm_spec(config, offset=True)
     count = config.num_decoder_layers
@@ -70,7 +71,7 @@ def qwen3_next(config: Any) -> list[LayerSpec]:
 qwen3_5 = qwen3_next  # for text; they differ in how images are placed and in the names of weights
 
 
-def delta_net_spec(config: Any) -> GatedDeltaNetSpec:
+def delta_net_spec(config: MaxTextConfig) -> GatedDeltaNetSpec:
     return GatedDeltaNetSpec(
         key_heads=config.gdn_num_key_heads,
         value_heads=config.gdn_num_value_heads,
@@ -83,7 +84,7 @@ def delta_net_spec(config: Any) -> GatedDeltaNetSpec:
     )
 
 
-def qwen3_custom_moe(config: Any) -> list["NarrowSpec"]:
+def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
     """Attention writes attention_output_dim numbers a token; experts work on those, and the result is widened."""
     written, read = (
         width if width > 0 else config.emb_dim for width in (config.attention_output_dim, config.moe_expert_input_dim)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.stack import Segment, segments_of
 from maxtext.models import deepseek, gemma, gpt, gpt_oss, llama, mixtral, olmo, qwen, simple
 from maxtext.models.common import with_engrams
@@ -40,15 +41,15 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family(config: Any) -> Family:
+def family(config: MaxTextConfig) -> Family:
     return FAMILIES[config.decoder_block.value]
 
 
-def layers(config: Any) -> list[Any]:
+def layers(config: MaxTextConfig) -> list[Any]:
     """The spec of each layer of a model."""
     return with_engrams(config, family(config).layers(config))
 
 
-def segments(config: Any) -> list[Segment]:
+def segments(config: MaxTextConfig) -> list[Segment]:
     """The layers of a model as patterns that repeat."""
     return segments_of(layers(config), config.inhomogeneous_layer_cycle_interval)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.parameters import Maker
@@ -38,9 +39,9 @@ class SimpleBlock(nnx.Module):
         return x, {}
 
 
-def simple(config: Any) -> list[SimpleSpec]:
+def simple(config: MaxTextConfig) -> list[SimpleSpec]:
     return [SimpleSpec(config.emb_dim)] * config.num_decoder_layers
 
 
-def simple_mlp(config: Any) -> list[SimpleSpec]:
+def simple_mlp(config: MaxTextConfig) -> list[SimpleSpec]:
     return [SimpleSpec(config.emb_dim, config.mlp_dim)] * config.num_decoder_layers

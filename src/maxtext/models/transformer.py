@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.common import noise
+from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.layers import eight_bits
 from maxtext.layers.block import LayerSpec
@@ -33,7 +34,7 @@ RECIPES = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
 
 
 class Transformer(nnx.Module):
-    def __init__(self, config: Any, key: jax.Array | None, loop: bool = False):
+    def __init__(self, config: MaxTextConfig, key: jax.Array | None, loop: bool = False):
         quantization = config.quantization.value if config.quantization else ""
         recipe = RECIPES.get(quantization, "")
         maker = Maker(key, config.weight_dtype.value, config.dense_init_scale, recipe, loop)
@@ -161,7 +162,7 @@ class Transformer(nnx.Module):
         return tiled_cross_entropy(self.scores, x, targets, tiles, only_platform())
 
 
-def empty_caches(config: Any, size: CacheSize) -> Caches | None:
+def empty_caches(config: MaxTextConfig, size: CacheSize) -> Caches | None:
     """One a layer; None: some layer needs all tokens anew."""
     caches = []
     for layer in layers(config):
@@ -174,12 +175,12 @@ def empty_caches(config: Any, size: CacheSize) -> Caches | None:
     return caches
 
 
-def final_norm(config: Any) -> NormSpec:
+def final_norm(config: MaxTextConfig) -> NormSpec:
     """The last norm is of the layers' kind; layers without norms get a plain one."""
     return getattr(layers(config)[-1], "norm", None) or norm_spec(config)
 
 
-def multi_token(config: Any, maker: Maker, dtype: Any) -> MultiToken | None:
+def multi_token(config: MaxTextConfig, maker: Maker, dtype: Any) -> MultiToken | None:
     """Layers like the last one that predict further tokens."""
     if not config.mtp_num_layers:
         return None
@@ -188,18 +189,18 @@ def multi_token(config: Any, maker: Maker, dtype: Any) -> MultiToken | None:
     return spec.build(maker, config.emb_dim, dtype, remat(config))
 
 
-def remat(config: Any) -> RematPolicy | None:
-    if config.tensors_on_device is None:
+def remat(config: MaxTextConfig) -> RematPolicy | None:
+    if config.tensors_on_device is None or config.tensors_to_offload is None:
         return None
     return RematPolicy(tuple(config.tensors_on_device), tuple(config.tensors_to_offload))
 
 
-def make_template(config: Any) -> Template:
+def make_template(config: MaxTextConfig) -> Template:
     """The abstract model of a configuration."""
     return Template.of(lambda: Transformer(config, None))
 
 
-def initial_weights(config: Any, loop: bool = False) -> Any:
+def initial_weights(config: MaxTextConfig, loop: bool = False) -> Any:
     """Fresh weights as a nested dict; to be called under jit, so that they are born where they belong. `loop`: compiled
     faster, but not to be used one by one."""
     return nnx.to_pure_dict(nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed), loop)))

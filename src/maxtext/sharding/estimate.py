@@ -10,11 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.sharding.rules import AxisRules
 from maxtext.sharding.state import HOST
 
 
-def abstract_mesh(config: Any) -> AbstractMesh:
+def abstract_mesh(config: MaxTextConfig) -> AbstractMesh:
     """The mesh of a configuration without devices: enough to know the shape of every shard."""
     sizes = [inside * between for inside, between in zip(config.ici_parallelism, config.dcn_parallelism, strict=True)]
     return AbstractMesh(tuple(sizes), tuple(config.mesh_axes))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,9 +9,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 
 
-def make_mesh(config: Any, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of a configuration over this run's devices (all of them unless given)."""
     devices = jax.devices() if devices is None else devices
     if config.using_pipeline_parallelism:

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.configs.types import MaxTextConfig
+
 Axes = Sequence[str | None]
 
 
@@ -24,7 +26,7 @@ class AxisRules:
     one_of_several: bool = False  # the mesh's device stands for one of them: what only a lone one can do, it does not
 
     @classmethod
-    def of(cls, config: Any, mesh: Mesh) -> "AxisRules":
+    def of(cls, config: MaxTextConfig, mesh: Mesh) -> "AxisRules":
         return cls(mesh, tuple((name, tuple(axes)) for name, axes in config.logical_axis_rules))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.configs.derive import OFFLOADED, SAVED_ON_DEVICE
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.models.transformer import make_template
 from maxtext.sharding import AxisRules, use_rules
@@ -39,7 +40,7 @@ class Kept:
         return self.layers.device + self.around
 
 
-def kept_by_policy(config: Any, rules: AxisRules, platform: str = "cpu") -> list[Kept]:
+def kept_by_policy(config: MaxTextConfig, rules: AxisRules, platform: str = "cpu") -> list[Kept]:
     """For a micro-batch of the configuration; the policy that computes least again comes first."""
     reader = Activations(rules, ROWS, config.max_target_length, features(config))
     rows = config.micro_batch_size_to_train_on
@@ -60,12 +61,12 @@ def kept_by_policy(config: Any, rules: AxisRules, platform: str = "cpu") -> list
     return sorted(found, key=lambda kept: (round(kept.again, 4), kept.layers.host, kept.layers.device))
 
 
-def policy_of(config: Any) -> str:
+def policy_of(config: MaxTextConfig) -> str:
     """The name in the table of the configuration's policy."""
     return {"": "none", "minimal_flash": "minimal_with_context"}.get(config.remat_policy, config.remat_policy)
 
 
-def under(config: Any, policy: str) -> Any:
+def under(config: MaxTextConfig, policy: str) -> Any:
     """The configuration with another policy. Layers are scanned, since one keeps the same either way and they trace
     faster; and weights are where they are used, since they are not activations."""
     places: dict[str, Any] = {}
@@ -77,7 +78,7 @@ def under(config: Any, policy: str) -> Any:
     return config.model_copy(update=fixed | places)
 
 
-def features(config: Any) -> dict[int, str]:
+def features(config: MaxTextConfig) -> dict[int, str]:
     """Sizes of an activation's last dimensions and their logical names; of equal sizes the last named counts."""
     return {
         config.vocab_size: "activation_vocab",
@@ -95,7 +96,7 @@ class Traced:
     residuals: list[Any]  # variables of the jaxpr
 
 
-def trace(config: Any, run_only: bool = False) -> Traced:
+def trace(config: MaxTextConfig, run_only: bool = False) -> Traced:
     """The loss of one micro-batch, or only the embedding and the layers, with its gradient."""
     template = make_template(config)
     field = jax.ShapeDtypeStruct((ROWS, config.max_target_length), jnp.int32)

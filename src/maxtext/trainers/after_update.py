@@ -5,18 +5,18 @@ Reports lie in a tree like the weights': the report of a stacked block is [layer
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.routers import updated_bias
 from maxtext.optimizers.qk_clip import clip_mla
 
 Tree = dict
 
 
-def after_update(config: Any, weights: Tree, reports: Tree) -> Tree:
+def after_update(config: MaxTextConfig, weights: Tree, reports: Tree) -> Tree:
     """Weights after the loss-free balancing of experts (routed_bias_update_rate) and QK-clip (use_qk_clip)."""
     rate = config.routed_bias_update_rate
     if rate > 0:
@@ -32,7 +32,7 @@ Change = Callable[
 ]  # (a block's weights, the report, the axis of a stack) -> weights
 
 
-def each_block(config: Any, weights: Tree, reports: Tree, name: str, change: Change) -> Tree:
+def each_block(config: MaxTextConfig, weights: Tree, reports: Tree, name: str, change: Change) -> Tree:
     """The weights with every block changed that has a report of this name."""
     if name in reports:
         report = reports[name]

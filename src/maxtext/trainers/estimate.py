@@ -15,6 +15,7 @@ from maxtext.common.extras import libtpu_mismatch
 from maxtext.common.hardware import size
 from maxtext.common.log import silent_stderr
 from maxtext.configs import derive
+from maxtext.configs.types import MaxTextConfig
 from maxtext.models.counts import active_count, parameter_count
 from maxtext.models.registry import layers
 from maxtext.models.transformer import make_template
@@ -95,7 +96,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Estimate:
-    config: Any
+    config: MaxTextConfig
     target: Target
     parameters: int
     active: int
@@ -182,7 +183,7 @@ class Estimate:
         return [kept for kept in self.policies if not kept.layers.host or self.current.layers.host]
 
 
-def estimate(config: Any, target: Target, compiling: bool = True) -> Estimate:
+def estimate(config: MaxTextConfig, target: Target, compiling: bool = True) -> Estimate:
     setup = Setup.of(config, target.devices()) if compiling else abstract_setup(config)
     setup.check_layout()
     policies = kept_by_policy(config, setup.rules, target.platform)
@@ -226,7 +227,7 @@ def pieces(rules: AxisRules) -> int:
     return parts
 
 
-def abstract_setup(config: Any) -> Setup:
+def abstract_setup(config: MaxTextConfig) -> Setup:
     """For devices of which only the number is known."""
     template = make_template(config)
     mesh: Any = abstract_mesh(config)
@@ -280,7 +281,7 @@ def scale(kept: Kept, factor: float) -> Kept:
     return replace(kept, layers=layers, around=int(kept.around * factor))
 
 
-def variant(config: Any, target: Target, plan: Plan) -> Any:
+def variant(config: MaxTextConfig, target: Target, plan: Plan) -> Any:
     """The configuration with the policy and the batch of a plan, and all that follows from them."""
     changed = config.model_copy(update={"remat_policy": plan.policy, "per_device_batch_size": plan.per_device})
     return changed.model_copy(update=derive.derive(changed, derive.Devices(target.count, target.slices)))

@@ -8,13 +8,13 @@ reports the strongest, so that all processes leave the loop after the same step 
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS, Batch, Split, Streams, open_streams, prefetch
 from maxtext.trainers.rows import row_counts, rows_at
 from maxtext.trainers.setup import Setup
@@ -80,7 +80,7 @@ def anywhere(here: bool) -> bool:
     return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).any())
 
 
-def padding(config: Any, streams: Streams, rows: int) -> Batch:
+def padding(config: MaxTextConfig, streams: Streams, rows: int) -> Batch:
     """What a process without data gives to those that have some, for a batch of `rows`."""
     shape = (len(streams.held(rows)), config.max_target_length)
     return {field: np.zeros(shape, np.int32) for field in FIELDS}
@@ -117,7 +117,7 @@ def eval_streams(setup: Setup) -> Streams | None:
     return streams
 
 
-def no_data(config: Any) -> str:
+def no_data(config: MaxTextConfig) -> str:
     keys = {"grain": "set grain_eval_files", "hf": "set hf_eval_split or hf_eval_files"}
     return keys.get(config.dataset_type.value, f"dataset_type={config.dataset_type.value} has none")
 

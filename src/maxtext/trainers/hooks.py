@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
@@ -44,7 +45,12 @@ class Record(Hook):
     """Turns the metrics of each step into a record, and ends a run whose loss is lost."""
 
     def __init__(
-        self, config: Any, recorder: Recorder, flops_per_token: float, peak_flops: float | None, profiler: Profiler
+        self,
+        config: MaxTextConfig,
+        recorder: Recorder,
+        flops_per_token: float,
+        peak_flops: float | None,
+        profiler: Profiler,
     ):
         self.config, self.recorder, self.profiler = config, recorder, profiler
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
@@ -95,7 +101,7 @@ class Evaluate(Hook):
 
     def __init__(
         self,
-        config: Any,
+        config: MaxTextConfig,
         recorder: Recorder,
         batches: Callable[[], Iterator[Any]],
         eval_step: Callable[[Any, Any], dict[str, jax.Array]],

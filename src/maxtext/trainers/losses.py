@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.order import Order
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
@@ -36,7 +37,7 @@ def token_weights(batch: Batch) -> jax.Array:
     return (batch["targets_segmentation"] != 0).astype(jnp.float32)
 
 
-def token_counts(config: Any, batch: Batch) -> dict[str, jax.Array]:
+def token_counts(config: MaxTextConfig, batch: Batch) -> dict[str, jax.Array]:
     """What each sum over tokens is divided by."""
     tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
     counts = {"lm_loss": tokens, "z_loss": tokens}
@@ -50,7 +51,7 @@ def mtp_mask(batch: Batch, step: int) -> jax.Array:
     return mtp_targets(batch["targets"], batch["targets_segmentation"], step)[1].astype(jnp.float32)
 
 
-def separates(config: Any) -> bool:
+def separates(config: MaxTextConfig) -> bool:
     """Whether attention has to keep documents apart. Rows of one document need no mask for it, which is faster: causal
     attention does not look at the padding after it, and what padding itself computes is not learned from. Experts would
     make room for padding, so they are told of it."""
@@ -59,12 +60,12 @@ def separates(config: Any) -> bool:
     return packed or crowded or config.attention_type == "full"
 
 
-def layer_inputs(config: Any, batch: Batch, key: jax.Array | None) -> LayerInputs:
+def layer_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> LayerInputs:
     segments = batch["inputs_segmentation"] if separates(config) else None
     return LayerInputs(batch["inputs_position"], segments, key, order=token_order(config))
 
 
-def token_order(config: Any) -> Order | None:
+def token_order(config: MaxTextConfig) -> Order | None:
     """In which order a row's tokens come, where they are split over devices and are to make equal work for them."""
     shards, strategy = config.context_parallel_size, config.context_parallel_reorder_strategy.value
     if shards == 1 or not config.context_parallel_load_balance:
@@ -72,7 +73,7 @@ def token_order(config: Any) -> Order | None:
     return Order("dual_chunk_swap" if strategy == "auto" else strategy, shards)
 
 
-def bound(config: Any, template: Template, weights: Any) -> Any:
+def bound(config: MaxTextConfig, template: Template, weights: Any) -> Any:
     """The model with its weights. Those that live in host memory come to the device here, except for the layers', which
     come one layer at a time (see stack.py)."""
     if config.parameter_memory_host_offload:
@@ -80,7 +81,9 @@ def bound(config: Any, template: Template, weights: Any) -> Any:
     return template.bind(weights)
 
 
-def language_model_losses(config: Any, template: Template, weights: Any, batch: Batch, key: jax.Array | None) -> Losses:
+def language_model_losses(
+    config: MaxTextConfig, template: Template, weights: Any, batch: Batch, key: jax.Array | None
+) -> Losses:
     model = bound(config, template, weights)
     # With the padding after them. See compiled.py, which sees to it that rows have no more.
     most = 0 if config.max_segments_per_seq < 0 else config.max_segments_per_seq + 1
@@ -102,7 +105,7 @@ def language_model_losses(config: Any, template: Template, weights: Any, batch: 
     return Losses(sums, auxiliary(reports), reports)
 
 
-def head_sums(config: Any, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+def head_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
     """Sums over tokens of what the output of the last layer loses."""
     losses, partition = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
@@ -112,7 +115,7 @@ def head_sums(config: Any, model: Any, x: jax.Array, batch: Batch) -> dict[str, 
     return sums
 
 
-def mtp_sum(config: Any, model: Any, outputs: list[jax.Array], batch: Batch) -> jax.Array:
+def mtp_sum(config: MaxTextConfig, model: Any, outputs: list[jax.Array], batch: Batch) -> jax.Array:
     total = jnp.float32(0)
     for step, hidden in enumerate(outputs, start=1):
         targets, mask = mtp_targets(batch["targets"], batch["targets_segmentation"], step)
@@ -131,7 +134,7 @@ def auxiliary(reports: dict) -> dict[str, jax.Array]:
     return totals
 
 
-def evaluation_sums(config: Any, template: Template, weights: Any, batch: Batch) -> dict[str, jax.Array]:
+def evaluation_sums(config: MaxTextConfig, template: Template, weights: Any, batch: Batch) -> dict[str, jax.Array]:
     """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also how many of that layer's drafts the
     model itself would have said, and of how many."""
     model = bound(config, template, weights)

@@ -21,6 +21,7 @@ from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
 from maxtext.common.signals import asked_by_signals
 from maxtext.configs import text
+from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
 from maxtext.diagnostics.metrics import Recorder, make_writers
 from maxtext.diagnostics.plot import save_loss_png
@@ -49,14 +50,14 @@ class Result:
     signal: int | None = None  # that ended the run before its steps were done
 
 
-def train(config: Any) -> Result:
+def train(config: MaxTextConfig) -> Result:
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
         return train_here(config)
 
 
-def train_here(config: Any) -> Result:
+def train_here(config: MaxTextConfig) -> Result:
     """In a folder that no other run works in."""
     started = time.perf_counter()
     setup = Setup.of(config)
@@ -215,7 +216,7 @@ def warn_of_memory(needed: int, what: str) -> bool:
     return too_large
 
 
-def saved(config: Any) -> str:
+def saved(config: MaxTextConfig) -> str:
     if not config.enable_checkpointing:
         return "metrics and plots, no checkpoints"
     when = "at every chance" if config.enable_continuous_checkpointing else f"every {config.checkpoint_period:,} steps"
@@ -223,18 +224,18 @@ def saved(config: Any) -> str:
     return f"metrics, plots, and checkpoints {when}" + (f", of which {kept} stay" if kept else "")
 
 
-def run_folder(config: Any) -> str:
+def run_folder(config: MaxTextConfig) -> str:
     return os.path.join(config.base_output_directory, config.run_name)
 
 
-def write_configuration(config: Any) -> None:
+def write_configuration(config: MaxTextConfig) -> None:
     """The whole configuration beside the run's other files, to read and to run again."""
     if config.log_config and jax.process_index() == 0:
         write_text(os.path.join(run_folder(config), "config.yml"), text.yaml_text(config, text.KEYS_IN_ORDER))
 
 
 def summarise(
-    config: Any, setup: Setup, loop: Loop, hooks: list[Hook], seconds: float, failure: Exception | None
+    config: MaxTextConfig, setup: Setup, loop: Loop, hooks: list[Hook], seconds: float, failure: Exception | None
 ) -> dict[str, Any]:
     """loss.png and summary.json in the run's folder."""
     record = next(hook for hook in hooks if isinstance(hook, Record))

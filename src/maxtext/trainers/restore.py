@@ -25,6 +25,7 @@ from maxtext.checkpoint.stored import Damaged, Stored
 from maxtext.checkpoint.tiers import LocalTier
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.group import CHOSEN
 from maxtext.input_pipeline import BatchIterator, join_states
 from maxtext.models.transformer import make_template
@@ -80,7 +81,7 @@ def start(setup: Setup, source: BatchIterator) -> Start:
     return Start((state_of_weights(setup, path), setup.key), 0, f"from {path}")
 
 
-def checkpoints_folder(config: Any) -> Path:
+def checkpoints_folder(config: MaxTextConfig) -> Path:
     return Path(config.checkpoint_dir).absolute()
 
 
@@ -123,7 +124,7 @@ def existing(text: str, key: str) -> Path:
     return path
 
 
-def check_layout(config: Any, path: Path) -> None:
+def check_layout(config: MaxTextConfig, path: Path) -> None:
     """A person who says what kind of checkpoint it is must be right; else it is found out."""
     found = "orbax" if steps.is_checkpoints(path) else "safetensors"
     said = config.source_checkpoint_layout
@@ -242,7 +243,7 @@ def in_layout_of(setup: Setup, stored: Stored) -> Setup:
     )
 
 
-def layout_of(config: Any) -> dict[str, Any]:
+def layout_of(config: MaxTextConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in LAYOUT_KEYS}
 
 

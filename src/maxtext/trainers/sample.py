@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine import Programs
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request
@@ -14,7 +15,7 @@ from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.setup import Setup
 
 
-def check(config: Any) -> None:
+def check(config: MaxTextConfig) -> None:
     """Refuse before training what could not be sampled after it."""
     tokenizer = load_tokenizer(config)
     if not config.prompt and not config.add_bos:
@@ -24,7 +25,7 @@ def check(config: Any) -> None:
         raise ConfigError(f"prompt has {length} tokens, and trainable_position_size={places} leaves no room after it")
 
 
-def prompt_ids(config: Any, tokenizer: Tokenizer) -> list[int]:
+def prompt_ids(config: MaxTextConfig, tokenizer: Tokenizer) -> list[int]:
     begin = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
     return [*begin, *tokenizer.encode(config.prompt)]
 

@@ -1,7 +1,6 @@
 """The hook that saves a run: every so many steps, without pause, and at the end."""
 
 from pathlib import Path
-from typing import Any
 
 from maxtext.checkpoint.agreement import SaveFailed, same_everywhere
 from maxtext.checkpoint.open import model_text
@@ -9,6 +8,7 @@ from maxtext.checkpoint.saver import Saver, Storage
 from maxtext.checkpoint.state import named
 from maxtext.common import signals
 from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator
 from maxtext.trainers.loop import AHEAD, ASKED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.restore import Start, checkpoints_folder, description, local_tier, tree_to_save
@@ -100,7 +100,7 @@ class Save(Hook):
             self.local.wait()
 
 
-def attic(config: Any) -> Path | None:
+def attic(config: MaxTextConfig) -> Path | None:
     """Where old checkpoints go instead of being deleted."""
     if config.checkpoint_todelete_full_path:
         return Path(config.checkpoint_todelete_full_path).expanduser() / config.run_name

@@ -19,6 +19,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights, make_template
@@ -35,13 +36,13 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization
 
 @dataclass(frozen=True)
 class Setup:
-    config: Any
+    config: MaxTextConfig
     rules: AxisRules
     template: Template
     optimizer: optax.GradientTransformationExtraArgs
 
     @classmethod
-    def of(cls, config: Any, devices: Sequence[jax.Device] | None = None) -> "Setup":
+    def of(cls, config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> "Setup":
         """For this run's devices, or for others that need not be here: then the step can be compiled, not run."""
         refuse_inference(config)
         template = make_template(config)
@@ -232,7 +233,7 @@ def dealt_out(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str
     return {name: jax.lax.with_sharding_constraint(field[:rows], sharding) for name, field in batch.items()}
 
 
-def refuse_inference(config: Any) -> None:
+def refuse_inference(config: MaxTextConfig) -> None:
     """What only generation can do."""
     for key, word in (("attention", "paged"), ("use_ragged_attention", True)):
         if getattr(config, key) == word:
@@ -253,7 +254,7 @@ def refuse_inference(config: Any) -> None:
         )
 
 
-def read_weights(config: Any, template: Template, shardings: Any) -> Any:
+def read_weights(config: MaxTextConfig, template: Template, shardings: Any) -> Any:
     """The weights that a run starts from, straight into their shards; they must be of this very model."""
     checkpoint = open_checkpoint(config.load_parameters_path)
     if "checkpoint_is_quantized" in checkpoint.settings:
@@ -267,7 +268,7 @@ def read_weights(config: Any, template: Template, shardings: Any) -> Any:
     return load_weights(source, places, template, shardings)
 
 
-def refuse_other_model(config: Any, checkpoint: Checkpoint) -> None:
+def refuse_other_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
     """A run starts from weights of its own model, or says that it knows better."""
     words = from_python({"max_target_length": config.max_target_length})
     other = unsaid(config, load(None, words, environ={}, devices=Devices(1), model=checkpoint.settings))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_parameters
 from maxtext.sharding.explicit import as_first, by_compiler, zeros_like
@@ -37,7 +38,7 @@ class TrainState:
 
 
 def make_train_step(
-    config: Any,
+    config: MaxTextConfig,
     template: Template,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Callable[[jax.Array], jax.Array],
@@ -102,18 +103,18 @@ def make_train_step(
     return train_step
 
 
-def warms_up(config: Any) -> bool:
+def warms_up(config: MaxTextConfig) -> bool:
     """Whether indexers learn what attention looks at while it is still dense: they alone change."""
     return config.use_indexer and config.indexer_loss_scaling_factor > 0 and not config.indexer_sparse_training
 
 
-def objective(config: Any, means: Metrics) -> jax.Array:
+def objective(config: MaxTextConfig, means: Metrics) -> jax.Array:
     """What is minimised."""
     learned = {"indexer_loss": means["indexer_loss"]} if warms_up(config) else means
     return sum(learned.values(), jnp.float32(0))
 
 
-def trainable_weights(config: Any, template: Template) -> Any:
+def trainable_weights(config: MaxTextConfig, template: Template) -> Any:
     """Bools in the weights' tree: what an update may change. While indexers warm up, they alone."""
     trainable = trainable_parameters(config, template.axes, template.trained, warn=False)
     if not warms_up(config):
@@ -130,17 +131,17 @@ def select_trainable(tree: Any, trainable: Any) -> Any:
     return jax.tree.map(lambda leaf, trains: leaf if trains else jnp.zeros_like(leaf), tree, trainable)
 
 
-def is_nonfinite(config: Any, value: jax.Array) -> jax.Array:
+def is_nonfinite(config: MaxTextConfig, value: jax.Array) -> jax.Array:
     """Whether a loss or a norm is of a kind that ends the run."""
     return (jnp.isnan(value) & config.abort_on_nan_loss) | (jnp.isinf(value) & config.abort_on_inf_loss)
 
 
-def max_nonfinite_steps(config: Any) -> int:
+def max_nonfinite_steps(config: MaxTextConfig) -> int:
     """After so many non-finite steps in a row a run ends: at the first, unless skip_step_on_spikes skips it."""
     return MAX_NONFINITE_STEPS if config.skip_step_on_spikes else 1
 
 
-def hold_if_failed(config: Any, after: TrainState, before: TrainState, nonfinite: jax.Array) -> TrainState:
+def hold_if_failed(config: MaxTextConfig, after: TrainState, before: TrainState, nonfinite: jax.Array) -> TrainState:
     """The state before the step that ends the run, for it and those dispatched after it, until the loop reads its
     loss; else the state after the step."""
     limit = max_nonfinite_steps(config)
@@ -198,6 +199,6 @@ def accumulate(
     return sums
 
 
-def make_eval_step(config: Any, template: Template) -> Callable[[Any, Batch], Metrics]:
+def make_eval_step(config: MaxTextConfig, template: Template) -> Callable[[Any, Batch], Metrics]:
     """Sums over a batch, of the losses and of what they are divided by."""
     return lambda weights, batch: evaluation_sums(config, template, weights, batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
 from maxtext.layers.rope import RopeSpec, frequencies
 from maxtext.models.registry import layers
@@ -27,7 +28,7 @@ OUTSIDE_LAYERS = (
 HEAD = 128  # a size of heads to compare rotations at
 
 
-def unsaid(config: Any, again: Any) -> list[str]:
+def unsaid(config: MaxTextConfig, again: Any) -> list[str]:
     """What a configuration has otherwise than the one that was read again, in words; what many layers have, once."""
     found: dict[str, None] = {}
     for key in OUTSIDE_LAYERS:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from maxtext.checkpoint.convert.faithful import unsaid
 from maxtext.checkpoint.convert.families import deepseek, gemma, llama, others, qwen
@@ -12,7 +11,9 @@ from maxtext.checkpoint.convert.quantized import scheme_of
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
-from maxtext.configs.sources import Layer, Setting, Source, from_python
+from maxtext.configs.provenance import Layer, Setting, Source
+from maxtext.configs.sources import from_python
+from maxtext.configs.types import MaxTextConfig
 
 TABLES: tuple[Table, ...] = (*llama.TABLES, *gemma.TABLES, *qwen.TABLES, *deepseek.TABLES, *others.TABLES)
 
@@ -43,7 +44,7 @@ def table_of(hf: Json, place: str) -> Table:
     raise UserError(f"{place}: the architecture {', '.join(named) or kind} is not known; these are: {known}")
 
 
-def table_for(config: Any) -> Table:
+def table_for(config: MaxTextConfig) -> Table:
     """The table by which a model of ours is written."""
     block = config.decoder_block.value
     for table in TABLES:
@@ -107,13 +108,13 @@ def refuse_other_parts(names: Iterable[str]) -> None:
         )
 
 
-def ignored(table: Table, config: Any) -> tuple[str, ...]:
+def ignored(table: Table, config: MaxTextConfig) -> tuple[str, ...]:
     """Tensors that may be in a folder and are no weights of ours, as regular expressions."""
     tied = (r"lm_head\.weight",) if config.logits_via_embedding else ()
     return (*table.ignored, *table.ignored_in(config), *OTHER_PARTS, *tied)
 
 
-def their_config(config: Any, dtype: str) -> Json:
+def their_config(config: MaxTextConfig, dtype: str) -> Json:
     """A config.json for a model of ours; an error if it could not say all of it."""
     table = table_for(config)
     written = {

@@ -1,9 +1,11 @@
 """All configuration keys as pydantic groups, and MaxTextConfig, which has them all."""
 
-from typing import Any
+from typing import cast
 
 from pydantic import PrivateAttr
 
+from maxtext.configs.provenance import Source
+from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.types.attention import (
     Attention,
     AttentionIndexer,
@@ -93,88 +95,8 @@ from maxtext.configs.types.rl import RL, VLLM, Reward, RLDataset, RLEvaluation, 
 from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo
 from maxtext.configs.types.training import AdamW, Distillation, FineTuning, Muon, Optimizer, TrainingLoop
 
-# The groups in the order of base.yml.
-GROUPS: tuple[type[Group], ...] = (
-    RunInfo,
-    Checkpointing,
-    OrbaxStorage,
-    EmergencyCheckpointing,
-    DataTypes,
-    Quantization,
-    ModelArchitecture,
-    MTP,
-    Logits,
-    Attention,
-    MoBa,
-    MlaAttention,
-    AttentionIndexer,
-    Llama4Attention,
-    SplashAttention,
-    PagedAttention,
-    MoEGeneral,
-    MoEKernels,
-    DeepSeekMoE,
-    Qwen3Next,
-    HardwareAndMesh,
-    LayoutAndSharding,
-    DcnParallelism,
-    IciParallelism,
-    PipelineParallelism,
-    RematAndOffload,
-    Tokenizer,
-    DatasetGeneral,
-    TfdsDataset,
-    HfDataset,
-    GrainDataset,
-    OlmoGrainDataset,
-    BadData,
-    DataOrder,
-    FineTuning,
-    Distillation,
-    TrainingLoop,
-    ManifoldConstrainedHyperConnections,
-    DilocoParams,
-    Optimizer,
-    AdamW,
-    Muon,
-    PositionalEmbedding,
-    Rope,
-    YarnRope,
-    InferenceGeneral,
-    Decoding,
-    InferenceLayout,
-    InferenceServer,
-    InferenceBenchmark,
-    PrefixCaching,
-    AOT,
-    DevelopmentAndDebugging,
-    Profiling,
-    HloDump,
-    StackTrace,
-    Metrics,
-    ManagedMLDiagnostics,
-    Goodput,
-    ElasticTraining,
-    GcpMonitoring,
-    Tensorboard,
-    MultimodalGeneral,
-    VisionTower,
-    VisionProjector,
-    AudioEncoder,
-    Debug,
-    RLHardware,
-    VLLM,
-    RL,
-    RLDataset,
-    RLEvaluation,
-    Reward,
-    SpecialTokens,
-    Engram,
-    DerivedValues,
-)
 
-
-class MaxTextConfig(
+class Settings(
     RunInfo,
     Checkpointing,
     OrbaxStorage,
@@ -252,39 +174,49 @@ class MaxTextConfig(
     Engram,
     DerivedValues,
 ):
-    """A whole configuration: one flat, frozen object, made by `maxtext.config()`."""
+    """The value of every key, before anything is derived. Groups stand in the order of base.yml."""
 
-    _sources: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _architecture: Any = PrivateAttr(default=None)
+    _sources: dict[str, Source] = PrivateAttr(default_factory=dict)
+    _architecture: Architecture = PrivateAttr(default_factory=Architecture)
 
-    def source(self, key: str) -> Any:
-        """The Source of a key's value: default, file and line, model file, environment, command line, derived."""
+    def source(self, key: str) -> Source:
+        """Where a key's value was set: default, file and line, model file, environment, command line, derived."""
         return self._sources[key]
 
     @property
-    def architecture(self) -> Any:
-        """What a published checkpoint fixes and no key names: an Architecture."""
+    def architecture(self) -> Architecture:
+        """Attributes of a published checkpoint that no key names."""
         return self._architecture
+
+
+GROUPS = cast(tuple[type[Group], ...], Settings.__bases__)
+
+
+class MaxTextConfig(Settings):
+    """A whole configuration, as `load` returns it: flat, frozen, and with every derived value computed."""
+
+    emb_dim: int
+    mlp_dim: int
+    moe_mlp_dim: int
+    num_decoder_layers: int
+    num_kv_heads: int
+    num_query_heads: int
+    num_diloco_replicas: int
+    ici_parallelism: list[int]
+    dcn_parallelism: list[int]
+    using_pipeline_parallelism: bool
+    context_parallel_size: int
+    num_target_devices: int
+    global_batch_size_to_train_on: int
+    global_batch_size_to_eval_on: int
+    global_batch_size_to_load: int
+    global_batch_size_to_load_eval: int
+    micro_batch_size_to_train_on: int
+    micro_batch_size_to_eval_on: int
+    checkpoint_dir: str
+    metrics_dir: str
+    tensorboard_dir: str
 
 
 def group_of(key: str) -> type[Group]:
     return next(group for group in GROUPS if key in group.model_fields)
-
-
-__all__ = [  # noqa: RUF022 (groups first, then choices)
-    "GROUPS", "MaxTextConfig", "group_of",
-    "RunInfo", "Checkpointing", "OrbaxStorage", "EmergencyCheckpointing", "DataTypes", "Quantization",
-    "ModelArchitecture", "MTP", "Logits", "Attention", "MoBa", "MlaAttention", "AttentionIndexer", "Llama4Attention",
-    "SplashAttention", "PagedAttention", "MoEGeneral", "MoEKernels", "DeepSeekMoE", "Qwen3Next", "HardwareAndMesh",
-    "LayoutAndSharding", "DcnParallelism", "IciParallelism", "PipelineParallelism", "RematAndOffload", "Tokenizer",
-    "DatasetGeneral", "TfdsDataset", "HfDataset", "GrainDataset", "OlmoGrainDataset", "FineTuning", "Distillation",
-    "TrainingLoop", "ManifoldConstrainedHyperConnections", "DilocoParams", "Optimizer", "AdamW", "Muon",
-    "PositionalEmbedding", "Rope", "YarnRope", "InferenceGeneral", "Decoding", "InferenceLayout", "InferenceServer",
-    "InferenceBenchmark", "PrefixCaching", "AOT", "DevelopmentAndDebugging", "Profiling", "HloDump", "StackTrace",
-    "Metrics", "ManagedMLDiagnostics", "Goodput", "ElasticTraining", "GcpMonitoring", "Tensorboard",
-    "MultimodalGeneral", "VisionTower", "VisionProjector", "AudioEncoder", "Debug", "RLHardware", "VLLM", "RL",
-    "RLDataset", "RLEvaluation", "Reward", "SpecialTokens", "Engram", "DerivedValues", "XProfTPUPowerTraceMode",
-    "DType", "MatmulPrecision", "QuantizationType", "KvQuantAxis", "RematPolicy", "RematLocation", "OptimizerType",
-    "LearningRateScheduleType", "WsdDecayStyle", "RopeType", "TokenizerType", "DatasetType", "SamplingStrategy",
-    "ProfilerType", "DecoderBlockType", "ShardMode", "ReorderStrategy", "CustomRule",
-]  # fmt: skip

@@ -1,7 +1,6 @@
 """DeepSeek 2, 3 and 3.2; Kimi K2 has the classes of DeepSeek 3."""
 
 from dataclasses import replace
-from typing import Any
 
 from maxtext.checkpoint.convert.families.table import (
     PRE_NORMS,
@@ -22,6 +21,7 @@ from maxtext.checkpoint.convert.families.table import (
 )
 from maxtext.checkpoint.convert.rules import Rule
 from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.models.registry import layers
 
 AHEAD_NORMS = {"enorm": "embedding_norm", "hnorm": "hidden_norm", "shared_head.norm": "output_norm"}
@@ -89,7 +89,7 @@ def read_deepseek32(hf: Json) -> Reading:
     return reading
 
 
-def write_shared(config: Any) -> Json:
+def write_shared(config: MaxTextConfig) -> Json:
     specs = layers(config)
     parameters = their_rope(specs[0].attention.rope)
     plain = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
@@ -121,12 +121,12 @@ def write_shared(config: Any) -> Json:
     return written
 
 
-def write_deepseek2(config: Any) -> Json:
+def write_deepseek2(config: MaxTextConfig) -> Json:
     grouped = config.n_routing_groups > 1
     return write_shared(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-def write_deepseek3(config: Any) -> Json:
+def write_deepseek3(config: MaxTextConfig) -> Json:
     router = next(spec.mlp.router for spec in layers(config) if hasattr(spec.mlp, "router"))
     interleave = layers(config)[0].attention.rope.interleave
     return write_shared(config) | {
@@ -136,7 +136,7 @@ def write_deepseek3(config: Any) -> Json:
     }
 
 
-def write_deepseek32(config: Any) -> Json:
+def write_deepseek32(config: MaxTextConfig) -> Json:
     kinds = ["sparse" if hasattr(spec.mlp, "router") else "dense" for spec in layers(config)]
     return write_deepseek3(config) | {
         "index_n_heads": config.indexer_n_heads,
@@ -146,7 +146,7 @@ def write_deepseek32(config: Any) -> Json:
     }
 
 
-def deepseek_rules(config: Any) -> list[Rule]:
+def deepseek_rules(config: MaxTextConfig) -> list[Rule]:
     return [*outer_rules(), *layer_rules(), *ahead_rules(config)]
 
 
@@ -179,7 +179,7 @@ def layer_rules() -> list[Rule]:
     ]
 
 
-def ahead_rules(config: Any) -> list[Rule]:
+def ahead_rules(config: MaxTextConfig) -> list[Rule]:
     """Of the layers that predict further tokens (mtp_num_layers): with them the numbering goes on."""
     rules = []
     for layer in range(config.mtp_num_layers):
@@ -194,7 +194,7 @@ def ahead_rules(config: Any) -> list[Rule]:
     return rules
 
 
-def ignored_layers(config: Any) -> tuple[str, ...]:
+def ignored_layers(config: MaxTextConfig) -> tuple[str, ...]:
     """Layers beyond those of the model; and in those that predict further tokens, the copies of embedding and head."""
     known = "|".join(map(str, range(config.num_decoder_layers + config.mtp_num_layers)))
     return (
@@ -203,7 +203,7 @@ def ignored_layers(config: Any) -> tuple[str, ...]:
     )
 
 
-def version(config: Any) -> int:
+def version(config: MaxTextConfig) -> int:
     if config.use_indexer:
         return 32
     return 3 if config.routed_score_func == "sigmoid" else 2

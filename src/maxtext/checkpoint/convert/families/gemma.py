@@ -1,7 +1,5 @@
 """Gemma 1 to 4, for text."""
 
-from typing import Any
-
 from maxtext.checkpoint.convert.families.table import (
     PRE_NORMS,
     SANDWICH_NORMS,
@@ -27,6 +25,7 @@ from maxtext.checkpoint.convert.families.table import (
 )
 from maxtext.checkpoint.convert.rules import Rule
 from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.models.registry import layers
 
 
@@ -45,11 +44,11 @@ def read_gemma(hf: Json) -> Reading:
     return Reading(gemma_keys(hf, "gemma") | rope.keys, rope.facts)
 
 
-def gemma_rules(config: Any) -> list[Rule]:
+def gemma_rules(config: MaxTextConfig) -> list[Rule]:
     return outer_rules() + norm_rules(PRE_NORMS) + attention_rules(config) + mlp_rules()
 
 
-def write_gemma(config: Any) -> Json:
+def write_gemma(config: MaxTextConfig) -> Json:
     return dense_config(config) | {"rope_parameters": their_rope(layers(config)[0].attention.rope)}
 
 
@@ -73,7 +72,7 @@ def read_gemma2(hf: Json) -> Reading:
     return Reading(keys, facts | rope.facts)
 
 
-def write_gemma2(config: Any) -> Json:
+def write_gemma2(config: MaxTextConfig) -> Json:
     attention = layers(config)[0].attention
     hidden = their_activation(config)
     return write_gemma(config) | {
@@ -94,7 +93,7 @@ def scalar(scale: float) -> int:
     return value
 
 
-def sandwich_rules(config: Any) -> list[Rule]:
+def sandwich_rules(config: MaxTextConfig) -> list[Rule]:
     return outer_rules() + norm_rules(SANDWICH_NORMS) + attention_rules(config) + mlp_rules()
 
 
@@ -121,7 +120,7 @@ def read_gemma3(hf: Json) -> Reading:
     return Reading(keys, facts)
 
 
-def both_ropes(config: Any) -> Json:
+def both_ropes(config: MaxTextConfig) -> Json:
     ropes: Json = {}
     for spec, kind in zip(layers(config), their_kinds(config), strict=True):
         ropes.setdefault(kind, their_rope(spec.attention.rope))
@@ -129,7 +128,7 @@ def both_ropes(config: Any) -> Json:
     return {kind: ropes.get(kind, default) for kind in ("full_attention", "sliding_attention")}
 
 
-def write_gemma3(config: Any) -> Json:
+def write_gemma3(config: MaxTextConfig) -> Json:
     return write_gemma2(config) | {"rope_parameters": both_ropes(config)}
 
 
@@ -175,7 +174,7 @@ def read_gemma4(hf: Json) -> Reading:
     return Reading(keys, {"layer_kinds": listed, "rope": {"full": full, "sliding": sliding}})
 
 
-def write_gemma4(config: Any) -> Json:
+def write_gemma4(config: MaxTextConfig) -> Json:
     experts = config.num_experts > 1
     return dense_config(config) | {
         "hidden_activation": their_activation(config),
@@ -195,7 +194,7 @@ def write_gemma4(config: Any) -> Json:
     }
 
 
-def gemma4_rules(config: Any) -> list[Rule]:
+def gemma4_rules(config: MaxTextConfig) -> list[Rule]:
     layer, ours = "model.layers.{i}.", "layers/{i}/mlp/"
     rules = [*sandwich_rules(config), Rule(f"{layer}layer_scalar", "layers/{i}/scale", "n -> n")]
     if config.num_experts == 1:

@@ -1,7 +1,5 @@
 """Llama 2 to 4, Mistral and Mixtral."""
 
-from typing import Any
-
 from maxtext.checkpoint.convert.families.table import (
     PRE_NORMS,
     Json,
@@ -22,6 +20,7 @@ from maxtext.checkpoint.convert.families.table import (
     their_rope,
 )
 from maxtext.checkpoint.convert.rules import Rule
+from maxtext.configs.types import MaxTextConfig
 from maxtext.models.registry import layers
 
 
@@ -31,12 +30,12 @@ def read_llama(hf: Json) -> Reading:
     return Reading(keys | rope.keys, rope.facts)
 
 
-def write_llama(config: Any) -> Json:
+def write_llama(config: MaxTextConfig) -> Json:
     rope = their_rope(layers(config)[0].attention.rope)
     return dense_config(config) | {"mlp_bias": config.mlp_bias, "rope_parameters": rope}
 
 
-def dense_rules(config: Any) -> list[Rule]:
+def dense_rules(config: MaxTextConfig) -> list[Rule]:
     return outer_rules() + norm_rules(PRE_NORMS) + attention_rules(config) + mlp_rules()
 
 
@@ -46,7 +45,7 @@ def read_mistral(hf: Json) -> Reading:
     return Reading(keys | rope.keys, rope.facts)
 
 
-def write_mistral(config: Any) -> Json:
+def write_mistral(config: MaxTextConfig) -> Json:
     return write_llama(config) | {"sliding_window": config.sliding_window_size or None}
 
 
@@ -62,7 +61,7 @@ def read_mixtral(hf: Json) -> Reading:
     return Reading(keys | rope.keys, rope.facts)
 
 
-def write_mixtral(config: Any) -> Json:
+def write_mixtral(config: MaxTextConfig) -> Json:
     return write_mistral(config) | {
         "intermediate_size": config.moe_mlp_dim,
         "num_local_experts": config.num_experts,
@@ -70,7 +69,7 @@ def write_mixtral(config: Any) -> Json:
     }
 
 
-def mixtral_rules(config: Any) -> list[Rule]:
+def mixtral_rules(config: MaxTextConfig) -> list[Rule]:
     moe = "model.layers.{i}.block_sparse_moe."
     router = Rule(f"{moe}gate.weight", "layers/{i}/mlp/router/kernel", "x e -> e x")
     return [*dense_rules(config), router, *expert_rules(f"{moe}experts.", ("w1", "w3", "w2"))]
@@ -107,7 +106,7 @@ def read_llama4(hf: Json) -> Reading:
     return Reading(keys | rope.keys, facts | rope.facts)
 
 
-def write_llama4(config: Any) -> Json:
+def write_llama4(config: MaxTextConfig) -> Json:
     specs = layers(config)
     turns = [spec.attention.rope is not None for spec in specs]
     rope = next((spec.attention.rope for spec in specs if spec.attention.rope is not None), None)
@@ -128,7 +127,7 @@ def write_llama4(config: Any) -> Json:
     }
 
 
-def llama4_rules(config: Any) -> list[Rule]:
+def llama4_rules(config: MaxTextConfig) -> list[Rule]:
     feed, ours = "model.layers.{i}.feed_forward.", "layers/{i}/mlp/"
     return [
         *outer_rules(),

@@ -1,7 +1,5 @@
 """gpt-oss, OLMo 3, and GPT-2, whose weights our GPT-3 takes."""
 
-from typing import Any
-
 from maxtext.checkpoint.convert.families.table import (
     PRE_NORMS,
     Json,
@@ -27,6 +25,7 @@ from maxtext.checkpoint.convert.families.table import (
 )
 from maxtext.checkpoint.convert.rules import Rule
 from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.models.registry import layers
 
 GPT_OSS_ROPE = {
@@ -55,7 +54,7 @@ def read_gpt_oss(hf: Json) -> Reading:
     return Reading(keys | rope.keys, {"layer_kinds": kinds(hf, lambda i: "full" if i % 2 else "sliding")} | rope.facts)
 
 
-def write_gpt_oss(config: Any) -> Json:
+def write_gpt_oss(config: MaxTextConfig) -> Json:
     return dense_config(config, hidden_act="silu") | {
         "intermediate_size": config.moe_mlp_dim,
         "swiglu_limit": config.mlp_activations_limit,
@@ -67,7 +66,7 @@ def write_gpt_oss(config: Any) -> Json:
     }
 
 
-def gpt_oss_rules(config: Any) -> list[Rule]:
+def gpt_oss_rules(config: MaxTextConfig) -> list[Rule]:
     mlp, ours = "model.layers.{i}.mlp.", "layers/{i}/mlp/"
     return [
         *outer_rules(),
@@ -94,7 +93,7 @@ def read_olmo3(hf: Json) -> Reading:
     return Reading(keys, {"layer_kinds": kinds(hf, lambda i: "sliding" if (i + 1) % 4 else "full"), "rope": ropes})
 
 
-def write_olmo3(config: Any) -> Json:
+def write_olmo3(config: MaxTextConfig) -> Json:
     ropes: Json = {}
     for spec, kind in zip(layers(config), their_kinds(config), strict=True):
         ropes.setdefault(kind, their_rope(spec.attention.rope))
@@ -106,7 +105,7 @@ def write_olmo3(config: Any) -> Json:
     }
 
 
-def olmo3_rules(config: Any) -> list[Rule]:
+def olmo3_rules(config: MaxTextConfig) -> list[Rule]:
     outputs = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_mlp_norm"}
     return outer_rules() + norm_rules(outputs) + attention_rules(config) + mlp_rules()
 
@@ -134,7 +133,7 @@ def read_gpt2(hf: Json) -> Reading:
     return Reading(keys)
 
 
-def write_gpt2(config: Any) -> Json:
+def write_gpt2(config: MaxTextConfig) -> Json:
     name = their_activation(config)
     if config.num_query_heads * config.head_dim != config.emb_dim:
         raise UserError(
@@ -154,7 +153,7 @@ def write_gpt2(config: Any) -> Json:
     }
 
 
-def gpt2_rules(config: Any) -> list[Rule]:
+def gpt2_rules(config: MaxTextConfig) -> list[Rule]:
     """GPT-2 keeps matrices from inputs to outputs, and queries, keys and values side by side."""
     layer, ours = "transformer.h.{i}.", "layers/{i}/"
     parts = tuple(f"{ours}attention/{name}" for name in ("query", "key", "value"))

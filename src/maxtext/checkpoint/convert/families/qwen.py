@@ -1,7 +1,5 @@
 """Qwen 2.5, 3, 3 with experts, 3-Next and 3.5, for text."""
 
-from typing import Any
-
 from maxtext.checkpoint.convert.families.llama import dense_rules
 from maxtext.checkpoint.convert.families.table import (
     PRE_NORMS,
@@ -22,6 +20,7 @@ from maxtext.checkpoint.convert.families.table import (
     their_rope,
 )
 from maxtext.checkpoint.convert.rules import Rule
+from maxtext.configs.types import MaxTextConfig
 from maxtext.models.registry import layers
 
 
@@ -48,7 +47,7 @@ def read_qwen2(hf: Json) -> Reading:
     return reading
 
 
-def write_qwen2(config: Any) -> Json:
+def write_qwen2(config: MaxTextConfig) -> Json:
     written = write_qwen3(config)
     del written["attention_bias"]
     return written
@@ -60,7 +59,7 @@ def read_qwen3(hf: Json) -> Reading:
     return reading
 
 
-def write_qwen3(config: Any) -> Json:
+def write_qwen3(config: MaxTextConfig) -> Json:
     slides = config.sliding_window_size > 0
     return dense_config(config) | {
         "rope_parameters": their_rope(layers(config)[0].attention.rope),
@@ -93,7 +92,7 @@ def read_qwen3_moe(hf: Json) -> Reading:
     return reading
 
 
-def write_experts(config: Any) -> Json:
+def write_experts(config: MaxTextConfig) -> Json:
     return {
         "moe_intermediate_size": config.moe_mlp_dim,
         "num_experts": config.num_experts,
@@ -104,13 +103,13 @@ def write_experts(config: Any) -> Json:
     }
 
 
-def write_qwen3_moe(config: Any) -> Json:
+def write_qwen3_moe(config: MaxTextConfig) -> Json:
     written = write_qwen3(config) | write_experts(config)
     del written["layer_types"]
     return written
 
 
-def qwen3_moe_rules(config: Any) -> list[Rule]:
+def qwen3_moe_rules(config: MaxTextConfig) -> list[Rule]:
     return dense_rules(config) + experts("model.layers.{i}.mlp.")
 
 
@@ -145,7 +144,7 @@ def read_sparse_delta(hf: Json, block: str) -> Reading:
     return reading
 
 
-def write_delta(config: Any) -> Json:
+def write_delta(config: MaxTextConfig) -> Json:
     attending = next((layer.attention for layer in layers(config) if hasattr(layer.attention, "rope")), None)
     return dense_config(config) | {
         "linear_conv_kernel_dim": config.gdn_conv_kernel_dim,
@@ -158,13 +157,13 @@ def write_delta(config: Any) -> Json:
     }
 
 
-def write_sparse_delta(config: Any) -> Json:
+def write_sparse_delta(config: MaxTextConfig) -> Json:
     shared = [layer.mlp.shared.width for layer in layers(config) if getattr(layer.mlp, "shared", None)]
     width = shared[0] if shared else 0
     return write_delta(config) | write_experts(config) | {"shared_expert_intermediate_size": width}
 
 
-def delta_rules(config: Any, projections: list[Rule]) -> list[Rule]:
+def delta_rules(config: MaxTextConfig, projections: list[Rule]) -> list[Rule]:
     """Every layer's rules; a Gated DeltaNet's projections differ between the two families."""
     net, attention, ours = "model.layers.{i}.linear_attn.", "model.layers.{i}.self_attn.", "layers/{i}/attention/"
     channels = tuple(f"{ours}conv_{name}" for name in ("query", "key", "value"))
@@ -198,7 +197,7 @@ def delta_rules(config: Any, projections: list[Rule]) -> list[Rule]:
     ]
 
 
-def qwen3_next_rules(config: Any) -> list[Rule]:
+def qwen3_next_rules(config: MaxTextConfig) -> list[Rule]:
     net, ours = "model.layers.{i}.linear_attn.", "layers/{i}/attention/"
     wide = tuple(f"{ours}{name}/kernel" for name in ("query", "key", "value", "gate"))
     narrow = (f"{ours}beta/kernel", f"{ours}decay/kernel")
@@ -211,7 +210,7 @@ def qwen3_next_rules(config: Any) -> list[Rule]:
     )
 
 
-def qwen3_5_rules(config: Any) -> list[Rule]:
+def qwen3_5_rules(config: MaxTextConfig) -> list[Rule]:
     net, ours = "model.layers.{i}.linear_attn.", "layers/{i}/attention/"
     wide = tuple(f"{ours}{name}/kernel" for name in ("query", "key", "value"))
     return delta_rules(
@@ -225,7 +224,7 @@ def qwen3_5_rules(config: Any) -> list[Rule]:
     )
 
 
-def has_experts(config: Any) -> bool:
+def has_experts(config: MaxTextConfig) -> bool:
     return config.num_experts > 1
 
 

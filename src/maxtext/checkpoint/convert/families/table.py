@@ -7,6 +7,7 @@ from typing import Any
 
 from maxtext.checkpoint.convert.rules import LAYER, Rule
 from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.rope import RopeSpec
 from maxtext.models.registry import layers
 
@@ -56,7 +57,7 @@ def activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def their_activation(config: Any) -> str:
+def their_activation(config: MaxTextConfig) -> str:
     for theirs, ours in ACTIVATIONS.items():
         if ours == config.mlp_activations[0]:
             return theirs
@@ -108,7 +109,7 @@ def dense_keys(hf: Json, block: str) -> Json:
     }
 
 
-def dense_config(config: Any, hidden_act: str | None = None) -> Json:
+def dense_config(config: MaxTextConfig, hidden_act: str | None = None) -> Json:
     """The entries of config.json that nearly all families state alike; `hidden_act` where it is not the key's."""
     count = len(layers(config))
     return {
@@ -226,7 +227,7 @@ def one_rope(hf: Json, **options: Any) -> Reading:
     return Reading(rope_keys(fields), {"rope": {"all": fields}})
 
 
-def their_kinds(config: Any) -> list[str]:
+def their_kinds(config: MaxTextConfig) -> list[str]:
     """layer_types of a model whose layers attend."""
     names = []
     for layer in layers(config):
@@ -276,7 +277,7 @@ SANDWICH_NORMS = {
 }
 
 
-def attention_rules(config: Any, prefix: str = "model.layers.{i}.self_attn.") -> list[Rule]:
+def attention_rules(config: MaxTextConfig, prefix: str = "model.layers.{i}.self_attn.") -> list[Rule]:
     ours = "layers/{i}/attention/"
     rules = [
         Rule(f"{prefix}o_proj.weight", f"{ours}out/kernel", "e (h d) -> h d e"),

@@ -1,0 +1,28 @@
+"""The value of a key together with where it was set."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value was set. `kind`: default, file, model, environment, command line, python, derived."""
+
+    kind: str
+    place: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.place}:{self.line}" if self.line else self.place
+        if self.kind in ("file", "model"):
+            return place
+        return f"{self.kind} ({place})" if place else self.kind
+
+
+@dataclass(frozen=True)
+class Setting:
+    value: Any
+    source: Source
+
+
+Layer = dict[str, Setting]
