@@ -40,3 +40,13 @@ def test_extras_resolve(extras, python):
     assert "jax==0.1" in result.stdout
     for extra in {"cuda12", "cuda13"}.intersection(extras):
         assert f"jax-{extra}-plugin" in result.stdout
+
+
+def test_training_imports_no_data_library_before_it_needs_one():
+    """Grain takes a second to import, and runs on synthetic data or tokens of one's own do without it."""
+    program = (
+        "import sys, maxtext.trainers.pretrain;"
+        "print(sorted(sys.modules.keys() & {'grain', 'datasets', 'tensorflow', 'torch', 'transformers', 'jinja2'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -48,7 +48,7 @@ def test_config_prints_groups_values_and_sources(capsys):
     line = next(line for line in text.splitlines() if line.startswith("base_emb_dim:"))
     assert line.split("#")[0].strip() == "base_emb_dim: 4096"
     assert "models/llama3.1-8b.yml:" in line
-    assert sum(":" in line and not line.startswith(("#", " ")) for line in text.splitlines()) == 724
+    assert sum(":" in line and not line.startswith(("#", " ")) for line in text.splitlines()) == 726
 
 
 def test_config_changed(capsys):
@@ -63,7 +63,7 @@ def test_config_for_programs(capsys):
     assert main(["config", "base_emb_dim=64", "run_name=a", "--format=yaml"]) == 0
     from_yaml = yaml.safe_load(capsys.readouterr().out)
     assert from_json == from_yaml
-    assert len(from_json) == 724
+    assert len(from_json) == 726
     assert from_json["emb_dim"] == 64
     assert from_json["dtype"] == "bfloat16"
 
@@ -82,8 +82,8 @@ def test_explain(capsys):
 def test_status_counts_every_key(capsys):
     assert main(["config", "status"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("724 keys: ")
-    assert sum(bool(line) and not line.startswith("#") for line in rest) == 724
+    assert first.startswith("726 keys: ")
+    assert sum(bool(line) and not line.startswith("#") for line in rest) == 726
 
 
 def test_doors():

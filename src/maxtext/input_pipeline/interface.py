@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 
 Batch = dict[str, np.ndarray]
@@ -98,3 +98,12 @@ def unseal(made_by: dict[str, Any], state: State) -> State:
                 f"{name}={made_by.get(name)}: restore the old value, or start again under a new run_name"
             )
     return state["position"]
+
+
+def check_position(position: int, count: int) -> None:
+    """Raise UserError if a saved position is past the elements that the data gives now: they are not the same."""
+    if position > count:
+        raise UserError(
+            "the saved data position is past the end of what the data gives now, so the documents, the tokenizer or "
+            "num_epoch have changed: restore them, or start again under a new run_name"
+        )

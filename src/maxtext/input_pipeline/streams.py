@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.input_pipeline.interface import Batch, BatchIterator, State
-from maxtext.input_pipeline.window import check_place
+from maxtext.input_pipeline.interface import Batch, BatchIterator, State, check_position
 
 DATA_STREAMS = 4  # by default, at most: each packs a group of rows of its own before the first batch
 OPENED_AT_ONCE = 16
@@ -69,7 +68,7 @@ class RowBuffer:
             batch = next(self.source, None)
             if batch is None:
                 self.ended = True
-                check_place(self.used, self.loaded)
+                check_position(self.used, self.loaded)
             else:
                 self.batches.append((before, batch))
                 self.loaded += batch_rows(batch)

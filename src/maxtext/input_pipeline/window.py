@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from maxtext.common.errors import UserError
+from maxtext.input_pipeline.interface import check_position
 
 
 class WindowShuffle(grain.IterDataset):
@@ -54,14 +54,5 @@ class WindowShuffled(grain.DatasetIterator):
             self.number, self.place, self.elements, self.start = -1, 0, [], state["parent"]
         else:
             self.fill(state["window"], state["parent"])
-            check_place(state["place"], len(self.elements))
+            check_position(state["place"], len(self.elements))
             self.place = state["place"]
-
-
-def check_place(place: int, count: int) -> None:
-    """A saved place among elements that were made again. If there are fewer now, they are not the same."""
-    if place > count:
-        raise UserError(
-            "the saved data position is past the end of what the data gives now, so the documents, the tokenizer or "
-            "num_epoch have changed: restore them, or start again under a new run_name"
-        )

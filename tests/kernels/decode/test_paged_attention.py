@@ -193,7 +193,7 @@ def test_parts_of_one_product():
 @pytest.mark.parametrize("sinks", [False, True])
 def test_spans_as_one(monkeypatch, splits, sinks):
     """Of two groups of three heads; some spans saw nothing. Eight at a time."""
-    monkeypatch.setattr(decode, "AT_ONCE", 8 * SIZE)
+    monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 8 * SIZE)
     random = np.random.default_rng(6)
     logits = random.normal(size=(2, 2, splits, 3, 5)) * 4
     values = random.normal(size=(2, 2, splits, 3, 5, SIZE))
