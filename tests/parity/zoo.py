@@ -349,7 +349,11 @@ def stir(model: torch.nn.Module) -> None:
 def theirs(folder: Path) -> torch.nn.Module:
     """transformers' model of a folder, in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # torch's grouped product has no float64
+        local_files_only=True,
     )
     return model.eval()
 
