@@ -49,7 +49,8 @@ def test_there_and_back(source, tmp_path, capsys):
     stacked = len(before) - 3 * 3 * (3 - 1)
     assert first == f"wrote {tmp_path / 'ours'}: {stacked} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
     assert second == f"wrote {tmp_path / 'theirs'}: {len(before)} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
-    assert command == f"try it with: maxtext decode load_parameters_path={tmp_path / 'ours'} prompt='I love to'"
+    expected = f"try it with: maxtext decode load_parameters_path={tmp_path / 'ours'} prompt='I love to'"
+    assert command == f"{expected} tokenizer_path=TOKENIZER, the one that it was trained with"
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype

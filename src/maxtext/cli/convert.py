@@ -37,11 +37,15 @@ def run(words: list[str]) -> int:
 def summary(out: str, stem: str) -> str:
     """What a folder of weights holds, read from its headers, and a command that uses it."""
     from maxtext.checkpoint.folders import Folder
+    from maxtext.tokenizers.load import tokenizer_files
 
-    tensors = Folder.open(local_path(out), stem).tensors.values()
+    folder = local_path(out)
+    tensors = Folder.open(folder, stem).tensors.values()
     dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
     nbytes = sum(tensor.nbytes for tensor in tensors)
     command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"
+    if not tokenizer_files(folder.iterdir()):
+        command += " tokenizer_path=TOKENIZER, the one that it was trained with"
     return f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {size(nbytes)}\ntry it with: {command}"
 
 
