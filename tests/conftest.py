@@ -2,6 +2,8 @@
 
 import gc
 import importlib
+import logging
+import signal
 import time
 from pathlib import Path
 
@@ -36,6 +38,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def default_signals():
+    """A suite that runs under nohup ignores SIGHUP, and so would every process that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def rare_collections():
     """Tracing makes many small objects that live long; looking through all of them again and again takes time."""
     before = gc.get_threshold()
@@ -45,6 +55,17 @@ def rare_collections():
     yield
     gc.set_threshold(*before)
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def restored_logger():
+    """A test that configures the package's logger leaves it as it was: pytest captures a logger that does not
+    propagate by itself, and one that does through the root."""
+    logger = logging.getLogger("maxtext")
+    before = logger.propagate, logger.level
+    yield
+    logger.propagate, level = before
+    logger.setLevel(level)
 
 
 looked = 0.0

@@ -387,7 +387,6 @@ def test_mxfp4_in_pieces(blocks, scales, others, message):
     [
         ({"quant_method": "gptq"}, "gptq"),
         ({"bits": 4}, "unknown"),
-        ("fp8", "unknown"),
         (FP8 | {"weight_block_size": None}, "fp8, weight_block_size=None"),
         (FP8 | {"weight_block_size": [128]}, r"fp8, weight_block_size=\[128\]"),
         (FP8 | {"fmt": "e5m2"}, "fp8, fmt=e5m2"),

@@ -62,6 +62,7 @@ class FakeLLM:
         answer = self.answer(0, ask)
         for number, character in enumerate(answer.text or ""):
             if number + 1 == self.interrupt_after:
+                time.sleep(0.5)  # the main thread shows what came before
                 signal.raise_signal(signal.SIGINT)
                 time.sleep(0.5)  # the main thread hears it meanwhile
             yield character, None

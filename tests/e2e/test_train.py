@@ -118,7 +118,7 @@ def test_the_configuration_can_be_read_back(fox, capsys):
     path = fox.folder / "config.yml"
     assert main(["config", str(path), "--format", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert len(values) == 724
+    assert len(values) == 726
     given = {"base_emb_dim": 32, "vocab_size": 259, "learning_rate": 0.01, "prompt": "a quick", "dtype": "float32"}
     assert given.items() <= values.items()
     assert main(["config", str(path), "--changed"]) == 0

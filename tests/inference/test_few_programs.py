@@ -29,11 +29,11 @@ def test_as_on_a_gpu(monkeypatch, words):
     assert not usual.engine.in_place
     right = usual.run(requests)
 
-    def interpreted(*arrays, attend=decode.attend, **options):
+    def interpreted(*arrays, attend=decode.paged_attention, **options):
         return attend(*arrays, interpret=True, **options)
 
     monkeypatch.setattr(decode, "supports", lambda *facts: None)
-    monkeypatch.setattr(decode, "attend", interpreted)
+    monkeypatch.setattr(decode, "paged_attention", interpreted)
     for place in ("engine", "serving"):
         monkeypatch.setattr(f"maxtext.inference.{place}.platform", lambda rules: "gpu")
     scheduler = make_scheduler(programs_of(config), weights, 3, LENGTH)

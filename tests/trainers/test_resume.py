@@ -339,7 +339,7 @@ def test_a_lost_loss_leaves_the_last_good_step(go):
     assert len(saved) == 1
     (good,) = saved
     stored = Stored(go.checkpoints("run") / str(good))
-    assert stored.positions()[0]["streams"]["0"]["step"] == good
+    assert stored.positions()[0]["step"] == good
     assert all(np.isfinite(array).all() for array in arrays(stored.path).values() if array.dtype.kind == "f")
     with pytest.raises(TrainingFailed, match=f"of step {good} "):
         go("run", "steps=9", bad)
@@ -378,7 +378,6 @@ def test_keys_that_would_do_nothing_are_refused(configure):
         (["checkpoint_todelete_subdir=old"], "needs max_num_checkpoints_to_keep"),
         (["local_checkpoint_period=5"], "enable_emergency_checkpoint=true"),
         (["enable_orbax_v1=true"], "does not act"),
-        (["force_unroll=true"], "does not act"),
         (["enable_single_replica_ckpt_restoring=true"], "does not act"),
         (
             ["enable_emergency_checkpoint=true", "local_checkpoint_directory=x", "local_checkpoint_period=10000"],
