@@ -68,6 +68,18 @@ def restored_logger():
     logger.setLevel(level)
 
 
+@pytest.fixture
+def log_messages():
+    """The messages of the package's logger, as they come."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("maxtext")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
 looked = 0.0
 
 

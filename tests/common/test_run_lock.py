@@ -1,7 +1,6 @@
 """A run's folder belongs to one living process, and a dead one keeps nobody out."""
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -12,7 +11,6 @@ import pytest
 
 from maxtext.common import run_lock
 from maxtext.common.errors import UserError
-from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
 
 HOLDER = """
@@ -43,17 +41,7 @@ def hold(tmp_path):
         process.communicate()
 
 
-@pytest.fixture
-def warnings():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    LOGGER.addHandler(handler)
-    yield lines
-    LOGGER.removeHandler(handler)
-
-
-def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, warnings):
+def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, log_messages):
     first = hold()
     with pytest.raises(UserError, match=f"run is in use: process {first.pid} on {socket.gethostname()} trains there"):
         RunLock(tmp_path / "run").__enter__()
@@ -65,17 +53,17 @@ def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, warni
     with RunLock(tmp_path / "deep" / "run"):
         pass
     assert not list(tmp_path.iterdir())
-    assert not warnings
+    assert not log_messages
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(hold, tmp_path, warnings):
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(hold, tmp_path, log_messages):
     first = hold()
     first.send_signal(signal.SIGKILL)
     first.wait()
     with RunLock(tmp_path / "run"):
         pass
-    assert len(warnings) == 1
-    assert f"left by process {first.pid} on {socket.gethostname()}, which has ended: taken over" in warnings[0]
+    assert len(log_messages) == 1
+    assert f"left by process {first.pid} on {socket.gethostname()}, which has ended: taken over" in log_messages[0]
 
 
 def test_files_of_the_run_stay(tmp_path):
@@ -93,11 +81,11 @@ def test_a_torn_lock_file_is_no_obstacle(tmp_path, text):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_file_system_without_locks_costs_the_lock_and_not_the_run(tmp_path, warnings, monkeypatch):
+def test_a_file_system_without_locks_costs_the_lock_and_not_the_run(tmp_path, log_messages, monkeypatch):
     def unsupported(descriptor, operation):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(run_lock.fcntl, "lockf", unsupported)
     with RunLock(tmp_path / "run"):
         pass
-    assert "cannot be locked (Operation not supported)" in warnings[0]
+    assert "cannot be locked (Operation not supported)" in log_messages[0]

@@ -1,32 +1,19 @@
 """What a run says before its first step."""
 
-import logging
-
 import pytest
 
-from maxtext.common.log import LOGGER
 from maxtext.trainers import pretrain
 
 GIB = 2**30
 
 
-@pytest.fixture
-def warnings():
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    LOGGER.addHandler(handler)
-    yield lines
-    LOGGER.removeHandler(handler)
-
-
 @pytest.mark.parametrize(("limit", "warned"), [(23 * GIB, True), (40 * GIB, False), (None, False)])
-def test_a_step_that_does_not_fit_is_warned_of(monkeypatch, warnings, limit, warned):
+def test_a_step_that_does_not_fit_is_warned_of(monkeypatch, log_messages, limit, warned):
     monkeypatch.setattr(pretrain, "local_memory", lambda device, count: limit)
-    assert pretrain.warn_of_memory(39 * GIB, "a step") == bool(warnings) == warned
+    assert pretrain.warn_of_memory(39 * GIB, "a step") == bool(log_messages) == warned
     if warned:
-        assert "a step needs about 39.00 GiB on each device, which has 23.00 GiB" in warnings[0]
-        assert "lower per_device_batch_size" in warnings[0]
+        assert "a step needs about 39.00 GiB on each device, which has 23.00 GiB" in log_messages[0]
+        assert "lower per_device_batch_size" in log_messages[0]
 
 
 def test_the_bytes_of_a_state(configure):
