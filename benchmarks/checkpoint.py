@@ -2,11 +2,12 @@
 
     python benchmarks/checkpoint.py [--megabytes 300]
 
-A small model with a wide vocabulary trains with AdamW in float32, so that weights and moments have the given size. Both
-kinds of save are measured in the same run, in turn, three times, and the median of each counts. Blocking: from the call
-until the checkpoint is complete. Stall: how long the loop is held by the call of an asynchronous save. Beside it stands
-how much longer than usual the step after it takes: on a CPU it shares the cores with the threads that write, and gets
-new memory where the save still reads the old; an accelerator's step does neither. Prints one JSON line.
+A small model with a wide vocabulary trains with AdamW in float32, so that weights and moments have
+the given size. Both kinds of save are measured in the same run, in turn, three times, and the
+median of each counts. Blocking: from the call until the checkpoint is complete. Stall: how long the
+loop is held by the call of an asynchronous save. Beside it stands how much longer than usual the
+step after it takes: on a CPU it shares the cores with the threads that write, and gets new memory
+where the save still reads the old; an accelerator's step does neither. Prints one JSON line.
 """
 
 import argparse
@@ -30,7 +31,8 @@ WIDTH, REPEATS = 256, 3
 
 
 def words(megabytes: int) -> list[str]:
-    # Embedding and head are nearly all of the weights; with the two moments there are six such arrays of float32.
+    # Embedding and head are nearly all of the weights; with the two moments there are six such
+    # arrays of float32.
     vocabulary = megabytes * 10**6 // (6 * 4 * WIDTH)
     return [
         "run_name=checkpoint", "dataset_type=synthetic", f"base_emb_dim={WIDTH}", "base_num_query_heads=4",
@@ -41,12 +43,17 @@ def words(megabytes: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=300)
     config = load(None, words(parser.parse_args().megabytes), environ={})
     setup = Setup.of(config)
     feed = TrainFeed(setup)
-    state, step = setup.initial_state(), setup.compile_train_step(config.global_batch_size_to_train_on)
+    state, step = (
+        setup.initial_state(),
+        setup.compile_train_step(config.global_batch_size_to_train_on),
+    )
     size = sum(array.nbytes for array in named(state).values())
 
     def train() -> float:
@@ -65,7 +72,13 @@ def main() -> None:
         def save(number: int) -> float:
             begin = time.perf_counter()
             position = feed.source.get_state()
-            saver.save(number, tree_to_save(state, setup.key), description(setup, number), model_text(config), position)
+            saver.save(
+                number,
+                tree_to_save(state, setup.key),
+                description(setup, number),
+                model_text(config),
+                position,
+            )
             return time.perf_counter() - begin
 
         for number in range(2 * REPEATS + 2):

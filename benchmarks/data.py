@@ -1,21 +1,24 @@
-"""Tokens a second from files to batches, against `datasets` with a packing loop, and how full best_fit packs rows.
+"""Tokens a second from files to batches, against `datasets` with a packing loop, and how full
+best_fit packs rows.
 
     python benchmarks/data.py [--megabytes 128] [--repeats 3]
 
-The corpus is made here: sources of Python's standard library and of the installed packages, cut into documents whose
-lengths are log-normal, as those of web pages are (half of them below about 400 tokens, one in sixteen longer than a row
-of 2048), as Parquet and as JSON lines. The tokenizer is a byte-level BPE of 16384 tokens, trained on a part of it; that
-is not counted. Every run reads all documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and
-segments.
+The corpus is made here: sources of Python's standard library and of the installed packages, cut
+into documents whose lengths are log-normal, as those of web pages are (half of them below about 400
+tokens, one in sixteen longer than a row of 2048), as Parquet and as JSON lines. The tokenizer is a
+byte-level BPE of 16384 tokens, trained on a part of it; that is not counted. Every run reads all
+documents once, tokenizes, packs, and makes batches of 8 x 2048 with positions and segments.
 
-Ours: `dataset_type=grain` with best_fit, documents longer than a row go on in another, from as many data streams as a
-training run has. In this process and in worker processes; the faster counts. Peer: load_dataset, a batched map with the
-fast tokenizer of `transformers` on 1000 documents at a time, an empty cache, and a loop in NumPy: cut wherever a row
-ends, or first fit, whichever is faster. With one process and with one for each core; the faster counts.
+Ours: `dataset_type=grain` with best_fit, documents longer than a row go on in another, from as many
+data streams as a training run has. In this process and in worker processes; the faster counts.
+Peer: load_dataset, a batched map with the fast tokenizer of `transformers` on 1000 documents at a
+time, an empty cache, and a loop in NumPy: cut wherever a row ends, or first fit, whichever is
+faster. With one process and with one for each core; the faster counts.
 
-Each run is a process of its own, its imports not counted, but those of the workers are. Ours and the peer's take turns,
-and medians count, so that other work on the machine hits both. Cores: processor seconds by seconds, and how many times
-ours the peer's processor seconds are is given besides. Prints one JSON line.
+Each run is a process of its own, its imports not counted, but those of the workers are. Ours and
+the peer's take turns, and medians count, so that other work on the machine hits both. Cores:
+processor seconds by seconds, and how many times ours the peer's processor seconds are is given
+besides. Prints one JSON line.
 """
 
 import argparse
@@ -57,7 +60,9 @@ def documents(megabytes: int) -> list[str]:
     text = "".join(texts)
     made, start = [], 0
     while start < len(text):
-        end = text.find("\n", start + int(generator.lognormal(np.log(MEDIAN), SPREAD))) + 1 or len(text)
+        end = text.find("\n", start + int(generator.lognormal(np.log(MEDIAN), SPREAD))) + 1 or len(
+            text
+        )
         made.append(text[start:end])
         start = end
     return [made[place] for place in generator.permutation(len(made))]
@@ -94,7 +99,9 @@ def train_tokenizer(folder: Path, texts: list[str]) -> None:
         single=f"{BEGIN} $A {END}", special_tokens=[(BEGIN, 0), (END, 1)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BEGIN, "eos_token": END}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": BEGIN, "eos_token": END})
+    )
 
 
 def processor_seconds() -> float:
@@ -144,13 +151,17 @@ def peer(folder: Path, kind: str, processes: int) -> dict[str, Any]:
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
         def tokenize(batch: dict[str, list[str]]) -> Any:
-            return tokenizer(batch["text"], return_attention_mask=False, return_token_type_ids=False)
+            return tokenizer(
+                batch["text"], return_attention_mask=False, return_token_type_ids=False
+            )
 
         dataset = datasets.load_dataset(
             {"jsonl": "json"}.get(kind, kind), data_files=sorted(map(str, (folder / kind).iterdir())), split="train",
             cache_dir=cache, num_proc=several,
         )  # fmt: skip
-        dataset = dataset.map(tokenize, batched=True, batch_size=1000, remove_columns=["text"], num_proc=several)
+        dataset = dataset.map(
+            tokenize, batched=True, batch_size=1000, remove_columns=["text"], num_proc=several
+        )
         dataset = dataset.with_format("numpy")
         seconds, processor = time.perf_counter() - begin, processor_seconds() - used
         results = []
@@ -159,8 +170,12 @@ def peer(folder: Path, kind: str, processes: int) -> dict[str, Any]:
             packed = pack(batch["input_ids"] for batch in dataset.iter(1000))
             found = counted(batch["segmentation"] for batch in packed)
             times = (seconds + time.perf_counter() - begin, processor + processor_seconds() - used)
-            results.append({"seconds": times[0], "processor": times[1], "packing": pack.__name__, **found})
-        pairs = sum(len(tokens) - 1 for batch in dataset.iter(1000) for tokens in batch["input_ids"])
+            results.append(
+                {"seconds": times[0], "processor": times[1], "packing": pack.__name__, **found}
+            )
+        pairs = sum(
+            len(tokens) - 1 for batch in dataset.iter(1000) for tokens in batch["input_ids"]
+        )
     return min(results, key=lambda result: result["seconds"]) | {"pairs": pairs}
 
 
@@ -175,13 +190,20 @@ def concatenated(chunks: Iterable[list[np.ndarray]]) -> Iterator[dict[str, np.nd
         position = np.arange(lengths.sum()) - np.repeat(starts, lengths)
         number = np.repeat(np.arange(last, last + len(chunk)), lengths)
         last += len(chunk)
-        fields = np.concatenate([left, np.stack([np.concatenate(chunk), position, number]).astype(np.int32)], axis=1)
+        fields = np.concatenate(
+            [left, np.stack([np.concatenate(chunk), position, number]).astype(np.int32)], axis=1
+        )
         whole = (fields.shape[1] - 1) // size
         for at in range(0, whole * size, size):
             tokens, position, number = fields[:, at : at + size].reshape(3, ROWS, LENGTH)
             targets = fields[0, at + 1 : at + size + 1].reshape(ROWS, LENGTH)
             segmentation = number - number[:, :1] + 1
-            yield {"inputs": tokens, "targets": targets, "position": position, "segmentation": segmentation}
+            yield {
+                "inputs": tokens,
+                "targets": targets,
+                "position": position,
+                "segmentation": segmentation,
+            }
         left = fields[:, whole * size :]
 
 
@@ -213,14 +235,19 @@ def first_fit(chunks: Iterable[list[np.ndarray]]) -> Iterator[dict[str, np.ndarr
             free[row] -= size
             segments[row] += 1
             rows["inputs"][row, place], rows["targets"][row, place] = piece[:-1], piece[1:]
-            rows["position"][row, place], rows["segmentation"][row, place] = counting[:size], segments[row]
+            rows["position"][row, place], rows["segmentation"][row, place] = (
+                counting[:size],
+                segments[row],
+            )
     yield from batches()
 
 
 def measure(side: str, folder: Path, kind: str, processes: int) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, __file__, "--run", side, str(folder), kind, str(processes)]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+    )
     if result.returncode:
         raise SystemExit(result.stderr)
     return json.loads(result.stdout.splitlines()[-1])
@@ -232,7 +259,10 @@ def best(runs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
     def seconds(run: dict[str, Any]) -> float:
         return run["seconds"]
 
-    medians = [sorted(several, key=seconds)[len(several) // 2] | {"processes": at} for at, several in runs.items()]
+    medians = [
+        sorted(several, key=seconds)[len(several) // 2] | {"processes": at}
+        for at, several in runs.items()
+    ]
     return min(medians, key=seconds)
 
 
@@ -243,9 +273,12 @@ def compare(folder: Path, kind: str, repeats: int) -> dict[str, Any]:
             for processes, results in several.items():
                 results.append(measure(side.__name__, folder, kind, processes))
     we, they = best(runs[ours]), best(runs[peer])
-    # Of each document all tokens but the last are inputs: one way to know that both had the same tokens, and all.
+    # Of each document all tokens but the last are inputs: one way to know that both had the same
+    # tokens, and all.
     if we["tokens"] != they["pairs"]:
-        raise SystemExit(f"{kind}: we packed {we['tokens']} tokens, but the peer's tokenizer gave {they['pairs']}")
+        raise SystemExit(
+            f"{kind}: we packed {we['tokens']} tokens, but the peer's tokenizer gave {they['pairs']}"
+        )
 
     def shown(run: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -264,7 +297,9 @@ def compare(folder: Path, kind: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)

@@ -1,13 +1,14 @@
-"""Tokens a second of generation, against `transformers` with a static, compiled cache, both with random weights.
+"""Tokens a second of generation, against `transformers` with a static, compiled cache, both with
+random weights.
 
     python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128] [--offline 512]
 
-A case is a shape and a batch, in bfloat16. Greedy; `batch` prompts of the same length through each side's `generate`;
-what counts is the time of `new` tokens less that of one, so reading the prompts does not; the best of three runs. Each
-side runs in a process of its own. A case `8b:1:int8` is ours alone with int8 weights, and its ratio is to our own
-bfloat16. --offline N serves N requests of mixed lengths (prompts of 64 to 1024 tokens, answers of 64 to 512) by
-continuous batching and counts the new tokens by all the time that it takes, after one run that compiles. Prints one
-JSON line.
+A case is a shape and a batch, in bfloat16. Greedy; `batch` prompts of the same length through each
+side's `generate`; what counts is the time of `new` tokens less that of one, so reading the prompts
+does not; the best of three runs. Each side runs in a process of its own. A case `8b:1:int8` is ours
+alone with int8 weights, and its ratio is to our own bfloat16. --offline N serves N requests of
+mixed lengths (prompts of 64 to 1024 tokens, answers of 64 to 512) by continuous batching and counts
+the new tokens by all the time that it takes, after one run that compiles. Prints one JSON line.
 """
 
 import argparse
@@ -19,8 +20,22 @@ import time
 import numpy as np
 
 SHAPES = {
-    "8b": {"layers": 32, "embed": 4096, "heads": 32, "kv_heads": 8, "mlp": 14336, "vocabulary": 128256},
-    "default": {"layers": 16, "embed": 2048, "heads": 16, "kv_heads": 16, "mlp": 7168, "vocabulary": 32000},
+    "8b": {
+        "layers": 32,
+        "embed": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "mlp": 14336,
+        "vocabulary": 128256,
+    },
+    "default": {
+        "layers": 16,
+        "embed": 2048,
+        "heads": 16,
+        "kv_heads": 16,
+        "mlp": 7168,
+        "vocabulary": 32000,
+    },
     "tiny": {"layers": 2, "embed": 256, "heads": 2, "kv_heads": 1, "mlp": 256, "vocabulary": 500},
 }
 HEAD = 128
@@ -99,8 +114,13 @@ def offline(count, shape="8b"):
     """New tokens a second of all requests together, and how many there were."""
     from maxtext.inference import Ask
 
-    # Pages for what requests have, 832 tokens on average and a page more, not for the most that one could have.
-    pages = {"attention": "paged", "pagedattn_tokens_per_page": 64, "pagedattn_num_pages": 14 * count}
+    # Pages for what requests have, 832 tokens on average and a page more, not for the most that one
+    # could have.
+    pages = {
+        "attention": "paged",
+        "pagedattn_tokens_per_page": 64,
+        "pagedattn_num_pages": 14 * count,
+    }
     llm = load(shape, per_device_batch_size=count, **pages)
     random = np.random.default_rng(1)
     asks = []
@@ -113,7 +133,12 @@ def offline(count, shape="8b"):
         tokens = sum(len(answer.ids) for answer in llm.answers(iter(asks)))
         seconds = time.perf_counter() - start
     assert tokens == sum(ask.max_new_tokens for ask in asks)
-    return {"requests": count, "new_tokens": tokens, "seconds": round(seconds, 2), "tokens_a_second": tokens / seconds}
+    return {
+        "requests": count,
+        "new_tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_a_second": tokens / seconds,
+    }
 
 
 def apart(side, *words):
@@ -135,8 +160,12 @@ def main():
     if options.one:
         side, *words = options.one
         sides = {
-            "peer": lambda shape, batch, *rest: peer(shape, int(batch), options.prompt, options.new),
-            "ours": lambda shape, batch, *rest: ours(shape, int(batch), options.prompt, options.new, *rest),
+            "peer": lambda shape, batch, *rest: peer(
+                shape, int(batch), options.prompt, options.new
+            ),
+            "ours": lambda shape, batch, *rest: ours(
+                shape, int(batch), options.prompt, options.new, *rest
+            ),
             "offline": lambda count, shape: offline(int(count), shape),
         }
         print(json.dumps(sides[side](*words)))
@@ -147,10 +176,16 @@ def main():
         shape, batch, *quantization = case.split(":")
         own = apart("ours", shape, batch, *quantization, *sizes)
         if quantization:
-            other = result.get(f"{shape}:{batch}", {}).get("ours") or apart("ours", shape, batch, *sizes)
+            other = result.get(f"{shape}:{batch}", {}).get("ours") or apart(
+                "ours", shape, batch, *sizes
+            )
         else:
             other = apart("peer", shape, batch, *sizes)
-        result[case] = {"ours": round(own, 1), "other": round(other, 1), "ratio": round(own / other, 2)}
+        result[case] = {
+            "ours": round(own, 1),
+            "other": round(other, 1),
+            "ratio": round(own / other, 2),
+        }
         print(case, result[case], file=sys.stderr, flush=True)
     if options.offline:
         result["offline"] = apart("offline", options.offline, options.offline_shape)

@@ -2,14 +2,15 @@
 
     python benchmarks/gpu_train.py [--cases default,fp8,fp8_full,int8,8b,moe8,moe64] [--steps 30]
 
-Ours is `maxtext train` with the words below; the peer is the model in this file: SDPA, autocast to bfloat16 on float32
-weights, fused AdamW, clipping by the global norm, with the shapes of `default`; it stays in bfloat16 where ours, with
-the same shapes, is in fp8 or int8. Each side runs in a process of its own.
-A step counts from one report to the next; the median of all but the first ten counts. TFLOP/s are those of the matrix
-products, causal attention once, of experts those that a token uses; MFU is of 989, the dense bfloat16 peak of an H100
-or H200. First step: from the command to its report, with an empty compilation cache, and again with the one that this
-left; modules have been imported once before, so that no disk is timed. Memory: ours, of the compiled step, as the run's
-banner has it; the peer's, the most that was allocated. Prints one JSON line.
+Ours is `maxtext train` with the words below; the peer is the model in this file: SDPA, autocast to
+bfloat16 on float32 weights, fused AdamW, clipping by the global norm, with the shapes of `default`;
+it stays in bfloat16 where ours, with the same shapes, is in fp8 or int8. Each side runs in a
+process of its own. A step counts from one report to the next; the median of all but the first ten
+counts. TFLOP/s are those of the matrix products, causal attention once, of experts those that a
+token uses; MFU is of 989, the dense bfloat16 peak of an H100 or H200. First step: from the command
+to its report, with an empty compilation cache, and again with the one that this left; modules have
+been imported once before, so that no disk is timed. Memory: ours, of the compiled step, as the
+run's banner has it; the peer's, the most that was allocated. Prints one JSON line.
 """
 
 import argparse
@@ -49,8 +50,24 @@ CASES = {
 }  # fmt: skip
 IN_EIGHT_BITS = ("fp8", "fp8_full", "int8")  # of the shapes of `default`
 PEERS = {
-    "default": {"rows": 12, "length": 2048, "size": 2048, "layers": 16, "heads": 16, "mlp": 7168, "vocabulary": 32000},
-    "tiny": {"rows": 2, "length": 64, "size": 64, "layers": 2, "heads": 4, "mlp": 128, "vocabulary": 256},
+    "default": {
+        "rows": 12,
+        "length": 2048,
+        "size": 2048,
+        "layers": 16,
+        "heads": 16,
+        "mlp": 7168,
+        "vocabulary": 32000,
+    },
+    "tiny": {
+        "rows": 2,
+        "length": 64,
+        "size": 64,
+        "layers": 2,
+        "heads": 4,
+        "mlp": 128,
+        "vocabulary": 256,
+    },
 }
 
 
@@ -58,7 +75,11 @@ def ours(words: list[str], steps: int, folder: Path) -> dict[str, float]:
     """One run of the trainer: seconds to the first step, the median step, TFLOP/s."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    places = [f"jax_cache_dir={folder / 'cache'}", f"base_output_directory={folder}", f"metrics_file={metrics}"]
+    places = [
+        f"jax_cache_dir={folder / 'cache'}",
+        f"base_output_directory={folder}",
+        f"metrics_file={metrics}",
+    ]
     line = [sys.executable, "-m", "maxtext.train", *COMMON, *words, *places, f"steps={steps}"]
     start, first = time.time(), None
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -70,15 +91,23 @@ def ours(words: list[str], steps: int, folder: Path) -> dict[str, float]:
     if process.wait():
         raise SystemExit("".join(said[-40:]))
     records = [json.loads(record) for record in metrics.read_text().splitlines()]
-    timed = [record for record in records if record.get("step_time_seconds") and record["step"] >= SKIPPED]
+    timed = [
+        record
+        for record in records
+        if record.get("step_time_seconds") and record["step"] >= SKIPPED
+    ]
     if not timed:  # only the first step was asked for
         return {"first_step_seconds": round(first, 1)}
     memory = re.search(r"memory a device\W+([\d.]+ \w+)", "".join(said))
     return {
         "first_step_seconds": round(first, 1),
         "memory": memory.group(1) if memory else None,
-        "step_seconds": round(statistics.median(record["step_time_seconds"] for record in timed), 4),
-        "tflops": round(statistics.median(record["tflops_per_second_per_device"] for record in timed), 1),
+        "step_seconds": round(
+            statistics.median(record["step_time_seconds"] for record in timed), 4
+        ),
+        "tflops": round(
+            statistics.median(record["tflops_per_second_per_device"] for record in timed), 1
+        ),
     }
 
 
@@ -95,16 +124,23 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
         def __init__(self):
             super().__init__()
             self.first, self.second = nn.RMSNorm(size, eps=1e-5), nn.RMSNorm(size, eps=1e-5)
-            self.qkv, self.out = nn.Linear(size, 3 * size, bias=False), nn.Linear(size, size, bias=False)
+            self.qkv, self.out = (
+                nn.Linear(size, 3 * size, bias=False),
+                nn.Linear(size, size, bias=False),
+            )
             self.gate_up = nn.Linear(size, 2 * sizes["mlp"], bias=False)
             self.down = nn.Linear(sizes["mlp"], size, bias=False)
 
         def forward(self, x, cosine, sine):
-            q, k, v = self.qkv(self.first(x)).view(rows, length, 3, heads, head).permute(2, 0, 3, 1, 4)
+            q, k, v = (
+                self.qkv(self.first(x)).view(rows, length, 3, heads, head).permute(2, 0, 3, 1, 4)
+            )
 
             def rotate(x):
                 left, right = x.chunk(2, -1)
-                return torch.cat([left * cosine - right * sine, right * cosine + left * sine], -1).to(v.dtype)
+                return torch.cat(
+                    [left * cosine - right * sine, right * cosine + left * sine], -1
+                ).to(v.dtype)
 
             mixed = functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
             x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, size))
@@ -118,7 +154,9 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
             self.blocks = nn.ModuleList(Block() for _ in range(sizes["layers"]))
             self.norm = nn.RMSNorm(size, eps=1e-5)
             self.head = nn.Linear(size, sizes["vocabulary"], bias=False)
-            angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, head, 2) / head))
+            angles = torch.outer(
+                torch.arange(length), 10000.0 ** (-torch.arange(0, head, 2) / head)
+            )
             self.register_buffer("cosine", angles.cos())
             self.register_buffer("sine", angles.sin())
 
@@ -127,13 +165,17 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
             for block in self.blocks:
                 x = block(x, self.cosine, self.sine)
             logits = self.head(self.norm(x))
-            return functional.cross_entropy(logits.float().view(-1, sizes["vocabulary"]), targets.reshape(-1))
+            return functional.cross_entropy(
+                logits.float().view(-1, sizes["vocabulary"]), targets.reshape(-1)
+            )
 
     torch.set_float32_matmul_precision("high")
     with torch.device(device):
         model = Model()
     compiled = torch.compile(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     times, first, start = [], 0.0, 0.0
     for step in range(steps + 1):
         start = time.perf_counter() if step == 1 else start
@@ -151,7 +193,9 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
             loss.item()
             times.append((time.perf_counter() - start) / TOGETHER)
             start = time.perf_counter()
-    weights = sum(parameter.numel() for parameter in model.parameters()) - sizes["vocabulary"] * size
+    weights = (
+        sum(parameter.numel() for parameter in model.parameters()) - sizes["vocabulary"] * size
+    )
     attention = 2 * sizes["layers"] * size * length  # a token, forward, half of the square
     flops = rows * length * 3 * (2 * weights + attention)
     seconds = statistics.median(times[SKIPPED // TOGETHER :] or times)
@@ -165,7 +209,9 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", default="default,fp8,fp8_full,int8,8b,moe8,moe64")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--peer", help=argparse.SUPPRESS)
@@ -177,7 +223,9 @@ def main() -> None:
         print(json.dumps(peer(options.peer, options.steps, options.started)))
         return
     result = {}
-    subprocess.run([sys.executable, "-c", "import maxtext.trainers.pretrain"], check=True)  # read from the disk once
+    subprocess.run(
+        [sys.executable, "-c", "import maxtext.trainers.pretrain"], check=True
+    )  # read from the disk once
     for case in options.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
             found = ours(CASES[case], options.steps, Path(folder))
@@ -191,7 +239,9 @@ def main() -> None:
                     env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
                 )  # fmt: skip
                 found["peer"] = json.loads(done.stdout.splitlines()[-1])
-        other = found.get("peer") or (result.get("default", {}).get("peer") if case in IN_EIGHT_BITS else None)
+        other = found.get("peer") or (
+            result.get("default", {}).get("peer") if case in IN_EIGHT_BITS else None
+        )
         if other:
             found["ratio"] = round(other["step_seconds"] / found["step_seconds"], 3)
         result[case] = found

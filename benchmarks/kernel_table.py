@@ -3,9 +3,10 @@
     maxtext train ... profiler=xplane steps=20
     python benchmarks/kernel_table.py FOLDER [--top 30]
 
-FOLDER is any folder above the trace, the newest one counts. A kernel's name comes without its digits, so that those of
-all layers are one line, with the operation of the program that it belongs to. Prints one line a kernel: its time in
-all, its share of the time of all kernels, how often it ran, its time once.
+FOLDER is any folder above the trace, the newest one counts. A kernel's name comes without its
+digits, so that those of all layers are one line, with the operation of the program that it belongs
+to. Prints one line a kernel: its time in all, its share of the time of all kernels, how often it
+ran, its time once.
 """
 
 import argparse
@@ -19,7 +20,11 @@ from pathlib import Path
 
 def kernels(events):
     """(name, microseconds) of each run of a kernel on a GPU."""
-    processes = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event.get("name") == "process_name"
+    }
     for event in events:
         arguments = event.get("args", {})
         on_gpu = event.get("ph") == "X" and "GPU" in processes.get(event["pid"], "")
@@ -29,7 +34,9 @@ def kernels(events):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--top", type=int, default=30)
     options = parser.parse_args()
@@ -37,7 +44,9 @@ def main():
     if not traces:
         sys.exit(f"no trace (*.trace.json.gz) lies under {options.folder}")
     times, runs = collections.Counter(), collections.Counter()
-    for name, duration in kernels(json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]):
+    for name, duration in kernels(
+        json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
+    ):
         times[name] += duration
         runs[name] += 1
     total = sum(times.values())

@@ -1,12 +1,14 @@
-"""What quantization costs in perplexity, on the eval_steps batches of a run, and what it saves in memory.
+"""What quantization costs in perplexity, on the eval_steps batches of a run, and what it saves in
+memory.
 
     maxtext train quickstart
     python benchmarks/quantized.py maxtext_output/quickstart [KEY=VALUE[,KEY=VALUE…] …]
 
-Each further word is a set of settings that the run's newest weights are served with; the first one is what the others
-are compared with. Without any: bfloat16 as it is, then with weights, cache, or both in int8 and int4. A row of the data
-goes through the model as a prompt does, with the cache that the settings ask for; documents that share a row are read
-as one text. Prints one JSON line for each set.
+Each further word is a set of settings that the run's newest weights are served with; the first one
+is what the others are compared with. Without any: bfloat16 as it is, then with weights, cache, or
+both in int8 and int4. A row of the data goes through the model as a prompt does, with the cache
+that the settings ask for; documents that share a row are read as one text. Prints one JSON line for
+each set.
 """
 
 import argparse
@@ -29,7 +31,10 @@ from maxtext.models.transformer import empty_caches
 from maxtext.trainers.feed import EvaluationFeed, eval_streams
 from maxtext.trainers.setup import Setup
 
-INT8, INT4 = "quantize_kvcache=true,kv_quant_dtype=int8", "quantize_kvcache=true,kv_quant_dtype=int4"
+INT8, INT4 = (
+    "quantize_kvcache=true,kv_quant_dtype=int8",
+    "quantize_kvcache=true,kv_quant_dtype=int4",
+)
 DEFAULT = [
     "dtype=bfloat16",
     "dtype=bfloat16,quantization=int8",
@@ -59,7 +64,9 @@ def perplexity(llm: LLM, data: list[dict[str, np.ndarray]]) -> float:
         """The sum over all targets, and their number."""
         rows, length = batch["inputs"].shape
         caches = empty_caches(config, cache_size(config, rows, length))
-        assert caches is not None, "a model that keeps nothing of its tokens has no cache to measure"
+        assert caches is not None, (
+            "a model that keeps nothing of its tokens has no cache to measure"
+        )
         positions = jnp.where(batch["inputs_segmentation"] > 0, jnp.arange(length), -1)
         inputs = LayerInputs(positions, fresh=True, table=jnp.arange(rows)[:, None], aligned=True)
         model = llm.template.bind(weights)
@@ -77,11 +84,19 @@ def perplexity(llm: LLM, data: list[dict[str, np.ndarray]]) -> float:
 
 def weight_bytes(weights: Any) -> int:
     """As they lie on the device, where two int4 share a byte."""
-    return jax.jit(lambda weights: weights).lower(weights).compile().memory_analysis().argument_size_in_bytes
+    return (
+        jax.jit(lambda weights: weights)
+        .lower(weights)
+        .compile()
+        .memory_analysis()
+        .argument_size_in_bytes
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()

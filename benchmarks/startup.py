@@ -2,10 +2,11 @@
 
     python benchmarks/startup.py [--steps 200]
 
-The run is small (4 layers of width 64, vocabulary 256, 8 sequences of 64 tokens, float32, synthetic data), so what is
-measured is the framework. Cold: an empty compilation cache. Warm: the same command again. Steady: the median time of a
-step of `maxtext train` against a bare jitted loop of the same model, optimizer and batch size, written here without
-this package; both in turn, three times, and the better median of each counts. Prints one JSON line.
+The run is small (4 layers of width 64, vocabulary 256, 8 sequences of 64 tokens, float32, synthetic
+data), so what is measured is the framework. Cold: an empty compilation cache. Warm: the same
+command again. Steady: the median time of a step of `maxtext train` against a bare jitted loop of
+the same model, optimizer and batch size, written here without this package; both in turn, three
+times, and the better median of each counts. Prints one JSON line.
 """
 
 import argparse
@@ -89,11 +90,15 @@ def train(folder: Path, steps: int, cache: str) -> tuple[float, list[float]]:
             first = time.time() - start
     if process.wait():
         raise SystemExit(process.stderr.read())
-    return first, [json.loads(line)["step_time_seconds"] for line in metrics.read_text().splitlines()]
+    return first, [
+        json.loads(line)["step_time_seconds"] for line in metrics.read_text().splitlines()
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     steps = parser.parse_args().steps
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,7 +1,8 @@
-"""Compiler options for programs that run once or twice: compiling them is most of the time of the tests.
+"""Compiler options for programs that run once or twice: compiling them is most of the time of the
+tests.
 
-Optimization level 0 and the old CPU emitters compile about three times faster. jaxlib 0.11 removed the old emitters,
-and refuses options that it does not know.
+Optimization level 0 and the old CPU emitters compile about three times faster. jaxlib 0.11 removed
+the old emitters, and refuses options that it does not know.
 """
 
 import jax
@@ -14,4 +15,6 @@ if jax.__version_info__ < (0, 11):
     FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 # The same for processes: a part of XLA_FLAGS.
-FAST_COMPILE_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in FAST_COMPILE.items())
+FAST_COMPILE_FLAGS = " ".join(
+    f"--{name}={str(value).lower()}" for name, value in FAST_COMPILE.items()
+)

@@ -17,16 +17,32 @@ MAPPINGS = Path("/proc/self/maps")
 MOST_MAPPINGS = 20_000  # of the 65,530 that Linux lets a process have
 
 
-LONGEST = ("test_layouts_", "test_resume", "test_launch", "test_zoo", "test_no_silent_keys", "test_scheduler")
+LONGEST = (
+    "test_layouts_",
+    "test_resume",
+    "test_launch",
+    "test_zoo",
+    "test_no_silent_keys",
+    "test_scheduler",
+)
 
 
-COMPILING = ("inference", "kernels", "layers", "models", "optimizers", "parity", "sharding", "trainers")  # rooms
+COMPILING = (
+    "inference",
+    "kernels",
+    "layers",
+    "models",
+    "optimizers",
+    "parity",
+    "sharding",
+    "trainers",
+)  # rooms
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Files that take minutes come first: else one worker ends long after the other. Where each case of a test compiles
-    programs of its own, only the first is quick."""
+    """Files that take minutes come first: else one worker ends long after the other. Where each
+    case of a test compiles programs of its own, only the first is quick."""
     items.sort(key=lambda item: not item.path.name.startswith(LONGEST))
     seen = set()
     for item in items:
@@ -47,7 +63,9 @@ def default_signals():
 
 @pytest.fixture(scope="session", autouse=True)
 def rare_collections():
-    """Tracing makes many small objects that live long; looking through all of them again and again takes time."""
+    """Tracing makes many small objects that live long; looking through all of them again and again
+    takes time.
+    """
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -59,8 +77,8 @@ def rare_collections():
 
 @pytest.fixture(autouse=True)
 def restored_logger():
-    """A test that configures the package's logger leaves it as it was: pytest captures a logger that does not
-    propagate by itself, and one that does through the root."""
+    """A test that configures the package's logger leaves it as it was: pytest captures a logger
+    that does not propagate by itself, and one that does through the root."""
     logger = logging.getLogger("maxtext")
     before = logger.propagate, logger.level
     yield
@@ -85,7 +103,9 @@ looked = 0.0
 
 @pytest.fixture(autouse=True)
 def forgotten_programs():
-    """A compiled program has several mappings of memory; a process that runs out of them dies while it compiles."""
+    """A compiled program has several mappings of memory; a process that runs out of them dies while
+    it compiles.
+    """
     yield
     global looked
     if time.monotonic() - looked > 5 and MAPPINGS.exists():
@@ -97,11 +117,18 @@ def forgotten_programs():
 
 @pytest.fixture(scope="module")
 def quick_programs():
-    """Compiling is most of the time here, and most of that goes into making programs of a moment faster."""
-    importlib.import_module("maxtext.kernels.grouped_hopper")  # else it would be imported, and wrapped, in between
+    """Compiling is most of the time here, and most of that goes into making programs of a moment
+    faster.
+    """
+    importlib.import_module(
+        "maxtext.kernels.grouped_hopper"
+    )  # else it would be imported, and wrapped, in between
 
     def quick(*arguments, jit=jax.jit, **options):  # not for a part of a program
-        return jit(*arguments, **options | ({"compiler_options": FAST_COMPILE} if trace_state_clean() else {}))
+        return jit(
+            *arguments,
+            **options | ({"compiler_options": FAST_COMPILE} if trace_state_clean() else {}),
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "jit", quick)

@@ -11,7 +11,15 @@ LEVEL = {
     "input_pipeline": 4, "checkpoint": 5, "diagnostics": 5, "inference": 6, "trainers": 7, "cli": 8,
 }  # fmt: skip
 # Modules beside the rooms: the package itself and the doors for familiar commands.
-DOORS = {"__init__", "__main__", "train", "decode", "sft_trainer", "train_compile", "standalone_dataloader"}
+DOORS = {
+    "__init__",
+    "__main__",
+    "train",
+    "decode",
+    "sft_trainer",
+    "train_compile",
+    "standalone_dataloader",
+}
 
 
 def imported_rooms(path: Path):
@@ -32,7 +40,9 @@ def imported_rooms(path: Path):
 
 
 def test_every_folder_is_a_room_and_every_module_a_door():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(LEVEL)
+    assert {
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } <= set(LEVEL)
     assert {path.stem for path in PACKAGE.glob("*.py")} <= DOORS
 
 

@@ -9,12 +9,30 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ["cuda13", "cuda12", "tpu", "hf", "text", "tfds", "parquet", "tensorboard", "wandb", "test"]
+EXTRAS = [
+    "cuda13",
+    "cuda12",
+    "tpu",
+    "hf",
+    "text",
+    "tfds",
+    "parquet",
+    "tensorboard",
+    "wandb",
+    "test",
+]
 
 
 def test_base_install_is_small():
     names = {requirement.split(">")[0].split("[")[0] for requirement in PROJECT["dependencies"]}
-    assert not names & {"torch", "tensorflow", "google-cloud-storage", "transformers", "datasets", "matplotlib"}
+    assert not names & {
+        "torch",
+        "tensorflow",
+        "google-cloud-storage",
+        "transformers",
+        "datasets",
+        "matplotlib",
+    }
     assert list(PROJECT["optional-dependencies"]) == EXTRAS
 
 
@@ -22,7 +40,9 @@ def test_base_install_is_small():
 @pytest.mark.parametrize(
     ("extras", "python"),
     [
-        pytest.param([extra for extra in EXTRAS if extra != "cuda12"], "3.12", id="all but cuda12 on 3.12"),
+        pytest.param(
+            [extra for extra in EXTRAS if extra != "cuda12"], "3.12", id="all but cuda12 on 3.12"
+        ),
         pytest.param(["cuda12"], "3.12", id="cuda12 on 3.12"),
         pytest.param([], "3.11", id="none on 3.11"),
         pytest.param(["hf"], "3.13", id="hf on 3.13"),
@@ -43,10 +63,14 @@ def test_extras_resolve(extras, python):
 
 
 def test_training_imports_no_data_library_before_it_needs_one():
-    """Grain takes a second to import, and runs on synthetic data or tokens of one's own do without it."""
+    """Grain takes a second to import, and runs on synthetic data or tokens of one's own do without
+    it.
+    """
     program = (
         "import sys, maxtext.trainers.pretrain;"
         "print(sorted(sys.modules.keys() & {'grain', 'datasets', 'tensorflow', 'torch', 'transformers', 'jinja2'}))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

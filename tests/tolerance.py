@@ -1,8 +1,9 @@
-"""Tolerances from the reference's own rounding: how far its float32 result is from its float64 result.
+"""Tolerances from the reference's own rounding: how far its float32 result is from its float64
+result.
 
-A bound that one machine printed fails on the next one, whose matrix products sum in another order. The distance between
-the reference in float32 and in float64 is what rounding costs for these very inputs; another implementation in float32
-is allowed a small multiple of it.
+A bound that one machine printed fails on the next one, whose matrix products sum in another order.
+The distance between the reference in float32 and in float64 is what rounding costs for these very
+inputs; another implementation in float32 is allowed a small multiple of it.
 """
 
 import contextlib
@@ -20,19 +21,29 @@ ULP = float(np.finfo(np.float32).eps)
 
 
 def rounding_noise(float32: Any, float64: Any) -> float:
-    """The largest difference of a reference's results, at least one unit in the last place of the largest value."""
+    """The largest difference of a reference's results, at least one unit in the last place of the
+    largest value.
+    """
     float32, float64 = np.asarray(float32, np.float64), np.asarray(float64, np.float64)
     return max(float(np.abs(float32 - float64).max()), ULP * float(np.abs(float64).max()))
 
 
-def assert_within_rounding(actual: Any, float32: Any, float64: Any, factor: float = FACTOR, name: str = "") -> None:
+def assert_within_rounding(
+    actual: Any, float32: Any, float64: Any, factor: float = FACTOR, name: str = ""
+) -> None:
     """|actual - float64| <= factor x the reference's noise, for all elements."""
     bound = factor * rounding_noise(float32, float64)
-    np.testing.assert_allclose(np.asarray(actual, np.float64), float64, rtol=0, atol=bound, err_msg=name)
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float64), float64, rtol=0, atol=bound, err_msg=name
+    )
 
 
-def in_both_precisions(module: torch.nn.Module, run: Callable[[torch.nn.Module], Any]) -> tuple[Any, Any]:
-    """`run(module)` in float32, and of a copy in float64. `run` makes its tensors of the module's own dtype."""
+def in_both_precisions(
+    module: torch.nn.Module, run: Callable[[torch.nn.Module], Any]
+) -> tuple[Any, Any]:
+    """`run(module)` in float32, and of a copy in float64. `run` makes its tensors of the module's
+    own dtype.
+    """
     double = copy.deepcopy(module).double()
     expected = run(module)
     with float64_inside(module):
@@ -45,8 +56,8 @@ def dtype_of(module: torch.nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def float64_inside(module: torch.nn.Module) -> Iterator[None]:
-    """The files that define the parts of a module ask for float32 in places, whatever the weights are: there,
-    `torch.float32` and `Tensor.float` mean float64."""
+    """The files that define the parts of a module ask for float32 in places, whatever the weights
+    are: there, `torch.float32` and `Tensor.float` mean float64."""
     files = {sys.modules[type(part).__module__] for part in module.modules()}
     with contextlib.ExitStack() as stack:
         for file in files:

@@ -1,6 +1,8 @@
 """maxtext: training, fine-tuning and inference of open language models in JAX."""
 
-TYPE_CHECKING = False  # type checkers take it for true; the module typing itself takes a while to import
+TYPE_CHECKING = (
+    False  # type checkers take it for true; the module typing itself takes a while to import
+)
 
 if TYPE_CHECKING:
     from typing import Any

@@ -1,4 +1,6 @@
-"""`python3 -m maxtext.standalone_dataloader FILE key=value ...`: the same as `maxtext data throughput`."""
+"""`python3 -m maxtext.standalone_dataloader FILE key=value ...`: the same as `maxtext data
+throughput`.
+"""
 
 from maxtext.cli.entry import entry
 

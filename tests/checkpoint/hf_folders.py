@@ -1,4 +1,6 @@
-"""Small Hugging Face folders of several families, written without transformers: zeros for weights, and a tokenizer."""
+"""Small Hugging Face folders of several families, written without transformers: zeros for weights,
+and a tokenizer.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +30,17 @@ DELTA = {
 }  # fmt: skip
 FAMILIES = {
     "llama3.1-8b": {},
-    "llama4-17b-16e": EXPERTS | {"base_num_decoder_layers": 4, "num_experts_per_tok": 1, "chunk_attn_window_size": 8},
+    "llama4-17b-16e": EXPERTS
+    | {"base_num_decoder_layers": 4, "num_experts_per_tok": 1, "chunk_attn_window_size": 8},
     "mixtral-8x7b": EXPERTS,
     "gemma3-4b": {"base_num_decoder_layers": 6, "sliding_window_size": 8},
     "gemma4-26b": EXPERTS
-    | {"base_num_decoder_layers": 6, "sliding_window_size": 8, "global_head_dim": 8, "global_num_kv_heads": 1},
+    | {
+        "base_num_decoder_layers": 6,
+        "sliding_window_size": 8,
+        "global_head_dim": 8,
+        "global_num_kv_heads": 1,
+    },
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": EXPERTS,
     "qwen3-next-80b-a3b": EXPERTS | DELTA,
@@ -40,7 +48,13 @@ FAMILIES = {
     "gpt-oss-20b": EXPERTS | {"sliding_window_size": 8},
     "olmo3-7b": {"base_num_decoder_layers": 4, "sliding_window_size": 8},
 }
-ALL_EXPERTS = ("gpt-oss-20b", "llama4-17b-16e", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-next-80b-a3b")
+ALL_EXPERTS = (
+    "gpt-oss-20b",
+    "llama4-17b-16e",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
+    "qwen3-next-80b-a3b",
+)
 UNUSED = {"deepseek3-671b": "head_dim", **dict.fromkeys(ALL_EXPERTS, "base_mlp_dim")}
 
 
@@ -70,5 +84,7 @@ def write_hf_folder(folder: Path, model_name: str, shard_bytes: int = 20_000) ->
     weights = Zeros({name: Tensor(DTYPES["BF16"], place.shape) for name, place in places.items()})
     save_theirs(folder, config, places, weights, shard_bytes=shard_bytes)
     write_bpe(folder)
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6, "do_sample": true}')
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [2, 3], "temperature": 0.6, "do_sample": true}'
+    )
     return folder

@@ -1,4 +1,5 @@
-"""A small Llama for the tests of conversion: its rules, by transformers' names, and folders of random weights.
+"""A small Llama for the tests of conversion: its rules, by transformers' names, and folders of
+random weights.
 
 Run as a script it does one job in a process of its own; the job is JSON on standard input.
 """
@@ -27,7 +28,11 @@ RULES = [
     Rule(f"{LAYER}post_attention_layernorm.weight", "layers/{i}/mlp_norm/scale", "e -> e"),
     Rule(f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/kernel", "e (h d) -> h d e"),
     *(
-        Rule(f"{LAYER}self_attn.{theirs}_proj.weight", f"layers/{{i}}/attention/{ours}/kernel", "(h d) e -> e h d")
+        Rule(
+            f"{LAYER}self_attn.{theirs}_proj.weight",
+            f"layers/{{i}}/attention/{ours}/kernel",
+            "(h d) e -> e h d",
+        )
         for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"))
     ),
     *(
@@ -45,7 +50,12 @@ SIZES = [
 def model(*words, devices=1):
     """(configuration, template, places) of the small Llama, changed by words."""
     settings = dict(word.split("=") for word in (*SIZES, *words))
-    config = load(None, [f"{key}={value}" for key, value in settings.items()], environ={}, devices=Devices(devices))
+    config = load(
+        None,
+        [f"{key}={value}" for key, value in settings.items()],
+        environ={},
+        devices=Devices(devices),
+    )
     template = make_template(config)
     return config, template, find_places(template, segments(config))
 
@@ -61,7 +71,10 @@ class Random:
 
     def __iter__(self):
         for name, tensor in self.tensors.items():
-            yield name, np.frombuffer(self.draw.bytes(tensor.nbytes), tensor.dtype).reshape(tensor.shape)
+            yield (
+                name,
+                np.frombuffer(self.draw.bytes(tensor.nbytes), tensor.dtype).reshape(tensor.shape),
+            )
 
 
 class Counted:
@@ -114,7 +127,9 @@ def hang(job):
             print("half", flush=True)
             time.sleep(120)
 
-    write_ours(job["ours"], from_hf(Folder.open(job["theirs"]), RULES, places), {}, [], 10_000, progress)
+    write_ours(
+        job["ours"], from_hf(Folder.open(job["theirs"]), RULES, places), {}, [], 10_000, progress
+    )
 
 
 def shard(job):
@@ -125,16 +140,29 @@ def shard(job):
 
     config, template, places = model(*job["words"], devices=len(jax.devices()))
     rules = AxisRules.of(config, make_mesh(config))
-    shardings = jax.tree.map(lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes)
+    shardings = jax.tree.map(
+        lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes
+    )
     counted = Counted(Folder.open(job["ours"], OURS))
-    weights = flatten(load_weights(counted, places, template, shardings, host_bytes=job["host_bytes"]))
-    np.savez(job["file"], **{"/".join(map(str, path)): np.asarray(leaf) for path, leaf in weights.items()})
+    weights = flatten(
+        load_weights(counted, places, template, shardings, host_bytes=job["host_bytes"])
+    )
+    np.savez(
+        job["file"],
+        **{"/".join(map(str, path)): np.asarray(leaf) for path, leaf in weights.items()},
+    )
     return {
         "devices": len(jax.devices()),
         "reads": counted.reads,
         "split": {
-            "/".join(map(str, path)): [leaf.addressable_shards[0].data.shape, leaf.shape, str(leaf.sharding == where)]
-            for (path, leaf), where in zip(weights.items(), flatten(shardings).values(), strict=True)
+            "/".join(map(str, path)): [
+                leaf.addressable_shards[0].data.shape,
+                leaf.shape,
+                str(leaf.sharding == where),
+            ]
+            for (path, leaf), where in zip(
+                weights.items(), flatten(shardings).values(), strict=True
+            )
         },
     }
 

@@ -1,4 +1,6 @@
-"""Reading folders: against files that the safetensors package writes, and every way in which a folder can be bad."""
+"""Reading folders: against files that the safetensors package writes, and every way in which a
+folder can be bad.
+"""
 
 import json
 import re
@@ -24,7 +26,11 @@ KINDS = {
 
 def test_reads_what_safetensors_writes(tmp_path):
     values = {str(kind): (torch.randn(3, 5) * 3).to(kind) for kind in KINDS}
-    values |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "odd": torch.ones(7, dtype=torch.uint8)}
+    values |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4),
+        "odd": torch.ones(7, dtype=torch.uint8),
+    }
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
     folder = Folder.open(tmp_path)
     assert set(folder.tensors) == set(values)
@@ -32,14 +38,21 @@ def test_reads_what_safetensors_writes(tmp_path):
         array = folder.read(name)
         assert array.dtype == KINDS[tensor.dtype] == folder.tensors[name].dtype
         assert array.shape == tuple(tensor.shape) == folder.tensors[name].shape
-        bits = tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.dim() else tensor.numpy().tobytes()
+        bits = (
+            tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            if tensor.dim()
+            else tensor.numpy().tobytes()
+        )
         assert array.tobytes() == bits
         assert array.flags.writeable
 
 
 def test_shards_and_files_beside_them(tmp_path):
     save_file({"a": torch.arange(4)}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"b": torch.arange(5), "extra": torch.arange(6)}, tmp_path / "model-00002-of-00002.safetensors")
+    save_file(
+        {"b": torch.arange(5), "extra": torch.arange(6)},
+        tmp_path / "model-00002-of-00002.safetensors",
+    )
     files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     for name in ("config.json", "tokenizer.model", ".hidden", "modeling_x.py", "pytorch_model.bin"):
@@ -50,7 +63,11 @@ def test_shards_and_files_beside_them(tmp_path):
     assert [file.name for file in companions(tmp_path)] == ["config.json", "tokenizer.model"]
 
 
-FILES = ("model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors")
+FILES = (
+    "model-00001-of-00003.safetensors",
+    "model-00002-of-00003.safetensors",
+    "model-00003-of-00003.safetensors",
+)
 FIRST, SECOND, THIRD = FILES
 INDEX = "model.safetensors.index.json"
 
@@ -149,7 +166,9 @@ def test_bad_folders(name, theirs, tmp_path):
     damage, message = BAD[name]
     folder = tmp_path / "bad"
     shutil.copytree(theirs[0], folder)
-    message = message.replace("{second}", re.escape(SECOND)).replace("{last}", re.escape(last_tensor(folder)))
+    message = message.replace("{second}", re.escape(SECOND)).replace(
+        "{last}", re.escape(last_tensor(folder))
+    )
     damage(folder)
     with pytest.raises(UserError, match=message) as caught:
         Folder.open(folder)

@@ -1,4 +1,6 @@
-"""Hugging Face folders with damaged JSON files: each opens, or is refused in a sentence; nothing else is raised."""
+"""Hugging Face folders with damaged JSON files: each opens, or is refused in a sentence; nothing
+else is raised.
+"""
 
 import json
 import random
@@ -28,7 +30,13 @@ VALUES: tuple[Any, ...] = (
 
 def paths_in(value: Any, path: tuple = ()) -> list[tuple]:
     """Paths of all values in nested lists and objects."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path] + [inner for key, item in items for inner in paths_in(item, (*path, key))]
 
 
@@ -40,7 +48,9 @@ def mutate(text: str, rng: random.Random) -> str:
     if kind < 0.1:
         place = rng.randrange(len(text))
         return (
-            text[:place] + rng.choice(["[", "}", '"', ",", "\\", "[" * 100_000, "\0", "NaN", "9" * 5000]) + text[place:]
+            text[:place]
+            + rng.choice(["[", "}", '"', ",", "\\", "[" * 100_000, "\0", "NaN", "9" * 5000])
+            + text[place:]
         )
     if kind < 0.12:
         return rng.choice(["", "[[[", "[]", "null", "5", '"text"', "[" * 100_000 + "]" * 100_000])
@@ -53,12 +63,18 @@ def mutate(text: str, rng: random.Random) -> str:
         action = rng.random()
         if action < 0.15 and above:
             del parent[last]
-        elif action < 0.3 and isinstance(parent[last], int | float) and not isinstance(parent[last], bool):
-            parent[last] = parent[last] * rng.choice([-1, 0, 2, 3, 10**12]) + rng.choice([0, 1, 0.5])
-        elif action < 0.35 and isinstance(parent[last], dict):
-            parent[last][rng.choice(["text_config", "rope_scaling", "head_dim", "layer_types", "x"])] = rng.choice(
-                VALUES
+        elif (
+            action < 0.3
+            and isinstance(parent[last], int | float)
+            and not isinstance(parent[last], bool)
+        ):
+            parent[last] = parent[last] * rng.choice([-1, 0, 2, 3, 10**12]) + rng.choice(
+                [0, 1, 0.5]
             )
+        elif action < 0.35 and isinstance(parent[last], dict):
+            parent[last][
+                rng.choice(["text_config", "rope_scaling", "head_dim", "layer_types", "x"])
+            ] = rng.choice(VALUES)
         else:
             parent[last] = rng.choice(VALUES)
         if not whole:
@@ -94,7 +110,9 @@ def fuzz(folder: Path, seed: int, cases: int) -> tuple[int, int]:
             refused += 1
         except Exception as error:
             changed = [line for line in after.splitlines() if line not in before]
-            raise AssertionError(f"{folder.name}, seed {seed}, case {case}, {name}: {str(changed)[:2000]}") from error
+            raise AssertionError(
+                f"{folder.name}, seed {seed}, case {case}, {name}: {str(changed)[:2000]}"
+            ) from error
         finally:
             (folder / name).write_text(before)
     return opened, refused
@@ -172,7 +190,11 @@ def test_no_architectures_goes_by_the_model_type(folders, tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("model.safetensors.index.json", '{"weight_map": {"lm_head.weight": 5}}', "weight_map names no .safetensors"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"lm_head.weight": 5}}',
+            "weight_map names no .safetensors",
+        ),
         ("model.safetensors.index.json", '{"weight_map": []}', "weight_map must be an object"),
         ("generation_config.json", "[[[", "generation_config.json is not valid JSON"),
         ("generation_config.json", "[" * 100_000, "generation_config.json is not valid JSON"),

@@ -6,7 +6,13 @@ import pytest
 
 from maxtext.checkpoint.integrity import digest_file, read_digests, undigested, verify, write_digest
 
-FILES = ("state/ocdbt.process_0/d/one", "state/ocdbt.process_1/d/two", "state/manifest", "run/run.json", "mark")
+FILES = (
+    "state/ocdbt.process_0/d/one",
+    "state/ocdbt.process_1/d/two",
+    "state/manifest",
+    "run/run.json",
+    "mark",
+)
 
 
 @pytest.fixture
@@ -65,4 +71,6 @@ def test_processes_share_the_work(step):
     parts = [json.loads((step / digest_file(process)).read_text())["files"] for process in (0, 1)]
     assert not set(parts[0]) & set(parts[1])
     (step / FILES[1]).write_bytes(b"")
-    assert sum(len(verify(step, process, 3)) for process in range(3)) == 1, "any number of processes finds it once"
+    assert sum(len(verify(step, process, 3)) for process in range(3)) == 1, (
+        "any number of processes finds it once"
+    )

@@ -25,9 +25,13 @@ def test_one_gigabyte(llama, run_job, tmp_path):
     folders = {name: tmp_path / name for name in ("theirs", "ours", "back")}
     try:
         write_theirs(folders["theirs"], llama.Random(tensors), {}, [], 10**9 // 4)
-        found = run_job({"do": "convert", "words": WORDS} | {name: str(path) for name, path in folders.items()})
+        found = run_job(
+            {"do": "convert", "words": WORDS} | {name: str(path) for name, path in folders.items()}
+        )
         print({name: f"{size / 1e9:.2f} GB" for name, size in found.items()})
-        assert 0.13e9 < max(found.values()) < 0.375e9  # the embedding is there at once, and not much else
+        assert (
+            0.13e9 < max(found.values()) < 0.375e9
+        )  # the embedding is there at once, and not much else
         back = Folder.open(folders["back"])
         assert back.tensors == tensors
         for name, array in llama.Random(tensors):

@@ -1,4 +1,6 @@
-"""Quantized folders against transformers: what codes and scales stand for in torch, and the scores of its models."""
+"""Quantized folders against transformers: what codes and scales stand for in torch, and the scores
+of its models.
+"""
 
 import json
 import logging
@@ -19,7 +21,12 @@ from transformers.modeling_layers import MtpLayer
 
 from maxtext import LLM
 from maxtext.checkpoint.convert.command import from_folder, to_folder
-from maxtext.checkpoint.convert.quantized import BlockFloat8, Dequantized, MicroscalingFloat4, scheme_of
+from maxtext.checkpoint.convert.quantized import (
+    BlockFloat8,
+    Dequantized,
+    MicroscalingFloat4,
+    scheme_of,
+)
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.tensors import Tensor
 from maxtext.common.errors import UserError
@@ -27,7 +34,12 @@ from maxtext.common.log import LOGGER
 from maxtext.layers.inputs import LayerInputs
 
 BLOCK = 128
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [BLOCK, BLOCK],
+    "activation_scheme": "dynamic",
+}
 VOCABULARY, LENGTH, LAYERS = 96, 24, 2
 # Widths of one block and a part; as in the published models, one that is far below a block.
 DEEPSEEK = dict(
@@ -40,7 +52,9 @@ GPT_OSS = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=12,
 )  # fmt: skip
-SETTINGS = dict(dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product")
+SETTINGS = dict(
+    dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product"
+)
 TOLERANCE = 5e-5  # of the scores' standard deviation
 
 
@@ -72,7 +86,10 @@ def in_fp8(weight):
     codes, scales = torch.empty_like(weight), torch.empty(rows, columns)
     for row in range(rows):
         for column in range(columns):
-            here = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+            here = (
+                slice(row * BLOCK, (row + 1) * BLOCK),
+                slice(column * BLOCK, (column + 1) * BLOCK),
+            )
             scales[row, column] = weight[here].abs().max() / 448
             codes[here] = weight[here] / scales[row, column]
     return codes.to(torch.float8_e4m3fn), scales
@@ -107,7 +124,11 @@ def write(folder, tensors, model, quantization):
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     stated = json.loads(model.config.to_json_string(use_diff=False))
-    stated |= {"architectures": [type(model).__name__], "dtype": "bfloat16", "quantization_config": quantization}
+    stated |= {
+        "architectures": [type(model).__name__],
+        "dtype": "bfloat16",
+        "quantization_config": quantization,
+    }
     (folder / "config.json").write_text(json.dumps(stated))
 
 
@@ -118,7 +139,9 @@ def saved(model, folder):
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory):
-    """As published, with a layer that predicts further tokens, and that has copies of embedding and head."""
+    """As published, with a layer that predicts further tokens, and that has copies of embedding and
+    head.
+    """
     where = tmp_path_factory.mktemp("deepseek")
     config = transformers.DeepseekV3Config(**DEEPSEEK)
     config._attn_implementation = "eager"
@@ -132,7 +155,9 @@ def deepseek(tmp_path_factory):
             tensors[name.replace("model.layers.0.", number)] = tensor * 0.9
     generator = torch.Generator().manual_seed(2)
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{number}{name}.weight"] = 1 + 0.1 * torch.randn(config.hidden_size, generator=generator)
+        tensors[f"{number}{name}.weight"] = 1 + 0.1 * torch.randn(
+            config.hidden_size, generator=generator
+        )
     tensors[f"{number}eh_proj.weight"] = (
         torch.randn(config.hidden_size, 2 * config.hidden_size, generator=generator) / 9
     )
@@ -147,7 +172,10 @@ def deepseek(tmp_path_factory):
             quantized[name], quantized[f"{name}_scale_inv"] = codes, scales = in_fp8(tensor)
             plain[name] = from_fp8(codes, scales)
     write(where / "quantized", quantized, model, FP8 | {"modules_to_not_convert": ["lm_head"]})
-    save_file({name: tensor for name, tensor in plain.items() if number not in name}, where / "saved/model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in plain.items() if number not in name},
+        where / "saved/model.safetensors",
+    )
     model = transformers.DeepseekV3ForCausalLM.from_pretrained(
         where / "saved", dtype=torch.float32, attn_implementation="eager"
     )
@@ -170,7 +198,12 @@ def gpt_oss(tmp_path_factory):
         scales = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
         quantized |= {f"{name}_blocks": codes, f"{name}_scales": scales}
         plain[name] = convert_moe_packed_tensors(codes, scales)
-    write(where / "quantized", quantized, model, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    write(
+        where / "quantized",
+        quantized,
+        model,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    )
     model.load_state_dict(plain)
     return Pair(where / "quantized", plain, model)
 
@@ -191,19 +224,27 @@ def bits(array):
 def assert_same_tensors(folder, expected):
     found = load_file(folder / "model.safetensors")
     assert sorted(found) == sorted(expected)
-    wrong = [n for n in found if found[n].dtype != expected[n].dtype or not found[n].equal(expected[n])]
+    wrong = [
+        n for n in found if found[n].dtype != expected[n].dtype or not found[n].equal(expected[n])
+    ]
     assert not wrong
 
 
 def written(pair, further=False):
-    """The tensors that should be in a folder of ours: no copies, no buffers, and further layers only if asked for."""
+    """The tensors that should be in a folder of ours: no copies, no buffers, and further layers
+    only if asked for.
+    """
     left_out = [
         "inv_freq",
         f"layers.{LAYERS}.embed_tokens",
         "shared_head.head",
         *([] if further else [f"layers.{LAYERS}."]),
     ]
-    return {name: tensor for name, tensor in pair.plain.items() if not any(part in name for part in left_out)}
+    return {
+        name: tensor
+        for name, tensor in pair.plain.items()
+        if not any(part in name for part in left_out)
+    }
 
 
 def test_scores_and_saving(pair, tmp_path, caplog, monkeypatch):
@@ -233,7 +274,9 @@ def test_converted(pair, tmp_path):
 
 
 def test_further_tokens(deepseek, tmp_path):
-    """mtp_num_layers=1 takes the layer beyond the last, which computes what transformers' layer does."""
+    """mtp_num_layers=1 takes the layer beyond the last, which computes what transformers' layer
+    does.
+    """
     number = f"model.layers.{LAYERS}."
     model = LLM.load(deepseek.folder, mtp_num_layers=1, **SETTINGS)
     model.save_hf(tmp_path)
@@ -242,18 +285,28 @@ def test_further_tokens(deepseek, tmp_path):
 
     theirs = deepseek.model
     layer = MtpLayer(
-        theirs.config.get_mtp_config(), type(theirs.model.layers[-1]), type(theirs.model.norm), layer_idx=0
+        theirs.config.get_mtp_config(),
+        type(theirs.model.layers[-1]),
+        type(theirs.model.norm),
+        layer_idx=0,
     ).float()
     state = {}
     for name, tensor in written(deepseek, further=True).items():
         if name.startswith(number):
             rest = name.removeprefix(number)
             outside = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
-            state[rest.replace("shared_head.norm", "post_norm") if rest in outside else f"mtp_block.{rest}"] = tensor
+            state[
+                rest.replace("shared_head.norm", "post_norm")
+                if rest in outside
+                else f"mtp_block.{rest}"
+            ] = tensor
     experts = {name: state.pop(name) for name in list(state) if ".experts." in name}
 
     def stack(branch):
-        rows = [experts[f"mtp_block.mlp.experts.{x}.{branch}_proj.weight"] for x in range(DEEPSEEK["n_routed_experts"])]
+        rows = [
+            experts[f"mtp_block.mlp.experts.{x}.{branch}_proj.weight"]
+            for x in range(DEEPSEEK["n_routed_experts"])
+        ]
         return torch.stack(rows)
 
     state["mtp_block.mlp.experts.gate_up_proj"] = torch.cat([stack("gate"), stack("up")], dim=1)
@@ -261,7 +314,9 @@ def test_further_tokens(deepseek, tmp_path):
     layer.load_state_dict(state)
 
     ids = torch.tensor(deepseek.ids)
-    hidden = torch.randn(*ids.shape, DEEPSEEK["hidden_size"], generator=torch.Generator().manual_seed(3))
+    hidden = torch.randn(
+        *ids.shape, DEEPSEEK["hidden_size"], generator=torch.Generator().manual_seed(3)
+    )
     following = torch.nn.functional.pad(ids[:, 1:], (0, 1))
     positions = torch.arange(LENGTH)[None].expand_as(ids)
     mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)[None, None]
@@ -273,10 +328,14 @@ def test_further_tokens(deepseek, tmp_path):
     @jax.jit
     def run(weights, x, tokens):
         bound = model.template.bind(weights)
-        return bound.mtp(x, bound.embed, LayerInputs(jnp.asarray(positions.numpy()), None, tokens=tokens), tokens)[0]
+        return bound.mtp(
+            x, bound.embed, LayerInputs(jnp.asarray(positions.numpy()), None, tokens=tokens), tokens
+        )[0]
 
     with model.programs.context():
-        (found,) = run(model.weights, jnp.asarray(hidden.numpy()), jnp.asarray(deepseek.ids, jnp.int32))
+        (found,) = run(
+            model.weights, jnp.asarray(hidden.numpy()), jnp.asarray(deepseek.ids, jnp.int32)
+        )
     assert distance(found, expected) < TOLERANCE
 
 
@@ -308,9 +367,13 @@ def test_fp8_values(shape, kind):
     scales = np.random.default_rng(0).uniform(1e-3, 2, grid).astype(dtype)
     kept = np.ones(3, np.float32)
     source = Dequantized.of(
-        Memory({"x.weight": codes8(*shape), "x.weight_scale_inv": scales, "norm": kept}), BlockFloat8(BLOCK, BLOCK)
+        Memory({"x.weight": codes8(*shape), "x.weight_scale_inv": scales, "norm": kept}),
+        BlockFloat8(BLOCK, BLOCK),
     )
-    assert source.tensors == {"x.weight": Tensor(np.dtype(ml_dtypes.bfloat16), shape), "norm": Tensor(kept.dtype, (3,))}
+    assert source.tensors == {
+        "x.weight": Tensor(np.dtype(ml_dtypes.bfloat16), shape),
+        "norm": Tensor(kept.dtype, (3,)),
+    }
     found = dict(source)
     assert found["norm"] is kept
     codes = torch.from_numpy(codes8(*shape).view(np.uint8)).view(torch.float8_e4m3fn)
@@ -323,7 +386,9 @@ def test_fp8_values(shape, kind):
 def test_mxfp4_values():
     generator = np.random.default_rng(0)
     codes = generator.integers(256, size=(3, 10, 4, 16), dtype=np.uint8)
-    scales = generator.integers(1, 253, size=(3, 10, 4), dtype=np.uint8)  # beyond, bfloat16 ends before 6 · 2^scale
+    scales = generator.integers(
+        1, 253, size=(3, 10, 4), dtype=np.uint8
+    )  # beyond, bfloat16 ends before 6 · 2^scale
     source = Dequantized.of(Memory({"x_blocks": codes, "x_scales": scales}), MicroscalingFloat4())
     assert source.tensors == {"x": Tensor(np.dtype(ml_dtypes.bfloat16), (3, 128, 10))}
     expected = convert_moe_packed_tensors(torch.from_numpy(codes), torch.from_numpy(scales))
@@ -354,9 +419,15 @@ ONES = np.ones((2, 3), np.float32)
             {W: codes8(130, 256), S: ONES},
             r"x.weight_scale_inv has shape \[2, 3\], x.weight \[130, 256\] needs \[2, 2\]",
         ),
-        ({W: codes8(130, 300), S: ONES.astype(np.int32)}, "x.weight_scale_inv is I32, which is no dtype of scales"),
+        (
+            {W: codes8(130, 300), S: ONES.astype(np.int32)},
+            "x.weight_scale_inv is I32, which is no dtype of scales",
+        ),
         ({W: codes8(7), S: ONES}, r"x.weight has shape \[7\], not \[..., outputs, inputs\]"),
-        ({W: ONES.astype(ml_dtypes.float8_e5m2)}, "x.weight is F8_E5M2, which means nothing in this scheme"),
+        (
+            {W: ONES.astype(ml_dtypes.float8_e5m2)},
+            "x.weight is F8_E5M2, which means nothing in this scheme",
+        ),
     ],
 )
 def test_fp8_in_pieces(arrays, message):
@@ -369,10 +440,25 @@ def test_fp8_in_pieces(arrays, message):
     [
         ((2, 4, 3, 16), None, {}, "x_blocks is U8 and has no x_scales"),
         (None, (2, 4, 3), {}, "x_scales has no x_blocks to scale"),
-        ((2, 4, 3, 16), (2, 4, 2), {}, r"x_scales has shape \[2, 4, 2\], x_blocks \[2, 4, 3, 16\] needs \[2, 4, 3\]"),
-        ((2, 4, 3, 8), (2, 4, 3), {}, r"x_blocks has shape \[2, 4, 3, 8\], not \[experts, outputs, groups, 16\]"),
+        (
+            (2, 4, 3, 16),
+            (2, 4, 2),
+            {},
+            r"x_scales has shape \[2, 4, 2\], x_blocks \[2, 4, 3, 16\] needs \[2, 4, 3\]",
+        ),
+        (
+            (2, 4, 3, 8),
+            (2, 4, 3),
+            {},
+            r"x_blocks has shape \[2, 4, 3, 8\], not \[experts, outputs, groups, 16\]",
+        ),
         ((2, 4, 3, 16), (2, 4, 3), {"x": ONES}, "x and x_blocks are the same weight"),
-        ((2, 4, 3, 16), (2, 4, 3), {"y": codes8(2)}, "y is F8_E4M3, which means nothing in this scheme"),
+        (
+            (2, 4, 3, 16),
+            (2, 4, 3),
+            {"y": codes8(2)},
+            "y is F8_E4M3, which means nothing in this scheme",
+        ),
     ],
 )
 def test_mxfp4_in_pieces(blocks, scales, others, message):
@@ -397,7 +483,10 @@ def test_mxfp4_in_pieces(blocks, scales, others, message):
 def test_other_schemes_are_refused(deepseek, tmp_path, stated, method):
     hf = json.loads((deepseek.folder / "config.json").read_text()) | {"quantization_config": stated}
     (tmp_path / "config.json").write_text(json.dumps(hf))
-    with pytest.raises(UserError, match=rf"config.json: the weights are quantized \({method}\): load the folder with"):
+    with pytest.raises(
+        UserError,
+        match=rf"config.json: the weights are quantized \({method}\): load the folder with",
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -405,7 +494,9 @@ def test_schemes():
     assert scheme_of({}, "here") is None
     assert scheme_of({"quantization_config": None}, "here") is None
     ue8m0 = {"quantization_config": FP8 | {"weight_block_size": [64, 32], "scale_fmt": "ue8m0"}}
-    assert scheme_of(ue8m0, "here") == scheme_of({"text_config": ue8m0}, "here") == BlockFloat8(64, 32)
+    assert (
+        scheme_of(ue8m0, "here") == scheme_of({"text_config": ue8m0}, "here") == BlockFloat8(64, 32)
+    )
 
 
 def test_a_folder_in_pieces(deepseek, tmp_path):

@@ -1,4 +1,6 @@
-"""Folders of quantized weights: bytes on disk, the way there and back bit by bit, and what is refused."""
+"""Folders of quantized weights: bytes on disk, the way there and back bit by bit, and what is
+refused.
+"""
 
 import json
 import math
@@ -33,7 +35,9 @@ class Plain:
     title = "plain"
 
     def __init__(self, places):
-        self.tensors = {name: Tensor(np.dtype(np.float32), place.shape) for name, place in places.items()}
+        self.tensors = {
+            name: Tensor(np.dtype(np.float32), place.shape) for name, place in places.items()
+        }
 
     def read(self, name):
         seed = list(self.tensors).index(name)
@@ -41,7 +45,9 @@ class Plain:
 
 
 def loaded(source, config, template, places, progress=None):
-    return load_model(source, config, places, template, AxisRules.of(config, make_mesh(config)), progress)
+    return load_model(
+        source, config, places, template, AxisRules.of(config, make_mesh(config)), progress
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,9 @@ def folders(llama, tmp_path_factory):
 
 def reopened(folder, **keys):
     checkpoint = open_checkpoint(folder)
-    config = load(None, from_python(keys | {"max_target_length": 16}), environ={}, model=checkpoint.settings)
+    config = load(
+        None, from_python(keys | {"max_target_length": 16}), environ={}, model=checkpoint.settings
+    )
     template = make_template(config)
     places = places_of(template, config)
     return loaded(checkpoint.weights(config, places), config, template, places), places
@@ -68,7 +76,9 @@ def reopened(folder, **keys):
 
 def same(ours, theirs):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    assert jax.tree.map(lambda leaf: leaf.dtype, ours) == jax.tree.map(lambda leaf: leaf.dtype, theirs)
+    assert jax.tree.map(lambda leaf: leaf.dtype, ours) == jax.tree.map(
+        lambda leaf: leaf.dtype, theirs
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8])
@@ -105,7 +115,9 @@ def test_on_disk(folders, dtype):
     kernels = 256 * 64 + 4 * (256 * (32 + 16 + 16) + 32 * 256 + 3 * 256 * 48)
     scales = groups * 64 + 4 * (groups * (32 + 16 + 16 + 2 * 48) + 256 + 256)
     plain = 64 * 256 + 256 + 4 * 2 * 256
-    assert sum(tensor.nbytes for tensor in tensors.values()) == kernels // half + 4 * (scales + plain)
+    assert sum(tensor.nbytes for tensor in tensors.values()) == kernels // half + 4 * (
+        scales + plain
+    )
 
 
 @KINDS
@@ -189,7 +201,10 @@ def rewritten(folder, out, change):
 
 WI = "layers/1/mlp/wi_0/kernel"
 DAMAGE = {
-    "no scale": (lambda arrays: arrays.pop(f"{WI}.scale"), rf"{WI} is of integers and has no {WI}.scale"),
+    "no scale": (
+        lambda arrays: arrays.pop(f"{WI}.scale"),
+        rf"{WI} is of integers and has no {WI}.scale",
+    ),
     "no kernel": (lambda arrays: arrays.pop(WI), rf"{WI}.scale has nothing to scale"),
     "other groups": (
         lambda arrays: arrays.update({f"{WI}.scale": np.ones((3, 48), np.float32)}),
@@ -200,7 +215,10 @@ DAMAGE = {
         rf"{WI}.scale has shape \[4, 48\], the model needs \[1, 48\]",
     ),
     "floats": (
-        lambda arrays: [arrays.pop(f"{WI}.scale"), arrays.update({WI: arrays[WI].astype(np.float32)})],
+        lambda arrays: [
+            arrays.pop(f"{WI}.scale"),
+            arrays.update({WI: arrays[WI].astype(np.float32)}),
+        ],
         rf"{WI} is not quantized in it",
     ),
 }
@@ -216,22 +234,32 @@ def test_damage(folders, tmp_path, name):
 
 def test_one_clear_sentence(folders, llama, tmp_path):
     int8, int4 = folders["int8"][0], folders["int4"][0]
-    with pytest.raises(ConfigError, match="quantization='int4' .* differs from 'int8' in the model's file"):
+    with pytest.raises(
+        ConfigError, match="quantization='int4' .* differs from 'int8' in the model's file"
+    ):
         reopened(int8, quantization="int4")
-    with pytest.raises(ConfigError, match="quantization='int8', but .* has weights in int4 already: leave"):
+    with pytest.raises(
+        ConfigError, match="quantization='int8', but .* has weights in int4 already: leave"
+    ):
         reopened(int4, quantization="int8", override_model_config=True)
     with pytest.raises(ConfigError, match=r"quantization='', but .* has weights in int8 already"):
         reopened(int8, quantization="", override_model_config=True)
     config, template, places = llama.model("checkpoint_is_quantized=true")
-    with pytest.raises(ConfigError, match="checkpoint_is_quantized=true, but plain has no quantized weights"):
+    with pytest.raises(
+        ConfigError, match="checkpoint_is_quantized=true, but plain has no quantized weights"
+    ):
         loaded(Plain(places), config, template, places)
     config, template, places = llama.model("quantization=fp8")
     with pytest.raises(ConfigError, match=r"quantization=fp8 \(.*\) is how a model is trained"):
         loaded(Plain(places), config, template, places)
-    with pytest.raises(ConfigError, match="save_quantized_params_path=x .* would do nothing: it needs quantization"):
+    with pytest.raises(
+        ConfigError, match="save_quantized_params_path=x .* would do nothing: it needs quantization"
+    ):
         llama.model("save_quantized_params_path=x")
     shutil.copytree(int8, tmp_path / "unsaid")
     text = (int8 / "config.yml").read_text().replace("quantization: int8", "")
     (tmp_path / "unsaid" / "config.yml").write_text(text)
-    with pytest.raises(UserError, match=r"config.yml must say quantization: int8 or int4, not None"):
+    with pytest.raises(
+        UserError, match=r"config.yml must say quantization: int8 or int4, not None"
+    ):
         open_checkpoint(tmp_path / "unsaid")

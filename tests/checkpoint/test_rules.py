@@ -1,4 +1,6 @@
-"""Rules both ways: against numpy written out, against a loop over elements for random rules, and bit by bit."""
+"""Rules both ways: against numpy written out, against a loop over elements for random rules, and
+bit by bit.
+"""
 
 import itertools
 import math
@@ -34,9 +36,16 @@ def check(rule, ours, theirs, layer=None):
 
 def test_projection():
     ours = numbers(E, H, D)
-    rule = Rule("model.layers.{i}.q_proj.weight", "layers/{i}/attention/query/kernel", "(h d) e -> e h d")
+    rule = Rule(
+        "model.layers.{i}.q_proj.weight", "layers/{i}/attention/query/kernel", "(h d) e -> e h d"
+    )
     theirs = ours.reshape(E, H * D).T
-    check(rule, {"layers/7/attention/query/kernel": ours}, {"model.layers.7.q_proj.weight": theirs}, layer=7)
+    check(
+        rule,
+        {"layers/7/attention/query/kernel": ours},
+        {"model.layers.7.q_proj.weight": theirs},
+        layer=7,
+    )
 
 
 def test_same_layout_and_words_as_axes():
@@ -47,14 +56,23 @@ def test_same_layout_and_words_as_axes():
 
 def test_a_dimension_of_one():
     taps = numbers(4, K, G)  # ours [t, k, w]; theirs is a torch Conv1d [(k w), 1, t]
-    check(Rule("conv", "c", "(k w) 1 t -> t k w"), {"c": taps}, {"conv": taps.reshape(4, K * G).T[:, None, :]})
+    check(
+        Rule("conv", "c", "(k w) 1 t -> t k w"),
+        {"c": taps},
+        {"conv": taps.reshape(4, K * G).T[:, None, :]},
+    )
     check(Rule("scale", "s", "1 -> "), {"s": np.array(3)}, {"scale": np.array([3])})
 
 
 def test_one_tensor_an_expert():
     ours = numbers(X, E, M)
     theirs = {f"l.{i}.experts.{x}.w1": ours[x].T for x in range(X) for i in [4]}
-    check(Rule("l.{i}.experts.{x}.w1", "layers/{i}/wi", "x m e -> x e m"), {"layers/4/wi": ours}, theirs, layer=4)
+    check(
+        Rule("l.{i}.experts.{x}.w1", "layers/{i}/wi", "x m e -> x e m"),
+        {"layers/4/wi": ours},
+        theirs,
+        layer=4,
+    )
 
 
 def test_one_number_an_expert():
@@ -65,7 +83,9 @@ def test_one_number_an_expert():
 
 def test_one_tensor_dealt_out():
     gate, up = numbers(X, E, M), numbers(X, E, M, start=1000)
-    theirs = np.stack([gate, up], axis=-1).reshape(X, E, 2 * M)  # gate and up alternate, as in gpt-oss
+    theirs = np.stack([gate, up], axis=-1).reshape(
+        X, E, 2 * M
+    )  # gate and up alternate, as in gpt-oss
     check(Rule("gate_up", "l/wi_{b}/kernel", "x e (m b) -> b x e m"), {"l/wi_0/kernel": gate, "l/wi_1/kernel": up},
           {"gate_up": theirs})  # fmt: skip
     theirs = np.concatenate([gate, up], axis=-1)  # all of gate, then all of up
@@ -76,7 +96,9 @@ def test_one_tensor_dealt_out():
 def test_both_sides_counted():
     gate, up = numbers(X, E, M), numbers(X, E, M, start=1000)
     theirs = {f"e.{x}.gate_up": np.concatenate([gate[x], up[x]], axis=1).T for x in range(X)}
-    check(Rule("e.{x}.gate_up", "wi_{b}", "x (b m) e -> b x e m"), {"wi_0": gate, "wi_1": up}, theirs)
+    check(
+        Rule("e.{x}.gate_up", "wi_{b}", "x (b m) e -> b x e m"), {"wi_0": gate, "wi_1": up}, theirs
+    )
     ours = {f"o/{x}": numbers(E, M, start=100 * x) for x in range(X)}
     theirs = {f"t.{x}": ours[f"o/{x}"].T for x in range(X)}
     check(Rule("t.{x}", "o/{x}", "x m e -> x e m"), ours, theirs)
@@ -86,14 +108,26 @@ def test_joined_within_each_head():
     """Qwen3-Next's in_proj_qkvz: for every key head its q, k, v and z, of different widths."""
     q, k, v = numbers(E, K, 3), numbers(E, K, 3, start=1000), numbers(E, K, 4, start=2000)
     theirs = np.concatenate([q, k, v], axis=2).reshape(E, K * 10).T
-    check(Rule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join="w"), {"q": q, "k": k, "v": v}, {"qkv": theirs})
+    check(
+        Rule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join="w"),
+        {"q": q, "k": k, "v": v},
+        {"qkv": theirs},
+    )
 
 
 def test_joined_flat():
     q, k, v = numbers(E, 4, D), numbers(E, 2, D, start=1000), numbers(E, 2, 2 * D, start=2000)
     theirs = np.concatenate([one.reshape(E, -1).T for one in (q, k, v)], axis=0)
-    check(Rule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join=0), {"q": q, "k": k, "v": v}, {"qkv": theirs})
-    check(Rule("qkv", ("q", "k", "v"), "e (k w) -> e k w", join=1), {"q": q, "k": k, "v": v}, {"qkv": theirs.T})
+    check(
+        Rule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join=0),
+        {"q": q, "k": k, "v": v},
+        {"qkv": theirs},
+    )
+    check(
+        Rule("qkv", ("q", "k", "v"), "e (k w) -> e k w", join=1),
+        {"q": q, "k": k, "v": v},
+        {"qkv": theirs.T},
+    )
 
 
 def test_joined_flat_one_tensor_an_expert():
@@ -124,7 +158,13 @@ def test_joined_on_our_side_in_equal_parts():
 
 def test_a_rule_passes_over_what_a_model_lacks():
     rule = Rule("l.{i}.w", "layers/{i}/w", "a b -> b a")
-    shapes = {"layers/0/w": (2, 3), "layers/2/w": (2, 3), "layers/3/w": (2, 3, 4), "layers/10/w": (2, 3), "x": (1,)}
+    shapes = {
+        "layers/0/w": (2, 3),
+        "layers/2/w": (2, 3),
+        "layers/3/w": (2, 3, 4),
+        "layers/10/w": (2, 3),
+        "x": (1,),
+    }
     assert rule.layers(shapes) == [0, 2, 3, 10]
     assert rule.bind(shapes, 1) is None
     assert rule.bind(shapes, 3) is None  # as many axes as the pattern's are needed
@@ -186,14 +226,25 @@ def test_arrays_that_do_not_belong():
         list(bound.to_theirs([np.zeros(3)]))
 
 
-DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int8, np.int64, np.bool_]
+DTYPES = [
+    np.float64,
+    np.float32,
+    np.float16,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    np.int8,
+    np.int64,
+    np.bool_,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_any_dtype(dtype):
     """Every pattern of bits, NaNs with payloads among them, moves unchanged."""
     size = np.dtype(dtype).itemsize
-    data = np.random.default_rng(0).integers(0, 2 if dtype is np.bool_ else 256, 8 * 6 * size, np.uint8)
+    data = np.random.default_rng(0).integers(
+        0, 2 if dtype is np.bool_ else 256, 8 * 6 * size, np.uint8
+    )
     ours = data.view(dtype).reshape(8, 2, 3)
     bound = Rule("t", "o", "(b c) a -> a b c").bind({"o": ours.shape})
     (theirs,) = bound.to_theirs([ours])
@@ -205,7 +256,9 @@ def test_bits_of_any_dtype(dtype):
     assert back.tobytes() == ours.tobytes()
 
 
-@pytest.mark.parametrize("shape", [(130, 200), (64, 64), (1, 300), (300, 1), (65, 3, 70), (0, 5), ()])
+@pytest.mark.parametrize(
+    "shape", [(130, 200), (64, 64), (1, 300), (300, 1), (65, 3, 70), (0, 5), ()]
+)
 def test_copy_in_strips(shape):
     """Longer than a strip, not a multiple of it, and thin ones."""
     source = numbers(*shape)
@@ -243,7 +296,9 @@ def random_case(draw):
     if draw.random() < 0.3:
         groups.insert(draw.integers(0, len(groups) + 1), [])
     sides = (
-        " ".join("1" if not one else one[0] if len(one) == 1 else f"({' '.join(one)})" for one in groups),
+        " ".join(
+            "1" if not one else one[0] if len(one) == 1 else f"({' '.join(one)})" for one in groups
+        ),
         " ".join(draw.permutation(axes)),
     )
     count = 1 if kind == "plain" else int(draw.integers(2, 4))
@@ -301,7 +356,14 @@ def loop(rule, kind, sizes, groups, our_axes, theirs, ours):
             if kind == "number":
                 index[rule.join] += shift
             our_index = tuple(here[axis] for axis in our_axes if f"{{{axis}}}" not in ours[part])
-            pairs.append((theirs[part].format(**number), tuple(index), ours[part].format(**number), our_index))
+            pairs.append(
+                (
+                    theirs[part].format(**number),
+                    tuple(index),
+                    ours[part].format(**number),
+                    our_index,
+                )
+            )
     return pairs
 
 
@@ -316,7 +378,9 @@ def test_random_rules(seed):
     pairs = loop(rule, kind, *rest)
     shapes = {}
     for _, _, name, index in pairs:
-        shapes[name] = tuple(max(a, b + 1) for a, b in zip(shapes.get(name, (0,) * len(index)), index, strict=True))
+        shapes[name] = tuple(
+            max(a, b + 1) for a, b in zip(shapes.get(name, (0,) * len(index)), index, strict=True)
+        )
     assert sum(math.prod(shape) for shape in shapes.values()) == len(pairs)
     draw = np.random.default_rng(seed)
     bound = rule.bind(shapes)

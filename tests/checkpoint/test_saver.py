@@ -53,12 +53,16 @@ def save(saver, step, tree):
 
 def read(folder, step):
     stored = Stored(folder / str(step))
-    wanted = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()}
+    wanted = {
+        name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
+    }
     return stored.read(wanted)
 
 
 @pytest.mark.parametrize(
-    "storage", [Storage(), Storage(zarr3=False, ocdbt=False), Storage(zarr3=False), Storage(file_bytes=4096)], ids=str
+    "storage",
+    [Storage(), Storage(zarr3=False, ocdbt=False), Storage(zarr3=False), Storage(file_bytes=4096)],
+    ids=str,
 )
 def test_a_save_holds_the_values_of_its_moment(make_saver, storage):
     """Steps go on, in the very memory of the state, while it is being written."""
@@ -88,7 +92,9 @@ def test_files_are_cut_to_the_wished_size(make_saver, tmp_path):
         saver = make_saver(tmp_path / str(size), Storage(file_bytes=size))
         save(saver, 1, tree)
         saver.wait()
-        largest[size] = max(path.stat().st_size for path in saver.folder.rglob("*") if path.is_file())
+        largest[size] = max(
+            path.stat().st_size for path in saver.folder.rglob("*") if path.is_file()
+        )
     assert largest[200_000] < 500_000 < largest[2**31]
 
 
@@ -115,7 +121,9 @@ def small_disk(tmp_path):
     """A disk of four megabytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True
+    )
     if done.returncode:
         pytest.skip("mounting a small disk needs more rights")
     yield folder
@@ -123,7 +131,9 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_spoils_one_save_and_nothing_else(make_saver, small_disk, warnings):
-    numbers = np.random.default_rng(0).normal(size=300_000).astype(np.float32)  # 1.2 MB that cannot be compressed
+    numbers = (
+        np.random.default_rng(0).normal(size=300_000).astype(np.float32)
+    )  # 1.2 MB that cannot be compressed
     saver = make_saver(small_disk / "checkpoints")
     save(saver, 1, {"a": jnp.asarray(numbers)})
     saver.wait()
@@ -159,7 +169,9 @@ def test_a_read_only_disk_is_found_before_anything_is_written(small_disk):
     check_writable(small_disk / "run" / "deep", "base_output_directory")
     assert not list(small_disk.iterdir()), "no trace is left"
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(ConfigError, match="base_output_directory: .*run cannot be written: Read-only file system"):
+    with pytest.raises(
+        ConfigError, match="base_output_directory: .*run cannot be written: Read-only file system"
+    ):
         check_writable(small_disk / "run", "base_output_directory")
 
 

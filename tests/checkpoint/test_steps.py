@@ -83,7 +83,9 @@ def test_steps_that_are_done_again_are_set_aside(folder):
     assert (folder / "20.damaged" / "state" / "file").read_text() == "20"
 
 
-def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(folder, tmp_path_factory, monkeypatch):
+def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(
+    folder, tmp_path_factory, monkeypatch
+):
     attic = tmp_path_factory.mktemp("attic")
     rename = os.rename
 

@@ -1,4 +1,6 @@
-"""Whole conversions: bits survive the way there and back, transformers computes the same, all problems come at once."""
+"""Whole conversions: bits survive the way there and back, transformers computes the same, all
+problems come at once.
+"""
 
 import re
 import tracemalloc
@@ -8,7 +10,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.convert import OURS, Folder, Renamed, Rule, Tensor, from_hf, to_hf, write_ours, write_theirs
+from maxtext.checkpoint.convert import (
+    OURS,
+    Folder,
+    Renamed,
+    Rule,
+    Tensor,
+    from_hf,
+    to_hf,
+    write_ours,
+    write_theirs,
+)
 from maxtext.checkpoint.weights import ModelWeights, Place, load_weights
 from maxtext.common.errors import UserError
 
@@ -28,7 +40,9 @@ class Values:
 
 
 def places_of(**shapes):
-    return {name: Place((name,), None, 0, shape, np.dtype(np.float32)) for name, shape in shapes.items()}
+    return {
+        name: Place((name,), None, 0, shape, np.dtype(np.float32)) for name, shape in shapes.items()
+    }
 
 
 def numbers(*shape, dtype=np.float32, start=0):
@@ -44,7 +58,9 @@ def test_there_and_back(llama, dtype, tmp_path):
     there = from_hf(Folder.open(tmp_path / "theirs"), llama.RULES, places)
     write_ours(tmp_path / "ours", there, {}, [], 30_000)
     ours = Folder.open(tmp_path / "ours", OURS)
-    assert ours.tensors == {name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()}
+    assert ours.tensors == {
+        name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()
+    }
     write_theirs(tmp_path / "back", to_hf(ours, llama.RULES, places), {}, [])
     back = Folder.open(tmp_path / "back")
     assert back.tensors == tensors
@@ -53,7 +69,10 @@ def test_there_and_back(llama, dtype, tmp_path):
     # By hand, one of each kind.
     first = Folder.open(tmp_path / "theirs")
     query = first.read("model.layers.2.self_attn.q_proj.weight")
-    assert ours.read("layers/2/attention/query/kernel").tobytes() == query.T.reshape(32, 4, 8).tobytes()
+    assert (
+        ours.read("layers/2/attention/query/kernel").tobytes()
+        == query.T.reshape(32, 4, 8).tobytes()
+    )
     down = first.read("model.layers.3.mlp.down_proj.weight")
     assert ours.read("layers/3/mlp/wo/kernel").tobytes() == down.T.tobytes()
 
@@ -72,7 +91,9 @@ def test_transformers_computes_the_same(llama, tmp_path):
     ids = np.random.default_rng(0).integers(0, 64, (2, 16))
     expected = theirs(input_ids=torch.tensor(ids)).logits.detach().numpy()
 
-    _, template, places = llama.model("normalization_layer_epsilon=1e-5", "matmul_precision=highest")
+    _, template, places = llama.model(
+        "normalization_layer_epsilon=1e-5", "matmul_precision=highest"
+    )
     source = from_hf(Folder.open(tmp_path / "theirs"), llama.RULES, places)
     weights = load_weights(source, places, template)  # straight from their folder
     positions = np.broadcast_to(np.arange(16), ids.shape)
@@ -80,9 +101,17 @@ def test_transformers_computes_the_same(llama, tmp_path):
     np.testing.assert_allclose(ours, expected, atol=3e-5 * expected.std(), rtol=3e-5)
 
     config = [tmp_path / "theirs" / "config.json"]
-    write_theirs(tmp_path / "back", to_hf(ModelWeights(weights, places), llama.RULES, places), {}, config, 50_000)
+    write_theirs(
+        tmp_path / "back",
+        to_hf(ModelWeights(weights, places), llama.RULES, places),
+        {},
+        config,
+        50_000,
+    )
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back").float().eval()
-    np.testing.assert_array_equal(again(input_ids=torch.tensor(ids)).logits.detach().numpy(), expected)
+    np.testing.assert_array_equal(
+        again(input_ids=torch.tensor(ids)).logits.detach().numpy(), expected
+    )
 
 
 def test_one_error_for_all_problems(llama, theirs, tmp_path):
@@ -92,8 +121,8 @@ def test_one_error_for_all_problems(llama, theirs, tmp_path):
     with pytest.raises(UserError) as caught:
         write_ours(tmp_path / "out", from_hf(folder, rules, places), {}, [])
     message = str(caught.value)
-    # Our final norm has no rule; the fifth layer is missing (9 tensors); the keys and values of four have another
-    # shape (8); their norm is unexpected.
+    # Our final norm has no rule; the fifth layer is missing (9 tensors); the keys and values of
+    # four have another shape (8); their norm is unexpected.
     assert message.startswith(f"{theirs[0]} does not fit the model (19 problems): ")
     assert message.count(";") == 5
     assert message.endswith("; and 14 more")
@@ -117,13 +146,17 @@ def test_each_problem(llama, theirs):
         ),
     ]:
         source = Values(**rest, **changes)
-        with pytest.raises(UserError, match=re.escape(f"values does not fit the model {message}") + "$"):
+        with pytest.raises(
+            UserError, match=re.escape(f"values does not fit the model {message}") + "$"
+        ):
             from_hf(source, llama.RULES, places)
         assert not source.order  # no data was read
     source = Values(**theirs[1], **{"model.layers.0.rotary_emb.inv_freq": numbers(3)})
     from_hf(source, llama.RULES, places, ignored=[r".*rotary_emb\.inv_freq"])
     with pytest.raises(UserError, match="rotary_emb"):
-        from_hf(source, llama.RULES, places, ignored=[r"rotary_emb\.inv_freq"])  # not the whole name
+        from_hf(
+            source, llama.RULES, places, ignored=[r"rotary_emb\.inv_freq"]
+        )  # not the whole name
 
 
 def test_tensors_of_one_rule_have_one_dtype():
@@ -153,11 +186,15 @@ def test_the_first_rule_that_finds_its_tensors():
         made = from_hf(Values(**arrays), [EACH, PACKED, TURNED], places)
         assert made.steps[0] == expected.bind({"w": (2, 3, 4)})
         np.testing.assert_array_equal(made.read("w"), ours)
-    with pytest.raises(UserError, match=r"\(1 problem\): packed is not a tensor"):  # the same weights twice
+    with pytest.raises(
+        UserError, match=r"\(1 problem\): packed is not a tensor"
+    ):  # the same weights twice
         from_hf(Values(**each, packed=ours), [EACH, PACKED], places)
     with pytest.raises(UserError, match=r"\(1 problem\): experts.1 is missing"):
         from_hf(Values(**{"experts.0": ours[0].T}), [EACH, PACKED], places)
-    with pytest.raises(UserError, match=r"packed has shape \[2, 3, 5\], the model needs \[2, 3, 4\]"):
+    with pytest.raises(
+        UserError, match=r"packed has shape \[2, 3, 5\], the model needs \[2, 3, 4\]"
+    ):
         from_hf(Values(packed=numbers(2, 3, 5)), [EACH, PACKED, TURNED], places)
 
 
@@ -177,7 +214,11 @@ def test_which_form_is_written():
 
 def test_two_weights_in_one_tensor():
     """A head may be read from the embedding that it is tied to, but not both be written there."""
-    rules = [Rule("e", "embedding", "v e -> v e"), Rule("h", "head", "v e -> e v"), Rule("e", "head", "v e -> e v")]
+    rules = [
+        Rule("e", "embedding", "v e -> v e"),
+        Rule("h", "head", "v e -> e v"),
+        Rule("e", "head", "v e -> e v"),
+    ]
     places = places_of(embedding=(3, 2), head=(2, 3))
     made = dict(from_hf(Values(e=numbers(3, 2)), rules, places))
     np.testing.assert_array_equal(made["head"], numbers(3, 2).T)
@@ -190,7 +231,9 @@ def test_two_weights_in_one_tensor():
 
 def test_our_side_is_checked_as_well():
     rule = Rule("t", "a", "x -> x")
-    with pytest.raises(UserError, match=r"\(2 problems\): a is missing; b is not a weight of this model"):
+    with pytest.raises(
+        UserError, match=r"\(2 problems\): a is missing; b is not a weight of this model"
+    ):
         to_hf(Values(b=numbers(2)), [rule], places_of(a=(2,)))
     with pytest.raises(UserError, match=r"no rule is known for our b \[2\]"):
         to_hf(Values(a=numbers(2), b=numbers(2)), [rule], places_of(a=(2,), b=(2,)))
@@ -249,21 +292,31 @@ def peak(action):
 
 
 def test_memory_holds_one_rule(tmp_path):
-    """Three layers of 8 experts: a layer's weight is 4 MiB, a tensor of theirs 512 KiB. What was handed over goes."""
+    """Three layers of 8 experts: a layer's weight is 4 MiB, a tensor of theirs 512 KiB. What was
+    handed over goes.
+    """
     rule = Rule("l.{i}.experts.{x}", "layers/{i}/w", "x m e -> x e m")
-    places = {f"layers/{i}/w": Place(("w",), i, 0, (8, 256, 512), np.dtype(np.float32)) for i in range(3)}
+    places = {
+        f"layers/{i}/w": Place(("w",), i, 0, (8, 256, 512), np.dtype(np.float32)) for i in range(3)
+    }
     kind = np.dtype(np.float32)
-    theirs = Fresh({f"l.{i}.experts.{x}": Tensor(kind, (512, 256)) for i in range(3) for x in range(8)})
+    theirs = Fresh(
+        {f"l.{i}.experts.{x}": Tensor(kind, (512, 256)) for i in range(3) for x in range(8)}
+    )
     ours = Fresh({name: Tensor(kind, place.shape) for name, place in places.items()})
     layer, tensor = 2**22, 2**19
     there, back = from_hf(theirs, [rule], places), to_hf(ours, [rule], places)
     assert layer < peak(lambda: write_ours(tmp_path / "ours", there, {}, [])) < layer + 1.5 * tensor
-    assert layer < peak(lambda: write_theirs(tmp_path / "theirs", back, {}, [])) < layer + 1.5 * tensor
+    assert (
+        layer < peak(lambda: write_theirs(tmp_path / "theirs", back, {}, [])) < layer + 1.5 * tensor
+    )
 
 
 def test_other_names_for_a_source(llama, theirs):
     _, _, places = llama.model()
-    source = Values(**{f"language_model.{name}": array for name, array in theirs[1].items()}, other=numbers(1))
+    source = Values(
+        **{f"language_model.{name}": array for name, array in theirs[1].items()}, other=numbers(1)
+    )
     renamed = Renamed(source, {name: f"language_model.{name}" for name in theirs[1]})
     made = from_hf(renamed, llama.RULES, places)
     assert made.title == "values"

@@ -1,4 +1,6 @@
-"""Folders with vision tensors: the text model is not written in their place unless somebody asks for it."""
+"""Folders with vision tensors: the text model is not written in their place unless somebody asks
+for it.
+"""
 
 import json
 
@@ -18,7 +20,8 @@ def native(tmp_path):
     """Native weights of a folder of text that also had a tensor of a vision tower."""
     folder = write_hf_folder(tmp_path / "whole", "gemma3-4b", shard_bytes=10**9)
     SAFETENSORS.save_file(
-        {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)}, folder / "model-vision.safetensors"
+        {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)},
+        folder / "model-vision.safetensors",
     )
     files = dict.fromkeys(Folder.open(folder).tensors, "model-text.safetensors")
     (folder / "model.safetensors").rename(folder / "model-text.safetensors")
@@ -30,7 +33,10 @@ def native(tmp_path):
 
 def test_vision_tensors_are_not_dropped_in_silence(native, tmp_path, capsys):
     assert main(["convert", "to_hf", str(native), str(tmp_path / "out")]) == 2
-    assert "had 1 vision or audio tensors, such as vision_tower.patch.weight" in capsys.readouterr().err
+    assert (
+        "had 1 vision or audio tensors, such as vision_tower.patch.weight"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
 
 

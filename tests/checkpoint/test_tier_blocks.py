@@ -17,7 +17,9 @@ NAME = ("weights", "bias")
 
 def folder_of(values):
     block = block_name(NAME, tuple((0, size) for size in values.shape))
-    return SimpleNamespace(tensors={block: Tensor(values.dtype, values.shape)}, read=lambda name: values)
+    return SimpleNamespace(
+        tensors={block: Tensor(values.dtype, values.shape)}, read=lambda name: values
+    )
 
 
 def wanted(dtype):

@@ -35,9 +35,13 @@ def test_a_kill_while_a_step_is_deleted_leaves_no_half_step(tier, monkeypatch, l
     save(tier, later)
     monkeypatch.undo()
     for step in tier.steps():
-        assert list((tier.folder / str(step)).glob("digest*")), "a folder with a step's name is whole"
+        assert list((tier.folder / str(step)).glob("digest*")), (
+            "a folder with a step's name is whole"
+        )
     save(tier, 5)
-    assert all(path.name.isdigit() for path in tier.folder.iterdir()), "the next save removes what the kill left"
+    assert all(path.name.isdigit() for path in tier.folder.iterdir()), (
+        "the next save removes what the kill left"
+    )
     arrays, position = tier.read(5, ARRAYS)
     np.testing.assert_array_equal(arrays["weights", "a"], ARRAYS["weights", "a"])
     assert position == {"step": 5}

@@ -1,4 +1,6 @@
-"""Two processes save together: when one cannot write, both know at once, and the next save goes well."""
+"""Two processes save together: when one cannot write, both know at once, and the next save goes
+well.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Weights are floats: a header that calls them integers is refused, in Hugging Face's folders and in native ones."""
+"""Weights are floats: a header that calls them integers is refused, in Hugging Face's folders and
+in native ones.
+"""
 
 import json
 import shutil
@@ -34,7 +36,9 @@ def test_hugging_face_folder(dtype, hf_folder, tmp_path):
     folder = shutil.copytree(hf_folder, tmp_path / "model")
     for file in folder.glob("*.safetensors"):
         rename_dtype(file, "BF16", dtype)
-    with pytest.raises(UserError, match=rf"model\.\S+ is {dtype}, and a weight is F32, BF16, F16 or F64"):
+    with pytest.raises(
+        UserError, match=rf"model\.\S+ is {dtype}, and a weight is F32, BF16, F16 or F64"
+    ):
         from_folder(folder, tmp_path / "native")
     assert not (tmp_path / "native").exists()
 

@@ -31,12 +31,18 @@ class Numbers:
     title = "numbers"
 
     def __init__(self, places, dtype=np.float32):
-        self.tensors = {name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()}
+        self.tensors = {
+            name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()
+        }
 
     def read(self, name):
         tensor = self.tensors[name]
         first = list(self.tensors).index(name) * 10_000
-        return (first + np.arange(int(np.prod(tensor.shape)))).reshape(tensor.shape).astype(tensor.dtype)
+        return (
+            (first + np.arange(int(np.prod(tensor.shape))))
+            .reshape(tensor.shape)
+            .astype(tensor.dtype)
+        )
 
 
 def test_names(llama):
@@ -63,12 +69,16 @@ def test_every_form_has_the_same_names(llama, words):
     assert list(places) == list(plain)
     # Every element of the tree belongs to one name.
     leaves = flatten(template.weights)
-    for path, group in itertools.groupby(sorted(places.values(), key=lambda p: str(p.path)), key=lambda p: p.path):
+    for path, group in itertools.groupby(
+        sorted(places.values(), key=lambda p: str(p.path)), key=lambda p: p.path
+    ):
         assert sum(int(np.prod(place.shape)) for place in group) == leaves[path].size
 
 
 def test_layers_are_counted_over_segments():
-    """Three segments: layer = first of the segment + repeat * length of its pattern + place in it."""
+    """Three segments: layer = first of the segment + repeat * length of its pattern + place in
+    it.
+    """
     parts = [Segment(("a",), 2), Segment(("b", "c"), 3), Segment(("d",), 1)]
     scanned = {
         "layers": {
@@ -78,13 +88,17 @@ def test_layers_are_counted_over_segments():
         },
         "mtp": {0: {"w": ((9,), (None,))}},
     }
-    weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf[0], np.float32), scanned, is_leaf=is_pair)
+    weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf[0], np.float32), scanned, is_leaf=is_pair
+    )
     axes = jax.tree.map(lambda leaf: leaf[1], scanned, is_leaf=is_pair)
     fixed = jax.tree.map(lambda leaf: False, scanned, is_leaf=is_pair)
     known = {"weights": weights, "axes": axes, "fixed_dtype": fixed, "__init__": lambda self: None}
     template = type("Fake", (Template,), known)()
     places = find_places(template, parts)
-    assert {name: (place.path, place.layer, place.axis, place.shape) for name, place in places.items()} == {
+    assert {
+        name: (place.path, place.layer, place.axis, place.shape) for name, place in places.items()
+    } == {
         "mtp/0/w": (("mtp", 0, "w"), None, 0, (9,)),
         "layers/0/w": (("layers", 0, "blocks", 0, "w"), 0, 1, (5, 7)),
         "layers/1/w": (("layers", 0, "blocks", 0, "w"), 1, 1, (5, 7)),
@@ -120,13 +134,23 @@ def test_load(llama, words):
         top = ("layers", 0, "blocks", place)
         if config.scan_layers:
             axis = config.param_scan_axis
-            np.testing.assert_array_equal(leaves[(*top, "attention", "out", "kernel")], np.stack(layers, axis))
-            np.testing.assert_array_equal(leaves[(*top, "mlp_norm", "scale")], np.stack(norms, min(axis, 1)))
+            np.testing.assert_array_equal(
+                leaves[(*top, "attention", "out", "kernel")], np.stack(layers, axis)
+            )
+            np.testing.assert_array_equal(
+                leaves[(*top, "mlp_norm", "scale")], np.stack(norms, min(axis, 1))
+            )
         else:
             for repeat in range(4 // cycle):
-                np.testing.assert_array_equal(leaves[(*top, repeat, "attention", "out", "kernel")], layers[repeat])
-                np.testing.assert_array_equal(leaves[(*top, repeat, "mlp_norm", "scale")], norms[repeat])
-    np.testing.assert_array_equal(leaves["embedder", "embedding"], source.read("embedder/embedding"))
+                np.testing.assert_array_equal(
+                    leaves[(*top, repeat, "attention", "out", "kernel")], layers[repeat]
+                )
+                np.testing.assert_array_equal(
+                    leaves[(*top, repeat, "mlp_norm", "scale")], norms[repeat]
+                )
+    np.testing.assert_array_equal(
+        leaves["embedder", "embedding"], source.read("embedder/embedding")
+    )
     assert len(told) == len(leaves)
     assert told[-1][0] == told[-1][1] == sum(leaf.nbytes for leaf in leaves.values())
     # And out again.
@@ -143,21 +167,30 @@ def test_scanned_and_unrolled_models_compute_the_same(llama):
     for words in (["scan_layers=true"], ["scan_layers=false"]):
         _, template, places = llama.model(*words)
         draws = np.random.default_rng(0)
-        values = {name: draws.standard_normal(places[name].shape).astype(np.float32) * 0.3 for name in sorted(places)}
+        values = {
+            name: draws.standard_normal(places[name].shape).astype(np.float32) * 0.3
+            for name in sorted(places)
+        }
         source = type("Values", (), {
             "title": "", "tensors": Numbers(places).tensors, "read": lambda self, name, values=values: values[name]
         })()  # fmt: skip
-        run = jax.jit(lambda weights, template=template: template.bind(weights)(ids, np.arange(16)[None]))
+        run = jax.jit(
+            lambda weights, template=template: template.bind(weights)(ids, np.arange(16)[None])
+        )
         logits.append(np.asarray(run(load_weights(source, places, template))))
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
     assert np.abs(logits[0]).max() > 0.1
 
 
 def test_dtypes(llama):
-    """The template's dtype; or another one for floats. The values are those that numpy's cast gives."""
+    """The template's dtype; or another one for floats. The values are those that numpy's cast
+    gives.
+    """
     _, template, places = llama.model()
     source = Numbers(places, ml_dtypes.bfloat16)
-    plain, half = (load_weights(source, places, template, dtype=dtype) for dtype in (None, np.float16))
+    plain, half = (
+        load_weights(source, places, template, dtype=dtype) for dtype in (None, np.float16)
+    )
     wide = source.read("head/kernel").astype(np.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(plain)} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(plain["head"]["kernel"], wide)
@@ -166,7 +199,9 @@ def test_dtypes(llama):
     source = Numbers(places, np.float32)
     loaded = load_weights(source, places, template)
     assert loaded["head"]["kernel"].dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(loaded["head"]["kernel"], source.read("head/kernel").astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(
+        loaded["head"]["kernel"], source.read("head/kernel").astype(ml_dtypes.bfloat16)
+    )
 
 
 def test_a_source_that_does_not_fit(llama):
@@ -183,10 +218,14 @@ def test_a_source_that_does_not_fit(llama):
 
 
 def test_blocks_that_hold_some_layers(llama):
-    """As where the stack itself is split over devices: a block takes its layers, and others are not read."""
+    """As where the stack itself is split over devices: a block takes its layers, and others are not
+    read.
+    """
     place = Place(("w",), 3, 1, (4, 6), np.dtype(np.float32))
     source = llama.Counted(Numbers({"w": place}))
-    blocks = {((0, 4), (first, first + 2), (3, 6)): np.zeros((4, 2, 3), np.float32) for first in (0, 2)}
+    blocks = {
+        ((0, 4), (first, first + 2), (3, 6)): np.zeros((4, 2, 3), np.float32) for first in (0, 2)
+    }
     fill(blocks, place, source, "w")
     early, late = blocks.values()
     assert not early.any()
@@ -216,7 +255,13 @@ def folder(llama, theirs, tmp_path_factory):
 )
 def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
     file = str(tmp_path / "weights.npz")
-    job = {"do": "shard", "ours": str(folder), "words": words, "host_bytes": host_bytes, "file": file}
+    job = {
+        "do": "shard",
+        "ours": str(folder),
+        "words": words,
+        "host_bytes": host_bytes,
+        "file": file,
+    }
     found = run_job(job, XLA_FLAGS="--xla_force_host_platform_device_count=8")
     assert found["devices"] == 8
     loaded = np.load(file)
@@ -229,7 +274,11 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
     if host_bytes > 1:  # room for all blocks: every weight is read once
         assert found["reads"] == len(places)
         query = found["split"]["layers/0/blocks/0/attention/query/kernel"]
-        assert query == [[16, 4, 2, 8], [32, 4, 4, 8], "True"]  # fsdp and tensor halve a dimension each
+        assert query == [
+            [16, 4, 2, 8],
+            [32, 4, 4, 8],
+            "True",
+        ]  # fsdp and tensor halve a dimension each
     else:  # a block at a time: once for each of fsdp 4 times tensor 2, where both split it
         assert len(places) < found["reads"] <= 8 * len(places)
         query = found["split"]["layers/0/blocks/0/0/attention/query/kernel"]

@@ -1,4 +1,6 @@
-"""Writing folders: the safetensors package and transformers read them; under its name a folder is whole or absent."""
+"""Writing folders: the safetensors package and transformers read them; under its name a folder is
+whole or absent.
+"""
 
 import json
 import os
@@ -62,7 +64,13 @@ def as_bytes(tensor):
 @pytest.mark.parametrize("shard_bytes", [10**9, 200, 1])
 def test_safetensors_reads_it(shard_bytes, tmp_path):
     arrays = some()
-    write_theirs(tmp_path / "out", Arrays(arrays, sorted(arrays, reverse=True)), {"config.json": "{}"}, [], shard_bytes)
+    write_theirs(
+        tmp_path / "out",
+        Arrays(arrays, sorted(arrays, reverse=True)),
+        {"config.json": "{}"},
+        [],
+        shard_bytes,
+    )
     files = sorted(tmp_path.glob("out/*.safetensors"))
     seen = {}
     for file in files:
@@ -79,7 +87,9 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
         assert not index.exists()
     else:
         count = len(files)
-        assert [file.name for file in files] == [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+        assert [file.name for file in files] == [
+            f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)
+        ]
         found = json.loads(index.read_text())
         assert found["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
         assert found["weight_map"] == {name: file for name, (_, file) in seen.items()}
@@ -88,16 +98,30 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
     }  # fmt: skip
     # And our own reader.
     folder = Folder.open(tmp_path / "out")
-    assert all(folder.read(name).tobytes() == np.ascontiguousarray(array).tobytes() for name, array in arrays.items())
+    assert all(
+        folder.read(name).tobytes() == np.ascontiguousarray(array).tobytes()
+        for name, array in arrays.items()
+    )
 
 
 def test_shards_are_bounded():
-    tensors = {str(n): Tensor(np.dtype(np.int8), (size,)) for n, size in enumerate([40, 60, 1, 99, 150, 10, 90, 1])}
-    assert [list(shard) for shard in plan(tensors, 100)] == [["0", "1"], ["2", "3"], ["4"], ["5", "6"], ["7"]]
+    tensors = {
+        str(n): Tensor(np.dtype(np.int8), (size,))
+        for n, size in enumerate([40, 60, 1, 99, 150, 10, 90, 1])
+    }
+    assert [list(shard) for shard in plan(tensors, 100)] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4"],
+        ["5", "6"],
+        ["7"],
+    ]
 
 
 def test_data_is_aligned(tmp_path):
-    """Some readers map tensors in place, which needs addresses that are multiples of the element's size."""
+    """Some readers map tensors in place, which needs addresses that are multiples of the element's
+    size.
+    """
     arrays = some()
     write_theirs(tmp_path / "out", Arrays(arrays), {}, [])
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -117,18 +141,30 @@ def test_our_own_folder(tmp_path):
     told = []
     out = tmp_path / "deep" / "out"
     texts = {"config.yml": "model_name: x\n", "hugging_face/config.json": "newer"}
-    write_ours(out, Arrays(arrays), texts, sorted(source.iterdir()), 200, lambda *report: told.append(report))
+    write_ours(
+        out,
+        Arrays(arrays),
+        texts,
+        sorted(source.iterdir()),
+        200,
+        lambda *report: told.append(report),
+    )
     assert (out / "config.yml").read_text() == "model_name: x\n"
     assert (out / "hugging_face" / "tokenizer.json").read_text() == "text of tokenizer.json"
     assert (out / "hugging_face" / "config.json").read_text() == "newer"
     assert (out / "weights.safetensors.index.json").exists()
     assert len(list(out.glob("weights-*-of-*.safetensors"))) > 1
     folder = Folder.open(out, OURS)
-    assert all(folder.read(name).tobytes() == np.ascontiguousarray(array).tobytes() for name, array in arrays.items())
+    assert all(
+        folder.read(name).tobytes() == np.ascontiguousarray(array).tobytes()
+        for name, array in arrays.items()
+    )
     total = sum(array.nbytes for array in arrays.values())
     assert [name for _, _, name in told] == list(arrays)
     assert told[-1][:2] == (total, total)
-    assert [done for done, _, _ in told] == list(np.cumsum([array.nbytes for array in arrays.values()]))
+    assert [done for done, _, _ in told] == list(
+        np.cumsum([array.nbytes for array in arrays.values()])
+    )
     assert os.stat(out).st_mode & 0o777 == 0o777 & ~writer.current_umask()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
@@ -193,9 +229,12 @@ def test_keyboard_interrupt_leaves_nothing(tmp_path):
 
 
 def test_no_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100)
+    )
     with pytest.raises(
-        UserError, match=r"out needs [\d.,]+ (bytes|B|KiB|MiB), and .* has only [\d.,]+ ?(B|KiB|MiB)? free"
+        UserError,
+        match=r"out needs [\d.,]+ (bytes|B|KiB|MiB), and .* has only [\d.,]+ ?(B|KiB|MiB)? free",
     ):
         write_ours(tmp_path / "out", Arrays(some()), TEXTS, [])
     assert not any(tmp_path.iterdir())
@@ -218,14 +257,20 @@ def test_a_missing_companion_is_one_sentence(tmp_path):
 
 
 def test_leftovers_go_but_not_those_in_use(tmp_path):
-    """Folders of the same name left by killed processes, which hold no lock; another name's are not touched."""
+    """Folders of the same name left by killed processes, which hold no lock; another name's are not
+    touched.
+    """
     for name in (".out.partial-dead", ".other.partial-dead", ".out[1].partial-dead"):
         (tmp_path / name / "deep").mkdir(parents=True)
     with new_folder(tmp_path / "out") as living:
         write_ours(tmp_path / "out", Arrays(some()), TEXTS, [])
         assert living.exists()
         shutil.rmtree(tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial-dead", ".out[1].partial-dead", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".other.partial-dead",
+        ".out[1].partial-dead",
+        "out",
+    ]
     write_ours(tmp_path / "out[1]", Arrays(some()), TEXTS, [])
     assert not (tmp_path / ".out[1].partial-dead").exists()
 

@@ -1,4 +1,6 @@
-"""One of two processes that save together; the second cannot write its part of step 2. Prints what became of each."""
+"""One of two processes that save together; the second cannot write its part of step 2. Prints what
+became of each.
+"""
 
 import json
 import sys
@@ -30,7 +32,13 @@ state = jax.jit(lambda: jnp.arange(8.0), out_shardings=everywhere)()
 failures, seconds = [], []
 for step in (1, 2, 3):
     begin = time.monotonic()
-    saver.save(step, {"a": state}, {"step": step, "processes": 2}, "base_config: base.yml\n", {"process": index})
+    saver.save(
+        step,
+        {"a": state},
+        {"step": step, "processes": 2},
+        "base_config: base.yml\n",
+        {"process": index},
+    )
     saver.wait()
     failures.append(saver.failure)
     seconds.append(time.monotonic() - begin)

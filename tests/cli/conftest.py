@@ -35,7 +35,9 @@ def made(monkeypatch):
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory):
-    """(a folder of ours with random weights and a tokenizer with a chat template, the model itself)."""
+    """(a folder of ours with random weights and a tokenizer with a chat template, the model
+    itself).
+    """
     import jax
 
     import maxtext
@@ -44,10 +46,14 @@ def talker(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("talker") / "model"
     config = maxtext.config(**SIZES)
-    weights = jax.tree.map(lambda weight: weight * 4, initial_weights(config))  # so that tokens differ
+    weights = jax.tree.map(
+        lambda weight: weight * 4, initial_weights(config)
+    )  # so that tokens differ
     maxtext.LLM(config, make_template(config), weights).save(folder)
     write_bpe(folder / "hugging_face")
-    return folder, maxtext.LLM.load(folder, **{key: SIZES[key] for key in ("dtype", "weight_dtype", "attention")})
+    return folder, maxtext.LLM.load(
+        folder, **{key: SIZES[key] for key in ("dtype", "weight_dtype", "attention")}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +64,9 @@ def likeliest(talker):
     def extend(ids, count):
         ids = list(ids)
         for _ in range(count):
-            row = np.zeros(LENGTH, int)  # one length, so one program; what follows a token does not change its scores
+            row = np.zeros(
+                LENGTH, int
+            )  # one length, so one program; what follows a token does not change its scores
             row[: len(ids)] = ids
             ids.append(int(np.argmax(np.asarray(talker[1].logits(row))[len(ids) - 1])))
             if ids[-1] in talker[1].end_ids:

@@ -1,4 +1,6 @@
-"""A model of known answers, for tests of the doors: it says the prompt backwards, then how its tokens are drawn."""
+"""A model of known answers, for tests of the doors: it says the prompt backwards, then how its
+tokens are drawn.
+"""
 
 import itertools
 import signal
@@ -30,7 +32,9 @@ class Talkative(ByteTokenizer):
 
 
 class FakeLLM:
-    """`asked`: all asks; `keys`: what it was loaded with; `interrupt_after`: characters after which Ctrl-C comes."""
+    """`asked`: all asks; `keys`: what it was loaded with; `interrupt_after`: characters after which
+    Ctrl-C comes.
+    """
 
     made: "list[FakeLLM]" = []
     tokenizer_class: type | None = Talkative

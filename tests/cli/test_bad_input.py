@@ -1,4 +1,6 @@
-"""Every mistake gets a sentence that names the culprit and a remedy, exit code 2, and no traceback."""
+"""Every mistake gets a sentence that names the culprit and a remedy, exit code 2, and no
+traceback.
+"""
 
 import pytest
 
@@ -13,7 +15,10 @@ MEMORY = ["engram_layers=[0]", "engram_vocab_bases=[20, 20]"]
 CASES = {
     "packing of a source with its own": (
         ["dataset_type=c4_mlperf", "grain_packing_type=best_fit"],
-        ["grain_packing_type=best_fit (command line) would do nothing", "another dataset_type than c4_mlperf"],
+        [
+            "grain_packing_type=best_fit (command line) would do nothing",
+            "another dataset_type than c4_mlperf",
+        ],
     ),
     "an unpacked benchmark": (["dataset_type=c4_mlperf", "packing=false"], ["leave packing=true"]),
     "special tokens for tokens": (
@@ -34,7 +39,10 @@ CASES = {
     "unknown option": (["--steps=3"], ["unknown option", "without dashes"]),
     "unknown format": (["--format", "xml"], ["--format takes yaml or json"]),
     "format without a value": (["--format"], ["--format needs a value"]),
-    "text for a whole number": (["base_emb_dim=ten"], ["base_emb_dim='ten'", "command line", "a whole number"]),
+    "text for a whole number": (
+        ["base_emb_dim=ten"],
+        ["base_emb_dim='ten'", "command line", "a whole number"],
+    ),
     "fraction for a whole number": (["base_emb_dim=1.5"], ["base_emb_dim=1.5", "a whole number"]),
     "true for a whole number": (["base_emb_dim=true"], ["base_emb_dim=True", "a whole number"]),
     "list for a whole number": (["base_emb_dim=[1]"], ["base_emb_dim=[1]", "a whole number"]),
@@ -42,26 +50,41 @@ CASES = {
     "text for a number": (["per_device_batch_size=big"], ["per_device_batch_size='big'", "number"]),
     "true for a number": (["per_device_batch_size=true"], ["per_device_batch_size=True", "number"]),
     "nan": (["normalization_layer_epsilon=.nan"], ["normalization_layer_epsilon=nan", "a number"]),
-    "infinity": (["normalization_layer_epsilon=.inf"], ["normalization_layer_epsilon=inf", "a number"]),
-    "text for a switch": (["override_model_config=maybe"], ["override_model_config='maybe'", "true or false"]),
+    "infinity": (
+        ["normalization_layer_epsilon=.inf"],
+        ["normalization_layer_epsilon=inf", "a number"],
+    ),
+    "text for a switch": (
+        ["override_model_config=maybe"],
+        ["override_model_config='maybe'", "true or false"],
+    ),
     "text for a list": (["mesh_axes=data"], ["mesh_axes='data'", "a list of text"]),
     "broken list": (["mesh_axes=[data"], ["mesh_axes=[data", "not a valid value"]),
     "unknown choice": (["decoder_block=lama2"], ["decoder_block='lama2'", "did you mean llama2"]),
     "unknown dtype": (["dtype=float12"], ["dtype='float12'", "one of bfloat16, float32, float16"]),
-    "unknown remat policy": (["remat_policy=half"], ["remat_policy='half' is not known", "minimal"]),
+    "unknown remat policy": (
+        ["remat_policy=half"],
+        ["remat_policy='half' is not known", "minimal"],
+    ),
     "unknown remat place": (
         ["remat_policy=custom", "context=disk"],
         ["context='disk'", "one of remat, device, offload"],
     ),
     "unknown attention": (["attention=fast"], ["attention='fast' is not known", "dot_product"]),
-    "unknown model": (["model_name=llama3.1-9b"], ["unknown model_name 'llama3.1-9b'", "did you mean llama3.1-8b"]),
+    "unknown model": (
+        ["model_name=llama3.1-9b"],
+        ["unknown model_name 'llama3.1-9b'", "did you mean llama3.1-8b"],
+    ),
     "unknown model and no neighbour": (["model_name=zzz"], ["unknown model_name 'zzz'"]),
     "missing file": (["nowhere.yml"], ["no configuration file 'nowhere.yml'"]),
     "misspelt preset": (["bas"], ["no configuration file 'bas'", "did you mean base"]),
     "set twice": (["run_name=a", "run_name=b"], ["run_name is set twice", "'a' and 'b'"]),
     "negative below the bound": (["q_lora_rank=-1"], ["q_lora_rank=-1", ">= 0"]),
     "zero where positive": (["num_experts=0"], ["num_experts=0", "> 0"]),
-    "zero accumulation": (["gradient_accumulation_steps=0"], ["gradient_accumulation_steps=0", "> 0"]),
+    "zero accumulation": (
+        ["gradient_accumulation_steps=0"],
+        ["gradient_accumulation_steps=0", "> 0"],
+    ),
     "zero width": (["base_emb_dim=0"], ["base_emb_dim=0 is out of range", "at least 1"]),
     "no layers": (["base_num_decoder_layers=0"], ["base_num_decoder_layers=0 is out of range"]),
     "negative batch": (["per_device_batch_size=-1"], ["per_device_batch_size=-1 is out of range"]),
@@ -71,21 +94,45 @@ CASES = {
     ),
     "dropout above one": (["dropout_rate=2"], ["dropout_rate=2.0 is out of range"]),
     "negative steps": (["steps=-5"], ["steps=-5 is out of range"]),
-    "port too large": (["prometheus_port=70000"], ["prometheus_port=70000 is out of range", "65535"]),
+    "port too large": (
+        ["prometheus_port=70000"],
+        ["prometheus_port=70000 is out of range", "65535"],
+    ),
     "empty batch": (["per_device_batch_size=0"], ["less than one sequence a step"]),
     "batch that is no whole number": (["per_device_batch_size=1.5"], ["makes 1.5 sequences"]),
-    "not a power of two": (["global_parameter_scale=3"], ["global_parameter_scale=3 is not a power of two"]),
-    "negative scale": (["global_parameter_scale=-2"], ["global_parameter_scale=-2 is not a power of two"]),
-    "heads": (["base_num_query_heads=6", "base_num_kv_heads=4"], ["base_num_query_heads=6 is not a multiple"]),
+    "not a power of two": (
+        ["global_parameter_scale=3"],
+        ["global_parameter_scale=3 is not a power of two"],
+    ),
+    "negative scale": (
+        ["global_parameter_scale=-2"],
+        ["global_parameter_scale=-2 is not a power of two"],
+    ),
+    "heads": (
+        ["base_num_query_heads=6", "base_num_kv_heads=4"],
+        ["base_num_query_heads=6 is not a multiple"],
+    ),
     "two free ICI axes": (
         ["ici_fsdp_parallelism=-1", "ici_data_parallelism=-1"],
         ["ici_data_parallelism and ici_fsdp_parallelism are both -1"],
     ),
-    "two free DCN axes": (["dcn_fsdp_parallelism=-1"], ["dcn_data_parallelism and dcn_fsdp_parallelism are both -1"]),
-    "more devices than there are": (["ici_tensor_parallelism=64"], ["ici_*_parallelism", "multiply to 64"]),
-    "fewer devices than there are": (["ici_fsdp_parallelism=3"], ["ici_*_parallelism", "multiply to 3"]),
+    "two free DCN axes": (
+        ["dcn_fsdp_parallelism=-1"],
+        ["dcn_data_parallelism and dcn_fsdp_parallelism are both -1"],
+    ),
+    "more devices than there are": (
+        ["ici_tensor_parallelism=64"],
+        ["ici_*_parallelism", "multiply to 64"],
+    ),
+    "fewer devices than there are": (
+        ["ici_fsdp_parallelism=3"],
+        ["ici_*_parallelism", "multiply to 3"],
+    ),
     "zero axis": (["ici_tensor_parallelism=0"], ["ici_tensor_parallelism=0", "1 or more, or -1"]),
-    "axis outside the mesh": (["mesh_axes=[data]", "ici_tensor_parallelism=2"], ["mesh_axes has no axis 'tensor'"]),
+    "axis outside the mesh": (
+        ["mesh_axes=[data]", "ici_tensor_parallelism=2"],
+        ["mesh_axes has no axis 'tensor'"],
+    ),
     "repeated mesh axis": (["mesh_axes=[data, data]"], ["mesh_axes names data more than once"]),
     "unknown mesh axis": (["mesh_axes=[data, fsdp, warp]"], ["mesh_axes", "'warp'"]),
     "axis rules of a wrong shape": (["logical_axis_rules=[mlp]"], ["must be a list of pairs"]),
@@ -98,8 +145,14 @@ CASES = {
         ["load_parameters_path=/a", "load_full_state_path=/b"],
         ["load_parameters_path and load_full_state_path are both set"],
     ),
-    "local checkpoints without a place": (["enable_multi_tier_checkpointing=true"], ["local_checkpoint_directory"]),
-    "zarr3 without ocdbt": (["checkpoint_storage_use_ocdbt=false"], ["needs checkpoint_storage_use_ocdbt=true"]),
+    "local checkpoints without a place": (
+        ["enable_multi_tier_checkpointing=true"],
+        ["local_checkpoint_directory"],
+    ),
+    "zarr3 without ocdbt": (
+        ["checkpoint_storage_use_ocdbt=false"],
+        ["needs checkpoint_storage_use_ocdbt=true"],
+    ),
     "window without a size": (["attention_type=local_sliding"], ["needs sliding_window_size"]),
     "chunks without a size": (["attention_type=chunk"], ["needs chunk_attn_window_size"]),
     "unknown activation": (["mlp_activations=[sulu]"], ["unknown names sulu"]),
@@ -111,15 +164,27 @@ CASES = {
     ),
     "bias update without a bias": (["routed_bias_update_rate=0.1"], ["set routed_bias=true"]),
     "indexer without MLA": (["use_indexer=true"], ["use_indexer=true needs attention_type=mla"]),
-    "experts in a block without them": (["num_experts=8"], ["num_experts=8", "would do nothing", "mixtral"]),
+    "experts in a block without them": (
+        ["num_experts=8"],
+        ["num_experts=8", "would do nothing", "mixtral"],
+    ),
     "key of experts without experts": (
         ["decoder_block=mixtral", "load_balance_loss_weight=0.1"],
         ["load_balance_loss_weight=0.1", "num_experts above 1"],
     ),
-    "capacity of experts that drop nothing": ([*MOE, "capacity_factor=1.5"], ["set sparse_matmul=false"]),
+    "capacity of experts that drop nothing": (
+        [*MOE, "capacity_factor=1.5"],
+        ["set sparse_matmul=false"],
+    ),
     "no capacity": ([*MOE, "capacity_factor=0"], ["capacity_factor=0 leaves experts no room"]),
-    "no buffer": ([*MOE, "ragged_buffer_factor=0"], ["ragged_buffer_factor=0 leaves experts no room"]),
-    "buffer for everything": ([*MOE, "ragged_buffer_factor=2"], ["ragged_buffer_factor=2 would do nothing"]),
+    "no buffer": (
+        [*MOE, "ragged_buffer_factor=0"],
+        ["ragged_buffer_factor=0 leaves experts no room"],
+    ),
+    "buffer for everything": (
+        [*MOE, "ragged_buffer_factor=2"],
+        ["ragged_buffer_factor=2 would do nothing"],
+    ),
     "buffer of dense experts": (
         [*MOE, "sparse_matmul=false", "ragged_buffer_factor=0.5"],
         ["ragged_buffer_factor=0.5", "it needs sparse_matmul=true"],
@@ -142,8 +207,14 @@ CASES = {
         ],
         ["topk_routing_group=1 groups of 2 experts are fewer than num_experts_per_tok=3"],
     ),
-    "score function of another family": ([*MOE, "routed_score_func=sigmoid"], ["it needs decoder_block=deepseek"]),
-    "bias of another family's router": ([*MOE, "routed_bias=true"], ["decoder_block=deepseek or gpt_oss"]),
+    "score function of another family": (
+        [*MOE, "routed_score_func=sigmoid"],
+        ["it needs decoder_block=deepseek"],
+    ),
+    "bias of another family's router": (
+        [*MOE, "routed_bias=true"],
+        ["decoder_block=deepseek or gpt_oss"],
+    ),
     "balancing of a bias that is learned": (
         [
             "decoder_block=gpt_oss",
@@ -154,32 +225,69 @@ CASES = {
         ],
         ["routed_bias_update_rate=0.1", "it needs decoder_block=deepseek"],
     ),
-    "dense layers of another family": ([*MOE, "first_num_dense_layers=1"], ["it needs decoder_block=deepseek"]),
-    "interleaved experts of another family": ([*MOE, "interleave_moe_layer_step=2"], ["it needs decoder_block=llama4"]),
+    "dense layers of another family": (
+        [*MOE, "first_num_dense_layers=1"],
+        ["it needs decoder_block=deepseek"],
+    ),
+    "interleaved experts of another family": (
+        [*MOE, "interleave_moe_layer_step=2"],
+        ["it needs decoder_block=llama4"],
+    ),
     "two shared MLPs in gemma4": (
         ["decoder_block=gemma4", "num_experts=8", "sliding_window_size=4", "shared_experts=2"],
         ["shared_experts=2", "gemma4 has one shared MLP"],
     ),
     "sum that is in float32 anyway": (
-        ["decoder_block=llama4", "num_experts=8", "chunk_attn_window_size=4", "float32_weight_sum=false"],
+        [
+            "decoder_block=llama4",
+            "num_experts=8",
+            "chunk_attn_window_size=4",
+            "float32_weight_sum=false",
+        ],
         ["float32_weight_sum=False", "llama4 weighs what experts read"],
     ),
     "two widths of experts": (
         [*MOE, "base_mlp_dim=64", "base_moe_mlp_dim=32"],
         ["base_mlp_dim=64", "all layers have experts", "base_moe_mlp_dim=32"],
     ),
-    "biases of experts": ([*MOE, "mlp_bias=true"], ["mlp_bias=True", "an MLP beside or in place of experts"]),
-    "fused MLP of experts": ([*MOE, "fused_mlp=true"], ["fused_mlp=True", "an MLP beside or in place of experts"]),
-    "narrow experts of another family": ([*MOE, "moe_expert_input_dim=8"], ["it needs decoder_block=qwen3_custom_moe"]),
-    "narrow attention of another family": (["attention_output_dim=8"], ["it needs decoder_block=qwen3_custom_moe"]),
+    "biases of experts": (
+        [*MOE, "mlp_bias=true"],
+        ["mlp_bias=True", "an MLP beside or in place of experts"],
+    ),
+    "fused MLP of experts": (
+        [*MOE, "fused_mlp=true"],
+        ["fused_mlp=True", "an MLP beside or in place of experts"],
+    ),
+    "narrow experts of another family": (
+        [*MOE, "moe_expert_input_dim=8"],
+        ["it needs decoder_block=qwen3_custom_moe"],
+    ),
+    "narrow attention of another family": (
+        ["attention_output_dim=8"],
+        ["it needs decoder_block=qwen3_custom_moe"],
+    ),
     "attention and experts of two widths": (
-        ["decoder_block=qwen3_custom_moe", "num_experts=8", "attention_output_dim=8", "moe_expert_input_dim=4"],
+        [
+            "decoder_block=qwen3_custom_moe",
+            "num_experts=8",
+            "attention_output_dim=8",
+            "moe_expert_input_dim=4",
+        ],
         ["moe_expert_input_dim=4", "attention_output_dim=8", "the same value"],
     ),
-    "latent attention of another family": (["attention_type=mla"], ["attention_type=mla needs decoder_block=deepseek"]),
-    "size of latents without latents": (["kv_lora_rank=8"], ["kv_lora_rank=8", "it needs attention_type=mla"]),
+    "latent attention of another family": (
+        ["attention_type=mla"],
+        ["attention_type=mla needs decoder_block=deepseek"],
+    ),
+    "size of latents without latents": (
+        ["kv_lora_rank=8"],
+        ["kv_lora_rank=8", "it needs attention_type=mla"],
+    ),
     "no latent": ([*LATENT, "kv_lora_rank=0"], ["kv_lora_rank=0 is out of range"]),
-    "head size beside latent sizes": ([*LATENT, "head_dim=64"], ["head_dim=64", "qk_nope_head_dim"]),
+    "head size beside latent sizes": (
+        [*LATENT, "head_dim=64"],
+        ["head_dim=64", "qk_nope_head_dim"],
+    ),
     "shared keys of latent attention": (
         [*LATENT, "base_num_kv_heads=8"],
         ["base_num_kv_heads=8", "own keys", "set it to 16"],
@@ -193,13 +301,31 @@ CASES = {
         [*LATENT, "attention_sink=true"],
         ["attention_sink=True", "attention other than MLA"],
     ),
-    "norms of latent attention": ([*LATENT, "use_qk_norm=true"], ["use_qk_norm=True", "attention other than MLA"]),
-    "fused projections of latent attention": ([*LATENT, "fused_qkv=true"], ["fused_qkv=True", "other than MLA"]),
-    "clipping without latents": (["use_qk_clip=true"], ["use_qk_clip=true needs attention_type=mla"]),
-    "threshold without clipping": (["qk_clip_threshold=50"], ["qk_clip_threshold=50", "use_qk_clip=true"]),
-    "size of an indexer without one": ([*LATENT, "indexer_topk=8"], ["indexer_topk=8", "it needs use_indexer=true"]),
+    "norms of latent attention": (
+        [*LATENT, "use_qk_norm=true"],
+        ["use_qk_norm=True", "attention other than MLA"],
+    ),
+    "fused projections of latent attention": (
+        [*LATENT, "fused_qkv=true"],
+        ["fused_qkv=True", "other than MLA"],
+    ),
+    "clipping without latents": (
+        ["use_qk_clip=true"],
+        ["use_qk_clip=true needs attention_type=mla"],
+    ),
+    "threshold without clipping": (
+        ["qk_clip_threshold=50"],
+        ["qk_clip_threshold=50", "use_qk_clip=true"],
+    ),
+    "size of an indexer without one": (
+        [*LATENT, "indexer_topk=8"],
+        ["indexer_topk=8", "it needs use_indexer=true"],
+    ),
     "indexer without a query latent": ([*LATENT, "use_indexer=true"], ["needs q_lora_rank > 0"]),
-    "indexer that picks nothing": ([*INDEXED, "indexer_topk=0"], ["indexer_topk=0 is out of range"]),
+    "indexer that picks nothing": (
+        [*INDEXED, "indexer_topk=0"],
+        ["indexer_topk=0 is out of range"],
+    ),
     "sparse training without a loss": (
         [*INDEXED, "indexer_sparse_training=true"],
         ["indexer_sparse_training=True", "indexer_loss_scaling_factor"],
@@ -209,27 +335,52 @@ CASES = {
         ["indexer_head_dim=32 is below qk_rope_head_dim=64"],
     ),
     "attention type of a block with its own": (
-        ["decoder_block=gemma2", "sliding_window_size=4", "attention_type=chunk", "chunk_attn_window_size=4"],
+        [
+            "decoder_block=gemma2",
+            "sliding_window_size=4",
+            "attention_type=chunk",
+            "chunk_attn_window_size=4",
+        ],
         ["attention_type=chunk", "would do nothing"],
     ),
     "block with sliding layers and no window": (
         ["decoder_block=gemma3"],
         ["decoder_block=gemma3 needs sliding_window_size"],
     ),
-    "block with chunks and no size": (["decoder_block=llama4"], ["decoder_block=llama4 needs chunk_attn_window_size"]),
+    "block with chunks and no size": (
+        ["decoder_block=llama4"],
+        ["decoder_block=llama4 needs chunk_attn_window_size"],
+    ),
     "MoBA over windows": (
         ["moba=true", "decoder_block=gemma2", "sliding_window_size=4"],
         ["moba=true works on plain causal attention", "full and sliding"],
     ),
-    "MoBA over latents": ([*LATENT, "moba=true"], ["moba=true works on plain causal attention", "mla"]),
+    "MoBA over latents": (
+        [*LATENT, "moba=true"],
+        ["moba=true works on plain causal attention", "mla"],
+    ),
     "size of MoBA without it": (["moba_topk=2"], ["moba_topk=2", "it needs moba=true"]),
-    "Gated DeltaNets of another family": (["gdn_chunk_size=32"], ["decoder_block=qwen3_next or qwen3_5"]),
-    "fused projections with a gate": (["decoder_block=qwen3_next", "fused_qkv=true"], ["whose attention has a gate"]),
+    "Gated DeltaNets of another family": (
+        ["gdn_chunk_size=32"],
+        ["decoder_block=qwen3_next or qwen3_5"],
+    ),
+    "fused projections with a gate": (
+        ["decoder_block=qwen3_next", "fused_qkv=true"],
+        ["whose attention has a gate"],
+    ),
     "fused projections without values": (
-        ["decoder_block=gemma4", "sliding_window_size=4", "share_kv_projections=true", "fused_qkv=true"],
+        [
+            "decoder_block=gemma4",
+            "sliding_window_size=4",
+            "share_kv_projections=true",
+            "fused_qkv=true",
+        ],
         ["fused_qkv=true does not go with share_kv_projections=true"],
     ),
-    "global heads of another family": (["global_num_kv_heads=4"], ["it needs decoder_block=gemma4"]),
+    "global heads of another family": (
+        ["global_num_kv_heads=4"],
+        ["it needs decoder_block=gemma4"],
+    ),
     "global heads that do not divide": (
         ["decoder_block=gemma4", "sliding_window_size=4", "global_num_kv_heads=3"],
         ["not a multiple of global_num_kv_heads=3"],
@@ -238,28 +389,50 @@ CASES = {
         ["decoder_block=gemma4", "sliding_window_size=4", "global_head_dim=15"],
         ["global_head_dim=15 is odd"],
     ),
-    "proportions of another family": (["global_rope_proportion=0.5"], ["it needs decoder_block=gemma4"]),
-    "local base of another family": (["local_rope_max_timescale=500"], ["it needs decoder_block=gemma3 or gemma4"]),
+    "proportions of another family": (
+        ["global_rope_proportion=0.5"],
+        ["it needs decoder_block=gemma4"],
+    ),
+    "local base of another family": (
+        ["local_rope_max_timescale=500"],
+        ["it needs decoder_block=gemma3 or gemma4"],
+    ),
     "rotary part of a block with proportions": (
         ["decoder_block=gemma4", "sliding_window_size=4", "partial_rotary_factor=0.5"],
         ["partial_rotary_factor=0.5", "global_rope_proportion"],
     ),
     "pairs of a block that has its own": (
-        ["decoder_block=llama4", "chunk_attn_window_size=4", "rope_type=yarn", "rope_interleave=false"],
+        [
+            "decoder_block=llama4",
+            "chunk_attn_window_size=4",
+            "rope_type=yarn",
+            "rope_interleave=false",
+        ],
         ["rope_interleave=False", "llama4, which always turns neighbours"],
     ),
     "stretch that is switched off": (
         ["model_name=llama4-17b-128e", "rope_factor=8"],
         ["rope_factor=8", "rope_use_scale=true"],
     ),
-    "correction without latents": (["rope_type=yarn", "mscale=0.5"], ["mscale=0.5", "attention_type=mla"]),
+    "correction without latents": (
+        ["rope_type=yarn", "mscale=0.5"],
+        ["mscale=0.5", "attention_type=mla"],
+    ),
     "layers without positions in a block that has none": (
         ["decoder_block=qwen3", "nope_layer_interval=4"],
         ["nope_layer_interval=4", "llama4"],
     ),
-    "temperature of another family": (["temperature_tuning=true"], ["decoder_block=llama4 and nope_layer_interval"]),
+    "temperature of another family": (
+        ["temperature_tuning=true"],
+        ["decoder_block=llama4 and nope_layer_interval"],
+    ),
     "norms that always have a scale": (
-        ["decoder_block=gemma3", "sliding_window_size=4", "use_qk_norm=true", "qk_norm_with_scale=false"],
+        [
+            "decoder_block=gemma3",
+            "sliding_window_size=4",
+            "use_qk_norm=true",
+            "qk_norm_with_scale=false",
+        ],
         ["qk_norm_with_scale=False", "other than gemma3"],
     ),
     "norms behind a block without a place for them": (
@@ -270,7 +443,10 @@ CASES = {
         ["mlp_activations=[gelu]", "mlp_activations_limit=7"],
         ["mlp_activations_limit=7", "must be two"],
     ),
-    "limit of zero": (["mlp_activations_limit=0"], ["mlp_activations_limit=0 is out of range", "above 0"]),
+    "limit of zero": (
+        ["mlp_activations_limit=0"],
+        ["mlp_activations_limit=0 is out of range", "above 0"],
+    ),
     "dropout in a block without it": (
         ["decoder_block=simple", "dropout_rate=0.1"],
         ["dropout_rate=0.1", "a decoder_block that drops"],
@@ -292,7 +468,10 @@ CASES = {
         ["decoder_block=default", "mhc_expansion_rate=2"],
         ["mhc_expansion_rate=2 does not go with decoder_block=default"],
     ),
-    "iterations without streams": (["sinkhorn_iterations=5"], ["it needs mhc_expansion_rate above 1"]),
+    "iterations without streams": (
+        ["sinkhorn_iterations=5"],
+        ["it needs mhc_expansion_rate above 1"],
+    ),
     "memory of a block without a place for it": (
         ["decoder_block=qwen3_custom_moe", "num_experts=8", *MEMORY],
         ["engram_layers does not go with decoder_block=qwen3_custom_moe"],
@@ -310,7 +489,10 @@ CASES = {
         ["remat_policy=custom", "moe_mlpwo=device"],
         ["moe_mlpwo=device", "num_experts above 1"],
     ),
-    "latent tensors without latents": (["remat_policy=custom", "mla_q=device"], ["mla_q=device", "attention_type=mla"]),
+    "latent tensors without latents": (
+        ["remat_policy=custom", "mla_q=device"],
+        ["mla_q=device", "attention_type=mla"],
+    ),
     "query latent that is not there": (
         [*LATENT, "remat_policy=custom", "query_wa_proj=device"],
         ["query_wa_proj=device", "q_lora_rank"],
@@ -327,7 +509,10 @@ CASES = {
         ["remat_policy=custom", "fused_qkv=true", "key_proj=device"],
         ["key_proj=device", "it needs fused_qkv=false"],
     ),
-    "joint tensor of separate branches": (["remat_policy=custom", "mlpwi=device"], ["mlpwi=device", "fused_mlp=true"]),
+    "joint tensor of separate branches": (
+        ["remat_policy=custom", "mlpwi=device"],
+        ["mlpwi=device", "fused_mlp=true"],
+    ),
     "separate tensors of joint branches": (
         ["remat_policy=custom", "fused_mlp=true", "mlpwi_0=device"],
         ["mlpwi_0=device", "fused_mlp=false"],
@@ -341,11 +526,26 @@ CASES = {
         ["warmup_steps_fraction + wsd_decay_steps_fraction is above 1"],
     ),
     "bad regular expression": (["adamw_mask=['(']"], ["adamw_mask", "not a regular expression"]),
-    "nucleus without p": (["decode_sampling_strategy=nucleus"], ["needs decode_sampling_nucleus_p"]),
-    "two fine-tuning methods": (["use_dpo=true", "use_sft=true"], ["use_dpo and use_sft exclude each other"]),
-    "sparsity half set": (["weight_sparsity_n=2"], ["weight_sparsity_n and weight_sparsity_m go together"]),
-    "computed key": (["emb_dim=4"], ["emb_dim=4", "cannot be set, it is computed and comes to 2048"]),
-    "key that does not act": (["gcs_metrics=true"], ["gcs_metrics=True", "would be ignored", "Google Cloud"]),
+    "nucleus without p": (
+        ["decode_sampling_strategy=nucleus"],
+        ["needs decode_sampling_nucleus_p"],
+    ),
+    "two fine-tuning methods": (
+        ["use_dpo=true", "use_sft=true"],
+        ["use_dpo and use_sft exclude each other"],
+    ),
+    "sparsity half set": (
+        ["weight_sparsity_n=2"],
+        ["weight_sparsity_n and weight_sparsity_m go together"],
+    ),
+    "computed key": (
+        ["emb_dim=4"],
+        ["emb_dim=4", "cannot be set, it is computed and comes to 2048"],
+    ),
+    "key that does not act": (
+        ["gcs_metrics=true"],
+        ["gcs_metrics=True", "would be ignored", "Google Cloud"],
+    ),
     "explain nothing": (["explain"], ["explain which key"]),
     "explain an unknown key": (["explain", "remat"], ["unknown key 'remat'", "remat_policy"]),
     "status of something": (["status", "steps"], ["takes no further words"]),
@@ -377,7 +577,10 @@ FILES = {
     "not YAML": ("steps: 1\n  bad: 2\n", ["mine.yml line 2", "not valid YAML"]),
     "a list": ("- 1\n- 2\n", ["mine.yml", "expected `key: value` lines"]),
     "set twice in a file": ("steps: 1\nsteps: 2\n", ["steps is set twice", "mine.yml:1", "line 2"]),
-    "unknown key in a file": ("base_config: base.yml\nstepz: 3\n", ["unknown key 'stepz' (mine.yml:2)", "steps"]),
+    "unknown key in a file": (
+        "base_config: base.yml\nstepz: 3\n",
+        ["unknown key 'stepz' (mine.yml:2)", "steps"],
+    ),
     "wrong type in a file": ("\n\nbase_emb_dim: wide\n", ["base_emb_dim='wide' (mine.yml:3)"]),
     "missing parent": ("base_config: parent.yml\n", ["no configuration file 'parent.yml'"]),
     "its own parent": ("base_config: mine.yml\n", ["base_config forms a circle"]),
@@ -386,7 +589,10 @@ FILES = {
         ["base_emb_dim=64 (mine.yml:3)", "models/llama2-7b.yml"],
     ),
     "not text": (b"\xff\xfe\x00", ["cannot read the configuration file"]),
-    "a tag that runs code": ("steps: !!python/object/apply:os.getcwd []\n", ["not valid YAML", "could not determine"]),
+    "a tag that runs code": (
+        "steps: !!python/object/apply:os.getcwd []\n",
+        ["not valid YAML", "could not determine"],
+    ),
 }
 
 
@@ -400,7 +606,11 @@ def test_mistake_in_a_file(name, capsys, monkeypatch, tmp_path):
 
 def test_environment_conflicts_with_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("M_STEPS", "3")
-    refused(["config", "steps=3"], ["steps is set by the environment (M_STEPS) and by the command line"], capsys)
+    refused(
+        ["config", "steps=3"],
+        ["steps is set by the environment (M_STEPS) and by the command line"],
+        capsys,
+    )
 
 
 def test_unknown_and_wrong_environment_variables(capsys, monkeypatch):
@@ -412,7 +622,11 @@ def test_unknown_and_wrong_environment_variables(capsys, monkeypatch):
 
 
 def test_all_mistakes_are_told_at_once(capsys):
-    refused(["config", "base_emb_dim=x", "base_mlp_dim=y"], ["base_emb_dim='x'", "base_mlp_dim='y'"], capsys)
+    refused(
+        ["config", "base_emb_dim=x", "base_mlp_dim=y"],
+        ["base_emb_dim='x'", "base_mlp_dim='y'"],
+        capsys,
+    )
 
 
 def test_unknown_verb(capsys):

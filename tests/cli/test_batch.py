@@ -20,7 +20,9 @@ PROMPTS = ["one", "two", "three", "four", "five", "six", "seven"]
 
 
 def requests(place, *records):
-    place.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records))
+    place.write_text(
+        "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records)
+    )
     return place
 
 
@@ -33,14 +35,21 @@ def answers(tmp_path):
     """By line; a line that is answered twice is an error."""
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len({one["index"] for one in found}) == len(found)
-    return {one["index"]: {key: value for key, value in one.items() if key not in ("index", "check")} for one in found}
+    return {
+        one["index"]: {key: value for key, value in one.items() if key not in ("index", "check")}
+        for one in found
+    }
 
 
 def test_one_answer_a_line(tmp_path, folder, made, capsys):
-    requests(tmp_path / "in.jsonl", *({"prompt": text, "id": [number]} for number, text in enumerate(PROMPTS)))
+    requests(
+        tmp_path / "in.jsonl",
+        *({"prompt": text, "id": [number]} for number, text in enumerate(PROMPTS)),
+    )
     assert batch(tmp_path) == 0
     assert answers(tmp_path) == {
-        number: {"id": [number], "text": text[::-1], "finished": "length"} for number, text in enumerate(PROMPTS)
+        number: {"id": [number], "text": text[::-1], "finished": "length"}
+        for number, text in enumerate(PROMPTS)
     }
     out = capsys.readouterr().out
     tokens = sum(map(len, PROMPTS))
@@ -70,8 +79,17 @@ def test_what_a_line_may_say(tmp_path, folder, made):
 
 
 def test_settings_of_the_command_and_a_line_against_them(tmp_path, folder, made):
-    requests(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "a", "temperature": 0}, {"prompt": "a", "top_p": 0.3})
-    words = ["decode_sampling_strategy=topk", "decode_sampling_top_k=5", "decode_sampling_temperature=2"]
+    requests(
+        tmp_path / "in.jsonl",
+        {"prompt": "a"},
+        {"prompt": "a", "temperature": 0},
+        {"prompt": "a", "top_p": 0.3},
+    )
+    words = [
+        "decode_sampling_strategy=topk",
+        "decode_sampling_top_k=5",
+        "decode_sampling_temperature=2",
+    ]
     assert batch(tmp_path, *words) == 0
     said = [one["text"] for _, one in sorted(answers(tmp_path).items())]
     assert said == ["a t=2.0 k=5 p=1.0 seed=0", "a", "a t=2.0 k=5 p=0.3 seed=2"]
@@ -170,7 +188,11 @@ def test_bytes_that_are_not_text(tmp_path, folder, made):
 
 def test_each_answer_is_valid_json(tmp_path, folder, made):
     """Also of a file with a byte order mark, half surrogate pairs and nested ids."""
-    lines = ['{"prompt": "a", "id": ' + "[" * 90 + "]" * 90 + "}", '{"prompt": "\\udfff", "id": "\\ud800"}', *BAD]
+    lines = [
+        '{"prompt": "a", "id": ' + "[" * 90 + "]" * 90 + "}",
+        '{"prompt": "\\udfff", "id": "\\ud800"}',
+        *BAD,
+    ]
     (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n\n \n".join(lines).encode())
     assert batch(tmp_path, "max_target_length=64") == 0
 
@@ -179,7 +201,9 @@ def test_each_answer_is_valid_json(tmp_path, folder, made):
 
     written = (tmp_path / "out.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_constant=refuse) for line in written]
-    assert sorted(record["index"] for record in records) == [3 * number for number in range(len(lines))]
+    assert sorted(record["index"] for record in records) == [
+        3 * number for number in range(len(lines))
+    ]
     assert {record["index"] for record in records if record["finished"] == "length"} == {0, 3}
 
 
@@ -197,7 +221,14 @@ def test_answers_go_to_regular_files_only(kind, tmp_path, folder, made, capsys):
         out.symlink_to("/dev/full")
     else:
         socket.socket(socket.AF_UNIX).bind(str(out))
-    command = ["batch", str(tmp_path / "in.jsonl"), str(out), "--model", str(folder), "jax_cache_dir=none"]
+    command = [
+        "batch",
+        str(tmp_path / "in.jsonl"),
+        str(out),
+        "--model",
+        str(folder),
+        "jax_cache_dir=none",
+    ]
     for more in ([], ["--overwrite"]):
         assert main([*command, *more]) == 2
         error = capsys.readouterr().err
@@ -224,7 +255,12 @@ def test_log_probabilities_come_with_their_ids(tmp_path, folder, made):
     requests(tmp_path / "in.jsonl", {"prompt": "ab"})
     assert batch(tmp_path, "return_log_prob=true") == 0
     (answer,) = answers(tmp_path).values()
-    assert answer == {"text": "ba", "ids": [101, 100], "log_probs": [-0.5, -1.5], "finished": "length"}
+    assert answer == {
+        "text": "ba",
+        "ids": [101, 100],
+        "log_probs": [-0.5, -1.5],
+        "finished": "length",
+    }
 
 
 def test_requests_are_read_as_they_are_needed(tmp_path, folder, made, monkeypatch):
@@ -306,7 +342,9 @@ def test_a_bad_configuration_keeps_the_answers(tmp_path, folder, made, monkeypat
 
 
 def test_answers_cut_off_anywhere(tmp_path):
-    """Whatever number of bytes has reached the file, what follows completes it, and nothing is there twice."""
+    """Whatever number of bytes has reached the file, what follows completes it, and nothing is
+    there twice.
+    """
     place = requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:3]))
     out = tmp_path / "out.jsonl"
 
@@ -362,10 +400,16 @@ def test_a_place_that_cannot_be_written(tmp_path):
         (["in.jsonl", "--model", "m"], "name two files and a model"),
         (["in.jsonl", "out.jsonl", "--model", "m", "--fast"], "name two files and a model"),
         (["nowhere.jsonl", "out.jsonl", "--model", "m"], "there is no file nowhere.jsonl"),
-        (["in.jsonl", "in.jsonl", "--model", "m"], "cannot take the answers: it is the file of requests"),
+        (
+            ["in.jsonl", "in.jsonl", "--model", "m"],
+            "cannot take the answers: it is the file of requests",
+        ),
         (["in.jsonl", ".", "--model", "m"], "cannot take the answers: it is no regular file"),
         (["in.jsonl", "out.jsonl", "--model", "m"], "neither a folder nor the name of a model"),
-        (["in.jsonl", "out.jsonl", "--model", "model", "prompt=a"], "prompt=a (command line) would do nothing"),
+        (
+            ["in.jsonl", "out.jsonl", "--model", "model", "prompt=a"],
+            "prompt=a (command line) would do nothing",
+        ),
         (["in.jsonl", "out.jsonl", "--model", "model", "multi_sampling=true"], "repeat the line"),
         (["in.jsonl", "out.jsonl", "--model", "model", "loose"], "expected key=value"),
     ],
@@ -400,15 +444,31 @@ with pytest.MonkeyPatch.context() as monkeypatch:
 
 @pytest.mark.slow
 def test_killed_again_and_again(tmp_path, folder):
-    """kill -9 twice at work: the last run finds every answer of the others and adds what is missing."""
+    """kill -9 twice at work: the last run finds every answer of the others and adds what is
+    missing.
+    """
     requests(tmp_path / "in.jsonl", *({"prompt": f"number {number}"} for number in range(200)))
     names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
-    command = [sys.executable, "-c", CHILD, "batch", *names, "--model", str(folder), "jax_cache_dir=none"]
+    command = [
+        sys.executable,
+        "-c",
+        CHILD,
+        "batch",
+        *names,
+        "--model",
+        str(folder),
+        "jax_cache_dir=none",
+    ]
     out, before = tmp_path / "out.jsonl", b""
     root = Path(__file__).parents[2]
     for _ in range(2):
-        child = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while child.poll() is None and (out.stat().st_size if out.exists() else 0) < len(before) + 3000:
+        child = subprocess.Popen(
+            command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while (
+            child.poll() is None
+            and (out.stat().st_size if out.exists() else 0) < len(before) + 3000
+        ):
             time.sleep(0.005)
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
@@ -429,9 +489,21 @@ def test_a_real_model(talker, likeliest, tmp_path):
     folder, llm = talker
     prompts = [[1, 7, 9], [1, *range(20, 40)], [1, 300], [1, 5, 5, 5, 5, 5, 5]]
     counts = [3, 5, 9, 6]
-    asked = [{"prompt": ids, "max_new_tokens": count} for ids, count in zip(prompts, counts, strict=True)]
-    requests(tmp_path / "in.jsonl", *asked, {"prompt": [1, 400]}, {"prompt": "the cat", "max_new_tokens": 4})
-    words = ["dtype=float32", "attention=dot_product", "matmul_precision=highest", "max_target_length=64"]
+    asked = [
+        {"prompt": ids, "max_new_tokens": count} for ids, count in zip(prompts, counts, strict=True)
+    ]
+    requests(
+        tmp_path / "in.jsonl",
+        *asked,
+        {"prompt": [1, 400]},
+        {"prompt": "the cat", "max_new_tokens": 4},
+    )
+    words = [
+        "dtype=float32",
+        "attention=dot_product",
+        "matmul_precision=highest",
+        "max_target_length=64",
+    ]
     words += ["per_device_batch_size=2", "jax_cache_dir=none"]
     names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
     assert main(["batch", *names, "--model", str(folder), *words]) == 0

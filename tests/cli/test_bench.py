@@ -31,7 +31,11 @@ def test_what_is_measured(tmp_path, capsys):
     ]
     assert "cpu" in written["device"].lower()
     for case in written["cases"]:
-        tokens = {"prefill": case["length"], "generate": case["batch"], "samples": case["batch"] * 16}[case["stage"]]
+        tokens = {
+            "prefill": case["length"],
+            "generate": case["batch"],
+            "samples": case["batch"] * 16,
+        }[case["stage"]]
         assert case["tokens/s"] == pytest.approx(tokens / case["ms"] * 1e3, rel=1e-2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["stage", "batch", "length", "ms", "tokens/s", "GB/s"]
@@ -44,9 +48,15 @@ def test_what_is_measured(tmp_path, capsys):
         ([], "what is to be measured? maxtext bench inference"),
         (["training"], "what is to be measured?"),
         (["inference"], "which model?"),
-        (["inference", *TINY, "inference_microbenchmark_prefill_lengths=64,x"], "must be lengths of at least 1"),
+        (
+            ["inference", *TINY, "inference_microbenchmark_prefill_lengths=64,x"],
+            "must be lengths of at least 1",
+        ),
         (["inference", *TINY, "inference_microbenchmark_stages=dream"], "has unknown stages dream"),
-        (["inference", *TINY, "inference_microbenchmark_num_samples=[2]"], "it needs multi_sampling=true"),
+        (
+            ["inference", *TINY, "inference_microbenchmark_num_samples=[2]"],
+            "it needs multi_sampling=true",
+        ),
     ],
 )
 def test_what_is_refused(words, sentence, capsys):

@@ -17,7 +17,9 @@ from tests.cli.fake_llm import FakeLLM
 
 @pytest.fixture
 def made(made, monkeypatch):
-    monkeypatch.setattr(FakeLLM, "said", lambda self, ask: f"answer {len(self.asked)}"[: ask.max_new_tokens])
+    monkeypatch.setattr(
+        FakeLLM, "said", lambda self, ask: f"answer {len(self.asked)}"[: ask.max_new_tokens]
+    )
     return made
 
 
@@ -47,14 +49,27 @@ def test_answers_and_history(chat, made):
     assert (code, out) == (0, "answer 1\nanswer 2\n")
     assert "no more room" in err  # as this model says how it finished
     assert heard(made[-1], 0) == chatml(("user", "hello"))
-    assert heard(made[-1]) == chatml(("user", "hello"), ("assistant", "answer 1"), ("user", "how are you?"))
+    assert heard(made[-1]) == chatml(
+        ("user", "hello"), ("assistant", "answer 1"), ("user", "how are you?")
+    )
     first, second = made[-1].asked
     assert (first.seed, second.seed) == (0, 1)
 
 
 def test_commands(chat, made):
     code, out, err = chat(
-        ["/system be brief", "a", "/reset", "b", "/system", "/help", "/nonsense", "//c", "/exit", "never heard"]
+        [
+            "/system be brief",
+            "a",
+            "/reset",
+            "b",
+            "/system",
+            "/help",
+            "/nonsense",
+            "//c",
+            "/exit",
+            "never heard",
+        ]
     )
     assert code == 0
     assert out == "answer 1\nanswer 2\nanswer 3\n"
@@ -74,7 +89,8 @@ def test_the_oldest_turns_go_when_there_is_no_more_room(chat, made):
     for ask in made[-1].asked:
         assert len(ask.prompt) <= 300
         assert len(ask.prompt) + ask.max_new_tokens == 400
-    # A turn with its answer has 68 + 41 characters, the last one with the call for an answer 90: one goes before it.
+    # A turn with its answer has 68 + 41 characters, the last one with the call for an answer 90:
+    # one goes before it.
     assert heard(made[-1]).count(turn) == 2
     assert heard(made[-1]).startswith("<|im_start|>user")
 
@@ -159,7 +175,9 @@ with pytest.MonkeyPatch.context() as monkeypatch:
 
 @pytest.mark.slow
 def test_in_a_terminal(folder):
-    """A person: a mark to type at, Ctrl-C that only clears the line, an answer, its figures, Ctrl-D."""
+    """A person: a mark to type at, Ctrl-C that only clears the line, an answer, its figures,
+    Ctrl-D.
+    """
     terminal, other_side = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, "chat", str(folder), "jax_cache_dir=none"],
@@ -181,7 +199,10 @@ def test_in_a_terminal(folder):
 
     try:
         assert "/help lists the commands" in until(b"> ")
-        for _ in range(20):  # readline shows its mark a moment before it waits, and a Ctrl-C between the two waits, too
+        for _ in range(
+            20
+            # readline shows its mark a moment before it waits, and a Ctrl-C between the two waits, too
+        ):
             os.write(terminal, b"\x03")
             if select.select([terminal], [], [], 3)[0]:
                 break
@@ -201,7 +222,12 @@ def test_in_a_terminal(folder):
 @pytest.mark.slow
 def test_a_real_model(talker, likeliest, monkeypatch, capsys):
     folder, llm = talker
-    words = ["dtype=float32", "attention=dot_product", "matmul_precision=highest", "jax_cache_dir=none"]
+    words = [
+        "dtype=float32",
+        "attention=dot_product",
+        "matmul_precision=highest",
+        "jax_cache_dir=none",
+    ]
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand then?\n"))
     assert main(["chat", str(folder), "max_target_length=64", *words]) == 0
     turns, said = [], []

@@ -53,7 +53,11 @@ def test_config_prints_groups_values_and_sources(capsys):
 
 def test_config_changed(capsys):
     assert main(["config", "base_emb_dim=64", "run_name=a", "--changed"]) == 0
-    keys = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line and line[0] not in "# "]
+    keys = [
+        line.split(":")[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line and line[0] not in "# "
+    ]
     assert keys == ["run_name", "base_output_directory", "base_emb_dim"]
 
 
@@ -71,7 +75,14 @@ def test_config_for_programs(capsys):
 def test_explain(capsys):
     assert main(["config", "explain", "remat_policy", "remat_policy=minimal"]) == 0
     text = capsys.readouterr().out
-    for part in ("RematAndOffload", "backward pass", "default  full", "value    minimal", "command line", "acts"):
+    for part in (
+        "RematAndOffload",
+        "backward pass",
+        "default  full",
+        "value    minimal",
+        "command line",
+        "acts",
+    ):
         assert part in text
     assert main(["config", "explain", "gcs_metrics"]) == 0
     assert "does not act here" in capsys.readouterr().out
@@ -88,22 +99,31 @@ def test_status_counts_every_key(capsys):
 
 def test_doors():
     for door in ("maxtext.train", "maxtext.decode", "maxtext.train_compile"):
-        result = subprocess.run([sys.executable, "-m", door, "stepz=1"], capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-m", door, "stepz=1"], capture_output=True, text=True
+        )
         assert (result.returncode, "stepz" in result.stderr) == (2, True)
-    result = subprocess.run([sys.executable, "-m", "maxtext", "--version"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "maxtext", "--version"], capture_output=True, text=True
+    )
     assert result.returncode == 0
 
 
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m maxtext config | head -1"
-    result = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True
+    )
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "17179869184 bytes more"),
+        (
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
+            "17179869184 bytes more",
+        ),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 3 things", "ran out of memory: lower"),
     ],
 )

@@ -29,7 +29,9 @@ def test_a_file_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_no_slices(capsys):
-    assert main(["compile", *TINY, "compile_topology=v5p-8", "compiled_trainstep_file=step.bin"]) == 2
+    assert (
+        main(["compile", *TINY, "compile_topology=v5p-8", "compiled_trainstep_file=step.bin"]) == 2
+    )
     assert "needs compile_topology_num_slices" in capsys.readouterr().err
 
 
@@ -37,7 +39,11 @@ def run(*words, devices=2, folder):
     flags = f"--xla_force_host_platform_device_count={devices} {FAST_COMPILE_FLAGS}"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=folder, env=os.environ | environment
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | environment,
     )
 
 

@@ -1,4 +1,6 @@
-"""`maxtext convert`: there and back bit for bit, and what is refused with one sentence and nothing written."""
+"""`maxtext convert`: there and back bit for bit, and what is refused with one sentence and nothing
+written.
+"""
 
 import json
 import re
@@ -47,16 +49,25 @@ def test_there_and_back(source, tmp_path, capsys):
     nbytes = sum(tensor.nbytes for tensor in before.values())
     # A Mixtral's experts are a tensor each there, and stacked in three a layer here.
     stacked = len(before) - 3 * 3 * (3 - 1)
-    assert first == f"wrote {tmp_path / 'ours'}: {stacked} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
-    assert second == f"wrote {tmp_path / 'theirs'}: {len(before)} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
-    expected = f"try it with: maxtext decode load_parameters_path={tmp_path / 'ours'} prompt='I love to'"
+    assert (
+        first == f"wrote {tmp_path / 'ours'}: {stacked} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
+    )
+    assert (
+        second
+        == f"wrote {tmp_path / 'theirs'}: {len(before)} tensors, bfloat16, {nbytes / 1024:.4g} KiB"
+    )
+    expected = (
+        f"try it with: maxtext decode load_parameters_path={tmp_path / 'ours'} prompt='I love to'"
+    )
     assert command == f"{expected} tokenizer_path=TOKENIZER, the one that it was trained with"
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert (tensor.view(np.uint16) == after[name].view(np.uint16)).all()
     assert (tmp_path / "theirs" / "tokenizer.json").read_text() == "{}"
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "theirs")]
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "theirs")
+    ]
     assert configs[0] == configs[1]
 
 
@@ -65,7 +76,9 @@ def test_another_dtype(source, tmp_path):
     assert convert("to_hf", tmp_path / "ours", tmp_path / "half", "--dtype=float16") == 0
     for name, tensor in tensors(tmp_path / "half").items():
         assert tensor.dtype == np.float16
-        np.testing.assert_array_equal(tensor, tensors(source)[name].astype(np.float32).astype(np.float16))
+        np.testing.assert_array_equal(
+            tensor, tensors(source)[name].astype(np.float32).astype(np.float16)
+        )
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
 
 
@@ -140,7 +153,8 @@ BAD_FOLDERS = {
     unknown: "the architecture MambaForCausalLM is not known; these are: LlamaForCausalLM, ",
     no_config: "has no config.json",
     broken_config: "config.json is not valid JSON",
-    no_size: "embed_tokens.weight has shape \\[50, 16\\], the model needs \\[50, 4096\\]",  # as the class has it
+    # as the class has it
+    no_size: "embed_tokens.weight has shape \\[50, 16\\], the model needs \\[50, 4096\\]",
     strange_rope: "rope_type='longrope' is not supported",
     strange_activation: "the activation 'xielu' is not supported",
     quantized: "the weights are quantized \\(gptq\\)",
@@ -174,7 +188,11 @@ def test_what_is_in_the_way_stays(source, tmp_path, capsys):
     [
         ([], 2, "give a direction and two folders"),
         (["sideways", "a", "b"], 2, "give a direction and two folders"),
-        (["from_hf", "a", "b", "--dtype", "int3"], 2, "--dtype takes float32 or bfloat16 or float16"),
+        (
+            ["from_hf", "a", "b", "--dtype", "int3"],
+            2,
+            "--dtype takes float32 or bfloat16 or float16",
+        ),
         (["from_hf", "nowhere", "out"], 1, "there is no folder nowhere"),
     ],
 )

@@ -1,4 +1,6 @@
-"""`maxtext data`, as a person runs it; the tokens of the byte tokenizer are computed here by its definition."""
+"""`maxtext data`, as a person runs it; the tokens of the byte tokenizer are computed here by its
+definition.
+"""
 
 import json
 import os
@@ -41,16 +43,26 @@ def replaced(words, *others):
 
 def table(text):
     """{name: value} of the lines in two columns at the end."""
-    return dict(re.split(r"\s{2,}", line) for line in text.splitlines() if re.fullmatch(r"\w.*?\s{2,}\S.*", line))
+    return dict(
+        re.split(r"\s{2,}", line)
+        for line in text.splitlines()
+        if re.fullmatch(r"\w.*?\s{2,}\S.*", line)
+    )
 
 
 def test_inspect_shows_segments_padding_and_numbers(files, capsys):
-    # Pairs of each document with beginning and end: 4, 6 and 9; rows of 16: 4 + 6, then 9; 13 places stay empty.
+    # Pairs of each document with beginning and end: 4, 6 and 9; rows of 16: 4 + 6, then 9; 13
+    # places stay empty.
     assert main(["data", "inspect", *files("abc", "de\nfg", "hijklmno")]) == 0
     text = capsys.readouterr().out
     assert "batch 0, row 0: 2 segments, 10 of 16 places" in text
-    assert "   1 │ <bos>abc<eos>\n   2 │ <bos>de\n     │ fg<eos>\n     · 6 places of padding\n" in text
-    assert "batch 0, row 1: 1 segment, 9 of 16 places\n   1 │ <bos>hijklmno<eos>\n     · 7 places of padding\n" in text
+    assert (
+        "   1 │ <bos>abc<eos>\n   2 │ <bos>de\n     │ fg<eos>\n     · 6 places of padding\n" in text
+    )
+    assert (
+        "batch 0, row 1: 1 segment, 9 of 16 places\n   1 │ <bos>hijklmno<eos>\n     · 7 places of padding\n"
+        in text
+    )
     numbers = table(text)
     assert numbers["documents"] == "3"
     assert (numbers["batches"], numbers["rows"], numbers["tokens"]) == ("1", "2", "19")
@@ -106,7 +118,11 @@ def test_inspect_for_programs(files, capsys):
     first = found["batches"][0][0]
     assert first == [
         {"inputs": [1, 100, 101, 102], "targets": [100, 101, 102, 2], "text": "<bos>abc<eos>"},
-        {"inputs": [1, 0xC3 + 3, 0xA9 + 3], "targets": [0xC3 + 3, 0xA9 + 3, 2], "text": "<bos>é<eos>"},
+        {
+            "inputs": [1, 0xC3 + 3, 0xA9 + 3],
+            "targets": [0xC3 + 3, 0xA9 + 3, 2],
+            "text": "<bos>é<eos>",
+        },
     ]
     assert found["summary"]["documents"] == 3
 
@@ -122,7 +138,12 @@ def test_inspect_evaluation(files, capsys, tmp_path):
 
 
 def test_inspect_without_a_tokenizer_shows_ids(capsys):
-    words = ["dataset_type=synthetic", "vocab_size=50", "max_target_length=8", "per_device_batch_size=1"]
+    words = [
+        "dataset_type=synthetic",
+        "vocab_size=50",
+        "max_target_length=8",
+        "per_device_batch_size=1",
+    ]
     assert main(["data", "inspect", *words]) == 0
     text = capsys.readouterr().out
     assert re.search(r"   1 │ \d+( \d+){8}\n", text)
@@ -132,11 +153,20 @@ def test_inspect_without_a_tokenizer_shows_ids(capsys):
 def test_prepare_then_train_from_it(files, capsys, tmp_path):
     words = files(*(f"document {number}" * (number % 3 + 1) for number in range(12)))
     out = tmp_path / "out"
-    assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5", "--workers", "1"]) == 0
+    assert (
+        main(
+            ["data", "prepare", *words, "--out", str(out), "--shard-documents=5", "--workers", "1"]
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     tokens = sum(len(f"document {number}" * (number % 3 + 1)) + 2 for number in range(12))
     numbers = table(text)
-    assert (numbers["documents"], numbers["tokens"], numbers["shards"]) == ("12", f"{tokens:,}", "3")
+    assert (numbers["documents"], numbers["tokens"], numbers["shards"]) == (
+        "12",
+        f"{tokens:,}",
+        "3",
+    )
     assert numbers["bad records"] == "0"
     assert "tokens/s" in numbers
     line = shlex.split(text.splitlines()[-1])
@@ -144,7 +174,9 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
         f"dataset_type=grain grain_file_type=arrayrecord grain_train_files={out}/*.array_record "
         "train_data_columns=[tokens] tokenize_train_data=false"
     )
-    ours, theirs = (list(make_train_iterator(settled(replaced(words, *more)))) for more in ([], line))
+    ours, theirs = (
+        list(make_train_iterator(settled(replaced(words, *more)))) for more in ([], line)
+    )
     assert len(ours) == len(theirs) > 3
     for one, other in zip(ours, theirs, strict=True):
         assert all((one[name] == other[name]).all() for name in one)
@@ -154,7 +186,10 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
     assert re.search(r"│ 1 103 114 102", capsys.readouterr().out)
     assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5"]) == 0
     assert "nothing left to write" in capsys.readouterr().out
-    assert main(["data", "prepare", *words, "add_bos=false", "--out", str(out), "--shard-documents=5"]) == 2
+    assert (
+        main(["data", "prepare", *words, "add_bos=false", "--out", str(out), "--shard-documents=5"])
+        == 2
+    )
     assert "was begun with beginning [1]" in capsys.readouterr().err
 
 
@@ -169,8 +204,14 @@ BAD = {
     "missing files": (["inspect", *SMALL, "grain_train_files=/nowhere/*.txt"], "no file matches"),
     "no out": (["prepare", *SMALL], "say where to write"),
     "out without a value": (["prepare", *SMALL, "--out"], "--out needs a value"),
-    "workers 0": (["prepare", "--out", "x", "--workers", "0", *SMALL], "--workers takes a whole number of 1"),
-    "source of no documents": (["prepare", "--out", "x", "dataset_type=synthetic"], "cannot be prepared"),
+    "workers 0": (
+        ["prepare", "--out", "x", "--workers", "0", *SMALL],
+        "--workers takes a whole number of 1",
+    ),
+    "source of no documents": (
+        ["prepare", "--out", "x", "dataset_type=synthetic"],
+        "cannot be prepared",
+    ),
     "files of nothing": (["throughput", *SMALL, "grain_train_files=/nowhere"], "does not exist"),
 }
 
@@ -185,20 +226,37 @@ def test_bad_words(case, capsys, tmp_path, monkeypatch):
 
 
 def test_fewest_devices():
-    base = {"num_slices": -1, "per_device_batch_size": 12, "ici_fsdp_parallelism": -1, "dcn_data_parallelism": -1}
+    base = {
+        "num_slices": -1,
+        "per_device_batch_size": 12,
+        "ici_fsdp_parallelism": -1,
+        "dcn_data_parallelism": -1,
+    }
     assert fewest_devices(base) == (1, 1)
     assert fewest_devices(base | {"ici_tensor_parallelism": "4"}) == (4, 1)
     assert fewest_devices(base | {"ici_tensor_parallelism": 4, "dcn_data_parallelism": 2}) == (8, 2)
     assert fewest_devices(base | {"num_slices": 3}) == (3, 3)
     assert fewest_devices(base | {"per_device_batch_size": "0.25"}) == (4, 1)
-    assert fewest_devices(base | {"per_device_batch_size": 1.5, "ici_tensor_parallelism": 3}) == (6, 1)
+    assert fewest_devices(base | {"per_device_batch_size": 1.5, "ici_tensor_parallelism": 3}) == (
+        6,
+        1,
+    )
     assert fewest_devices(base | {"per_device_batch_size": "many", "num_slices": None}) == (1, 1)
 
 
 def test_settings_of_a_large_machine_load_here(files):
-    config = settled([*files("abc"), "ici_tensor_parallelism=8", "dcn_data_parallelism=2", "ici_fsdp_parallelism=4"])
+    config = settled(
+        [
+            *files("abc"),
+            "ici_tensor_parallelism=8",
+            "dcn_data_parallelism=2",
+            "ici_fsdp_parallelism=4",
+        ]
+    )
     assert config.num_target_devices == 64
-    assert settled(replaced(SMALL, "per_device_batch_size=0.125")).global_batch_size_to_train_on == 1
+    assert (
+        settled(replaced(SMALL, "per_device_batch_size=0.125")).global_batch_size_to_train_on == 1
+    )
 
 
 def test_throughput(files, capsys):
@@ -208,20 +266,27 @@ def test_throughput(files, capsys):
     numbers = table(capsys.readouterr().out)
     assert numbers["batches"].startswith("4 of ")
     assert numbers["tokens"] == "120 of 128 places"
-    rates = [float(numbers[name].replace(",", "")) for name in ("batches/s", "tokens/s", "tokens/s with padding")]
+    rates = [
+        float(numbers[name].replace(",", ""))
+        for name in ("batches/s", "tokens/s", "tokens/s with padding")
+    ]
     assert rates[1] == pytest.approx(rates[0] * 30, rel=0.02)
     assert rates[2] == pytest.approx(rates[0] * 32, rel=0.02)
     assert main(["data", "throughput", *words, "steps=2", "generate_padding_batch_train=true"]) == 0
     assert table(capsys.readouterr().out)["batches"] == "2"
     # Two devices share a sequence.
-    assert main(["data", "throughput", *replaced(words, "per_device_batch_size=0.5", "steps=5")]) == 0
+    assert (
+        main(["data", "throughput", *replaced(words, "per_device_batch_size=0.5", "steps=5")]) == 0
+    )
     assert table(capsys.readouterr().out)["tokens"] == "75 of 80 places"
 
 
 @pytest.mark.slow
 def test_the_familiar_command(files):
     """With worker processes, each with a stream of its own."""
-    words = replaced(files(*["a" * 14] * 64), "grain_worker_count=2", "per_device_batch_size=4", "steps=5")
+    words = replaced(
+        files(*["a" * 14] * 64), "grain_worker_count=2", "per_device_batch_size=4", "steps=5"
+    )
     command = [sys.executable, "-m", "maxtext.standalone_dataloader", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -236,9 +301,16 @@ def test_an_index_of_tokens(tmp_path, capsys):
     command = ["data", "index", "--out", str(out), "--length", "8", "--dtype=uint16", str(tmp_path)]
     assert main(command) == 0
     assert "2 files, 65 tokens, 8 rows of 8" in capsys.readouterr().out
-    words = ["dataset_type=olmo_grain", f"olmo_index_path={out}", "max_target_length=8", "vocab_size=64"]
+    words = [
+        "dataset_type=olmo_grain",
+        f"olmo_index_path={out}",
+        "max_target_length=8",
+        "vocab_size=64",
+    ]
     words += ["per_device_batch_size=1", "enable_data_shuffling=false"]
     batches = list(make_train_iterator(settled(words)))
-    assert [batch["inputs"][0].tolist() for batch in batches[:5]] == np.arange(40).reshape(5, 8).tolist()
+    assert [batch["inputs"][0].tolist() for batch in batches[:5]] == np.arange(40).reshape(
+        5, 8
+    ).tolist()
     assert len(batches) == 8
     assert main(["data", "index", "--out", str(out), str(tmp_path)]) == 2

@@ -39,8 +39,21 @@ def test_a_reserved_prompt_bounds_the_completion_whatever_its_length(folder, mad
 
 
 def test_keys_of_file_and_words_reach_the_model(folder, made, tmp_path):
-    (tmp_path / "mine.yml").write_text("base_config: base.yml\nmax_target_length: 50\ndtype: float32\n")
-    assert main(["decode", str(tmp_path / "mine.yml"), f"load_parameters_path={folder}", CACHE, "dtype=bfloat16"]) == 0
+    (tmp_path / "mine.yml").write_text(
+        "base_config: base.yml\nmax_target_length: 50\ndtype: float32\n"
+    )
+    assert (
+        main(
+            [
+                "decode",
+                str(tmp_path / "mine.yml"),
+                f"load_parameters_path={folder}",
+                CACHE,
+                "dtype=bfloat16",
+            ]
+        )
+        == 0
+    )
     keys = made[-1].keys
     assert keys["max_target_length"] == 50
     assert keys["dtype"].value == "bfloat16"
@@ -54,14 +67,21 @@ def test_the_preset(folder, made, capsys):
 
 
 def test_sampling_and_seed(folder, made, capsys):
-    words = ["decode_sampling_strategy=weighted", "decode_sampling_temperature=0.5", "init_weights_seed=7"]
+    words = [
+        "decode_sampling_strategy=weighted",
+        "decode_sampling_temperature=0.5",
+        "init_weights_seed=7",
+    ]
     assert decode(folder, "prompt=a", *words) == 0
     assert capsys.readouterr().out == "a t=0.5 k=0 p=1.0 seed=7\n"
 
 
 def test_chat_template(folder, made, capsys):
     assert decode(folder, "prompt=hi", "use_chat_template=true") == 0
-    assert capsys.readouterr().out == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"[::-1] + "\n"
+    assert (
+        capsys.readouterr().out
+        == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"[::-1] + "\n"
+    )
 
 
 def test_assertion(folder, made, capsys):
@@ -131,9 +151,15 @@ def test_a_terminal_shows_the_prompt_dimmed_and_does_not_obey_the_model(folder, 
             ["prompt=abcdef", "max_prefill_predict_length=4"],
             "7 tokens, but max_prefill_predict_length=4",
         ),
-        (["max_prefill_predict_length=8", "max_target_length=8"], "leaves nothing of max_target_length=8"),
+        (
+            ["max_prefill_predict_length=8", "max_target_length=8"],
+            "leaves nothing of max_target_length=8",
+        ),
         (["multi_sampling=true"], "the same completion again and again"),
-        (["multi_sampling=true", "decode_sampling_strategy=weighted", "per_device_batch_size=1"], "completions: raise"),
+        (
+            ["multi_sampling=true", "decode_sampling_strategy=weighted", "per_device_batch_size=1"],
+            "completions: raise",
+        ),
         (["decode_sampling_strategy=sharp"], "decode_sampling_strategy"),
         (["enable_model_warmup=true"], "the one prompt warms it up"),
         (["--prompt=a"], "without dashes"),
@@ -165,7 +191,12 @@ def test_a_real_model(talker, likeliest, capsys):
     length = len(ids) + 8
     whole = likeliest(ids, 8)
     expected = llm.tokenizer.decode(whole[len(ids) :])
-    words = [f"load_parameters_path={folder}", "prompt=the cat", f"max_target_length={length}", *REAL]
+    words = [
+        f"load_parameters_path={folder}",
+        "prompt=the cat",
+        f"max_target_length={length}",
+        *REAL,
+    ]
     assert main(["decode", *words, f"autoregressive_decode_assert={expected}"]) == 0
     assert capsys.readouterr().out == f"{expected}\n"
     assert main(["decode", *words, "return_log_prob=true"]) == 0
@@ -180,7 +211,13 @@ def test_a_real_model(talker, likeliest, capsys):
 @pytest.mark.slow
 def test_the_familiar_door_in_a_process_of_its_own(talker, tmp_path):
     folder, _ = talker
-    words = ["inference", f"load_parameters_path={folder.name}", "prompt=the", "max_target_length=64", *REAL[:3]]
+    words = [
+        "inference",
+        f"load_parameters_path={folder.name}",
+        "prompt=the",
+        "max_target_length=64",
+        *REAL[:3],
+    ]
     words += ["max_prefill_predict_length=32", f"jax_cache_dir={tmp_path}", "run_name=mine"]
     command = [sys.executable, "-m", "maxtext.decode", *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)

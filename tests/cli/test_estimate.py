@@ -16,7 +16,12 @@ TINY = [
     "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=32", "per_device_batch_size=2",
     "dataset_type=synthetic", "attention=dot_product",
 ]  # fmt: skip
-LLAMA = ["model_name=llama2-7b", "max_target_length=4096", "per_device_batch_size=4", "attention=dot_product"]
+LLAMA = [
+    "model_name=llama2-7b",
+    "max_target_length=4096",
+    "per_device_batch_size=4",
+    "attention=dot_product",
+]
 
 
 def test_llama2_7b_by_arithmetic(capsys):
@@ -27,7 +32,8 @@ def test_llama2_7b_by_arithmetic(capsys):
         "parameters 6,738,415,616, active 6,738,415,616",
         "weights           401.6 MiB",  # 4 x 6,738,415,616 / 64
         "optimizer         803.3 MiB",
-        "full *                              4.00 GiB",  # 32 layers x 4 x 4096 tokens x 4096 numbers of 2 bytes
+        # 32 layers x 4 x 4096 tokens x 4096 numbers of 2 bytes
+        "full *                              4.00 GiB",
         "of 95.00 GiB a device",
         "by arithmetic, not compiled",
         "least recomputation at this batch: remat_policy=",
@@ -40,7 +46,13 @@ def test_for_another_program(capsys):
     words = ["estimate", *LLAMA, "compile_topology=v5p-128", "compile_topology_num_slices=2"]
     assert main([*words, "--no-compile", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["target"] == {"name": "v5p-128", "kind": "TPU v5p", "devices": 128, "slices": 2, "memory": 95 * 2**30}
+    assert found["target"] == {
+        "name": "v5p-128",
+        "kind": "TPU v5p",
+        "devices": 128,
+        "slices": 2,
+        "memory": 95 * 2**30,
+    }
     assert found["weights"] == 4 * 6_738_415_616 // 64  # data parallel between the slices
     assert found["gradients"] == found["weights"]
     assert found["batch"] == 6 * 4 * 4 * 4096 + 8
@@ -48,12 +60,21 @@ def test_for_another_program(capsys):
     assert found["fits"] is True
     policies = {one["remat_policy"]: one for one in found["activations"]}
     assert policies["none"]["computed_again"] == 0
-    assert policies["full"]["largest_per_device_batch_size"] >= policies["minimal"]["largest_per_device_batch_size"]
+    assert (
+        policies["full"]["largest_per_device_batch_size"]
+        >= policies["minimal"]["largest_per_device_batch_size"]
+    )
     assert found["suggestions"]["batch"]["expected"] <= 95 * 2**30
 
 
 def test_too_small_a_target(capsys):
-    words = ["model_name=llama3.1-405b", "attention=dot_product", "--target", "v5e-256", "--no-compile"]
+    words = [
+        "model_name=llama3.1-405b",
+        "attention=dot_product",
+        "--target",
+        "v5e-256",
+        "--no-compile",
+    ]
     assert main(["estimate", *words]) == 2
     shown = capsys.readouterr()
     assert "does not fit: " in shown.out
@@ -97,7 +118,16 @@ def test_compiled_for_eight_devices():
     result = subprocess.run(line, capture_output=True, text=True, env=quick)
     assert result.returncode == 0, result.stderr
     assert "default on cpu:8 (8 x cpu): fsdp 4, tensor 2; 2 x 32 tokens a device" in result.stdout
-    for part in ("temporaries", "arguments", "outputs", "needed", "all-gather", "all-reduce", "fits: ", "compiled)"):
+    for part in (
+        "temporaries",
+        "arguments",
+        "outputs",
+        "needed",
+        "all-gather",
+        "all-reduce",
+        "fits: ",
+        "compiled)",
+    ):
         assert part in result.stdout
 
 

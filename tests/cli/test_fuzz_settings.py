@@ -1,7 +1,8 @@
 """Random settings on the command line: exit code 0 or 2 with sentences, never a traceback.
 
-Every case goes through `main` as `maxtext config`; the accepted ones also build the abstract model and trace its
-forward pass, and some of them go through `maxtext estimate --no-compile`. Nothing is compiled.
+Every case goes through `main` as `maxtext config`; the accepted ones also build the abstract model
+and trace its forward pass, and some of them go through `maxtext estimate --no-compile`. Nothing is
+compiled.
 """
 
 import random
@@ -32,7 +33,12 @@ ANYTHING = [
     "mixtral",
     "deepseek", "gemma4", "qwen3_next", "custom", "yarn", "muon", "wsd", "explicit",
 ]  # fmt: skip
-VERBS = (["config"], ["config", "--changed"], ["config", "--format", "yaml"], ["config", "--format", "json"])
+VERBS = (
+    ["config"],
+    ["config", "--changed"],
+    ["config", "--format", "yaml"],
+    ["config", "--format", "json"],
+)
 ACTING = [key for key in fields.KEYS if ledger.status(key).kind == "acts"]
 
 
@@ -47,12 +53,26 @@ def random_value(key: str, rng: random.Random) -> str:
     if bool in members:
         return rng.choice(["true", "false"])
     if int in members or float in members:
-        whole = str(rng.choice([-1, 0, 1, 2, 3, 4, 8, 12, 16, 31, 64, 300, 5000, 2**31 - 1, 2**31, 2**63]))
+        whole = str(
+            rng.choice([-1, 0, 1, 2, 3, 4, 8, 12, 16, 31, 64, 300, 5000, 2**31 - 1, 2**31, 2**63])
+        )
         fraction = repr(rng.choice([0.0, 0.1, 0.5, 1.0, 1.5, -2.0, 1e-30, 1e30]))
         return whole if int in members and kind < 0.8 else fraction
     if str in members:
         return rng.choice(ANYTHING)
-    return rng.choice(["[]", "[1]", "[0, 1]", "[a]", "[silu, linear]", "[data, fsdp]", "{}", "{a: 1}", "[[a, [fsdp]]]"])
+    return rng.choice(
+        [
+            "[]",
+            "[1]",
+            "[0, 1]",
+            "[a]",
+            "[silu, linear]",
+            "[data, fsdp]",
+            "{}",
+            "{a: 1}",
+            "[[a, [fsdp]]]",
+        ]
+    )
 
 
 def random_settings(rng: random.Random) -> list[str]:
@@ -76,8 +96,9 @@ def random_settings(rng: random.Random) -> list[str]:
 
 
 def fuzz(seed: int, cases: int, capsys, builds: int, estimates: int = 0) -> dict[str, int]:
-    """How many configurations were accepted, refused, built, and refused when built. `builds`: of how many accepted
-    ones the model is built; `estimates`: how many go through `maxtext estimate`, too."""
+    """How many configurations were accepted, refused, built, and refused when built. `builds`: of
+    how many accepted ones the model is built; `estimates`: how many go through `maxtext estimate`,
+    too."""
     rng = random.Random(seed)
     counts = dict.fromkeys(("accepted", "refused", "built", "not built"), 0)
     for case in range(cases):
@@ -108,13 +129,20 @@ def run(args: list[str], capsys, name: str) -> int:
 
 
 def build(settings: list[str], name: str) -> bool:
-    """Whether an accepted configuration makes a model; one that does not is refused in a sentence."""
+    """Whether an accepted configuration makes a model; one that does not is refused in a
+    sentence.
+    """
     args = settings if "=" in settings[0] else settings[1:]
     try:
         config, _ = load_for_target(None if args is settings else settings[0], args, "cpu")
         template = make_template(config)
         rows = jax.ShapeDtypeStruct((1, min(config.max_target_length, 64)), jnp.int32)
-        jax.eval_shape(lambda weights, ids, place: template.bind(weights)(ids, place), template.weights, rows, rows)
+        jax.eval_shape(
+            lambda weights, ids, place: template.bind(weights)(ids, place),
+            template.weights,
+            rows,
+            rows,
+        )
         jax.eval_shape(make_optimizer(config, template.axes).init, template.weights)
     except UserError:
         return False

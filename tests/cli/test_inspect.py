@@ -1,4 +1,6 @@
-"""`maxtext inspect` and `maxtext convert params-only`, as a person runs them, without a device being asked."""
+"""`maxtext inspect` and `maxtext convert params-only`, as a person runs them, without a device
+being asked.
+"""
 
 import json
 
@@ -49,9 +51,16 @@ def test_what_is_shown(folder, capsys):
     assert main(["inspect", str(folder), "--verify"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     steps = [line for line in lines if line and line[0] in ("4", "8", "9.orbax-checkpoint-tmp")]
-    assert [line[:3] for line in steps[:2]] == [["4", "complete,", "verified"], ["8", "complete,", "verified"]]
+    assert [line[:3] for line in steps[:2]] == [
+        ["4", "complete,", "verified"],
+        ["8", "complete,", "verified"],
+    ]
     assert steps[2][:2] == ["9.orbax-checkpoint-tmp", "incomplete"]
-    query = next(line for line in lines if line and line[0] == "weights/layers/0/blocks/0/attention/query/kernel")
+    query = next(
+        line
+        for line in lines
+        if line and line[0] == "weights/layers/0/blocks/0/attention/query/kernel"
+    )
     assert query[1:] == ["16", "x", "2", "x", "2", "x", "8", "float32", "2.05", "KB"]
 
 
@@ -59,14 +68,22 @@ def test_json_for_programs(folder, made, capsys):
     assert main(["inspect", str(folder / "checkpoints" / "4"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["about"]["step"] == 4
-    shapes = {tensor["name"]: (tuple(tensor["shape"]), tensor["bytes"]) for tensor in said["tensors"]}
-    expected = {"/".join(("weights", *name)): (leaf.shape, leaf.nbytes) for name, leaf in named(made[1]).items()}
+    shapes = {
+        tensor["name"]: (tuple(tensor["shape"]), tensor["bytes"]) for tensor in said["tensors"]
+    }
+    expected = {
+        "/".join(("weights", *name)): (leaf.shape, leaf.nbytes)
+        for name, leaf in named(made[1]).items()
+    }
     assert shapes == expected | {"step": ((), 4)}
 
 
 def test_damage_is_named_with_exit_code_1(folder, capsys):
     step = folder / "checkpoints" / "4"
-    file = max((path for path in (step / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in (step / "state").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -87,7 +104,9 @@ def test_weights_taken_out(folder, made, tmp_path, capsys):
     assert taken.settings["base_emb_dim"].value == 16
     stacked = made[1]["layers"][0]["blocks"][0]["mlp"]["wo"]["kernel"]
     for layer in (0, 1):
-        np.testing.assert_array_equal(taken.folder.read(f"layers/{layer}/mlp/wo/kernel"), stacked[:, layer])
+        np.testing.assert_array_equal(
+            taken.folder.read(f"layers/{layer}/mlp/wo/kernel"), stacked[:, layer]
+        )
     assert not any(name.startswith("optimizer") for name in taken.folder.tensors)
     assert main(["inspect", str(out), "--verify"]) == 0
     assert "layers/1/mlp/wo/kernel" in capsys.readouterr().out
@@ -99,7 +118,10 @@ def test_weights_taken_out(folder, made, tmp_path, capsys):
         (["inspect"], "give one folder"),
         (["inspect", "{empty}"], "holds neither checkpoints of training nor safetensors"),
         (["inspect", "{empty}/nowhere"], "there is no folder"),
-        (["convert", "params-only", "{empty}", "{empty}/out"], "holds no complete checkpoint of training"),
+        (
+            ["convert", "params-only", "{empty}", "{empty}/out"],
+            "holds no complete checkpoint of training",
+        ),
         (["convert", "params_only", "a", "b"], "give a direction and two folders"),
     ],
 )

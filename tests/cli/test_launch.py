@@ -1,4 +1,6 @@
-"""`maxtext launch`: what it refuses, what it gives each process, and the files that it writes for clusters."""
+"""`maxtext launch`: what it refuses, what it gives each process, and the files that it writes for
+clusters.
+"""
 
 import os
 import re
@@ -16,7 +18,12 @@ from maxtext.cli.main import main
 from maxtext.common import rendezvous
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-TINY = ["base_emb_dim=32", "per_device_batch_size=2", "max_target_length=16", "dataset_type=synthetic"]
+TINY = [
+    "base_emb_dim=32",
+    "per_device_batch_size=2",
+    "max_target_length=16",
+    "dataset_type=synthetic",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +72,9 @@ def test_bad_words_are_sentences(capsys, words, sentence):
 
 def test_elastic_training_without_the_launcher_is_refused(capsys):
     assert main(["train", *TINY, "elastic_enabled=true"]) == 2
-    assert "elastic_enabled=true would do nothing: it needs `maxtext launch" in capsys.readouterr().err
+    assert (
+        "elastic_enabled=true would do nothing: it needs `maxtext launch" in capsys.readouterr().err
+    )
 
 
 def local(*words, options=("--local", "4", "--cpu")):
@@ -90,7 +99,9 @@ def test_each_process_is_told_its_place(monkeypatch):
 
 def test_the_run_has_one_name_for_all_processes_and_restarts():
     job = local()
-    stamps = {command.environment["MAXTEXT_STARTED"] for _ in range(2) for command in job.commands(4)}
+    stamps = {
+        command.environment["MAXTEXT_STARTED"] for _ in range(2) for command in job.commands(4)
+    }
     assert len(stamps) == 1
     assert job.config.run_name == f"default-{stamps.pop()}"
 
@@ -104,7 +115,9 @@ def with_gpus(monkeypatch, visible, *options):
 
 def test_gpus_are_dealt_out_evenly(monkeypatch):
     assert with_gpus(monkeypatch, "0,1,2,3", "--local", "2") == ["0,1", "2,3"]
-    assert with_gpus(monkeypatch, "GPU-a,GPU-b,GPU-c", "--local", "2", "--devices-per-process", "1") == [
+    assert with_gpus(
+        monkeypatch, "GPU-a,GPU-b,GPU-c", "--local", "2", "--devices-per-process", "1"
+    ) == [
         "GPU-a",
         "GPU-b",
     ]
@@ -147,7 +160,11 @@ def outcomes(monkeypatch, job, *ends):
     return job.run(), counts
 
 
-GOOD, BAD, KILLED = launch.supervise.Ended(0), launch.supervise.Ended(2, (0,)), launch.supervise.Ended(137, (1,))
+GOOD, BAD, KILLED = (
+    launch.supervise.Ended(0),
+    launch.supervise.Ended(2, (0,)),
+    launch.supervise.Ended(137, (1,)),
+)
 
 
 def test_restarts_are_counted(monkeypatch):
@@ -177,7 +194,8 @@ TRAIN = [
 TEXT = {"type": str}
 COUNT = {"type": int, "least": 1}
 NAME = {"type": str, "pattern": r"[a-z]([-a-z0-9]*[a-z0-9])?"}
-# What the JobSet API (jobset.x-k8s.io/v1alpha2, over batch/v1 and v1) wants of the fields that we write.
+# What the JobSet API (jobset.x-k8s.io/v1alpha2, over batch/v1 and v1) wants of the fields that we
+# write.
 POD = {
     "restartPolicy": {"enum": ["Never"]},  # the only one that podFailurePolicy allows
     "terminationGracePeriodSeconds": COUNT,
@@ -231,11 +249,17 @@ JOBSET = {
 
 
 def misfits(value, schema, place="manifest"):
-    """What a value has against its schema: {name: schema} with `?` behind what may be missing, [schema], or a leaf."""
+    """What a value has against its schema: {name: schema} with `?` behind what may be missing,
+    [schema], or a leaf.
+    """
     if isinstance(schema, list):
         if not isinstance(value, list) or not value:
             return [f"{place} is not a list"]
-        return [problem for i, item in enumerate(value) for problem in misfits(item, schema[0], f"{place}[{i}]")]
+        return [
+            problem
+            for i, item in enumerate(value)
+            for problem in misfits(item, schema[0], f"{place}[{i}]")
+        ]
     if "enum" in schema and not isinstance(schema["enum"], dict):
         return [] if value in schema["enum"] else [f"{place}={value!r} is none of {schema['enum']}"]
     if isinstance(schema.get("type"), type):
@@ -267,22 +291,34 @@ def test_the_files_of_deploy_are_what_is_printed(capsys):
 
 
 def test_the_jobset_fits_its_schema_and_its_pods_find_each_other(capsys):
-    manifest = yaml.safe_load(printed(capsys, "k8s", "--nodes", "4", "--gpus-per-node", "8", "--", *TRAIN))
+    manifest = yaml.safe_load(
+        printed(capsys, "k8s", "--nodes", "4", "--gpus-per-node", "8", "--", *TRAIN)
+    )
     assert not misfits(manifest, JOBSET)
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
     assert (job["parallelism"], job["completions"]) == (4, 4)
     container = pod["containers"][0]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert container["args"] == [*TRAIN[1:], "base_output_directory=/output", "enable_autocheckpoint=true"]
+    assert container["args"] == [
+        *TRAIN[1:],
+        "base_output_directory=/output",
+        "enable_autocheckpoint=true",
+    ]
     # As a pod sees it: the Job controller adds the index.
-    environ = {entry["name"]: entry["value"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX": "3"}
+    environ = {entry["name"]: entry["value"] for entry in container["env"]} | {
+        "JOB_COMPLETION_INDEX": "3"
+    }
     place = rendezvous.plan(environ)
     name = manifest["metadata"]["name"]
     assert (place.index, place.count) == (3, 4)
     # pods are called <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>
-    assert place.coordinator == f"{name}-workers-0-0.{manifest['spec']['network']['subdomain']}:1234"
+    assert (
+        place.coordinator == f"{name}-workers-0-0.{manifest['spec']['network']['subdomain']}:1234"
+    )
 
 
 def test_the_schema_can_fail():
@@ -334,9 +370,23 @@ FAKES = {
 
 @pytest.fixture
 def batch(capsys, tmp_path):
-    """Runs a batch script as SLURM would, with its programs replaced by ones that write down how they were called."""
+    """Runs a batch script as SLURM would, with its programs replaced by ones that write down how
+    they were called.
+    """
     script = tmp_path / "train.sbatch"
-    words = ("slurm", "--nodes", "2", "--gpus-per-node", "8", "--restarts", "3", "--time", "2:00:00", "--grace", "90")
+    words = (
+        "slurm",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "8",
+        "--restarts",
+        "3",
+        "--time",
+        "2:00:00",
+        "--grace",
+        "90",
+    )
     script.write_text(printed(capsys, *words, "--", "train", "steps=5", "prompt=it's $HOME"))
     for name, body in FAKES.items():
         path = tmp_path / name
@@ -373,7 +423,9 @@ def test_the_batch_script_is_bash_and_asks_for_what_it_needs(batch):
         "time": "2:00:00", "signal": "B:USR1@90", "requeue": "", "open-mode": "append", "output": "%x-%j.log",
     }  # fmt: skip
     first_command = next(
-        number for number, line in enumerate(batch.script.read_text().splitlines()) if line and not line.startswith("#")
+        number
+        for number, line in enumerate(batch.script.read_text().splitlines())
+        if line and not line.startswith("#")
     )
     assert "#SBATCH" not in "\n".join(batch.script.read_text().splitlines()[first_command:])
 
@@ -390,7 +442,8 @@ def test_the_batch_script_starts_the_run(batch):
 
 
 @pytest.mark.parametrize(
-    ("code", "restarted", "requeued"), [("1", "0", True), ("137", "2", True), ("1", "3", False), ("2", "0", False)]
+    ("code", "restarted", "requeued"),
+    [("1", "0", True), ("137", "2", True), ("1", "3", False), ("2", "0", False)],
 )
 def test_a_failed_run_is_queued_again_but_not_for_ever(batch, code, restarted, requeued):
     exit_code, calls = batch(SRUN_CODE=code, SLURM_RESTART_COUNT=restarted)
@@ -409,7 +462,9 @@ def test_the_image_is_not_run_by_root_and_needs_no_cloud():
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     users = [line for line in lines if line.startswith("USER")]
     assert users == ["USER maxtext"]
-    assert lines.index(users[0]) < next(i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT"))
+    assert lines.index(users[0]) < next(
+        i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT")
+    )
     assert not re.search(r"gcloud|google|aws|apt-get", text)
     copied = re.findall(r"^COPY (?!--)(.*) \S+$", text, re.M)
     assert all((DEPLOY.parent / name).exists() for line in copied for name in line.split())

@@ -23,15 +23,33 @@ def numbers(text):
 
 def test_every_name_has_a_line(printed):
     header, *rows = printed.split("\n\n")[0].splitlines()
-    assert header.split() == ["name", "family", "layers", "width", "vocabulary", "parameters", "active", "runs"]
+    assert header.split() == [
+        "name",
+        "family",
+        "layers",
+        "width",
+        "vocabulary",
+        "parameters",
+        "active",
+        "runs",
+    ]
     assert [row.split()[0] for row in rows] == fields.choices("model_name")
     assert len({len(row) for row in [header, *rows]}) == 1  # flush right
 
 
 def test_lines_are_as_published(printed):
     rows = {row.split()[0]: row.split()[1:] for row in printed.split("\n\n")[0].splitlines()}
-    assert rows["llama2-7b"] == ["llama2", "32", "4,096", "32,000", "6,738,415,616", "6,738,415,616", "yes"]
-    # Pairs of layers count as two. 46.7B, of which 12.9B are active: 6 of 8 experts rest in each of 32 layers.
+    assert rows["llama2-7b"] == [
+        "llama2",
+        "32",
+        "4,096",
+        "32,000",
+        "6,738,415,616",
+        "6,738,415,616",
+        "yes",
+    ]
+    # Pairs of layers count as two. 46.7B, of which 12.9B are active: 6 of 8 experts rest in each of
+    # 32 layers.
     assert rows["gemma2-9b"][:2] == ["gemma2", "42"]
     assert numbers(rows["mixtral-8x7b"][4]) == 46_702_792_704
     assert numbers(rows["mixtral-8x7b"][5]) == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336
@@ -45,7 +63,9 @@ def test_the_environment_does_not_change_the_table(monkeypatch, capsys):
 
 def test_the_documentation_has_the_same_table(printed):
     documented = re.search(r"```text\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    assert documented[1] == printed, "docs/models.md is out of date: put the output of `maxtext models` there"
+    assert documented[1] == printed, (
+        "docs/models.md is out of date: put the output of `maxtext models` there"
+    )
 
 
 def test_the_documentation_names_models_that_exist():
@@ -53,7 +73,9 @@ def test_the_documentation_names_models_that_exist():
     names = {name for row in rows for name in re.findall(r"`([\w.*-]+)`", row.split("|")[1])}
     patterns = {name.removesuffix("-*") for name in names}
     assert patterns
-    assert all(any(known.startswith(name) for known in fields.choices("model_name")) for name in patterns)
+    assert all(
+        any(known.startswith(name) for known in fields.choices("model_name")) for name in patterns
+    )
 
 
 def test_one_model_in_parts(capsys):
@@ -61,7 +83,8 @@ def test_one_model_in_parts(capsys):
     title, parts, note = capsys.readouterr().out.split("\n\n")
     assert title == "qwen3-30b-a3b: qwen3_moe, 48 layers of width 2,048, vocabulary 151,936"
     counts = {line[:12].strip(): numbers(line.split()[-2]) for line in parts.splitlines()}
-    # 48 layers: 32 query heads of 128 over 4; 128 experts of 768, of which 8; norms of the width and of the heads.
+    # 48 layers: 32 query heads of 128 over 4; 128 experts of 768, of which 8; norms of the width
+    # and of the heads.
     expected = {
         "embedding": 151936 * 2048,
         "attention": 48 * (2 * 2048 * 4096 + 2 * 2048 * 512),

@@ -45,7 +45,18 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
     words = ["--column=body", "max_corpus_chars=2000", "vocab_size=300", f"--out={tmp_path}/made"]
     assert main(["tokenizer", "train", *words, str(tmp_path / "rows.jsonl")]) == 0
     assert "tokens from 2,000 characters, a part of the text" in capsys.readouterr().out
-    assert main(["tokenizer", "train", f"--out={tmp_path}/all", "--column=body", str(tmp_path / "rows.jsonl")]) == 0
+    assert (
+        main(
+            [
+                "tokenizer",
+                "train",
+                f"--out={tmp_path}/all",
+                "--column=body",
+                str(tmp_path / "rows.jsonl"),
+            ]
+        )
+        == 0
+    )
     assert "the text has no more in it, 32,000 were wanted" in capsys.readouterr().out
 
 
@@ -62,14 +73,29 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         (["train", "--out", "OUT", "--kind", "words", "DATA"], "--kind takes bpe or sentencepiece"),
         (["train", "--out", "OUT", "--vocab-size", "200", "DATA"], "vocab_size=200 is too small"),
         (["train", "--out", "OUT", "--vocab-size", "many", "DATA"], "vocab_size='many'"),
-        (["train", "--out", "OUT", "--max-chars", "0", "DATA"], "max_corpus_chars=0 is out of range"),
+        (
+            ["train", "--out", "OUT", "--max-chars", "0", "DATA"],
+            "max_corpus_chars=0 is out of range",
+        ),
         (["train", "--out", "OUT", "--fast", "DATA"], "unknown option '--fast'"),
-        (["train", "--out", "OUT", "learning_rate=1", "DATA"], "learning_rate= means nothing to the training of a"),
+        (
+            ["train", "--out", "OUT", "learning_rate=1", "DATA"],
+            "learning_rate= means nothing to the training of a",
+        ),
         (["train", "--out", "OUT.json", "DATA"], "the kind bpe writes a folder"),
-        (["train", "--out", "OUT", "--kind", "sentencepiece", "DATA"], "a name that ends in .model"),
-        (["train", "--out", "OUT.model", "--kind", "sentencepiece", "DATA"], "cannot be made from this text: Vocab"),
+        (
+            ["train", "--out", "OUT", "--kind", "sentencepiece", "DATA"],
+            "a name that ends in .model",
+        ),
+        (
+            ["train", "--out", "OUT.model", "--kind", "sentencepiece", "DATA"],
+            "cannot be made from this text: Vocab",
+        ),
         (["train", "--out", "OUT", "ROWS"], "rows.jsonl has no column 'text', only id, body"),
-        (["train", "--out", "OUT", "--column", "id", "ROWS"], "column 'id' has int instead of text"),
+        (
+            ["train", "--out", "OUT", "--column", "id", "ROWS"],
+            "column 'id' has int instead of text",
+        ),
         (["train", "--out", "OUT", "--column", "body", "BAD"], "bad.jsonl, line 2"),
         (["train", "--out", "OUT", "EMPTY"], "all 1 files are empty"),
         (["inspect"], "name a tokenizer"),
@@ -79,7 +105,11 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
     ],
 )
 def test_bad_words(words, message, text, tmp_path, capsys):
-    files = {"rows.jsonl": '{"id": 1, "body": "x"}\n', "bad.jsonl": '{"body": "x"}\n{"body": \n', "empty.txt": ""}
+    files = {
+        "rows.jsonl": '{"id": 1, "body": "x"}\n',
+        "bad.jsonl": '{"body": "x"}\n{"body": \n',
+        "empty.txt": "",
+    }
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     names = {"DATA": text, "ROWS": tmp_path / "rows.jsonl", "BAD": tmp_path / "bad.jsonl"}
@@ -97,11 +127,22 @@ def test_inspect(tmp_path, capsys):
     text = "the quick\n[bold]fox 🙂"
     assert main(["tokenizer", "inspect", folder, text]) == 0
     said = capsys.readouterr().out
-    encoded = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json").encode(text, add_special_tokens=False)
+    encoded = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json").encode(
+        text, add_special_tokens=False
+    )
     tokens = encoded.ids
-    for expected in ("huggingface, 400 ids", "bos  1  <s>", "eos  2  </s>", "pad  0  <pad>", "chat template  yes"):
+    for expected in (
+        "huggingface, 400 ids",
+        "bos  1  <s>",
+        "eos  2  </s>",
+        "pad  0  <pad>",
+        "chat template  yes",
+    ):
         assert expected in said
-    assert "".join(f"{piece}({token}) " for piece, token in zip(encoded.tokens, tokens, strict=True)) in said
+    assert (
+        "".join(f"{piece}({token}) " for piece, token in zip(encoded.tokens, tokens, strict=True))
+        in said
+    )
     assert f"{len(tokens)} tokens for 24 bytes, {24 / len(tokens):.2f} bytes a token" in said
     assert said.endswith("round trip: the same text\n")
     assert main(["tokenizer", "inspect", folder, text, "--json"]) == 0

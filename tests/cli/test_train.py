@@ -7,7 +7,9 @@ from maxtext.cli.main import main
 
 @pytest.mark.parametrize("args", [[], ["steps=3"], ["model_name=qwen3-0.6b"]], ids=str)
 def test_no_data_is_one_sentence_before_the_set_up(args, capsys, monkeypatch):
-    monkeypatch.setattr("maxtext.cli.train.set_up_jax", lambda config: pytest.fail("the set-up began"))
+    monkeypatch.setattr(
+        "maxtext.cli.train.set_up_jax", lambda config: pytest.fail("the set-up began")
+    )
     assert main(["train", *args]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "there is no data to train on" in line

@@ -78,7 +78,10 @@ def test_peaks_are_dense_and_in_flops():
     assert peak_flops("NVIDIA H200", "bfloat16") == pytest.approx(989.4e12)
     assert peak_flops("TPU v5p", "bfloat16") == pytest.approx(459e12)
     assert peak_flops("NVIDIA V100", "bfloat16") is None
-    for _, hardware in TABLE:  # a peak below what memory can feed at 1 FLOP a byte would be a slip of units
+    for (
+        _,
+        hardware,
+    ) in TABLE:  # a peak below what memory can feed at 1 FLOP a byte would be a slip of units
         assert all(peak > hardware.bandwidth for peak in hardware.peak.values())
         assert 10e9 < hardware.memory_bytes < 400e9
 

@@ -1,4 +1,6 @@
-"""Moments of the normal distribution, and that neighbours, keys and places do not resemble each other."""
+"""Moments of the normal distribution, and that neighbours, keys and places do not resemble each
+other.
+"""
 
 import jax
 import numpy as np
@@ -8,7 +10,9 @@ from scipy import stats
 from maxtext.common import noise
 
 
-@pytest.mark.parametrize("shape", [(1 << 18,), (512, 512), (64, 64, 64), (1 << 18, 1), (1, 1 << 18)])
+@pytest.mark.parametrize(
+    "shape", [(1 << 18,), (512, 512), (64, 64, 64), (1 << 18, 1), (1, 1 << 18)]
+)
 def test_standard_normal(shape):
     x = np.asarray(noise.normal(noise.seed_key(3), shape)).astype(np.float64)
     n = x.size
@@ -31,7 +35,9 @@ def test_truncated_normal():
 
 def test_keys_differ_and_are_unrelated():
     key = noise.seed_key(0)
-    keys = [noise.seed_key(1), noise.seed_key(1 << 32)] + [noise.fold(key, number) for number in range(20)]
+    keys = [noise.seed_key(1), noise.seed_key(1 << 32)] + [
+        noise.fold(key, number) for number in range(20)
+    ]
     keys += [noise.fold(noise.fold(key, 1), 2), noise.fold(noise.fold(key, 2), 1)]
     assert len({tuple(np.asarray(one).tolist()) for one in keys}) == len(keys)
     samples = np.stack([np.asarray(noise.normal(one, (1 << 14,))) for one in keys])

@@ -24,7 +24,9 @@ def test_striped():
 
 @pytest.mark.parametrize("kind", ["dual_chunk_swap", "striped"])
 def test_equal_work(kind):
-    """Causal attention: how many keys a shard's queries see differs by less than a chunk's worth."""
+    """Causal attention: how many keys a shard's queries see differs by less than a chunk's
+    worth.
+    """
     seen = (Order(kind, 4).tokens(64) + 1).reshape(4, 16).sum(axis=1)
     assert np.ptp(seen) <= (0 if kind == "dual_chunk_swap" else 16 * 3)
 

@@ -1,4 +1,6 @@
-"""Who a process is among others, from the environments that schedulers make; and what start-up refuses."""
+"""Who a process is among others, from the environments that schedulers make; and what start-up
+refuses.
+"""
 
 import os
 from types import SimpleNamespace
@@ -18,7 +20,12 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
-PODS = {"JOB_COMPLETION_INDEX": "1", "PROCESSES_IN_JOB": "2", "JOB_INDEX": "3", "JOBS_IN_JOBSET": "4"}
+PODS = {
+    "JOB_COMPLETION_INDEX": "1",
+    "PROCESSES_IN_JOB": "2",
+    "JOB_INDEX": "3",
+    "JOBS_IN_JOBSET": "4",
+}
 HERE = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:99"}
 
 
@@ -30,7 +37,12 @@ def explicit(**others):
     ("environ", "coordinator", "count", "index"),
     [
         (explicit(), "10.0.0.1:99", 4, 2),
-        ({"JAX_COORDINATOR_IP": "10.0.0.2", "NNODES": "3", "NODE_RANK": "0"}, "10.0.0.2:1234", 3, 0),
+        (
+            {"JAX_COORDINATOR_IP": "10.0.0.2", "NNODES": "3", "NODE_RANK": "0"},
+            "10.0.0.2:1234",
+            3,
+            0,
+        ),
         (explicit(JAX_COORDINATOR_ADDRESS="head", JAX_COORDINATOR_PORT="7"), "head:7", 4, 2),
         (explicit(JAX_COORDINATOR_ADDRESS="fe80::1"), "[fe80::1]:1234", 4, 2),
         (explicit(JAX_COORDINATOR_ADDRESS="[fe80::1]:5"), "[fe80::1]:5", 4, 2),
@@ -41,7 +53,12 @@ def explicit(**others):
         (OPEN_MPI, f"10.96.0.1:{port_of(OPEN_MPI['OMPI_MCA_orte_hnp_uri'])}", 4, 3),
         (OPEN_MPI | SLURM, f"10.96.0.1:{port_of(OPEN_MPI['OMPI_MCA_orte_hnp_uri'])}", 4, 3),
         (PODS | HERE, "10.0.0.1:99", 8, 7),
-        (PODS | {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "pods"}, "run-pods-0-0.run:1234", 8, 7),
+        (
+            PODS | {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "pods"},
+            "run-pods-0-0.run:1234",
+            8,
+            7,
+        ),
         (HERE | {"JOB_COMPLETION_INDEX": "2", "JAX_PROCESS_COUNT": "3"}, "10.0.0.1:99", 3, 2),
     ],
 )
@@ -57,7 +74,12 @@ def test_a_process_finds_its_place(environ, coordinator, count, index):
         HERE | {"JAX_PROCESS_COUNT": "1", "JAX_PROCESS_INDEX": "0"},
         {"NNODES": "1", "NODE_RANK": "0"},
         # a batch script and a shell in an allocation know of the job's tasks, and are none of them
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n[1-4]"},
+        {
+            "SLURM_JOB_ID": "1",
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": "0",
+            "SLURM_JOB_NODELIST": "n[1-4]",
+        },
         SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
         {"TPU_WORKER_HOSTNAMES": "a,b"},
         {"JOB_COMPLETION_INDEX": "3"},
@@ -94,8 +116,14 @@ def test_on_tpus_jax_finds_the_others(environ, found):
         (HERE | {"NNODES": "2"}, "set JAX_PROCESS_COUNT and JAX_PROCESS_INDEX"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "set JAX_COORDINATOR_ADDRESS=host:port"),
         (PODS, "the name of the first is not known"),
-        ({k: v for k, v in OPEN_MPI.items() if "uri" not in k}, "mpirun -x JAX_COORDINATOR_ADDRESS"),
-        (OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "3 GPUs do not divide over the 2 processes of this node"),
+        (
+            {k: v for k, v in OPEN_MPI.items() if "uri" not in k},
+            "mpirun -x JAX_COORDINATOR_ADDRESS",
+        ),
+        (
+            OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
+            "3 GPUs do not divide over the 2 processes of this node",
+        ),
     ],
 )
 def test_half_a_description_is_refused(environ, sentence):
@@ -136,7 +164,11 @@ def test_two_jobs_meet_at_two_ports():
 
 
 def keys(**others):
-    usual = {"hardware": "tpu", "skip_jax_distributed_system": False, "jax_distributed_initialization_timeout": 3}
+    usual = {
+        "hardware": "tpu",
+        "skip_jax_distributed_system": False,
+        "jax_distributed_initialization_timeout": 3,
+    }
     return SimpleNamespace(**usual | others)
 
 
@@ -183,7 +215,10 @@ def test_gpus_are_told_where_there_are_any(monkeypatch, here):
 
 
 def test_skipping_start_up_in_company_is_refused():
-    with pytest.raises(ConfigError, match="skip_jax_distributed_system=true, but JAX_COORDINATOR_ADDRESS calls this"):
+    with pytest.raises(
+        ConfigError,
+        match="skip_jax_distributed_system=true, but JAX_COORDINATOR_ADDRESS calls this",
+    ):
         processes.start(keys(skip_jax_distributed_system=True), explicit())
 
 
@@ -208,7 +243,9 @@ def test_a_port_that_is_taken_is_a_sentence():
         taken.bind(("::", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"process 0 cannot listen at here:{port}.*choose another port"):
+        with pytest.raises(
+            UserError, match=f"process 0 cannot listen at here:{port}.*choose another port"
+        ):
             processes.join(Rendezvous("test", f"here:{port}", 2, 0), 3)
 
 

@@ -18,7 +18,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def make_terminal(monkeypatch):
-    """Makes both streams a terminal. Inside of the test, for pytest sets its own after the fixtures."""
+    """Makes both streams a terminal. Inside of the test, for pytest sets its own after the
+    fixtures.
+    """
 
     def make():
         stream = Terminal()

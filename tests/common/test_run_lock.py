@@ -43,7 +43,10 @@ def hold(tmp_path):
 
 def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, log_messages):
     first = hold()
-    with pytest.raises(UserError, match=f"run is in use: process {first.pid} on {socket.gethostname()} trains there"):
+    with pytest.raises(
+        UserError,
+        match=f"run is in use: process {first.pid} on {socket.gethostname()} trains there",
+    ):
         RunLock(tmp_path / "run").__enter__()
     assert json.loads((tmp_path / "run" / ".lock").read_text())["pid"] == first.pid
     first.communicate("\n")
@@ -63,7 +66,10 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(hold, tmp_path, log_
     with RunLock(tmp_path / "run"):
         pass
     assert len(log_messages) == 1
-    assert f"left by process {first.pid} on {socket.gethostname()}, which has ended: taken over" in log_messages[0]
+    assert (
+        f"left by process {first.pid} on {socket.gethostname()}, which has ended: taken over"
+        in log_messages[0]
+    )
 
 
 def test_files_of_the_run_stay(tmp_path):
@@ -81,7 +87,9 @@ def test_a_torn_lock_file_is_no_obstacle(tmp_path, text):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_file_system_without_locks_costs_the_lock_and_not_the_run(tmp_path, log_messages, monkeypatch):
+def test_a_file_system_without_locks_costs_the_lock_and_not_the_run(
+    tmp_path, log_messages, monkeypatch
+):
     def unsupported(descriptor, operation):
         raise OSError(95, "Operation not supported")
 

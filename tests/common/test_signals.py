@@ -1,4 +1,6 @@
-"""Signals of a command: one line and the signal's exit code, wherever the main thread is when they come."""
+"""Signals of a command: one line and the signal's exit code, wherever the main thread is when they
+come.
+"""
 
 import gc
 import os
@@ -12,7 +14,8 @@ import pytest
 from maxtext.common import signals
 from maxtext.common.signals import Interrupted, asked_by_signals, ending_signals, interrupt_at_once
 
-# Each says "ready" where the signal is to come. `STUCK` holds no Python line for long, as a compiler does.
+# Each says "ready" where the signal is to come. `STUCK` holds no Python line for long, as a
+# compiler does.
 PLAIN = "print('ready', flush=True); time.sleep(60)"
 SWALLOWED = """
 def callback(phase, info):
@@ -82,7 +85,9 @@ def test_a_signal_ends_a_command_with_its_code_and_one_line(number):
     assert process.returncode == 128 + number
 
 
-@pytest.mark.parametrize("program", [SWALLOWED, CAUGHT, STUCK, IMPORT], ids=["gc", "except", "compiler", "import"])
+@pytest.mark.parametrize(
+    "program", [SWALLOWED, CAUGHT, STUCK, IMPORT], ids=["gc", "except", "compiler", "import"]
+)
 def test_an_interrupt_cannot_be_lost(program):
     process = start(program)
     process.send_signal(signal.SIGINT)
@@ -153,7 +158,10 @@ def test_other_unraisable_errors_are_still_shown():
             raise ValueError("shown")
 
     shown = []
-    hook, sys.unraisablehook = sys.unraisablehook, lambda details: shown.append(str(details.exc_value))
+    hook, sys.unraisablehook = (
+        sys.unraisablehook,
+        lambda details: shown.append(str(details.exc_value)),
+    )
     try:
         with ending_signals():
             Broken()

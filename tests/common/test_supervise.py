@@ -13,9 +13,7 @@ import pytest
 from maxtext.common.supervise import Command, Ended, Supervisor, first_to_fall
 
 WAIT = "import time; time.sleep(60)"
-STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
-)
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
 
 
 def supervise(*programs, **keywords):
@@ -66,7 +64,11 @@ def test_a_line_is_passed_on_before_its_process_ends(capfd):
 
 @pytest.mark.parametrize(
     ("program", "code"),
-    [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("raise SystemExit(2)", 2)],
+    [
+        ("raise SystemExit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("raise SystemExit(2)", 2),
+    ],
 )
 def test_when_one_fails_the_rest_are_stopped_and_its_code_is_told(program, code):
     ended, seconds = supervise(WAIT, program, WAIT)
@@ -130,7 +132,9 @@ def launcher():
 
     def begin(grace, *programs):
         line = [sys.executable, "-c", LAUNCHER, str(grace), *programs]
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         started.append(process)
         return process, [process.stdout.readline() for _ in programs]
 

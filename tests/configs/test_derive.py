@@ -13,7 +13,15 @@ def resolved(*words, devices=1, slices=1):
 # scale 2^n, n = 3a + r: layers 2^a, width 2^(a + [r > 1]), heads and MLP 2^(a + [r > 0])
 @pytest.mark.parametrize(
     ("scale", "layers", "width", "heads"),
-    [(1, 1, 1, 1), (2, 1, 1, 2), (4, 1, 2, 2), (8, 2, 2, 2), (16, 2, 2, 4), (32, 2, 4, 4), (64, 4, 4, 4)],
+    [
+        (1, 1, 1, 1),
+        (2, 1, 1, 2),
+        (4, 1, 2, 2),
+        (8, 2, 2, 2),
+        (16, 2, 2, 4),
+        (32, 2, 4, 4),
+        (64, 4, 4, 4),
+    ],
 )
 def test_parameter_scale(scale, layers, width, heads):
     experts = ("decoder_block=mixtral", "num_experts=2", "base_moe_mlp_dim=100")
@@ -81,7 +89,8 @@ def test_rampup():
         "enable_rampup_batch_size=true", "per_device_batch_size=8", "per_device_batch_size_start=2",
         "per_device_batch_size_increment=3", "global_rampup_samples=100", devices=2,
     )  # fmt: skip
-    # two increments from 4 by 6 to 16 sequences; 50 samples at 4 a step take 13 steps, 50 at 10 take 5
+    # two increments from 4 by 6 to 16 sequences; 50 samples at 4 a step take 13 steps, 50 at 10
+    # take 5
     assert config.global_batch_size_to_load_start == 4
     assert config.global_batch_size_to_load_increment == 6
     assert config.rampup_samples_per_increment_to_load == 50
@@ -116,7 +125,9 @@ def test_remat_policies(policy, kept, offloaded):
 
 
 def test_custom_remat():
-    config = resolved("remat_policy=custom", "context=device", "out_proj=offload", "decoder_layer_input=remat")
+    config = resolved(
+        "remat_policy=custom", "context=device", "out_proj=offload", "decoder_layer_input=remat"
+    )
     assert (config.tensors_on_device, config.tensors_to_offload) == (["context"], ["out_proj"])
 
 
@@ -135,7 +146,12 @@ def test_folders():
         ([], "gpu", False, "derived"),
         (["scan_layers=true"], "gpu", True, "command line"),
         (["param_scan_axis=0"], "gpu", True, "default"),
-        (["model_name=gpt-oss-20b"], "gpu", False, "derived"),  # its file has a key of scanned layers
+        (
+            ["model_name=gpt-oss-20b"],
+            "gpu",
+            False,
+            "derived",
+        ),  # its file has a key of scanned layers
         (["parameter_memory_host_offload=true"], "gpu", False, "derived"),
         (["base_num_decoder_layers=100"], "gpu", True, "derived"),
     ],

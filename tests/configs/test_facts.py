@@ -1,4 +1,6 @@
-"""Facts under `architecture:`: what a checkpoint fixes and no key names, and who may say otherwise."""
+"""Facts under `architecture:`: what a checkpoint fixes and no key names, and who may say
+otherwise.
+"""
 
 import contextlib
 import io
@@ -45,7 +47,9 @@ def test_a_key_that_says_it_otherwise_wins(file):
     specs = attentions(file, "rope_max_timescale=300")
     assert specs[0].rope.max_timescale == 300
     assert {spec.scale for spec in specs} == {0.25}
-    assert attentions(file, "rope_max_timescale=10000")[0].rope.max_timescale == 50.5  # which is no other than before
+    assert (
+        attentions(file, "rope_max_timescale=10000")[0].rope.max_timescale == 50.5
+    )  # which is no other than before
 
 
 def test_they_are_written_and_read_back(file, tmp_path):
@@ -61,7 +65,10 @@ def test_they_are_written_and_read_back(file, tmp_path):
     ("facts", "sentence"),
     [
         ("{layer_kind: [full]}", "architecture .*model.yml:5.* does not fit: layer_kind: Extra"),
-        ("{layer_kinds: [full, sideways, full]}", "does not fit: layer_kinds.1: Input should be 'full'"),
+        (
+            "{layer_kinds: [full, sideways, full]}",
+            "does not fit: layer_kinds.1: Input should be 'full'",
+        ),
         ("[1, 2]", "does not fit"),
     ],
 )
@@ -73,5 +80,7 @@ def test_facts_that_do_not_fit(tmp_path, facts, sentence):
 
 
 def test_a_list_of_another_depth(file):
-    with pytest.raises(ConfigError, match="architecture.layer_kinds lists 3 layers and the model has 5"):
+    with pytest.raises(
+        ConfigError, match="architecture.layer_kinds lists 3 layers and the model has 5"
+    ):
         attentions(file, "base_num_decoder_layers=5")

@@ -1,6 +1,8 @@
-"""The whole resolved configuration of six models as text, so that a changed default shows in a diff.
+"""The whole resolved configuration of six models as text, so that a changed default shows in a
+diff.
 
-After a change that is meant: UPDATE_GOLDEN=1 pytest tests/configs/test_golden.py, and read the diff.
+After a change that is meant: UPDATE_GOLDEN=1 pytest tests/configs/test_golden.py, and read the
+diff.
 """
 
 import os
@@ -30,7 +32,10 @@ def home(monkeypatch):
 @pytest.mark.usefixtures("home")
 def test_resolved(name):
     config = load(None, [f"model_name={name}", "run_name=golden"], environ={}, devices=Devices(1))
-    lines = [f"{text.yaml_line(key, getattr(config, key))}  # {config.source(key).kind}" for key in text.KEYS_IN_ORDER]
+    lines = [
+        f"{text.yaml_line(key, getattr(config, key))}  # {config.source(key).kind}"
+        for key in text.KEYS_IN_ORDER
+    ]
     got = "\n".join(lines) + "\n"
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):

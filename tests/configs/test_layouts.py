@@ -31,7 +31,9 @@ def test_a_layout_replaces_its_own_rules_and_keeps_the_others():
 
 
 def test_what_a_person_says_wins_over_the_layout():
-    found = config("custom_mesh_and_rule=pure-fsdp", "mesh_axes=['data', 'fsdp']", "ici_data_parallelism=2")
+    found = config(
+        "custom_mesh_and_rule=pure-fsdp", "mesh_axes=['data', 'fsdp']", "ici_data_parallelism=2"
+    )
     assert found.ici_parallelism == [2, 4]
 
 

@@ -21,7 +21,9 @@ LOADER_KEYS = {
     "custom_mesh_and_rule",
 }  # fmt: skip
 INPUTS_BY_PATTERN = {  # derive.py reads these through a name made from another key
-    **{key: "parallelism" for key in MaxTextConfig.model_fields if key.startswith(("ici_", "dcn_"))},
+    **{
+        key: "parallelism" for key in MaxTextConfig.model_fields if key.startswith(("ici_", "dcn_"))
+    },
 }
 
 
@@ -31,14 +33,22 @@ def reads(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             owner = node.value
-            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else None
+            name = (
+                owner.id
+                if isinstance(owner, ast.Name)
+                else owner.attr
+                if isinstance(owner, ast.Attribute)
+                else None
+            )
             if name in CONFIG_NAMES:
                 found.add(node.attr)
     return found & set(MaxTextConfig.model_fields)
 
 
 def read_outside() -> set[str]:
-    files = [path for path in PACKAGE.rglob("*.py") if "configs" not in path.relative_to(PACKAGE).parts]
+    files = [
+        path for path in PACKAGE.rglob("*.py") if "configs" not in path.relative_to(PACKAGE).parts
+    ]
     return set().union(*map(reads, files))
 
 
@@ -50,11 +60,17 @@ def derivation_inputs() -> set[str]:
 
 
 def test_every_listed_key_exists_and_once():
-    assert set(ledger.silent_keys()) <= set(MaxTextConfig.model_fields) - set(DerivedValues.model_fields)
+    assert set(ledger.silent_keys()) <= set(MaxTextConfig.model_fields) - set(
+        DerivedValues.model_fields
+    )
     import yaml
 
-    table = yaml.safe_load((Path(maxtext.configs.__file__).parent / "tables" / "ledger.yml").read_text())
-    listed = [key for kind in ("not_yet", "never") for section in table[kind] for key in section["keys"]]
+    table = yaml.safe_load(
+        (Path(maxtext.configs.__file__).parent / "tables" / "ledger.yml").read_text()
+    )
+    listed = [
+        key for kind in ("not_yet", "never") for section in table[kind] for key in section["keys"]
+    ]
     assert len(listed) == len(set(listed))
     assert set(table["already_so"]) <= set(listed)
 
@@ -74,7 +90,9 @@ def test_axes_that_do_not_act_are_refused(network, axis):
     key = f"{network}_{axis}_parallelism"
     assert ledger.status(key).kind == "not_yet"
     for value in (2, -1):
-        with pytest.raises(ConfigError, match=f"{key}={value} .* would be ignored: it does not act yet"):
+        with pytest.raises(
+            ConfigError, match=f"{key}={value} .* would be ignored: it does not act yet"
+        ):
             load(None, [f"{key}={value}"], environ={}, devices=Devices(2))
 
 
@@ -108,7 +126,9 @@ def test_extras_are_of_features_that_exist():
 def test_acting_keys_are_read():
     acting = {key for key in MaxTextConfig.model_fields if ledger.status(key).kind == "acts"}
     unread = acting - read_outside() - derivation_inputs() - LOADER_KEYS
-    assert not unread, f"the ledger says that these act, but no code outside configs/ reads them: {sorted(unread)}"
+    assert not unread, (
+        f"the ledger says that these act, but no code outside configs/ reads them: {sorted(unread)}"
+    )
 
 
 def test_silent_keys_are_not_read():
@@ -117,7 +137,10 @@ def test_silent_keys_are_not_read():
 
 
 def test_setting_a_silent_key_is_an_error_with_the_reason():
-    with pytest.raises(ConfigError, match="gcs_metrics=True .* would be ignored: it does not act here: .*Google Cloud"):
+    with pytest.raises(
+        ConfigError,
+        match="gcs_metrics=True .* would be ignored: it does not act here: .*Google Cloud",
+    ):
         load(None, ["gcs_metrics=true"], environ={}, devices=Devices(1))
     with pytest.raises(ConfigError, match="enable_diloco=True .*does not act yet"):
         load(None, [], environ={"M_ENABLE_DILOCO": "true"}, devices=Devices(1))
@@ -131,13 +154,17 @@ def test_the_default_of_a_silent_key_may_be_written_out():
         value = text.plain(getattr(base_values(), key))
         words.append(f"{key}={value if isinstance(value, str) else text.compact(value)}")
     config = load(None, words, environ={}, devices=Devices(1))
-    differing = [key for key in ledger.silent_keys() if getattr(config, key) != getattr(base_values(), key)]
+    differing = [
+        key for key in ledger.silent_keys() if getattr(config, key) != getattr(base_values(), key)
+    ]
     assert not differing
     assert config.source("gcs_metrics").kind == "command line"
 
 
 def test_every_key_has_a_meaning():
-    missing = [key for key in MaxTextConfig.model_fields if len(ledger.meanings().get(key, "")) < 20]
+    missing = [
+        key for key in MaxTextConfig.model_fields if len(ledger.meanings().get(key, "")) < 20
+    ]
     assert not missing
 
 
@@ -152,7 +179,13 @@ def needs(name, *words):
 
 
 def test_a_model_with_images_trains_on_text():
-    for name in ("llama4-17b-16e", "llama4-17b-128e", "gemma3-4b", "gemma4-26b", "qwen3.5-397b-a17b"):
+    for name in (
+        "llama4-17b-16e",
+        "llama4-17b-128e",
+        "gemma3-4b",
+        "gemma4-26b",
+        "qwen3.5-397b-a17b",
+    ):
         config = load(None, [f"model_name={name}"], environ={}, devices=Devices(1))
         assert config.source("hidden_size_for_vit").kind == "model"
         assert not needs(name)

@@ -1,4 +1,6 @@
-"""Values that a type admits and the program cannot use: numbers too large, text that no file takes, paths elsewhere."""
+"""Values that a type admits and the program cannot use: numbers too large, text that no file takes,
+paths elsewhere.
+"""
 
 import re
 from typing import Any
@@ -15,7 +17,11 @@ ONE = Devices(1)
 INTEGERS = [
     key for key in fields.KEYS if int in fields.members(key) and key not in DerivedValues.model_fields
 ]  # fmt: skip
-FLOATS = [key for key in fields.KEYS if float in fields.members(key) and key not in DerivedValues.model_fields]
+FLOATS = [
+    key
+    for key in fields.KEYS
+    if float in fields.members(key) and key not in DerivedValues.model_fields
+]
 
 
 def problems(*settings: str, environ: dict[str, str] | None = None) -> str:
@@ -27,17 +33,26 @@ def problems(*settings: str, environ: dict[str, str] | None = None) -> str:
 @pytest.mark.parametrize("sign", ["", "-"])
 def test_every_integer_key_has_a_range(sign):
     for key in INTEGERS:
-        assert re.search(rf"^{key}=.*(out of range|expected)", problems(f"{key}={sign}{10**29}"), re.M), key
+        assert re.search(
+            rf"^{key}=.*(out of range|expected)", problems(f"{key}={sign}{10**29}"), re.M
+        ), key
 
 
 @pytest.mark.parametrize("value", ["1e300", "-1e300", ".inf", ".nan"])
 def test_every_float_key_fits_float32(value):
     for key in FLOATS:
-        assert re.search(rf"^{key}=.*(out of range|expected)", problems(f"{key}={value}"), re.M), key
+        assert re.search(rf"^{key}=.*(out of range|expected)", problems(f"{key}={value}"), re.M), (
+            key
+        )
 
 
 def test_integers_that_float32_or_int32_would_cut_off_are_still_usable():
-    config = load(None, ["rope_max_timescale=50000000000", "max_corpus_chars=10000000000000"], environ={}, devices=ONE)
+    config = load(
+        None,
+        ["rope_max_timescale=50000000000", "max_corpus_chars=10000000000000"],
+        environ={},
+        devices=ONE,
+    )
     assert (config.rope_max_timescale, config.max_corpus_chars) == (5 * 10**10, 10**13)
 
 
@@ -46,8 +61,14 @@ def test_integers_that_float32_or_int32_would_cut_off_are_still_usable():
     {
         "steps": (["steps=999999999999999999999999999999"], "steps=9{30} .* is out of range"),
         "width": (["base_emb_dim=99999999999999999999"], "base_emb_dim=9{20} .* is out of range"),
-        "more digits than Python reads": ([f"steps={'9' * 5000}"], "steps=9{40}…: not a valid value"),
-        "sizes that multiply": (["global_parameter_scale=1073741824"], "num_decoder_layers=16384 .* out of range"),
+        "more digits than Python reads": (
+            [f"steps={'9' * 5000}"],
+            "steps=9{40}…: not a valid value",
+        ),
+        "sizes that multiply": (
+            ["global_parameter_scale=1073741824"],
+            "num_decoder_layers=16384 .* out of range",
+        ),
         "batch": (["per_device_batch_size=1e30"], "global_batch_size_to_train_on=.* out of range"),
         "list": (["engram_layers=[99999999999]"], "engram_layers=.* out of range"),
         "heads of a delta net": (["gdn_num_key_heads=0"], "gdn_num_key_heads=0 is out of range"),
@@ -62,9 +83,15 @@ def test_integers_that_float32_or_int32_would_cut_off_are_still_usable():
         "absolute": (["run_name=/tmp/x"], "run_name=.* outside of base_output_directory"),
         "the folder itself": (["run_name=."], "run_name=.* outside of base_output_directory"),
         "NUL in a path": (["run_name=a\0"], "run_name=.* NUL"),
-        "line end in a path": (["base_output_directory=a\nb"], "base_output_directory=.* control character"),
+        "line end in a path": (
+            ["base_output_directory=a\nb"],
+            "base_output_directory=.* control character",
+        ),
         "long name": ([f"run_name={'a' * 300}"], "run_name=.* 255 bytes"),
-        "unknown home": (["load_parameters_path=~no-such-user/x"], "home folder of an unknown user"),
+        "unknown home": (
+            ["load_parameters_path=~no-such-user/x"],
+            "home folder of an unknown user",
+        ),
     }.values(),
 )
 def test_unusable_value(settings, expected):
@@ -83,7 +110,9 @@ def test_the_name_of_a_job_is_checked_as_well():
 @pytest.mark.parametrize("key", sorted(limits.PATH_KEYS - {"base_config"}))
 def test_remote_paths_are_refused(key):
     wanted = problems(f"{key}=gs://bucket/folder")
-    assert re.search(rf"^{key}='gs://bucket/folder' \(command line\) is a remote path", wanted, re.M)
+    assert re.search(
+        rf"^{key}='gs://bucket/folder' \(command line\) is a remote path", wanted, re.M
+    )
 
 
 def test_every_key_that_names_a_path_is_checked():
@@ -121,17 +150,28 @@ def test_remote_arguments_are_refused(args, capsys, monkeypatch, tmp_path):
 
 def test_a_prompt_may_have_a_url_in_it(capsys):
     assert main(["tokenizer", "inspect", "byte", "https://example.com"]) == 0
-    assert load(None, ["prompt=https://example.com"], environ={}, devices=ONE).prompt == "https://example.com"
+    assert (
+        load(None, ["prompt=https://example.com"], environ={}, devices=ONE).prompt
+        == "https://example.com"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("mlp_activations: " + "[" * 5000 + "]" * 5000, "mine.yml line 1.*nested more than 50 deep"),
-        ("mlp_activations:\n" + "".join("  " * depth + "-\n" for depth in range(100)), "nested more than 50 deep"),
+        (
+            "mlp_activations: " + "[" * 5000 + "]" * 5000,
+            "mine.yml line 1.*nested more than 50 deep",
+        ),
+        (
+            "mlp_activations:\n" + "".join("  " * depth + "-\n" for depth in range(100)),
+            "nested more than 50 deep",
+        ),
         (
             "adamw_mask:\n- &a [x, x, x, x, x, x, x, x, x, x]\n"
-            + "".join(f"- &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9)),
+            + "".join(
+                f"- &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9)
+            ),
             "values, aliases expanded",
         ),
         ("steps: 2001-13-45", "month must be"),

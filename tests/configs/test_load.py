@@ -68,7 +68,9 @@ def test_a_full_copy_of_the_base_file_does_not_conflict_with_a_model(file):
     copy = sources.BASE.read_text().replace("model_name: default", "model_name: mistral-7b")
     assert resolved(path=file(copy)).emb_dim == 4096
     changed = copy.replace("base_emb_dim: 2048", "base_emb_dim: 1024")
-    with pytest.raises(ConfigError, match="base_emb_dim=1024 .* differs from 4096 in the model's file"):
+    with pytest.raises(
+        ConfigError, match="base_emb_dim=1024 .* differs from 4096 in the model's file"
+    ):
         resolved(path=file(changed))
 
 
@@ -124,7 +126,9 @@ def test_run_name_and_folder_when_empty():
 
 def test_python_gives_the_same_object(monkeypatch):
     monkeypatch.delenv("JOBSET_NAME", raising=False)
-    from_python = maxtext.config(model_name="mistral-7b", run_name="x", per_device_batch_size=2, num_slices=-1)
+    from_python = maxtext.config(
+        model_name="mistral-7b", run_name="x", per_device_batch_size=2, num_slices=-1
+    )
     from_words = load(None, ["model_name=mistral-7b", "run_name=x", "per_device_batch_size=2"])
     assert from_python.model_dump() == from_words.model_dump()
     assert str(from_python.source("run_name")) == "python"

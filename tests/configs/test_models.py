@@ -33,18 +33,27 @@ def test_model_has_the_published_values(name):
     facts = facts[facts[name].get("same_as", name)]
     config = load(None, [f"model_name={name}"], environ={}, devices=Devices(1))
     for key, value in facts.items():
-        if key == "logical_axis_rules":  # merged into the base rules: each name has exactly the model's rules
+        if (
+            key == "logical_axis_rules"
+        ):  # merged into the base rules: each name has exactly the model's rules
             wanted = [[rule, [axes] if isinstance(axes, str) else axes] for rule, axes in value]
             names = {rule for rule, _ in wanted}
-            assert sorted(rule for rule in config.logical_axis_rules if rule[0] in names) == sorted(wanted)
+            assert sorted(rule for rule in config.logical_axis_rules if rule[0] in names) == sorted(
+                wanted
+            )
         else:
             assert fields.same(key, getattr(config, key), value), key
 
 
-# Scaled RoPE is part of Llama 3.1 and 3.3, and group-limited routing of DeepSeek V3, in their published config.json.
-@pytest.mark.parametrize("name", ["llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-405b", "llama3.3-70b"])
+# Scaled RoPE is part of Llama 3.1 and 3.3, and group-limited routing of DeepSeek V3, in their
+# published config.json.
+@pytest.mark.parametrize(
+    "name", ["llama3.1-8b", "llama3.1-8b-Instruct", "llama3.1-405b", "llama3.3-70b"]
+)
 def test_llama_31_scales_its_rope(name):
-    assert load(None, [f"model_name={name}"], environ={}, devices=Devices(1)).rope_type == "llama3.1"
+    assert (
+        load(None, [f"model_name={name}"], environ={}, devices=Devices(1)).rope_type == "llama3.1"
+    )
 
 
 def test_deepseek_3_keeps_four_of_eight_groups():

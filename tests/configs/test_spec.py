@@ -96,7 +96,9 @@ def test_fixture_is_the_published_list():
 def test_base_file_has_every_key_with_the_default_of_its_type():
     bare = types.Settings()
     base = base_values()
-    differing = {key for key in types.Settings.model_fields if getattr(bare, key) != getattr(base, key)}
+    differing = {
+        key for key in types.Settings.model_fields if getattr(bare, key) != getattr(base, key)
+    }
     assert differing == BASE_ONLY
     assert all(base.source(key).line for key in types.Settings.model_fields)
 

@@ -13,7 +13,10 @@ def make_config(tmp_path):
     """base.yml with some keys changed, and the run's folders under tmp_path."""
 
     def make(**changes):
-        folders = {"tensorboard_dir": str(tmp_path / "tensorboard"), "metrics_dir": str(tmp_path / "metrics")}
+        folders = {
+            "tensorboard_dir": str(tmp_path / "tensorboard"),
+            "metrics_dir": str(tmp_path / "metrics"),
+        }
         return base_values().model_copy(update={"steps": 100, **folders, **changes})
 
     return make

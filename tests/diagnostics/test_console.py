@@ -74,8 +74,12 @@ def test_mfu_is_unknown_without_a_peak_and_absent_without_timing():
     assert "%" not in no_peak
     (no_mfu,) = piped({**RECORD, "mfu": None}, peak_flops=1e12, peak_format="float32")
     assert "  MFU unknown  " in no_mfu
-    hidden = dict.fromkeys(("step_time_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu"))
-    assert piped({**RECORD, **hidden}, peak_flops=1e12) == ["step 12/100  loss 3.214  lr 3.0e-05  grad 1.20"]
+    hidden = dict.fromkeys(
+        ("step_time_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu")
+    )
+    assert piped({**RECORD, **hidden}, peak_flops=1e12) == [
+        "step 12/100  loss 3.214  lr 3.0e-05  grad 1.20"
+    ]
 
 
 def test_an_evaluation_repeats_its_step_without_upsetting_the_time_left():
@@ -97,7 +101,9 @@ def test_durations(seconds, text):
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(3.2141, "3.214"), (0.01234, "0.0123"), (0, "0.000"), (5e6, "5e+06")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(3.2141, "3.214"), (0.01234, "0.0123"), (0, "0.000"), (5e6, "5e+06")]
+)
 def test_numbers(value, text):
     assert number(value) == text
 
@@ -112,7 +118,10 @@ def test_a_terminal_gets_a_bar_and_lines_that_stay(terminal):
     text = plain_text(terminal)
     stay = re.findall(r"\rstep (\d+)/10  (loss|eval_loss)", text)
     assert stay == [("0", "loss"), ("4", "loss"), ("5", "eval_loss"), ("8", "loss"), ("9", "loss")]
-    assert re.search(r"step 9/10 ━+ loss 3.214  12,345 tok/s/device  407.5 TFLOP/s/device  MFU 41.2%  eta 0s", text)
+    assert re.search(
+        r"step 9/10 ━+ loss 3.214  12,345 tok/s/device  407.5 TFLOP/s/device  MFU 41.2%  eta 0s",
+        text,
+    )
     assert terminal.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
 
 
@@ -122,7 +131,9 @@ def test_in_a_narrow_terminal_the_loss_and_the_time_left_stay(terminal, monkeypa
     for step in range(2):
         console.write({**RECORD, "step": step})
     console.close()
-    assert re.search(r"\rstep 1/10 [━╺╸]+ loss 3.214  12,345 tok/s/device  eta 16s", plain_text(terminal))
+    assert re.search(
+        r"\rstep 1/10 [━╺╸]+ loss 3.214  12,345 tok/s/device  eta 16s", plain_text(terminal)
+    )
 
 
 def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
@@ -147,10 +158,18 @@ def test_the_log_goes_through_the_bar_while_it_lives(terminal):
 
 
 def test_the_banner_in_a_pipe_and_on_a_terminal(terminal):
-    sections = {"Model": {"parameters": "8.03 B", "FLOPs a token": "[48.2 G]"}, "Mesh": {"data": "8"}}
+    sections = {
+        "Model": {"parameters": "8.03 B", "FLOPs a token": "[48.2 G]"},
+        "Mesh": {"data": "8"},
+    }
     stream = io.StringIO()
     start_banner(sections, stream)
-    assert stream.getvalue() == "Model\n  parameters     8.03 B\n  FLOPs a token  [48.2 G]\nMesh\n  data  8\n"
+    assert (
+        stream.getvalue()
+        == "Model\n  parameters     8.03 B\n  FLOPs a token  [48.2 G]\nMesh\n  data  8\n"
+    )
     start_banner(sections, terminal)
     text = plain_text(terminal)
-    assert all(words in text for words in ("─ Model ─", "─ Mesh ─", "parameters", "8.03 B", "[48.2 G]"))
+    assert all(
+        words in text for words in ("─ Model ─", "─ Mesh ─", "parameters", "8.03 B", "[48.2 G]")
+    )

@@ -35,7 +35,8 @@ def test_problems_come_with_remedies():
 
 
 @pytest.mark.parametrize(
-    ("libtpu", "fits"), [("0.0.42", True), ("0.0.42.1", True), ("0.0.421", False), ("0.0.51", False), (None, True)]
+    ("libtpu", "fits"),
+    [("0.0.42", True), ("0.0.42.1", True), ("0.0.421", False), ("0.0.51", False), (None, True)],
 )
 def test_a_libtpu_that_jax_is_not_made_for_is_named(monkeypatch, libtpu, fits):
     def version(package):
@@ -50,7 +51,10 @@ def test_a_libtpu_that_jax_is_not_made_for_is_named(monkeypatch, libtpu, fits):
     problems = list(doctor.version_problems())
     assert bool(problems) != fits
     if not fits:
-        assert problems[0][0] == f"libtpu {libtpu} is installed, and jax 0.10.2 is made for libtpu 0.0.42.*"
+        assert (
+            problems[0][0]
+            == f"libtpu {libtpu} is installed, and jax 0.10.2 is made for libtpu 0.0.42.*"
+        )
         assert "jax[tpu]" in problems[0][1]
 
 

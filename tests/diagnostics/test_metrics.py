@@ -1,4 +1,6 @@
-"""Records reach every writer that the configuration asks for, and a failing writer harms neither the run nor others."""
+"""Records reach every writer that the configuration asks for, and a failing writer harms neither
+the run nor others.
+"""
 
 import io
 import json
@@ -113,7 +115,9 @@ def test_a_port_in_use_is_an_error_that_leaves_the_files_alone(make_config, tmp_
     path.write_text('{"step": 9}\n')
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"prometheus_port={port} cannot be opened.*choose another"):
+        with pytest.raises(
+            ConfigError, match=f"prometheus_port={port} cannot be opened.*choose another"
+        ):
             make_writers(make_config(prometheus_port=port, metrics_file=str(path)), environ={})
     assert path.read_text() == '{"step": 9}\n'
     assert list(tmp_path.iterdir()) == [path]
@@ -132,14 +136,19 @@ def test_a_failing_writer_at_construction_closes_the_earlier_ones(make_config, t
 def test_lines_are_valid_json_at_once_and_read_back_equal(tmp_path):
     path = tmp_path / "folder" / "m.jsonl"
     writer = JsonLines(path)
-    records = [{"step": 0, "loss": 2.5, "mfu": None}, {"step": 1, "loss": NAN, "grad_norm": INFINITY, "z": -INFINITY}]
+    records = [
+        {"step": 0, "loss": 2.5, "mfu": None},
+        {"step": 1, "loss": NAN, "grad_norm": INFINITY, "z": -INFINITY},
+    ]
 
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
 
     for count, record in enumerate(records, 1):
         writer.write(record)
-        lines = path.read_text().splitlines()  # before close: a reader sees each record as soon as it is written
+        lines = (
+            path.read_text().splitlines()
+        )  # before close: a reader sees each record as soon as it is written
         assert len(lines) == count
         raw = json.loads(lines[-1], parse_constant=refuse)
     assert raw == {
@@ -155,11 +164,19 @@ def test_lines_are_valid_json_at_once_and_read_back_equal(tmp_path):
 
 def test_a_resumed_run_drops_what_it_runs_again_and_mends_a_torn_line(tmp_path, log):
     path = tmp_path / "m.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(6)) + '{"step": 6, "lo')
+    path.write_text(
+        "".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(6)) + '{"step": 6, "lo'
+    )
     writer = JsonLines(path, first_step=4)
     writer.write({"step": 4, "loss": 40.0})
     writer.close()
-    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5), (4, 40.0)]
+    assert [(r["step"], r["loss"]) for r in read_metrics(path)] == [
+        (0, 0.5),
+        (1, 1.5),
+        (2, 2.5),
+        (3, 3.5),
+        (4, 40.0),
+    ]
     assert len([line for line in log if "dropped 3 line(s)" in line]) == 1
 
 
@@ -194,7 +211,14 @@ def test_a_full_device_costs_the_file_and_not_the_run(log):
 
 def test_summary(tmp_path):
     path = tmp_path / "summary.json"
-    write_summary(path, {"loss": NAN, "final": {"step": np.int64(9), "loss": np.float32(0.5)}, "list": [1, INFINITY]})
+    write_summary(
+        path,
+        {
+            "loss": NAN,
+            "final": {"step": np.int64(9), "loss": np.float32(0.5)},
+            "list": [1, INFINITY],
+        },
+    )
     write_summary(path, json.loads(path.read_text()) | {"path": tmp_path})
     assert json.loads(path.read_text()) == {
         "loss": None, "final": {"step": 9, "loss": 0.5}, "list": [1, None], "not_finite": {"loss": "NaN"},
@@ -220,7 +244,9 @@ def test_tensorboard_reads_the_events(make_config):
     config = make_config()
     recorder = Recorder(make_writers(config, stream=io.StringIO(), environ={}))
     for step in (0, 1, 300):
-        recorder.write({"step": step, "loss": step + 0.5, "mfu": None if step == 1 else 0.25, "moe/lb": 1e300})
+        recorder.write(
+            {"step": step, "loss": step + 0.5, "mfu": None if step == 1 else 0.25, "moe/lb": 1e300}
+        )
     recorder.write({"step": 300, "eval_loss": NAN})
     recorder.close()
     assert scalars(config.tensorboard_dir, "learning/loss") == [(0, 0.5), (1, 1.5), (300, 300.5)]
@@ -237,7 +263,14 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
         for step in range(first, last):
             writer.write({"step": step, "loss": loss})
         writer.close()
-    assert scalars(tmp_path, "learning/loss") == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert scalars(tmp_path, "learning/loss") == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+        (4, 2.0),
+        (5, 2.0),
+    ]
 
 
 def test_log_period_is_the_flush_interval(make_config):
@@ -259,7 +292,9 @@ def scrape(port: int) -> dict[str, str]:
         assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         lines = answer.read().decode().splitlines()
     values = dict(line.split() for line in lines if not line.startswith("#"))
-    assert [line for line in lines if line.startswith("#")] == [f"# TYPE {name} gauge" for name in values]
+    assert [line for line in lines if line.startswith("#")] == [
+        f"# TYPE {name} gauge" for name in values
+    ]
     return values
 
 
@@ -295,10 +330,16 @@ def test_weights_and_biases_follows_its_environment(make_config, monkeypatch):
     config = make_config(run_name="mine", enable_tensorboard=False)
     off = make_writers(config, environ={"WANDB_PROJECT": "p", "WANDB_MODE": "disabled"})
     assert names(off) == ["Console"]
-    recorder = Recorder(make_writers(config, environ={"WANDB_MODE": "offline"}, stream=io.StringIO()))
+    recorder = Recorder(
+        make_writers(config, environ={"WANDB_MODE": "offline"}, stream=io.StringIO())
+    )
     recorder.write({"step": 7, "loss": 1.0, "mfu": None})
     recorder.close()
-    assert (calls[0]["name"], calls[0]["dir"], calls[0]["config"]["steps"]) == ("mine", config.metrics_dir, 100)
+    assert (calls[0]["name"], calls[0]["dir"], calls[0]["config"]["steps"]) == (
+        "mine",
+        config.metrics_dir,
+        100,
+    )
     json.dumps(calls[0]["config"])
     assert calls[1:] == [(7, {"loss": 1.0}), "finish"]
 

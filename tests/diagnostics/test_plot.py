@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from maxtext.diagnostics import plot
-from maxtext.diagnostics.plot import BOTTOM, EVALUATION, LEFT, RIGHT, SMOOTH, TOP, moving_average, save_loss_png, ticks
+from maxtext.diagnostics.plot import (
+    BOTTOM,
+    EVALUATION,
+    LEFT,
+    RIGHT,
+    SMOOTH,
+    TOP,
+    moving_average,
+    save_loss_png,
+    ticks,
+)
 
 
 def decode(path) -> np.ndarray:
@@ -18,7 +28,9 @@ def decode(path) -> np.ndarray:
     while at < len(data):
         (length,) = struct.unpack(">I", data[at : at + 4])
         kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + length]
-        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(kind + body)
+        assert struct.unpack(">I", data[at + 8 + length : at + 12 + length])[0] == zlib.crc32(
+            kind + body
+        )
         chunks[kind] = body
         at += 12 + length
     assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
@@ -32,7 +44,9 @@ def decode(path) -> np.ndarray:
 def heights(image, color, columns) -> list[float]:
     """The mean row of a colour in the frame, in each column."""
     frame = image[TOP : BOTTOM + 1]
-    return [float(np.flatnonzero((frame[:, column] == color).all(1)).mean()) + TOP for column in columns]
+    return [
+        float(np.flatnonzero((frame[:, column] == color).all(1)).mean()) + TOP for column in columns
+    ]
 
 
 def test_the_size_and_a_line_where_the_losses_are(tmp_path):
@@ -40,7 +54,8 @@ def test_the_size_and_a_line_where_the_losses_are(tmp_path):
     save_loss_png(path, range(101), [5.0 - 0.04 * step for step in range(101)])
     image = decode(path)
     assert image.shape == (500, 900, 3)
-    # A straight line from 5 to 1, with the axis 5% longer on both sides (its top at the 99.5th percentile, 4.98).
+    # A straight line from 5 to 1, with the axis 5% longer on both sides (its top at the 99.5th
+    # percentile, 4.98).
     low, high = 1.0 - 0.05 * 3.98, 4.98 + 0.05 * 3.98
     columns = [LEFT + 100, (LEFT + RIGHT) // 2, RIGHT - 100]
     for column, row in zip(columns, heights(image, SMOOTH, columns), strict=True):
@@ -80,7 +95,9 @@ def test_a_long_run_is_drawn_quickly_and_whole(tmp_path):
     path = tmp_path / "loss.png"
     noise = np.random.default_rng(0).normal(0, 0.1, 150_000)
     save_loss_png(path, range(150_000), 3.0 + noise)
-    heights(decode(path), plot.RAW, range(LEFT + 2, RIGHT - 2, 20))  # fails on a column without the curve
+    heights(
+        decode(path), plot.RAW, range(LEFT + 2, RIGHT - 2, 20)
+    )  # fails on a column without the curve
 
 
 def test_a_failed_write_leaves_the_old_picture(tmp_path, monkeypatch):
@@ -112,7 +129,9 @@ def test_the_legend_shows_the_last_loss_and_the_smoothed_one(tmp_path, monkeypat
     words = []
     text = plot.Canvas.text
     monkeypatch.setattr(
-        plot.Canvas, "text", lambda self, *args, **keys: words.append(args[2]) or text(self, *args, **keys)
+        plot.Canvas,
+        "text",
+        lambda self, *args, **keys: words.append(args[2]) or text(self, *args, **keys),
     )
     losses = [3.0] * 176 + [1.6, 1.6, 1.6, 1.4]
     save_loss_png(tmp_path / "loss.png", range(180), losses, [(179, 1.7)])

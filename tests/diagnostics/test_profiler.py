@@ -29,7 +29,9 @@ class FakeTool:
 @pytest.fixture
 def events(monkeypatch):
     events: list = []
-    monkeypatch.setattr(module, "make_tool", lambda config: FakeTool(events) if config.profiler else None)
+    monkeypatch.setattr(
+        module, "make_tool", lambda config: FakeTool(events) if config.profiler else None
+    )
     return events
 
 
@@ -51,13 +53,18 @@ def test_off_by_default(make_config, events):
 
 
 def test_the_window_counts_from_the_first_step_of_this_start(make_config, events):
-    config = make_config(profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=2, profiler_steps=3)
+    config = make_config(
+        profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=2, profiler_steps=3
+    )
     assert drive(config, events, 50, 60) == ["wait", "start", 52, 53, 54, "wait", "stop"]
 
 
 def test_the_whole_run(make_config, events):
     config = make_config(
-        profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=0, profiler_steps=2, profile_cleanly=False
+        profiler=ProfilerType.XPLANE,
+        skip_first_n_steps_for_profiler=0,
+        profiler_steps=2,
+        profile_cleanly=False,
     )
     assert drive(config, events, 0, 1) == ["start", 0, 1, "stop"]
 
@@ -67,7 +74,16 @@ def test_periodic_windows_as_often_as_they_fit_whole(make_config, events):
         profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2,
         profile_periodically_period=4, profile_cleanly=False,
     )  # fmt: skip
-    assert drive(config, events, 0, 9) == ["start", 1, 2, "stop", "start", 5, 6, "stop"]  # 9 alone is no window
+    assert drive(config, events, 0, 9) == [
+        "start",
+        1,
+        2,
+        "stop",
+        "start",
+        5,
+        6,
+        "stop",
+    ]  # 9 alone is no window
     events.clear()
     back_to_back = config.model_copy(update={"profile_periodically_period": 2})
     assert drive(back_to_back, events, 0, 4) == ["start", 1, 2, "stop", "start", 3, 4, "stop"]
@@ -79,7 +95,9 @@ def test_a_run_cut_short_still_stops_its_trace(make_config, events):
 
 
 def test_a_window_without_room_is_an_error_but_not_for_a_resumed_run(make_config, events, log):
-    config = make_config(profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=5)
+    config = make_config(
+        profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=5
+    )
     with pytest.raises(ConfigError, match="need 6 steps, but the run has 5"):
         Profiler(config, 0, 4)
     assert drive(config, events, 0, 5)[1] == "start"
@@ -96,18 +114,26 @@ def test_a_tool_that_fails_costs_the_trace_only(make_config, events, monkeypatch
 
 
 def test_hidden_timing_of_traced_steps(make_config, events):
-    config = make_config(profiler=ProfilerType.XPLANE, profiler_steps=2, hide_profiler_step_metric=True)
+    config = make_config(
+        profiler=ProfilerType.XPLANE, profiler_steps=2, hide_profiler_step_metric=True
+    )
     profiler = Profiler(config, 0, 9)
     record = {"loss": 1.0, **dict.fromkeys(TIMING, 2.0)}
     shown = [profiler.visible({"step": step, **record})["mfu"] for step in range(4)]
     assert shown == [2.0, None, None, 2.0]
-    assert profiler.visible({"step": 1, **record}) == {"step": 1, "loss": 1.0, **dict.fromkeys(TIMING)}
+    assert profiler.visible({"step": 1, **record}) == {
+        "step": 1,
+        "loss": 1.0,
+        **dict.fromkeys(TIMING),
+    }
     plain = Profiler(config.model_copy(update={"hide_profiler_step_metric": False}), 0, 9)
     assert plain.visible({"step": 1, **record})["mfu"] == 2.0
 
 
 def test_a_real_trace_holds_the_steps(make_config, tmp_path, log):
-    config = make_config(profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2)
+    config = make_config(
+        profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2
+    )
     step_function = jax.jit(lambda x: x @ x)
     x = step_function(jnp.ones((64, 64)))
     profiler = Profiler(config, 0, 4)
@@ -150,7 +176,9 @@ def test_nsys_marks_its_range_or_says_what_is_missing(make_config, monkeypatch, 
         raise OSError(name)
 
     monkeypatch.setattr(module.ctypes, "CDLL", missing)
-    with pytest.raises(ConfigError, match="profiler=nsys needs the CUDA runtime.*use profiler=xplane"):
+    with pytest.raises(
+        ConfigError, match="profiler=nsys needs the CUDA runtime.*use profiler=xplane"
+    ):
         Profiler(config, 0, 9)
 
 

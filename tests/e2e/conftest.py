@@ -73,7 +73,9 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(cache, tmp_path_factory):
-    """`maxtext train` in this process, in a folder of its own unless it names one; `file` is a configuration."""
+    """`maxtext train` in this process, in a folder of its own unless it names one; `file` is a
+    configuration.
+    """
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_disable_most_optimizations", True)
@@ -99,7 +101,9 @@ def train(cache, tmp_path_factory):
 
 @pytest.fixture
 def start(cache, tmp_path):
-    """`maxtext train` in a process of its own: (process, Outcome to be completed). It does not outlive the test."""
+    """`maxtext train` in a process of its own: (process, Outcome to be completed). It does not
+    outlive the test.
+    """
     processes = []
 
     def begin(*words, environment=None):

@@ -36,7 +36,9 @@ class Run:
         self.folder, self.metrics = folder / "it", folder / "metrics.jsonl"
         self.log = folder / f"log-{time.monotonic_ns()}"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            self.process = subprocess.Popen(
+                line, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
 
     @property
     def records(self):
@@ -62,7 +64,9 @@ class Run:
             time.sleep(0.05)
 
     def wait_for_steps(self, count):
-        self.wait_until(lambda: self.metrics.exists() and self.metrics.read_bytes().count(b"\n") >= count)
+        self.wait_until(
+            lambda: self.metrics.exists() and self.metrics.read_bytes().count(b"\n") >= count
+        )
 
     def children(self):
         pid = self.process.pid
@@ -83,9 +87,19 @@ def begin(cache, tmp_path_factory):
 
     def start(verb, words, environment=None, folder=None):
         folder = folder or tmp_path_factory.mktemp("run")
-        places = [f"base_output_directory={folder}", f"metrics_file={folder}/metrics.jsonl", f"jax_cache_dir={cache}"]
-        environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST_COMPILE_FLAGS, **(environment or {})}
-        run = Run([sys.executable, "-m", "maxtext", *verb, *SMALL, *places, *words], folder, environ)
+        places = [
+            f"base_output_directory={folder}",
+            f"metrics_file={folder}/metrics.jsonl",
+            f"jax_cache_dir={cache}",
+        ]
+        environ = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": FAST_COMPILE_FLAGS,
+            **(environment or {}),
+        }
+        run = Run(
+            [sys.executable, "-m", "maxtext", *verb, *SMALL, *places, *words], folder, environ
+        )
         started.append(run)
         return run
 
@@ -98,7 +112,16 @@ def begin(cache, tmp_path_factory):
 @pytest.fixture(scope="module")
 def launch(begin):
     def start(count, *words, devices=1, options=(), **keywords):
-        line = ["launch", "--local", str(count), "--devices-per-process", str(devices), *options, "--", "train"]
+        line = [
+            "launch",
+            "--local",
+            str(count),
+            "--devices-per-process",
+            str(devices),
+            *options,
+            "--",
+            "train",
+        ]
         return begin(line, words, **keywords)
 
     return start
@@ -109,7 +132,9 @@ def train(begin):
     """One process with so many devices."""
 
     def start(*words, devices=1, **keywords):
-        environment = {"XLA_FLAGS": f"{FAST_COMPILE_FLAGS} --xla_force_host_platform_device_count={devices}"}
+        environment = {
+            "XLA_FLAGS": f"{FAST_COMPILE_FLAGS} --xla_force_host_platform_device_count={devices}"
+        }
         return begin(["train"], words, environment | keywords.pop("environment", {}), **keywords)
 
     return start
@@ -119,7 +144,9 @@ def train(begin):
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for number in range(40):
-        (folder / f"{number:02d}").write_text(f"document {number}: " + "some words " * (number % 7 + 1))
+        (folder / f"{number:02d}").write_text(
+            f"document {number}: " + "some words " * (number % 7 + 1)
+        )
     return folder
 
 
@@ -151,7 +178,14 @@ def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, d
 
 
 def test_processes_write_text_together(launch):
-    words = [*SIMPLE, *WITHOUT_CHECKPOINTS, "steps=2", "tokenizer_path=byte", "ici_fsdp_parallelism=2", "prompt=def "]
+    words = [
+        *SIMPLE,
+        *WITHOUT_CHECKPOINTS,
+        "steps=2",
+        "tokenizer_path=byte",
+        "ici_fsdp_parallelism=2",
+        "prompt=def ",
+    ]
     run = launch(2, *words)
     assert run.end() == 0, run.text()
     before, _, said = run.text().partition("what the model writes after 'def ':")
@@ -181,12 +215,18 @@ def free_port():
 
 def by_hand(index, count=2, port=None):
     address = f"127.0.0.1:{port}"
-    return {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_COUNT": str(count), "JAX_PROCESS_INDEX": str(index)}
+    return {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_PROCESS_COUNT": str(count),
+        "JAX_PROCESS_INDEX": str(index),
+    }
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_process_without_a_launcher_notices_a_death_by_itself(train, how):
-    """A killed process closes its connections; of a frozen one, as of a lost host, only heartbeats tell."""
+    """A killed process closes its connections; of a frozen one, as of a lost host, only heartbeats
+    tell.
+    """
     port = free_port()
     words = [*SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000"]
     first, second = (train(*words, environment=by_hand(index, port=port)) for index in (0, 1))
@@ -200,8 +240,14 @@ def test_a_process_without_a_launcher_notices_a_death_by_itself(train, how):
 @pytest.mark.parametrize(
     ("index", "sentence"),
     [
-        (1, "process 1 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, no answer"),
-        (0, "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, not all the others came"),
+        (
+            1,
+            "process 1 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, no answer",
+        ),
+        (
+            0,
+            "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, not all the others came",
+        ),
     ],
 )
 def test_a_meeting_that_fails_is_a_sentence(train, index, sentence):
@@ -230,7 +276,9 @@ def test_processes_agree_on_the_name_of_a_run():
     port = free_port()
     line = [sys.executable, "-c", NAMES]
     running = [
-        subprocess.Popen([*line, str(index + 3)], stdout=subprocess.PIPE, text=True, env=os.environ | environ)
+        subprocess.Popen(
+            [*line, str(index + 3)], stdout=subprocess.PIPE, text=True, env=os.environ | environ
+        )
         for index, environ in enumerate(by_hand(index, port=port) for index in (0, 1))
     ]
     names = [process.communicate(timeout=400)[0].splitlines()[-1] for process in running]
@@ -262,7 +310,8 @@ def test_sigterm_to_the_launcher_ends_the_run_well(launch):
     assert (run.folder / "checkpoints" / str(summary["steps"])).is_dir()
 
 
-# What a run of four devices comes to when nothing happens to it; the others lose processes on the way.
+# What a run of four devices comes to when nothing happens to it; the others lose processes on the
+# way.
 STEPS = 30
 GOING_ON = [
     *SIMPLE, "per_device_batch_size=2", f"steps={STEPS}", "checkpoint_period=5", "async_checkpointing=false",
@@ -284,13 +333,17 @@ def kill_after_a_checkpoint(run, index):
 
 
 def assert_same(run, undisturbed, turn):
-    """`turn`: what the launcher says when it goes on; after it no step before the checkpoint is done again."""
+    """`turn`: what the launcher says when it goes on; after it no step before the checkpoint is
+    done again.
+    """
     assert run.end() == 0, run.text()
     after = run.text().partition(turn)[2]
     assert after, run.text()
     assert min(map(int, re.findall(r"\[0\] step (\d+)/", after))) >= 5
     assert set(run.losses) == set(range(STEPS))
-    got, expected = ([losses[step] for step in range(STEPS)] for losses in (run.losses, undisturbed.losses))
+    got, expected = (
+        [losses[step] for step in range(STEPS)] for losses in (run.losses, undisturbed.losses)
+    )
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     weights = {record["total_weights"] for record in run.records}
     assert weights == {4 * 2 * 32}, "the global batch is the same throughout"
@@ -303,6 +356,8 @@ def test_restarts_continue_to_the_same_loss(launch, undisturbed):
 
 
 def test_elastic_goes_on_with_fewer_processes_and_the_same_batch(launch, undisturbed):
-    run = launch(4, *GOING_ON, "elastic_enabled=true", "elastic_min_slice_count=2", "elastic_max_retries=1")
+    run = launch(
+        4, *GOING_ON, "elastic_enabled=true", "elastic_min_slice_count=2", "elastic_max_retries=1"
+    )
     kill_after_a_checkpoint(run, 2)
     assert_same(run, undisturbed, "going on with 2 of 4 processes; retries left: 0")

@@ -12,7 +12,12 @@ import pytest
 from maxtext.checkpoint.steps import all_steps
 
 # Two products: a step is so quick that a signal comes in the middle of thousands.
-QUICK = ("decoder_block=simple", "base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none")
+QUICK = (
+    "decoder_block=simple",
+    "base_num_decoder_layers=1",
+    "scan_layers=false",
+    "remat_policy=none",
+)
 
 
 def wait_for_steps(process, metrics, count):
@@ -92,7 +97,9 @@ def feeds(tmp_path_factory):
         "base_emb_dim=32", "grain_num_threads=2", "eval_interval=1", *QUICK,
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | TWO_DEVICES
-    result = subprocess.run([sys.executable, "-c", FEEDS, *words], capture_output=True, text=True, env=environment)
+    result = subprocess.run(
+        [sys.executable, "-c", FEEDS, *words], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -106,4 +113,6 @@ def test_one_row_lies_over_two_devices(feeds):
 @pytest.mark.parametrize("which", ["tokens", "eval_tokens"])
 def test_no_row_that_was_loaded_is_left_out(feeds, which):
     """Else an epoch is half the data, and the evaluation is not that of the evaluation data."""
-    assert feeds[which] == 8 * (28 + 1)  # a document of n characters between its two ends has n + 1 next tokens
+    assert feeds[which] == 8 * (
+        28 + 1
+    )  # a document of n characters between its two ends has n + 1 next tokens

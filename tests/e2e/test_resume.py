@@ -1,7 +1,9 @@
-"""A run that is killed and started again ends as one that was never touched: the same bits, whatever the moment.
+"""A run that is killed and started again ends as one that was never touched: the same bits,
+whatever the moment.
 
-The oracle is the uninterrupted run. Kills come at random moments (seeded): while a process starts, reads its
-checkpoint, trains or saves; with saves every three steps of milliseconds, most of them come during a save.
+The oracle is the uninterrupted run. Kills come at random moments (seeded): while a process starts,
+reads its checkpoint, trains or saves; with saves every three steps of milliseconds, most of them
+come during a save.
 """
 
 import json
@@ -39,7 +41,10 @@ def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     generator = random.Random(5)
     for number in range(24):
-        words = (generator.choice(["fox", "dog", "over", "lazy", "jumps", "quick"]) for _ in range(40 + 13 * number))
+        words = (
+            generator.choice(["fox", "dog", "over", "lazy", "jumps", "quick"])
+            for _ in range(40 + 13 * number)
+        )
         (folder / f"{number:02d}.txt").write_text(" ".join(words))
     return folder
 
@@ -55,7 +60,9 @@ def words(text, cache):
 
 
 class Job:
-    """A run of one or more processes in a folder of its own. It is started with the same words each time."""
+    """A run of one or more processes in a folder of its own. It is started with the same words each
+    time.
+    """
 
     def __init__(self, folder, words, processes=1):
         self.folder, self.processes = folder, processes
@@ -82,7 +89,9 @@ class Job:
             log.close()
 
     def log(self):
-        return "\n".join(path.read_text(errors="replace")[-4000:] for path in sorted(self.folder.glob("log*")))
+        return "\n".join(
+            path.read_text(errors="replace")[-4000:] for path in sorted(self.folder.glob("log*"))
+        )
 
     def last_step(self):
         """Of the newest whole record."""
@@ -134,7 +143,9 @@ class Job:
 
 def arrays_of(step: Path):
     stored = Stored(step)
-    wanted = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()}
+    wanted = {
+        name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
+    }
     return {"/".join(name): array for name, array in stored.read(wanted).items()}
 
 
@@ -163,7 +174,9 @@ def assert_same(ours, theirs):
 
 
 def killed_until_done(job, generator, kills, steps, early):
-    """Kill at so many moments: `early` of them by the clock, from the start on; the others after a step and a bit."""
+    """Kill at so many moments: `early` of them by the clock, from the start on; the others after a
+    step and a bit.
+    """
     times = [None] * (kills - early) + [generator.uniform(0.2, 5.0) for _ in range(early)]
     generator.shuffle(times)
     marks = iter(sorted(generator.sample(range(2, steps - 12), kills - early)))
@@ -196,7 +209,9 @@ def test_kills_change_nothing(make_job, kills):
     assert_same(job.final(), calm.final())
     assert job.losses == calm.losses, "each step once, and the same"
     assert len(all_steps(job.checkpoints)) == 2, "no more than max_num_checkpoints_to_keep"
-    assert {path.name for path in job.checkpoints.iterdir()} == {str(step) for step in all_steps(job.checkpoints)}
+    assert {path.name for path in job.checkpoints.iterdir()} == {
+        str(step) for step in all_steps(job.checkpoints)
+    }
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
@@ -207,15 +222,20 @@ def test_kills_of_two_processes_change_nothing(make_job, kills):
     calm.start()
     calm.finish()
     job = make_job("killed", f"steps={steps}", "per_device_batch_size=2", processes=2)
-    assert killed_until_done(job, random.Random(2), kills, steps, early=2 * kills // 5) == kills, job.log()
+    assert killed_until_done(job, random.Random(2), kills, steps, early=2 * kills // 5) == kills, (
+        job.log()
+    )
     assert_same(job.final(), arrays_of(calm.checkpoints / str(steps)))
     assert job.losses == {step: loss for step, loss in calm.losses.items() if step < steps}
-    # The data and the batch do not depend on the number of processes: the rest on one gives the same numbers.
+    # The data and the batch do not depend on the number of processes: the rest on one gives the
+    # same numbers.
     alone = make_job("alone", f"steps={steps + 4}", f"load_full_state_path={job.checkpoints}")
     alone.start()
     alone.finish()
     assert list(alone.losses) == list(range(steps, steps + 4))
-    np.testing.assert_allclose(list(alone.losses.values()), list(calm.losses.values())[steps:], rtol=1e-5)
+    np.testing.assert_allclose(
+        list(alone.losses.values()), list(calm.losses.values())[steps:], rtol=1e-5
+    )
 
 
 def test_a_run_goes_on_upon_another_mesh(make_job, monkeypatch):
@@ -232,4 +252,6 @@ def test_a_run_goes_on_upon_another_mesh(make_job, monkeypatch):
     ours, theirs = rest.final(), whole.final()
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(list(rest.losses.values()), list(whole.losses.values())[4:], rtol=1e-5)
+    np.testing.assert_allclose(
+        list(rest.losses.values()), list(whole.losses.values())[4:], rtol=1e-5
+    )

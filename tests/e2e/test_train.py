@@ -1,4 +1,6 @@
-"""Whole runs of `maxtext train`: they learn, they repeat, and they leave the records that they promise."""
+"""Whole runs of `maxtext train`: they learn, they repeat, and they leave the records that they
+promise.
+"""
 
 import json
 import math
@@ -56,19 +58,26 @@ def test_every_step_has_a_whole_record(fox):
     assert [record["step"] for record in fox.records] == list(range(120))
     for record in fox.records:
         assert record.keys() >= FIELDS
-        assert all(record[name] is not None for name in FIELDS - {"mfu"})  # the peak of a CPU is not known
+        assert all(
+            record[name] is not None for name in FIELDS - {"mfu"}
+        )  # the peak of a CPU is not known
         assert record["loss"] == record["lm_loss"]
         assert record["total_weights"] <= 4 * 32
-    # The speed is that of the newest steps that together took a second, but never more than 50, nor the first.
+    # The speed is that of the newest steps that together took a second, but never more than 50, nor
+    # the first.
     for number in (0, 1, 40, 119):
-        speeds = [(record["total_weights"], record["step_time_seconds"]) for record in fox.records[: number + 1]]
+        speeds = [
+            (record["total_weights"], record["step_time_seconds"])
+            for record in fox.records[: number + 1]
+        ]
         speeds = speeds[1:][-50:] or speeds
         while len(speeds) > 1 and sum(seconds for _, seconds in speeds[1:]) >= 1.0:
             speeds = speeds[1:]
         speed = sum(tokens for tokens, _ in speeds) / sum(seconds for _, seconds in speeds)
         assert fox.records[number]["tokens_per_second_per_device"] == pytest.approx(speed, rel=1e-6)
-    # Of a token, by hand: two layers of attention (heads of 8: 4 queries, 2 keys and values, 4 out; a token sees 16.5
-    # others on average) and three MLP products of 64, and logits; 2 a multiply-add, three times a forward pass.
+    # Of a token, by hand: two layers of attention (heads of 8: 4 queries, 2 keys and values, 4 out;
+    # a token sees 16.5 others on average) and three MLP products of 64, and logits; 2 a
+    # multiply-add, three times a forward pass.
     layer = 2 * 32 * 8 * (4 + 2 + 2 + 4) + 4 * 4 * 8 * 16.5 + 3 * 2 * 32 * 64
     flops = 3 * (2 * layer + 2 * 32 * 259)
     record = fox.records[7]
@@ -88,7 +97,11 @@ def test_the_console_says_what_runs_and_how_it_goes(fox):
 
 def test_the_summary(fox):
     summary = fox.summary
-    assert (summary["run_name"], summary["steps"], summary["stopped"]) == ("it", 120, "all steps done")
+    assert (summary["run_name"], summary["steps"], summary["stopped"]) == (
+        "it",
+        120,
+        "all steps done",
+    )
     assert summary["first_loss"] == fox.losses[0]
     assert summary["final"]["loss"] == fox.losses[-1]
     assert summary["final"]["step"] == 119
@@ -119,7 +132,13 @@ def test_the_configuration_can_be_read_back(fox, capsys):
     assert main(["config", str(path), "--format", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert len(values) == 726
-    given = {"base_emb_dim": 32, "vocab_size": 259, "learning_rate": 0.01, "prompt": "a quick", "dtype": "float32"}
+    given = {
+        "base_emb_dim": 32,
+        "vocab_size": 259,
+        "learning_rate": 0.01,
+        "prompt": "a quick",
+        "dtype": "float32",
+    }
     assert given.items() <= values.items()
     assert main(["config", str(path), "--changed"]) == 0
     assert "base_emb_dim: 32" in capsys.readouterr().out
@@ -138,7 +157,9 @@ def test_a_run_can_be_repeated_from_its_configuration(repeated):
     losses, again = repeated
     assert again.code == 0
     assert again.losses == losses
-    assert again.metrics.with_name("metrics.jsonl.1").exists(), "the earlier records are kept under another name"
+    assert again.metrics.with_name("metrics.jsonl.1").exists(), (
+        "the earlier records are kept under another name"
+    )
 
 
 def test_the_repeated_run_does_not_do_more(repeated):
@@ -168,7 +189,11 @@ def test_dropout_changes_losses_and_repeats(train, six):
 
 def test_the_batch_grows_as_asked(train):
     """Sizes 1, 2, 3, each for 4 samples, then 4."""
-    words = ("enable_rampup_batch_size=true", "per_device_batch_size_start=1", "per_device_batch_size_increment=1")
+    words = (
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=1",
+        "per_device_batch_size_increment=1",
+    )
     result = train(*SIMPLE, *words, "global_rampup_samples=12", "steps=10")
     assert result.code == 0, result.err
     rows = [record["total_weights"] / 32 for record in result.records]
@@ -192,7 +217,12 @@ def test_a_lost_loss_is_one_sentence(train):
 
 def test_the_data_may_end_before_the_steps(train, tmp_path):
     (tmp_path / "text").write_text("some words to read " * 60)
-    words = ("dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}/text", "tokenizer_path=byte")
+    words = (
+        "dataset_type=grain",
+        "grain_file_type=text",
+        f"grain_train_files={tmp_path}/text",
+        "tokenizer_path=byte",
+    )
     result = train(*words, "use_truncation=false", "grain_worker_count=0", *SIMPLE, "steps=100")
     assert result.code == 0
     assert result.summary["stopped"] == "the data ended"
@@ -216,7 +246,9 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_training(train):
 
 def test_a_record_that_cannot_be_written_is_refused_and_leaves_nothing_behind(train, tmp_path):
     (tmp_path / "file").write_text("")
-    result = train(*SIMPLE, "steps=2", f"metrics_file={tmp_path}/file/metrics", base=tmp_path / "out")
+    result = train(
+        *SIMPLE, "steps=2", f"metrics_file={tmp_path}/file/metrics", base=tmp_path / "out"
+    )
     assert result.code == 2
     assert "cannot be written" in result.err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""A tiny Llama folder as transformers saves it, with a tokenizer; the model loaded from it; few programs for others."""
+"""A tiny Llama folder as transformers saves it, with a tokenizer; the model loaded from it; few
+programs for others.
+"""
 
 import json
 
@@ -24,7 +26,9 @@ def their_model():
     model = transformers.LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (1.0 if parameter.ndim == 2 else 0.1) * 0.3)
+            parameter.copy_(
+                torch.randn_like(parameter) * (1.0 if parameter.ndim == 2 else 0.1) * 0.3
+            )
     return model
 
 
@@ -32,9 +36,13 @@ def write_tokenizer(folder):
     """Words, each a token; a text begins with <s>."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
@@ -57,7 +65,11 @@ def folder(tmp_path_factory, model):
 @pytest.fixture(scope="session")
 def llm(folder):
     return LLM.load(
-        folder, dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product"
+        folder,
+        dtype="float32",
+        weight_dtype="float32",
+        matmul_precision="highest",
+        attention="dot_product",
     )
 
 

@@ -1,4 +1,6 @@
-"""Run with eight fake devices: the tokens of some requests by kind of model and mesh, as JSON on the last line."""
+"""Run with eight fake devices: the tokens of some requests by kind of model and mesh, as JSON on
+the last line.
+"""
 
 import json
 import sys
@@ -35,7 +37,9 @@ CASES = [
     ("causal", "length", PAGES),
     ("latent", "length", []), ("delta", "tensor", []), ("sinks, windows and experts", "autoregressive", []),
 ]  # fmt: skip
-CASES_BY_NAME = {f"{kind}, {mesh}{', pages' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES}
+CASES_BY_NAME = {
+    f"{kind}, {mesh}{', pages' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES
+}
 
 
 def tokens(kind, words, devices):
@@ -54,4 +58,7 @@ def tokens(kind, words, devices):
 if __name__ == "__main__":
     jax.jit = partial(jax.jit, compiler_options=FAST_COMPILE)
     few_shapes.patch(pytest.MonkeyPatch())
-    print(json.dumps([tokens(kind, [*MESHES[mesh], *words], 8) for kind, mesh, words in CASES]), file=sys.stdout)
+    print(
+        json.dumps([tokens(kind, [*MESHES[mesh], *words], 8) for kind, mesh, words in CASES]),
+        file=sys.stdout,
+    )

@@ -1,7 +1,8 @@
-"""Run by test_quantized.py in a process of its own with eight CPU devices: prints a JSON of what it found.
+"""Run by test_quantized.py in a process of its own with eight CPU devices: prints a JSON of what it
+found.
 
-For each case, the logits of a quantized model that lies on a mesh against those of its weights on one device; and how
-much memory random weights take on their way to integers.
+For each case, the logits of a quantized model that lies on a mesh against those of its weights on
+one device; and how much memory random weights take on their way to integers.
 """
 
 import json
@@ -41,7 +42,9 @@ def compare(model: str, dtype: str, layout: str) -> dict:
     llm = LLM.load("default", quantization=dtype, **words)
     ids = np.random.default_rng(0).integers(0, 96, (ROWS, LENGTH))
     ours = np.asarray(llm.logits(ids))
-    alone = jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), jax.devices()[0]), llm.weights)
+    alone = jax.tree.map(
+        lambda leaf: jax.device_put(np.asarray(leaf), jax.devices()[0]), llm.weights
+    )
 
     def run(weights):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
@@ -49,7 +52,9 @@ def compare(model: str, dtype: str, layout: str) -> dict:
 
     with jax.default_matmul_precision("highest"):
         expected = np.asarray(jax.jit(run)(alone))
-    kernels = [leaf for leaf in jax.tree.leaves(llm.weights, is_leaf=is_quantized) if is_quantized(leaf)]
+    kernels = [
+        leaf for leaf in jax.tree.leaves(llm.weights, is_leaf=is_quantized) if is_quantized(leaf)
+    ]
     return {
         "case": [model, dtype, layout],
         "error": float(np.abs(ours - expected).max() / np.abs(expected).max()),
@@ -59,7 +64,13 @@ def compare(model: str, dtype: str, layout: str) -> dict:
 
 
 def birth() -> dict:
-    words = ["base_emb_dim=128", "base_mlp_dim=512", "base_num_decoder_layers=6", "vocab_size=64", "scan_layers=false"]
+    words = [
+        "base_emb_dim=128",
+        "base_mlp_dim=512",
+        "base_num_decoder_layers=6",
+        "vocab_size=64",
+        "scan_layers=false",
+    ]
     config = load(None, words, environ={}, devices=Devices(1))
     template = make_template(config)
     make = jax.jit(lambda: quantize_weights(template, initial_weights(config), "int8"))

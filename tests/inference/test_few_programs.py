@@ -1,5 +1,6 @@
-"""As on a GPU: pages are read where they lie (the kernel is interpreted), loops have a known length, and there are few
-programs. The tokens are those of the other way, which gathers pages and may end at any step."""
+"""As on a GPU: pages are read where they lie (the kernel is interpreted), loops have a known
+length, and there are few programs. The tokens are those of the other way, which gathers pages and
+may end at any step."""
 
 import jax
 import numpy as np
@@ -13,7 +14,12 @@ from tests.inference.test_scheduler import LENGTH, configuration, programs_of, r
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
-WORDS = ["decoder_block=llama2", "base_num_decoder_layers=2", "head_dim=16", "attention=autoselected"]
+WORDS = [
+    "decoder_block=llama2",
+    "base_num_decoder_layers=2",
+    "head_dim=16",
+    "attention=autoselected",
+]
 PAGED = ["attention=paged", "pagedattn_num_pages=9", "pagedattn_tokens_per_page=16"]
 
 

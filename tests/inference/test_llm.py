@@ -1,4 +1,6 @@
-"""The Python door against transformers: scores, continuations, text, folders, several devices, and what is refused."""
+"""The Python door against transformers: scores, continuations, text, folders, several devices, and
+what is refused.
+"""
 
 import json
 import os
@@ -19,7 +21,12 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("quick_programs")
 FEW = pytest.mark.usefixtures("few_programs")
 
-EXACT = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product"}
+EXACT = {
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+}
 
 
 def their_logits(model, rows):
@@ -49,12 +56,16 @@ def test_greedy_ids(llm, model, ids):
 
 def test_prompts_of_mixed_lengths(llm, model, ids):
     prompts = [ids[0, :3].tolist(), ids[1].tolist(), ids[2, :1].tolist()]
-    assert llm.generate(prompts, 5, ignore_eos=True) == [their_greedy(model, prompt, 5) for prompt in prompts]
+    assert llm.generate(prompts, 5, ignore_eos=True) == [
+        their_greedy(model, prompt, 5) for prompt in prompts
+    ]
 
 
 @FEW
 def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
-    """The third greedy token of the first row is declared to be the end, for it and for whoever says it later."""
+    """The third greedy token of the first row is declared to be the end, for it and for whoever
+    says it later.
+    """
     free = [their_greedy(model, row, 6) for row in ids]
     end = free[0][2]
     for file in folder.iterdir():
@@ -71,7 +82,9 @@ def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
 
 @FEW
 def test_text_in_text_out(llm, model):
-    """A prompt gets the <s> that the tokenizer puts before it; the answer is what follows, without special tokens."""
+    """A prompt gets the <s> that the tokenizer puts before it; the answer is what follows, without
+    special tokens.
+    """
     words = their_greedy(model, [0, 5, 9], 4)
     assert 1 not in words
     answer = "".join(f" w{word}" for word in words if word > 2)
@@ -82,7 +95,9 @@ def test_text_in_text_out(llm, model):
 
 @pytest.mark.slow
 def test_samples_follow_the_distribution(llm, model, ids):
-    """One token of 4000 rows with the same prompt against softmax(logits / T), by chi square at 1 in 10^4."""
+    """One token of 4000 rows with the same prompt against softmax(logits / T), by chi square at 1
+    in 10^4.
+    """
     from scipy import stats
 
     prompt = ids[:1]
@@ -95,7 +110,9 @@ def test_samples_follow_the_distribution(llm, model, ids):
             kept = int(np.searchsorted(np.cumsum(scaled[order]), 0.6) + 1)
         expected = np.zeros_like(scaled)
         expected[order[:kept]] = scaled[order[:kept]] / scaled[order[:kept]].sum()
-        drawn = llm.generate(np.repeat(prompt, 4000, 0), 1, temperature=1.5, seed=3, ignore_eos=True, **options)
+        drawn = llm.generate(
+            np.repeat(prompt, 4000, 0), 1, temperature=1.5, seed=3, ignore_eos=True, **options
+        )
         counts = np.bincount(drawn[:, 0], minlength=len(logits))
         assert counts[expected == 0].sum() == 0
         likely = expected * 4000 >= 5
@@ -107,7 +124,9 @@ def test_samples_follow_the_distribution(llm, model, ids):
 
 @FEW
 def test_the_seed_decides(llm, ids):
-    one, same, other = (llm.generate(ids, 8, temperature=2.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2))
+    one, same, other = (
+        llm.generate(ids, 8, temperature=2.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)
+    )
     assert (one == same).all()
     assert (one != other).any()
 
@@ -123,8 +142,12 @@ def test_streams_and_stops(llm):
     assert llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True, stop=[f" {word}"]) == before
     (answer,) = llm.answers([Ask("w5 w9", 12, stop=(f" {word}",), ignore_eos=True)])
     assert (answer.finished, answer.text) == ("stop", before)
-    assert sum(token > 2 for token in answer.ids) == before.count(" w") + 1  # the others are not shown
-    again = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))  # the slot that was stopped is free
+    assert (
+        sum(token > 2 for token in answer.ids) == before.count(" w") + 1
+    )  # the others are not shown
+    again = list(
+        llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True)
+    )  # the slot that was stopped is free
     assert again == pieces
 
 
@@ -132,11 +155,24 @@ def test_streams_and_stops(llm):
 @pytest.mark.slow
 def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
     good = Ask([5, 6], 4, ignore_eos=True)
-    asks = [good, Ask([], 4), Ask([5, 61], 4), Ask("w5", 0), Ask([5] * 127, 4, ignore_eos=True), good]
+    asks = [
+        good,
+        Ask([], 4),
+        Ask([5, 61], 4),
+        Ask("w5", 0),
+        Ask([5] * 127, 4, ignore_eos=True),
+        good,
+    ]
     for given in (iter(asks), asks):
         answers = sorted(llm.answers(given), key=lambda answer: answer.index)
         assert [answer.index for answer in answers] == list(range(6))
-        assert [answer.finished for answer in answers] == ["length", "error", "error", "error", *["length"] * 2]
+        assert [answer.finished for answer in answers] == [
+            "length",
+            "error",
+            "error",
+            "error",
+            *["length"] * 2,
+        ]
         assert answers[0].ids == answers[5].ids
         assert answers[0].text == answers[5].text
     errors = [answer.error or "" for answer in answers]
@@ -159,7 +195,13 @@ def test_streams_side_by_side(llm):
 @pytest.mark.slow
 def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
     """What was believed to be in the caches, and is not, is not learned."""
-    llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
+    llm = LLM.load(
+        folder,
+        **EXACT,
+        enable_prefix_caching=True,
+        pagedattn_tokens_per_page=4,
+        max_target_length=64,
+    )
     prompt = list(range(5, 25))
     expected = LLM.load(folder, **EXACT).generate(prompt, 6, ignore_eos=True)
 
@@ -177,7 +219,13 @@ def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
 
 @FEW
 def test_prompts_that_come_together_share_what_they_begin_with(folder):
-    llm = LLM.load(folder, **EXACT, enable_prefix_caching=True, pagedattn_tokens_per_page=4, max_target_length=64)
+    llm = LLM.load(
+        folder,
+        **EXACT,
+        enable_prefix_caching=True,
+        pagedattn_tokens_per_page=4,
+        max_target_length=64,
+    )
     answers = llm.generate([list(range(5, 25))] * 3, 4, ignore_eos=True)
     assert answers[0] == answers[1] == answers[2]
     assert llm.last_scheduler[1].pages.hits == 2 * 16
@@ -186,7 +234,13 @@ def test_prompts_that_come_together_share_what_they_begin_with(folder):
 @FEW
 @pytest.mark.slow
 def test_limits_and_odd_numbers(llm):
-    asks = [Ask([5, 6], 4, ignore_eos=True), Ask([5, 6], 1 << 36), Ask([5, "x"], 4), Ask([5] * 9, 2.5), Ask(None)]
+    asks = [
+        Ask([5, 6], 4, ignore_eos=True),
+        Ask([5, 6], 1 << 36),
+        Ask([5, "x"], 4),
+        Ask([5] * 9, 2.5),
+        Ask(None),
+    ]
     answers = sorted(llm.answers(asks), key=lambda answer: answer.index)
     assert [answer.finished for answer in answers] == ["length", *["error"] * 4]
     assert "do not fit into" in answers[1].error
@@ -217,7 +271,9 @@ def test_warm_up_compiles_what_is_needed(folder):
     compiled = [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)]
     list(llm.answers(iter([Ask([5] * 8, 4, ignore_eos=True), Ask([6] * 3, 20, ignore_eos=True)])))
     assert min(compiled) > 0
-    assert [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)] == compiled
+    assert [
+        program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)
+    ] == compiled
 
 
 @pytest.mark.slow
@@ -238,7 +294,9 @@ def test_warm_up_compiles_programs_for_some_of_the_slots(folder, monkeypatch):
 
 
 def test_save_and_load_again(llm, folder, ids, tmp_path):
-    """Ours, scanned and unrolled; and from ours back to theirs, bit for bit, with what came along."""
+    """Ours, scanned and unrolled; and from ours back to theirs, bit for bit, with what came
+    along.
+    """
     from safetensors.numpy import load_file
 
     llm.save(tmp_path / "ours")
@@ -247,7 +305,9 @@ def test_save_and_load_again(llm, folder, ids, tmp_path):
     np.testing.assert_allclose(again.logits(ids), llm.logits(ids), atol=1e-5)
     assert again.generate("w5 w9", max_new_tokens=2) == llm.generate("w5 w9", max_new_tokens=2)
     again.save_hf(tmp_path / "theirs")
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "theirs"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "theirs")
+    )
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
     assert (tmp_path / "theirs" / "tokenizer_config.json").exists()
@@ -284,9 +344,14 @@ def test_on_several_devices(llm, folder, ids):
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
     )
     quick = FAST_COMPILE_FLAGS
-    environment = {"XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}", "JAX_PLATFORMS": "cpu"}
+    environment = {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}",
+        "JAX_PLATFORMS": "cpu",
+    }
     words = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, env=os.environ | environment, check=False
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     np.testing.assert_allclose(result["logits"], llm.logits(ids), atol=1e-5)
@@ -306,8 +371,14 @@ BAD_CALLS = {
         lambda llm: llm.generate("w4", max_new_tokens=0),
         "max_new_tokens=0 must be a whole number of at least 1",
     ),
-    "top_p": (lambda llm: llm.generate("w4", temperature=1.0, top_p=0.0), "top_p=0.0 must be above 0"),
-    "top_k": (lambda llm: llm.generate("w4", temperature=1.0, top_k=-1), "top_k=-1 must be at least 0"),
+    "top_p": (
+        lambda llm: llm.generate("w4", temperature=1.0, top_p=0.0),
+        "top_p=0.0 must be above 0",
+    ),
+    "top_k": (
+        lambda llm: llm.generate("w4", temperature=1.0, top_k=-1),
+        "top_k=-1 must be at least 0",
+    ),
     "temperature": (
         lambda llm: llm.generate("w4", temperature=-1.0),
         "temperature=-1.0 must be a number from 0 to 1e\\+30",
@@ -324,7 +395,9 @@ def test_what_is_refused(llm, name):
 
 
 def test_what_cannot_be_loaded(folder, tmp_path):
-    with pytest.raises(ConfigError, match="'no-such-model' is neither a folder nor the name of a model"):
+    with pytest.raises(
+        ConfigError, match="'no-such-model' is neither a folder nor the name of a model"
+    ):
         LLM.load("no-such-model")
     with pytest.raises(UserError, match="has no config.json"):
         LLM.load(tmp_path)

@@ -1,7 +1,8 @@
-"""One model with all kinds of caches (pages, a window's ring, the states of Gated DeltaNet), served at random.
+"""One model with all kinds of caches (pages, a window's ring, the states of Gated DeltaNet), served
+at random.
 
-Prompts share beginnings, the pool is too small for all sequences, some requests are cancelled, and what a page loses
-goes to the host's memory. Each request gets the tokens that it gets alone.
+Prompts share beginnings, the pool is too small for all sequences, some requests are cancelled, and
+what a page loses goes to the host's memory. Each request gets the tokens that it gets alone.
 """
 
 from dataclasses import replace
@@ -16,7 +17,14 @@ from maxtext.layers.cache import PAGES, POSITION
 from maxtext.layers.gated_delta_net import STATE
 from maxtext.models import registry
 from tests.inference import test_scheduler as helpers
-from tests.inference.test_scheduler import LENGTH, VOCABULARY, alone, compiled, drawn_weights, random_request
+from tests.inference.test_scheduler import (
+    LENGTH,
+    VOCABULARY,
+    alone,
+    compiled,
+    drawn_weights,
+    random_request,
+)
 
 pytestmark = [pytest.mark.usefixtures("quick_programs", "few_programs"), pytest.mark.slow]
 
@@ -86,7 +94,9 @@ def test_random_requests_are_served_as_if_alone(quantized):
         expected = alone(compiled(KIND), weights)
     scheduler = make_scheduler(compiled(KIND, *words), weights, 4, LENGTH)
     caches = scheduler.engine.state.caches
-    assert [STATE in caches[0], POSITION in caches[1], STATE in caches[2], PAGES in caches[3]] == [True] * 4
+    assert [STATE in caches[0], POSITION in caches[1], STATE in caches[2], PAGES in caches[3]] == [
+        True
+    ] * 4
     cancelled = 0
     for seed in range(2):
         random = np.random.default_rng(seed)

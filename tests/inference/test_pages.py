@@ -1,6 +1,7 @@
 """The book of pages: each promise alone.
 
-What a page holds depends on all tokens before its end, so the tests write that prefix into it: wrong reuse shows.
+What a page holds depends on all tokens before its end, so the tests write that prefix into it:
+wrong reuse shows.
 """
 
 import gc
@@ -101,7 +102,9 @@ def test_a_match_is_the_longest_prefix_in_whole_pages():
     table = run(pages, pool, [1, 2, 3, 4, 5, 6])
     pages.give(table)
     assert pages.match([1, 2, 3, 4, 5, 6, 7]) == Match(table, 6, None)
-    assert pages.match([1, 2, 3, 4, 5, 6]) == Match(table[:2], 4, None)  # a token is left to compute
+    assert pages.match([1, 2, 3, 4, 5, 6]) == Match(
+        table[:2], 4, None
+    )  # a token is left to compute
     assert pages.match([1, 2, 3, 4, 5]) == Match(table[:2], 4, None)
     assert pages.match([1, 2, 3, 9, 5, 6, 7]) == Match(table[:1], 2, None)
     assert pages.match([3, 4, 5, 6, 7]) == Match([], 0, None)  # known only after 1, 2
@@ -225,7 +228,9 @@ def test_a_prefix_known_by_a_page_nobody_holds_passes_to_the_page_of_the_caller(
 
 
 def test_all_but_the_held_pages_can_be_taken_even_when_held_ones_go_on_from_them():
-    """The second request has its own copy of 1, 2; the known copy is idle, and the known 3, 4 after it is held."""
+    """The second request has its own copy of 1, 2; the known copy is idle, and the known 3, 4 after
+    it is held.
+    """
     pages, _ = book(4, known=4, host=4)
     first, second = pages.take(1), pages.take(2)
     pages.learn([1, 2], first)
@@ -284,7 +289,9 @@ def test_host_memory_forgets_the_least_recently_used():
 
 
 def test_bringing_back_may_forget_the_end_of_the_same_prefix():
-    """Host memory is full and the device, too: a page that makes room on the device pushes out the oldest there."""
+    """Host memory is full and the device, too: a page that makes room on the device pushes out the
+    oldest there.
+    """
     pages, pool = book(2, known=2, host=2)
     tokens = [1, 1, 2, 2]
     pages.give(run(pages, pool, tokens))
@@ -341,7 +348,9 @@ def test_a_snapshot_stays_with_its_prefix_in_host_memory_and_goes_with_it():
     pages.give(run(pages, pool, tokens, state))
     taken = pages.take(3)
     pages.give(taken[:1])
-    assert pages.match([*tokens, 4]) == Match([], 0, None)  # one page comes back, and it has no snapshot
+    assert pages.match([*tokens, 4]) == Match(
+        [], 0, None
+    )  # one page comes back, and it has no snapshot
     pages.check()
     pages.give(taken[1:])
     match = pages.match([*tokens, 4])
@@ -357,7 +366,9 @@ def test_a_snapshot_stays_with_its_prefix_in_host_memory_and_goes_with_it():
 
 
 def test_a_snapshot_goes_when_a_prefix_before_it_is_forgotten():
-    """5, 5 is in host memory and 3, 3 held, both after a copy of 1, 1 that nobody holds and that must go."""
+    """5, 5 is in host memory and 3, 3 held, both after a copy of 1, 1 that nobody holds and that
+    must go.
+    """
     state = State()
     gone = weakref.ref(state)
     pages, _ = book(4, known=4, host=4, snapshots=True)

@@ -1,4 +1,6 @@
-"""The book of pages with random requests, against a slow book of dicts and scans that has the rules in plain words."""
+"""The book of pages with random requests, against a slow book of dicts and scans that has the rules
+in plain words.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -35,7 +37,11 @@ class Slow:
         return set(range(self.count)) - self.named() - set(self.holders)
 
     def idle(self):
-        return [name for name, each in self.known.items() if each.page is not None and each.page not in self.holders]
+        return [
+            name
+            for name, each in self.known.items()
+            if each.page is not None and each.page not in self.holders
+        ]
 
     def hosted(self):
         return [name for name, each in self.known.items() if each.page is None]
@@ -89,7 +95,9 @@ class Slow:
         return [tuple(tokens[:stop]) for stop in range(self.size, end + 1, self.size)]
 
     def match(self, tokens, written):
-        """The prefixes that are held then, whether or not they end in a snapshot; `written`: the pages brought back."""
+        """The prefixes that are held then, whether or not they end in a snapshot; `written`: the
+        pages brought back.
+        """
         names = []
         for name in self.prefixes(tokens, len(tokens) - 1):
             if name not in self.known:
@@ -146,12 +154,20 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values()))
+)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests(settings, seed):
     generator, count, size = random.Random(seed), (24, 12)[seed % 2], 2
     pages, pool = book(count, size, **settings)
-    slow = Slow(count, size, settings.get("known"), settings.get("host", 0), settings.get("snapshots", False))
+    slow = Slow(
+        count,
+        size,
+        settings.get("known"),
+        settings.get("host", 0),
+        settings.get("snapshots", False),
+    )
     requests: list[Request] = []
     reused = failed = 0
 
@@ -180,16 +196,24 @@ def test_random_requests(settings, seed):
 
     def start():
         nonlocal reused
-        beginning = generator.choice(requests).tokens if requests and generator.random() < 0.5 else []
+        beginning = (
+            generator.choice(requests).tokens if requests and generator.random() < 0.5 else []
+        )
         cut = generator.randint(0, len(beginning))
-        tokens = [*beginning[:cut], *(generator.randint(0, 1) for _ in range(generator.randint(0, 6)))]
+        tokens = [
+            *beginning[:cut],
+            *(generator.randint(0, 1) for _ in range(generator.randint(0, 6))),
+        ]
         hits, misses = pages.hits, pages.misses
         pool.writes.clear()
         match = pages.match(tokens)
         held = slow.match(tokens, pool.writes)
         kept = slow.ending(held)
         assert match.length == len(kept) * size == len(match.pages) * size
-        assert (pages.hits - hits, pages.misses - misses) == (match.length, len(tokens) - match.length)
+        assert (pages.hits - hits, pages.misses - misses) == (
+            match.length,
+            len(tokens) - match.length,
+        )
         assert match.pages == [slow.known[name].page for name in kept]
         assert [pool.contents[page] for page in match.pages] == kept
         assert match.snapshot == (kept[-1] if kept and slow.snapshots else None)
@@ -215,7 +239,11 @@ def test_random_requests(settings, seed):
 
     def learn():
         request = generator.choice(requests)
-        end = generator.randint(0, len(request.tokens)) if generator.random() < 0.3 else len(request.tokens)
+        end = (
+            generator.randint(0, len(request.tokens))
+            if generator.random() < 0.3
+            else len(request.tokens)
+        )
         tokens = request.tokens[:end]
         whole = tuple(tokens[: end // size * size])
         snapshot = whole if whole and slow.snapshots and generator.random() < 0.5 else None
@@ -239,7 +267,9 @@ def test_random_requests(settings, seed):
         pages.check()
         for request in requests:
             for place in range(len(request.tokens) // size):
-                assert pool.contents[request.table[place]] == tuple(request.tokens[: (place + 1) * size])
+                assert pool.contents[request.table[place]] == tuple(
+                    request.tokens[: (place + 1) * size]
+                )
         assert pages.held == len(slow.holders)
         assert pages.free == count - len(slow.holders)
         assert pages.known_on_device == len(slow.named())

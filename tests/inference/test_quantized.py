@@ -1,4 +1,6 @@
-"""Models with kernels of integers: what they compute, what they weigh, on one device and on eight."""
+"""Models with kernels of integers: what they compute, what they weigh, on one device and on
+eight.
+"""
 
 import json
 import os
@@ -21,7 +23,12 @@ from tests.compiling import FAST_COMPILE_FLAGS
 from tests.inference.eight_quantized import CASES
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
-FLOAT32 = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product"}
+FLOAT32 = {
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+}
 KINDS = pytest.mark.parametrize("dtype", ["int8", "int4"])
 
 
@@ -31,13 +38,23 @@ def is_quantized(leaf):
 
 def in_floats(weights):
     return jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if is_quantized(leaf) else leaf, weights, is_leaf=is_quantized
+        lambda leaf: leaf.astype(jnp.float32) if is_quantized(leaf) else leaf,
+        weights,
+        is_leaf=is_quantized,
     )
 
 
 def bytes_of(weights):
-    """What a program that takes them says of their size on the device, where two int4 share a byte."""
-    return jax.jit(lambda weights: weights).lower(weights).compile().memory_analysis().argument_size_in_bytes
+    """What a program that takes them says of their size on the device, where two int4 share a
+    byte.
+    """
+    return (
+        jax.jit(lambda weights: weights)
+        .lower(weights)
+        .compile()
+        .memory_analysis()
+        .argument_size_in_bytes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +90,9 @@ def test_layers_one_by_one(folder, quantized, ids, dtype):
 
 @KINDS
 def test_bytes(llm, quantized, dtype):
-    """Every number of a kernel as one or half a byte, and the scales: one for each output, since sums are short."""
+    """Every number of a kernel as one or half a byte, and the scales: one for each output, since
+    sums are short.
+    """
     size, width, layers, words = 32, 48, 3, 61
     kernels = size * words + layers * (size * 2 * (4 + 2) * 8 + 3 * size * width)
     scales = words + layers * ((4 + 2 + 2) * 8 + size + 2 * width + size)
@@ -88,25 +107,40 @@ def test_bytes(llm, quantized, dtype):
 @pytest.mark.slow
 @KINDS
 def test_random_weights_are_born_quantized(dtype):
-    words = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads", "base_num_decoder_layers"), 2)
-    words |= {"base_emb_dim": 32, "head_dim": 8, "base_mlp_dim": 48, "vocab_size": 64, "max_target_length": 16}
+    words = dict.fromkeys(
+        ("base_num_query_heads", "base_num_kv_heads", "base_num_decoder_layers"), 2
+    )
+    words |= {
+        "base_emb_dim": 32,
+        "head_dim": 8,
+        "base_mlp_dim": 48,
+        "vocab_size": 64,
+        "max_target_length": 16,
+    }
     ours = LLM.load("default", quantization=dtype, **words, **FLOAT32)
     floats = LLM.load("default", **words, **FLOAT32)
     for path, leaf in flatten(floats.weights).items():
         found = flatten(ours.weights)[path]
         assert is_quantized(found) == (path[-1] == "kernel")
         if is_quantized(found):
-            assert float(jnp.abs(found.astype(jnp.float32) - leaf).max()) <= float(found.scale.max()) * 0.5001
+            assert (
+                float(jnp.abs(found.astype(jnp.float32) - leaf).max())
+                <= float(found.scale.max()) * 0.5001
+            )
         else:
             np.testing.assert_array_equal(found, leaf)
-    with pytest.raises(ConfigError, match="checkpoint_is_quantized=true, but a model by its name has no checkpoint"):
+    with pytest.raises(
+        ConfigError, match="checkpoint_is_quantized=true, but a model by its name has no checkpoint"
+    ):
         LLM.load("default", quantization=dtype, checkpoint_is_quantized=True, **words, **FLOAT32)
 
 
 @pytest.mark.slow
 @KINDS
 def test_saved_and_loaded_again(folder, quantized, ids, dtype, tmp_path):
-    LLM.load(folder, quantization=dtype, save_quantized_params_path=str(tmp_path / "ours"), **FLOAT32)
+    LLM.load(
+        folder, quantization=dtype, save_quantized_params_path=str(tmp_path / "ours"), **FLOAT32
+    )
     expected = np.asarray(quantized[dtype].logits(ids))
     for keys in ({}, {"checkpoint_is_quantized": True, "quantization": dtype}):
         again = LLM.load(tmp_path / "ours", **keys, **FLOAT32)

@@ -58,7 +58,9 @@ def exact(logits, sampling):
         share, total = shares(), 0.0
         for token in sorted(allowed, key=lambda token: -scaled[token]):
             total += share[token]
-            assert abs(total - sampling.top_p) > 1e-5, "too near the border for float32: choose other numbers"
+            assert abs(total - sampling.top_p) > 1e-5, (
+                "too near the border for float32: choose other numbers"
+            )
             if total > sampling.top_p:
                 allowed = those_down_to(token)
                 break
@@ -74,7 +76,10 @@ def chance(counted, expected):
         return 0.0
     wanted = expected * counted.sum()
     often = wanted >= 5
-    observed, wanted = [*counted[often], counted[~often].sum()], [*wanted[often], wanted[~often].sum()]
+    observed, wanted = (
+        [*counted[often], counted[~often].sum()],
+        [*wanted[often], wanted[~often].sum()],
+    )
     bins = [(one, other) for one, other in zip(observed, wanted, strict=True) if other > 0]
     return 1.0 if len(bins) == 1 else stats.chisquare(*zip(*bins, strict=True)).pvalue
 
@@ -87,7 +92,10 @@ STRATEGIES = {
     "topk": (Sampling(1.0, top_k=7), Sampling(1.0, top_k=8)),
     "nucleus": (Sampling(1.0, top_p=0.8), Sampling(1.0, top_p=0.84)),
     "composite": (Sampling(0.9, top_k=10, top_p=0.7), Sampling(0.9, top_p=0.7)),
-    "composite, cut by top_k alone": (Sampling(1.3, top_k=3, top_p=0.99), Sampling(1.3, top_k=4, top_p=0.99)),
+    "composite, cut by top_k alone": (
+        Sampling(1.3, top_k=3, top_p=0.99),
+        Sampling(1.3, top_k=4, top_p=0.99),
+    ),
 }
 
 
@@ -101,10 +109,24 @@ def test_frequencies(name):
 
 
 def test_composite_takes_the_share_of_what_top_k_left():
-    """Shares 0.4, 0.3, 0.2, 0.1. Of the first two 0.5 is the first alone (4/7); of all four it would be both."""
+    """Shares 0.4, 0.3, 0.2, 0.1. Of the first two 0.5 is the first alone (4/7); of all four it
+    would be both.
+    """
     logits = np.log(np.array([0.1, 0.4, 0.2, 0.3, 1e-9], np.float32))
-    assert (exact(logits, Sampling(1.0, top_k=2, top_p=0.5)) > 0).tolist() == [False, True, False, False, False]
-    assert (exact(logits, Sampling(1.0, top_p=0.5)) > 0).tolist() == [False, True, False, True, False]
+    assert (exact(logits, Sampling(1.0, top_k=2, top_p=0.5)) > 0).tolist() == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert (exact(logits, Sampling(1.0, top_p=0.5)) > 0).tolist() == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
     assert np.flatnonzero(counts(logits, Sampling(1.0, top_k=2, top_p=0.5))).tolist() == [1]
     counted = counts(logits, Sampling(1.0, top_k=3, top_p=0.5))  # 4/9 is not enough
     assert chance(counted, np.array([0, 4 / 7, 0, 3 / 7, 0])) > RARE
@@ -113,7 +135,11 @@ def test_composite_takes_the_share_of_what_top_k_left():
 def test_tokens_that_tie_with_the_last_are_in():
     shares = np.array([0.2, 0.1, 0.2, 0.3, 0.2])
     logits = np.log(shares)
-    for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.4), Sampling(1.0, top_k=3, top_p=0.6)):
+    for sampling in (
+        Sampling(1.0, top_k=2),
+        Sampling(1.0, top_p=0.4),
+        Sampling(1.0, top_k=3, top_p=0.6),
+    ):
         expected = np.where(shares >= 0.2, shares, 0) / 0.9
         np.testing.assert_allclose(exact(logits, sampling), expected)
         assert chance(counts(logits, sampling), expected) > RARE
@@ -124,7 +150,13 @@ def test_tokens_that_tie_with_the_last_are_in():
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1e-6), Sampling(1e-30, top_k=3)],
+    [
+        Sampling(),
+        Sampling(1.0, top_k=1),
+        Sampling(1.0, top_p=1e-6),
+        Sampling(1e-6),
+        Sampling(1e-30, top_k=3),
+    ],
     ids=["greedy", "top_k=1", "top_p of nothing", "no temperature to speak of", "even less"],
 )
 def test_the_likeliest_alone(sampling):
@@ -138,7 +170,11 @@ def test_greedy_takes_the_first_of_equals():
 
 def test_limits_that_leave_all_in():
     free = tokens(LOGITS, [Sampling(1.0)] * FEW)
-    for sampling in (Sampling(1.0, top_k=40), Sampling(1.0, top_k=1000), Sampling(1.0, top_k=1000, top_p=1.0)):
+    for sampling in (
+        Sampling(1.0, top_k=40),
+        Sampling(1.0, top_k=1000),
+        Sampling(1.0, top_k=1000, top_p=1.0),
+    ):
         assert (tokens(LOGITS, [sampling] * FEW) == free).all()
     # Too rare to be seen in draws: the first has all of the probability as far as float32 can tell.
     logits = np.float32([[0, -30, -40, -50, -60]])
@@ -154,7 +190,12 @@ def test_scores_of_any_size():
         assert chance(counts(tiny, sampling), np.full(40, 1 / 40)) > RARE
     huge = np.full(40, -3e30, np.float32)
     huge[:4] = 1e30, 3e30, 0, 2e30
-    for sampling in (Sampling(1.0), Sampling(1.0, top_k=2), Sampling(0.5, top_p=0.9), Sampling(7.0, 3, 0.5)):
+    for sampling in (
+        Sampling(1.0),
+        Sampling(1.0, top_k=2),
+        Sampling(0.5, top_p=0.9),
+        Sampling(7.0, 3, 0.5),
+    ):
         assert set(tokens(huge, [sampling] * FEW).tolist()) == {1}
     # Far from 0, only differences count.
     shifted = np.array([1000.0, 1001.0, 999.0, 1002.0, 998.0])
@@ -197,7 +238,11 @@ def test_a_row_does_not_depend_on_the_others():
     together = tokens(rows, samplings, seed=2)
     own = keys(len(samplings), 2)
     alone = [
-        int(compiled(rows[place][None], own[place : place + 1], Rows.of([sampling]), sampling.kind)[0])
+        int(
+            compiled(rows[place][None], own[place : place + 1], Rows.of([sampling]), sampling.kind)[
+                0
+            ]
+        )
         for place, sampling in enumerate(samplings)
     ]
     assert together.tolist() == alone
@@ -276,7 +321,13 @@ def test_what_is_refused(wishes, message):
 
 @pytest.mark.parametrize(
     "wishes",
-    [{"temperature": 10**400}, {"temperature": "1"}, {"temperature": True}, {"top_k": 1.5}, {"top_p": None}],
+    [
+        {"temperature": 10**400},
+        {"temperature": "1"},
+        {"temperature": True},
+        {"top_k": 1.5},
+        {"top_p": None},
+    ],
 )
 def test_values_that_no_array_can_hold_are_refused(wishes):
     with pytest.raises(UserError, match=next(iter(wishes))):
@@ -287,4 +338,6 @@ def test_a_tiny_top_p_leaves_the_likeliest_token():
     """1e-60 is 0 in float32, which would leave none."""
     rows = Rows.of([Sampling(1.0, 0, 1e-60)])
     logits = jnp.asarray([[0.0, 1.0, 3.0, 2.0]])
-    assert draw(logits, jax.random.split(jax.random.key(0), 1), rows, Kind.TRUNCATED).tolist() == [2]
+    assert draw(logits, jax.random.split(jax.random.key(0), 1), rows, Kind.TRUNCATED).tolist() == [
+        2
+    ]

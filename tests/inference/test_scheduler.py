@@ -1,6 +1,7 @@
 """Continuous batching: whatever shares the batch, each request gets the tokens that it gets alone.
 
-The oracle is another route: all tokens computed anew for each new one, one request at a time, by no part of the engine.
+The oracle is another route: all tokens computed anew for each new one, one request at a time, by no
+part of the engine.
 """
 
 import dataclasses
@@ -31,13 +32,18 @@ from tests.models.test_steps import SIZES
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 VOCABULARY, LENGTH = 41, 64
-MODELS = {**STEPPED, "learned positions": [*STEPPED["learned positions"], f"trainable_position_size={LENGTH}"]}
+MODELS = {
+    **STEPPED,
+    "learned positions": [*STEPPED["learned positions"], f"trainable_position_size={LENGTH}"],
+}
 KINDS = {**MODELS, "recomputed": ["decoder_block=llama2", "base_num_decoder_layers=2", "moba=true", "moba_chunk_size=4",
                                   "moba_topk=2"]}  # fmt: skip
 
 
 def configuration(*words, devices=1):
-    last = {word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *words)}
+    last = {
+        word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *words)
+    }
     return load(None, from_words(last.values()), environ={}, devices=Devices(devices))
 
 
@@ -56,16 +62,22 @@ def drawn_weights(kind):
     """Larger than at the start of training, so that scores differ clearly."""
     random = np.random.default_rng(0)
     shapes = make_template(configuration(*KINDS[kind])).weights
-    return jax.tree.map(lambda leaf: jnp.asarray(random.normal(0, 0.5, leaf.shape), leaf.dtype), shapes)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(0, 0.5, leaf.shape), leaf.dtype), shapes
+    )
 
 
 def alone(programs, weights):
-    """The tokens of a request: what follows a token does not change its scores, so one length is one program."""
+    """The tokens of a request: what follows a token does not change its scores, so one length is
+    one program.
+    """
 
     def follows(weights, row, count, seed, sampling):
         model = programs.template.bind(weights)
         hidden, _ = model.hidden(row[None], LayerInputs(jnp.arange(LENGTH)[None]))
-        key = jax.random.fold_in(jax.random.key(seed), count)  # a token's draw is that of its seed and its place
+        key = jax.random.fold_in(
+            jax.random.key(seed), count
+        )  # a token's draw is that of its seed and its place
         return draw(model.logits(hidden[:, count - 1]), key[None], sampling, Kind.TRUNCATED)[0]
 
     program, known = jax.jit(follows), {}
@@ -77,7 +89,13 @@ def alone(programs, weights):
                 row[: len(ids)] = ids
                 with programs.context():
                     seed = np.uint32(request.seed)
-                    ids.append(int(program(weights, row, np.int32(len(ids)), seed, Rows.of([request.sampling]))))
+                    ids.append(
+                        int(
+                            program(
+                                weights, row, np.int32(len(ids)), seed, Rows.of([request.sampling])
+                            )
+                        )
+                    )
                 if ids[-1] in request.ends:
                     break
             known[request] = ids[len(request.ids) :]
@@ -107,7 +125,9 @@ def random_request(random, prompts=(1, 30), counts=(1, 20), greedy=0.5, prefixes
     sampling = Sampling() if random.random() < greedy else Sampling(*[(1.0, 0, 1.0), (2.0, 7, 1.0), (1.5, 0, 0.8),
                                                                      (1.5, 9, 0.7)][random.integers(4)])  # fmt: skip
     ends = (int(random.integers(VOCABULARY)),) if random.random() < 0.3 else ()
-    return Request(tuple(ids), int(random.integers(*counts)), sampling, int(random.integers(1 << 31)), ends)
+    return Request(
+        tuple(ids), int(random.integers(*counts)), sampling, int(random.integers(1 << 31)), ends
+    )
 
 
 def serve(scheduler, requests, random):
@@ -145,7 +165,11 @@ LAYOUTS = {
 HARDEST = "few pages, prefixes in host memory"
 CASES = [
     pytest.param("window", "prefixes"),
-    *(pytest.param("causal", layout, marks=pytest.mark.slow) for layout in LAYOUTS if layout != "few pages"),
+    *(
+        pytest.param("causal", layout, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+        if layout != "few pages"
+    ),
     *(pytest.param(kind, HARDEST, marks=pytest.mark.slow) for kind in MODELS if kind != "causal"),
     pytest.param("recomputed", "chunked", marks=pytest.mark.slow),
 ]
@@ -183,10 +207,16 @@ def check_served(models, kind, layout):
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
 def test_ties_between_blocks_of_keys():
-    """Without keys every block of MoBA has the same gate; a padded row chooses as one without padding does."""
+    """Without keys every block of MoBA has the same gate; a padded row chooses as one without
+    padding does.
+    """
 
     def without_keys(path, leaf):
-        return jnp.zeros_like(leaf) if any(getattr(key, "key", None) == "key" for key in path) else leaf
+        return (
+            jnp.zeros_like(leaf)
+            if any(getattr(key, "key", None) == "key" for key in path)
+            else leaf
+        )
 
     weights = jax.tree_util.tree_map_with_path(without_keys, drawn_weights("recomputed"))
     unchanged = jax.tree.map(jnp.array_equal, weights, drawn_weights("recomputed"))
@@ -199,14 +229,18 @@ def test_ties_between_blocks_of_keys():
         for _ in range(request.count):
             with programs.context():
                 model = programs.template.bind(weights)
-                hidden, _ = model.hidden(jnp.asarray([ids]), LayerInputs(jnp.arange(len(ids))[None]))
+                hidden, _ = model.hidden(
+                    jnp.asarray([ids]), LayerInputs(jnp.arange(len(ids))[None])
+                )
                 ids.append(int(model.logits(hidden[:, -1:])[0, 0].argmax()))
         expected.append(ids[len(request.ids) :])
     assert make_scheduler(programs, weights, 4, LENGTH).run(requests) == expected
 
 
 def some_slots_at_a_time(monkeypatch, least):
-    """Programs for a quarter or half of the slots, if they have so many; what they have is collected."""
+    """Programs for a quarter or half of the slots, if they have so many; what they have is
+    collected.
+    """
     sizes = set()
 
     def spied(engine, table, *others, decode=Engine.decode, **how):
@@ -224,7 +258,12 @@ def test_two_hundred_requests(models, monkeypatch):
     """In a pool that is too small for all that are at work, with shared prefixes."""
     sizes = some_slots_at_a_time(monkeypatch, 2)
     weights, alone = models("causal")
-    words = ["attention=paged", "pagedattn_num_pages=36", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true"]
+    words = [
+        "attention=paged",
+        "pagedattn_num_pages=36",
+        "pagedattn_tokens_per_page=4",
+        "enable_prefix_caching=true",
+    ]
     scheduler = make_scheduler(compiled("causal", *words), weights, 8, LENGTH)
     random = np.random.default_rng(5)
     prefixes = random.integers(0, VOCABULARY, (3, 20)).tolist()
@@ -258,8 +297,16 @@ def packing(monkeypatch):
     ("kind", "words", "shared"),
     [
         ("causal", ["attention=paged", "dtype=bfloat16"], True),
-        ("causal", ["enable_prefix_caching=true", "attention=autoselected", "dtype=bfloat16"], True),
-        ("causal", ["enable_prefix_caching=true", "dtype=bfloat16"], False),  # attention is dot_product here
+        (
+            "causal",
+            ["enable_prefix_caching=true", "attention=autoselected", "dtype=bfloat16"],
+            True,
+        ),
+        (
+            "causal",
+            ["enable_prefix_caching=true", "dtype=bfloat16"],
+            False,
+        ),  # attention is dot_product here
         ("causal", ["attention=paged"], False),  # in float32, each would look at all the others
         ("causal", ["attention=paged", "dtype=bfloat16", "attn_logits_soft_cap=5"], False),
         ("causal", ["attention=autoselected", "dtype=bfloat16"], False),  # a page for each slot
@@ -290,7 +337,9 @@ def test_prompts_that_share_a_row(models, packing, kind):
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
 def test_the_kernel_for_pages(monkeypatch):
-    """Interpreted, in place of gathered pages; with a block of its own size for each key that says it."""
+    """Interpreted, in place of gathered pages; with a block of its own size for each key that says
+    it.
+    """
     words = ["decoder_block=llama2", "base_num_decoder_layers=1", "head_dim=16", "attention=paged",
              "pagedattn_num_pages=30", "pagedattn_tokens_per_page=16"]  # fmt: skip
     ragged = ["use_ragged_attention=true", "ragged_block_size=8"]
@@ -299,9 +348,14 @@ def test_the_kernel_for_pages(monkeypatch):
     weights = jax.jit(lambda: initial_weights(configuration(*words)))()
 
     def tokens(*more):
-        return make_scheduler(programs_of(configuration(*words, *more)), weights, 2, LENGTH).run(requests)
+        return make_scheduler(programs_of(configuration(*words, *more)), weights, 2, LENGTH).run(
+            requests
+        )
 
-    with pytest.raises(ConfigError, match="use_ragged_attention=true cannot do this: it is a kernel for NVIDIA GPUs"):
+    with pytest.raises(
+        ConfigError,
+        match="use_ragged_attention=true cannot do this: it is a kernel for NVIDIA GPUs",
+    ):
         tokens(*ragged)
     gathered = tokens()
     blocks = []
@@ -317,7 +371,9 @@ def test_the_kernel_for_pages(monkeypatch):
 
 
 def test_log_probabilities(models):
-    """Of each new token, the logarithm of the softmax of the model's scores, whatever it was drawn by."""
+    """Of each new token, the logarithm of the softmax of the model's scores, whatever it was drawn
+    by.
+    """
     weights, _ = models("causal")
     programs = compiled("causal")
     scheduler = make_scheduler(programs, weights, 2, LENGTH)
@@ -385,7 +441,9 @@ def test_a_sequence_needs_no_more_pages_than_there_are(models):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("kind", "layout"), [("causal", "few pages"), ("causal", "prefixes"), ("window", "prefixes")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("causal", "few pages"), ("causal", "prefixes"), ("window", "prefixes")]
+)
 def test_one_that_breaks_leaves_the_others_whole(models, kind, layout):
     check_broken(models, kind, layout)
 
@@ -415,7 +473,9 @@ def test_keys_that_are_no_numbers_are_told_in_a_shared_row(models, packing):
 
 
 def check_broken(models, kind, layout):
-    """The embedding of one token is no number: who has it is told so, who comes with it or after it notices nothing."""
+    """The embedding of one token is no number: who has it is told so, who comes with it or after it
+    notices nothing.
+    """
     weights, alone = models(kind)
     table = weights["embedder"]["embedding"]
     broken = {**weights, "embedder": {"embedding": table.at[VOCABULARY - 1].set(np.nan)}}

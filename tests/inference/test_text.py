@@ -1,4 +1,6 @@
-"""Text that flows: characters are whole, what a stop may begin with is held back, and the pieces make the whole."""
+"""Text that flows: characters are whole, what a stop may begin with is held back, and the pieces
+make the whole.
+"""
 
 import numpy as np
 import pytest
@@ -6,7 +8,12 @@ import pytest
 from maxtext.inference.text import Text
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
 from maxtext.tokenizers.boundaries import every_boundary
-from tests.tokenizers.tiny import write_bpe, write_byte_fallback, write_sentencepiece, write_tiktoken
+from tests.tokenizers.tiny import (
+    write_bpe,
+    write_byte_fallback,
+    write_sentencepiece,
+    write_tiktoken,
+)
 
 MULTIBYTE = "日本語のテキスト、数行。"
 TEXTS = [
@@ -30,7 +37,9 @@ class Pieces:
 
 
 class Spaced(Pieces):
-    """As in many vocabularies, the space before a word is the word's, and the first of a text loses it."""
+    """As in many vocabularies, the space before a word is the word's, and the first of a text loses
+    it.
+    """
 
     def decode(self, ids):
         return super().decode(ids).removeprefix(" ")
@@ -95,7 +104,9 @@ def test_random_ids_decode_as_the_whole(kind, tokenizers):
             ids = np.where(random.random(60) < 0.3, ids, random.choice(letters, 60))
         ids, prompt = ids.tolist(), tokenizer.encode_prompt(TEXTS[number % len(TEXTS)])
         assert streamed(tokenizer, [], random_splits(random, ids))[0] == tokenizer.decode(ids)
-        text, _ = streamed(tokenizer, prompt, random_splits(random, [*tokenizer.encode(" a"), *ids]))
+        text, _ = streamed(
+            tokenizer, prompt, random_splits(random, [*tokenizer.encode(" a"), *ids])
+        )
         whole = tokenizer.decode([*prompt, *tokenizer.encode(" a"), *ids])
         assert tokenizer.decode(prompt) + text == whole
 
@@ -105,7 +116,9 @@ def test_a_prompt_that_ends_inside_a_character(kind, tokenizers):
     """The character that the new tokens complete belongs to the new text."""
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode("ab🙂cd")
-    complete = next(size for size in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[:size])) - 1
+    complete = (
+        next(size for size in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[:size])) - 1
+    )
     for size in range(complete, len(ids)):
         text, _ = streamed(tokenizer, ids[:size], ([token] for token in ids[size:]))
         assert tokenizer.decode(ids[:size]).rstrip("\ufffd") + text == "ab🙂cd"
@@ -118,7 +131,9 @@ def test_stops_across_random_splits(kind, tokenizers):
     random = np.random.default_rng(7)
     for _ in range(60):
         text = "".join(random.choice(["a", "b", "日", "🙂", " "], 40))
-        stops = ["".join(random.choice(["a", "b", "日", " "], random.integers(1, 4))) for _ in range(3)]
+        stops = [
+            "".join(random.choice(["a", "b", "日", " "], random.integers(1, 4))) for _ in range(3)
+        ]
         ids, prompt = tokenizer.encode(text), tokenizer.encode_prompt("x")
         whole = tokenizer.decode([*prompt, *ids]).removeprefix(tokenizer.decode(prompt))
         ends = [(whole.find(stop) + len(stop), whole.find(stop)) for stop in stops if stop in whole]
@@ -166,7 +181,12 @@ def test_a_word_keeps_the_space_that_its_place_gives_it():
     [
         (("cd",), ["ab", "", "", "", "", ""], "ab", True),
         (("bx",), ["a", "bc", "de", "f", "g", ""], "abcdefg", False),
-        (("cde", "de"), ["ab", "", "", "", "", ""], "ab", True),  # both end together: the earlier begins
+        (
+            ("cde", "de"),
+            ["ab", "", "", "", "", ""],
+            "ab",
+            True,
+        ),  # both end together: the earlier begins
         (("ab",), ["", "", "", "", "", ""], "", True),
         (("g",), ["ab", "c", "de", "f", "", ""], "abcdef", True),
         (("gh",), ["ab", "c", "de", "f", "", "g"], "abcdefg", False),
@@ -180,13 +200,18 @@ def test_stops(stops, pieces, whole, stopped):
 
 
 def test_random_texts_and_stops():
-    """Against the definition: the text before the first place where a stop begins that is complete first."""
+    """Against the definition: the text before the first place where a stop begins that is complete
+    first.
+    """
     random = np.random.default_rng(0)
     tokenizer = ByteTokenizer()
     for _ in range(200):
         letters = random.choice(list("ab€"), 12)
         text = "".join(letters)
-        stops = ["".join(random.choice(list("ab€"), random.integers(1, 4))) for _ in range(random.integers(1, 3))]
+        stops = [
+            "".join(random.choice(list("ab€"), random.integers(1, 4)))
+            for _ in range(random.integers(1, 3))
+        ]
         ids = tokenizer.encode(text)
         shown = Text(tokenizer, [], stops)
         pieces = []

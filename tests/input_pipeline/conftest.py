@@ -1,4 +1,6 @@
-"""Small configurations and text files; tokens of the byte tokenizer are computed here by its definition."""
+"""Small configurations and text files; tokens of the byte tokenizer are computed here by its
+definition.
+"""
 
 import pytest
 
@@ -37,5 +39,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def few_open_rows(monkeypatch):
-    """So that a few documents make several groups of rows, and positions fall inside and between them."""
+    """So that a few documents make several groups of rows, and positions fall inside and between
+    them.
+    """
     monkeypatch.setattr(packing, "OPEN_ROWS", 5)

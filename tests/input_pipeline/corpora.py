@@ -1,7 +1,8 @@
-"""Documents written as every kind of source, with the libraries that people write them with, and the keys to read them.
+"""Documents written as every kind of source, with the libraries that people write them with, and
+the keys to read them.
 
-A maker gets a folder and the documents and returns settings of the configuration. Files of several documents are
-written in more than one file, tables in more than one block.
+A maker gets a folder and the documents and returns settings of the configuration. Files of several
+documents are written in more than one file, tables in more than one block.
 """
 
 import json
@@ -49,7 +50,9 @@ def example(document):
         return bytes([field << 3 | 2]) + varint(len(data)) + data
 
     def varint(number):
-        return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+        return (
+            bytes([number]) if number < 128 else bytes([number & 127 | 128]) + varint(number >> 7)
+        )
 
     feature = message(1, message(1, document.encode()))
     return message(1, message(1, message(1, b"text") + message(2, feature)))
@@ -75,7 +78,9 @@ def crc32c(data):
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)  # masked, as TFRecord wants it
+    return struct.pack(
+        "<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    )  # masked, as TFRecord wants it
 
 
 def write_tfrecords(path, records):
@@ -108,11 +113,18 @@ def hf_of(loader, suffix):
                 path.write_text("\n".join(part) + "\n")
             elif loader == "arrow":
                 table = pyarrow.table({"text": part})
-                with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+                with (
+                    pyarrow.OSFile(str(path), "wb") as file,
+                    pyarrow.ipc.new_stream(file, table.schema) as writer,
+                ):
                     writer.write_table(table, max_chunksize=4)
         if loader in ("json", "parquet"):
             {"json": jsonl, "parquet": parquet}[loader](folder, documents)
-        return {"dataset_type": DatasetType.HF, "hf_path": loader, "hf_train_files": f"{folder}/*.{suffix}"}
+        return {
+            "dataset_type": DatasetType.HF,
+            "hf_path": loader,
+            "hf_train_files": f"{folder}/*.{suffix}",
+        }
 
     return make
 
@@ -135,16 +147,28 @@ def tfds_of(file_format):
             write(path, map(example, part))
         lengths = [str(len(part)) for part in parts(documents)]
         template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-        split = {"name": "train", "shardLengths": lengths, "numBytes": "100", "filepathTemplate": template}
+        split = {
+            "name": "train",
+            "shardLengths": lengths,
+            "numBytes": "100",
+            "filepathTemplate": template,
+        }
         info = {"name": "tiny", "version": "1.0.0", "fileFormat": file_format, "splits": [split]}
         (home / "dataset_info.json").write_text(json.dumps(info))
-        feature = {"pythonClassName": "tensorflow_datasets.core.features.text_feature.Text", "text": {}}
+        feature = {
+            "pythonClassName": "tensorflow_datasets.core.features.text_feature.Text",
+            "text": {},
+        }
         features = {
             "pythonClassName": "tensorflow_datasets.core.features.features_dict.FeaturesDict",
             "featuresDict": {"features": {"text": feature}},
         }
         (home / "features.json").write_text(json.dumps(features))
-        return {"dataset_type": DatasetType.TFDS, "dataset_name": "tiny:1.0.0", "dataset_path": str(folder)}
+        return {
+            "dataset_type": DatasetType.TFDS,
+            "dataset_name": "tiny:1.0.0",
+            "dataset_path": str(folder),
+        }
 
     return make
 
@@ -163,7 +187,10 @@ def own_documents(config, split):
 def custom(folder, documents):
     (folder / "lines").write_text("\n".join(documents))
     # Any key that the function reads would do.
-    return {"dataset_type": DatasetType(f"{__name__}:own_documents"), "hf_data_dir": str(folder / "lines")}
+    return {
+        "dataset_type": DatasetType(f"{__name__}:own_documents"),
+        "hf_data_dir": str(folder / "lines"),
+    }
 
 
 SOURCES = {

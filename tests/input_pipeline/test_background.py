@@ -10,7 +10,9 @@ from maxtext.input_pipeline import BatchIterator, prefetch
 
 
 class Counting(BatchIterator):
-    """Batches 0, 1, 2, ...; raises at `fails_at`, ends at `ends_at`, and can be held up by `gate`."""
+    """Batches 0, 1, 2, ...; raises at `fails_at`, ends at `ends_at`, and can be held up by
+    `gate`.
+    """
 
     def __init__(self, ends_at=1000, fails_at=None):
         self.number, self.ends_at, self.fails_at = 0, ends_at, fails_at
@@ -53,7 +55,9 @@ def wait_until(condition):
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_the_same_batches_in_order(depth):
-    assert [int(batch["inputs"]) for batch in prefetch(Counting(ends_at=20), depth)] == list(range(20))
+    assert [int(batch["inputs"]) for batch in prefetch(Counting(ends_at=20), depth)] == list(
+        range(20)
+    )
 
 
 def test_depth_batches_are_prepared_and_no_more():

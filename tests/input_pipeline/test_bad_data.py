@@ -1,4 +1,6 @@
-"""Data that is not as it should be: one sentence that says what and where, or a documented way past it with a count."""
+"""Data that is not as it should be: one sentence that says what and where, or a documented way past
+it with a count.
+"""
 
 import json
 import pickle
@@ -22,7 +24,11 @@ def decoded(iterator):
     for batch in iterator:
         for targets, segments in zip(batch["targets"], batch["targets_segmentation"], strict=True):
             for number in range(1, segments.max() + 1):
-                found.append(bytes(int(token) - 3 for token in targets[segments == number] if token > 2).decode())
+                found.append(
+                    bytes(
+                        int(token) - 3 for token in targets[segments == number] if token > 2
+                    ).decode()
+                )
     return sorted(found)
 
 
@@ -38,7 +44,10 @@ BAD_LINES = {
     "no UTF-8": (b'{"text": "caf\xe9"}', "a.jsonl, line 11: invalid UTF-8"),
     "no such column": (b'{"body": "x"}', "a.jsonl, line 11: the column 'text' is missing"),
     "null": (b'{"text": null}', "a.jsonl, line 11: the column 'text' is null"),
-    "a number": (b'{"text": 5}', "a.jsonl, line 11: column text has a value of type int instead of text"),
+    "a number": (
+        b'{"text": 5}',
+        "a.jsonl, line 11: column text has a value of type int instead of text",
+    ),
     "a list": (b"[1, 2]", "a.jsonl, line 11: a list instead of a JSON object"),
 }
 
@@ -52,7 +61,9 @@ def test_a_bad_record_stops_or_is_left_out(make_config, tmp_path, caplog, name, 
         list(make_train_iterator(make_config(**settings)))
     assert "max_bad_records=0" in str(stopped.value)
     with caplog.at_level("WARNING", logger="maxtext"):
-        assert decoded(make_train_iterator(make_config(**settings, max_bad_records=1))) == sorted(GOOD)
+        assert decoded(make_train_iterator(make_config(**settings, max_bad_records=1))) == sorted(
+            GOOD
+        )
     assert said in caplog.text
     assert "1 so far" in caplog.text
 
@@ -69,7 +80,9 @@ def test_a_bad_record_counts_once(make_config, tmp_path, caplog):
     """In every epoch, and when data that is too short for a batch is read again to say why."""
     settings = lines_with(tmp_path, *[b"bad"] * 7) | {"max_bad_records": 10}
     with caplog.at_level("WARNING", logger="maxtext"):
-        assert len(decoded(make_train_iterator(make_config(**settings, num_epoch=3)))) == 3 * len(GOOD)
+        assert len(decoded(make_train_iterator(make_config(**settings, num_epoch=3)))) == 3 * len(
+            GOOD
+        )
     assert "(5 so far)" in caplog.text
     assert "left out 8" not in caplog.text
     with pytest.raises(ConfigError, match="but one batch needs 8000 "):
@@ -77,7 +90,10 @@ def test_a_bad_record_counts_once(make_config, tmp_path, caplog):
 
 
 def test_resume_past_bad_records(make_config, tmp_path):
-    settings = lines_with(tmp_path, b"one", b"two") | {"max_bad_records": -1, "enable_data_shuffling": True}
+    settings = lines_with(tmp_path, b"one", b"two") | {
+        "max_bad_records": -1,
+        "enable_data_shuffling": True,
+    }
     iterator = make_train_iterator(make_config(**settings))
     batches = list(iterator)
     for done in (3, 15):
@@ -112,7 +128,9 @@ def test_the_columns_are_listed(make_config, tmp_path):
     stream = SOURCES["hf-stream"](tmp_path / "stream", GOOD)
     with pytest.raises(ConfigError, match="has no column body, only id, text"):
         make_train_iterator(make_config(**stream, train_data_columns=["body"]))
-    with pytest.raises(ConfigError, match=r"train_data_columns=\['text', 'id'\]: name the column of the text"):
+    with pytest.raises(
+        ConfigError, match=r"train_data_columns=\['text', 'id'\]: name the column of the text"
+    ):
         make_train_iterator(make_config(**settings, train_data_columns=["text", "id"]))
 
 
@@ -138,7 +156,10 @@ def test_weights_are_above_zero(make_config, tmp_path, weight):
 )
 def test_bad_files_of_mixtures(make_config, tmp_path, text, said):
     (tmp_path / "mixture").write_text(text)
-    settings = {"grain_train_mixture_config_path": str(tmp_path / "mixture"), "grain_file_type": "jsonl"}
+    settings = {
+        "grain_train_mixture_config_path": str(tmp_path / "mixture"),
+        "grain_file_type": "jsonl",
+    }
     with pytest.raises(ConfigError, match=said):
         make_train_iterator(make_config(**settings))
     with pytest.raises(ConfigError, match="both name the data"):
@@ -151,11 +172,20 @@ def test_mixtures_have_their_weights(make_config, tmp_path, form):
         lines = [json.dumps({"text": letter * 5}) for _ in range(400)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     settings = {"grain_file_type": "jsonl", "enable_data_shuffling": True}
-    entries = {name: {"path": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in (("a", 3), ("b", 1))}
+    entries = {
+        name: {"path": f"{tmp_path}/{name}.jsonl", "weight": weight}
+        for name, weight in (("a", 3), ("b", 1))
+    }
     if form == "inline":
-        settings["grain_train_files"] = ";".join(f"{one['path']},{one['weight']}" for one in entries.values())
+        settings["grain_train_files"] = ";".join(
+            f"{one['path']},{one['weight']}" for one in entries.values()
+        )
     else:
-        text = json.dumps(entries) if form == "json" else "\n".join(f"{k}: {json.dumps(v)}" for k, v in entries.items())
+        text = (
+            json.dumps(entries)
+            if form == "json"
+            else "\n".join(f"{k}: {json.dumps(v)}" for k, v in entries.items())
+        )
         (tmp_path / "mixture").write_text(text)
         settings["grain_train_mixture_config_path"] = str(tmp_path / "mixture")
     found = decoded(make_train_iterator(make_config(**settings)))
@@ -165,7 +195,10 @@ def test_mixtures_have_their_weights(make_config, tmp_path, form):
 
 
 def test_tokens_must_be_in_the_vocabulary(make_config, tmp_path):
-    lines = [json.dumps({"tokens": tokens}) for tokens in ([1, 5, 9, 2], [1, 259, 2], [3, -1], ["a"], [], [1, 7, 2])]
+    lines = [
+        json.dumps({"tokens": tokens})
+        for tokens in ([1, 5, 9, 2], [1, 259, 2], [3, -1], ["a"], [], [1, 7, 2])
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     settings = {
         "grain_train_files": str(tmp_path), "grain_file_type": "jsonl", "train_data_columns": ["tokens"],
@@ -193,7 +226,10 @@ def test_more_streams_than_documents(make_config, tmp_path):
         ("tests.input_pipeline.corpora:nothing", "cannot be imported"),
         ("tests.input_pipeline.corpora:FILES", "is int and no function"),
         ("tests.input_pipeline.test_bad_data:empty", "returned list for train"),
-        ("tests.input_pipeline.test_bad_data:numbers", "record 0: is int instead of a record of columns"),
+        (
+            "tests.input_pipeline.test_bad_data:numbers",
+            "record 0: is int instead of a record of columns",
+        ),
     ],
 )
 def test_bad_sources_of_ones_own(make_config, name, said):
@@ -222,9 +258,27 @@ def broken(config, split):
         ("broken", ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0", 1, "in __getitem__"),
     ],
 )  # fmt: skip
-def test_errors_of_the_users_code_are_a_sentence_and_then_a_traceback(name, said, code, frame, capsys):
-    words = ["data", "inspect", f"dataset_type={__name__}:{name}", "tokenizer_path=byte", "vocab_size=259"]
-    assert main([*words, "max_target_length=8", "per_device_batch_size=1", "enable_data_shuffling=false"]) == code
+def test_errors_of_the_users_code_are_a_sentence_and_then_a_traceback(
+    name, said, code, frame, capsys
+):
+    words = [
+        "data",
+        "inspect",
+        f"dataset_type={__name__}:{name}",
+        "tokenizer_path=byte",
+        "vocab_size=259",
+    ]
+    assert (
+        main(
+            [
+                *words,
+                "max_target_length=8",
+                "per_device_batch_size=1",
+                "enable_data_shuffling=false",
+            ]
+        )
+        == code
+    )
     first, *rest = capsys.readouterr().err.splitlines()
     assert first.startswith("maxtext: error: ")
     assert said in first
@@ -250,10 +304,14 @@ def test_hf_says_what_it_needs(make_config, tmp_path):
     with pytest.raises(ConfigError, match="needs hf_path"):
         make_train_iterator(make_config(dataset_type=DatasetType.HF))
     with pytest.raises(ConfigError, match="`datasets` cannot open it"):
-        make_train_iterator(make_config(dataset_type=DatasetType.HF, hf_path=str(tmp_path / "missing")))
+        make_train_iterator(
+            make_config(dataset_type=DatasetType.HF, hf_path=str(tmp_path / "missing"))
+        )
     (tmp_path / "a.bin").write_text("x")
     with pytest.raises(ConfigError, match="set hf_path to the kind of these files"):
-        make_train_iterator(make_config(dataset_type=DatasetType.HF, hf_train_files=str(tmp_path / "a.bin")))
+        make_train_iterator(
+            make_config(dataset_type=DatasetType.HF, hf_train_files=str(tmp_path / "a.bin"))
+        )
 
 
 def test_hf_does_not_read_the_current_folder(make_config, tmp_path, monkeypatch):
@@ -261,7 +319,9 @@ def test_hf_does_not_read_the_current_folder(make_config, tmp_path, monkeypatch)
     lines_with(tmp_path)
     monkeypatch.chdir(tmp_path)
     settings = {"dataset_type": DatasetType.HF, "hf_path": "json"}
-    with pytest.raises(ConfigError, match="hf_path=json is a kind of files: name the files in hf_train_files"):
+    with pytest.raises(
+        ConfigError, match="hf_path=json is a kind of files: name the files in hf_train_files"
+    ):
         make_train_iterator(make_config(**settings))
     config = make_config(**settings, hf_train_files="a.jsonl", hf_eval_split="train")
     with pytest.raises(ConfigError, match="name the files in hf_eval_files"):
@@ -270,8 +330,12 @@ def test_hf_does_not_read_the_current_folder(make_config, tmp_path, monkeypatch)
 
 def test_hf_lists_the_columns_of_a_stream_that_says_none(make_config, tmp_path):
     (tmp_path / "a.csv").write_text("one,two\n1,2\n")
-    config = make_config(dataset_type=DatasetType.HF, hf_path="csv", hf_train_files=str(tmp_path / "a.csv"))
-    with pytest.raises(ConfigError, match="train_data_columns: csv has no column text, only one, two"):
+    config = make_config(
+        dataset_type=DatasetType.HF, hf_path="csv", hf_train_files=str(tmp_path / "a.csv")
+    )
+    with pytest.raises(
+        ConfigError, match="train_data_columns: csv has no column text, only one, two"
+    ):
         make_train_iterator(config)
 
 
@@ -279,11 +343,19 @@ def test_tfds_says_what_is_there(make_config, tmp_path):
     settings = SOURCES["tfds"](tmp_path, GOOD)
     with pytest.raises(ConfigError, match="train_split=test: dataset_name=tiny:1.0.0 has train"):
         make_train_iterator(make_config(**settings | {"train_split": "test"}))
-    with pytest.raises(ConfigError, match=r"dataset_name=other:1.0.0 is not prepared in .*: set dataset_path"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_name=other:1.0.0 is not prepared in .*: set dataset_path"
+    ):
         make_train_iterator(make_config(**settings | {"dataset_name": "other:1.0.0"}))
 
 
 def test_parts_of_a_tfds_split(make_config, tmp_path):
     settings = SOURCES["tfds"](tmp_path, GOOD)
-    for split, expected in (("train[5:9]", GOOD[5:9]), ("train[:50%]", GOOD[:10]), ("train[-3:]", GOOD[-3:])):
-        assert decoded(make_train_iterator(make_config(**settings | {"train_split": split}))) == sorted(expected)
+    for split, expected in (
+        ("train[5:9]", GOOD[5:9]),
+        ("train[:50%]", GOOD[:10]),
+        ("train[-3:]", GOOD[-3:]),
+    ):
+        assert decoded(
+            make_train_iterator(make_config(**settings | {"train_split": split}))
+        ) == sorted(expected)

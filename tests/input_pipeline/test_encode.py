@@ -1,4 +1,6 @@
-"""From records to tokens as the libraries of the tokenizers would: documents, and chats by a template."""
+"""From records to tokens as the libraries of the tokenizers would: documents, and chats by a
+template.
+"""
 
 import json
 
@@ -59,12 +61,17 @@ def test_a_vocabulary_that_is_too_large(make_config, tmp_path):
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="vocab_size=300"):
             make_train_iterator(
-                make_config(grain_train_files=data, tokenizer_path=str(path), **ROWS | {"vocab_size": 300})
+                make_config(
+                    grain_train_files=data, tokenizer_path=str(path), **ROWS | {"vocab_size": 300}
+                )
             )
 
 
 CHATS = [
-    [{"role": "user", "content": "How are you?"}, {"role": "assistant", "content": "Fine, the quick brown fox."}],
+    [
+        {"role": "user", "content": "How are you?"},
+        {"role": "assistant", "content": "Fine, the quick brown fox."},
+    ],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "7 wizards?"}],
 ]
 
@@ -77,7 +84,9 @@ def theirs(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def ids(messages):
-        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"])
+        return list(
+            tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        )
 
     return folder, ids
 
@@ -90,7 +99,10 @@ def test_chats(make_config, tmp_path, theirs, form):
     if form == "text":
         records = [{"messages": json.dumps(messages)} for messages in chats]
     if form == "columns":
-        records = [{"prompt": messages[0]["content"], "completion": messages[1]["content"]} for messages in chats]
+        records = [
+            {"prompt": messages[0]["content"], "completion": messages[1]["content"]}
+            for messages in chats
+        ]
     config = make_config(
         grain_train_files=lines(tmp_path / "data", records), tokenizer_path=str(folder), use_chat_template=True,
         train_data_columns=["prompt", "completion"] if form == "columns" else ["messages"], **ROWS,
@@ -105,7 +117,9 @@ def test_bad_chats(make_config, tmp_path, theirs):
         "grain_train_files": lines(tmp_path / "data", records), "tokenizer_path": str(folder),
         "use_chat_template": True, "train_data_columns": ["messages"], **ROWS,
     }  # fmt: skip
-    for allowed, said in enumerate(["line 1.*no JSON", "line 2.*list of messages", "line 3.*list of messages"]):
+    for allowed, said in enumerate(
+        ["line 1.*no JSON", "line 2.*list of messages", "line 3.*list of messages"]
+    ):
         with pytest.raises(UserError, match=said):
             tokens_of(make_config(**settings, max_bad_records=allowed))
     assert tokens_of(make_config(**settings, max_bad_records=3)) == [ids(CHATS[0])]

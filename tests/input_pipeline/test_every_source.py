@@ -1,4 +1,6 @@
-"""What holds for every source and every packing: exact resume, every document once, one seed one order."""
+"""What holds for every source and every packing: exact resume, every document once, one seed one
+order.
+"""
 
 import json
 import random
@@ -15,7 +17,11 @@ from tests.input_pipeline.corpora import SOURCES
 pytestmark = pytest.mark.usefixtures("few_open_rows")
 PACKINGS = ["first_fit", "best_fit", "concat_then_split", "none"]
 # c4_mlperf has a way of its own.
-CASES = [(source, packing) for source in SOURCES for packing in (PACKINGS if source != "c4_mlperf" else ["its own"])]
+CASES = [
+    (source, packing)
+    for source in SOURCES
+    for packing in (PACKINGS if source != "c4_mlperf" else ["its own"])
+]
 
 
 def words(count=48, longest=7, seed=0):
@@ -58,7 +64,9 @@ def pairs(batches):
     seen: Counter = Counter()
     for batch in batches:
         mask = batch["targets_segmentation"] != 0
-        seen.update(zip(batch["inputs"][mask].tolist(), batch["targets"][mask].tolist(), strict=True))
+        seen.update(
+            zip(batch["inputs"][mask].tolist(), batch["targets"][mask].tolist(), strict=True)
+        )
     return seen
 
 
@@ -97,7 +105,10 @@ def test_resume_is_exact(configured, source, packing):
 @pytest.mark.parametrize(("source", "packing"), CASES)
 def test_two_hosts_see_every_document_once_an_epoch(configured, source, packing):
     config = configured(source, packing)
-    halves = [pairs(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2))) for index in (0, 1)]
+    halves = [
+        pairs(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2)))
+        for index in (0, 1)
+    ]
     assert halves[0] + halves[1] == expected(words(), 2)
     assert abs(halves[0].total() - halves[1].total()) < 0.4 * halves[0].total()
 
@@ -105,7 +116,12 @@ def test_two_hosts_see_every_document_once_an_epoch(configured, source, packing)
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_seed_decides(configured, source):
     first, again, other = (
-        np.concatenate([batch["inputs"] for batch in make_train_iterator(configured(source, data_shuffle_seed=seed))])
+        np.concatenate(
+            [
+                batch["inputs"]
+                for batch in make_train_iterator(configured(source, data_shuffle_seed=seed))
+            ]
+        )
         for seed in (1, 1, 2)
     )
     np.testing.assert_array_equal(first, again)
@@ -124,7 +140,10 @@ def test_the_batches_do_not_depend_on_who_loads_them(configured, source):
         return found
 
     whole = batches()
-    halves = [batches(lambda rows, half=half: np.arange(rows)[2 * half : 2 * half + 2], 2) for half in (0, 1)]
+    halves = [
+        batches(lambda rows, half=half: np.arange(rows)[2 * half : 2 * half + 2], 2)
+        for half in (0, 1)
+    ]
     # Several processes end with the first stream that does, one goes on with the other stream.
     steps = min(map(len, halves))
     assert len(whole) >= steps > 2

@@ -1,4 +1,6 @@
-"""Nothing is lost and nothing comes twice: over epochs, processes, packing types, and the last batch of evaluation."""
+"""Nothing is lost and nothing comes twice: over epochs, processes, packing types, and the last
+batch of evaluation.
+"""
 
 import random
 from collections import Counter
@@ -22,9 +24,13 @@ def with_packing(packing):
 def segments(batches):
     """The targets of each segment, as text without the end token."""
     for batch in batches:
-        for targets, segmentation in zip(batch["targets"], batch["targets_segmentation"], strict=True):
+        for targets, segmentation in zip(
+            batch["targets"], batch["targets_segmentation"], strict=True
+        ):
             for number in range(1, segmentation.max() + 1):
-                yield bytes(int(token) - 3 for token in targets[segmentation == number] if token > 2).decode()
+                yield bytes(
+                    int(token) - 3 for token in targets[segmentation == number] if token > 2
+                ).decode()
 
 
 def words(count, longest, seed=0):
@@ -41,10 +47,14 @@ def words(count, longest, seed=0):
 def test_every_document_once_an_epoch_over_two_processes(make_config, write, packing, shuffle):
     documents = words(count=41, longest=7)
     config = make_config(
-        grain_train_files=write(*documents), enable_data_shuffling=shuffle, num_epoch=3, **with_packing(packing)
+        grain_train_files=write(*documents),
+        enable_data_shuffling=shuffle,
+        num_epoch=3,
+        **with_packing(packing),
     )
     seen = [
-        Counter(segments(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2)))) for index in (0, 1)
+        Counter(segments(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2))))
+        for index in (0, 1)
     ]
     assert seen[0] + seen[1] == Counter(dict.fromkeys(documents, 3))
     assert seen[0].total() == 3 * 21
@@ -58,9 +68,12 @@ def test_each_epoch_has_an_order_and_a_division_of_its_own(make_config, write):
         enable_data_shuffling=True,
         num_epoch=2,
         packing=False,
-        grain_shuffle_buffer_size=1,  # a window mixes the end of an epoch with the start of the next
+        # a window mixes the end of an epoch with the start of the next
+        grain_shuffle_buffer_size=1,
     )
-    seen = [list(segments(make_iterator(config, Split.TRAIN, Share(1, index, 2)))) for index in (0, 1)]
+    seen = [
+        list(segments(make_iterator(config, Split.TRAIN, Share(1, index, 2)))) for index in (0, 1)
+    ]
     for epoch in (slice(0, 10), slice(10, 20)):
         assert sorted(seen[0][epoch] + seen[1][epoch]) == sorted(documents)
     assert set(seen[0][:10]) != set(seen[0][10:])
@@ -71,21 +84,30 @@ def test_the_seed_decides_the_order(make_config, write):
     folder = write(*documents)
 
     def order(**update):
-        return list(segments(make_train_iterator(make_config(grain_train_files=folder, packing=False, **update))))
+        return list(
+            segments(
+                make_train_iterator(make_config(grain_train_files=folder, packing=False, **update))
+            )
+        )
 
     assert order(enable_data_shuffling=False) == documents
     first = order(enable_data_shuffling=True, data_shuffle_seed=1)
     assert first == order(enable_data_shuffling=True, data_shuffle_seed=1)
     assert first != documents
     assert first != order(enable_data_shuffling=True, data_shuffle_seed=2)
-    assert sorted(order(enable_data_shuffling=True, data_shuffle_seed=2**40 + 3)) == sorted(documents)
+    assert sorted(order(enable_data_shuffling=True, data_shuffle_seed=2**40 + 3)) == sorted(
+        documents
+    )
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_no_pair_is_lost_without_truncation(make_config, write, packing):
     documents = words(count=40, longest=60)
     config = make_config(
-        grain_train_files=write(*documents), enable_data_shuffling=True, use_truncation=False, **with_packing(packing)
+        grain_train_files=write(*documents),
+        enable_data_shuffling=True,
+        use_truncation=False,
+        **with_packing(packing),
     )
     expected: Counter = Counter()
     for document in documents:
@@ -94,10 +116,16 @@ def test_no_pair_is_lost_without_truncation(make_config, write, packing):
     seen: Counter = Counter()
     for batch in make_train_iterator(config):
         mask = batch["targets_segmentation"] != 0
-        seen.update(zip(batch["inputs"][mask].tolist(), batch["targets"][mask].tolist(), strict=True))
+        seen.update(
+            zip(batch["inputs"][mask].tolist(), batch["targets"][mask].tolist(), strict=True)
+        )
         # The shift, inside each segment.
-        inside = (batch["inputs_segmentation"][:, 1:] == batch["inputs_segmentation"][:, :-1]) & mask[:, 1:]
-        np.testing.assert_array_equal(batch["targets"][:, :-1][inside], batch["inputs"][:, 1:][inside])
+        inside = (
+            batch["inputs_segmentation"][:, 1:] == batch["inputs_segmentation"][:, :-1]
+        ) & mask[:, 1:]
+        np.testing.assert_array_equal(
+            batch["targets"][:, :-1][inside], batch["inputs"][:, 1:][inside]
+        )
     assert seen == expected
 
 

@@ -20,8 +20,12 @@ def with_packing(name):
 
 def documents(count=16, longest=40):
     generator = random.Random(1)
-    made = ["".join(generator.choices("abcdefgh", k=generator.randint(0, longest))) for _ in range(count)]
-    # Pairs that fill rows of 8 exactly: where one ends, concat-then-split saves a position without a remainder.
+    made = [
+        "".join(generator.choices("abcdefgh", k=generator.randint(0, longest)))
+        for _ in range(count)
+    ]
+    # Pairs that fill rows of 8 exactly: where one ends, concat-then-split saves a position without
+    # a remainder.
     return [*made[:5], "a" * 7, "b" * 15, "c" * 7, *made[5:]]
 
 
@@ -47,7 +51,9 @@ def test_resume_is_exact_after_every_batch(make_config, write, name, shuffle, tr
     assert len(batches) >= 15
     resumed = make_train_iterator(config)
     for done in range(len(states)):
-        if done % 4 == 0:  # a fresh iterator, as after a restart; otherwise one that was somewhere else
+        if (
+            done % 4 == 0
+        ):  # a fresh iterator, as after a restart; otherwise one that was somewhere else
             resumed = make_train_iterator(config)
         resumed.set_state(json.loads(states[done]))
         assert json.dumps(resumed.get_state()) == states[done]
@@ -56,14 +62,19 @@ def test_resume_is_exact_after_every_batch(make_config, write, name, shuffle, tr
 
 @pytest.mark.parametrize("name", PACKINGS)
 def test_more_epochs_go_on_where_the_run_ended(make_config, write, name):
-    settings = {"grain_train_files": write(*documents()), "enable_data_shuffling": True, **with_packing(name)}
+    settings = {
+        "grain_train_files": write(*documents()),
+        "enable_data_shuffling": True,
+        **with_packing(name),
+    }
     settings["grain_shuffle_buffer_size"] = 1
     short = make_train_iterator(make_config(num_epoch=1, **settings))
     tokens = sum(int((batch["targets_segmentation"] != 0).sum()) for batch in short)
     longer = make_train_iterator(make_config(num_epoch=2, **settings))
     longer.set_state(json.loads(json.dumps(short.get_state())))
     more = sum(int((batch["targets_segmentation"] != 0).sum()) for batch in longer)
-    # concat-then-split fills up the padding of the row that ended the first epoch, and that row was already used.
+    # concat-then-split fills up the padding of the row that ended the first epoch, and that row was
+    # already used.
     assert 0 <= tokens - more < (8 if name == "concat_then_split" else 1)
 
 
@@ -72,7 +83,9 @@ def test_a_position_holds_for_another_batch_size(make_config, write):
     ones = make_train_iterator(make_config(grain_train_files=folder, enable_data_shuffling=True))
     rows = [batch["inputs"][0] for batch in ones]
     pairs = make_train_iterator(
-        make_config(grain_train_files=folder, enable_data_shuffling=True, global_batch_size_to_load=2)
+        make_config(
+            grain_train_files=folder, enable_data_shuffling=True, global_batch_size_to_load=2
+        )
     )
     next(pairs)
     ones.set_state(pairs.get_state())
@@ -95,7 +108,10 @@ def test_resume_through_prefetch(make_config, write):
 @pytest.mark.parametrize(
     ("update", "said"),
     [
-        ({"grain_packing_type": "best_fit"}, "grain_packing_type=first_fit, but this run has .*best_fit"),
+        (
+            {"grain_packing_type": "best_fit"},
+            "grain_packing_type=first_fit, but this run has .*best_fit",
+        ),
         ({"data_shuffle_seed": 5}, "data_shuffle_seed=0"),
         ({"max_target_length": 16}, "max_target_length=8"),
         ({"max_segments_per_seq": 2}, "max_segments_per_seq=-1"),

@@ -18,7 +18,11 @@ def rows_of(config):
         assert all(array.dtype == np.int32 and array.shape == shape for array in batch.values())
         for kind in ("position", "segmentation"):
             np.testing.assert_array_equal(batch[f"inputs_{kind}"], batch[f"targets_{kind}"])
-    return [{field: batch[field][row].tolist() for field in FIELDS} for batch in batches for row in range(shape[0])]
+    return [
+        {field: batch[field][row].tolist() for field in FIELDS}
+        for batch in batches
+        for row in range(shape[0])
+    ]
 
 
 def test_one_document_a_row_without_packing(make_config, write):
@@ -43,16 +47,23 @@ def test_fitting_documents_share_a_row(make_config, write, packing):
 
 
 def test_best_fit_takes_the_tighter_row(make_config, write):
-    # Pairs: 5, then 6 (no room beside 5), then 2: the first row has 3 places left, the second exactly 2.
+    # Pairs: 5, then 6 (no room beside 5), then 2: the first row has 3 places left, the second
+    # exactly 2.
     documents = ["aaaa", "bbbbb", "c"]
-    first_fit = rows_of(make_config(grain_train_files=write(*documents, name="1"), grain_packing_type="first_fit"))
-    best_fit = rows_of(make_config(grain_train_files=write(*documents, name="2"), grain_packing_type="best_fit"))
+    first_fit = rows_of(
+        make_config(grain_train_files=write(*documents, name="1"), grain_packing_type="first_fit")
+    )
+    best_fit = rows_of(
+        make_config(grain_train_files=write(*documents, name="2"), grain_packing_type="best_fit")
+    )
     assert [max(row["inputs_segmentation"]) for row in first_fit] == [2, 1]
     assert [max(row["inputs_segmentation"]) for row in best_fit] == [1, 2]
 
 
 def test_concat_then_split_leaves_no_gap(make_config, write):
-    config = make_config(grain_train_files=write("abc", "de", "fg"), grain_packing_type="concat_then_split")
+    config = make_config(
+        grain_train_files=write("abc", "de", "fg"), grain_packing_type="concat_then_split"
+    )
     first, second = rows_of(config)
     assert first["inputs"] == [BOS, A, B, C, BOS, D, E, BOS]
     assert first["targets"] == [A, B, C, EOS, D, E, EOS, F]
@@ -72,20 +83,26 @@ def test_concat_then_split_leaves_no_gap(make_config, write):
     ],
 )
 def test_special_tokens(make_config, write, add_bos, add_eos, inputs, targets):
-    config = make_config(grain_train_files=write("abc"), max_target_length=4, add_bos=add_bos, add_eos=add_eos)
+    config = make_config(
+        grain_train_files=write("abc"), max_target_length=4, add_bos=add_bos, add_eos=add_eos
+    )
     (row,) = rows_of(config)
     assert (row["inputs"], row["targets"]) == (inputs, targets)
 
 
 def test_plain_bytes_have_no_special_tokens(make_config, write):
-    (row,) = rows_of(make_config(grain_train_files=write("abc"), vocab_size=256, max_target_length=4))
+    (row,) = rows_of(
+        make_config(grain_train_files=write("abc"), vocab_size=256, max_target_length=4)
+    )
     assert (row["inputs"], row["targets"]) == ([97, 98, 0, 0], [98, 99, 0, 0])
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "concat_then_split", None])
 def test_truncation_keeps_the_beginning(make_config, write, packing):
     update = {"packing": False} if packing is None else {"grain_packing_type": packing}
-    config = make_config(grain_train_files=write("abcdefgabcdefgabcdefg"), use_truncation=True, **update)
+    config = make_config(
+        grain_train_files=write("abcdefgabcdefgabcdefg"), use_truncation=True, **update
+    )
     (row,) = rows_of(config)
     assert row["inputs"] == [BOS, A, B, C, D, E, F, G]
     assert row["targets"] == [A, B, C, D, E, F, G, A]
@@ -107,13 +124,21 @@ def test_without_truncation_the_rest_follows_with_every_target(make_config, writ
 @pytest.mark.parametrize(("limit", "most"), [(-1, 4), (1, 1), (3, 3)])
 def test_max_segments_per_seq(make_config, write, packing, limit, most):
     folder = write(*"abcdefgh")  # two pairs each
-    rows = rows_of(make_config(grain_train_files=folder, grain_packing_type=packing, max_segments_per_seq=limit))
+    rows = rows_of(
+        make_config(
+            grain_train_files=folder, grain_packing_type=packing, max_segments_per_seq=limit
+        )
+    )
     assert max(max(row["inputs_segmentation"]) for row in rows) == most
     assert sum(max(row["inputs_segmentation"]) for row in rows) == 8
 
 
 def test_concat_then_split_cannot_limit_segments(make_config, write):
-    config = make_config(grain_train_files=write("abc"), grain_packing_type="concat_then_split", max_segments_per_seq=2)
+    config = make_config(
+        grain_train_files=write("abc"),
+        grain_packing_type="concat_then_split",
+        max_segments_per_seq=2,
+    )
     with pytest.raises(ConfigError, match="use first_fit or best_fit"):
         make_train_iterator(config)
 

@@ -14,7 +14,10 @@ SMALL, LARGE = 8, 40
 
 @pytest.fixture
 def parts(write):
-    texts = {name: [f"{name}{number:02}" for number in range(count)] for name, count in (("a", SMALL), ("b", LARGE))}
+    texts = {
+        name: [f"{name}{number:02}" for number in range(count)]
+        for name, count in (("a", SMALL), ("b", LARGE))
+    }
     return texts, {name: write(*documents, name=name) for name, documents in texts.items()}
 
 
@@ -32,7 +35,9 @@ def read(config, split, count=1):
 @pytest.mark.parametrize("count", [1, 2])
 def test_evaluation_reads_every_document_once(make_config, parts, weights, count):
     texts, folders = parts
-    files = ";".join(f"{folders[name]},{weight}" for name, weight in zip(texts, weights, strict=True))
+    files = ";".join(
+        f"{folders[name]},{weight}" for name, weight in zip(texts, weights, strict=True)
+    )
     config = make_config(grain_eval_files=files, packing=False)
     assert read(config, Split.EVAL, count) == Counter(texts["a"] + texts["b"])
 
@@ -40,9 +45,13 @@ def test_evaluation_reads_every_document_once(make_config, parts, weights, count
 @pytest.mark.parametrize("weights", [(1, 1), (1, 5), (0.9, 0.1), (3, 1)])
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_all_exhausted_reads_every_document_and_keeps_the_weights(make_config, parts, weights, epochs, shuffle):
+def test_all_exhausted_reads_every_document_and_keeps_the_weights(
+    make_config, parts, weights, epochs, shuffle
+):
     texts, folders = parts
-    files = ";".join(f"{folders[name]},{weight}" for name, weight in zip(texts, weights, strict=True))
+    files = ";".join(
+        f"{folders[name]},{weight}" for name, weight in zip(texts, weights, strict=True)
+    )
     config = make_config(
         grain_train_files=files, packing=False, num_epoch=epochs, enable_data_shuffling=shuffle,
         mixture_stopping_strategy="all_exhausted",
@@ -51,7 +60,9 @@ def test_all_exhausted_reads_every_document_and_keeps_the_weights(make_config, p
     assert set(seen) == {*texts["a"], *texts["b"]}
     assert min(seen.values()) == epochs
     for name in texts:  # each part is read from its beginning to its end, again and again
-        assert max(seen[text] for text in texts[name]) - min(seen[text] for text in texts[name]) <= 1
+        assert (
+            max(seen[text] for text in texts[name]) - min(seen[text] for text in texts[name]) <= 1
+        )
     share = sum(seen[text] for text in texts["a"]) / seen.total()
     assert share == pytest.approx(weights[0] / sum(weights), abs=1.5 / seen.total() + 0.01)
 

@@ -1,4 +1,6 @@
-"""dataset_type=olmo_grain on shards written here; the expected rows are cut by hand from the same numbers."""
+"""dataset_type=olmo_grain on shards written here; the expected rows are cut by hand from the same
+numbers.
+"""
 
 import json
 from collections import Counter
@@ -8,7 +10,13 @@ import pytest
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import Share, Split, make_eval_iterator, make_train_iterator, most_streams
+from maxtext.input_pipeline import (
+    Share,
+    Split,
+    make_eval_iterator,
+    make_train_iterator,
+    most_streams,
+)
 from maxtext.input_pipeline.olmo_index import write_index
 from maxtext.input_pipeline.sources import make_iterator
 
@@ -23,7 +31,11 @@ def shards(sizes=SIZES):
 
 
 def instances(arrays):
-    return [array[at : at + LENGTH] for array in arrays for at in range(0, len(array) - LENGTH + 1, LENGTH)]
+    return [
+        array[at : at + LENGTH]
+        for array in arrays
+        for at in range(0, len(array) - LENGTH + 1, LENGTH)
+    ]
 
 
 @pytest.fixture
@@ -61,11 +73,22 @@ def same(left, right):
 
 @pytest.mark.parametrize(
     ("dtype", "header"),
-    [("uint16", False), ("uint32", False), ("uint16", True), ("uint32", True), ("int64", True), (">u4", True)],
+    [
+        ("uint16", False),
+        ("uint32", False),
+        ("uint16", True),
+        ("uint32", True),
+        ("int64", True),
+        (">u4", True),
+    ],
 )
 def test_rows_are_the_instances_in_order(corpus, dtype, header):
     batches = list(make_train_iterator(corpus(shards(), dtype, header)))
-    assert all(array.dtype == np.int32 and array.shape == (2, LENGTH) for batch in batches for array in batch.values())
+    assert all(
+        array.dtype == np.int32 and array.shape == (2, LENGTH)
+        for batch in batches
+        for array in batch.values()
+    )
     expected = instances(shards())
     assert len(expected) == 30
     for number, tokens in enumerate(expected):
@@ -134,11 +157,15 @@ def test_moved_shards_are_found_by_remap(corpus, tmp_path):
         path.rename(there / path.name)
     index = (tmp_path / "index.json").read_text()
     (tmp_path / "index.json").write_text(index.replace(str(tmp_path), "gs://bucket/data"))
-    moved = config.model_copy(update={"olmo_path_remap_from": "gs://bucket/data", "olmo_path_remap_to": str(there)})
+    moved = config.model_copy(
+        update={"olmo_path_remap_from": "gs://bucket/data", "olmo_path_remap_to": str(there)}
+    )
     same(list(make_train_iterator(moved)), expected)
     with pytest.raises(ConfigError, match="gs://bucket/data/0.npy does not exist"):
         make_train_iterator(config)
-    with pytest.raises(ConfigError, match="olmo_path_remap_from=s3:.*the first is gs://bucket/data/0.npy"):
+    with pytest.raises(
+        ConfigError, match="olmo_path_remap_from=s3:.*the first is gs://bucket/data/0.npy"
+    ):
         make_train_iterator(moved.model_copy(update={"olmo_path_remap_from": "s3:"}))
 
 
@@ -146,10 +173,16 @@ def test_repetitive_instances_have_no_loss(corpus):
     generator = np.random.default_rng(0)
     array = generator.permutation(1000)[: 4 * 80].reshape(4, 80)
     array[1, 10:74] = np.tile([5, 6], 32)
-    array[2, 20:80] = np.tile([5, 6], 30)  # and the next goes on with it: repetitions do not count across instances
+    array[2, 20:80] = np.tile(
+        [5, 6], 30
+    )  # and the next goes on with it: repetitions do not count across instances
     array[3, :40] = np.tile([5, 6], 20)
     filtered, plain = (
-        next(make_train_iterator(corpus([array.reshape(-1)], length=80, global_batch_size_to_load=4, **update)))
+        next(
+            make_train_iterator(
+                corpus([array.reshape(-1)], length=80, global_batch_size_to_load=4, **update)
+            )
+        )
         for update in ({}, {"olmo_apply_ngram_filter": False})
     )
     np.testing.assert_array_equal(plain["targets_segmentation"].sum(1), [79] * 4)
@@ -163,7 +196,9 @@ def test_tokens_outside_the_vocabulary(corpus):
     config = corpus(arrays, vocab_size=int(arrays[-1][-1]) + 1)
     assert len(rows(make_train_iterator(config))) == 30
     bad = int(arrays[2][15])  # the last of its instance
-    with pytest.raises(UserError, match=rf"2.npy has token {bad} at place 15, outside vocab_size={bad}: "):
+    with pytest.raises(
+        UserError, match=rf"2.npy has token {bad} at place 15, outside vocab_size={bad}: "
+    ):
         list(make_train_iterator(config.model_copy(update={"vocab_size": bad})))
     arrays[2][0] = -4
     with pytest.raises(UserError, match="2.npy has token -4 at place 0, outside"):
@@ -188,7 +223,9 @@ def test_a_shard_that_changes_during_the_run(corpus, tmp_path):
 def test_the_last_rows_are_dropped_or_padded(corpus):
     config = corpus(shards(), global_batch_size_to_load=7)
     assert len(list(make_train_iterator(config))) == 30 // 7
-    padded = list(make_train_iterator(config.model_copy(update={"generate_padding_batch_train": True})))
+    padded = list(
+        make_train_iterator(config.model_copy(update={"generate_padding_batch_train": True}))
+    )
     assert len(padded) == 5
     assert not any(array[2:].any() for array in padded[-1].values())
     assert padded[-1]["targets_segmentation"][:2].all(axis=1).sum() == 0
@@ -199,8 +236,14 @@ def test_the_last_rows_are_dropped_or_padded(corpus):
     ("update", "said"),
     [
         ({"olmo_index_path": ""}, "needs olmo_index_path"),
-        ({"max_target_length": 16}, "cuts instances of 8 tokens, but max_target_length=16: set it to 8"),
-        ({"global_batch_size_to_load": 31}, "has 30 instances, and num_epoch=1, but one batch needs 31"),
+        (
+            {"max_target_length": 16},
+            "cuts instances of 8 tokens, but max_target_length=16: set it to 8",
+        ),
+        (
+            {"global_batch_size_to_load": 31},
+            "has 30 instances, and num_epoch=1, but one batch needs 31",
+        ),
     ],
 )
 def test_settings_that_do_not_fit(corpus, update, said):
@@ -210,8 +253,12 @@ def test_settings_that_do_not_fit(corpus, update, said):
 
 def test_a_position_in_another_index_is_refused(corpus):
     state = make_train_iterator(corpus(shards(), enable_data_shuffling=True)).get_state()
-    with pytest.raises(ConfigError, match="made with data_shuffle_seed=0, but this run has data_shuffle_seed=3"):
-        make_train_iterator(corpus(shards(), enable_data_shuffling=True, data_shuffle_seed=3)).set_state(state)
+    with pytest.raises(
+        ConfigError, match="made with data_shuffle_seed=0, but this run has data_shuffle_seed=3"
+    ):
+        make_train_iterator(
+            corpus(shards(), enable_data_shuffling=True, data_shuffle_seed=3)
+        ).set_state(state)
     with pytest.raises(ConfigError, match="made with index=sha256:"):
         make_train_iterator(corpus(shards()[:3], enable_data_shuffling=True)).set_state(state)
 

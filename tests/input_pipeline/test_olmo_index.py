@@ -1,4 +1,6 @@
-"""The index of pre-tokenized shards: its published format, and everything that can be wrong with it."""
+"""The index of pre-tokenized shards: its published format, and everything that can be wrong with
+it.
+"""
 
 import hashlib
 import json
@@ -12,7 +14,9 @@ from maxtext.input_pipeline.olmo_index import read_index, remapped, token_offset
 
 @pytest.fixture
 def published(tmp_path):
-    """An index as the format describes it, and the raw shards that it names: 10, 3 and 8 tokens in instances of 4."""
+    """An index as the format describes it, and the raw shards that it names: 10, 3 and 8 tokens in
+    instances of 4.
+    """
     files, offset = [], 0
     for name, tokens, instances in (("a", 10, 2), ("b", 3, 0), ("c", 8, 2)):
         path = tmp_path / f"{name}.npy"
@@ -53,7 +57,9 @@ def test_reads_and_writes_the_published_format(published, save, tmp_path):
 
 def test_the_counts_follow_from_the_lengths(published, save):
     needed = {key: published[key] for key in ("format_version", "sequence_length", "dtype")}
-    needed["files"] = [{key: file[key] for key in ("path", "n_tokens")} for file in published["files"]]
+    needed["files"] = [
+        {key: file[key] for key in ("path", "n_tokens")} for file in published["files"]
+    ]
     index = read_index(save(needed))
     assert (index.instances, index.tokens) == (4, 21)
     assert [index.locate(number) for number in range(4)] == [(0, 0), (0, 4), (2, 0), (2, 4)]
@@ -61,9 +67,17 @@ def test_the_counts_follow_from_the_lengths(published, save):
 
 def test_a_fingerprint_for_each_index(published, save):
     seen = {read_index(save(published)).fingerprint}
-    for key, value in (("sequence_length", 5), ("dtype", "uint16"), ("files", published["files"][:2])):
-        other = {name: published[name] for name in ("format_version", "dtype", "sequence_length")} | {key: value}
-        other["files"] = [{name: file[name] for name in ("path", "n_tokens")} for file in other.get("files", [])]
+    for key, value in (
+        ("sequence_length", 5),
+        ("dtype", "uint16"),
+        ("files", published["files"][:2]),
+    ):
+        other = {
+            name: published[name] for name in ("format_version", "dtype", "sequence_length")
+        } | {key: value}
+        other["files"] = [
+            {name: file[name] for name in ("path", "n_tokens")} for file in other.get("files", [])
+        ]
         other["files"] = other["files"] or [{"path": "a", "n_tokens": 10}]
         seen.add(read_index(save(other)).fingerprint)
     assert len(seen) == 4
@@ -91,7 +105,9 @@ def test_remap_changes_the_start_of_paths_only(published, save):
     assert [shard.path for shard in index.shards] == [
         "/mnt/x/gs://bucket/a.npy", *(file["path"] for file in published["files"][1:]),
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="olmo_path_remap_from=s3://: no path .* starts so, the first is gs:"):
+    with pytest.raises(
+        ConfigError, match="olmo_path_remap_from=s3://: no path .* starts so, the first is gs:"
+    ):
         remapped(read_index(save(published)), "s3://", "/mnt/")
 
 

@@ -1,4 +1,6 @@
-"""The repetition filter against a plain count of what it is about: copies of an n-gram that follow each other."""
+"""The repetition filter against a plain count of what it is about: copies of an n-gram that follow
+each other.
+"""
 
 import random
 

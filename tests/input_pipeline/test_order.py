@@ -19,11 +19,15 @@ def test_pieces_cover_every_document_once_in_order():
     starts, sizes = pieces(blocks, 16)
     assert len(sizes) >= 16
     assert sizes.min() > 0
-    covered = np.concatenate([np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+    covered = np.concatenate(
+        [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    )
     np.testing.assert_array_equal(covered, np.arange(blocks.sum()))
     # No piece crosses a block, and those of one block differ by one document at most.
     block = np.searchsorted(np.cumsum(blocks), starts, side="right")
-    np.testing.assert_array_equal(block, np.searchsorted(np.cumsum(blocks), starts + sizes - 1, side="right"))
+    np.testing.assert_array_equal(
+        block, np.searchsorted(np.cumsum(blocks), starts + sizes - 1, side="right")
+    )
     assert all(np.ptp(sizes[block == one]) <= 1 for one in set(block))
 
 
@@ -56,7 +60,9 @@ def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch,
         pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
     loads = []
     load = ParquetRows.load
-    monkeypatch.setattr(ParquetRows, "load", lambda self, number: loads.append(self.path) or load(self, number))
+    monkeypatch.setattr(
+        ParquetRows, "load", lambda self, number: loads.append(self.path) or load(self, number)
+    )
     config = make_config(
         grain_train_files=str(tmp_path), grain_file_type="parquet", enable_data_shuffling=True, packing=False,
         grain_num_threads=4,

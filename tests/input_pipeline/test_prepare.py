@@ -1,6 +1,8 @@
-"""Prepared tokens: what is in the files, that they train as the documents do, and runs that are stopped and taken up.
+"""Prepared tokens: what is in the files, that they train as the documents do, and runs that are
+stopped and taken up.
 
-Files are read back with the package array_record and a reading of protobuf's bytes by their definition.
+Files are read back with the package array_record and a reading of protobuf's bytes by their
+definition.
 """
 
 import fcntl
@@ -25,13 +27,26 @@ from maxtext.input_pipeline import prepare as prepare_module
 from maxtext.input_pipeline.prepare import prepare, training_words
 from tests.input_pipeline.corpora import SOURCES
 
-KINDS = ["text", "jsonl", "parquet", "arrayrecord", "tfrecord", "hf-parquet", "hf-json", "hf-arrow", "hf-text"]
+KINDS = [
+    "text",
+    "jsonl",
+    "parquet",
+    "arrayrecord",
+    "tfrecord",
+    "hf-parquet",
+    "hf-json",
+    "hf-arrow",
+    "hf-text",
+]
 
 
 def documents(count, seed=0, longest=40):
     """The last letter tells which is which."""
     generator = random.Random(seed)
-    return ["".join(generator.choices("abc déf", k=generator.randint(2, longest))).strip() + "é" for _ in range(count)]
+    return [
+        "".join(generator.choices("abc déf", k=generator.randint(2, longest))).strip() + "é"
+        for _ in range(count)
+    ]
 
 
 def by_hand(text):
@@ -75,7 +90,11 @@ def records_of(out):
     found = []
     for path in sorted(Path(out).glob("*.array_record")):
         reader = ArrayRecordReader(str(path))
-        found += [tokens_of(record) for record in reader.read(0, reader.num_records())] if reader.num_records() else []
+        found += (
+            [tokens_of(record) for record in reader.read(0, reader.num_records())]
+            if reader.num_records()
+            else []
+        )
     return found
 
 
@@ -93,7 +112,9 @@ def test_every_kind_of_file(kind, make_config, tmp_path):
     assert made.shards == 3
     assert (made.counts.documents, made.counts.records, made.counts.bad) == (10, 10, 0)
     assert made.counts.tokens == made.tokens == sum(len(by_hand(text)) for text in texts)
-    assert made.counts.bytes == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.array_record"))
+    assert made.counts.bytes == sum(
+        path.stat().st_size for path in (tmp_path / "out").glob("*.array_record")
+    )
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (False, False)])
@@ -111,7 +132,9 @@ def test_a_learnt_tokenizer(make_config, write, tmp_path):
     texts = documents(6)
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"]))
+    library.train_from_iterator(
+        texts, tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"])
+    )
     (tmp_path / "learnt").mkdir()
     library.save(str(tmp_path / "learnt" / "tokenizer.json"))
     (tmp_path / "learnt" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
@@ -119,7 +142,9 @@ def test_a_learnt_tokenizer(make_config, write, tmp_path):
         grain_train_files=write(*texts), tokenizer_path=str(tmp_path / "learnt"), vocab_size=300,
     )  # fmt: skip
     prepare(config, tmp_path / "out", None, workers=1)
-    assert records_of(tmp_path / "out") == [[*library.encode(text).ids, library.token_to_id("</s>")] for text in texts]
+    assert records_of(tmp_path / "out") == [
+        [*library.encode(text).ids, library.token_to_id("</s>")] for text in texts
+    ]
 
 
 def test_a_document_without_text_has_no_record(make_config, write, tmp_path):
@@ -139,7 +164,9 @@ def spaceless(folder):
     """A tokenizer to which white space is nothing."""
     import tokenizers
 
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")
+    )
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     (folder / "words").mkdir()
     library.save(str(folder / "words" / "tokenizer.json"))
@@ -149,10 +176,20 @@ def spaceless(folder):
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "concat_then_split", "none"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_training_sees_the_same_batches(kind, packing, shuffle, make_config, tmp_path, few_open_rows):
+def test_training_sees_the_same_batches(
+    kind, packing, shuffle, make_config, tmp_path, few_open_rows
+):
     (tmp_path / "in").mkdir()
     how = {"packing": False} if packing == "none" else {"grain_packing_type": packing}
-    settings = dict(enable_data_shuffling=shuffle, num_epoch=2, max_target_length=16, global_batch_size_to_load=3) | how
+    settings = (
+        dict(
+            enable_data_shuffling=shuffle,
+            num_epoch=2,
+            max_target_length=16,
+            global_batch_size_to_load=3,
+        )
+        | how
+    )
     raw = make_config(**SOURCES[kind](tmp_path / "in", documents(30)), **settings)
     prepare(raw, tmp_path / "out", 7, workers=1)
     prepared = make_config(
@@ -187,7 +224,8 @@ def test_what_is_finished_stays(make_config, write, tmp_path):
     before = contents(out)
     again = prepare(config, out, 2, workers=1)
     assert (again.tokens, again.counts.records) == (0, 9)
-    # One lost, one cut, one that the manifest does not know yet, and what a killed run leaves behind.
+    # One lost, one cut, one that the manifest does not know yet, and what a killed run leaves
+    # behind.
     files = sorted(out.glob("*.array_record"))
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:100])
@@ -237,7 +275,10 @@ def test_killed_at_any_moment_and_taken_up(tmp_path):
             process = start(files, out, workers)
             begun = len(list(out.glob("*.array_record"))) if out.exists() else 0
             wanted = begun + generator.randint(1, 8)
-            while process.poll() is None and len(list(out.glob("*.array_record")) if out.exists() else []) < wanted:
+            while (
+                process.poll() is None
+                and len(list(out.glob("*.array_record")) if out.exists() else []) < wanted
+            ):
                 time.sleep(0.002)
             time.sleep(generator.random() * 0.02)
             process.send_signal(signal.SIGKILL)
@@ -280,10 +321,24 @@ def test_other_work_is_refused(make_config, write, tmp_path):
     prepare(make_config(**files), out, 2, workers=1)
     refused(r"begun with end \[2\], but now it is \[\]", make_config(**files, add_eos=False), out)
     refused(r"begun with beginning \[1\]", make_config(**files, add_bos=False), out)
-    refused("begun with shard_documents 2, but now it is 3", make_config(**files), out, shard_documents=3)
-    refused("begun with tokenizer .*259.* but now it is .*256", make_config(**files, vocab_size=256), out)
+    refused(
+        "begun with shard_documents 2, but now it is 3",
+        make_config(**files),
+        out,
+        shard_documents=3,
+    )
+    refused(
+        "begun with tokenizer .*259.* but now it is .*256",
+        make_config(**files, vocab_size=256),
+        out,
+    )
     # What has no part in the bytes may change.
-    assert prepare(make_config(**files, max_target_length=4, max_bad_records=7), out, 2, workers=1).tokens == 0
+    assert (
+        prepare(
+            make_config(**files, max_target_length=4, max_bad_records=7), out, 2, workers=1
+        ).tokens
+        == 0
+    )
     first = Path(folder) / "000.txt"
     stat = first.stat()
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
@@ -315,7 +370,9 @@ def test_data_that_is_refused(make_config, write, tmp_path):
     out, folder = tmp_path / "out", write("abc", "def")
     refused("cannot be prepared: name files", make_config(dataset_type=DatasetType.SYNTHETIC), out)
     refused("tokens already", make_config(grain_train_files=folder, tokenize_train_data=False), out)
-    refused("prepare each of its parts", make_config(grain_train_files=f"{folder},1;{folder},2"), out)
+    refused(
+        "prepare each of its parts", make_config(grain_train_files=f"{folder},1;{folder},2"), out
+    )
     refused("does not exist", make_config(grain_train_files=f"{folder}/missing.txt"), out)
     refused("is a stream", make_config(dataset_type=DatasetType.HF, hf_path="org/name"), out)
     refused("vocab_size", make_config(grain_train_files=folder, vocab_size=258), out)
@@ -330,7 +387,9 @@ def test_bad_records_are_counted_over_all_runs(make_config, tmp_path):
     out = tmp_path / "out"
 
     def config(most):
-        return make_config(grain_train_files=f"{tmp_path}/a.jsonl", grain_file_type="jsonl", max_bad_records=most)
+        return make_config(
+            grain_train_files=f"{tmp_path}/a.jsonl", grain_file_type="jsonl", max_bad_records=most
+        )
 
     with pytest.raises(UserError, match="line 2.*max_bad_records=0"):
         prepare(config(0), out, 2, workers=1)
@@ -341,7 +400,9 @@ def test_bad_records_are_counted_over_all_runs(make_config, tmp_path):
         assert len(list(out.glob("*.array_record"))) == 2  # what was finished is kept
     made = prepare(config(2), out, 2, workers=1)
     assert (made.counts.bad, made.counts.records) == (2, 4)
-    assert records_of(out) == [by_hand(text) for place, text in enumerate(documents(6)) if place not in (1, 4)]
+    assert records_of(out) == [
+        by_hand(text) for place, text in enumerate(documents(6)) if place not in (1, 4)
+    ]
     with pytest.raises(UserError, match="max_bad_records=0"):
         prepare(config(0), tmp_path / "by others", 2, workers=2)
     assert not list((tmp_path / "by others").glob(".*"))  # nobody writes any more

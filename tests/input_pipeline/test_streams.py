@@ -1,4 +1,6 @@
-"""Data streams: the same batches whoever loads them, and a position that other batch sizes and processes take up."""
+"""Data streams: the same batches whoever loads them, and a position that other batch sizes and
+processes take up.
+"""
 
 import json
 
@@ -6,7 +8,16 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import UserError
-from maxtext.input_pipeline import FIELDS, BatchIterator, Share, Split, Streams, join_states, sources, stream_count
+from maxtext.input_pipeline import (
+    FIELDS,
+    BatchIterator,
+    Share,
+    Split,
+    Streams,
+    join_states,
+    sources,
+    stream_count,
+)
 from maxtext.input_pipeline.streams import RowBuffer
 
 
@@ -50,7 +61,9 @@ def rows(streams):
 
 
 def dealt(count, first, number):
-    """Rows `first`, … of the deal, by its definition: row g is row g // count of stream g % count."""
+    """Rows `first`, … of the deal, by its definition: row g is row g // count of stream g %
+    count.
+    """
     return [100 * (row % count) + row // count for row in range(first, first + number)]
 
 
@@ -70,7 +83,9 @@ def test_a_batch_is_the_next_rows_of_the_deal(count, size, loaded):
         assert sorted(rows(batches)) == sorted(dealt(count, step * size, size))
 
 
-@pytest.mark.parametrize(("count", "size"), [(4, 4), (4, 8), (8, 4), (1, 4), (8, 12), (3, 4), (4, 6)])
+@pytest.mark.parametrize(
+    ("count", "size"), [(4, 4), (4, 8), (8, 4), (1, 4), (8, 12), (3, 4), (4, 6)]
+)
 @pytest.mark.parametrize("parts", [2, 4])
 def test_processes_load_what_one_loads(count, size, parts):
     processes = [streams_of(count, size, held=(part, parts)) for part in range(parts)]
@@ -85,7 +100,9 @@ def test_processes_load_what_one_loads(count, size, parts):
     assert rows(resumed) == rows(whole)
 
 
-@pytest.mark.parametrize(("count", "size", "streams"), [(8, 8, 4), (8, 64, 4), (8, 4, 4), (16, 4, 8), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("count", "size", "streams"), [(8, 8, 4), (8, 64, 4), (8, 4, 4), (16, 4, 8), (4, 2, 2)]
+)
 def test_half_of_the_devices_need_half_of_the_streams(count, size, streams):
     assert len(streams_of(count, size, held=(1, 2)).streams) == streams
 
@@ -94,7 +111,9 @@ def test_half_of_the_devices_need_half_of_the_streams(count, size, streams):
 @pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 8), (8, 3), (3, 7), (16, 2), (2, 16)])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_another_batch_size_goes_on_with_the_next_row(count, before, after, steps):
-    """The source loads as many rows at a time as a batch has, so the size of its batches changes as well."""
+    """The source loads as many rows at a time as a batch has, so the size of its batches changes as
+    well.
+    """
     saved = streams_of(count, before, of_size(before))
     for _ in range(steps):
         rows(saved)
@@ -114,7 +133,9 @@ def test_a_position_keeps_its_number_of_streams():
 
 
 def test_a_position_of_an_older_version_goes_on():
-    """Each stream had the step, and the rows used of a batch, which was as large as the batch size of that run."""
+    """Each stream had the step, and the rows used of a batch, which was as large as the batch size
+    of that run.
+    """
     saved = {
         str(number): {"step": 2, "used": 2, "started": True, "source": {"row": 2}} for number in range(4)
     } | {"3": {"step": 2, "used": 0, "started": False, "source": {"row": 4}}}  # fmt: skip
@@ -144,13 +165,18 @@ def test_in_several_processes_the_first_stream_that_ends_is_the_end():
 
 
 def test_one_process_goes_on_with_the_streams_that_are_left():
-    """Three streams of 2, 7 and 4 rows: every row once, in turn, but those that fill no batch; also after a resume."""
+    """Three streams of 2, 7 and 4 rows: every row once, in turn, but those that fill no batch; also
+    after a resume.
+    """
     lengths = [2, 7, 4]
 
     def make(*share):
         return Counting(*share, lengths[share[0]], 3)
 
-    deal, left = [], [list(range(100 * number, 100 * number + length)) for number, length in enumerate(lengths)]
+    deal, left = (
+        [],
+        [list(range(100 * number, 100 * number + length)) for number, length in enumerate(lengths)],
+    )
     while any(left):
         deal += [stream.pop(0) for stream in left if stream]
     for size in (1, 2, 3, 4, 5, 13):
@@ -187,14 +213,20 @@ def test_padding_is_in_the_place_of_its_stream():
 
 
 def test_streams_of_text_cover_every_document_once(make_config, write):
-    """Four streams of files, one document a row: together they have each document once, and none twice."""
+    """Four streams of files, one document a row: together they have each document once, and none
+    twice.
+    """
     documents = [f"document number {number:02d}" for number in range(32)]
-    config = make_config(grain_train_files=write(*documents), packing=False, max_target_length=32, num_epoch=1)
+    config = make_config(
+        grain_train_files=write(*documents), packing=False, max_target_length=32, num_epoch=1
+    )
 
     def make(number, count, beside, whole_window):
         return sources.make_train_iterator(config, Share(1, number, count, least=1))
 
-    assert sources.most_streams(config, Split.TRAIN) == 1  # too few to be worth more, unless data_streams says so
+    assert (
+        sources.most_streams(config, Split.TRAIN) == 1
+    )  # too few to be worth more, unless data_streams says so
     streams = streams_of(4, 4, make)
     seen = [tuple(row) for batch in streams for row in batch["inputs"]]
     assert len(seen) == len(set(seen)) == len(documents)

@@ -63,7 +63,9 @@ def test_the_position_is_the_row(config):
 
 def test_rows_do_not_depend_on_the_batch_size(config):
     small, large = (make_iterator(config, Split.TRAIN, Share(rows)) for rows in (2, 6))
-    np.testing.assert_array_equal(np.concatenate([next(small)["inputs"] for _ in range(3)]), next(large)["inputs"])
+    np.testing.assert_array_equal(
+        np.concatenate([next(small)["inputs"] for _ in range(3)]), next(large)["inputs"]
+    )
     large.set_state(small.get_state())
     np.testing.assert_array_equal(next(large)["inputs"][:2], next(small)["inputs"])
 
@@ -97,5 +99,7 @@ def test_reuse_example_batch(config):
 
 def test_a_position_of_another_source_is_refused(config, make_config, write):
     state = make_train_iterator(make_config(grain_train_files=write("abcdefgh"))).get_state()
-    with pytest.raises(ConfigError, match="dataset_type=grain, but this run has dataset_type=synthetic"):
+    with pytest.raises(
+        ConfigError, match="dataset_type=grain, but this run has dataset_type=synthetic"
+    ):
         make_train_iterator(config).set_state(state)

@@ -12,7 +12,15 @@ from maxtext.input_pipeline.sources import make_iterator
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in ("b.txt", "a.md", "deep/c.txt", "deep/er/d.txt", ".hidden", ".git/e.txt", "f[1].txt"):
+    for name in (
+        "b.txt",
+        "a.md",
+        "deep/c.txt",
+        "deep/er/d.txt",
+        ".hidden",
+        ".git/e.txt",
+        "f[1].txt",
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text("x")
@@ -36,7 +44,9 @@ def tree(tmp_path):
     ],
 )
 def test_paths(tree, value, names):
-    assert find_files("grain_train_files", value.replace("{}", str(tree))) == [str(tree / name) for name in names]
+    assert find_files("grain_train_files", value.replace("{}", str(tree))) == [
+        str(tree / name) for name in names
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,20 +83,27 @@ def test_too_little_text_is_said_with_its_numbers(make_config, write):
     ) as raised:
         make_train_iterator(config)
     (sentence,) = raised.value.problems
-    assert all(key in sentence for key in ("num_epoch", "per_device_batch_size", "max_target_length"))
+    assert all(
+        key in sentence for key in ("num_epoch", "per_device_batch_size", "max_target_length")
+    )
     assert "use_truncation" not in sentence
     assert len(list(make_train_iterator(config.model_copy(update={"num_epoch": 4})))) == 1
 
 
 def test_too_little_text_because_of_truncation(make_config, write):
     config = make_config(grain_train_files=write("a" * 100), global_batch_size_to_load=2)
-    with pytest.raises(ConfigError, match=r"has 8 tokens .* needs 16 .*use_truncation=false, which now leaves out 93"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has 8 tokens .* needs 16 .*use_truncation=false, which now leaves out 93",
+    ):
         make_train_iterator(config)
     assert len(list(make_train_iterator(config.model_copy(update={"use_truncation": False})))) == 6
 
 
 def test_too_few_documents_without_packing(make_config, write):
-    config = make_config(grain_train_files=write("abc", "de"), packing=False, global_batch_size_to_load=3)
+    config = make_config(
+        grain_train_files=write("abc", "de"), packing=False, global_batch_size_to_load=3
+    )
     with pytest.raises(ConfigError, match="7 tokens in 2 documents, one a row"):
         make_train_iterator(config)
 
@@ -121,9 +138,15 @@ def test_large_files_are_read_ahead_one_by_one(make_config):
 
     def ahead(*megabytes, packet=1, known=True, beside=1):
         sizes = np.array(megabytes) * 2**20
-        facts = {"sizes": sizes if known else None, "nbytes": int(sizes.sum()), "__len__": lambda self: len(sizes)}
+        facts = {
+            "sizes": sizes if known else None,
+            "nbytes": int(sizes.sum()),
+            "__len__": lambda self: len(sizes),
+        }
         documents = type("Documents", (), facts)()
-        options = pipeline.read_options(config, Split.TRAIN, [pipeline.Part(documents)], packet, beside)
+        options = pipeline.read_options(
+            config, Split.TRAIN, [pipeline.Part(documents)], packet, beside
+        )
         return options.prefetch_buffer_size, options.num_threads
 
     assert ahead(1, 1, 1) == (6, 4)  # all fit, the key stands

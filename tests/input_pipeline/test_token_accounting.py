@@ -1,4 +1,6 @@
-"""Every token of real text exactly once, for each way of packing, against a naive loop over the documents."""
+"""Every token of real text exactly once, for each way of packing, against a naive loop over the
+documents.
+"""
 
 import sysconfig
 from collections import Counter
@@ -10,7 +12,9 @@ import pytest
 from maxtext.input_pipeline import Split, open_streams
 
 LENGTH, ROWS = 96, 6
-TEXTS = [path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib"), "json").glob("*.py"))]
+TEXTS = [
+    path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib"), "json").glob("*.py"))
+]
 # Paragraphs, of very different lengths; none is empty.
 DOCUMENTS = [part for text in TEXTS for part in text.decode().split("\n\n") if part.strip()]
 
@@ -23,8 +27,8 @@ def pairs(document, truncate):
 
 
 def naive(packing, truncate, epochs):
-    """The segments of all rows: pieces of one document of at most LENGTH pairs, cut also where a row ends if they are
-    put one after the other."""
+    """The segments of all rows: pieces of one document of at most LENGTH pairs, cut also where a
+    row ends if they are put one after the other."""
     documents = [pairs(document, truncate) for document in DOCUMENTS] * epochs
     if packing != "concat_then_split":
         return Counter(
@@ -32,10 +36,16 @@ def naive(packing, truncate, epochs):
             for document in documents
             for start in range(0, len(document), LENGTH)
         )
-    numbered = list(chain.from_iterable(((number, pair) for pair in one) for number, one in enumerate(documents)))
+    numbered = list(
+        chain.from_iterable(
+            ((number, pair) for pair in one) for number, one in enumerate(documents)
+        )
+    )
     rows = (numbered[start : start + LENGTH] for start in range(0, len(numbered), LENGTH))
     return Counter(
-        tuple(pair for _, pair in segment) for row in rows for _, segment in groupby(row, key=lambda one: one[0])
+        tuple(pair for _, pair in segment)
+        for row in rows
+        for _, segment in groupby(row, key=lambda one: one[0])
     )
 
 
@@ -53,7 +63,14 @@ def segments(batches):
 @pytest.mark.parametrize("truncate", [False, True])
 @pytest.mark.parametrize(
     ("packing", "streams"),
-    [("first_fit", 1), ("first_fit", 3), ("best_fit", 1), ("best_fit", 3), ("none", 3), ("concat_then_split", 1)],
+    [
+        ("first_fit", 1),
+        ("first_fit", 3),
+        ("best_fit", 1),
+        ("best_fit", 3),
+        ("none", 3),
+        ("concat_then_split", 1),
+    ],
 )
 @pytest.mark.parametrize("split", Split)
 def test_every_token_once(make_config, write, packing, streams, truncate, split):

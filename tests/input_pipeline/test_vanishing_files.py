@@ -1,4 +1,6 @@
-"""Files that vanish or shrink while a run reads them: a sentence that names the file, whatever the format."""
+"""Files that vanish or shrink while a run reads them: a sentence that names the file, whatever the
+format.
+"""
 
 import os
 from itertools import islice
@@ -12,7 +14,8 @@ from tests.input_pipeline.corpora import SOURCES
 
 # Files of many pages: a mapped file that loses its last page ends the process that reads from it.
 DOCUMENTS = [f"document number {number:03} of many, " * 100 for number in range(120)]
-# The user's function has the documents in memory; `datasets` reads files by itself; the others are in the same formats.
+# The user's function has the documents in memory; `datasets` reads files by itself; the others are
+# in the same formats.
 FORMATS = ["text", "jsonl", "parquet", "arrayrecord", "tfrecord", "hf-arrow", "hf-text"]
 
 
@@ -54,6 +57,8 @@ def test_a_file_that_shrinks(make_config, tmp_path, source, monkeypatch):
     """Text files are read as they are: a shorter file is a shorter document."""
     if source != "hf-arrow":  # of the others some have read so small a file as a whole
         monkeypatch.setattr(cache, "OPEN_FILES", 1)
-    said = run_until(make_config, tmp_path, source, lambda path: os.truncate(path, path.stat().st_size // 2))
+    said = run_until(
+        make_config, tmp_path, source, lambda path: os.truncate(path, path.stat().st_size // 2)
+    )
     assert str(tmp_path) in said
     assert "\n" not in said

@@ -1,4 +1,6 @@
-"""Streams in worker processes: the same batches and positions as here, the same errors, and no process left behind."""
+"""Streams in worker processes: the same batches and positions as here, the same errors, and no
+process left behind.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.input_pipeline.workers import Workers, stream_opener, worker_count
 
-DOCUMENTS = ["".join(chr(97 + (place * number) % 26) for place in range(number % 30)) for number in range(40)]
+DOCUMENTS = [
+    "".join(chr(97 + (place * number) % 26) for place in range(number % 30)) for number in range(40)
+]
 
 
 @pytest.fixture
@@ -37,7 +41,10 @@ def here(config):
 
 
 def alive(process):
-    return os.path.exists(f"/proc/{process}") and "Z" not in open(f"/proc/{process}/stat").read().split()[2]
+    return (
+        os.path.exists(f"/proc/{process}")
+        and "Z" not in open(f"/proc/{process}/stat").read().split()[2]
+    )
 
 
 def test_the_same_batches_and_positions(config):
@@ -67,7 +74,9 @@ def test_the_same_batches_and_positions(config):
 
 @pytest.mark.slow
 def test_errors_are_those_of_the_source(config):
-    open_stream = stream_opener(config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN)
+    open_stream = stream_opener(
+        config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN
+    )
     with pytest.raises(ConfigError, match="grain_train_files: /nowhere does not exist"):
         open_stream(Share(1))
     with pytest.raises(ConfigError, match="but one batch needs 80000"):
@@ -87,7 +96,9 @@ def test_a_worker_that_dies_is_noticed(config):
     next(stream)
     stream.worker.process.kill()
     stream.worker.process.wait()
-    with pytest.raises(UserError, match=r"worker process of the data pipeline ended \(exit code -9\)"):
+    with pytest.raises(
+        UserError, match=r"worker process of the data pipeline ended \(exit code -9\)"
+    ):
         next(stream)
 
 
@@ -130,7 +141,14 @@ def test_control_c_is_for_the_caller_from_the_first_moment():
 def test_the_number_of_workers(make_config, monkeypatch):
     monkeypatch.setattr(workers, "cores", lambda: 6)
     assert worker_count(make_config(grain_worker_count=3), Split.TRAIN) == 3
-    assert worker_count(make_config(grain_worker_count=3, grain_worker_count_eval=0), Split.EVAL) == 0
-    assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=10**6), Split.TRAIN) == 6
-    assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1024), Split.TRAIN) == 4
+    assert (
+        worker_count(make_config(grain_worker_count=3, grain_worker_count_eval=0), Split.EVAL) == 0
+    )
+    assert (
+        worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=10**6), Split.TRAIN)
+        == 6
+    )
+    assert (
+        worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1024), Split.TRAIN) == 4
+    )
     assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1), Split.TRAIN) == 1

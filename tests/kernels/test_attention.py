@@ -1,6 +1,7 @@
 """Attention back ends against torch and a float64 reference, forward and gradients.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
+value size.
 """
 
 from dataclasses import replace
@@ -23,7 +24,9 @@ SCALE = 0.3
 SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], np.int32)
 
 
-def problem(batch=2, q_length=12, k_length=None, q_heads=4, k_heads=2, head_size=8, value_size=None, seed=0):
+def problem(
+    batch=2, q_length=12, k_length=None, q_heads=4, k_heads=2, head_size=8, value_size=None, seed=0
+):
     """q, k, v and the gradient that comes back to the output, in float64."""
     k_length, value_size = k_length or q_length, value_size or head_size
     draw = np.random.default_rng(seed).normal
@@ -55,7 +58,9 @@ def index(batch, length):
 
 
 def reference(q, k, v, gradient, mask, soft_cap=None, sinks=None):
-    """Output and gradients of q, k, v (and sinks) in float64: softmax by hand in numpy, its derivative written out."""
+    """Output and gradients of q, k, v (and sinks) in float64: softmax by hand in numpy, its
+    derivative written out.
+    """
     groups = q.shape[2] // k.shape[2]
     k_all, v_all = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
     raw = SCALE * np.einsum("bshd,bthd->bhst", q, k_all)
@@ -95,7 +100,9 @@ def torch_reference(q, k, v, gradient, mask):
 
 def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
     """Output and gradients of `attend` on dot_product, or of a back end's own `run` on Inputs."""
-    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    options = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
     arrays = [jnp.asarray(array, dtype) for array in (q, k, v)]
     arrays += [jnp.asarray(sinks, jnp.float32)] if sinks is not None else []
 
@@ -116,7 +123,9 @@ def assert_close(actual, expected, tolerance=1e-5):
     assert len(actual) == len(expected)
     for got, want in zip(actual, expected, strict=True):
         assert got.shape == want.shape
-        np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), want, atol=tolerance, rtol=tolerance
+        )
 
 
 # ---- dot_product, the definition
@@ -139,7 +148,9 @@ def test_dot_product_matches_torch(visibility, k_heads):
     mask = visible(visibility, index(2, 12), index(2, 12))
     expected = torch_reference(*case, mask)
     assert_close(ours(*case, visibility=visibility), expected)
-    assert_close(expected, reference(*case, mask), 1e-12)  # the numpy reference used below is torch's, too
+    assert_close(
+        expected, reference(*case, mask), 1e-12
+    )  # the numpy reference used below is torch's, too
 
 
 def test_dot_product_with_other_lengths_and_value_size_matches_torch():
@@ -150,9 +161,13 @@ def test_dot_product_with_other_lengths_and_value_size_matches_torch():
 
 
 @pytest.mark.parametrize(
-    "visibility", [Visibility(), Visibility(causal=False), Visibility(window=3), Visibility(chunk=4)], ids=str
+    "visibility",
+    [Visibility(), Visibility(causal=False), Visibility(window=3), Visibility(chunk=4)],
+    ids=str,
 )
-@pytest.mark.parametrize(("soft_cap", "with_sinks"), [(None, False), (1.5, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize(
+    ("soft_cap", "with_sinks"), [(None, False), (1.5, False), (None, True), (1.5, True)]
+)
 def test_segments_soft_cap_and_sinks(visibility, soft_cap, with_sinks):
     case = problem()
     sinks = np.array([-1.0, 0.0, 0.5, 2.0]) if with_sinks else None
@@ -164,27 +179,40 @@ def test_segments_soft_cap_and_sinks(visibility, soft_cap, with_sinks):
 
 def test_segments_of_keys_may_be_their_own_array():
     case = problem()
-    expected = reference(*case, visible(Visibility(), index(2, 12), index(2, 12), SEGMENTS, SEGMENTS[:, ::-1]))
+    expected = reference(
+        *case, visible(Visibility(), index(2, 12), index(2, 12), SEGMENTS, SEGMENTS[:, ::-1])
+    )
     actual = ours(*case, visibility=Visibility(), q_segments=SEGMENTS, k_segments=SEGMENTS[:, ::-1])
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("visibility", [Visibility(), Visibility(window=3), Visibility(chunk=4)], ids=str)
+@pytest.mark.parametrize(
+    "visibility", [Visibility(), Visibility(window=3), Visibility(chunk=4)], ids=str
+)
 def test_positions_decide_what_is_visible(visibility):
     case = problem(q_length=3, k_length=12)
-    q_positions = np.array([[7, 8, 9], [0, 3, 30]], np.int32)  # decoding: one row sees only key 0, one query none
+    q_positions = np.array(
+        [[7, 8, 9], [0, 3, 30]], np.int32
+    )  # decoding: one row sees only key 0, one query none
     k_positions = np.array([np.arange(12), np.roll(np.arange(12), 5)], np.int32)
     expected = reference(*case, visible(visibility, q_positions, k_positions))
-    assert_close(ours(*case, visibility=visibility, q_positions=q_positions, k_positions=k_positions), expected)
+    assert_close(
+        ours(*case, visibility=visibility, q_positions=q_positions, k_positions=k_positions),
+        expected,
+    )
     only_queries = reference(*case, visible(visibility, q_positions, index(2, 12)))
     assert_close(ours(*case, visibility=visibility, q_positions=q_positions), only_queries)
 
 
 def test_packed_rows_need_no_positions_for_causal_and_window():
-    restarting = np.array([[*range(5), *range(4), *range(3)], [*range(2), *range(6), *range(4)]], np.int32)
+    restarting = np.array(
+        [[*range(5), *range(4), *range(3)], [*range(2), *range(6), *range(4)]], np.int32
+    )
     for visibility in (Visibility(), Visibility(window=3)):
         by_position = visible(visibility, restarting, restarting, SEGMENTS, SEGMENTS)
-        assert (by_position == visible(visibility, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)).all()
+        assert (
+            by_position == visible(visibility, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)
+        ).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -209,7 +237,9 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(dtype, with_sinks)
 
 def test_the_output_of_low_precision_inputs():
     """In bfloat16, the flags that keep more of the logits bring the output closer to float64."""
-    q, k, v, gradient = (np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64) for array in problem(head_size=64))
+    q, k, v, gradient = (
+        np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64) for array in problem(head_size=64)
+    )
     expected = reference(q, k, v, gradient, visible(Visibility(), index(2, 12), index(2, 12)))[0]
 
     def error(**flags):
@@ -225,9 +255,11 @@ def test_the_output_of_low_precision_inputs():
 def test_plain_causal_attention_builds_no_mask_of_the_batch():
     case = [jnp.asarray(array, jnp.float32) for array in problem(batch=3)[:3]]
     program = str(
-        jax.make_jaxpr(lambda q, k, v: attend(q, k, v, backend="dot_product", visibility=Visibility(), scale=SCALE))(
-            *case
-        )
+        jax.make_jaxpr(
+            lambda q, k, v: attend(
+                q, k, v, backend="dot_product", visibility=Visibility(), scale=SCALE
+            )
+        )(*case)
     )
     assert "bool[12,12]" in program
     assert "bool[3,12,12]" not in program
@@ -250,10 +282,16 @@ SINKS = np.array([-1.0, 0.0, 0.5, 2.0])
     [
         (Visibility(window=100), {"q_segments": LONG_SEGMENTS, "soft_cap": 1.5, "sinks": SINKS}),
         pytest.param(Visibility(chunk=96), {"block_sizes": SMALL_BLOCKS}, marks=pytest.mark.slow),
-        pytest.param(Visibility(causal=False), {"q_segments": LONG_SEGMENTS}, marks=pytest.mark.slow),
+        pytest.param(
+            Visibility(causal=False), {"q_segments": LONG_SEGMENTS}, marks=pytest.mark.slow
+        ),
         pytest.param(
             Visibility(),
-            {"block_sizes": replace(SMALL_BLOCKS, use_fused_bwd=True, kv_dkv=256, k_layout="SEQ_MINOR")},
+            {
+                "block_sizes": replace(
+                    SMALL_BLOCKS, use_fused_bwd=True, kv_dkv=256, k_layout="SEQ_MINOR"
+                )
+            },
             marks=pytest.mark.slow,
         ),
     ],
@@ -295,9 +333,13 @@ def test_flash_zeroes_queries_whose_segment_has_no_key():
     np.testing.assert_allclose(output[:, :64], expected[:, :64], atol=1e-5)
 
 
-@pytest.mark.parametrize("visibility", [Visibility(), Visibility(window=100), Visibility(chunk=96)], ids=str)
+@pytest.mark.parametrize(
+    "visibility", [Visibility(), Visibility(window=100), Visibility(chunk=96)], ids=str
+)
 def test_flash_lowers_for_a_tpu_without_one(visibility):
-    """Pallas turns the kernels into Mosaic programs on any machine: one forward, one for dk and dv, one for dq."""
+    """Pallas turns the kernels into Mosaic programs on any machine: one forward, one for dk and dv,
+    one for dq.
+    """
     q = jax.ShapeDtypeStruct((2, 1024, 4, 192), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, 1024, 2, 192), jnp.bfloat16)
     v = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16)
@@ -305,8 +347,17 @@ def test_flash_lowers_for_a_tpu_without_one(visibility):
     sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
 
     def loss(q, k, v, segments, sinks):
-        options = {"visibility": visibility, "q_segments": segments, "sinks": sinks, "soft_cap": 50.0}
-        return attend(q, k, v, backend="flash", scale=SCALE, platform="tpu", **options).astype(jnp.float32).sum()
+        options = {
+            "visibility": visibility,
+            "q_segments": segments,
+            "sinks": sinks,
+            "soft_cap": 50.0,
+        }
+        return (
+            attend(q, k, v, backend="flash", scale=SCALE, platform="tpu", **options)
+            .astype(jnp.float32)
+            .sum()
+        )
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 4)))
     program = jax.export.export(gradients, platforms=["tpu"])(q, k, v, segments, sinks)
@@ -324,7 +375,8 @@ def test_chunk_mask_is_read_by_blocks_and_equal_by_value():
 
 
 @pytest.mark.parametrize(
-    ("size", "length", "expected"), [(512, 2048, 512), (512, 256, 256), (512, 640, 128), (300, 768, 256)]
+    ("size", "length", "expected"),
+    [(512, 2048, 512), (512, 256, 256), (512, 640, 128), (300, 768, 256)],
 )
 def test_blocks_fit_the_length(size, length, expected):
     assert fitting(size, length) == expected
@@ -360,7 +412,9 @@ def without_cudnn(monkeypatch):
 def test_cudnn_is_asked_for_the_right_thing(without_cudnn, visibility, segments):
     case = problem(value_size=6)
     mask = visible(visibility, index(2, 12), index(2, 12), segments, segments)
-    actual = ours(*case, run=cudnn.run, visibility=visibility, q_segments=segments, k_segments=segments)
+    actual = ours(
+        *case, run=cudnn.run, visibility=visibility, q_segments=segments, k_segments=segments
+    )
     assert_close(actual, reference(*case, mask))
 
 

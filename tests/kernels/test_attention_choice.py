@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import BACKENDS, BlockSizes, Request, Visibility, attend, choose, try_backends
+from maxtext.kernels.attention import (
+    BACKENDS,
+    BlockSizes,
+    Request,
+    Visibility,
+    attend,
+    choose,
+    try_backends,
+)
 from maxtext.kernels.attention.dispatch import announce
 
 SCALE = 0.3
@@ -86,7 +94,12 @@ def test_what_flash_cannot_do(change, word):
     [
         {},
         {"dtype": "float32"},
-        {"soft_cap": 50.0, "has_sinks": True, "has_segments": True, "visibility": Visibility(chunk=100)},
+        {
+            "soft_cap": 50.0,
+            "has_sinks": True,
+            "has_segments": True,
+            "visibility": Visibility(chunk=100),
+        },
         {"head_size": 192},
         {"visibility": Visibility(causal=False), "q_length": 128},
     ],
@@ -98,14 +111,23 @@ def test_what_flash_can_do_goes_to_it(change):
 def test_a_cpu_gets_dot_product_which_supports_everything():
     assert choose(CPU) == "dot_product"
     anything = replace(
-        CPU, dtype="float64", q_length=7, custom_positions=True, soft_cap=1.0, has_sinks=True, has_selection=True
+        CPU,
+        dtype="float64",
+        q_length=7,
+        custom_positions=True,
+        soft_cap=1.0,
+        has_sinks=True,
+        has_selection=True,
     )
     assert BACKENDS["dot_product"].supports(anything) is None
 
 
 def arrays(length=12, q_heads=4, k_heads=2, head_size=8):
     draw = np.random.default_rng(0).normal
-    return [jnp.asarray(draw(size=(2, length, heads, head_size)), jnp.float32) for heads in (q_heads, k_heads, k_heads)]
+    return [
+        jnp.asarray(draw(size=(2, length, heads, head_size)), jnp.float32)
+        for heads in (q_heads, k_heads, k_heads)
+    ]
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn_flash_jax"])
@@ -119,7 +141,13 @@ def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend)
 
 def test_an_error_on_another_platform_names_what_is_best_there():
     with pytest.raises(ConfigError, match="use flash or autoselected"):
-        attend(*arrays(length=128), backend="cudnn_flash_jax", visibility=Visibility(), scale=SCALE, platform="tpu")
+        attend(
+            *arrays(length=128),
+            backend="cudnn_flash_jax",
+            visibility=Visibility(),
+            scale=SCALE,
+            platform="tpu",
+        )
 
 
 @pytest.mark.parametrize(("backend", "platform"), [("flash", "tpu"), ("cudnn_flash_jax", "gpu")])
@@ -127,7 +155,16 @@ def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend,
     q, k, v = (array.astype(jnp.bfloat16) for array in arrays(length=128))
     selected = jnp.ones((2, 1, 128, 128), bool)
     with pytest.raises(ConfigError) as caught:
-        attend(q, k, v, backend=backend, visibility=Visibility(), scale=SCALE, platform=platform, selected=selected)
+        attend(
+            q,
+            k,
+            v,
+            backend=backend,
+            visibility=Visibility(),
+            scale=SCALE,
+            platform=platform,
+            selected=selected,
+        )
     (sentence,) = caught.value.problems
     assert sentence == (
         f"Attention back end {backend} cannot do this: it takes no selection of keys; use dot_product or autoselected."
@@ -148,7 +185,9 @@ def test_autoselected_computes_and_logs_once(caplog, monkeypatch):
         output = attend(q, k, v, backend="autoselected", **options)
         attend(q, k, v, backend="autoselected", **options)
     np.testing.assert_array_equal(output, attend(q, k, v, backend="dot_product", **options))
-    assert [record.message.split(" for ")[0] for record in caplog.records] == ["attention: dot_product on cpu"]
+    assert [record.message.split(" for ")[0] for record in caplog.records] == [
+        "attention: dot_product on cpu"
+    ]
 
 
 def test_the_log_says_why_the_faster_one_was_not_taken(caplog, monkeypatch):
@@ -161,7 +200,9 @@ def test_the_log_says_why_the_faster_one_was_not_taken(caplog, monkeypatch):
 def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
     seen = []
     monkeypatch.setitem(
-        BACKENDS, "dot_product", replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.visibility))
+        BACKENDS,
+        "dot_product",
+        replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.visibility)),
     )
     for visibility in (Visibility(window=12), Visibility(chunk=12), Visibility(window=11)):
         attend(*arrays(), backend="dot_product", visibility=visibility, scale=SCALE)
@@ -169,7 +210,8 @@ def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"causal": False, "window": 3}, {"window": 3, "chunk": 4}, {"window": 0}, {"chunk": -1}]
+    "options",
+    [{"causal": False, "window": 3}, {"window": 3, "chunk": 4}, {"window": 0}, {"chunk": -1}],
 )
 def test_impossible_visibility(options):
     with pytest.raises(ConfigError):

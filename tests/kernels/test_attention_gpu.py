@@ -1,7 +1,9 @@
-"""cudnn_flash_jax against dot_product on an NVIDIA GPU, forward and gradients, in bfloat16. Skipped without one.
+"""cudnn_flash_jax against dot_product on an NVIDIA GPU, forward and gradients, in bfloat16. Skipped
+without one.
 
 Shapes: B batch, S query length, H query heads, K key/value heads, D head size, Dv value size.
-dot_product computes in float32 from the same bfloat16 inputs, so that the distance is cuDNN's alone.
+dot_product computes in float32 from the same bfloat16 inputs, so that the distance is cuDNN's
+alone.
 """
 
 import jax
@@ -28,10 +30,26 @@ CASES = {
     "segments in chunks": {"visibility": Visibility(chunk=64), "q_segments": PADDED},
     "packed": {"visibility": Visibility(), "q_segments": PADDED, "most_segments": 3},
     "packed, with room": {"visibility": Visibility(), "q_segments": PADDED, "most_segments": 8},
-    "packed all to all": {"visibility": Visibility(causal=False), "q_segments": PADDED, "most_segments": 3},
-    "packed in a window": {"visibility": Visibility(window=100), "q_segments": PADDED, "most_segments": 3},
-    "packed in chunks": {"visibility": Visibility(chunk=128), "q_segments": PADDED, "most_segments": 3},
-    "own segments of keys": {"visibility": Visibility(), "q_segments": PADDED, "k_segments": PADDED[::-1].copy()},
+    "packed all to all": {
+        "visibility": Visibility(causal=False),
+        "q_segments": PADDED,
+        "most_segments": 3,
+    },
+    "packed in a window": {
+        "visibility": Visibility(window=100),
+        "q_segments": PADDED,
+        "most_segments": 3,
+    },
+    "packed in chunks": {
+        "visibility": Visibility(chunk=128),
+        "q_segments": PADDED,
+        "most_segments": 3,
+    },
+    "own segments of keys": {
+        "visibility": Visibility(),
+        "q_segments": PADDED,
+        "k_segments": PADDED[::-1].copy(),
+    },
 }
 
 
@@ -47,11 +65,15 @@ def draw(q_heads, k_heads, head_size, value_size, dtype=jnp.bfloat16):
 def compute(backend, arrays, **options):
     """Output and gradients of q, k and v, as float64."""
     *arrays, gradient = arrays
-    options = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    options = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+    }
 
     @jax.jit
     def both(q, k, v, gradient):
-        output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, backend=backend, scale=0.1, **options), q, k, v)
+        output, pull = jax.vjp(
+            lambda q, k, v: attend(q, k, v, backend=backend, scale=0.1, **options), q, k, v
+        )
         return output, *pull(gradient)
 
     return [np.asarray(array, np.float64) for array in both(*arrays, gradient)]
@@ -60,11 +82,16 @@ def compute(backend, arrays, **options):
 def compare(arrays, **options):
     actual = compute("cudnn_flash_jax", arrays, **options)
     with jax.default_matmul_precision("highest"):
-        expected = compute("dot_product", [array.astype(jnp.float32) for array in arrays], **options)
+        expected = compute(
+            "dot_product", [array.astype(jnp.float32) for array in arrays], **options
+        )
     for name, got, want in zip(("output", "dq", "dk", "dv"), actual, expected, strict=True):
         assert np.isfinite(got).all(), name
-        # bfloat16 keeps 8 bits: an element may be off by that share of its size and of a typical element's.
-        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2 * max(1.0, want.std()), err_msg=name)
+        # bfloat16 keeps 8 bits: an element may be off by that share of its size and of a typical
+        # element's.
+        np.testing.assert_allclose(
+            got, want, rtol=2e-2, atol=2e-2 * max(1.0, want.std()), err_msg=name
+        )
         assert np.abs(got - want).mean() < 1e-2 * (want.std() + 1e-3), name
     return actual
 
@@ -75,7 +102,15 @@ def test_cudnn_matches_dot_product(case):
 
 
 @pytest.mark.parametrize(
-    "heads", [(4, 4, 128, 128), (8, 1, 64, 64), (4, 2, 256, 256), (4, 4, 192, 128), (4, 4, 64, 128), (4, 4, 72, 72)]
+    "heads",
+    [
+        (4, 4, 128, 128),
+        (8, 1, 64, 64),
+        (4, 2, 256, 256),
+        (4, 4, 192, 128),
+        (4, 4, 64, 128),
+        (4, 4, 72, 72),
+    ],
 )
 def test_heads_and_sizes(heads):
     compare(draw(*heads), visibility=Visibility())
@@ -93,7 +128,11 @@ def test_padding_gives_zero_and_no_gradient():
 
 def test_packed_rows_of_more_segments_than_said_are_not_numbers():
     output, *_ = compute(
-        "cudnn_flash_jax", draw(4, 2, 64, 64), visibility=Visibility(), q_segments=PADDED, most_segments=2
+        "cudnn_flash_jax",
+        draw(4, 2, 64, 64),
+        visibility=Visibility(),
+        q_segments=PADDED,
+        most_segments=2,
     )
     assert np.isnan(output[0, PADDED[0] != 0]).all()
     assert np.isfinite(output[1]).all()
@@ -106,8 +145,8 @@ def test_packed_with_heads_of_two_sizes():
 def test_autoselected_takes_cudnn_here():
     assert dict(try_backends())["cudnn_flash_jax"] == "works"
     arrays = draw(4, 2, 64, 64)
-    taken = jax.jit(lambda q, k, v: attend(q, k, v, backend="autoselected", visibility=Visibility(), scale=0.1)).lower(
-        *arrays[:3]
-    )
+    taken = jax.jit(
+        lambda q, k, v: attend(q, k, v, backend="autoselected", visibility=Visibility(), scale=0.1)
+    ).lower(*arrays[:3])
     assert "cudnn" in taken.as_text()
     assert BACKENDS["cudnn_flash_jax"].platform == "gpu"

@@ -1,5 +1,5 @@
-"""Packed rows as cuDNN is told of them: where documents begin and how long they are. What it makes of that is compared
-with dot_product in test_attention_gpu.py, on a GPU."""
+"""Packed rows as cuDNN is told of them: where documents begin and how long they are. What it makes
+of that is compared with dot_product in test_attention_gpu.py, on a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,8 @@ def test_runs_of_random_rows():
 
 
 @pytest.mark.parametrize(
-    ("most", "heads", "packed"), [(4, 2, True), (4, 1, True), (8, 2, True), (9, 2, False), (0, 2, False)]
+    ("most", "heads", "packed"),
+    [(4, 2, True), (4, 1, True), (8, 2, True), (9, 2, False), (0, 2, False)],
 )
 def test_rows_of_few_segments_need_no_mask(monkeypatch, most, heads, packed):
     monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
@@ -47,7 +48,9 @@ def test_rows_of_few_segments_need_no_mask(monkeypatch, most, heads, packed):
 
     def run(q, k, v, segments):
         options = {"q_segments": segments, "most_segments": most, "platform": "gpu"}
-        return attend(q, k, v, backend="cudnn_flash_jax", visibility=Visibility(), scale=0.1, **options)
+        return attend(
+            q, k, v, backend="cudnn_flash_jax", visibility=Visibility(), scale=0.1, **options
+        )
 
     text = str(jax.make_jaxpr(run)(q, k, k, segments))
     assert PRIMITIVE in text

@@ -1,4 +1,5 @@
-"""Attention to selected keys, its largest logits and mean weights against float64 numpy; work in blocks of queries.
+"""Attention to selected keys, its largest logits and mean weights against float64 numpy; work in
+blocks of queries.
 
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size.
 """
@@ -10,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Inputs, Visibility, attend, map_queries, max_logits, mean_weights
+from maxtext.kernels.attention import (
+    Inputs,
+    Visibility,
+    attend,
+    map_queries,
+    max_logits,
+    mean_weights,
+)
 from maxtext.kernels.attention.masks import largest
 from tests.compiling import FAST_COMPILE
 
@@ -38,7 +46,12 @@ def visible(length, window=None, segments=None, selected=None):
     if window:
         mask = mask & (j > i - window)
     if segments is not None:
-        mask = mask & ((segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0))[:, None]
+        mask = (
+            mask
+            & ((segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0))[
+                :, None
+            ]
+        )
     return mask if selected is None else mask & selected
 
 
@@ -62,13 +75,21 @@ def reference(q, k, mask, soft_cap=None):
         (2, True, 3, SEGMENTS),
         (1, True, None, None),
     ],
-    ids=["shared", "by head, packed", "grouped shared packed", "grouped by head, packed window", "one key head"],
+    ids=[
+        "shared",
+        "by head, packed",
+        "grouped shared packed",
+        "grouped by head, packed window",
+        "one key head",
+    ],
 )
 def test_selected_keys(k_heads, by_head, window, segments):
     q, k, v = problem(k_heads=k_heads)
     selected = selection(4 if by_head else 1)
     mask = visible(12, window, segments, selected)
-    expected = np.einsum("bhst,bthv->bshv", reference(q, k, mask)[1], np.repeat(v, 4 // k_heads, axis=2))
+    expected = np.einsum(
+        "bhst,bthv->bshv", reference(q, k, mask)[1], np.repeat(v, 4 // k_heads, axis=2)
+    )
     assert not expected[0, 3].any()
     assert expected[0, 4].all()
 
@@ -138,11 +159,15 @@ def test_statistics_have_no_gradient_and_mind_positions():
     turned = jnp.broadcast_to(jnp.arange(11, -1, -1), (2, 12))  # the last token is the first
 
     def found(q, k):
-        return max_logits(Inputs(q, k, v, Visibility(), SCALE, q_positions=turned, k_positions=turned))
+        return max_logits(
+            Inputs(q, k, v, Visibility(), SCALE, q_positions=turned, k_positions=turned)
+        )
 
     logits, _ = reference(np.asarray(q), np.asarray(k), np.triu(np.ones((12, 12), bool)))
     np.testing.assert_allclose(found(q, k), logits.max((0, 2, 3)), rtol=1e-5)
-    assert not any(array.any() for array in jax.grad(lambda q, k: found(q, k).sum(), argnums=(0, 1))(q, k))
+    assert not any(
+        array.any() for array in jax.grad(lambda q, k: found(q, k).sum(), argnums=(0, 1))(q, k)
+    )
 
 
 def test_largest_logit_of_nothing():
@@ -153,10 +178,22 @@ def test_largest_logit_of_nothing():
 
 
 def test_largest_takes_exactly_as_many_and_the_first_of_equals():
-    scores = jnp.array([[3.0, 1.0, 3.0, 3.0, 0.0], [-jnp.inf, 2.0, -jnp.inf, -jnp.inf, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
-    expected = {1: ["10000", "00001", "10000"], 2: ["10100", "01001", "11000"], 3: ["10110", "11001", "11100"]}
+    scores = jnp.array(
+        [
+            [3.0, 1.0, 3.0, 3.0, 0.0],
+            [-jnp.inf, 2.0, -jnp.inf, -jnp.inf, 5.0],
+            [1.0, 1.0, 1.0, 1.0, 1.0],
+        ]
+    )
+    expected = {
+        1: ["10000", "00001", "10000"],
+        2: ["10100", "01001", "11000"],
+        3: ["10110", "11001", "11100"],
+    }
     for count, rows in expected.items():
-        assert ["".join(map(str, row)) for row in largest(scores, count).astype(int).tolist()] == rows
+        assert [
+            "".join(map(str, row)) for row in largest(scores, count).astype(int).tolist()
+        ] == rows
     assert largest(scores, 5).all()
 
 
@@ -172,5 +209,7 @@ def test_blocks_of_queries_are_joined_in_order(length):
 
     offsets = jnp.ones((2, length, 5))
     result = map_queries(function, (queries, offsets), block=4)
-    np.testing.assert_array_equal(result, np.broadcast_to(3 * queries[..., None] + 1, (2, length, 5)))
+    np.testing.assert_array_equal(
+        result, np.broadcast_to(3 * queries[..., None] + 1, (2, length, 5))
+    )
     assert set(sizes) == {3: {3}, 4: {4}, 8: {4}, 11: {4, 3}}[length]

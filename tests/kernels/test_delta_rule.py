@@ -1,4 +1,6 @@
-"""The gated delta rule and its convolution: against the paper's recurrence in numpy, transformers and torch."""
+"""The gated delta rule and its convolution: against the paper's recurrence in numpy, transformers
+and torch.
+"""
 
 from functools import partial
 
@@ -45,7 +47,9 @@ def problem(length, strength=0.3, seed=0):
 
 
 def paper(q, k, v, log_decay, beta, state):
-    """S_t = S_{t-1} α_t (I - β_t k_t k_tᵀ) + β_t v_t k_tᵀ and o_t = S_t q_t, with S [Dv, Dk], in float64."""
+    """S_t = S_{t-1} α_t (I - β_t k_t k_tᵀ) + β_t v_t k_tᵀ and o_t = S_t q_t, with S [Dv, Dk], in
+    float64.
+    """
     out = np.zeros(v.shape)
     final = np.zeros(state.shape)
     for row in range(v.shape[0]):
@@ -53,18 +57,25 @@ def paper(q, k, v, log_decay, beta, state):
             memory = state[row, head].T.astype(np.float64)
             for t in range(v.shape[1]):
                 key, step = k[row, t, head].astype(np.float64), float(beta[row, t, head])
-                forget = np.exp(float(log_decay[row, t, head])) * (np.eye(key.size) - step * np.outer(key, key))
+                forget = np.exp(float(log_decay[row, t, head])) * (
+                    np.eye(key.size) - step * np.outer(key, key)
+                )
                 memory = memory @ forget + step * np.outer(v[row, t, head], key)
                 out[row, t, head] = memory @ q[row, t, head] / np.sqrt(key.size)
             final[row, head] = memory.T
     return out, final
 
 
-@pytest.mark.parametrize(("length", "chunk"), [(3, 4), (3, 64), (37, 4), (37, 16), (70, 64), (32, 16)])
+@pytest.mark.parametrize(
+    ("length", "chunk"), [(3, 4), (3, 64), (37, 4), (37, 16), (70, 64), (32, 16)]
+)
 def test_paper(length, chunk):
     *inputs, state = problem(length)
     expected = paper(*inputs, state)
-    for ours in (chunked(*inputs, chunk=chunk, initial_state=state), recurrent(*inputs, initial_state=state)):
+    for ours in (
+        chunked(*inputs, chunk=chunk, initial_state=state),
+        recurrent(*inputs, initial_state=state),
+    ):
         np.testing.assert_allclose(ours[0], expected[0], **CLOSE)
         np.testing.assert_allclose(ours[1], expected[1], **CLOSE)
     empty, _ = paper(*inputs, np.zeros_like(state))
@@ -76,7 +87,9 @@ def test_paper(length, chunk):
 def test_chunks_of_odd_size(chunk):
     *inputs, state = problem(40)
     expected = paper(*inputs, state)
-    for ours, theirs in zip(chunked(*inputs, chunk=chunk, initial_state=state), expected, strict=True):
+    for ours, theirs in zip(
+        chunked(*inputs, chunk=chunk, initial_state=state), expected, strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, **CLOSE)
 
 
@@ -113,7 +126,9 @@ def test_gradients(strength):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=3e-5, err_msg=name)
 
     given = [torch.tensor(array, requires_grad=True) for array in (*inputs, state)]
-    out, final = torch_recurrent_gated_delta_rule(*given[:5], initial_state=given[5], output_final_state=True)
+    out, final = torch_recurrent_gated_delta_rule(
+        *given[:5], initial_state=given[5], output_final_state=True
+    )
     ((out * torch.tensor(weights[2])).sum() + (final * torch.tensor(weights[5])).sum()).backward()
     for name, one, other in zip(NAMES, expected, given, strict=True):
         np.testing.assert_allclose(one, other.grad, rtol=1e-4, atol=3e-5, err_msg=name)
@@ -138,26 +153,39 @@ def test_a_decay_of_minus_infinity():
 
 
 def test_equal_keys():
-    """The worst case of the system of a chunk: its inverse is small, powers of its matrix are not."""
+    """The worst case of the system of a chunk: its inverse is small, powers of its matrix are
+    not.
+    """
     *inputs, state = problem(128, strength=0.0)
     inputs[1] = np.broadcast_to(inputs[1][:, :1], inputs[1].shape)
     inputs[4] = np.ones_like(inputs[4])
-    for ours, theirs in zip(chunked(*inputs, chunk=128, initial_state=state), paper(*inputs, state), strict=True):
+    for ours, theirs in zip(
+        chunked(*inputs, chunk=128, initial_state=state), paper(*inputs, state), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 17, 38, 64])
 def test_inverse(size):
-    matrix = np.tril(np.random.default_rng(0).normal(size=(2, 3, size, size)), -1).astype(np.float32) / size**0.5
+    matrix = (
+        np.tril(np.random.default_rng(0).normal(size=(2, 3, size, size)), -1).astype(np.float32)
+        / size**0.5
+    )
     inverse, change = jax.jvp(jit(unit_lower_inverse), (matrix,), (np.ones_like(matrix),))
     exact = np.linalg.inv(np.eye(size) + matrix)
     np.testing.assert_allclose(inverse, exact, rtol=1e-4, atol=1e-4)
     step = 1e-4 * np.tril(np.ones((size, size)), -1)
-    differences = (np.linalg.inv(np.eye(size) + matrix + step) - np.linalg.inv(np.eye(size) + matrix - step)) / 2e-4
-    np.testing.assert_allclose(change, differences, rtol=1e-3, atol=1e-3 * max(1.0, np.abs(differences).max()))
+    differences = (
+        np.linalg.inv(np.eye(size) + matrix + step) - np.linalg.inv(np.eye(size) + matrix - step)
+    ) / 2e-4
+    np.testing.assert_allclose(
+        change, differences, rtol=1e-3, atol=1e-3 * max(1.0, np.abs(differences).max())
+    )
 
 
-SEGMENTS = np.array([[1] * 5 + [2] * 1 + [3] * 14 + [0] * 3, [0] * 2 + [7] * 9 + [0] * 1 + [4] * 11], np.int32)
+SEGMENTS = np.array(
+    [[1] * 5 + [2] * 1 + [3] * 14 + [0] * 3, [0] * 2 + [7] * 9 + [0] * 1 + [4] * 11], np.int32
+)
 
 
 def documents():
@@ -173,7 +201,9 @@ def test_packed_documents(chunk):
     assert (np.asarray(out)[SEGMENTS == 0] == 0).all()
     for row, first, end in documents():
         alone = [array[row : row + 1, first:end] for array in inputs]
-        begins = state[row : row + 1] * (first in (0, 2))  # the state that was given is of the row's first document
+        begins = state[row : row + 1] * (
+            first in (0, 2)
+        )  # the state that was given is of the row's first document
         expected, last = paper(*alone, begins)
         np.testing.assert_allclose(out[row, first:end], expected[0], **CLOSE)
         if end in (20, 23):
@@ -187,7 +217,11 @@ def test_packed_documents_gradients():
 
     def gradients(function, chosen):
         def total(*inputs):
-            return jnp.sum(jnp.where(chosen[..., None, None], function(*inputs, segments=SEGMENTS)[0] * weights, 0))
+            return jnp.sum(
+                jnp.where(
+                    chosen[..., None, None], function(*inputs, segments=SEGMENTS)[0] * weights, 0
+                )
+            )
 
         return jit(jax.grad(total, argnums=range(5)))(*inputs)
 
@@ -199,8 +233,11 @@ def test_packed_documents_gradients():
         assert (np.asarray(one)[SEGMENTS == 0] == 0).all(), name
     third = gradients(partial(gated_delta_rule, chunk=8), SEGMENTS == 3)
     for name, one in zip(NAMES, third, strict=False):
-        # Decays are differences of sums over the chunk: what cancels in their gradient leaves its rounding.
-        assert np.abs(np.asarray(one)[SEGMENTS != 3]).max() <= (1e-6 if name == "log_decay" else 0), name
+        # Decays are differences of sums over the chunk: what cancels in their gradient leaves its
+        # rounding.
+        assert np.abs(np.asarray(one)[SEGMENTS != 3]).max() <= (
+            1e-6 if name == "log_decay" else 0
+        ), name
         assert (np.asarray(one)[SEGMENTS == 3] != 0).any(), name
 
 
@@ -261,7 +298,8 @@ def test_convolution_of_packed_documents():
         if end in (20, 23):
             np.testing.assert_allclose(state[row], reach[-3:], rtol=1e-6)
 
-    # A last document shorter than the convolution leaves zeros before it; a row of padding leaves the state as it was.
+    # A last document shorter than the convolution leaves zeros before it; a row of padding leaves
+    # the state as it was.
     segments = np.array([[1] * 4 + [2] + [0], [0] * 6])
     _, state = convolution(jnp.float32(x[:, :6]), jnp.float32(kernel), segments, jnp.float32(start))
     np.testing.assert_allclose(state[0], np.stack([np.zeros(5), np.zeros(5), x[0, 4]]), rtol=1e-6)

@@ -1,5 +1,5 @@
-"""The exchange of rows against numpy queues. Devices are the lanes of a vmap, which knows all collectives but one: the
-ragged one stands here as its documentation describes it."""
+"""The exchange of rows against numpy queues. Devices are the lanes of a vmap, which knows all
+collectives but one: the ragged one stands here as its documentation describes it."""
 
 import functools
 
@@ -22,7 +22,9 @@ def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     for source in range(len(operands)):
         size, start, goal = (array[source, here] for array in (sizes, starts, ends))
         mine = (places >= goal) & (places < goal + size)
-        sent = jnp.take(operands[source], places - goal + start, axis=0, mode="fill", fill_value=jnp.nan)
+        sent = jnp.take(
+            operands[source], places - goal + start, axis=0, mode="fill", fill_value=jnp.nan
+        )
         output = jnp.where(mine[:, None], sent, output)
         output = jnp.where(size == recv_sizes[source], output, jnp.nan)
     return output
@@ -51,8 +53,15 @@ BOUNDS = {"room for all": DEVICES * HOME, "more than home": 13, "less than home"
 
 def queues(groups, rows):
     """For each owner the (group, device, place) of the rows that it takes, in order."""
-    everything = [(group, device, place) for device in range(DEVICES) for place, group in enumerate(groups[device])]
-    return [sorted(row for row in everything if row[0] // OWN == owner)[:rows] for owner in range(DEVICES)]
+    everything = [
+        (group, device, place)
+        for device in range(DEVICES)
+        for place, group in enumerate(groups[device])
+    ]
+    return [
+        sorted(row for row in everything if row[0] // OWN == owner)[:rows]
+        for owner in range(DEVICES)
+    ]
 
 
 def plan_of(groups, way):
@@ -94,7 +103,9 @@ def test_there_and_back(groups, rows, ragged):
 
 @pytest.mark.parametrize("rows", [DEVICES * HOME, 7])
 def test_gradients(rows, ragged):
-    """Each way is linear, and a row has one place on either side: its cotangent goes the other way."""
+    """Each way is linear, and a row has one place on either side: its cotangent goes the other
+    way.
+    """
     way, groups = Way(("p",), HOME, rows, ragged, ()), random_groups()
     draw = np.random.default_rng(3).normal
     home, there = (draw(size=(DEVICES, count, SIZE)).astype(np.float32) for count in (HOME, rows))
@@ -109,6 +120,9 @@ def test_gradients(rows, ragged):
     expected_home, expected_there = np.zeros_like(home), np.zeros_like(there)
     for owner, queue in enumerate(queues(groups, rows)):
         for row, (_, device, place) in enumerate(queue):
-            expected_home[device, place], expected_there[owner, row] = there[owner, row], home[device, place]
+            expected_home[device, place], expected_there[owner, row] = (
+                there[owner, row],
+                home[device, place],
+            )
     np.testing.assert_array_equal(by_home, expected_home)
     np.testing.assert_array_equal(by_there, expected_there)

@@ -1,4 +1,6 @@
-"""Grouped products and the sorted order against numpy loops; gradients against numpy and autodiff."""
+"""Grouped products and the sorted order against numpy loops; gradients against numpy and
+autodiff.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,14 @@ def draw(*shapes, dtype=np.float32, seed=0):
 
 def loop(rows, kernels, sizes, cotangent):
     """The product, and the gradients for rows and kernels, in float64."""
-    rows, kernels, cotangent = (np.asarray(array, np.float64) for array in (rows, kernels, cotangent))
-    product, by_rows, by_kernels = np.zeros_like(cotangent), np.zeros_like(rows), np.zeros_like(kernels)
+    rows, kernels, cotangent = (
+        np.asarray(array, np.float64) for array in (rows, kernels, cotangent)
+    )
+    product, by_rows, by_kernels = (
+        np.zeros_like(cotangent),
+        np.zeros_like(rows),
+        np.zeros_like(kernels),
+    )
     start = 0
     for group, size in enumerate(sizes):
         mine = slice(start, start + size)
@@ -40,8 +48,12 @@ def loop(rows, kernels, sizes, cotangent):
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=list(SIZES))
 def test_product_and_gradients(sizes):
     rows, kernels, cotangent = draw((ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS))
-    product, pull = jax.vjp(lambda r, k: grouped_product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels)
-    for ours, theirs in zip((product, *pull(cotangent)), loop(rows, kernels, sizes, cotangent), strict=True):
+    product, pull = jax.vjp(
+        lambda r, k: grouped_product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels
+    )
+    for ours, theirs in zip(
+        (product, *pull(cotangent)), loop(rows, kernels, sizes, cotangent), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -50,20 +62,30 @@ def test_nothing_comes_from_behind_the_last_group():
     sizes = (2, 3, 0, 4)
     rows, kernels, cotangent = draw((ROWS, INPUTS), (4, INPUTS, OUTPUTS), (ROWS, OUTPUTS))
     rows[9:], cotangent[9:] = np.inf, np.nan
-    product, pull = jax.vjp(lambda r, k: grouped_product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels)
+    product, pull = jax.vjp(
+        lambda r, k: grouped_product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels
+    )
     rows[9:], cotangent[9:] = 0, 0
-    for ours, theirs in zip((product, *pull(cotangent)), loop(rows, kernels, sizes, cotangent), strict=True):
+    for ours, theirs in zip(
+        (product, *pull(cotangent)), loop(rows, kernels, sizes, cotangent), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_bfloat16_accumulates_in_float32():
-    """Thousands of products: sums in bfloat16 would be off by far more than one rounding of the result."""
+    """Thousands of products: sums in bfloat16 would be off by far more than one rounding of the
+    result.
+    """
     rows, kernels, cotangent = (
         jnp.asarray(array, jnp.bfloat16) for array in draw((4096, 2048), (2, 2048, 2), (4096, 2))
     )
     sizes = (4000, 96)
-    product, pull = jax.vjp(lambda r, k: grouped_product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels)
-    for ours, theirs in zip((product, *pull(cotangent)), loop(rows, kernels, sizes, cotangent), strict=True):
+    product, pull = jax.vjp(
+        lambda r, k: grouped_product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels
+    )
+    for ours, theirs in zip(
+        (product, *pull(cotangent)), loop(rows, kernels, sizes, cotangent), strict=True
+    ):
         assert ours.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=2**-8, atol=2**-10)
 
@@ -83,7 +105,9 @@ def test_order(rows):
     pairs = by_hand(min(rows or 10, 10))
     np.testing.assert_array_equal(order.assignments, [place for _, place in pairs])
     np.testing.assert_array_equal(order.groups, [group for group, _ in pairs])
-    np.testing.assert_array_equal(order.sizes, [sum(group == g for g, _ in pairs) for group in range(3)])
+    np.testing.assert_array_equal(
+        order.sizes, [sum(group == g for g, _ in pairs) for group in range(3)]
+    )
     assert order.sizes.dtype == jnp.int32
     places = np.asarray(order.places).reshape(-1)
     for assignment in range(GROUPS.size):
@@ -108,7 +132,9 @@ def test_there_and_back(fast, rows):
     y, pull = jax.vjp(lambda rows: back(rows, order), sorted_rows)
     np.testing.assert_array_equal(y, (home @ sorted_rows).reshape(5, 2, INPUTS))
     (cotangent,) = draw((5, 2, INPUTS), seed=1)
-    np.testing.assert_allclose(pull(cotangent)[0], home.T @ cotangent.reshape(10, INPUTS), rtol=1e-6)
+    np.testing.assert_allclose(
+        pull(cotangent)[0], home.T @ cotangent.reshape(10, INPUTS), rtol=1e-6
+    )
 
 
 def test_fast_way_has_no_scatter():

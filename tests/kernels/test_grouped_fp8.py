@@ -1,4 +1,6 @@
-"""Grouped products in fp8: against a loop over groups in float64 whose inputs are rounded by ml_dtypes."""
+"""Grouped products in fp8: against a loop over groups in float64 whose inputs are rounded by
+ml_dtypes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +45,12 @@ def roughly(rows, kernels, sizes, cotangent):
 def test_product_and_gradients(sizes):
     rows, kernels, cotangent = draw((12, 5), (4, 5, 7), (12, 7))
     rows[3] *= 1000  # rows do not share a scale
-    product, pull = jax.vjp(lambda r, k: grouped_fp8.product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels)
-    for ours, theirs in zip((product, *pull(cotangent)), roughly(rows, kernels, sizes, cotangent), strict=True):
+    product, pull = jax.vjp(
+        lambda r, k: grouped_fp8.product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels
+    )
+    for ours, theirs in zip(
+        (product, *pull(cotangent)), roughly(rows, kernels, sizes, cotangent), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -52,7 +58,9 @@ def test_nothing_comes_from_behind_the_last_group():
     sizes = (2, 3, 0, 4)
     rows, kernels, cotangent = draw((12, 5), (4, 5, 7), (12, 7))
     rows[9:], cotangent[9:] = np.inf, np.nan
-    product, pull = jax.vjp(lambda r, k: grouped_fp8.product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels)
+    product, pull = jax.vjp(
+        lambda r, k: grouped_fp8.product(r, k, jnp.array(sizes, jnp.int32)), rows, kernels
+    )
     found = [product, *pull(cotangent)]
     rows[9:], cotangent[9:] = 0, 0
     right = roughly(rows, kernels, sizes, cotangent)
@@ -64,7 +72,9 @@ def test_float16_does_not_overflow():
     rows, kernels = (array.astype(np.float16) for array in draw((8, 64), (1, 64, 8)))
     y = grouped_fp8.product(rows, kernels, jnp.array([8], jnp.int32))
     assert y.dtype == jnp.float16
-    np.testing.assert_allclose(np.asarray(y, np.float64), rounded(rows, 1) @ rounded(kernels)[0], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), rounded(rows, 1) @ rounded(kernels)[0], rtol=2e-3, atol=2e-3
+    )
 
 
 def test_kernels_for_hopper_can_be_made():
@@ -85,15 +95,28 @@ def test_kernels_for_hopper_can_be_made():
 def test_on_a_hopper_gpu(sizes):
     random = np.random.default_rng(0)
     shapes = (ROWS, 256), (len(sizes), 256, 384), (ROWS, 384)
-    rows, kernels, cotangents = (jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    rows, kernels, cotangents = (
+        jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in shapes
+    )
     known = sum(sizes)
     rows, cotangents = (array.at[known:].set(jnp.nan) for array in (rows, cotangents))
-    run = jax.jit(lambda *arrays: jax.vjp(lambda r, k: grouped_fp8.product(r, k, jnp.array(sizes), "gpu"), *arrays))
+    run = jax.jit(
+        lambda *arrays: jax.vjp(
+            lambda r, k: grouped_fp8.product(r, k, jnp.array(sizes), "gpu"), *arrays
+        )
+    )
     product, pull = run(rows, kernels)
     found = [product, *pull(cotangents)]
     rows, cotangents = (array.at[known:].set(0) for array in (rows, cotangents))
-    right = roughly(*(np.asarray(array, np.float64) for array in (rows, kernels)), sizes, np.asarray(cotangents, float))
+    right = roughly(
+        *(np.asarray(array, np.float64) for array in (rows, kernels)),
+        sizes,
+        np.asarray(cotangents, float),
+    )
     for ours, theirs, end in zip(found, right, (known, known, len(sizes)), strict=True):
         np.testing.assert_allclose(
-            np.asarray(ours[:end], np.float64), theirs[:end], rtol=0.01, atol=0.01 * np.max(abs(theirs), initial=1)
+            np.asarray(ours[:end], np.float64),
+            theirs[:end],
+            rtol=0.01,
+            atol=0.01 * np.max(abs(theirs), initial=1),
         )

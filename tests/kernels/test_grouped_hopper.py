@@ -1,4 +1,6 @@
-"""Grouped products on Hopper GPUs. Without one: the table of tiles, that programs can be made, and who gets them."""
+"""Grouped products on Hopper GPUs. Without one: the table of tiles, that programs can be made, and
+who gets them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,9 @@ def test_tiles_have_every_row_of_every_group_once(sizes, block):
             assert 0 <= first <= block - count
             found += [(at * block + first + row, group) for row in range(count)]
     ends = np.cumsum(sizes)
-    assert found == [(row, int(np.searchsorted(ends, row, side="right"))) for row in range(ends[-1])]
+    assert found == [
+        (row, int(np.searchsorted(ends, row, side="right"))) for row in range(ends[-1])
+    ]
 
 
 def arguments(groups=4, rows=ROWS, inputs=128, outputs=320, dtype="bfloat16"):
@@ -44,10 +48,17 @@ def test_they_can_be_lowered_for_gpus():
     sizes = jax.ShapeDtypeStruct((4,), "int32")
 
     def run(rows, kernels, cotangents, sizes):
-        product, pull = jax.vjp(lambda rows, kernels: grouped.hopper_product(rows, kernels, sizes), rows, kernels)
+        product, pull = jax.vjp(
+            lambda rows, kernels: grouped.hopper_product(rows, kernels, sizes), rows, kernels
+        )
         return product, pull(cotangents)
 
-    text = jax.jit(run).trace(rows, kernels, cotangents, sizes).lower(lowering_platforms=("cuda",)).as_text()
+    text = (
+        jax.jit(run)
+        .trace(rows, kernels, cotangents, sizes)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 3
 
 
@@ -73,11 +84,16 @@ def test_what_they_are_for(changed, right):
 def test_product_and_gradients(sizes):
     random = np.random.default_rng(0)
     rows, kernels, cotangents = (
-        jnp.asarray(random.normal(size=one.shape), one.dtype) for one in arguments(groups=len(sizes))
+        jnp.asarray(random.normal(size=one.shape), one.dtype)
+        for one in arguments(groups=len(sizes))
     )
     rows, cotangents = (array.at[sum(sizes) :].set(jnp.nan) for array in (rows, cotangents))
     product, pull = jax.vjp(
-        lambda rows, kernels: grouped.grouped_product(rows, kernels, jnp.array(sizes, jnp.int32), "gpu"), rows, kernels
+        lambda rows, kernels: grouped.grouped_product(
+            rows, kernels, jnp.array(sizes, jnp.int32), "gpu"
+        ),
+        rows,
+        kernels,
     )
     right = np.zeros(product.shape), np.zeros(rows.shape), np.zeros(kernels.shape)
     known = sum(sizes)  # of the rows; what is behind them may be anything
@@ -89,8 +105,13 @@ def test_product_and_gradients(sizes):
         right[1][mine] = wide[2][mine] @ wide[1][group].T
         right[2][group] = wide[0][mine].T @ wide[2][mine]
         start += size
-    for ours, theirs in zip((product[:known], *pull(cotangents)), (right[0][:known], *right[1:]), strict=True):
+    for ours, theirs in zip(
+        (product[:known], *pull(cotangents)), (right[0][:known], *right[1:]), strict=True
+    ):
         end = known if ours.shape == rows.shape else len(ours)
         np.testing.assert_allclose(
-            np.asarray(ours[:end], np.float64), theirs[:end], rtol=0.01, atol=0.01 * np.max(abs(theirs), initial=1)
+            np.asarray(ours[:end], np.float64),
+            theirs[:end],
+            rtol=0.01,
+            atol=0.01 * np.max(abs(theirs), initial=1),
         )

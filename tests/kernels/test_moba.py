@@ -18,7 +18,9 @@ select = jax.jit(moba_selection, static_argnums=(2, 3), compiler_options=FAST_CO
 
 def problem(length, batch=2, q_heads=4, k_heads=2, size=6, seed=0):
     draw = np.random.default_rng(seed).normal
-    return [draw(size=(batch, length, heads, size)).astype(np.float32) for heads in (q_heads, k_heads)]
+    return [
+        draw(size=(batch, length, heads, size)).astype(np.float32) for heads in (q_heads, k_heads)
+    ]
 
 
 def slow(q, k, chunk, topk):
@@ -53,10 +55,14 @@ def test_chosen_chunks(length, chunk, topk):
 
 @pytest.mark.parametrize(("topk", "length"), [(1, 18), (2, 18), (2, 300)])
 def test_a_packed_document_is_treated_as_if_alone(topk, length):
-    """Documents that do not start where chunks of the row do; 300 tokens are more than a block of queries."""
+    """Documents that do not start where chunks of the row do; 300 tokens are more than a block of
+    queries.
+    """
     q, k = problem(length)
     chunk = 4 if length == 18 else 30
-    cuts = [[0, 7, 16], [0, length]] if length == 18 else [[0, 113, 290], [0, 1, length]]  # then padding
+    cuts = (
+        [[0, 7, 16], [0, length]] if length == 18 else [[0, 113, 290], [0, 1, length]]
+    )  # then padding
     segments, positions = np.zeros((2, length), np.int32), np.zeros((2, length), np.int32)
     expected = np.zeros((2, 4, length, length), bool)
     for row, places in enumerate(cuts):
@@ -71,7 +77,9 @@ def test_one_document_is_the_same_packed_or_not():
     q, k = map(jnp.asarray, problem(18))
     ones = jnp.ones((2, 18), jnp.int32)
     plain = select(q, k, 4, 2)
-    np.testing.assert_array_equal(select(q, k, 4, 2, jnp.broadcast_to(jnp.arange(18), (2, 18)), ones), plain)
+    np.testing.assert_array_equal(
+        select(q, k, 4, 2, jnp.broadcast_to(jnp.arange(18), (2, 18)), ones), plain
+    )
 
 
 def test_segments_need_positions():

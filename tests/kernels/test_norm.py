@@ -1,4 +1,6 @@
-"""RMS norms against their definition, differentiated by JAX; Triton kernels are interpreted where there is no GPU."""
+"""RMS norms against their definition, differentiated by JAX; Triton kernels are interpreted where
+there is no GPU.
+"""
 
 from functools import partial
 
@@ -18,7 +20,9 @@ backward_rows = partial(rms_norm_rows_backward, interpret=INTERPRET)
 def problem(rows, columns, dtype=jnp.float32):
     """x, scale, and the gradients of the norm and of the residual."""
     random = np.random.default_rng(0)
-    x, dn, dresidual = (jnp.asarray(random.normal(size=(rows, columns)) * 3, dtype) for _ in range(3))
+    x, dn, dresidual = (
+        jnp.asarray(random.normal(size=(rows, columns)) * 3, dtype) for _ in range(3)
+    )
     return x, jnp.asarray(random.normal(size=columns), jnp.float32), dn, dresidual
 
 
@@ -56,20 +60,26 @@ def test_triton_norm_and_its_gradients(columns):
 def test_sum_before_the_norm():
     x, scale, y, _ = problem(128, 384)
     factor = jnp.asarray(2.0 ** np.random.default_rng(1).integers(-4, 5, 128), jnp.float32)
-    total, normed, _ = add_rms_norm_rows(x, y, factor, scale, EPSILON, jnp.float32, interpret=INTERPRET)
+    total, normed, _ = add_rms_norm_rows(
+        x, y, factor, scale, EPSILON, jnp.float32, interpret=INTERPRET
+    )
     assert_close(total, x + y * factor[:, None])
     assert_close(normed, definition(x + y * factor[:, None], scale))
 
 
 def test_triton_backward_equals_xla_in_bfloat16():
-    """But for the last digit: XLA rounds the gradient of the norm before the residual's is added."""
+    """But for the last digit: XLA rounds the gradient of the norm before the residual's is
+    added.
+    """
     x, scale, dn, dresidual = problem(128, 256, jnp.bfloat16)
     _, inverse_rms = rms_norm_rows(x, scale, EPSILON, jnp.bfloat16, interpret=INTERPRET)
     dx, dscale, _ = backward_rows(x, dn, dresidual, inverse_rms, scale)
     _, pull = jax.vjp(lambda x, scale: (x, rms_norm(x, scale, EPSILON, jnp.bfloat16)), x, scale)
     expected_dx, expected_dscale = pull((dresidual, dn))
     assert dx.dtype == jnp.bfloat16
-    np.testing.assert_allclose(dx.astype(np.float32), expected_dx.astype(np.float32), rtol=2**-7, atol=0.05)
+    np.testing.assert_allclose(
+        dx.astype(np.float32), expected_dx.astype(np.float32), rtol=2**-7, atol=0.05
+    )
     np.testing.assert_allclose(dscale, expected_dscale, rtol=1e-4, atol=1e-4)
 
 
@@ -84,7 +94,10 @@ def test_row_factor():
 
 
 def test_it_lowers_for_gpus():
-    x, scale = jax.ShapeDtypeStruct((256, 1408), "bfloat16"), jax.ShapeDtypeStruct((1408,), "float32")
+    x, scale = (
+        jax.ShapeDtypeStruct((256, 1408), "bfloat16"),
+        jax.ShapeDtypeStruct((1408,), "float32"),
+    )
 
     def program(x, scale):
         y, inverse_rms = rms_norm_rows(x, scale, EPSILON, jnp.bfloat16)

@@ -1,4 +1,6 @@
-"""Quantized arrays: how far numbers move, which of them share a scale, and products against numpy."""
+"""Quantized arrays: how far numbers move, which of them share a scale, and products against
+numpy.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,9 @@ def test_a_number_moves_by_half_a_scale_at_most(dtype, axes):
     moved = np.abs(integers * np.asarray(scale, np.float64) - x)
     assert np.all(moved <= np.asarray(scale, np.float64) * (0.5 + 1e-4))
     np.testing.assert_allclose(
-        jax.jit(lambda *parts: dequantize(*parts, jnp.float32))(values, scale), integers * np.asarray(scale), rtol=1e-6
+        jax.jit(lambda *parts: dequantize(*parts, jnp.float32))(values, scale),
+        integers * np.asarray(scale),
+        rtol=1e-6,
     )
 
 
@@ -90,7 +94,9 @@ SHAPES = [
 
 
 @KINDS
-@pytest.mark.parametrize(("inputs", "outputs", "equation"), SHAPES, ids=[shape[2] for shape in SHAPES])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "equation"), SHAPES, ids=[shape[2] for shape in SHAPES]
+)
 def test_product_with_the_numbers_that_integers_stand_for(dtype, inputs, outputs, equation):
     x, rank = draw(2, 3, *inputs, seed=1), len(inputs)
     kernel = quantized(jnp.asarray(draw(*inputs, *outputs)), range(rank), dtype)
@@ -98,19 +104,27 @@ def test_product_with_the_numbers_that_integers_stand_for(dtype, inputs, outputs
     run = jax.jit(lambda x, kernel: product(x, kernel, rank, jnp.float32))
     expected = np.einsum(equation, x, meant)
     np.testing.assert_allclose(run(x, kernel), expected, atol=1e-5 * np.abs(expected).max())
-    np.testing.assert_allclose(run(x, jnp.asarray(meant, jnp.float32)), expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        run(x, jnp.asarray(meant, jnp.float32)), expected, atol=1e-5 * np.abs(expected).max()
+    )
 
 
 def test_int8_is_scaled_after_the_product():
     """Nothing of the size of the kernel is computed but its conversion."""
     kernel = quantized(jnp.asarray(draw(256, 8)), (0,), "int8")
-    program = jax.make_jaxpr(lambda x: product(x, kernel, 1, jnp.bfloat16))(jnp.ones((3, 256), jnp.bfloat16))
-    of_kernel = [eqn.primitive.name for eqn in program.eqns if eqn.outvars[0].aval.shape == (256, 8)]
+    program = jax.make_jaxpr(lambda x: product(x, kernel, 1, jnp.bfloat16))(
+        jnp.ones((3, 256), jnp.bfloat16)
+    )
+    of_kernel = [
+        eqn.primitive.name for eqn in program.eqns if eqn.outvars[0].aval.shape == (256, 8)
+    ]
     assert of_kernel == ["convert_element_type"]
 
 
 def test_sums_of_integers_fit_into_small_floats():
-    kernel = quantized(jnp.ones((2048, 2)), (0,), "int8")  # 127 each: their sum is above what float16 has
+    kernel = quantized(
+        jnp.ones((2048, 2)), (0,), "int8"
+    )  # 127 each: their sum is above what float16 has
     y = product(jnp.ones((1, 2048), jnp.float16), kernel, 1, jnp.float16)
     assert y.dtype == jnp.float16
     np.testing.assert_array_equal(y, 2048)

@@ -1,8 +1,9 @@
-"""Eight-bit products and their gradients at odd shapes, against float64, within what the formats' own step sizes allow.
+"""Eight-bit products and their gradients at odd shapes, against float64, within what the formats'
+own step sizes allow.
 
-A format with m mantissa bits rounds x with scale s to x', |x' - x| <= max(2^-(m + 1) |x|, s step / 2), where `step` is
-its smallest number; integers have |x' - x| <= s / 2. A product of rounded factors is then off by at most
-sum(e_x |w| + |x| e_w + e_x e_w), and by the noise of a float32 sum.
+A format with m mantissa bits rounds x with scale s to x', |x' - x| <= max(2^-(m + 1) |x|, s step /
+2), where `step` is its smallest number; integers have |x' - x| <= s / 2. A product of rounded
+factors is then off by at most sum(e_x |w| + |x| e_w + e_x e_w), and by the noise of a float32 sum.
 
 Shapes: T tokens, K inputs, M outputs, X experts.
 """
@@ -20,8 +21,11 @@ from maxtext.kernels.quantized_matmul import quantized_matmul
 E4M3, E5M2 = (3, 2.0**-9, 448.0), (2, 2.0**-16, 57344.0)  # mantissa bits, smallest number, largest
 NOISE = 2.0**-20  # of a float32 sum, relative to the sum of magnitudes
 PLATFORM = "gpu" if jax.default_backend() == "gpu" else None
-QUICK = {} if PLATFORM else {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-# (outer dimensions, inputs, outputs of each weight): no multiple of a tile, one row, one column, an odd vocabulary
+QUICK = (
+    {} if PLATFORM else {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+)
+# (outer dimensions, inputs, outputs of each weight): no multiple of a tile, one row, one column, an
+# odd vocabulary
 SHAPES = [
     ((1,), 1, (1,)),
     ((1, 1), 129, (7, 1)),
@@ -40,7 +44,9 @@ def _no_shorter_numbers_on_gpus():
 
 
 def power_of_two_scale(x, axes, largest):
-    """The least that brings magnitudes below `largest`; 0 for nothing but zeros, which are exact with any scale."""
+    """The least that brings magnitudes below `largest`; 0 for nothing but zeros, which are exact
+    with any scale.
+    """
     amax = np.abs(x).max(axis=axes, keepdims=True)
     return np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.where(amax > 0, amax, 1) / largest)), 0)
 
@@ -67,10 +73,16 @@ def draw(outer, inputs, outputs, seed):
     x = random.normal(size=(tokens, inputs)) * 10.0 ** random.uniform(-3, 0, (tokens, 1))
     x[random.random(tokens) < 0.1] = 0
     weights = [random.normal(size=(inputs, width)) * inputs**-0.5 for width in outputs]
-    dys = [random.normal(size=(tokens, width)) * 10.0 ** random.uniform(-9, -6, (tokens, 1)) for width in outputs]
+    dys = [
+        random.normal(size=(tokens, width)) * 10.0 ** random.uniform(-9, -6, (tokens, 1))
+        for width in outputs
+    ]
     for dy in dys:
         dy[random.random(tokens) < 0.1] = 0
-    return [np.float64(np.float32(x)), *([np.float64(np.float32(each)) for each in some] for some in (weights, dys))]
+    return [
+        np.float64(np.float32(x)),
+        *([np.float64(np.float32(each)) for each in some] for some in (weights, dys)),
+    ]
 
 
 def run_products(recipe, outer, x, weights, dys):
@@ -79,7 +91,9 @@ def run_products(recipe, outer, x, weights, dys):
     @functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK)
     def run(x, weights, dys, outer):
         x = x.reshape(*outer, -1)
-        ys, pull = jax.vjp(lambda x, w: quantized_matmul(x, w, 1, recipe, jnp.float32, PLATFORM), x, tuple(weights))
+        ys, pull = jax.vjp(
+            lambda x, w: quantized_matmul(x, w, 1, recipe, jnp.float32, PLATFORM), x, tuple(weights)
+        )
         dx, dws = pull(tuple(dy.reshape(*outer, -1) for dy in dys))
         return [y.reshape(-1, y.shape[-1]) for y in ys], dx.reshape(-1, dx.shape[-1]), dws
 
@@ -110,12 +124,16 @@ def test_fp8_gradients_are_within_the_step_of_their_formats(outer, inputs, outpu
     x_error, w_errors = fp8_error(x, x_scale, E4M3), [fp8_error(w, w_scale, E4M3) for w in weights]
     dy_errors = [fp8_error(dy, dy_scale, E5M2) for dy in dys]
     dx_expected, dx_bound = 0.0, 0.0
-    for w, w_error, dy, dy_error, y, dw in zip(weights, w_errors, dys, dy_errors, ys, dws, strict=True):
+    for w, w_error, dy, dy_error, y, dw in zip(
+        weights, w_errors, dys, dy_errors, ys, dws, strict=True
+    ):
         assert_within(y, x @ w, product_bound(x, x_error, w, w_error))
         dx_expected += dy @ w.T
         dx_bound += product_bound(dy, dy_error, w.T, w_error.T)
         # Summed over tokens, the gradient is rounded again, with the scale of the largest token.
-        again_scale = np.divide(largest_scale, x_scale, out=np.zeros_like(x_scale), where=x_scale > 0)
+        again_scale = np.divide(
+            largest_scale, x_scale, out=np.zeros_like(x_scale), where=x_scale > 0
+        )
         again = fp8_error(np.abs(dy) + dy_error, again_scale, E5M2)
         assert_within(dw, x.T @ dy, product_bound(x.T, x_error.T, dy, dy_error + again))
     assert_within(dx, dx_expected, dx_bound)
@@ -134,25 +152,41 @@ def test_int8_gradients_are_within_half_an_integer(outer, inputs, outputs):
     assert_within(dx, dx_expected, dx_bound)
 
 
-# Tokens of each expert: none at all, all for one, odd numbers, one token; and rows that belong to no expert.
-GROUPS = [(1, (0, 1, 0)), (7, (0, 0, 7, 0)), (13, (5, 0, 3, 1)), (9, (0, 0, 0)), (131, (0, 127, 1, 0, 2))]
+# Tokens of each expert: none at all, all for one, odd numbers, one token; and rows that belong to
+# no expert.
+GROUPS = [
+    (1, (0, 1, 0)),
+    (7, (0, 0, 7, 0)),
+    (13, (5, 0, 3, 1)),
+    (9, (0, 0, 0)),
+    (131, (0, 127, 1, 0, 2)),
+]
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), GROUPS)
 def test_grouped_fp8_gradients_are_within_the_step_of_their_formats(tokens, sizes):
     random, inputs, outputs = np.random.default_rng(tokens), 37, 65
     used, experts = sum(sizes), len(sizes)
-    x = np.float64(np.float32(random.normal(size=(tokens, inputs)) * 10.0 ** random.uniform(-3, 0, (tokens, 1))))
+    x = np.float64(
+        np.float32(
+            random.normal(size=(tokens, inputs)) * 10.0 ** random.uniform(-3, 0, (tokens, 1))
+        )
+    )
     w = np.float64(np.float32(random.normal(size=(experts, inputs, outputs))))
     dy = np.float64(np.float32(random.normal(size=(tokens, outputs)) * 1e-6))
     x[used:], dy[used:] = np.nan, np.inf  # of no expert, so they must not count
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: grouped_fp8.product(x, w, jnp.array(sizes, jnp.int32), PLATFORM), x, w)
+        y, pull = jax.vjp(
+            lambda x, w: grouped_fp8.product(x, w, jnp.array(sizes, jnp.int32), PLATFORM), x, w
+        )
         return y, *pull(dy)
 
-    y, dx, dw = (np.asarray(each, np.float64) for each in run(*(jnp.asarray(a, jnp.float32) for a in (x, w, dy))))
+    y, dx, dw = (
+        np.asarray(each, np.float64)
+        for each in run(*(jnp.asarray(a, jnp.float32) for a in (x, w, dy)))
+    )
     assert np.isfinite(dw).all()
     w_error, end = fp8_error(w, power_of_two_scale(w, None, E4M3[2]), E4M3), 0
     for expert, size in enumerate(sizes):
@@ -163,7 +197,11 @@ def test_grouped_fp8_gradients_are_within_the_step_of_their_formats(tokens, size
         own_x, own_dy = x[rows], dy[rows]
         x_error = fp8_error(own_x, power_of_two_scale(own_x, 1, E4M3[2]), E4M3)
         dy_error = fp8_error(own_dy, power_of_two_scale(own_dy, 1, E4M3[2]), E4M3)
-        assert_within(y[rows], own_x @ w[expert], product_bound(own_x, x_error, w[expert], w_error[expert]))
+        assert_within(
+            y[rows], own_x @ w[expert], product_bound(own_x, x_error, w[expert], w_error[expert])
+        )
         expected = own_dy @ w[expert].T
-        assert_within(dx[rows], expected, product_bound(own_dy, dy_error, w[expert].T, w_error[expert].T))
+        assert_within(
+            dx[rows], expected, product_bound(own_dy, dy_error, w[expert].T, w_error[expert].T)
+        )
         assert_within(dw[expert], own_x.T @ own_dy, NOISE * np.abs(own_x).T @ np.abs(own_dy))

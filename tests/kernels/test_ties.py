@@ -25,7 +25,9 @@ def by_torch(scores, count):
     return chosen
 
 
-@pytest.mark.parametrize(("size", "count"), [(48, 16), (64, 16), (211, 16), (37, 7), (9, 7), (7, 7), (5, 1)])
+@pytest.mark.parametrize(
+    ("size", "count"), [(48, 16), (64, 16), (211, 16), (37, 7), (9, 7), (7, 7), (5, 1)]
+)
 def test_equals_are_chosen_as_torch_does(size, count):
     scores = rows(size)
     ours = jax.jit(jax.vmap(lambda row: largest_as_torch(row, count)))(scores)
@@ -46,7 +48,9 @@ def test_padding_after_a_row_does_not_count(size, count):
 
 
 def test_only_the_unclear_rows_are_touched():
-    """Rows whose k-th score is hidden (-inf) keep the first of equals: what is hidden is not seen anyway."""
+    """Rows whose k-th score is hidden (-inf) keep the first of equals: what is hidden is not seen
+    anyway.
+    """
     scores = rows(48)
     expected = by_torch(scores, 16)
     ours = np.asarray(jax.jit(lambda scores: largest_keys(scores, 16))(scores[:, None]))[:, 0]

@@ -1,7 +1,8 @@
-"""Run by test_moe_sharded.py in a process of its own with eight CPU devices: prints a JSON of what it found.
+"""Run by test_moe_sharded.py in a process of its own with eight CPU devices: prints a JSON of what
+it found.
 
-For each case, y and all gradients of a mixture of experts on a mesh against one device; and what its program says of
-collectives.
+For each case, y and all gradients of a mixture of experts on a mesh against one device; and what
+its program says of collectives.
 """
 
 import functools
@@ -40,7 +41,9 @@ class RoughSpec(MoeSpec):
 
 
 LIMITED = replace(PLAIN, activations=("sigmoid", "linear"), limit=0.8, bias=True)
-WEIGHED = replace(PLAIN, weigh_input=True, activations=("gelu",), router=RouterSpec(EXPERTS, 1, score="sigmoid"))
+WEIGHED = replace(
+    PLAIN, weigh_input=True, activations=("gelu",), router=RouterSpec(EXPERTS, 1, score="sigmoid")
+)
 # What a device alone does not ask for.
 ONE_DEVICE = {"ring": False, "two_stage_gather": False, "experts_on_fsdp": False, "custom_sort_vjp": True,
               "buffer_factor": None}  # fmt: skip
@@ -93,7 +96,9 @@ def template(spec):
 
 def weights_of(spec, skewed=False):
     draw = np.random.default_rng(0).normal
-    weights = jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(np.float32) * 0.5, template(spec).weights)
+    weights = jax.tree.map(
+        lambda leaf: draw(size=leaf.shape).astype(np.float32) * 0.5, template(spec).weights
+    )
     if skewed:
         weights["router"]["kernel"] *= 1e-3
         weights["router"]["kernel"][:, (3, 5)] += 5
@@ -131,13 +136,19 @@ def on_one(spec, bounded):
     """Compiled once for all cases of a spec."""
 
     def run(weights, x, real, target, kept):
-        return bounded_loss(spec, weights, x, target, kept) if bounded else loss(spec, weights, x, real, target)
+        return (
+            bounded_loss(spec, weights, x, target, kept)
+            if bounded
+            else loss(spec, weights, x, real, target)
+        )
 
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True), compiler_options=FAST_COMPILE)
 
 
 def kept_choices(spec, owners, weights, x, real):
-    """A queue for each device; with the mesh's data axis outermost, `owners` neighbours share the experts."""
+    """A queue for each device; with the mesh's data axis outermost, `owners` neighbours share the
+    experts.
+    """
     indices = np.asarray(template(spec).bind(weights).router(x).indices)
     rows = max(1, int(BATCH // 8 * LENGTH * spec.router.chosen * spec.buffer_factor))
     waiting = {}
@@ -156,21 +167,37 @@ def kept_choices(spec, owners, weights, x, real):
 def collectives(text):
     """[(kind, elements of the result)] of a compiled program."""
     found = []
-    for kinds in re.finditer(r"= (.*?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(", text):
-        sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in re.findall(r"\[([\d,]*)\]", kinds[1])]
+    for kinds in re.finditer(
+        r"= (.*?) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)\(", text
+    ):
+        sizes = [
+            math.prod(map(int, filter(None, shape.split(","))))
+            for shape in re.findall(r"\[([\d,]*)\]", kinds[1])
+        ]
         found.append((kinds[2], sum(sizes) if kinds[2] == "all-to-all" else max(sizes)))
     return found
 
 
 def rules_of(sizes, changed):
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
     names = {name for name, _ in changed}
     return AxisRules(mesh, tuple(rule for rule in RULES if rule[0] not in names) + changed)
 
 
 def run(sizes, options):
-    spec, batch, skewed = options.get("spec", PLAIN), options.get("batch", BATCH), options.get("skewed", False)
-    weights, x, real, target = weights_of(spec, skewed), values(batch, 1, skewed), segments(batch), values(batch, 2)
+    spec, batch, skewed = (
+        options.get("spec", PLAIN),
+        options.get("batch", BATCH),
+        options.get("skewed", False),
+    )
+    weights, x, real, target = (
+        weights_of(spec, skewed),
+        values(batch, 1, skewed),
+        segments(batch),
+        values(batch, 2),
+    )
     kept, dropped = None, 0
     if spec.buffer_factor is not None:
         kept, dropped = kept_choices(spec, options.get("owners", 1), weights, x, real)
@@ -180,12 +207,16 @@ def run(sizes, options):
 
     rules = rules_of(sizes, options.get("rules", ()))
     places = rules.shardings(template(spec).axes, weights)
-    stream = rules.sharding(("activation_batch", "activation_norm_length", "activation_embed"), x.shape)
+    stream = rules.sharding(
+        ("activation_batch", "activation_norm_length", "activation_embed"), x.shape
+    )
     exchange.RAGGED_PLATFORMS = ("cpu",) if options.get("ragged") else ("tpu", "gpu")
     both = jax.value_and_grad(lambda *rest: loss(spec, *rest), (0, 1), has_aux=True)
     with use_rules(rules):
         jitted = jax.jit(
-            both, in_shardings=(places, stream, None, None), out_shardings=((None, stream), (places, stream))
+            both,
+            in_shardings=(places, stream, None, None),
+            out_shardings=((None, stream), (places, stream)),
         )
         compiled = jitted.lower(weights, x, real, target).compile(FAST_COMPILE)
     placed = jax.device_put((weights, x), (places, stream))
@@ -198,7 +229,10 @@ def run(sizes, options):
         )
     }
     return {
-        "errors": {name: error(np.asarray(found), np.asarray(wanted)) for name, (found, wanted) in pairs.items()},
+        "errors": {
+            name: error(np.asarray(found), np.asarray(wanted))
+            for name, (found, wanted) in pairs.items()
+        },
         "smallest": min(float(np.abs(wanted).max()) for _, wanted in pairs.values()),
         "collectives": collectives(compiled.as_text()),
         "dropped": dropped,
@@ -210,14 +244,20 @@ def error(found, wanted):
 
 
 def saved():
-    """How often experts multiply, in a program with gradients: recomputed unless their tags are saved."""
+    """How often experts multiply, in a program with gradients: recomputed unless their tags are
+    saved.
+    """
     spec, rules, counts = PLAIN, rules_of({"fsdp": 2, "expert": 4}, ()), {}
     weights, x, real, target = weights_of(spec), values(BATCH, 1), segments(BATCH), values(BATCH, 2)
     for policy, names in {"nothing": (), "tags": ("mlpwi_0", "moe_mlpwi_1", "mlpwo")}.items():
         keep = jax.checkpoint_policies.save_only_these_names(*names)
-        run = jax.checkpoint(lambda weights, x: loss(spec, weights, x, real, target)[0], policy=keep)
+        run = jax.checkpoint(
+            lambda weights, x: loss(spec, weights, x, real, target)[0], policy=keep
+        )
         with use_rules(rules):
-            counts[policy] = str(jax.make_jaxpr(jax.grad(run))(weights, x)).count("ragged_dot_general[")
+            counts[policy] = str(jax.make_jaxpr(jax.grad(run))(weights, x)).count(
+                "ragged_dot_general["
+            )
     return counts
 
 
@@ -228,7 +268,9 @@ def lowered():
     exchange.RAGGED_PLATFORMS = ("cpu",)
     jax.lax.ragged_all_to_all = REAL
     with use_rules(rules):
-        traced = jax.jit(jax.grad(lambda weights, x: loss(spec, weights, x, real, target)[0])).trace(weights, x)
+        traced = jax.jit(
+            jax.grad(lambda weights, x: loss(spec, weights, x, real, target)[0])
+        ).trace(weights, x)
     for platform in ("tpu", "cuda"):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         found[platform] = len(re.findall("custom_call @ragged_all_to_all", text))
@@ -238,4 +280,8 @@ def lowered():
 if __name__ == "__main__":
     REAL, jax.lax.ragged_all_to_all = jax.lax.ragged_all_to_all, emulated
     found = {name: run(*CASES[name]) for name in sys.argv[1:] or CASES}
-    print(json.dumps({"cases": found} | ({} if sys.argv[1:] else {"saved": saved(), "lowered": lowered()})))
+    print(
+        json.dumps(
+            {"cases": found} | ({} if sys.argv[1:] else {"saved": saved(), "lowered": lowered()})
+        )
+    )

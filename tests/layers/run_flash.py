@@ -1,4 +1,6 @@
-"""Run by test_attend.py in a process with eight CPU devices: the flash kernel on shards, and the plain definition."""
+"""Run by test_attend.py in a process with eight CPU devices: the flash kernel on shards, and the
+plain definition.
+"""
 
 import json
 import sys
@@ -23,30 +25,44 @@ def inputs(heads, kv_heads, visibility, segments):
     k, v = (jax.random.normal(key, (2, LENGTH, kv_heads, 128)) for key in keys[1:3])
     ids = None
     if segments:  # two documents and padding, in the order of the tokens
-        ids = jnp.asarray(np.repeat([[1, 2, 0], [1, 2, 2]], [100, 140, 16], axis=1)[:, visibility.positions(LENGTH)])
+        ids = jnp.asarray(
+            np.repeat([[1, 2, 0], [1, 2, 2]], [100, 140, 16], axis=1)[
+                :, visibility.positions(LENGTH)
+            ]
+        )
     return Inputs(q, k, v, visibility, scale=0.1, q_segments=ids, k_segments=ids)
 
 
 def errors(case):
     words = [f"ici_{axis}_parallelism={size}" for axis, size in case["mesh"].items()]
-    config = load(None, words, environ={}, devices=Devices(int(np.prod(list(case["mesh"].values())))))
+    config = load(
+        None, words, environ={}, devices=Devices(int(np.prod(list(case["mesh"].values()))))
+    )
     rules = AxisRules.of(config, make_mesh(config, jax.devices()[: config.num_target_devices]))
     order = Order("dual_chunk_swap", case["balanced"]) if case.get("balanced") else None
     visibility = Visibility(window=case.get("window"), order=order)
-    given = checked(inputs(case["heads"], case["kv_heads"], visibility, case.get("segments", False)))
+    given = checked(
+        inputs(case["heads"], case["kv_heads"], visibility, case.get("segments", False))
+    )
 
     def output(run, q, k, v):
         mixed = run(given.__class__(**{**given.__dict__, "q": q, "k": k, "v": v}))
         return jnp.sum(mixed * jnp.cos(jnp.arange(mixed.size).reshape(mixed.shape))), mixed
 
     def both(run):
-        step = jax.jit(jax.value_and_grad(lambda *arrays: output(run, *arrays), argnums=(0, 1, 2), has_aux=True))
+        step = jax.jit(
+            jax.value_and_grad(
+                lambda *arrays: output(run, *arrays), argnums=(0, 1, 2), has_aux=True
+            )
+        )
         (_, mixed), gradients = step(given.q, given.k, given.v)
         return [mixed, *gradients]
 
     ours = both(lambda given: flash_on_shards(rules, given, interpret=True))
     theirs = both(lambda given: compute(given, "dot_product"))
-    return [float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)]
+    return [
+        float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)
+    ]
 
 
 if __name__ == "__main__":

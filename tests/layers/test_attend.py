@@ -1,4 +1,6 @@
-"""The flash kernel on the shards of a mesh, by its interpreter, against the plain definition of attention."""
+"""The flash kernel on the shards of a mesh, by its interpreter, against the plain definition of
+attention.
+"""
 
 import json
 import os
@@ -27,7 +29,8 @@ def errors():
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))

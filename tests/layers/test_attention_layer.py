@@ -1,4 +1,6 @@
-"""The attention layer: fused projections against separate ones, and its options against transformers' layers."""
+"""The attention layer: fused projections against separate ones, and its options against
+transformers' layers.
+"""
 
 from functools import partial
 
@@ -25,31 +27,45 @@ SIZE, LENGTH, HEAD = 24, 9, 8
 
 
 def template(heads, groups, **options):
-    spec = AttentionSpec(heads, groups, HEAD, HEAD**-0.5, options.pop("visibility", Visibility()), **options)
-    return Template.of(lambda: Attention(Maker(noise.seed_key(0), "float32"), spec, SIZE, "float32"))
+    spec = AttentionSpec(
+        heads, groups, HEAD, HEAD**-0.5, options.pop("visibility", Visibility()), **options
+    )
+    return Template.of(
+        lambda: Attention(Maker(noise.seed_key(0), "float32"), spec, SIZE, "float32")
+    )
 
 
 def separate_weights(heads, groups, bias):
     draw = np.random.default_rng(0).normal
     counts = {"query": heads, "key": groups, "value": groups}
-    tree = {name: {"kernel": draw(size=(SIZE, count, HEAD)) * 0.4} for name, count in counts.items()}
+    tree = {
+        name: {"kernel": draw(size=(SIZE, count, HEAD)) * 0.4} for name, count in counts.items()
+    }
     tree["out"] = {"kernel": draw(size=(heads, HEAD, SIZE)) * 0.4}
     if bias:
         for name, count in counts.items():
             tree[name]["bias"] = draw(size=(count, HEAD))
         tree["out"]["bias"] = draw(size=SIZE)
-    return {name: {key: value.astype(np.float32) for key, value in layer.items()} for name, layer in tree.items()}
+    return {
+        name: {key: value.astype(np.float32) for key, value in layer.items()}
+        for name, layer in tree.items()
+    }
 
 
 def fuse(tree, heads, groups):
-    """Head by head, as the layer says: each key/value head's queries, then its key, then its value."""
+    """Head by head, as the layer says: each key/value head's queries, then its key, then its
+    value.
+    """
     each = heads // groups
 
     def arrange(part):
         q, k, v = (tree[name][part] for name in ("query", "key", "value"))
         rows = []
         for group in range(groups):
-            rows += [q[..., group * each + i, :] for i in range(each)] + [k[..., group, :], v[..., group, :]]
+            rows += [q[..., group * each + i, :] for i in range(each)] + [
+                k[..., group, :],
+                v[..., group, :],
+            ]
         rows = np.stack(rows, axis=-2)
         return rows.reshape(*rows.shape[:-2], groups, each + 2, HEAD)
 
@@ -62,7 +78,9 @@ def inputs(batch=2):
 
 
 def output(template, tree, x, layer_inputs):
-    return jax.jit(lambda tree, x: template.bind(tree)(x, layer_inputs)[0], compiler_options=FAST_COMPILE)(tree, x)
+    return jax.jit(
+        lambda tree, x: template.bind(tree)(x, layer_inputs)[0], compiler_options=FAST_COMPILE
+    )(tree, x)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -81,7 +99,8 @@ def test_fused_is_separate(heads, groups, bias):
     projected, expected, ours = run(tree, fuse(tree, heads, groups), x)
     for part, name in zip(projected, ("query", "key", "value"), strict=True):
         float32, float64 = (
-            np.einsum("bse,ehd->bshd", x.astype(dtype), tree[name]["kernel"]) + tree[name].get("bias", 0)
+            np.einsum("bse,ehd->bshd", x.astype(dtype), tree[name]["kernel"])
+            + tree[name].get("bias", 0)
             for dtype in (np.float32, np.float64)
         )
         assert_within_rounding(part, float32, float64)
@@ -92,7 +111,11 @@ def from_torch(layer, heads, groups):
     """Our weights from a transformers attention layer; torch keeps [out, in]."""
     state = {name: tensor.detach().numpy() for name, tensor in layer.state_dict().items()}
     tree = {}
-    for ours, theirs, count in (("query", "q", heads), ("key", "k", groups), ("value", "v", groups)):
+    for ours, theirs, count in (
+        ("query", "q", heads),
+        ("key", "k", groups),
+        ("value", "v", groups),
+    ):
         tree[ours] = {"kernel": state[f"{theirs}_proj.weight"].T.reshape(SIZE, count, HEAD)}
         if f"{theirs}_proj.bias" in state:
             tree[ours]["bias"] = state[f"{theirs}_proj.bias"].reshape(count, HEAD)
@@ -102,7 +125,10 @@ def from_torch(layer, heads, groups):
     if "sinks" in state:
         tree["sinks"] = state["sinks"]
     if "q_norm.weight" in state:
-        tree["query_norm"], tree["key_norm"] = {"scale": state["q_norm.weight"]}, {"scale": state["k_norm.weight"]}
+        tree["query_norm"], tree["key_norm"] = (
+            {"scale": state["q_norm.weight"]},
+            {"scale": state["k_norm.weight"]},
+        )
     return tree
 
 
@@ -118,7 +144,9 @@ def shuffled(layer):
 def their_output(layer, rotary, x, visible):
     x = torch.tensor(x)
     positions = torch.arange(LENGTH)[None].expand(len(x), LENGTH)
-    mask = torch.where(torch.tensor(visible), 0.0, float("-inf"))[None, None].expand(len(x), 1, LENGTH, LENGTH)
+    mask = torch.where(torch.tensor(visible), 0.0, float("-inf"))[None, None].expand(
+        len(x), 1, LENGTH, LENGTH
+    )
     with torch.no_grad():
         return layer(x, position_embeddings=rotary(x, positions), attention_mask=mask)[0].numpy()
 
@@ -135,7 +163,9 @@ def test_qk_norm_of_qwen3():
     theta = config.rope_parameters["rope_theta"]
     ours = template(4, 2, rope=RopeSpec(max_timescale=theta), qk_norm=norm)
     expected = their_output(layer, Qwen3RotaryEmbedding(config), x, np.tri(LENGTH, dtype=bool))
-    np.testing.assert_allclose(output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5)
+    np.testing.assert_allclose(
+        output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5
+    )
 
 
 def test_sinks_biases_and_window_of_gpt_oss():
@@ -147,9 +177,18 @@ def test_sinks_biases_and_window_of_gpt_oss():
     layer = shuffled(GptOssAttention(config, layer_idx=0))
     x, layer_inputs = inputs()
     rope = RopeSpec(
-        "yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, truncate=False, attention_scaling=True
+        "yarn",
+        max_timescale=150_000.0,
+        factor=32.0,
+        original_length=4096,
+        truncate=False,
+        attention_scaling=True,
     )
     visible = np.array([[i - 3 < j <= i for j in range(LENGTH)] for i in range(LENGTH)])
-    ours = template(4, 2, rope=rope, bias=True, out_bias=True, sinks=True, visibility=Visibility(window=3))
+    ours = template(
+        4, 2, rope=rope, bias=True, out_bias=True, sinks=True, visibility=Visibility(window=3)
+    )
     expected = their_output(layer, GptOssRotaryEmbedding(config), x, visible)
-    np.testing.assert_allclose(output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5)
+    np.testing.assert_allclose(
+        output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5
+    )

@@ -1,4 +1,6 @@
-"""Layers in fp8 as on one GPU, their kernels interpreted, against the general way through the same layers."""
+"""Layers in fp8 as on one GPU, their kernels interpreted, against the general way through the same
+layers.
+"""
 
 from contextlib import contextmanager
 
@@ -89,13 +91,26 @@ def gradients(words):
     batch = {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
 
     def loss(weights):
-        return sum(language_model_losses(setup.config, setup.template, weights, batch, None).sums.values()) / 100
+        return (
+            sum(
+                language_model_losses(
+                    setup.config, setup.template, weights, batch, None
+                ).sums.values()
+            )
+            / 100
+        )
 
     return jax.jit(jax.value_and_grad(loss))(jax.jit(setup.fresh)().weights)
 
 
 QUICK = ("llama", "joined kernels", "widths without tiles")
-EXHAUSTIVE = ("queries normed", "grouped heads", "in float32", "gelu_exact", "scanned")  # parts of other cases
+EXHAUSTIVE = (
+    "queries normed",
+    "grouped heads",
+    "in float32",
+    "gelu_exact",
+    "scanned",
+)  # parts of other cases
 
 
 def marked(name):
@@ -105,7 +120,8 @@ def marked(name):
 
 
 @pytest.mark.parametrize(
-    ("words", "kernels"), [pytest.param(*each, id=name, marks=marked(name)) for name, each in FAMILIES.items()]
+    ("words", "kernels"),
+    [pytest.param(*each, id=name, marks=marked(name)) for name, each in FAMILIES.items()],
 )
 def test_families(words, kernels):
     with as_on_a_gpu() as names:

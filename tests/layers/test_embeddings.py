@@ -30,7 +30,9 @@ def test_look_up(one_hot, dtype):
 def test_gradient_adds_up_over_repeated_tokens(one_hot):
     back = np.random.default_rng(1).normal(size=(2, 4, 6)).astype(np.float32)
     template = embedding(one_hot)
-    gradient = jax.grad(lambda table: jnp.vdot(template.bind({"embedding": table})(jnp.asarray(IDS)), back))(TABLE)
+    gradient = jax.grad(
+        lambda table: jnp.vdot(template.bind({"embedding": table})(jnp.asarray(IDS)), back)
+    )(TABLE)
     expected = np.zeros_like(TABLE)
     np.add.at(expected, IDS, back)
     np.testing.assert_allclose(gradient, expected, atol=1e-6)

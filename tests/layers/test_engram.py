@@ -1,4 +1,6 @@
-"""Engram against the paper, token by token in Python's own integers and in torch; compression against `tokenizers`."""
+"""Engram against the paper, token by token in Python's own integers and in torch; compression
+against `tokenizers`.
+"""
 
 import math
 from functools import lru_cache
@@ -11,7 +13,14 @@ import torch
 from tokenizers import Regex, normalizers
 
 from maxtext.common import noise
-from maxtext.layers.engram import Compression, EngramSpec, compressed_ids, head_primes, remainder, wide_product
+from maxtext.layers.engram import (
+    Compression,
+    EngramSpec,
+    compressed_ids,
+    head_primes,
+    remainder,
+    wide_product,
+)
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Maker, Template
@@ -36,7 +45,9 @@ def template(spec, dtype="float32"):
 
 def weights(spec, seed=0):
     draw = np.random.default_rng(seed).normal
-    return jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(np.float32), template(spec).weights)
+    return jax.tree.map(
+        lambda leaf: draw(size=leaf.shape).astype(np.float32), template(spec).weights
+    )
 
 
 def values(streams=None, seed=1):
@@ -59,10 +70,15 @@ def prime(number):
 
 
 def expected_rows(spec, ids, segments, pad):
-    """Every n-gram by hand, in integers without bounds. The layer's own primes come first to last from the base."""
+    """Every n-gram by hand, in integers without bounds. The layer's own primes come first to last
+    from the base.
+    """
     size = spec.compression.size if spec.compression else spec.vocabulary
     draw = np.random.default_rng(spec.seed + 10007 * spec.layer)
-    multipliers = [2 * int(r) + 1 for r in draw.integers(0, ((2**63 - 1) // size) // 2, spec.max_ngram, dtype=np.int64)]
+    multipliers = [
+        2 * int(r) + 1
+        for r in draw.integers(0, ((2**63 - 1) // size) // 2, spec.max_ngram, dtype=np.int64)
+    ]
     rows = np.zeros((*ids.shape, spec.heads * (spec.max_ngram - 1)), np.int64)
     for row, place in np.ndindex(*ids.shape):
         start, head = 0, 0
@@ -95,7 +111,9 @@ def test_rows(changes, segments):
     given = spec(**changes)
     ids = tokens(given.vocabulary)
     module = template(given).bind(template(given).weights)  # rows need no values
-    rows = jax.jit(module.rows)(jnp.asarray(ids), None if segments is None else jnp.asarray(segments))
+    rows = jax.jit(module.rows)(
+        jnp.asarray(ids), None if segments is None else jnp.asarray(segments)
+    )
     assert rows.dtype == jnp.int32
     np.testing.assert_array_equal(rows, expected_rows(given, ids, segments, given.pad))
 
@@ -104,24 +122,40 @@ def test_rows_of_compressed_ids():
     table = np.random.default_rng(3).integers(0, 9, VOCABULARY)
     given = spec(compression=Compression(table))
     rows = template(given).bind(template(given).weights).rows(jnp.asarray(tokens()), None)
-    np.testing.assert_array_equal(rows, expected_rows(given, table[tokens()], None, int(table[given.pad])))
+    np.testing.assert_array_equal(
+        rows, expected_rows(given, table[tokens()], None, int(table[given.pad]))
+    )
 
 
 def test_words():
     """Against NumPy in 64 bits: products, and remainders by moduli of every size."""
     draw = np.random.default_rng(0).integers
-    numbers = np.concatenate([draw(0, 2**32, 500), [0, 1, 2**32 - 1, 2**16, 2**16 - 1]]).astype(np.uint32)
-    for factor in (1, 3, 2**16 + 1, 2**32 - 1, 2**32 + 1, 2**64 - 1, *(int(x) for x in draw(0, 2**63, 5))):
+    numbers = np.concatenate([draw(0, 2**32, 500), [0, 1, 2**32 - 1, 2**16, 2**16 - 1]]).astype(
+        np.uint32
+    )
+    for factor in (
+        1,
+        3,
+        2**16 + 1,
+        2**32 - 1,
+        2**32 + 1,
+        2**64 - 1,
+        *(int(x) for x in draw(0, 2**63, 5)),
+    ):
         high, low = wide_product(jnp.asarray(numbers), factor)
         expected = numbers.astype(np.uint64) * np.uint64(factor)
-        np.testing.assert_array_equal(np.asarray(high, np.uint64) << np.uint64(32) | np.asarray(low), expected)
+        np.testing.assert_array_equal(
+            np.asarray(high, np.uint64) << np.uint64(32) | np.asarray(low), expected
+        )
         for moduli in ([2, 3], [65521, 65537], [226241, 1131203], [2**30 + 3, 2**31 - 1]):
             rest = remainder((high, low), np.array(moduli, np.uint32))
             np.testing.assert_array_equal(rest, expected[:, None] % np.array(moduli, np.uint64))
 
 
 def test_primes():
-    """All different in the model, each the first that is free: no prime between the base and the last is left out."""
+    """All different in the model, each the first that is free: no prime between the base and the
+    last is left out.
+    """
     bases, heads, layers = (20, 24, 100), 3, 2
     found = head_primes(bases, heads, layers)
     flat = [number for layer in found for number in layer]
@@ -131,14 +165,19 @@ def test_primes():
     for layer in found:
         for order, base in enumerate(bases):
             for number in layer[order * heads : (order + 1) * heads]:
-                free = [other for other in range(base, number) if prime(other) and other not in taken]
+                free = [
+                    other for other in range(base, number) if prime(other) and other not in taken
+                ]
                 assert number >= base
                 assert not free
                 taken.append(number)
     assert found[0][:3] == (23, 29, 31)
     assert found[0][3:6] == (37, 41, 43)
     assert (
-        spec(layers=(1, 4)).primes == head_primes((20, 24), 2, 2)[1] != spec().primes == head_primes((20, 24), 2, 1)[0]
+        spec(layers=(1, 4)).primes
+        == head_primes((20, 24), 2, 2)[1]
+        != spec().primes
+        == head_primes((20, 24), 2, 1)[0]
     )
 
 
@@ -171,18 +210,24 @@ def in_torch(spec, weights, x, ids, segments):
         kernel = weights["convolution"][:, stream].T[:, None]  # [E, 1, taps]
         for row in range(len(ids)):
             documents = [torch.ones(LENGTH, dtype=bool)] if segments is None else []
-            documents = documents or [torch.tensor(segments[row] == one) for one in set(segments[row].tolist())]
+            documents = documents or [
+                torch.tensor(segments[row] == one) for one in set(segments[row].tolist())
+            ]
             for inside in documents:
                 lone = normed[row, inside].T
                 reach = (spec.kernel_size - 1) * spec.max_ngram
                 lone = torch.nn.functional.pad(lone, (reach, 0))
-                convolved = torch.nn.functional.conv1d(lone[None], kernel, dilation=spec.max_ngram, groups=SIZE)
+                convolved = torch.nn.functional.conv1d(
+                    lone[None], kernel, dilation=spec.max_ngram, groups=SIZE
+                )
                 mixed[row, inside] = convolved[0].T
         streams.append(value + torch.nn.functional.silu(mixed))
     return torch.stack(streams, dim=2)
 
 
-@pytest.mark.parametrize(("streams", "segments"), [(1, None), (3, SEGMENTS)], ids=["plain", "streams"])
+@pytest.mark.parametrize(
+    ("streams", "segments"), [(1, None), (3, SEGMENTS)], ids=["plain", "streams"]
+)
 def test_torch(streams, segments):
     """Forward, and gradients of the streams."""
     given = spec(streams=streams)
@@ -197,7 +242,9 @@ def test_torch(streams, segments):
 
     @jax.jit
     def run(tree, x, back):
-        output, pull = jax.vjp(lambda tree, x: abstract.bind(tree)(x, inputs(ids, segments)), tree, x)
+        output, pull = jax.vjp(
+            lambda tree, x: abstract.bind(tree)(x, inputs(ids, segments)), tree, x
+        )
         return output, *pull(back)
 
     output, gradients, x_gradient = run(tree, jnp.asarray(x), jnp.asarray(back))
@@ -214,7 +261,9 @@ def test_one_stream_without_its_dimension():
     module = jax.jit(template(given).bind(weights(given)))
     flat = module(jnp.asarray(x), inputs(ids))
     assert flat.shape == x.shape
-    np.testing.assert_allclose(flat, module(jnp.asarray(x)[:, :, None], inputs(ids))[:, :, 0], atol=1e-6)
+    np.testing.assert_allclose(
+        flat, module(jnp.asarray(x)[:, :, None], inputs(ids))[:, :, 0], atol=1e-6
+    )
 
 
 def test_shapes_and_axes():
@@ -233,7 +282,10 @@ def test_shapes_and_axes():
         "convolution": (3, 3, SIZE),
     }
     assert abstract.axes["table"] == ("vocab", "embed_vocab")
-    assert abstract.axes["key"] == {"kernel": ("engram_dim", "mhc", "embed"), "bias": ("mhc", "embed")}
+    assert abstract.axes["key"] == {
+        "kernel": ("engram_dim", "mhc", "embed"),
+        "bias": ("mhc", "embed"),
+    }
     assert abstract.axes["value"] == {"kernel": ("engram_dim", "embed"), "bias": ("embed",)}
     assert abstract.axes["key_norm"] == {"scale": ("mhc", "norm")}
     assert abstract.axes["convolution"] == (None, "mhc", "norm")
@@ -269,7 +321,9 @@ def test_documents_are_kept_apart():
 
 
 def test_start():
-    """The convolution does nothing, norms have scale 1; a value is half-way let in, give or take."""
+    """The convolution does nothing, norms have scale 1; a value is half-way let in, give or
+    take.
+    """
     module = spec().build(Maker(noise.seed_key(0), "float32"), SIZE, "float32")
     assert not np.any(module.convolution[...])
     np.testing.assert_array_equal(module.key_norm.scale[...], np.ones((1, SIZE)))
@@ -278,10 +332,14 @@ def test_start():
     )
     np.testing.assert_array_equal(offset.key_norm.scale[...], np.zeros((1, SIZE)))
     x, ids = values()
-    np.testing.assert_allclose(offset(jnp.asarray(x), inputs(ids)), module(jnp.asarray(x), inputs(ids)), rtol=1e-5)
+    np.testing.assert_allclose(
+        offset(jnp.asarray(x), inputs(ids)), module(jnp.asarray(x), inputs(ids)), rtol=1e-5
+    )
     value = np.asarray(module.value(module.lookup(jnp.asarray(ids), None)))
     share = np.asarray(module(jnp.asarray(x), inputs(ids))) / value
-    np.testing.assert_allclose(share, share[..., :1] + np.zeros(SIZE), atol=1e-5)  # a gate for the whole vector
+    np.testing.assert_allclose(
+        share, share[..., :1] + np.zeros(SIZE), atol=1e-5
+    )  # a gate for the whole vector
     assert 0.1 < share.min() < 0.5 < share.max() < 0.9
 
 
@@ -305,7 +363,9 @@ def test_bfloat16():
     rounded = jnp.asarray(x, jnp.bfloat16)
     output = jax.jit(template(given, "bfloat16").bind(tree))(rounded, inputs(ids))
     assert output.dtype == jnp.bfloat16
-    exact = np.asarray(jax.jit(template(given).bind(tree))(rounded.astype(jnp.float32), inputs(ids)))
+    exact = np.asarray(
+        jax.jit(template(given).bind(tree))(rounded.astype(jnp.float32), inputs(ids))
+    )
     assert np.abs(np.asarray(output, np.float32) - exact).max() < 0.05 * np.abs(exact).max()
 
 
@@ -317,7 +377,9 @@ TEXTS = [
 
 
 def test_compressed_ids():
-    """Classes of equal form by the `tokenizers` library; parts of characters (�) are never joined."""
+    """Classes of equal form by the `tokenizers` library; parts of characters (�) are never
+    joined.
+    """
     pipeline = normalizers.Sequence(
         [
             normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase(),
@@ -339,7 +401,11 @@ def test_compressed_ids():
 
 def test_compression_compares_by_its_table():
     table = compressed_ids(TEXTS)
-    assert spec(compression=Compression(table)) == spec(compression=Compression(table.copy())) != spec()
+    assert (
+        spec(compression=Compression(table))
+        == spec(compression=Compression(table.copy()))
+        != spec()
+    )
     assert hash(Compression(table)) == hash(Compression(table.copy()))
     assert Compression(table) != Compression(table[::-1])
     assert Compression(table).size == len(set(table.tolist()))

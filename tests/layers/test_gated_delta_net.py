@@ -1,4 +1,6 @@
-"""Gated DeltaNet against the layers of transformers: values, gradients, packed documents, decoding, precision."""
+"""Gated DeltaNet against the layers of transformers: values, gradients, packed documents, decoding,
+precision.
+"""
 
 from functools import partial
 
@@ -24,7 +26,10 @@ from tests.tolerance import assert_within_rounding, dtype_of, in_both_precisions
 SIZE, HEADS, KEY, VALUE, WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
 LENGTH = 21
 jit = partial(jax.jit, compiler_options=FAST_COMPILE)
-FAMILIES = {"next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet), "3.5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet)}
+FAMILIES = {
+    "next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet),
+    "3.5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet),
+}
 
 
 def template(group, dtype="float32", **options):
@@ -56,7 +61,9 @@ def theirs(family, group):
 
 def ours(tensors, group):
     """Their tensors (weights or gradients) as our tree."""
-    tensors = {name.removesuffix(".weight"): tensor.detach().numpy() for name, tensor in tensors.items()}
+    tensors = {
+        name.removesuffix(".weight"): tensor.detach().numpy() for name, tensor in tensors.items()
+    }
     values = group * VALUE
     if "in_proj_qkvz" in tensors:
         qkvz = tensors["in_proj_qkvz"].reshape(HEADS, 2 * KEY + 2 * values, SIZE)
@@ -68,7 +75,10 @@ def ours(tensors, group):
     projections = dict(query=query, key=key, value=value, gate=gate, beta=beta, decay=decay)
     convolutions = np.split(tensors["conv1d"], np.cumsum([HEADS * KEY, HEADS * KEY]))
     return {
-        **{name: {"kernel": rows.reshape(HEADS, -1, SIZE).transpose(2, 0, 1)} for name, rows in projections.items()},
+        **{
+            name: {"kernel": rows.reshape(HEADS, -1, SIZE).transpose(2, 0, 1)}
+            for name, rows in projections.items()
+        },
         **{
             f"conv_{name}": channels.reshape(HEADS, -1, WIDTH).transpose(2, 0, 1)
             for name, channels in zip(("query", "key", "value"), convolutions, strict=True)
@@ -90,7 +100,9 @@ def inputs(segments=None, length=LENGTH):
 
 def outputs(layer, x):
     """What transformers computes, in float32 and in float64."""
-    return in_both_precisions(layer, lambda layer: layer(torch.tensor(x, dtype=dtype_of(layer))).detach().numpy())
+    return in_both_precisions(
+        layer, lambda layer: layer(torch.tensor(x, dtype=dtype_of(layer))).detach().numpy()
+    )
 
 
 def run(model, tree, x, layer_inputs):
@@ -117,12 +129,16 @@ def test_gradients_are_transformers():
         """The gradients of the weights, and of x."""
         given = torch.tensor(x, dtype=dtype_of(layer), requires_grad=True)
         (layer(given) * torch.tensor(weights)).sum().backward()
-        return ours({name: weight.grad for name, weight in layer.named_parameters()}, group), given.grad
+        return ours(
+            {name: weight.grad for name, weight in layer.named_parameters()}, group
+        ), given.grad
 
     def total(tree, x):
         return jnp.sum(model.bind(tree)(x, inputs())[0] * weights)
 
-    gradients, of_x = jit(jax.grad(total, argnums=(0, 1)))(ours(dict(layer.named_parameters()), group), x)
+    gradients, of_x = jit(jax.grad(total, argnums=(0, 1)))(
+        ours(dict(layer.named_parameters()), group), x
+    )
     (float32, dx32), (float64, dx64) = in_both_precisions(layer, backward)
     jax.tree.map(assert_within_rounding, gradients, float32, float64)
     assert_within_rounding(of_x, dx32, dx64)
@@ -150,30 +166,40 @@ DOCUMENTS = [(0, 0, 2), (0, 2, 15), (0, 15, 19), (1, 3, 12), (1, 12, 21)]  # row
 
 @pytest.mark.parametrize("form", ["chunked", "recurrent"])
 def test_packed_documents(form):
-    """A document in a packed row is what transformers makes of it alone, whatever the padding holds."""
+    """A document in a packed row is what transformers makes of it alone, whatever the padding
+    holds.
+    """
     layer, x = theirs("3.5", 2), activations()
     tree, model = ours(dict(layer.named_parameters()), 2), template(2, form=form)
     y = run(model, tree, x, inputs(SEGMENTS))
     for row, first, end in DOCUMENTS:
         expected = outputs(layer, x[row : row + 1, first:end])
         assert_within_rounding(y[row : row + 1, first:end], *expected)
-    other = run(model, tree, np.where(SEGMENTS[..., None] == 0, 7.0, x).astype(np.float32), inputs(SEGMENTS))
+    other = run(
+        model, tree, np.where(SEGMENTS[..., None] == 0, 7.0, x).astype(np.float32), inputs(SEGMENTS)
+    )
     np.testing.assert_array_equal(np.asarray(other)[SEGMENTS != 0], np.asarray(y)[SEGMENTS != 0])
 
 
 def test_decoding():
-    """Token by token with the kernels' states, over the layer's weights: what transformers makes of the whole."""
+    """Token by token with the kernels' states, over the layer's weights: what transformers makes of
+    the whole.
+    """
     group = 2
     layer, x = theirs("next", group), activations(12)
     expected = outputs(layer, x)
-    module = template(group).bind(jax.tree.map(jnp.asarray, ours(dict(layer.named_parameters()), group)))
+    module = template(group).bind(
+        jax.tree.map(jnp.asarray, ours(dict(layer.named_parameters()), group))
+    )
 
     @jit
     def step(x, states):
         """x [B, E]; the states of the three convolutions and of the rule."""
         mixed, kept = [], []
         for name, state in zip(("query", "key", "value"), states, strict=False):
-            y, state = causal_convolution_step(getattr(module, name)(x), getattr(module, f"conv_{name}")[...], state)
+            y, state = causal_convolution_step(
+                getattr(module, name)(x), getattr(module, f"conv_{name}")[...], state
+            )
             mixed.append(jax.nn.silu(y))
             kept.append(state)
         q, k = (jnp.repeat(unit_length(one), group, axis=1) for one in mixed[:2])
@@ -197,7 +223,9 @@ def test_bfloat16():
     """Values and gradients are finite, and as near to float32 as a number of 8 bits can be."""
     layer, x = theirs("next", 2), activations()
     expected = layer(torch.tensor(x)).detach().numpy()
-    tree = jax.tree.map(lambda weight: jnp.asarray(weight, jnp.bfloat16), ours(dict(layer.named_parameters()), 2))
+    tree = jax.tree.map(
+        lambda weight: jnp.asarray(weight, jnp.bfloat16), ours(dict(layer.named_parameters()), 2)
+    )
     model = template(2, dtype="bfloat16")
 
     def total(tree):
@@ -208,7 +236,9 @@ def test_bfloat16():
     assert y.dtype == jnp.bfloat16
     error = np.asarray(y, np.float32) - expected
     assert np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 0.02
-    assert all(np.isfinite(gradient.astype(jnp.float32)).all() for gradient in jax.tree.leaves(gradients))
+    assert all(
+        np.isfinite(gradient.astype(jnp.float32)).all() for gradient in jax.tree.leaves(gradients)
+    )
 
 
 def test_weights():
@@ -223,7 +253,10 @@ def test_weights():
         assert axes[f"conv_{name}"] == (None, "gdn_head", None)
     assert axes["log_rate"] == axes["step_bias"] == ("gdn_head", None)
     assert shapes["log_rate"] == shapes["step_bias"] == (HEADS, 3)
-    assert (shapes["out"]["kernel"], axes["out"]["kernel"]) == ((HEADS, values, SIZE), ("gdn_head", None, "embed"))
+    assert (shapes["out"]["kernel"], axes["out"]["kernel"]) == (
+        (HEADS, values, SIZE),
+        ("gdn_head", None, "embed"),
+    )
     assert shapes["norm"]["scale"] == (VALUE,)
 
 
@@ -233,7 +266,9 @@ def test_initial_rates():
     module = spec.build(Maker(noise.seed_key(0), "float32"), 1, "float32")
     rates = np.sort(np.exp(module.log_rate[...]).ravel())
     assert rates[0] >= 0.01
-    np.testing.assert_allclose(rates, np.linspace(0.01, 16, rates.size), atol=0.9)  # Kolmogorov: 0.05 of the range
+    np.testing.assert_allclose(
+        rates, np.linspace(0.01, 16, rates.size), atol=0.9
+    )  # Kolmogorov: 0.05 of the range
     np.testing.assert_array_equal(module.step_bias[...], 1)
     np.testing.assert_array_equal(module.norm.scale[...], 1)
 

@@ -1,4 +1,6 @@
-"""Hyper-connections against DeepSeek-V4's module in transformers, and against the paper's formulas in slow numpy."""
+"""Hyper-connections against DeepSeek-V4's module in transformers, and against the paper's formulas
+in slow numpy.
+"""
 
 from types import SimpleNamespace
 
@@ -61,7 +63,9 @@ def sigmoid(x):
 
 
 def numpy_sinkhorn(logits, iterations):
-    """One matrix, entry by entry: first pass from the exponentials, then rows and columns in turn."""
+    """One matrix, entry by entry: first pass from the exponentials, then rows and columns in
+    turn.
+    """
     k = len(logits)
     matrix = np.exp(logits - logits.max(axis=1, keepdims=True))
     for i in range(k):
@@ -101,7 +105,11 @@ def numpy_connection(weights, streams, k, iterations, offset=0.0):
 def test_transformers(streams, iterations):
     """Forward, and gradients of weights and streams."""
     config = SimpleNamespace(
-        hc_mult=streams, hc_sinkhorn_iters=iterations, hc_eps=1e-6, rms_norm_eps=EPSILON, hidden_size=SIZE
+        hc_mult=streams,
+        hc_sinkhorn_iters=iterations,
+        hc_eps=1e-6,
+        rms_norm_eps=EPSILON,
+        hidden_size=SIZE,
     )
     theirs = DeepseekV4HyperConnection(config)
     given = weights(streams)
@@ -122,7 +130,9 @@ def test_transformers(streams, iterations):
     gradients, x_gradient = pull(jnp.asarray(back))
     np.testing.assert_allclose(output, expected.detach(), atol=1e-5)
     np.testing.assert_allclose(x_gradient, leaf.grad, atol=3e-5)
-    np.testing.assert_allclose(gradients["kernel"].reshape(streams * SIZE, -1).T, theirs.fn.grad, atol=3e-5)
+    np.testing.assert_allclose(
+        gradients["kernel"].reshape(streams * SIZE, -1).T, theirs.fn.grad, atol=3e-5
+    )
     np.testing.assert_allclose(gradients["bias"], theirs.base.grad, atol=3e-5)
     np.testing.assert_allclose(gradients["alpha"], theirs.scale.grad, atol=1e-4)
 
@@ -132,7 +142,9 @@ def test_paper(scaled, offset):
     given = weights(4, scaled)
     x, _ = values(4)
     module = template(spec(4, 3, scaled=scaled, offset=offset)).bind(given)
-    np.testing.assert_allclose(apply(module, jnp.asarray(x)), numpy_connection(given, x, 4, 3, offset), atol=2e-5)
+    np.testing.assert_allclose(
+        apply(module, jnp.asarray(x)), numpy_connection(given, x, 4, 3, offset), atol=2e-5
+    )
 
 
 def test_shapes_and_axes():
@@ -160,7 +172,9 @@ def test_sinkhorn_is_doubly_stochastic():
 
 @pytest.mark.parametrize("streams", [2, 4])
 def test_starts_as_the_ordinary_residual(streams):
-    """Without what depends on the token, every stream is x + F(x), layer after layer; with it, almost."""
+    """Without what depends on the token, every stream is x + F(x), layer after layer; with it,
+    almost.
+    """
     _, x = values(streams)
     module = initial(spec(streams))
     for alpha, tolerance in ((0.0, 3e-5), (0.01, 0.05)):
@@ -168,9 +182,13 @@ def test_starts_as_the_ordinary_residual(streams):
         residual, many = x.astype(np.float64), expand(jnp.asarray(x), streams)
         for _ in range(3):
             residual, many = residual + sublayer(residual), apply(module, many)
-        np.testing.assert_allclose(many, np.repeat(residual[:, :, None], streams, axis=2), rtol=tolerance)
+        np.testing.assert_allclose(
+            many, np.repeat(residual[:, :, None], streams, axis=2), rtol=tolerance
+        )
         np.testing.assert_allclose(collapse(many), residual * streams, rtol=tolerance)
-    np.testing.assert_array_equal(np.asarray(initial(spec(streams)).alpha[...]), np.full(3, np.float32(0.01)))
+    np.testing.assert_array_equal(
+        np.asarray(initial(spec(streams)).alpha[...]), np.full(3, np.float32(0.01))
+    )
     assert np.ptp(np.asarray(many), axis=2).max() > 1e-4  # and yet the streams part
 
 
@@ -208,11 +226,14 @@ def test_expand_and_collapse():
     for stream in range(3):
         np.testing.assert_array_equal(many[:, :, stream], x)
     many, _ = values(3)
-    np.testing.assert_allclose(collapse(jnp.asarray(many)), many[:, :, 0] + many[:, :, 1] + many[:, :, 2], rtol=1e-5)
+    np.testing.assert_allclose(
+        collapse(jnp.asarray(many)), many[:, :, 0] + many[:, :, 1] + many[:, :, 2], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
-    ("streams", "iterations", "norm"), [(1, 20, NormSpec()), (4, 0, NormSpec()), (4, 20, NormSpec("layer"))]
+    ("streams", "iterations", "norm"),
+    [(1, 20, NormSpec()), (4, 0, NormSpec()), (4, 20, NormSpec("layer"))],
 )
 def test_what_makes_no_sense(streams, iterations, norm):
     with pytest.raises(ValueError, match="at least|rms"):

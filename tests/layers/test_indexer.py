@@ -1,4 +1,5 @@
-"""Sparse latent attention against transformers' DeepSeek V3.2, and the indexer's loss against numpy.
+"""Sparse latent attention against transformers' DeepSeek V3.2, and the indexer's loss against
+numpy.
 
 Shapes: B batch, S sequence, T keys, E embedding, H heads.
 """
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from transformers import DeepseekV32Config
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+    DeepseekV32Attention,
+    DeepseekV32RotaryEmbedding,
+)
 
 from maxtext.common import noise
 from maxtext.kernels.attention import Visibility
@@ -62,7 +66,9 @@ def visible(packed):
 
 def run(spec, tree, x, packed=False):
     model = template(spec)
-    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE)(tree, x)
+    return jax.jit(
+        lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE
+    )(tree, x)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +104,10 @@ def from_torch(named):
         branch[path[-1]] = {"kernel": named[f"{theirs}.weight"].T.reshape(shape)}
     tree["query_norm"] = {"scale": named["q_a_layernorm.weight"]}
     tree["kv_norm"] = {"scale": named["kv_a_layernorm.weight"]}
-    tree["indexer"]["key_norm"] = {"scale": named["indexer.k_norm.weight"], "bias": named["indexer.k_norm.bias"]}
+    tree["indexer"]["key_norm"] = {
+        "scale": named["indexer.k_norm.weight"],
+        "bias": named["indexer.k_norm.bias"],
+    }
     return tree
 
 
@@ -124,7 +133,9 @@ def turned(x, positions, interleave):
     half = x.shape[-1] // 2
     pairs = x[..., 0::2] + 1j * x[..., 1::2] if interleave else x[..., :half] + 1j * x[..., half:]
     pairs = pairs * np.exp(1j * positions[:, :, None, None] * 10000.0 ** (-np.arange(half) / half))
-    return np.concatenate([pairs.real, pairs.imag], axis=-1)  # any order does: only products are taken
+    return np.concatenate(
+        [pairs.real, pairs.imag], axis=-1
+    )  # any order does: only products are taken
 
 
 def reference(tree, x, packed):
@@ -157,7 +168,9 @@ def reference(tree, x, packed):
 
 
 def chosen(scores, mask):
-    """The top keys of each query among those it sees; the cut is not between equal scores, so all must agree."""
+    """The top keys of each query among those it sees; the cut is not between equal scores, so all
+    must agree.
+    """
     result = np.zeros_like(mask)
     for row, query in np.ndindex(mask.shape[:2]):
         keys = np.flatnonzero(mask[row, query])
@@ -169,7 +182,9 @@ def chosen(scores, mask):
 
 
 def loss(scores, logits, mask, real):
-    """Token by token: KL between the heads' summed softmax, normalised, and the softmax of the scores."""
+    """Token by token: KL between the heads' summed softmax, normalised, and the softmax of the
+    scores.
+    """
     each = []
     for row, query in np.argwhere(real):
         keys = mask[row, query]
@@ -207,7 +222,9 @@ def test_the_latent_form_sees_the_same_keys(weights):
 def test_few_keys_are_all_kept(weights):
     x = hidden()
     for topk in (LENGTH, LENGTH + 3):
-        program = jax.make_jaxpr(lambda tree, x, k=topk: template(mla_spec(k)).bind(tree)(x, layer_inputs(False)))
+        program = jax.make_jaxpr(
+            lambda tree, x, k=topk: template(mla_spec(k)).bind(tree)(x, layer_inputs(False))
+        )
         assert "top_k" not in str(program(weights, x))
     dense, _ = run(mla_spec(LENGTH), weights, x)
     sparse, _ = run(mla_spec(LENGTH - 1), weights, x)
@@ -217,16 +234,22 @@ def test_few_keys_are_all_kept(weights):
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
 @pytest.mark.parametrize(
-    ("packed", "latent"), [(False, False), (True, False), (True, True)], ids=["rows", "packed", "packed latent"]
+    ("packed", "latent"),
+    [(False, False), (True, False), (True, True)],
+    ids=["rows", "packed", "packed latent"],
 )
 def test_loss_is_the_divergence(weights, packed, latent, sparse):
     x = hidden()
-    output, aux = run(mla_spec(sparse_training=sparse, loss_factor=0.3, latent=latent), weights, x, packed)
+    output, aux = run(
+        mla_spec(sparse_training=sparse, loss_factor=0.3, latent=latent), weights, x, packed
+    )
     scores, logits = reference(weights, x, packed)
     mask = visible(packed)
     seen = chosen(scores, mask) if sparse else mask
     real = SEGMENTS != 0 if packed else np.ones_like(SEGMENTS, bool)
-    np.testing.assert_allclose(aux["indexer_loss"], 0.3 * loss(scores, logits, seen, real), rtol=1e-5)
+    np.testing.assert_allclose(
+        aux["indexer_loss"], 0.3 * loss(scores, logits, seen, real), rtol=1e-5
+    )
     # The warm-up attends to everything.
     like, _ = run(mla_spec(TOP if sparse else LENGTH), weights, x, packed)
     np.testing.assert_allclose(output, like, atol=1e-4)
@@ -266,23 +289,35 @@ def test_who_learns_from_what(weights, sparse):
 
 
 def test_gradient_of_the_loss_is_its_slope(weights):
-    """By differences in float64 numpy, along one random direction; over all keys, where nothing jumps."""
+    """By differences in float64 numpy, along one random direction; over all keys, where nothing
+    jumps.
+    """
     x = hidden()
     model = template(mla_spec(loss_factor=1.0))
     draw = np.random.default_rng(1).normal
     direction = jax.tree.map(lambda leaf: draw(size=leaf.shape), weights["indexer"])
 
     def slope_of(tree):
-        gradient = jax.grad(lambda tree: model.bind(tree)(x, layer_inputs(True))[1]["indexer_loss"])(tree)
-        return sum(jax.tree.leaves(jax.tree.map(lambda a, b: (a * b).sum(), gradient["indexer"], direction)))
+        gradient = jax.grad(
+            lambda tree: model.bind(tree)(x, layer_inputs(True))[1]["indexer_loss"]
+        )(tree)
+        return sum(
+            jax.tree.leaves(
+                jax.tree.map(lambda a, b: (a * b).sum(), gradient["indexer"], direction)
+            )
+        )
 
     def value(step):
-        moved = jax.tree.map(lambda leaf, by: leaf.astype(np.float64) + step * by, weights["indexer"], direction)
+        moved = jax.tree.map(
+            lambda leaf, by: leaf.astype(np.float64) + step * by, weights["indexer"], direction
+        )
         scores, logits = reference(weights | {"indexer": moved}, x, True)
         return loss(scores, logits, visible(True), SEGMENTS != 0)
 
     expected = (value(1e-6) - value(-1e-6)) / 2e-6
-    np.testing.assert_allclose(jax.jit(slope_of, compiler_options=FAST_COMPILE)(weights), expected, rtol=1e-3)
+    np.testing.assert_allclose(
+        jax.jit(slope_of, compiler_options=FAST_COMPILE)(weights), expected, rtol=1e-3
+    )
 
 
 def test_a_row_of_padding_has_a_finite_loss(weights):
@@ -299,7 +334,9 @@ def test_a_row_of_padding_has_a_finite_loss(weights):
 
 
 def test_long_rows_are_scored_in_blocks(weights):
-    """300 queries: two blocks of 128 and a rest; the scores of a row do not depend on how long it is."""
+    """300 queries: two blocks of 128 and a rest; the scores of a row do not depend on how long it
+    is.
+    """
     model = template(mla_spec(sparse_training=True, loss_factor=1.0))
     x = np.random.default_rng(9).normal(size=(1, 300, SIZE)).astype(np.float32)
 

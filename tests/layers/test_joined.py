@@ -20,13 +20,21 @@ LATENT = {
     "v_head_dim": 6, "first_num_dense_layers": 0, "shared_experts": 1, "routed_bias": True, "use_indexer": True,
     "indexer_topk": 3, "indexer_head_dim": 8, "indexer_n_heads": 2, "base_num_kv_heads": 4, "head_dim": None,
 }  # fmt: skip
-FAMILIES = {  # with how many arrays there are in the end: queries, keys and values, out, gate and up, wo; the head
+# with how many arrays there are in the end: queries, keys and values, out, gate and up, wo; the
+# head
+FAMILIES = {
     "llama": ({"decoder_block": "llama2"}, 5),
     "biases": ({"decoder_block": "llama2", "attention_bias": True}, 5),
-    "shared keys": ({"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8}, 5),
+    "shared keys": (
+        {"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8},
+        5,
+    ),
     "experts": ({"decoder_block": "mixtral", **EXPERTS}, 3),  # attention alone
     "delta nets": ({"decoder_block": "qwen3_next", "gdn_num_value_heads": 16, **EXPERTS}, 3),
-    "indexer": ({"decoder_block": "deepseek", **LATENT, **EXPERTS}, 4),  # the shared experts, and what attention gives
+    "indexer": (
+        {"decoder_block": "deepseek", **LATENT, **EXPERTS},
+        4,
+    ),  # the shared experts, and what attention gives
     "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 1),
     "integers": ({"decoder_block": "llama2", "quantization": "int8"}, 0),
 }
@@ -57,7 +65,9 @@ def test_generated_and_saved(monkeypatch, tmp_path):
         patch.setattr(joined, "only_platform", lambda: "gpu")
         ours = LLM.load("default", **TINY)
     ids = np.random.default_rng(0).integers(0, 64, (2, 12))
-    np.testing.assert_array_equal(ours.generate(ids, max_new_tokens=4), plain.generate(ids, max_new_tokens=4))
+    np.testing.assert_array_equal(
+        ours.generate(ids, max_new_tokens=4), plain.generate(ids, max_new_tokens=4)
+    )
     ours.save(tmp_path / "saved")
     saved = LLM.load(tmp_path / "saved", dtype="float32", matmul_precision="highest")
     jax.tree.map(np.testing.assert_array_equal, saved.weights, plain.weights)

@@ -19,13 +19,21 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(("inputs", "outputs", "product"), SHAPES, ids=[shape[2] for shape in SHAPES])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "product"), SHAPES, ids=[shape[2] for shape in SHAPES]
+)
 def test_numpy(inputs, outputs, product, bias):
     draw = np.random.default_rng(0).normal
     axes = (None,) * len(inputs + outputs)
-    template = Template.of(lambda: Linear(Maker(noise.seed_key(0), "float32"), inputs, outputs, axes, "float32", bias))
-    weights = {"kernel": draw(size=inputs + outputs)} | ({"bias": draw(size=outputs)} if bias else {})
-    assert jax.tree.map(np.shape, weights) == jax.tree.map(lambda leaf: leaf.shape, template.weights)
+    template = Template.of(
+        lambda: Linear(Maker(noise.seed_key(0), "float32"), inputs, outputs, axes, "float32", bias)
+    )
+    weights = {"kernel": draw(size=inputs + outputs)} | (
+        {"bias": draw(size=outputs)} if bias else {}
+    )
+    assert jax.tree.map(np.shape, weights) == jax.tree.map(
+        lambda leaf: leaf.shape, template.weights
+    )
     x = draw(size=(2, 3, *inputs))
     expected = np.einsum(product, x, weights["kernel"]) + (weights["bias"] if bias else 0)
     ours = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(
@@ -36,10 +44,15 @@ def test_numpy(inputs, outputs, product, bias):
 
 def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
     template = Template.of(
-        lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16", True)
+        lambda: Linear(
+            Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16", True
+        )
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(template.weights)} == {jnp.dtype("float32")}
-    weights = {"kernel": jnp.full((6, 4), 1 + 2**-12), "bias": jnp.full((4,), 2**-12)}  # 1 when rounded to bfloat16
+    weights = {
+        "kernel": jnp.full((6, 4), 1 + 2**-12),
+        "bias": jnp.full((4,), 2**-12),
+    }  # 1 when rounded to bfloat16
     y = template.bind(weights)(jnp.ones((1, 6), jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(y, np.float32), np.full((1, 4), 6.0))
@@ -53,7 +66,11 @@ def ordered(x, weights):
 def barriers(function, *arguments):
     """What each barrier of the function's program holds, as shapes."""
     program = jax.make_jaxpr(function)(*arguments)
-    return [[var.aval.shape for var in eqn.invars] for eqn in program.eqns if "barrier" in eqn.primitive.name]
+    return [
+        [var.aval.shape for var in eqn.invars]
+        for eqn in program.eqns
+        if "barrier" in eqn.primitive.name
+    ]
 
 
 def test_gradients_of_weights_come_before_that_of_the_input():
@@ -67,13 +84,17 @@ def test_gradients_of_weights_come_before_that_of_the_input():
     slope = 2 * jnp.cos(x @ kernel)
     for ours, theirs in zip(gradients(x, kernel), (slope @ kernel.T, x.T @ slope), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    assert barriers(gradients, x, kernel) == [[(3, 6), (6, 4)]]  # both, and not the count, which has no gradient
+    assert barriers(gradients, x, kernel) == [
+        [(3, 6), (6, 4)]
+    ]  # both, and not the count, which has no gradient
     assert barriers(run, x, kernel) == []
     assert barriers(jax.grad(run), x, kernel) == []  # frozen weights: nothing to wait for
 
 
 def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
-    template = Template.of(lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16"))
+    template = Template.of(
+        lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16")
+    )
     x, weights = jnp.ones((3, 6), jnp.bfloat16), {"kernel": jnp.ones((6, 4), jnp.float32)}
 
     def run(x, weights):
@@ -81,7 +102,11 @@ def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
 
     gradients = jax.grad(run, argnums=(0, 1))
     program = jax.make_jaxpr(gradients)(x, weights)
-    held = [[var.aval.dtype for var in eqn.invars] for eqn in program.eqns if "barrier" in eqn.primitive.name]
+    held = [
+        [var.aval.dtype for var in eqn.invars]
+        for eqn in program.eqns
+        if "barrier" in eqn.primitive.name
+    ]
     assert held == [[jnp.bfloat16, jnp.bfloat16]]
     assert gradients(x, weights)[1]["kernel"].dtype == jnp.float32
 
@@ -104,7 +129,9 @@ def test_dropout_is_a_function_of_its_key():
     same = [np.asarray(dropout(x, 0.5, jax.random.key(7))) for _ in range(2)]
     np.testing.assert_array_equal(*same)
     other = np.asarray(dropout(x, 0.5, jax.random.key(8)))
-    assert abs((same[0] == other).mean() - 0.5) < 5 * 0.5 / 64  # two independent masks agree on half
+    assert (
+        abs((same[0] == other).mean() - 0.5) < 5 * 0.5 / 64
+    )  # two independent masks agree on half
 
 
 def test_no_dropout_without_key_or_rate():

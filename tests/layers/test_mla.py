@@ -1,4 +1,5 @@
-"""Latent attention against transformers' DeepSeek V2 and V3, and its absorbed form against the plain one.
+"""Latent attention against transformers' DeepSeek V2 and V3, and its absorbed form against the
+plain one.
 
 Shapes: B batch, S sequence, E embedding, H heads.
 """
@@ -12,8 +13,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import DeepseekV2Config, DeepseekV3Config
-from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
+    DeepseekV2Attention,
+    DeepseekV2RotaryEmbedding,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3Attention,
+    DeepseekV3RotaryEmbedding,
+)
 
 from maxtext.common import noise
 from maxtext.common.errors import ConfigError
@@ -64,7 +71,9 @@ def template(spec):
 
 def random_weights(spec, seed=0):
     draw = np.random.default_rng(seed).normal
-    return jax.tree.map(lambda leaf: (draw(size=leaf.shape) * 0.4).astype(np.float32), template(spec).weights)
+    return jax.tree.map(
+        lambda leaf: (draw(size=leaf.shape) * 0.4).astype(np.float32), template(spec).weights
+    )
 
 
 def hidden(seed=3):
@@ -132,12 +141,17 @@ def theirs(layer, rotary, x, packed, gradient=None):
 
 def run(spec, tree, x, packed=False):
     model = template(spec)
-    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE)(tree, x)
+    return jax.jit(
+        lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE
+    )(tree, x)
 
 
 def version_2(yarn, query_rank, bias):
     config = DeepseekV2Config(
-        **SHARED, q_lora_rank=query_rank or None, rope_parameters=YARN if yarn else PLAIN, attention_bias=bias
+        **SHARED,
+        q_lora_rank=query_rank or None,
+        rope_parameters=YARN if yarn else PLAIN,
+        attention_bias=bias,
     )
     return shuffled(DeepseekV2Attention(config, 0)), DeepseekV2RotaryEmbedding(config)
 
@@ -192,7 +206,9 @@ def test_gradients_are_transformers(latent):
     np.testing.assert_allclose(output, expected, atol=2e-5)
     np.testing.assert_allclose(by_input, input_gradient, atol=1e-4)
     assert jax.tree.structure(by_weight) == jax.tree.structure(weight_gradients)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), by_weight, weight_gradients)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), by_weight, weight_gradients
+    )
 
 
 @pytest.mark.parametrize("query_rank", [0, QUERY_RANK])
@@ -204,7 +220,9 @@ def test_latent_form_is_the_plain_one(query_rank):
     @partial(jax.jit, static_argnums=0, compiler_options=FAST_COMPILE)
     def both(latent, tree, x):
         model = template(mla_spec(query_rank, latent=latent))
-        output, pull = jax.vjp(lambda tree, x: model.bind(tree)(x, layer_inputs(packed=True))[0], tree, x)
+        output, pull = jax.vjp(
+            lambda tree, x: model.bind(tree)(x, layer_inputs(packed=True))[0], tree, x
+        )
         return output, *pull(gradient)
 
     plain, absorbed = both(False, tree, x), both(True, tree, x)
@@ -227,7 +245,9 @@ def test_the_largest_logits_are_reported(latent):
 
     def turned(x):  # [B, S, H, P], neighbours as complex numbers
         pairs = x[..., 0::2] + 1j * x[..., 1::2]
-        return pairs * np.exp(1j * PACKED[:, :, None, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE))
+        return pairs * np.exp(
+            1j * PACKED[:, :, None, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE)
+        )
 
     q = normed(x @ tree["query_a"]["kernel"], tree["query_norm"]["scale"])
     q = np.einsum("bsr,rhd->bshd", q, tree["query_b"]["kernel"])
@@ -235,7 +255,9 @@ def test_the_largest_logits_are_reported(latent):
     k = normed(joined[..., :RANK], tree["kv_norm"]["scale"])
     k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["kernel"])[..., :NOPE]
     logits = np.einsum("bshd,bthd->bhst", q[..., :NOPE], k)
-    logits += np.einsum("bshd,btd->bhst", turned(q[..., NOPE:]), turned(joined[:, :, None, RANK:])[:, :, 0].conj()).real
+    logits += np.einsum(
+        "bshd,btd->bhst", turned(q[..., NOPE:]), turned(joined[:, :, None, RANK:])[:, :, 0].conj()
+    ).real
     logits = np.where(visible(packed=True)[:, None], logits * spec.scale, -np.inf)
     np.testing.assert_allclose(aux["max_logits"], logits.max(axis=(0, 2, 3)), rtol=1e-4)
 
@@ -258,9 +280,24 @@ def test_axes_and_shapes_of_the_weights():
 @pytest.mark.parametrize("latent", [False, True])
 def test_every_tensor_that_can_be_kept_has_its_tag(latent):
     model = template(mla_spec(latent=latent))
-    program = str(jax.make_jaxpr(lambda tree, x: model.bind(tree)(x, layer_inputs())[0])(model.weights, hidden()))
-    tags = {"query_wa_proj", "kv_wa_proj", "mla_q", "query_proj", "key_proj", "value_proj", "context", "out_proj"}
-    tags |= {"attention_out"} | (set() if latent else {"mla_kv"})  # the latent form makes no keys and values
+    program = str(
+        jax.make_jaxpr(lambda tree, x: model.bind(tree)(x, layer_inputs())[0])(
+            model.weights, hidden()
+        )
+    )
+    tags = {
+        "query_wa_proj",
+        "kv_wa_proj",
+        "mla_q",
+        "query_proj",
+        "key_proj",
+        "value_proj",
+        "context",
+        "out_proj",
+    }
+    tags |= {"attention_out"} | (
+        set() if latent else {"mla_kv"}
+    )  # the latent form makes no keys and values
     assert tags == {word for word in tags | {"mla_kv"} if f"name={word}" in program}
 
 

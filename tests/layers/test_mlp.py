@@ -14,7 +14,9 @@ from maxtext.layers.parameters import Maker, Template
 from tests.tolerance import assert_within_rounding
 
 SIZE, WIDTH = 6, 10
-SHOW = {"kernel": np.eye(WIDTH, SIZE, dtype=np.float32)}  # as wo: the first hidden values come out as they are
+SHOW = {
+    "kernel": np.eye(WIDTH, SIZE, dtype=np.float32)
+}  # as wo: the first hidden values come out as they are
 TORCH = {
     "linear": lambda x: x,
     "relu": functional.relu,
@@ -62,7 +64,9 @@ def in_torch(tree, activations, x, dtype=torch.float32):
     x = torch.tensor(x, dtype=dtype)
 
     def product(layer, x):
-        kernel, bias = (torch.tensor(part, dtype=dtype) for part in (layer["kernel"], layer.get("bias", 0.0)))
+        kernel, bias = (
+            torch.tensor(part, dtype=dtype) for part in (layer["kernel"], layer.get("bias", 0.0))
+        )
         return x @ kernel + bias
 
     branches = [tree[name] for name in sorted(tree) if name.startswith("wi")]
@@ -73,14 +77,20 @@ def in_torch(tree, activations, x, dtype=torch.float32):
 
 
 def in_both(tree, activations):
-    return [in_torch(tree, activations, values(), dtype) for dtype in (torch.float32, torch.float64)]
+    return [
+        in_torch(tree, activations, values(), dtype) for dtype in (torch.float32, torch.float64)
+    ]
 
 
 def values():
     return np.random.default_rng(5).normal(size=(2, 3, SIZE)).astype(np.float32)
 
 
-CASES = [(name,) for name in TORCH] + [("silu", "linear"), ("gelu", "linear"), ("relu", "tanh", "linear")]
+CASES = [(name,) for name in TORCH] + [
+    ("silu", "linear"),
+    ("gelu", "linear"),
+    ("relu", "tanh", "linear"),
+]
 
 
 def test_every_activation_is_tested():
@@ -96,13 +106,19 @@ def test_torch(activations):
     assert_within_rounding(apply(abstract.bind(tree), values()), *in_both(tree, activations))
 
 
-@pytest.mark.parametrize("activations", [("gelu",), ("silu", "linear"), ("relu", "tanh", "linear")], ids="-".join)
+@pytest.mark.parametrize(
+    "activations", [("gelu",), ("silu", "linear"), ("relu", "tanh", "linear")], ids="-".join
+)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_fused_is_unfused(activations, bias):
     tree = weights(len(activations), bias)
     abstract = template(MlpSpec(WIDTH, activations, bias=bias, fused=True))
-    assert jax.tree.map(np.shape, joined(tree)) == jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
-    assert_within_rounding(apply(abstract.bind(joined(tree)), values()), *in_both(tree, activations))
+    assert jax.tree.map(np.shape, joined(tree)) == jax.tree.map(
+        lambda leaf: leaf.shape, abstract.weights
+    )
+    assert_within_rounding(
+        apply(abstract.bind(joined(tree)), values()), *in_both(tree, activations)
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
@@ -117,15 +133,20 @@ def test_limit(fused):
         assert branch.max() > 1.5
         assert abs(branch).min() < 1.5
     gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
-    np.testing.assert_allclose(y, (gate / (1 + np.exp(-1.702 * gate)) * (up + 1))[..., :SIZE], atol=2e-5)
+    np.testing.assert_allclose(
+        y, (gate / (1 + np.exp(-1.702 * gate)) * (up + 1))[..., :SIZE], atol=2e-5
+    )
 
 
 def test_float32_activations():
-    """In bfloat16 the two branches are rounded before they meet; in float32 only their product is."""
+    """In bfloat16 the two branches are rounded before they meet; in float32 only their product
+    is.
+    """
     tree = weights(2, False) | {"wo": SHOW}
     x = jnp.asarray(values(), jnp.bfloat16)
     gate, up = (
-        np.asarray(x @ jnp.asarray(tree[name]["kernel"], jnp.bfloat16), np.float64) for name in ("wi_0", "wi_1")
+        np.asarray(x @ jnp.asarray(tree[name]["kernel"], jnp.bfloat16), np.float64)
+        for name in ("wi_0", "wi_1")
     )
     exact = (gate / (1 + np.exp(-gate)) * up)[..., :SIZE]
     off = {}
@@ -142,7 +163,9 @@ def test_dropout_is_on_the_hidden_values():
     tree = weights(1, False) | {"wo": SHOW}
     mlp = template(MlpSpec(WIDTH, ("relu",), dropout_rate=0.25)).bind(tree)
     plain = np.asarray(apply(mlp, values()))
-    np.testing.assert_allclose(plain, np.maximum(values() @ tree["wi"]["kernel"], 0)[..., :SIZE], atol=1e-5)
+    np.testing.assert_allclose(
+        plain, np.maximum(values() @ tree["wi"]["kernel"], 0)[..., :SIZE], atol=1e-5
+    )
     dropped = np.asarray(apply(mlp, values(), jax.random.key(0)))
     kept = dropped != 0
     np.testing.assert_allclose(dropped[kept], plain[kept] / 0.75, rtol=1e-5)

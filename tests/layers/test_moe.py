@@ -1,4 +1,6 @@
-"""The mixture of experts against transformers' blocks, and each method against a numpy loop over tokens and choices."""
+"""The mixture of experts against transformers' blocks, and each method against a numpy loop over
+tokens and choices.
+"""
 
 import importlib
 import math
@@ -28,9 +30,19 @@ LIMITED = replace(PLAIN, activations=("sigmoid", "linear"), limit=0.8, bias=True
 SPECS = {
     "limit and biases": LIMITED,
     "weighed input": replace(
-        PLAIN, weigh_input=True, bias=True, activations=("gelu",), float32=True, router=RouterSpec(EXPERTS, 1)
+        PLAIN,
+        weigh_input=True,
+        bias=True,
+        activations=("gelu",),
+        float32=True,
+        router=RouterSpec(EXPERTS, 1),
     ),
-    "shared": replace(PLAIN, shared=MlpSpec(7), shared_gate=True, router=replace(ROUTER, bias="selection", chosen=4)),
+    "shared": replace(
+        PLAIN,
+        shared=MlpSpec(7),
+        shared_gate=True,
+        router=replace(ROUTER, bias="selection", chosen=4),
+    ),
 }
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0, 0, 0], [0, 1, 1, 1, 0, 2, 2, 2, 2]], np.int32)
 
@@ -41,11 +53,15 @@ def template(spec, dtype="float32"):
 
 def draw_weights(spec, seed=0):
     draw = np.random.default_rng(seed).normal
-    return jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(np.float32) * 0.7, template(spec).weights)
+    return jax.tree.map(
+        lambda leaf: draw(size=leaf.shape).astype(np.float32) * 0.7, template(spec).weights
+    )
 
 
 def values(*shape, seed=1):
-    return np.random.default_rng(seed).normal(size=shape or (BATCH, LENGTH, SIZE)).astype(np.float32)
+    return (
+        np.random.default_rng(seed).normal(size=shape or (BATCH, LENGTH, SIZE)).astype(np.float32)
+    )
 
 
 def inputs(segments=None):
@@ -59,12 +75,18 @@ def applied(spec, weights, x, segments=None, dtype="float32", router_input=None)
 
 def run(spec, weights, x, segments=None, dtype="float32", router_input=None):
     """In one program: the operations of one layer alone are many small ones."""
-    program = jax.jit(lambda weights, x, router_input: applied(spec, weights, x, segments, dtype, router_input))
+    program = jax.jit(
+        lambda weights, x, router_input: applied(spec, weights, x, segments, dtype, router_input)
+    )
     return program(weights, x, router_input)
 
 
 def close(ours, theirs, tolerance=2e-5, **options):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance, **options), ours, theirs)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance, **options),
+        ours,
+        theirs,
+    )
 
 
 # Numpy, one token and one choice at a time.
@@ -75,7 +97,8 @@ def activated(name, x):
 
 
 def by_hand(spec, weights, x, kept):
-    """Sum over the choices for which kept(row, token, expert) is true, in the order of rows, tokens and choices.
+    """Sum over the choices for which kept(row, token, expert) is true, in the order of rows, tokens
+    and choices.
 
     For a softmax router, normalised, and gated experts.
     """
@@ -88,8 +111,13 @@ def by_hand(spec, weights, x, kept):
             share = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
             for expert, weight in zip(chosen, share, strict=True):
                 if kept(row, token, expert):
-                    gate, up = value @ experts["wi_0"]["kernel"][expert], value @ experts["wi_1"]["kernel"][expert]
-                    y[row, token] += weight * (activated("silu", gate) * up) @ experts["wo"]["kernel"][expert]
+                    gate, up = (
+                        value @ experts["wi_0"]["kernel"][expert],
+                        value @ experts["wi_1"]["kernel"][expert],
+                    )
+                    y[row, token] += (
+                        weight * (activated("silu", gate) * up) @ experts["wo"]["kernel"][expert]
+                    )
     return y
 
 
@@ -110,16 +138,23 @@ def value_and_gradients(spec, segments):
         y, _ = applied(spec, weights, x, segments)
         return jnp.sum(y * values(seed=2)), y
 
-    (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(draw_weights(spec), values())
+    (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        draw_weights(spec), values()
+    )
     return y, gradients
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 def test_methods_agree(spec):
-    """Values and gradients of all weights and of the input; where there is room for all, nothing is dropped."""
+    """Values and gradients of all weights and of the input; where there is room for all, nothing is
+    dropped.
+    """
     expected = value_and_gradients(replace(spec, method="dense"), SEGMENTS)
     close(value_and_gradients(spec, SEGMENTS), expected)
-    close(value_and_gradients(replace(spec, method="dropping", capacity_factor=9.0), SEGMENTS), expected)
+    close(
+        value_and_gradients(replace(spec, method="dropping", capacity_factor=9.0), SEGMENTS),
+        expected,
+    )
     gradients = expected[1][0]
     bias = gradients["router"].pop("bias", None)
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(gradients))
@@ -136,14 +171,18 @@ def test_sparse_options_that_change_nothing():
 def careless_product(rows, kernels, sizes):
     """As a kernel that writes nothing behind the last group: neither results nor their gradient."""
     return jnp.where(
-        jnp.arange(len(rows))[:, None] < sizes.sum(), grouped.grouped_product(rows, kernels, sizes), jnp.nan
+        jnp.arange(len(rows))[:, None] < sizes.sum(),
+        grouped.grouped_product(rows, kernels, sizes),
+        jnp.nan,
     )
 
 
 def careless_backward(kept, cotangent):
     rows, kernels, sizes = kept
     mine = jnp.arange(len(rows))[:, None] < sizes.sum()
-    _, pull = jax.vjp(lambda rows, kernels: grouped.grouped_product(rows, kernels, sizes), rows, kernels)
+    _, pull = jax.vjp(
+        lambda rows, kernels: grouped.grouped_product(rows, kernels, sizes), rows, kernels
+    )
     of_rows, of_kernels = pull(cotangent)
     return jnp.where(mine, of_rows, jnp.nan), of_kernels, grouped.no_gradient(sizes)
 
@@ -156,7 +195,12 @@ def test_sparse_reads_nothing_behind_the_last_expert(spec, monkeypatch):
     expected = value_and_gradients(spec, SEGMENTS)
     monkeypatch.setattr(
         "maxtext.layers.sorted_experts.grouped",
-        SimpleNamespace(**{**vars(grouped), "grouped_product": lambda *arguments: careless_product(*arguments[:3])}),
+        SimpleNamespace(
+            **{
+                **vars(grouped),
+                "grouped_product": lambda *arguments: careless_product(*arguments[:3]),
+            }
+        ),
     )
     close(value_and_gradients(spec, SEGMENTS), expected)
 
@@ -216,7 +260,13 @@ def test_dropping(factor, segments):
 
 @pytest.mark.parametrize(
     ("length", "chosen", "experts", "factor", "capacity"),
-    [(9, 2, 6, 1.0, 3), (10, 2, 6, 1.0, 4), (10, 2, 6, 1.3, 5), (2, 1, 8, 1.5, 1), (2, 1, 8, 4.0, 4)],
+    [
+        (9, 2, 6, 1.0, 3),
+        (10, 2, 6, 1.0, 4),
+        (10, 2, 6, 1.3, 5),
+        (2, 1, 8, 1.5, 1),
+        (2, 1, 8, 4.0, 4),
+    ],
 )
 def test_capacity(length, chosen, experts, factor, capacity):
     assert expert_capacity(length, chosen, experts, factor) == capacity
@@ -238,7 +288,9 @@ def test_buffer_drops_the_last_experts(factor, segments):
     by_hand(spec, weights, x, note)
     rows = max(1, int(BATCH * LENGTH * 2 * factor))
     kept = set(sorted(queue)[:rows])
-    assert (len(kept) < len(queue)) == (segments is None or factor < 0.9)  # a third of the batch is padding
+    assert (len(kept) < len(queue)) == (
+        segments is None or factor < 0.9
+    )  # a third of the batch is padding
     expected = by_hand(spec, weights, x, lambda row, token, expert: (expert, row, token) in kept)
     close(run(spec, weights, x, segments)[0], expected)
 
@@ -272,7 +324,9 @@ def test_reports():
         losses.append(np.mean(counts / real.sum() * probabilities.mean(axis=0)))
         load += counts
     assert aux.keys() == {"load_balance_loss", "expert_load"}
-    np.testing.assert_allclose(aux["load_balance_loss"], 0.3 * EXPERTS**2 * np.mean(losses), rtol=1e-5)
+    np.testing.assert_allclose(
+        aux["load_balance_loss"], 0.3 * EXPERTS**2 * np.mean(losses), rtol=1e-5
+    )
     np.testing.assert_array_equal(aux["expert_load"], load)
     assert {leaf.dtype for leaf in aux.values()} == {jnp.dtype("float32")}
 
@@ -290,14 +344,18 @@ def test_router_may_read_something_else():
 
 
 def test_bfloat16():
-    """Weights stay in float32; results are close to those in float32, closer with the sum in float32."""
+    """Weights stay in float32; results are close to those in float32, closer with the sum in
+    float32.
+    """
     weights, x = draw_weights(PLAIN), np.asarray(jnp.asarray(values(), jnp.bfloat16), np.float32)
     router = replace(ROUTER, float32=True)  # the same choices
     expected = by_hand(PLAIN, weights, x, lambda *_: True)
     off = {}
     for method in ("sparse", "dense", "dropping"):
         for float32_sum in (True, False):
-            spec = replace(PLAIN, method=method, capacity_factor=9.0, router=router, float32_sum=float32_sum)
+            spec = replace(
+                PLAIN, method=method, capacity_factor=9.0, router=router, float32_sum=float32_sum
+            )
             y, _ = run(spec, weights, jnp.asarray(x, jnp.bfloat16), dtype="bfloat16")
             assert y.dtype == jnp.bfloat16
             off[method, float32_sum] = np.abs(np.asarray(y, np.float64) - expected).mean()
@@ -309,7 +367,9 @@ def test_random_routing_is_balanced():
     spec = replace(PLAIN, router=replace(ROUTER, random=True), report_load=True, method="dropping")
     weights, x = draw_weights(spec), values()
     y, aux = run(spec, weights, x)
-    np.testing.assert_array_equal(aux["expert_load"], np.full(EXPERTS, BATCH * LENGTH * 2 / EXPERTS))
+    np.testing.assert_array_equal(
+        aux["expert_load"], np.full(EXPERTS, BATCH * LENGTH * 2 / EXPERTS)
+    )
     close(y, run(replace(spec, method="dense"), weights, x)[0])  # a capacity of 1 drops nothing
 
 
@@ -324,14 +384,24 @@ def test_weights():
     assert set(axes["shared"]) == {"wi_0", "wi_1", "wo"}
     shapes = jax.tree.map(lambda leaf: leaf.shape, template(spec).weights["experts"])
     wide, narrow = (EXPERTS, SIZE, WIDTH), (EXPERTS, WIDTH, SIZE)
-    assert {name: layer["kernel"] for name, layer in shapes.items()} == {"wi_0": wide, "wi_1": wide, "wo": narrow}
+    assert {name: layer["kernel"] for name, layer in shapes.items()} == {
+        "wi_0": wide,
+        "wi_1": wide,
+        "wo": narrow,
+    }
     assert shapes["wi_0"]["bias"] == (EXPERTS, WIDTH)
     assert shapes["wo"]["bias"] == (EXPERTS, SIZE)
 
 
 def test_initial_experts_differ_and_have_the_variance_of_their_fan_in():
-    built = MoeSpec(RouterSpec(16, 2), 40).build(Maker(noise.seed_key(0), "float32"), 160, "float32")
-    for layer, fan_in in ((built.experts.wi_0, 160), (built.experts.wi_1, 160), (built.experts.wo, 40)):
+    built = MoeSpec(RouterSpec(16, 2), 40).build(
+        Maker(noise.seed_key(0), "float32"), 160, "float32"
+    )
+    for layer, fan_in in (
+        (built.experts.wi_0, 160),
+        (built.experts.wi_1, 160),
+        (built.experts.wo, 40),
+    ):
         deviations = np.std(layer.kernel[...], axis=(1, 2)) * math.sqrt(fan_in)
         np.testing.assert_allclose(deviations, 1, atol=0.05)
         assert np.abs(layer.kernel[0] - layer.kernel[1]).max() > 0.1 / math.sqrt(fan_in)
@@ -341,7 +411,9 @@ def test_initial_experts_differ_and_have_the_variance_of_their_fan_in():
 @pytest.mark.parametrize("method", ["sparse", "dense", "dropping"])
 def test_tags(method):
     spec = replace(PLAIN, method=method)
-    program = str(jax.make_jaxpr(lambda weights: applied(spec, weights, values())[0])(draw_weights(spec)))
+    program = str(
+        jax.make_jaxpr(lambda weights: applied(spec, weights, values())[0])(draw_weights(spec))
+    )
     for name in ("mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo"):
         assert f"name={name}]" in program
 
@@ -350,7 +422,14 @@ def test_tags(method):
 
 CHOSEN = 2
 SIGMOID = RouterSpec(
-    EXPERTS, CHOSEN, score="sigmoid", normalise=True, scaling=2.5, bias="selection", groups=3, kept_groups=2
+    EXPERTS,
+    CHOSEN,
+    score="sigmoid",
+    normalise=True,
+    scaling=2.5,
+    bias="selection",
+    groups=3,
+    kept_groups=2,
 )
 GATE = {"router.kernel": "gate.weight"}
 UNGATED = {"shared.wi_0.kernel": "gate_proj.weight", "shared.wi_1.kernel": "up_proj.weight",
@@ -412,14 +491,18 @@ def in_transformers(model, weights, x):
     _, config_class, block_class, settings, names = BLOCKS[model]
     configuration = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
     modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    block = getattr(modeling, block_class)(getattr(configuration, config_class)(hidden_size=SIZE, **settings))
+    block = getattr(modeling, block_class)(
+        getattr(configuration, config_class)(hidden_size=SIZE, **settings)
+    )
     tensors = dict(block.named_parameters()) | dict(block.named_buffers())
     arrays = {theirs: leaf(weights, ours) for ours, theirs in names.items()}
     arrays = {name: array if name.endswith("_bias") else array.T for name, array in arrays.items()}
     experts = weights["experts"]
     gate, up, down = (experts[name]["kernel"] for name in ("wi_0", "wi_1", "wo"))
     if model == "gpt_oss":  # gate and up take turns
-        arrays["experts.gate_up_proj"] = np.stack([gate, up], axis=-1).reshape(EXPERTS, SIZE, 2 * WIDTH)
+        arrays["experts.gate_up_proj"] = np.stack([gate, up], axis=-1).reshape(
+            EXPERTS, SIZE, 2 * WIDTH
+        )
         biases = [experts[name]["bias"] for name in ("wi_0", "wi_1")]
         arrays["experts.gate_up_proj_bias"] = np.stack(biases, axis=-1).reshape(EXPERTS, 2 * WIDTH)
         arrays["experts.down_proj"] = down

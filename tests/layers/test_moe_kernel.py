@@ -16,13 +16,25 @@ from maxtext.sharding import manual
 @pytest.mark.parametrize(("word", "kernel"), [("megablox=true", True), ("megablox=false", False)])
 def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel, monkeypatch):
     """Seen in what would run on one."""
-    words = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_emb_dim=64", "base_mlp_dim=128"]
+    words = [
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "base_emb_dim=64",
+        "base_mlp_dim=128",
+    ]
     config = load(None, [*words, word], environ={}, devices=Devices(1))
     built = Template.of(
-        lambda: moe_spec(config, router_spec(config)).build(Maker(noise.seed_key(0), "float32"), 64, "bfloat16")
+        lambda: moe_spec(config, router_spec(config)).build(
+            Maker(noise.seed_key(0), "float32"), 64, "bfloat16"
+        )
     )
     monkeypatch.setattr(manual, "only_platform", lambda: "gpu")
     x, places = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), jnp.zeros((2, 64), jnp.int32)
-    program = str(jax.make_jaxpr(lambda weights, x: built.bind(weights)(x, LayerInputs(places))[0])(built.weights, x))
+    program = str(
+        jax.make_jaxpr(lambda weights, x: built.bind(weights)(x, LayerInputs(places))[0])(
+            built.weights, x
+        )
+    )
     assert ("mosaic_gpu" in program or "grouped_product" in program) == kernel
     assert ("ragged_dot" in program) != kernel

@@ -1,4 +1,6 @@
-"""Mixtures of experts on eight devices, in a process of their own: values, gradients and collectives of each layout."""
+"""Mixtures of experts on eight devices, in a process of their own: values, gradients and
+collectives of each layout.
+"""
 
 import json
 import math
@@ -16,13 +18,20 @@ from maxtext.models.common import moe_spec, router_spec
 from tests.layers.eight_experts import BATCH, CASES, EXPERTS, LENGTH, PLAIN, SIZE, WIDTH
 
 ROOT = Path(__file__).parents[2]
-TOKENS, KERNEL = BATCH * LENGTH * SIZE, EXPERTS * SIZE * WIDTH  # elements of x and of a kernel, whole
+TOKENS, KERNEL = (
+    BATCH * LENGTH * SIZE,
+    EXPERTS * SIZE * WIDTH,
+)  # elements of x and of a kernel, whole
 LOGITS = BATCH * LENGTH * EXPERTS
 
 
 @pytest.fixture(scope="module")
 def eight():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    flags = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_experts.py")],
         capture_output=True, text=True, timeout=1800, env=os.environ | flags,
@@ -35,7 +44,9 @@ def eight():
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_on_one_device(eight, name):
     found = eight["cases"][name]
-    most = 0.02 if name.startswith("fp8") else 2e-6  # what differs in the last bit may be rounded apart
+    most = (
+        0.02 if name.startswith("fp8") else 2e-6
+    )  # what differs in the last bit may be rounded apart
     wrong = {tensor: error for tensor, error in found["errors"].items() if not error < most}
     assert not wrong
     assert found["smallest"] > 0.1  # nothing was compared with zeros
@@ -48,7 +59,9 @@ def sizes(eight, name, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(("dense", "dropping"))])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if not name.startswith(("dense", "dropping"))]
+)
 def test_nothing_is_gathered_needlessly(eight, name):
     """Tokens only of devices that share them, kernels only over axes that split the tokens, too."""
     axes, options = CASES[name]
@@ -65,16 +78,33 @@ def test_nothing_is_gathered_needlessly(eight, name):
     gathered = sizes(eight, name, "all-gather")
     if rows > 1:
         assert not {TOKENS, LOGITS} & gathered
-    assert max(gathered, default=0) <= max(TOKENS // rows, KERNEL // owners // axes.get("tensor", 1))
+    assert max(gathered, default=0) <= max(
+        TOKENS // rows, KERNEL // owners // axes.get("tensor", 1)
+    )
 
 
 @pytest.mark.slow
 def test_collectives(eight):
     """What each layout implies, and nothing in its place."""
-    travelling = {"expert", "fsdp x expert", "expert x tensor", "biases", "weighed input", "two owner axes"}
+    travelling = {
+        "expert",
+        "fsdp x expert",
+        "expert x tensor",
+        "biases",
+        "weighed input",
+        "two owner axes",
+    }
     for name in travelling:
         assert sizes(eight, name, "all-to-all"), name
-    for name in ("data", "fsdp", "tensor", "ring", "6 experts on 4 devices", "ragged", "experts on fsdp"):
+    for name in (
+        "data",
+        "fsdp",
+        "tensor",
+        "ring",
+        "6 experts on 4 devices",
+        "ragged",
+        "experts on fsdp",
+    ):
         assert not sizes(eight, name, "all-to-all"), name
     assert sizes(eight, "data", "all-reduce") == {KERNEL}  # gradients of the kernels
     for name in ("fsdp", "fsdp_transpose", "context"):
@@ -82,7 +112,9 @@ def test_collectives(eight):
         assert sizes(eight, name, "reduce-scatter") == {KERNEL // 8}
     for name in ("tensor", "tensor_sequence"):
         assert TOKENS // 8 in sizes(eight, name, "reduce-scatter")
-        assert max(sizes(eight, name, "all-gather")) == TOKENS  # by embedding or length, and no kernel
+        assert (
+            max(sizes(eight, name, "all-gather")) == TOKENS
+        )  # by embedding or length, and no kernel
     assert KERNEL not in sizes(eight, "expert", "all-gather") | sizes(eight, "expert", "all-reduce")
     # Four devices gather the tokens that they share, half of the batch; the sum is scattered.
     assert TOKENS // 2 in sizes(eight, "ring", "all-gather")
@@ -111,7 +143,10 @@ def configure(*words, experts=8):
 EXPERT = ("ici_expert_parallelism=4",)
 SPLIT = {
     "ring": ("use_ring_of_experts=true", EXPERT),
-    "two_stage_gather": ("moe_fsdp_use_two_stage_all_gather=true", ("ici_fsdp_transpose_parallelism=2",)),
+    "two_stage_gather": (
+        "moe_fsdp_use_two_stage_all_gather=true",
+        ("ici_fsdp_transpose_parallelism=2",),
+    ),
     "experts_on_fsdp": ("shard_exp_on_fsdp=true", ()),
 }
 
@@ -144,7 +179,10 @@ def test_refused(name):
 
 
 def test_devices_must_divide_the_experts():
-    for key, sentence in {"use_ring_of_experts": "a divisor of", "shard_exp_on_fsdp": "do not divide"}.items():
+    for key, sentence in {
+        "use_ring_of_experts": "a divisor of",
+        "shard_exp_on_fsdp": "do not divide",
+    }.items():
         words = EXPERT if key == "use_ring_of_experts" else ()
         with pytest.raises(ConfigError, match=f"{sentence} num_experts=6"):
             configure(f"{key}=true", *words, experts=6)

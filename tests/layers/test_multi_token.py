@@ -1,4 +1,6 @@
-"""Multi-token prediction against torch, written from the DeepSeek-V3 report; targets and masks against rows by hand."""
+"""Multi-token prediction against torch, written from the DeepSeek-V3 report; targets and masks
+against rows by hand.
+"""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -25,7 +27,9 @@ SEGMENTS = np.array([[1] * 4 + [2] * 5, [1] * 6 + [2] * 2 + [0]], np.int32)
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A stand-in for a decoder layer: what came before in the document, summed, through a matrix."""
+    """A stand-in for a decoder layer: what came before in the document, summed, through a
+    matrix.
+    """
 
     def build(self, maker, dtype):
         return Mixer(maker, dtype)
@@ -55,7 +59,9 @@ def template(spec, remat=None, dtype="float32"):
 
 def weights(spec):
     draw = np.random.default_rng(0).normal
-    return jax.tree.map(lambda leaf: draw(size=leaf.shape).astype(np.float32), template(spec).weights)
+    return jax.tree.map(
+        lambda leaf: draw(size=leaf.shape).astype(np.float32), template(spec).weights
+    )
 
 
 def values():
@@ -68,11 +74,18 @@ def values():
 @partial(jax.jit, static_argnames=("spec", "remat"), inline=True)
 def run(spec, tree, x, table, tokens, segments=None, remat=None):
     module = template(spec, remat).bind(tree)
-    return module(x, lambda ids: table[ids], LayerInputs(jnp.zeros_like(tokens), segments, tokens=tokens), tokens)
+    return module(
+        x,
+        lambda ids: table[ids],
+        LayerInputs(jnp.zeros_like(tokens), segments, tokens=tokens),
+        tokens,
+    )
 
 
 def in_torch(tree, x, table, tokens, segments):
-    """Each document by itself. Module k sees only the places i with i + k in the document (the report's T - k)."""
+    """Each document by itself. Module k sees only the places i with i + k in the document (the
+    report's T - k).
+    """
     tree = jax.tree.map(torch.tensor, tree)
     table, tokens = torch.tensor(table), torch.tensor(tokens, dtype=torch.long)
     outputs = [torch.zeros(x.shape) for _ in range(LAYERS)]
@@ -92,7 +105,11 @@ def in_torch(tree, x, table, tokens, segments):
                     break
                 embedded = table[ids[k:]]
                 joined = torch.cat(
-                    [norm(embedded, layer["embedding_norm"]), norm(hidden[:left], layer["hidden_norm"])], -1
+                    [
+                        norm(embedded, layer["embedding_norm"]),
+                        norm(hidden[:left], layer["hidden_norm"]),
+                    ],
+                    -1,
                 )
                 merged = joined @ layer["projection"]["kernel"]
                 hidden = merged + torch.tanh(merged.cumsum(0) @ layer["block"]["linear"]["kernel"])
@@ -109,14 +126,21 @@ def test_torch(segments):
     documents = np.ones_like(SEGMENTS) if segments is None else segments
     leaf = torch.tensor(x, requires_grad=True)
     expected, counted = in_torch(tree, leaf, table, tokens, documents)
-    back = np.random.default_rng(4).normal(size=(LAYERS, *x.shape)).astype(np.float32) * counted[..., None]
-    sum((output * torch.tensor(one)).sum() for output, one in zip(expected, back, strict=True)).backward()
+    back = (
+        np.random.default_rng(4).normal(size=(LAYERS, *x.shape)).astype(np.float32)
+        * counted[..., None]
+    )
+    sum(
+        (output * torch.tensor(one)).sum() for output, one in zip(expected, back, strict=True)
+    ).backward()
 
     @jax.jit
     def both(tree, x):
         def loss(tree, x):
             outputs, _ = run(spec(), tree, x, table, tokens, segments)
-            return sum((output * one).sum() for output, one in zip(outputs, back, strict=True)), outputs
+            return sum(
+                (output * one).sum() for output, one in zip(outputs, back, strict=True)
+            ), outputs
 
         return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(tree, x)
 
@@ -155,7 +179,9 @@ def test_causal():
 
 
 def test_streams_go_in_as_copies_and_come_out_as_a_sum():
-    """The stand-in does the same to every stream; norms take the factor away, but for their epsilon."""
+    """The stand-in does the same to every stream; norms take the factor away, but for their
+    epsilon.
+    """
     exact = spec(norm=NormSpec(epsilon=0.0))
     tree = weights(exact)
     x, table, tokens = values()
@@ -175,10 +201,17 @@ def test_rematerialization_changes_no_number():
         outputs, _ = run(spec(), tree, jnp.asarray(x), table, tokens, SEGMENTS, remat)
         return sum(jnp.sum(output**3) for output in outputs)
 
-    plain, again = (jax.jit(jax.grad(lambda tree, remat=remat: loss(tree, remat))) for remat in (None, RematPolicy()))
+    plain, again = (
+        jax.jit(jax.grad(lambda tree, remat=remat: loss(tree, remat)))
+        for remat in (None, RematPolicy())
+    )
     expected = plain(tree)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    jax.tree.map(lambda *two: np.testing.assert_allclose(*two, rtol=1e-4, atol=1e-5 * largest), expected, again(tree))
+    jax.tree.map(
+        lambda *two: np.testing.assert_allclose(*two, rtol=1e-4, atol=1e-5 * largest),
+        expected,
+        again(tree),
+    )
     tanhs = [str(jax.make_jaxpr(one)(tree)).count(" tanh ") for one in (plain, again)]
     assert tanhs == [LAYERS, 2 * LAYERS]  # computed again in the backward pass
 
@@ -237,5 +270,7 @@ def test_accepted_by_hand():
     drafted = jnp.array([[6, 9, 8, 0]])
     taken, total = accepted(main, drafted, mask, 1)
     assert (float(taken), float(total)) == (2.0, 3.0)
-    taken, total = accepted(main, jnp.array([[7, 8, 0, 0]]), jnp.array([[True, True, False, False]]), 2)
+    taken, total = accepted(
+        main, jnp.array([[7, 8, 0, 0]]), jnp.array([[True, True, False, False]]), 2
+    )
     assert (float(taken), float(total)) == (2.0, 2.0)

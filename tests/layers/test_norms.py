@@ -20,7 +20,9 @@ def template(spec, dtype="float32"):
 
 def values(seed=0):
     draw = np.random.default_rng(seed).normal
-    return (draw(size=(3, 5, SIZE)) * 0.3 + 0.5).astype(np.float32), draw(size=(3, 5, SIZE)).astype(np.float32)
+    return (draw(size=(3, 5, SIZE)) * 0.3 + 0.5).astype(np.float32), draw(size=(3, 5, SIZE)).astype(
+        np.float32
+    )
 
 
 def weights(*names):
@@ -69,7 +71,9 @@ def test_torch(kind):
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_bfloat16_is_normed_in_float32(kind):
-    """Only input and output are rounded: a mean of squares in bfloat16 would be off by a per cent."""
+    """Only input and output are rounded: a mean of squares in bfloat16 would be off by a per
+    cent.
+    """
     x, _ = values()
     x = jnp.asarray(x * 100 + 300, jnp.bfloat16)
     given = weights("scale", "bias") if kind == "layer" else weights("scale")
@@ -77,7 +81,9 @@ def test_bfloat16_is_normed_in_float32(kind):
     assert output.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float64)
     exact = exact - exact.mean(-1, keepdims=True) if kind == "layer" else exact
-    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPSILON) * given["scale"] + given.get("bias", 0.0)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + EPSILON) * given[
+        "scale"
+    ] + given.get("bias", 0.0)
     np.testing.assert_allclose(np.asarray(output, np.float64), exact, rtol=2**-8, atol=1e-5)
 
 

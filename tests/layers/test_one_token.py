@@ -1,4 +1,6 @@
-"""A single new token as on one GPU, its kernels interpreted, against the general way through the same layers."""
+"""A single new token as on one GPU, its kernels interpreted, against the general way through the
+same layers.
+"""
 
 import jax
 import numpy as np
@@ -51,11 +53,15 @@ def as_on_a_gpu(monkeypatch):
 
 
 def check(prompts, keys):
-    """Each token is the best of the general way, or as good as that within what bfloat16 tells apart."""
+    """Each token is the best of the general way, or as good as that within what bfloat16 tells
+    apart.
+    """
     found = LLM.load("default", **SIZES | keys).generate(prompts, max_new_tokens=4, ignore_eos=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined, "only_platform", lambda: "cpu")
-        scores = LLM.load("default", **SIZES | keys).logits(np.concatenate([prompts, found], axis=1))
+        scores = LLM.load("default", **SIZES | keys).logits(
+            np.concatenate([prompts, found], axis=1)
+        )
     right = np.asarray(scores, np.float32)[:, prompts.shape[1] - 1 : -1]
     chosen = np.take_along_axis(right, np.asarray(found)[..., None], axis=-1)[..., 0]
     assert np.all(right.max(axis=-1) - chosen <= 0.02 * np.abs(right).max())
@@ -84,4 +90,6 @@ def test_kernels_lie_as_they_are_used(as_on_a_gpu):
     jax.tree.map(np.testing.assert_array_equal, joined.apart(llm.weights), before)
     llm.generate(prompts, max_new_tokens=2, ignore_eos=True)
     assert not llm.weights["head"]["kernel"].by_column
-    np.testing.assert_array_equal(llm.generate(prompts[:1], max_new_tokens=2, ignore_eos=True), first)
+    np.testing.assert_array_equal(
+        llm.generate(prompts[:1], max_new_tokens=2, ignore_eos=True), first
+    )

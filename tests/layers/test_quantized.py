@@ -1,4 +1,6 @@
-"""Which weights may be quantized, in which form a model keeps them, and layers with them against layers with floats."""
+"""Which weights may be quantized, in which form a model keeps them, and layers with them against
+layers with floats.
+"""
 
 from dataclasses import replace
 
@@ -74,7 +76,9 @@ def template_of(*words, size=32, layers=2, scanned=False):
 
 def in_floats(weights):
     return jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32) if is_quantized(leaf) else leaf, weights, is_leaf=is_quantized
+        lambda leaf: leaf.astype(jnp.float32) if is_quantized(leaf) else leaf,
+        weights,
+        is_leaf=is_quantized,
     )
 
 
@@ -84,7 +88,9 @@ def test_which_weights(name):
     _, weights = described(template_of(*words, layers=4), "int8")
     assert is_quantized(weights["head"]["kernel"])
     assert not is_quantized(weights["embedder"]["embedding"])
-    layer = {"/".join(path): leaf for path, leaf in flatten(weights["layers"][0]["blocks"][0][0]).items()}
+    layer = {
+        "/".join(path): leaf for path, leaf in flatten(weights["layers"][0]["blocks"][0][0]).items()
+    }
     assert {path for path, leaf in layer.items() if is_quantized(leaf)} == {
         f"{path}/kernel" for path in spread(kernels)
     }
@@ -94,11 +100,15 @@ def test_which_weights(name):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_stacked_layers_are_quantized_like_each(axis, dtype):
-    """The last dimensions of a kernel [layers, ...] and of one with the layers at another place are the same."""
+    """The last dimensions of a kernel [layers, ...] and of one with the layers at another place are
+    the same.
+    """
     words = ("decoder_block=mixtral", *EXPERTS)
     template = template_of(*words, f"param_scan_axis={axis}", size=256, scanned=True)
     draw = np.random.default_rng(0).normal
-    weights = jax.tree.map(lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template.weights)
+    weights = jax.tree.map(
+        lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template.weights
+    )
     ours = flatten(jax.jit(lambda weights: quantize_weights(template, weights, dtype))(weights))
     single = flatten(template_of(*words, size=256).contracted)
     for path, leaf in flatten(weights).items():
@@ -110,7 +120,9 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
         for layer in range(2):
             alone = np.take(np.asarray(leaf), layer, axis)
             largest = np.abs(alone).max(axis=contracted, keepdims=True) / 127
-            part = jax.tree.map(lambda part, layer=layer: np.take(np.asarray(part), layer, axis), ours[path])
+            part = jax.tree.map(
+                lambda part, layer=layer: np.take(np.asarray(part), layer, axis), ours[path]
+            )
             if dtype == "int8":
                 np.testing.assert_allclose(part.scale, largest, rtol=1e-6)
             assert np.abs(part.astype(np.float32) - alone).max() <= part.scale.max() * 0.501
@@ -134,7 +146,9 @@ def test_a_scale_is_split_like_the_outputs():
     assert (experts.values.dtype, experts.scale.dtype) == (jnp.int8, jnp.float32)
 
 
-EXPERT_LAYER = MoeSpec(RouterSpec(4, 2, normalise=True), 160, activations=("sigmoid", "linear"), limit=0.8, bias=True)
+EXPERT_LAYER = MoeSpec(
+    RouterSpec(4, 2, normalise=True), 160, activations=("sigmoid", "linear"), limit=0.8, bias=True
+)
 
 
 @pytest.mark.slow
@@ -144,11 +158,17 @@ def test_experts_of_integers_give_what_their_floats_give(method, dtype):
     spec, size = replace(EXPERT_LAYER, method=method), 256
     template = Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), size, "float32"))
     draw = np.random.default_rng(0).normal
-    floats = jax.tree.map(lambda leaf: jnp.asarray(draw(size=leaf.shape) * 0.1, jnp.float32), template.weights)
+    floats = jax.tree.map(
+        lambda leaf: jnp.asarray(draw(size=leaf.shape) * 0.1, jnp.float32), template.weights
+    )
     weights = quantize_weights(template, floats, dtype)
-    assert weights["experts"]["wi_0"]["kernel"].scale.shape == ((4, 1, 160) if dtype == "int8" else (4, 2, 160))
+    assert weights["experts"]["wi_0"]["kernel"].scale.shape == (
+        (4, 1, 160) if dtype == "int8" else (4, 2, 160)
+    )
     x = jnp.asarray(draw(size=(2, 5, size)), jnp.float32)
-    inputs = LayerInputs(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.asarray([[1] * 5, [1] * 3 + [0] * 2]))
+    inputs = LayerInputs(
+        jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.asarray([[1] * 5, [1] * 3 + [0] * 2])
+    )
     run = jax.jit(lambda weights: template.bind(weights)(x, inputs)[0])
     with jax.default_matmul_precision("highest"):
         ours, expected = run(weights), run(in_floats(weights))

@@ -1,4 +1,6 @@
-"""RoPE against transformers' frequencies and rotation, and against rotation of complex numbers in float64."""
+"""RoPE against transformers' frequencies and rotation, and against rotation of complex numbers in
+float64.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,8 +86,14 @@ def test_frequencies_and_magnitude_of_transformers(name):
 
 
 def test_the_kinds_differ_where_they_should():
-    """A comparison of equals would say nothing: each kind changes some frequency, each option changes it further."""
-    found = {name: frequencies(spec, HEAD) for name, (spec, _) in KINDS.items() if spec.rotated(HEAD) == HEAD}
+    """A comparison of equals would say nothing: each kind changes some frequency, each option
+    changes it further.
+    """
+    found = {
+        name: frequencies(spec, HEAD)
+        for name, (spec, _) in KINDS.items()
+        if spec.rotated(HEAD) == HEAD
+    }
     plain = frequencies(RopeSpec(max_timescale=500_000.0), HEAD)
     assert np.abs(found["llama3.1"] / plain - 1).max() > 0.5
     assert np.abs(found["yarn"] / found["yarn untruncated"] - 1).max() > 1e-3
@@ -94,19 +102,31 @@ def test_the_kinds_differ_where_they_should():
 
 def test_default_frequencies():
     """theta^(-2i/D), and with a shortest timescale the geometric sequence from it to theta."""
-    np.testing.assert_allclose(frequencies(RopeSpec(max_timescale=1e4), 8), [1, 1e-1, 1e-2, 1e-3], rtol=1e-12)
     np.testing.assert_allclose(
-        frequencies(RopeSpec(min_timescale=2.0, max_timescale=512.0), 8), [1 / 2, 1 / 8, 1 / 32, 1 / 128], rtol=1e-12
+        frequencies(RopeSpec(max_timescale=1e4), 8), [1, 1e-1, 1e-2, 1e-3], rtol=1e-12
     )
-    np.testing.assert_allclose(frequencies(RopeSpec(fraction=0.25), 16), [1, 1e-2], rtol=1e-12)  # 4 dimensions turn
+    np.testing.assert_allclose(
+        frequencies(RopeSpec(min_timescale=2.0, max_timescale=512.0), 8),
+        [1 / 2, 1 / 8, 1 / 32, 1 / 128],
+        rtol=1e-12,
+    )
+    np.testing.assert_allclose(
+        frequencies(RopeSpec(fraction=0.25), 16), [1, 1e-2], rtol=1e-12
+    )  # 4 dimensions turn
 
 
 def test_llama31_leaves_fast_pairs_and_divides_slow_ones():
-    """The published rule: wavelengths below original/high are kept, above original/low divided by the factor."""
+    """The published rule: wavelengths below original/high are kept, above original/low divided by
+    the factor.
+    """
     plain = frequencies(RopeSpec(max_timescale=500_000.0), 128)
-    ours = frequencies(RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=8192), 128)
+    ours = frequencies(
+        RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=8192), 128
+    )
     wavelength = 2 * np.pi / plain
-    np.testing.assert_allclose(ours[wavelength < 8192 / 4], plain[wavelength < 8192 / 4], rtol=1e-12)
+    np.testing.assert_allclose(
+        ours[wavelength < 8192 / 4], plain[wavelength < 8192 / 4], rtol=1e-12
+    )
     np.testing.assert_allclose(ours[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-12)
     between = (wavelength >= 8192 / 4) & (wavelength <= 8192)
     assert between.any()
@@ -115,7 +135,9 @@ def test_llama31_leaves_fast_pairs_and_divides_slow_ones():
 
 def random_heads(head=HEAD, dtype=np.float32):
     draw = np.random.default_rng(0)
-    return draw.normal(size=(2, 7, 3, head)).astype(dtype), draw.integers(0, 5000, (2, 7)).astype(np.int32)
+    return draw.normal(size=(2, 7, 3, head)).astype(dtype), draw.integers(0, 5000, (2, 7)).astype(
+        np.int32
+    )
 
 
 @pytest.mark.parametrize("name", ["default", "linear", "llama3.1", "yarn"])
@@ -126,7 +148,9 @@ def test_rotation_of_transformers(name):
     theirs = torch.tensor(x)
     cos, sin = rotary(theirs, torch.tensor(positions))
     expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), jnp.asarray(positions), spec), expected, atol=2e-3)
+    np.testing.assert_allclose(
+        rotate(jnp.asarray(x), jnp.asarray(positions), spec), expected, atol=2e-3
+    )
     near = positions % 50  # far positions lose digits of the angle in float32, near ones do not
     cos, sin = rotary(theirs, torch.tensor(near))
     expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)
@@ -134,7 +158,9 @@ def test_rotation_of_transformers(name):
 
 
 def turned(x, positions, spec):
-    """Each pair is a complex number, multiplied by magnitude * e^(i * position * frequency); in float64."""
+    """Each pair is a complex number, multiplied by magnitude * e^(i * position * frequency); in
+    float64.
+    """
     size = int(x.shape[-1] * spec.fraction)
     angles = positions[:, :, None, None] * frequencies(spec, x.shape[-1])
     head, rest = x[..., :size].astype(np.float64), x[..., size:]
@@ -142,7 +168,11 @@ def turned(x, positions, spec):
         pairs = (head[..., 0::2] + 1j * head[..., 1::2]) * np.exp(1j * angles) * spec.magnitude
         joined = np.stack([pairs.real, pairs.imag], axis=-1).reshape(head.shape)
     else:
-        pairs = (head[..., : size // 2] + 1j * head[..., size // 2 :]) * np.exp(1j * angles) * spec.magnitude
+        pairs = (
+            (head[..., : size // 2] + 1j * head[..., size // 2 :])
+            * np.exp(1j * angles)
+            * spec.magnitude
+        )
         joined = np.concatenate([pairs.real, pairs.imag], axis=-1)
     return np.concatenate([joined, rest], axis=-1)
 
@@ -151,7 +181,9 @@ def turned(x, positions, spec):
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25])
 @pytest.mark.parametrize("kind", ["default", "yarn"])
 def test_rotation_as_complex_numbers(interleave, fraction, kind):
-    spec = RopeSpec(kind, fraction=fraction, interleave=interleave, factor=4.0, attention_scaling=True)
+    spec = RopeSpec(
+        kind, fraction=fraction, interleave=interleave, factor=4.0, attention_scaling=True
+    )
     x, positions = random_heads(head=16)
     positions = positions % 50
     ours = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), spec))
@@ -160,7 +192,9 @@ def test_rotation_as_complex_numbers(interleave, fraction, kind):
 
 
 def test_interleaved_products_of_deepseek():
-    """DeepSeek's rotation gives the evens first, then the odds: another order, the same products of q and k."""
+    """DeepSeek's rotation gives the evens first, then the odds: another order, the same products of
+    q and k.
+    """
     x, positions = random_heads(head=16)
     positions = positions % 50
     spec = RopeSpec(interleave=True)
@@ -170,7 +204,9 @@ def test_interleaved_products_of_deepseek():
     q, k = apply_rotary_pos_emb_interleave(q, k, cos, sin, unsqueeze_dim=2)
     ours = [rotate(jnp.asarray(one), jnp.asarray(positions), spec) for one in (x, x[..., ::-1])]
     np.testing.assert_allclose(
-        np.einsum("bshd,bthd->bhst", *map(np.asarray, ours)), torch.einsum("bshd,bthd->bhst", q, k), atol=2e-4
+        np.einsum("bshd,bthd->bhst", *map(np.asarray, ours)),
+        torch.einsum("bshd,bthd->bhst", q, k),
+        atol=2e-4,
     )
 
 

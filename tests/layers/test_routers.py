@@ -1,4 +1,6 @@
-"""Routers against transformers' modules from the same weights, gradients included; statistics against numpy."""
+"""Routers against transformers' modules from the same weights, gradients included; statistics
+against numpy.
+"""
 
 import importlib
 from dataclasses import replace
@@ -25,9 +27,15 @@ pytest.importorskip("transformers")
 BATCH, LENGTH, SIZE, EXPERTS = 2, 33, 16, 12
 EPSILON = 0.1  # large enough to be noticed
 
-# name: (spec, transformers' model, class of config, class of router, config, names of weights by ours)
+# name: (spec, transformers' model, class of config, class of router, config, names of weights by
+# ours)
 KERNEL = {"kernel": "weight"}
-DEEPSEEK2 = dict(num_attention_heads=2, n_routed_experts=EXPERTS, num_experts_per_tok=3, routed_scaling_factor=2.5)
+DEEPSEEK2 = dict(
+    num_attention_heads=2,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=3,
+    routed_scaling_factor=2.5,
+)
 DEEPSEEK3 = dict(n_routed_experts=EXPERTS, num_experts_per_tok=3, routed_scaling_factor=2.5)
 SIGMOID = RouterSpec(EXPERTS, 3, score="sigmoid", scaling=2.5, bias="selection", float32=True)
 CHOSEN_BIAS = {**KERNEL, "bias": "e_score_correction_bias"}
@@ -75,7 +83,9 @@ FAMILIES = {
         KERNEL,
     ),
     "deepseek 2 groups": (
-        RouterSpec(EXPERTS, 3, scaling=2.5, groups=4, kept_groups=2, group_score="max", float32=True),
+        RouterSpec(
+            EXPERTS, 3, scaling=2.5, groups=4, kept_groups=2, group_score="max", float32=True
+        ),
         ("deepseek_v2", "DeepseekV2Config", "DeepseekV2TopkRouter"),
         DEEPSEEK2 | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2),
         KERNEL,
@@ -132,15 +142,21 @@ def draw_weights(spec, seed=0):
 
 
 def values(seed=1, scale=1.0):
-    return (scale * np.random.default_rng(seed).normal(size=(BATCH, LENGTH, SIZE))).astype(np.float32)
+    return (scale * np.random.default_rng(seed).normal(size=(BATCH, LENGTH, SIZE))).astype(
+        np.float32
+    )
 
 
 def theirs(family, weights, x, cotangent):
-    """Indices and weights [B, S, k] of transformers, by index, and the gradients of sum(weights · cotangent)."""
+    """Indices and weights [B, S, k] of transformers, by index, and the gradients of sum(weights ·
+    cotangent).
+    """
     spec, (model, config_class, router_class), settings, names = FAMILIES[family]
     configuration = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
     modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-    router = getattr(modeling, router_class)(getattr(configuration, config_class)(hidden_size=SIZE, **settings))
+    router = getattr(modeling, router_class)(
+        getattr(configuration, config_class)(hidden_size=SIZE, **settings)
+    )
     tensors = dict(router.named_parameters()) | dict(router.named_buffers())
     with torch.no_grad():
         for ours, name in names.items():
@@ -155,8 +171,12 @@ def theirs(family, weights, x, cotangent):
     indices, chosen = indices.gather(1, order), chosen.gather(1, order)
     (chosen * torch.tensor(cotangent.reshape(-1, spec.chosen))).sum().backward()
     gradients = {ours: tensors[name].grad for ours, name in names.items()}
-    gradients = {name: np.zeros(EXPERTS) if g is None else g.numpy().T for name, g in gradients.items()}
-    arrays = (array.detach().numpy().reshape(BATCH, LENGTH, -1) for array in (indices, chosen, x.grad))
+    gradients = {
+        name: np.zeros(EXPERTS) if g is None else g.numpy().T for name, g in gradients.items()
+    }
+    arrays = (
+        array.detach().numpy().reshape(BATCH, LENGTH, -1) for array in (indices, chosen, x.grad)
+    )
     return *arrays, gradients
 
 
@@ -164,13 +184,19 @@ def theirs(family, weights, x, cotangent):
 def test_transformers(family):
     spec = FAMILIES[family][0]
     weights, x = draw_weights(spec), values()
-    cotangent = np.random.default_rng(2).normal(size=(BATCH, LENGTH, spec.chosen)).astype(np.float32)
+    cotangent = (
+        np.random.default_rng(2).normal(size=(BATCH, LENGTH, spec.chosen)).astype(np.float32)
+    )
 
     def ours(weights, x):
         routing = template(spec).bind(weights)(x)
         order = jnp.argsort(routing.indices, axis=-1)
         chosen = jnp.take_along_axis(routing.weights, order, axis=-1)
-        return jnp.sum(chosen * cotangent), (jnp.take_along_axis(routing.indices, order, axis=-1), chosen, routing)
+        return jnp.sum(chosen * cotangent), (
+            jnp.take_along_axis(routing.indices, order, axis=-1),
+            chosen,
+            routing,
+        )
 
     both = jax.value_and_grad(ours, (0, 1), has_aux=True)
     (_, (indices, chosen, routing)), (by_weights, by_x) = both(weights, x)
@@ -189,11 +215,20 @@ def test_probabilities():
     """Softmax over all experts, or a sigmoid's share in the sum of all; one in all."""
     x, kernel = values(), draw_weights(RouterSpec(EXPERTS, 2))["kernel"]
     logits = (x @ kernel).astype(np.float64)
-    expected = {"softmax": np.exp(logits), "softmax_of_chosen": np.exp(logits), "sigmoid": 1 / (1 + np.exp(-logits))}
+    expected = {
+        "softmax": np.exp(logits),
+        "softmax_of_chosen": np.exp(logits),
+        "sigmoid": 1 / (1 + np.exp(-logits)),
+    }
     for score, numbers in expected.items():
-        routing = template(RouterSpec(EXPERTS, 2, score=score, scaling=3.0)).bind({"kernel": kernel})(x)
+        routing = template(RouterSpec(EXPERTS, 2, score=score, scaling=3.0)).bind(
+            {"kernel": kernel}
+        )(x)
         np.testing.assert_allclose(
-            routing.probabilities, numbers / numbers.sum(axis=-1, keepdims=True), rtol=1e-4, atol=1e-7
+            routing.probabilities,
+            numbers / numbers.sum(axis=-1, keepdims=True),
+            rtol=1e-4,
+            atol=1e-7,
         )
 
 
@@ -230,7 +265,9 @@ def test_float32_logits():
     assert 1e-3 < off[False] < 0.2
 
 
-@pytest.mark.parametrize(("experts", "chosen", "length"), [(8, 2, 16), (12, 5, 31), (7, 7, 3), (1, 1, 4), (128, 8, 50)])
+@pytest.mark.parametrize(
+    ("experts", "chosen", "length"), [(8, 2, 16), (12, 5, 31), (7, 7, 3), (1, 1, 4), (128, 8, 50)]
+)
 def test_random_choice_is_balanced(experts, chosen, length):
     indices = np.asarray(balanced_choice((3, length), experts, chosen))
     assert indices.shape == (3, length, chosen)
@@ -248,7 +285,9 @@ def test_random_choice_replaces_the_best():
     routing = template(spec).bind(weights)(x)
     np.testing.assert_array_equal(routing.indices, balanced_choice((BATCH, LENGTH), EXPERTS, 3))
     scores = np.take_along_axis(np.exp(x @ weights["kernel"]), np.asarray(routing.indices), axis=-1)
-    np.testing.assert_allclose(routing.weights, scores / scores.sum(axis=-1, keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(
+        routing.weights, scores / scores.sum(axis=-1, keepdims=True), rtol=1e-4
+    )
 
 
 def test_axes():
@@ -291,11 +330,15 @@ def test_load_balance_loss(given):
 def test_load_balance_loss_of_extremes():
     """An even load gives k; all tokens at the same experts, with all probability, give X."""
     even = Routing(
-        balanced_choice((BATCH, EXPERTS), EXPERTS, 3), jnp.ones(()), jnp.full((BATCH, EXPERTS, EXPERTS), 1 / EXPERTS)
+        balanced_choice((BATCH, EXPERTS), EXPERTS, 3),
+        jnp.ones(()),
+        jnp.full((BATCH, EXPERTS, EXPERTS), 1 / EXPERTS),
     )
     np.testing.assert_allclose(load_balance_loss(even, None), 3, rtol=1e-6)
     one = Routing(
-        jnp.full((BATCH, LENGTH, 1), 4), jnp.ones(()), jnp.broadcast_to(jnp.eye(EXPERTS)[4], (BATCH, LENGTH, EXPERTS))
+        jnp.full((BATCH, LENGTH, 1), 4),
+        jnp.ones(()),
+        jnp.broadcast_to(jnp.eye(EXPERTS)[4], (BATCH, LENGTH, EXPERTS)),
     )
     np.testing.assert_allclose(load_balance_loss(one, None), EXPERTS, rtol=1e-6)
     nothing = load_balance_loss(even, jnp.zeros((BATCH, EXPERTS), bool))
@@ -311,7 +354,9 @@ def test_updated_bias():
 
 
 def test_the_selection_bias_of_bfloat16_weights_is_float32():
-    """800 steps of 0.001 are 0.8; a bias in bfloat16 stops at 0.5. A bias of logits is a weight like others."""
+    """800 steps of 0.001 are 0.8; a bias in bfloat16 stops at 0.5. A bias of logits is a weight
+    like others.
+    """
     for kind, dtype in (("selection", jnp.float32), ("logits", jnp.bfloat16)):
         spec = RouterSpec(EXPERTS, 2, score="sigmoid", bias=kind)
         router = spec.build(Maker(noise.seed_key(0), "bfloat16"), 8, "bfloat16")
@@ -319,7 +364,10 @@ def test_the_selection_bias_of_bfloat16_weights_is_float32():
         assert router.kernel[...].dtype == jnp.bfloat16
         if kind == "selection":
             load = jnp.arange(EXPERTS, dtype=jnp.float32)
-            bias, step = router.bias[...], jax.jit(lambda bias, load: updated_bias(bias, load, 0.001))
+            bias, step = (
+                router.bias[...],
+                jax.jit(lambda bias, load: updated_bias(bias, load, 0.001)),
+            )
             for _ in range(800):
                 bias = step(bias, load)
             expected = 0.8 * np.sign((EXPERTS - 1) / 2 - np.arange(EXPERTS))

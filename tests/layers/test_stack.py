@@ -1,4 +1,6 @@
-"""The decoder stack: layer by layer in order, scanned the same as unrolled, for patterns, segments and scan axes."""
+"""The decoder stack: layer by layer in order, scanned the same as unrolled, for patterns, segments
+and scan axes.
+"""
 
 from functools import partial
 
@@ -83,7 +85,9 @@ class Built:
             return jnp.vdot(output, back), output
 
         self.evaluate = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-        (self.loss, self.output), (self.gradients, self.x_gradient) = self.evaluate(self.weights, x, KEYS[name])
+        (self.loss, self.output), (self.gradients, self.x_gradient) = self.evaluate(
+            self.weights, x, KEYS[name]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,9 @@ def built():
 
 
 def stacked(unrolled, axis):
-    """The tree of an unrolled tower in the form of a scanned one: repeats along `axis`, or last where that is less."""
+    """The tree of an unrolled tower in the form of a scanned one: repeats along `axis`, or last
+    where that is less.
+    """
     return {
         segment: {
             "blocks": {
@@ -118,7 +124,11 @@ def stacked(unrolled, axis):
 def close(ours, expected, tolerance=1e-6):
     """Of one structure, and equal within the tolerance times the largest value."""
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale), ours, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale),
+        ours,
+        expected,
+    )
 
 
 CASES = [("one", 0), ("one", 1), ("one", 2), ("two segments", 1)]
@@ -126,9 +136,13 @@ CASES = [("one", 0), ("one", 1), ("one", 2), ("two segments", 1)]
 
 @pytest.mark.parametrize(("name", "axis"), CASES)
 def test_scanned_is_unrolled(built, name, axis):
-    """With dropout on in the pattern of two segments: a layer's mask is its own, however it is run."""
+    """With dropout on in the pattern of two segments: a layer's mask is its own, however it is
+    run.
+    """
     scanned, unrolled = built(name, True, axis), built(name, False)
-    jax.tree.map(np.testing.assert_array_equal, scanned.weights, stacked(unrolled.weights, axis))  # bit for bit
+    jax.tree.map(
+        np.testing.assert_array_equal, scanned.weights, stacked(unrolled.weights, axis)
+    )  # bit for bit
     np.testing.assert_allclose(scanned.loss, unrolled.loss, rtol=1e-6)
     close(scanned.output, unrolled.output)
     close(scanned.x_gradient, unrolled.x_gradient)
@@ -139,12 +153,19 @@ def test_scanned_is_unrolled(built, name, axis):
 def test_scan_axis_is_named(built, axis):
     template = built("one", True, axis).template
     block, axes = template.weights[0]["blocks"][0], template.axes[0]["blocks"][0]
-    assert block["attention"]["query"]["kernel"].shape == {0: (3, 16, 4, 4), 1: (16, 3, 4, 4), 2: (16, 4, 3, 4)}[axis]
+    assert (
+        block["attention"]["query"]["kernel"].shape
+        == {0: (3, 16, 4, 4), 1: (16, 3, 4, 4), 2: (16, 4, 3, 4)}[axis]
+    )
     assert axes["attention"]["query"]["kernel"].index("layers") == axis
-    assert block["mlp"]["wo"]["kernel"].shape == {0: (3, 24, 16), 1: (24, 3, 16), 2: (24, 16, 3)}[axis]
+    assert (
+        block["mlp"]["wo"]["kernel"].shape == {0: (3, 24, 16), 1: (24, 3, 16), 2: (24, 16, 3)}[axis]
+    )
     assert axes["mlp"]["wo"]["kernel"] == {0: ("layers", "mlp", "embed"), 1: ("mlp", "layers", "embed"),
                                            2: ("mlp", "embed", "layers")}[axis]  # fmt: skip
-    assert block["mlp_norm"]["scale"].shape == ((3, 16) if axis == 0 else (16, 3))  # last where the axis is too far
+    assert block["mlp_norm"]["scale"].shape == (
+        (3, 16) if axis == 0 else (16, 3)
+    )  # last where the axis is too far
     assert axes["mlp_norm"]["scale"] == (("layers", "norm") if axis == 0 else ("norm", "layers"))
 
 
@@ -157,13 +178,19 @@ def test_layers_run_in_order_with_their_own_weights(built, name):
     @jit
     def by_hand(x):
         for index, spec in enumerate(ORDER[name]):
-            x, _ = spec.build(maker().child(index), "float32")(x, layer_inputs(KEYS[name]).fold(index))
+            x, _ = spec.build(maker().child(index), "float32")(
+                x, layer_inputs(KEYS[name]).fold(index)
+            )
         return x
 
     close(unrolled.output, by_hand(x))
-    kernels = np.stack([np.ravel(leaf)[:64] for leaf in jax.tree.leaves(unrolled.weights) if leaf.size >= 64])
+    kernels = np.stack(
+        [np.ravel(leaf)[:64] for leaf in jax.tree.leaves(unrolled.weights) if leaf.size >= 64]
+    )
     assert len(kernels) > 10
-    assert np.abs(np.corrcoef(kernels) - np.eye(len(kernels))).max() < 5.5 / 8  # no two weights start alike
+    assert (
+        np.abs(np.corrcoef(kernels) - np.eye(len(kernels))).max() < 5.5 / 8
+    )  # no two weights start alike
 
 
 @pytest.mark.slow
@@ -177,10 +204,12 @@ def test_dropout_differs_between_layers_and_keys(built):
     assert layer_inputs().fold(3).key is None
 
 
-@pytest.mark.parametrize(("kept", "times"), [((), 2), (("query_proj",), 2), (("context",), 1), (("attention_out",), 1)])
+@pytest.mark.parametrize(
+    ("kept", "times"), [((), 2), (("query_proj",), 2), (("context",), 1), (("attention_out",), 1)]
+)
 def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypatch):
-    """What its backward pass needs besides is kept, too. Seen in the program; it can be traced without a GPU, if JAX
-    believes that there is one."""
+    """What its backward pass needs besides is kept, too. Seen in the program; it can be traced
+    without a GPU, if JAX believes that there is one."""
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     monkeypatch.setattr(private, "check_cudnn_version", lambda: 91900)
@@ -188,8 +217,12 @@ def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypa
 
     def layer(q):
         q = checkpoint_name(jnp.sin(q), "query_proj")
-        mixed = attend(q, q, q, backend="cudnn_flash_jax", visibility=Visibility(), scale=1.0, platform="gpu")
-        return jnp.sum(jnp.square(checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")))
+        mixed = attend(
+            q, q, q, backend="cudnn_flash_jax", visibility=Visibility(), scale=1.0, platform="gpu"
+        )
+        return jnp.sum(
+            jnp.square(checkpoint_name(checkpoint_name(mixed, "context"), "attention_out"))
+        )
 
     q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     program = str(jax.make_jaxpr(jax.grad(RematPolicy(kept).wrap(layer, in_scan=False)))(q))
@@ -198,18 +231,32 @@ def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypa
 
 
 def test_layers_of_one_kind_are_traced_once(monkeypatch):
-    """Unrolled, however many there are, they are one function of the program, and one that makes their weights."""
+    """Unrolled, however many there are, they are one function of the program, and one that makes
+    their weights.
+    """
     built, run = [], []
     monkeypatch.setattr(
-        LayerSpec, "build", lambda spec, *rest, build=LayerSpec.build: built.append(1) or build(spec, *rest)
+        LayerSpec,
+        "build",
+        lambda spec, *rest, build=LayerSpec.build: built.append(1) or build(spec, *rest),
     )
     monkeypatch.setattr(
-        Block, "__call__", lambda block, *rest, call=Block.__call__: run.append(1) or call(block, *rest)
+        Block,
+        "__call__",
+        lambda block, *rest, call=Block.__call__: run.append(1) or call(block, *rest),
     )
 
     def program(repeats):
         def function(x):
-            stack = Stack(Maker(noise.seed_key(0), "float32"), Segment((LOCAL,), repeats), 0, "float32", False, 0, None)
+            stack = Stack(
+                Maker(noise.seed_key(0), "float32"),
+                Segment((LOCAL,), repeats),
+                0,
+                "float32",
+                False,
+                0,
+                None,
+            )
             return stack(x, LayerInputs(jnp.zeros(x.shape[:2], jnp.int32)))[0]
 
         return jax.jit(function).lower(jnp.zeros((1, LENGTH, SIZE))).as_text()

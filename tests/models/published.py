@@ -1,7 +1,9 @@
-"""What the publishers say of the named models: the parts of config.json that fix the text model's weights and numbers.
+"""What the publishers say of the named models: the parts of config.json that fix the text model's
+weights and numbers.
 
-Sizes are as on huggingface.co; `parameters` are totals that are public to the last digit, with what is no part of the
-text model taken off as a formula. A `difference` is what our configuration has more, by its own vocabulary.
+Sizes are as on huggingface.co; `parameters` are totals that are public to the last digit, with what
+is no part of the text model taken off as a formula. A `difference` is what our configuration has
+more, by its own vocabulary.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ LLAMA31_ROPE = {
 }  # fmt: skip
 
 
-def llama(width: int, layers: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any) -> Json:
+def llama(
+    width: int, layers: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any
+) -> Json:
     return {
         "architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp, "vocab_size": vocabulary,
@@ -50,7 +54,11 @@ def mistral(width: int, layers: int, heads: int, mlp: int, vocabulary: int, **mo
 
 
 def mixtral(*sizes: int, **more: Any) -> Json:
-    experts = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     return mistral(*sizes, **experts, **more)
 
 
@@ -75,7 +83,16 @@ def yarn(factor: float, scale: float, fast: float = 32) -> Json:
     }  # fmt: skip
 
 
-def deepseek(version: str, width: int, layers: int, heads: int, mlp: int, expert: int, vocabulary: int, **more) -> Json:
+def deepseek(
+    version: str,
+    width: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    expert: int,
+    vocabulary: int,
+    **more,
+) -> Json:
     return {
         "architectures": [f"Deepseek{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": mlp,
@@ -101,14 +118,18 @@ def deepseek3(version: str = "V3", heads: int = 128, vocabulary: int = 129280, *
     return deepseek(version, 7168, 61, heads, 18432, 2048, vocabulary, **(routing | more))
 
 
-DEEPSEEK3 = Published("deepseek-ai/DeepSeek-V3", deepseek3(), 671_026_404_352 + 58 * 256)  # with the routers' biases
+DEEPSEEK3 = Published(
+    "deepseek-ai/DeepSeek-V3", deepseek3(), 671_026_404_352 + 58 * 256
+)  # with the routers' biases
 KIMI = deepseek3(
     heads=64, vocabulary=163840, n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827,
     first_k_dense_replace=1, rope_theta=50000.0, rope_scaling=yarn(32, 1.0, fast=1), max_position_embeddings=131072,
 )  # fmt: skip
 
 
-def gemma(version: str, width: int, layers: int, heads: int, kv: int, head: int, mlp: int, vocabulary: int) -> Json:
+def gemma(
+    version: str, width: int, layers: int, heads: int, kv: int, head: int, mlp: int, vocabulary: int
+) -> Json:
     return {
         "architectures": [f"Gemma{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head, "intermediate_size": mlp,
@@ -136,7 +157,9 @@ def gemma3(*sizes: int, scalar: int = 256) -> Json:
 
 
 def gemma3_vision(width: int) -> int:
-    """The SigLIP tower, and the norm and matrix that bring its 1152 numbers to the model's width."""
+    """The SigLIP tower, and the norm and matrix that bring its 1152 numbers to the model's
+    width.
+    """
     return 416_866_032 + 1152 * width + 1152
 
 
@@ -157,13 +180,22 @@ def gemma4(*sizes: int, global_kv: int, **more: Any) -> Json:
 
 
 def qwen(
-    version: str, width: int, layers: int, heads: int, kv: int, mlp: int, tied: bool, theta: float = 1e6, **more: Any
+    version: str,
+    width: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    mlp: int,
+    tied: bool,
+    theta: float = 1e6,
+    **more: Any,
 ) -> Json:
     return {
         "architectures": [f"Qwen{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp, "vocab_size": 151936,
         "tie_word_embeddings": tied, "rms_norm_eps": 1e-6, "rope_theta": theta, "hidden_act": "silu",
-        "use_sliding_window": False, "max_position_embeddings": 40960,  # of most; plain rotations do not ask for it
+        # of most; plain rotations do not ask for it
+        "use_sliding_window": False, "max_position_embeddings": 40960,
         **more,
     }  # fmt: skip
 
@@ -173,7 +205,14 @@ def qwen3(*sizes: Any, **more: Any) -> Json:
 
 
 def qwen3_moe(
-    width: int, layers: int, heads: int, kv: int, expert: int, experts: int, theta: float, **more: Any
+    width: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    expert: int,
+    experts: int,
+    theta: float,
+    **more: Any,
 ) -> Json:
     routing = {
         "moe_intermediate_size": expert, "num_experts": experts, "num_experts_per_tok": 8, "norm_topk_prob": True,
@@ -182,8 +221,15 @@ def qwen3_moe(
     return qwen("3Moe", width, layers, heads, kv, 3 * width, False, theta, **(routing | more))
 
 
-def qwen_delta(version: str, width: int, layers: int, heads: int, expert: int, value_heads: int, **more: Any) -> Json:
-    rope = {"partial_rotary_factor": 0.25, "head_dim": 256, "attention_bias": False, "full_attention_interval": 4}
+def qwen_delta(
+    version: str, width: int, layers: int, heads: int, expert: int, value_heads: int, **more: Any
+) -> Json:
+    rope = {
+        "partial_rotary_factor": 0.25,
+        "head_dim": 256,
+        "attention_bias": False,
+        "full_attention_interval": 4,
+    }
     delta = {
         "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_num_key_heads": 16, "linear_num_value_heads": value_heads,
@@ -192,7 +238,9 @@ def qwen_delta(version: str, width: int, layers: int, heads: int, expert: int, v
         "moe_intermediate_size": expert, "shared_expert_intermediate_size": expert, "num_experts": 512,
         "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
-    return qwen(version, width, layers, heads, 2, 5120, False, 1e7, **rope, **delta, **routing, **more)
+    return qwen(
+        version, width, layers, heads, 2, 5120, False, 1e7, **rope, **delta, **routing, **more
+    )
 
 
 QWEN3_30B = (2048, 48, 32, 4, 768, 128)

@@ -1,4 +1,6 @@
-"""Parameters and FLOPs against published sizes, arithmetic by hand, brute force, and XLA's own count."""
+"""Parameters and FLOPs against published sizes, arithmetic by hand, brute force, and XLA's own
+count.
+"""
 
 import time
 
@@ -25,11 +27,12 @@ def configuration(*words):
     return load(None, list(words), environ={}, devices=Devices(1))
 
 
-# name: (words, parameters, forward FLOPs a token). Products count 2 for each weight that a token meets; attention 2 for
-# q k and 2 for weights times values, for each head, dimension, and key that a token sees.
+# name: (words, parameters, forward FLOPs a token). Products count 2 for each weight that a token
+# meets; attention 2 for q k and 2 for weights times values, for each head, dimension, and key that
+# a token sees.
 MODELS = {
-    # Touvron et al. 2023: 32 layers, width 4096, 32 heads of 128, MLP 11008, vocabulary 32000; 6.7B. Length 4096: a
-    # token sees 2048.5 keys on average.
+    # Touvron et al. 2023: 32 layers, width 4096, 32 heads of 128, MLP 11008, vocabulary 32000;
+    # 6.7B. Length 4096: a token sees 2048.5 keys on average.
     "llama2-7b": (
         ["model_name=llama2-7b", "max_target_length=4096"],
         6_738_415_616,
@@ -41,8 +44,8 @@ MODELS = {
         8_030_261_248,
         32 * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 2 * 3 * 4096 * 14336 + 4 * 4096 * 4096.5) + 2 * 4096 * 128256,
     ),
-    # Jiang et al. 2023: the same layers, vocabulary 32000, a window of 4096; length 8192: the first 4096 tokens see
-    # 1 … 4096, the others 4096.
+    # Jiang et al. 2023: the same layers, vocabulary 32000, a window of 4096; length 8192: the first
+    # 4096 tokens see 1 … 4096, the others 4096.
     "mistral-7b": (
         ["model_name=mistral-7b", "sliding_window_size=4096", "max_target_length=8192", "override_model_config=true"],
         7_241_732_096,
@@ -54,8 +57,9 @@ MODELS = {
         )
         + 2 * 4096 * 32000,
     ),
-    # Brown et al. 2020: 96 layers, width 12288, 96 heads of 128, MLP 4 times the width, tied head; biases and two
-    # LayerNorms a layer. Here a vocabulary of 50304 (padded from 50257) and 2048 positions.
+    # Brown et al. 2020: 96 layers, width 12288, 96 heads of 128, MLP 4 times the width, tied head;
+    # biases and two LayerNorms a layer. Here a vocabulary of 50304 (padded from 50257) and 2048
+    # positions.
     "gpt3-175b": (
         ["model_name=gpt3-175b", "trainable_position_size=2048", "max_target_length=2048",
          "override_model_config=true"],
@@ -72,15 +76,23 @@ MODELS = {
 
 
 def mla(width, heads, query_rank, kv_rank, nope, rope, value, keys):
-    """Down and up for queries, down for keys and values, up for both, out; then q k and weights times values."""
+    """Down and up for queries, down for keys and values, up for both, out; then q k and weights
+    times values.
+    """
     weights = width * query_rank + query_rank * heads * (nope + rope) + width * (kv_rank + rope)
     weights += kv_rank * heads * (nope + value) + heads * value * width
     return 2 * weights + 2 * heads * (nope + rope + value) * keys
 
 
 def indexer(width, query_rank, heads, size, keys):
-    """Queries from the latent, one key, a weight for each head; a product with every key, and their weighted sum."""
-    return 2 * (query_rank * heads * size + width * size + width * heads) + 2 * heads * size * keys + 2 * heads * keys
+    """Queries from the latent, one key, a weight for each head; a product with every key, and their
+    weighted sum.
+    """
+    return (
+        2 * (query_rank * heads * size + width * size + width * heads)
+        + 2 * heads * size * keys
+        + 2 * heads * keys
+    )
 
 
 def experts(width, expert, count, chosen, shared=0):
@@ -139,22 +151,24 @@ FURTHER = {
         27 * (2 * (2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048) + 2 * 16 * (576 + 512) * 2048.5)
         + 2 * 3 * 2048 * 10944 + 26 * experts(2048, 1408, 64, 6, 2) + 2 * 2048 * 102400,
     ),
-    # OpenAI 2025: 12 layers with a window of 128 and 12 without; 64 heads of 64 over 8; 4 of 32 experts.
+    # OpenAI 2025: 12 layers with a window of 128 and 12 without; 64 heads of 64 over 8; 4 of 32
+    # experts.
     "gpt-oss-20b": (
         ["max_target_length=4096"],
         24 * (2 * (2 * 2880 * 4096 + 2 * 2880 * 512) + experts(2880, 2880, 32, 4))
         + 12 * 4 * 4096 * (sparse_keys(128, 4096) + 2048.5) + 2 * 2880 * 201088,
     ),
-    # 25 layers with a window of 1024, 16 heads of 256 over 8; 5 without, 16 of 512 over 2 whose values are the keys;
-    # an MLP beside 8 of 128 experts.
+    # 25 layers with a window of 1024, 16 heads of 256 over 8; 5 without, 16 of 512 over 2 whose
+    # values are the keys; an MLP beside 8 of 128 experts.
     "gemma4-26b": (
         ["max_target_length=2048"],
         25 * (2 * (2 * 2816 * 4096 + 2 * 2816 * 2048) + 4 * 4096 * sparse_keys(1024, 2048))
         + 5 * (2 * (2 * 2816 * 8192 + 2816 * 1024) + 4 * 8192 * 1024.5)
         + 30 * (2 * 3 * 2816 * 2112 + experts(2816, 704, 128, 8)) + 2 * 2816 * 262144,
     ),
-    # 36 Gated DeltaNets: 16 key and 32 value heads of 128, a convolution of 4; a state of 128 x 128 a value head is
-    # read for the key, written, and read for the query. 12 layers attend, with a gate as large as the query.
+    # 36 Gated DeltaNets: 16 key and 32 value heads of 128, a convolution of 4; a state of 128 x 128
+    # a value head is read for the key, written, and read for the query. 12 layers attend, with a
+    # gate as large as the query.
     "qwen3-next-80b-a3b": (
         ["max_target_length=4096"],
         36 * (2 * 2048 * (2048 + 2048 + 4096 + 4096 + 32 + 32) + 2 * 4096 * 2048 + 2 * 4 * (2048 + 2048 + 4096))
@@ -174,8 +188,9 @@ FURTHER = {
         48 * (2 * (2048 * 4096 + 2 * 2048 * 512 + 4096 * 768) + 4 * 4096 * 1024.5)
         + 48 * (experts(768, 2048, 128, 8) + 2 * 768 * 2048) + 2 * 2048 * 151936,
     ),
-    # Four streams: around each of 12 sub-layers 4096 numbers give 24, and 1024 wide vectors go 4 to 1, 4 to 4, 1 to 4.
-    # Two memories: 16 rows of 512 give 4 keys and a value; a product of key and stream; 4 taps on each stream.
+    # Four streams: around each of 12 sub-layers 4096 numbers give 24, and 1024 wide vectors go 4 to
+    # 1, 4 to 4, 1 to 4. Two memories: 16 rows of 512 give 4 keys and a value; a product of key and
+    # stream; 4 taps on each stream.
     "deepseek-custom": (
         ["max_target_length=2048"],
         6 * (mla(*CUSTOM, sparse_keys(256, 2048)) + indexer(1024, 384, 16, 64, 1024.5))
@@ -190,7 +205,9 @@ FURTHER = {
 def test_flops_of_other_layers(name):
     words, flops = FURTHER[name]
     model = name.split(" ")[0].rstrip(",")
-    assert forward_flops_per_token(configuration(f"model_name={model}", *words)) == pytest.approx(flops, rel=1e-12)
+    assert forward_flops_per_token(configuration(f"model_name={model}", *words)) == pytest.approx(
+        flops, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -221,7 +238,9 @@ def test_joint_products_and_parallel_blocks_count_the_same():
 
 def test_simple_blocks():
     small = ["base_emb_dim=64", "base_mlp_dim=96", "base_num_decoder_layers=3", "vocab_size=100"]
-    one, two = (configuration(*small, f"decoder_block={block}") for block in ("simple", "simple_mlp"))
+    one, two = (
+        configuration(*small, f"decoder_block={block}") for block in ("simple", "simple_mlp")
+    )
     assert forward_flops_per_token(one) == 3 * 2 * 64 * 64 + 2 * 64 * 100
     assert forward_flops_per_token(two) == 3 * 2 * 2 * 64 * 96 + 2 * 64 * 100
 
@@ -253,7 +272,14 @@ def test_no_more_than_so_many_keys(visibility, most):
         sees = range(length) if not visibility.causal else range(i + 1)
         sees = [j for j in sees if visibility.window is None or i - visibility.window < j]
         count += min(
-            most, len([j for j in sees if visibility.chunk is None or i // visibility.chunk == j // visibility.chunk])
+            most,
+            len(
+                [
+                    j
+                    for j in sees
+                    if visibility.chunk is None or i // visibility.chunk == j // visibility.chunk
+                ]
+            ),
         )
     assert visible_keys(visibility, length, most) == pytest.approx(count / length, rel=1e-12)
 
@@ -264,22 +290,44 @@ def test_moba_by_brute_force(chunk, top, length):
     """A query's own chunk up to itself, and the best of those before it, all of which it weighs."""
     seen = sum(i % chunk + 1 + chunk * min(top - 1, i // chunk) for i in range(length))
     weighed = sum(i // chunk for i in range(length))
-    assert moba_keys(Moba(chunk, top), length) == pytest.approx((seen / length, weighed / length), rel=1e-12)
+    assert moba_keys(Moba(chunk, top), length) == pytest.approx(
+        (seen / length, weighed / length), rel=1e-12
+    )
 
 
 def test_moba_takes_less_than_the_whole():
     words = ["model_name=default", "max_target_length=2048"]
     whole = forward_flops_per_token(configuration(*words))
-    some = forward_flops_per_token(configuration(*words, "moba=true", "moba_chunk_size=128", "moba_topk=2"))
-    # 64.5 keys of the own chunk and, but for the first chunk, 128 more, of 1024.5; weighed against 7.5 chunks.
-    assert whole - some == pytest.approx(16 * 2048 * (4 * (1024.5 - 64.5 - 128 * 15 / 16) - 2 * 7.5), rel=1e-9)
+    some = forward_flops_per_token(
+        configuration(*words, "moba=true", "moba_chunk_size=128", "moba_topk=2")
+    )
+    # 64.5 keys of the own chunk and, but for the first chunk, 128 more, of 1024.5; weighed against
+    # 7.5 chunks.
+    assert whole - some == pytest.approx(
+        16 * 2048 * (4 * (1024.5 - 64.5 - 128 * 15 / 16) - 2 * 7.5), rel=1e-9
+    )
 
 
 def test_parts_by_hand():
     words = ["base_emb_dim=64", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16"]
-    words += ["base_num_decoder_layers=3", "vocab_size=100", "num_experts=8", "num_experts_per_tok=2"]
-    words += ["base_moe_mlp_dim=32", "shared_experts=1", "decoder_block=qwen3_next", "use_qk_norm=true"]
-    words += ["gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8"]
+    words += [
+        "base_num_decoder_layers=3",
+        "vocab_size=100",
+        "num_experts=8",
+        "num_experts_per_tok=2",
+    ]
+    words += [
+        "base_moe_mlp_dim=32",
+        "shared_experts=1",
+        "decoder_block=qwen3_next",
+        "use_qk_norm=true",
+    ]
+    words += [
+        "gdn_num_key_heads=2",
+        "gdn_num_value_heads=4",
+        "gdn_key_head_dim=8",
+        "gdn_value_head_dim=8",
+    ]
     parts = breakdown(make_template(configuration(*words)).weights)
     delta = 64 * (2 * 16 + 2 * 32 + 2 * 4) + 32 * 64 + 4 * (2 * 16 + 32) + 2 * 4
     assert parts == {
@@ -308,7 +356,9 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_xla_counts_the_same(name):
-    """XLA multiplies the whole square of attention, and counts element-wise work, too: a few per cent here."""
+    """XLA multiplies the whole square of attention, and counts element-wise work, too: a few per
+    cent here.
+    """
     block = name.split(" ")[0]
     batch, length, width, heads, head, layers = 2, 128, 256, 4, 64, 2
     words = [
@@ -319,7 +369,9 @@ def test_xla_counts_the_same(name):
     config = configuration(*words, *BLOCKS[name])
     template = make_template(config)
     ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    compiled = jax.jit(lambda weights, ids, at: template.bind(weights)(ids, at)).lower(template.weights, ids, ids)
+    compiled = jax.jit(lambda weights, ids, at: template.bind(weights)(ids, at)).lower(
+        template.weights, ids, ids
+    )
     unseen = layers * 4 * heads * head * (length - (length + 1) / 2)  # the half above the diagonal
     expected = batch * length * (forward_flops_per_token(config) + unseen)
     assert 1 <= compiled.compile().cost_analysis()["flops"] / expected < 1.05
@@ -333,6 +385,7 @@ def test_a_405b_template_takes_no_memory():
     assert time.monotonic() - start < 20
     assert sum(array.nbytes for array in jax.live_arrays()) - before < 1e6
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(template.weights))
-    # Grattafiori et al. 2024: 126 layers, width 16384, 128 heads over 8, MLP 53248, vocabulary 128256.
+    # Grattafiori et al. 2024: 126 layers, width 16384, 128 heads over 8, MLP 53248, vocabulary
+    # 128256.
     layer = 2 * 16384 * 16384 + 2 * 16384 * 8 * 128 + 3 * 16384 * 53248 + 2 * 16384
     assert parameter_count(template.weights) == 126 * layer + 2 * 16384 * 128256 + 16384

@@ -18,7 +18,9 @@ WORDS = [
 
 def weights(*extra, loop=False):
     config = load(None, [*WORDS, *extra], environ={}, devices=Devices(1))
-    return jax.tree.map(np.asarray, jax.jit(lambda: initial_weights(config, loop), compiler_options=FAST_COMPILE)())
+    return jax.tree.map(
+        np.asarray, jax.jit(lambda: initial_weights(config, loop), compiler_options=FAST_COMPILE)()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def test_the_same_seed_gives_the_same_weights(plain):
 
 def test_another_seed_gives_other_weights(plain):
     changed = weights("init_weights_seed=1")
-    for (path, one), two in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(changed), strict=True):
+    for (path, one), two in zip(
+        jax.tree.leaves_with_path(plain), jax.tree.leaves(changed), strict=True
+    ):
         if is_kernel(path) or "embedding" in str(path[-1]):
             assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 5 / np.sqrt(one.size)
 
@@ -54,8 +58,12 @@ def test_another_seed_gives_other_weights(plain):
 def test_scanned_and_unrolled_start_alike(plain, loop):
     unrolled = weights("scan_layers=false", loop=loop)
     layers = unrolled["layers"][0]["blocks"][0]
-    stacked = jax.tree.map(lambda *each: np.stack(each, min(1, each[0].ndim)), *(layers[i] for i in range(4)))
-    jax.tree.map(np.testing.assert_array_equal, plain, unrolled | {"layers": {0: {"blocks": {0: stacked}}}})
+    stacked = jax.tree.map(
+        lambda *each: np.stack(each, min(1, each[0].ndim)), *(layers[i] for i in range(4))
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, plain, unrolled | {"layers": {0: {"blocks": {0: stacked}}}}
+    )
 
 
 FAN_IN = {"query": 128, "key": 128, "value": 128, "qkv": 128, "out": 8 * 32, "wi": 128, "wi_0": 128, "wi_1": 128,
@@ -64,8 +72,8 @@ FAN_IN = {"query": 128, "key": 128, "value": 128, "qkv": 128, "out": 8 * 32, "wi
 
 @pytest.mark.parametrize(("which", "scale", "count"), [("plain", 1.0, 8), ("other", 0.25, 5)])
 def test_kernels_have_variance_scale_over_fan_in(request, which, scale, count):
-    """A normal cut at two deviations and stretched back: kurtosis 2.37, so a variance of n values has an error of
-    sqrt(1.37 / n)."""
+    """A normal cut at two deviations and stretched back: kurtosis 2.37, so a variance of n values
+    has an error of sqrt(1.37 / n)."""
     found = 0
     for path, kernel in jax.tree.leaves_with_path(request.getfixturevalue(which)):
         if is_kernel(path):
@@ -78,7 +86,11 @@ def test_kernels_have_variance_scale_over_fan_in(request, which, scale, count):
 
 
 def test_embeddings_have_variance_one_over_width(plain, other):
-    for table in (plain["embedder"]["embedding"], other["embedder"]["embedding"], other["positions"]["embedding"]):
+    for table in (
+        plain["embedder"]["embedding"],
+        other["embedder"]["embedding"],
+        other["positions"]["embedding"],
+    ):
         assert abs(table.std() * np.sqrt(128) - 1) < 5 * np.sqrt(2 / table.size) / 2
 
 
@@ -88,7 +100,9 @@ def test_norms_start_at_one_and_biases_at_zero(plain, other):
         name = path[-1].key
         if name in ("scale", "bias"):
             seen.add(name)
-            np.testing.assert_array_equal(leaf, np.full(leaf.shape, 1.0 if name == "scale" else 0.0))
+            np.testing.assert_array_equal(
+                leaf, np.full(leaf.shape, 1.0 if name == "scale" else 0.0)
+            )
     assert seen == {"scale", "bias"}
 
 
@@ -100,4 +114,6 @@ def test_layers_start_unlike_each_other(plain):
 
 def test_weight_dtype():
     config = load(None, [*WORDS, "weight_dtype=bfloat16"], environ={}, devices=Devices(1))
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(make_template(config).weights)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(make_template(config).weights)} == {
+        "bfloat16"
+    }

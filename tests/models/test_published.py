@@ -1,7 +1,8 @@
 """Every named model has the weights, and computes with the numbers, that its publisher says.
 
-The oracle for weights is the transformers class, built without memory from the published config.json; what of it acts
-on numbers is compared layer by layer, once with what our reader makes of config.json, once with the modules themselves.
+The oracle for weights is the transformers class, built without memory from the published
+config.json; what of it acts on numbers is compared layer by layer, once with what our reader makes
+of config.json, once with the modules themselves.
 """
 
 import functools
@@ -28,18 +29,23 @@ from maxtext.models.transformer import final_norm
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-specification = importlib.util.spec_from_file_location("published", Path(__file__).parent / "published.py")
+specification = importlib.util.spec_from_file_location(
+    "published", Path(__file__).parent / "published.py"
+)
 table = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(table)
 PUBLISHED = table.PUBLISHED
 
-# Llama 4 Scout has equal bounds for long and short wavelengths: nothing lies between, and a slope is infinite.
+# Llama 4 Scout has equal bounds for long and short wavelengths: nothing lies between, and a slope
+# is infinite.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 
 
 @functools.cache
 def named(name):
-    """The configuration of a name; scanned, which is faster to describe and has the same weights."""
+    """The configuration of a name; scanned, which is faster to describe and has the same
+    weights.
+    """
     words = [f"model_name={name}", "scan_layers=true", "override_model_config=true"]
     return load(None, words, environ={}, devices=Devices(1))
 
@@ -73,8 +79,14 @@ def saved_numbers(model):
 
 
 def gpt(width, layers, vocabulary, positions):
-    """Four matrices of attention and eight of the MLP; biases of 3, 1, 4 and 1 widths; two LayerNorms and a last."""
-    return layers * (12 * width**2 + 9 * width + 4 * width) + (vocabulary + positions) * width + 2 * width
+    """Four matrices of attention and eight of the MLP; biases of 3, 1, 4 and 1 widths; two
+    LayerNorms and a last.
+    """
+    return (
+        layers * (12 * width**2 + 9 * width + 4 * width)
+        + (vocabulary + positions) * width
+        + 2 * width
+    )
 
 
 def latent_attention(width, heads, query_rank, kv_rank, nope=128, rope=64, value=128):
@@ -84,8 +96,12 @@ def latent_attention(width, heads, query_rank, kv_rank, nope=128, rope=64, value
 
 
 def deepseek(width, attention, dense, sparse, mlp, expert, experts, vocabulary, more=0):
-    """Layers with an MLP and layers with experts, one more that all share, a router and its bias."""
-    feed = dense * 3 * width * mlp + sparse * ((experts + 1) * 3 * width * expert + width * experts + experts)
+    """Layers with an MLP and layers with experts, one more that all share, a router and its
+    bias.
+    """
+    feed = dense * 3 * width * mlp + sparse * (
+        (experts + 1) * 3 * width * expert + width * experts + experts
+    )
     return feed + (dense + sparse) * (attention + 2 * width + more) + 2 * vocabulary * width + width
 
 
@@ -99,11 +115,17 @@ def primes(start, count):
 
 
 def custom():
-    """DeepSeek with an indexer, four residual streams, and two layers that remember n-grams: 2 orders of 8 heads, each
-    with a table of 512 wide rows; as many rows as the next prime that is free."""
+    """DeepSeek with an indexer, four residual streams, and two layers that remember n-grams: 2
+    orders of 8 heads, each with a table of 512 wide rows; as many rows as the next prime that is
+    free."""
     width, streams, rows = 1024, 4, 2 * 8 * 512
     indexer = 384 * 16 * 64 + width * 64 + 2 * 64 + width * 16
-    connection = streams * width * (2 * streams + streams**2) + 3 + (2 * streams + streams**2) + streams * width
+    connection = (
+        streams * width * (2 * streams + streams**2)
+        + 3
+        + (2 * streams + streams**2)
+        + streams * width
+    )
     attention = latent_attention(width, 16, 384, 128, 32, 16, 128) + indexer
     memory = (streams + 1) * (rows * width + width) + 3 * streams * width + 4 * streams * width
     total = deepseek(width, attention, 1, 5, 2048, 512, 16, 129280, 2 * connection)
@@ -116,10 +138,13 @@ OWN = {
     "gpt3-52k": gpt(16, 1, 1024, 2048),
     "gpt3-6b": gpt(3072, 48, 32768, 16384),
     "gpt3-22b": gpt(6144, 48, 32768, 16384),
-    "deepseek3-test": deepseek(512, latent_attention(512, 128, 1536, 512), 3, 58, 18432, 512, 256, 129280),
+    "deepseek3-test": deepseek(
+        512, latent_attention(512, 128, 1536, 512), 3, 58, 18432, 512, 256, 129280
+    ),
     "deepseek3-tiny": deepseek(64, latent_attention(64, 4, 32, 16), 3, 58, 64, 64, 16, 129280),
     "deepseek-custom": custom(),
-    # Attention writes 768 numbers, experts of 2048 work on them, and a matrix widens them to 2048 again.
+    # Attention writes 768 numbers, experts of 2048 work on them, and a matrix widens them to 2048
+    # again.
     "qwen3-custom-30b-a3b": 48
     * (2048 + 2 * 2048 * 4096 - (2048 - 768) * 4096 + 2 * 2048 * 512 + 2 * 256 + 768 + 768 * 128)
     + 48 * (128 * 3 * 768 * 2048 + 768 * 2048)
@@ -134,7 +159,9 @@ def test_every_name_is_here():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_are_those_of_transformers(name):
-    assert parameter_count(weights(name)) == saved_numbers(theirs(name)) + PUBLISHED[name].difference
+    assert (
+        parameter_count(weights(name)) == saved_numbers(theirs(name)) + PUBLISHED[name].difference
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, model in PUBLISHED.items() if model.parameters])
@@ -169,8 +196,8 @@ def test_active_weights(name):
     assert active_count(named(name), weights(name)) == parameter_count(weights(name)) - IDLE[name]
 
 
-# Billions, as published; some publishers leave out the embedding, which is looked up and not multiplied. Qwen3-Next's
-# 3 is too round to compare.
+# Billions, as published; some publishers leave out the embedding, which is looked up and not
+# multiplied. Qwen3-Next's 3 is too round to compare.
 ACTIVE = {
     "mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "deepseek2-236b": 21, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22,
     "qwen3-480b-a35b": 35, "qwen3.5-397b-a17b": 17, "gemma4-26b": 3.8, "llama4-17b-16e": 17, "llama4-17b-128e": 17,
@@ -194,7 +221,11 @@ def test_active_weights_are_about_as_published(name):
 def values(spec, path=(), owner=None):
     """A spec as flat facts; of a rotation, what it computes."""
     if isinstance(spec, RopeSpec):
-        facts = {"turns": frequencies(spec, turned_size(owner)), "magnitude": spec.magnitude, "pairs": spec.interleave}
+        facts = {
+            "turns": frequencies(spec, turned_size(owner)),
+            "magnitude": spec.magnitude,
+            "pairs": spec.interleave,
+        }
         return {(*path, name): fact for name, fact in facts.items()}
     if not is_dataclass(spec):
         return {path: spec}
@@ -211,7 +242,9 @@ def turned_size(attention):
 
 def same(ours, published):
     if isinstance(ours, np.ndarray | float) and published is not None:
-        return np.shape(ours) == np.shape(published) and np.allclose(ours, published, rtol=1e-12, atol=0)
+        return np.shape(ours) == np.shape(published) and np.allclose(
+            ours, published, rtol=1e-12, atol=0
+        )
     return ours == published
 
 
@@ -227,13 +260,23 @@ def for_inference(spec):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_layers_are_those_of_the_published_configuration(name):
-    read = load(None, [], environ={}, devices=Devices(1), model=model_layer(PUBLISHED[name].config, "config.json"))
+    read = load(
+        None,
+        [],
+        environ={},
+        devices=Devices(1),
+        model=model_layer(PUBLISHED[name].config, "config.json"),
+    )
     ours, published = layers(named(name)), layers(read)
     assert len(ours) == len(published)
     for number, (one, other) in enumerate(zip(ours, published, strict=True)):
         mine, others = values(for_inference(one)), values(for_inference(other))
         assert mine.keys() == others.keys(), f"layer {number}"
-        wrong = [f"{path}: {mine[path]}, not {others[path]}" for path in mine if not same(mine[path], others[path])]
+        wrong = [
+            f"{path}: {mine[path]}, not {others[path]}"
+            for path in mine
+            if not same(mine[path], others[path])
+        ]
         assert not wrong, f"layer {number}"
     config = named(name)
     assert final_norm(config) == final_norm(read)
@@ -254,7 +297,9 @@ def test_rotations_scales_and_windows_are_those_of_transformers(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rotary = type(model.model.rotary_emb)(model.config)  # with numbers this time
-    for number, (spec, layer) in enumerate(zip(layers(named(name)), model.model.layers, strict=True)):
+    for number, (spec, layer) in enumerate(
+        zip(layers(named(name)), model.model.layers, strict=True)
+    ):
         ours = spec.attention
         if isinstance(ours, GatedDeltaNetSpec):
             assert model.config.layer_types[number] == "linear_attention"
@@ -272,4 +317,6 @@ def test_rotations_scales_and_windows_are_those_of_transformers(name):
         kind = kind if hasattr(rotary, f"{kind}inv_freq") else ""
         expected = getattr(rotary, f"{kind}inv_freq").numpy()
         np.testing.assert_allclose(frequencies(ours.rope, turned_size(ours)), expected, rtol=2e-6)
-        assert ours.rope.magnitude == pytest.approx(getattr(rotary, f"{kind}attention_scaling"), rel=1e-12)
+        assert ours.rope.magnitude == pytest.approx(
+            getattr(rotary, f"{kind}attention_scaling"), rel=1e-12
+        )

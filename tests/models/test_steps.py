@@ -1,4 +1,6 @@
-"""A model that is given a sequence in pieces, with what its layers keep, computes what it computes of the whole."""
+"""A model that is given a sequence in pieces, with what its layers keep, computes what it computes
+of the whole.
+"""
 
 from functools import partial
 from zlib import crc32
@@ -72,7 +74,9 @@ def stirred(path, leaf):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param(name, "a page each", marks=() if name in ("window", "causal") else pytest.mark.slow)
+        pytest.param(
+            name, "a page each", marks=() if name in ("window", "causal") else pytest.mark.slow
+        )
         for name in MODELS
     ]
     + [("causal", "pages"), pytest.param("latent", "pages", marks=pytest.mark.slow)],
@@ -88,7 +92,9 @@ def check_pieces(settings, layout, draw_weights):
     weights = jax.tree.map_with_path(draw_weights, template.weights)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 41, (2, sum(PIECES))))
     places = jnp.broadcast_to(jnp.arange(sum(PIECES)), ids.shape)
-    expected, _ = jax.jit(lambda weights: template.bind(weights).hidden(ids, LayerInputs(places)))(weights)
+    expected, _ = jax.jit(lambda weights: template.bind(weights).hidden(ids, LayerInputs(places)))(
+        weights
+    )
 
     cache_size, table = LAYOUTS[layout]
     caches = empty_caches(config, cache_size)
@@ -109,7 +115,9 @@ def check_pieces(settings, layout, draw_weights):
         start += size
     found = jnp.concatenate(found, axis=1)
     for row, length in enumerate(LENGTHS):
-        np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(
+            found[row, :length], expected[row, :length], atol=2e-5, rtol=1e-4
+        )
 
 
 TIED = {

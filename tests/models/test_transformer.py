@@ -48,26 +48,38 @@ DOCUMENTS = [DRAW.integers(0, VOCABULARY, FIRST), DRAW.integers(0, VOCABULARY, S
 
 
 def row(*pieces):
-    """(ids, positions, segments) of one row from (document, number) pieces and padding of token 5."""
+    """(ids, positions, segments) of one row from (document, number) pieces and padding of token
+    5.
+    """
     fields = np.zeros((3, LENGTH), np.int32)
     fields[0], at = 5, 0
     for number, document in pieces:
         place = slice(at, at + len(document))
-        fields[0, place], fields[1, place], fields[2, place] = document, np.arange(len(document)), number
+        fields[0, place], fields[1, place], fields[2, place] = (
+            document,
+            np.arange(len(document)),
+            number,
+        )
         at += len(document)
     return fields
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def packed(request):
-    """Logits [rows, S, V] of: both documents packed, the first alone, the second alone, other padding, all padding;
-    and the gradients of the packed row's loss at its documents."""
+    """Logits [rows, S, V] of: both documents packed, the first alone, the second alone, other
+    padding, all padding; and the gradients of the packed row's loss at its documents."""
     config = configuration(*KINDS[request.param])
     template = make_template(config)
     weights = random_weights(template)
     padded = row((1, DOCUMENTS[0]), (2, DOCUMENTS[1]))
     padded[0, FIRST + SECOND :], padded[1, FIRST + SECOND :] = [9, 2, 30], [8, 1, 4]
-    rows = [row((1, DOCUMENTS[0]), (2, DOCUMENTS[1])), row((1, DOCUMENTS[0])), row((1, DOCUMENTS[1])), padded, row()]
+    rows = [
+        row((1, DOCUMENTS[0]), (2, DOCUMENTS[1])),
+        row((1, DOCUMENTS[0])),
+        row((1, DOCUMENTS[1])),
+        padded,
+        row(),
+    ]
     ids, positions, numbers = np.stack(rows, axis=1)
 
     def loss(weights):
@@ -75,7 +87,9 @@ def packed(request):
         real = (numbers != 0)[..., None]
         return jnp.sum(jnp.where(real, jax.nn.log_softmax(logits), 0.0)), logits
 
-    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE)(weights)
+    (_, logits), gradients = jax.jit(
+        jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE
+    )(weights)
     return np.asarray(logits), gradients
 
 
@@ -90,7 +104,9 @@ def test_padding_is_finite_and_without_effect(packed):
     assert np.isfinite(logits).all()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     np.testing.assert_allclose(logits[3, : FIRST + SECOND], logits[0, : FIRST + SECOND], atol=1e-6)
-    assert np.abs(logits[3, FIRST + SECOND :] - logits[0, FIRST + SECOND :]).max() > 1e-3  # they are other tokens
+    assert (
+        np.abs(logits[3, FIRST + SECOND :] - logits[0, FIRST + SECOND :]).max() > 1e-3
+    )  # they are other tokens
 
 
 # Logits.
@@ -118,7 +134,9 @@ def test_tied_logits():
 def test_untied_logits_are_not_scaled():
     ours, weights = model()
     np.testing.assert_allclose(ours.logits(HIDDEN), HIDDEN @ weights["head"]["kernel"], atol=1e-5)
-    np.testing.assert_allclose(ours.logits(HIDDEN[0]), HIDDEN[0] @ weights["head"]["kernel"], atol=1e-5)
+    np.testing.assert_allclose(
+        ours.logits(HIDDEN[0]), HIDDEN[0] @ weights["head"]["kernel"], atol=1e-5
+    )
 
 
 def test_final_soft_cap():
@@ -129,7 +147,9 @@ def test_final_soft_cap():
 
 
 def test_dtype_of_logits():
-    """In bfloat16 the product is rounded; logits_dot_in_fp32 keeps it exact, cast_logits_to_fp32 only casts."""
+    """In bfloat16 the product is rounded; logits_dot_in_fp32 keeps it exact, cast_logits_to_fp32
+    only casts.
+    """
     x = jnp.asarray(HIDDEN, jnp.bfloat16)
     for words, dtype, error in (
         (["cast_logits_to_fp32=false"], "bfloat16", 2**-7),
@@ -141,7 +161,9 @@ def test_dtype_of_logits():
         weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), template.weights)
         ours = template.bind(weights | {"head": {"kernel": kernel}}).logits(x)
         assert ours.dtype == jnp.dtype(dtype)
-        used = kernel if error == 1e-6 else np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float64)
+        used = (
+            kernel if error == 1e-6 else np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float64)
+        )
         exact = np.asarray(x, np.float64) @ used
         off = np.abs(np.asarray(ours, np.float64) - exact).max() / np.abs(exact).max()
         assert error / 100 < off < error or off < error == 1e-6
@@ -151,10 +173,14 @@ def test_one_hot_is_gather():
     """use_iota_embed changes how, not what."""
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH))
     plain, weights = model("decoder_block=simple")
-    one_hot = make_template(configuration("decoder_block=simple", "use_iota_embed=true")).bind(weights)
+    one_hot = make_template(configuration("decoder_block=simple", "use_iota_embed=true")).bind(
+        weights
+    )
     assert one_hot.embedder.one_hot
     inputs = LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)))
-    np.testing.assert_allclose(one_hot.hidden(ids, inputs)[0], plain.hidden(ids, inputs)[0], atol=1e-6)
+    np.testing.assert_allclose(
+        one_hot.hidden(ids, inputs)[0], plain.hidden(ids, inputs)[0], atol=1e-6
+    )
 
 
 def test_simple_blocks_are_products():
@@ -182,16 +208,25 @@ def test_every_fourth_layer_without_rope():
 
 
 def test_cycles_hold_several_layers():
-    (segment,) = segments(configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=3"))
+    (segment,) = segments(
+        configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=3")
+    )
     assert (len(segment.pattern), segment.repeats) == (3, 2)
-    cycle, rest = segments(configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=4"))
+    cycle, rest = segments(
+        configuration("base_num_decoder_layers=6", "inhomogeneous_layer_cycle_interval=4")
+    )
     assert [(len(one.pattern), one.repeats) for one in (cycle, rest)] == [(4, 1), (1, 2)]
 
 
 def test_patterns_are_found():
-    """Five sliding layers to a global one, ending in the middle: whole patterns first, then what is left."""
+    """Five sliding layers to a global one, ending in the middle: whole patterns first, then what is
+    left.
+    """
     words = ("decoder_block=gemma3", "base_num_decoder_layers=20", "sliding_window_size=4")
     whole, rest = segments(configuration(*words))
     assert (len(whole.pattern), whole.repeats, len(rest.pattern), rest.repeats) == (6, 3, 1, 2)
-    windows = [spec.attention.visibility.window for spec in [*whole.pattern * whole.repeats, *rest.pattern * 2]]
+    windows = [
+        spec.attention.visibility.window
+        for spec in [*whole.pattern * whole.repeats, *rest.pattern * 2]
+    ]
     assert windows == ([4] * 5 + [None]) * 3 + [4] * 2

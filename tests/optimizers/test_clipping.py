@@ -21,7 +21,9 @@ def in_jax(tree, dtype=jnp.float32):
     return {"a": [jnp.asarray(tree["a"][0], dtype)], "b": {"c": jnp.asarray(tree["b"]["c"], dtype)}}
 
 
-@pytest.mark.parametrize(("scale", "threshold"), [(1.0, 1.0), (1.0, 0.03), (1e-3, 0.7), (50.0, 2.5)])
+@pytest.mark.parametrize(
+    ("scale", "threshold"), [(1.0, 1.0), (1.0, 0.03), (1e-3, 0.7), (50.0, 2.5)]
+)
 def test_same_as_torch(scale, threshold):
     gradients = some_gradients(scale)
     parameters = []
@@ -49,7 +51,9 @@ def test_threshold_zero_leaves_gradients_alone():
 
 def test_bfloat16_gradients_are_summed_in_float32():
     # 70,000 ones: a bfloat16 sum would stop at 256.
-    clipped, raw_norm, norm_after = clip_by_global_norm({"w": jnp.ones((70_000,), jnp.bfloat16)}, 1.0)
+    clipped, raw_norm, norm_after = clip_by_global_norm(
+        {"w": jnp.ones((70_000,), jnp.bfloat16)}, 1.0
+    )
     assert raw_norm.dtype == norm_after.dtype == jnp.float32
     assert float(raw_norm) == pytest.approx(70_000**0.5, rel=1e-6)
     assert float(norm_after) == pytest.approx(1.0, rel=1e-6)

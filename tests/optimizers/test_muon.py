@@ -1,4 +1,6 @@
-"""Muon against Newton-Schulz in numpy with the published coefficients, and its first step against torch.optim.Muon."""
+"""Muon against Newton-Schulz in numpy with the published coefficients, and its first step against
+torch.optim.Muon.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +56,14 @@ SHAPES = {name: entry[1] for name, entry in {**MATRICES, **OTHERS}.items()}
 
 def config_with(**settings):
     """A constant rate, so that the tests speak of the rule alone."""
-    constant = {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 0.0, "warmup_steps_fraction": 0.0}
-    return base_values().model_copy(update={"opt_type": "muon", "learning_rate": RATE, **constant, **settings})
+    constant = {
+        "lr_schedule_type": "wsd",
+        "wsd_decay_steps_fraction": 0.0,
+        "warmup_steps_fraction": 0.0,
+    }
+    return base_values().model_copy(
+        update={"opt_type": "muon", "learning_rate": RATE, **constant, **settings}
+    )
 
 
 def arrays(seed):
@@ -74,13 +82,17 @@ def train(config, axes):
         return optax.apply_updates(parameters, updates), state
 
     for count in range(STEPS):
-        gradients = {name: jnp.asarray(value) for name, value in arrays(count + 1).items() if name in axes}
+        gradients = {
+            name: jnp.asarray(value) for name, value in arrays(count + 1).items() if name in axes
+        }
         parameters, state = step(parameters, state, gradients)
     return parameters, state
 
 
 def newton_schulz(matrix):
-    """Jordan et al. 2024: five steps of the quintic, from the matrix divided by its Frobenius norm."""
+    """Jordan et al. 2024: five steps of the quintic, from the matrix divided by its Frobenius
+    norm.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix / np.linalg.norm(matrix)
     for _ in range(5):
@@ -124,7 +136,9 @@ def test_matrices_follow_newton_schulz_and_the_rest_torch_adamw(consistent_rms, 
     for name in OTHERS.keys() & names:
         decay = 0.0 if "norm" in name or "bias" in name else 0.25
         theirs = torch.tensor(arrays(0)[name], dtype=torch.float64)
-        reference = torch.optim.AdamW([theirs], lr=RATE, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay)
+        reference = torch.optim.AdamW(
+            [theirs], lr=RATE, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay
+        )
         for t in range(1, STEPS + 1):
             theirs.grad = torch.tensor(arrays(t)[name], dtype=torch.float64)
             reference.step()
@@ -136,12 +150,17 @@ def test_matrices_follow_newton_schulz_and_the_rest_torch_adamw(consistent_rms, 
     [("wi", None, "original"), ("wo", None, "original"), ("wo", 0.2, "match_rms_adamw")],
 )
 def test_first_step_is_that_of_torch_muon(name, consistent_rms, adjustment):
-    # The first step has no momentum to differ in. torch iterates in bfloat16 and keeps [output, input].
+    # The first step has no momentum to differ in. torch iterates in bfloat16 and keeps [output,
+    # input].
     axes = {name: AXES[name]}
-    optimizer = make_optimizer(config_with(muon_consistent_rms=consistent_rms, muon_weight_decay=0.5), axes)
+    optimizer = make_optimizer(
+        config_with(muon_consistent_rms=consistent_rms, muon_weight_decay=0.5), axes
+    )
     start, gradient = arrays(0)[name], arrays(1)[name]
     parameters = {name: jnp.asarray(start)}
-    update = jax.jit(lambda gradients: optimizer.update(gradients, optimizer.init(parameters), parameters)[0])
+    update = jax.jit(
+        lambda gradients: optimizer.update(gradients, optimizer.init(parameters), parameters)[0]
+    )
     updates = update({name: jnp.asarray(gradient)})
 
     theirs = torch.nn.Parameter(torch.tensor(start.T.copy()))

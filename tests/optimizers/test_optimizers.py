@@ -1,6 +1,7 @@
 """Ten steps of AdamW, Adam as in Pax, and SGD, with decay masks, schedules and frozen parameters.
 
-The other side is torch.optim in float64, or the formula in numpy; the rate of each step is the schedule's formula.
+The other side is torch.optim in float64, or the formula in numpy; the rate of each step is the
+schedule's formula.
 """
 
 import math
@@ -20,7 +21,12 @@ STEPS, PEAK = 10, 0.05
 AXES = {
     "embedding": ("vocab", "embed_vocab"),
     "layers": [
-        {"attention": {"query": {"kernel": ("embed", "q_heads", "kv"), "bias": ("q_heads", "kv")}}, "norm": ("norm",)},
+        {
+            "attention": {
+                "query": {"kernel": ("embed", "q_heads", "kv"), "bias": ("q_heads", "kv")}
+            },
+            "norm": ("norm",),
+        },
         {"mlp": {"wi": {"kernel": ("embed", "mlp")}}},
     ],
 }
@@ -39,7 +45,9 @@ def config_with(**settings):
 
 def rate(step):
     """The default schedule over 12 steps: one of warm-up, then cosine to a tenth."""
-    return 0.0 if step == 0 else PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / 11)))
+    return (
+        0.0 if step == 0 else PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 1) / 11)))
+    )
 
 
 def arrays(seed):
@@ -53,11 +61,15 @@ def as_tree(flat, dtype=jnp.float32):
 
 
 def as_flat(tree):
-    return dict(zip(jax.tree.leaves(path_names(tree)), map(np.asarray, jax.tree.leaves(tree)), strict=True))
+    return dict(
+        zip(jax.tree.leaves(path_names(tree)), map(np.asarray, jax.tree.leaves(tree)), strict=True)
+    )
 
 
 def train(config):
-    """Ten jitted steps with donated state. The keyword arguments of spike skipping must be welcome everywhere."""
+    """Ten jitted steps with donated state. The keyword arguments of spike skipping must be welcome
+    everywhere.
+    """
     optimizer = make_optimizer(config, AXES)
 
     def step(parameters, state, gradients):
@@ -77,8 +89,12 @@ def train(config):
 
 def train_in_torch(make, groups):
     """`groups`: pairs of (parameter names, options of torch's optimizer)."""
-    parameters = {name: torch.tensor(value, dtype=torch.float64) for name, value in arrays(0).items()}
-    optimizer = make([{"params": [parameters[name] for name in names], **options} for names, options in groups])
+    parameters = {
+        name: torch.tensor(value, dtype=torch.float64) for name, value in arrays(0).items()
+    }
+    optimizer = make(
+        [{"params": [parameters[name] for name in names], **options} for names, options in groups]
+    )
     for count in range(STEPS):
         for name, gradient in arrays(count + 1).items():
             parameters[name].grad = torch.tensor(gradient, dtype=torch.float64)
@@ -91,7 +107,9 @@ def train_in_torch(make, groups):
 def assert_same(ours, theirs, **tolerance):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, err_msg=name, **(tolerance or {"rtol": 2e-5, "atol": 2e-6}))
+        np.testing.assert_allclose(
+            ours[name], value, err_msg=name, **(tolerance or {"rtol": 2e-5, "atol": 2e-6})
+        )
 
 
 NOT_DECAYED = ["embedding", "layers/0/attention/query/bias", "layers/0/norm"]
@@ -100,7 +118,8 @@ DECAYED = [name for name in SHAPES if name not in NOT_DECAYED]
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax"])
 def test_adam_with_decay_mask_is_torch_adamw(opt_type):
-    # Pax keeps unbiased moments where Adam corrects biased ones: the same updates, from another state.
+    # Pax keeps unbiased moments where Adam corrects biased ones: the same updates, from another
+    # state.
     ours, _ = train(
         config_with(
             opt_type=opt_type,
@@ -114,19 +133,32 @@ def test_adam_with_decay_mask_is_torch_adamw(opt_type):
     options = {"betas": (0.8, 0.9), "eps": 1e-3}
     theirs = train_in_torch(
         lambda groups: torch.optim.AdamW(groups, lr=1.0),
-        [(DECAYED, {**options, "weight_decay": 0.3}), (NOT_DECAYED, {**options, "weight_decay": 0.0})],
+        [
+            (DECAYED, {**options, "weight_decay": 0.3}),
+            (NOT_DECAYED, {**options, "weight_decay": 0.0}),
+        ],
     )
     assert_same(ours, theirs)
 
 
 def test_sgd_is_torch_sgd():
     ours, state = train(config_with(opt_type="sgd"))
-    assert_same(ours, train_in_torch(lambda groups: torch.optim.SGD(groups, lr=1.0), [(list(SHAPES), {})]))
-    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [()], "SGD keeps nothing but its count"
+    assert_same(
+        ours, train_in_torch(lambda groups: torch.optim.SGD(groups, lr=1.0), [(list(SHAPES), {})])
+    )
+    assert [leaf.shape for leaf in jax.tree.leaves(state)] == [()], (
+        "SGD keeps nothing but its count"
+    )
 
 
 def test_eps_root_is_inside_the_square_root_of_adamw():
-    settings = {"adam_b1": 0.8, "adam_b2": 0.9, "adam_eps": 1e-3, "adam_eps_root": 0.5, "adam_weight_decay": 0.0}
+    settings = {
+        "adam_b1": 0.8,
+        "adam_b2": 0.9,
+        "adam_eps": 1e-3,
+        "adam_eps_root": 0.5,
+        "adam_weight_decay": 0.0,
+    }
     ours, _ = train(config_with(opt_type="adamw", **settings))
     parameters = {name: value.astype(np.float64) for name, value in arrays(0).items()}
     for name, value in parameters.items():
@@ -141,7 +173,12 @@ def test_eps_root_is_inside_the_square_root_of_adamw():
 def test_adam_pax_and_its_moments_follow_the_formula():
     b1, b2, eps, eps_root, decay = 0.85, 0.97, 1e-2, 0.3, 0.2
     config = config_with(
-        opt_type="adam_pax", adam_b1=b1, adam_b2=b2, adam_eps=eps, adam_eps_root=eps_root, adam_weight_decay=decay
+        opt_type="adam_pax",
+        adam_b1=b1,
+        adam_b2=b2,
+        adam_eps=eps,
+        adam_eps_root=eps_root,
+        adam_weight_decay=decay,
     )
     ours, state = train(config)
     parameters = {name: value.astype(np.float64) for name, value in arrays(0).items()}
@@ -163,14 +200,20 @@ def test_adam_pax_and_its_moments_follow_the_formula():
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax", "sgd", "muon"])
 def test_frozen_parameters_do_not_move_and_have_no_state(opt_type):
-    ours, state = train(config_with(opt_type=opt_type, trainable_parameters_mask=["query/kernel", "norm"]))
+    ours, state = train(
+        config_with(opt_type=opt_type, trainable_parameters_mask=["query/kernel", "norm"])
+    )
     start = arrays(0)
     for name, value in ours.items():
         moved = name in ("layers/0/attention/query/kernel", "layers/0/norm")
         assert (np.abs(value - start[name]).max() > 1e-3) == moved, name
     # Muon has one moment of the kernel (24 entries) and two of the norm (4); Adam two of both.
-    expected = {"adamw": 2 * 24 + 2 * 4, "adam_pax": 2 * 24 + 2 * 4, "sgd": 0, "muon": 24 + 2 * 4}[opt_type]
-    entries = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.size > 3)  # not counts and coefficients
+    expected = {"adamw": 2 * 24 + 2 * 4, "adam_pax": 2 * 24 + 2 * 4, "sgd": 0, "muon": 24 + 2 * 4}[
+        opt_type
+    ]
+    entries = sum(
+        leaf.size for leaf in jax.tree.leaves(state) if leaf.size > 3
+    )  # not counts and coefficients
     assert entries == expected
     frozen = {(6, 4), (2, 3), (4, 5)}
     assert not frozen & {leaf.shape for leaf in jax.tree.leaves(state)}
@@ -178,19 +221,25 @@ def test_frozen_parameters_do_not_move_and_have_no_state(opt_type):
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax", "muon"])
 @pytest.mark.parametrize(("mu_dtype", "expected"), [("", jnp.bfloat16), ("float32", jnp.float32)])
-def test_formats_of_the_state_of_bfloat16_weights_survive_float32_gradients(opt_type, mu_dtype, expected):
+def test_formats_of_the_state_of_bfloat16_weights_survive_float32_gradients(
+    opt_type, mu_dtype, expected
+):
     optimizer = make_optimizer(config_with(opt_type=opt_type, mu_dtype=mu_dtype), AXES)
     parameters, gradients = as_tree(arrays(0), dtype=jnp.bfloat16), as_tree(arrays(1))
     state = jax.eval_shape(optimizer.init, parameters)
     updates, new_state = jax.eval_shape(optimizer.update, gradients, state, parameters)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    assert [leaf.dtype for leaf in jax.tree.leaves(new_state)] == [leaf.dtype for leaf in jax.tree.leaves(state)]
+    assert [leaf.dtype for leaf in jax.tree.leaves(new_state)] == [
+        leaf.dtype for leaf in jax.tree.leaves(state)
+    ]
     first = optax.tree.get_all_with_path(state, "mu")
     assert len(first) == (2 if opt_type == "muon" else 1)
     assert {leaf.dtype for _, mu in first for leaf in jax.tree.leaves(mu)} == {jnp.dtype(expected)}
     second = optax.tree.get_all_with_path(state, "nu")
-    assert {leaf.dtype for _, nu in second for leaf in jax.tree.leaves(nu)} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for _, nu in second for leaf in jax.tree.leaves(nu)} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 def test_first_moment_in_bfloat16_is_the_average_rounded_at_every_step():
@@ -201,18 +250,25 @@ def test_first_moment_in_bfloat16_is_the_average_rounded_at_every_step():
         average = 0.9 * expected.astype(np.float64) + 0.1 * arrays(t)["layers/0/norm"]
         expected = torch.tensor(average).to(torch.bfloat16).float().numpy()
     assert mu.dtype == jnp.bfloat16
-    np.testing.assert_allclose(mu.astype(np.float32), expected, rtol=2**-7)  # one rounding may fall the other way
+    np.testing.assert_allclose(
+        mu.astype(np.float32), expected, rtol=2**-7
+    )  # one rounding may fall the other way
 
 
 def test_path_names():
     tree = {"layers": [{"norm": 1.0}, [2.0, 3.0]], "head": {"kernel": 4.0}}
-    expected = {"layers": [{"norm": "layers/0/norm"}, ["layers/1/0", "layers/1/1"]], "head": {"kernel": "head/kernel"}}
+    expected = {
+        "layers": [{"norm": "layers/0/norm"}, ["layers/1/0", "layers/1/1"]],
+        "head": {"kernel": "head/kernel"},
+    }
     assert path_names(tree) == expected
 
 
 def test_shardings_of_the_state_can_be_mapped_from_the_parameters():
     # What a trainer does to place the state: moments like their parameter, all else replicated.
-    optimizer = make_optimizer(config_with(opt_type="muon", trainable_parameters_mask=["layers"]), AXES)
+    optimizer = make_optimizer(
+        config_with(opt_type="muon", trainable_parameters_mask=["layers"]), AXES
+    )
     parameters = as_tree(arrays(0))
     state = jax.eval_shape(optimizer.init, parameters)
     placed = optax.tree_map_params(
@@ -223,24 +279,45 @@ def test_shardings_of_the_state_can_be_mapped_from_the_parameters():
         transform_non_params=lambda _: "replicated",
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
-    assert set(jax.tree.leaves(placed)) == {"replicated", *(name for name in SHAPES if name != "embedding")}
+    assert set(jax.tree.leaves(placed)) == {
+        "replicated",
+        *(name for name in SHAPES if name != "embedding"),
+    }
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"opt_type": "sgd", "mu_dtype": "bfloat16"}, "mu_dtype=bfloat16 has no effect with opt_type=sgd"),
-        ({"opt_type": "sgd", "adamw_mask": ["norm"]}, "adamw_mask=.* has no effect with opt_type=sgd"),
+        (
+            {"opt_type": "sgd", "mu_dtype": "bfloat16"},
+            "mu_dtype=bfloat16 has no effect with opt_type=sgd",
+        ),
+        (
+            {"opt_type": "sgd", "adamw_mask": ["norm"]},
+            "adamw_mask=.* has no effect with opt_type=sgd",
+        ),
         (
             {"opt_type": "adamw", "muon_consistent_rms": 0.2},
             "muon_consistent_rms=0.2 has no effect with opt_type=adamw",
         ),
-        ({"wsd_decay_style": "cosine"}, "wsd_decay_style=cosine has no effect with lr_schedule_type=cosine"),
-        ({"skip_step_interval": 64}, "skip_step_interval=64 has no effect with skip_step_on_spikes=false"),
+        (
+            {"wsd_decay_style": "cosine"},
+            "wsd_decay_style=cosine has no effect with lr_schedule_type=cosine",
+        ),
+        (
+            {"skip_step_interval": 64},
+            "skip_step_interval=64 has no effect with skip_step_on_spikes=false",
+        ),
         ({"adam_b2": 1.0}, "adam_b2=1.0 would never forget"),
         ({"adamw_mask": ["nrom"]}, r"adamw_mask=\['nrom'\] matches no parameter"),
-        ({"trainable_parameters_mask": ["lora"]}, "trainable_parameters_mask=.* matches no parameter"),
-        ({"opt_type": "muon", "trainable_parameters_mask": ["norm"]}, "opt_type=muon has no matrix to train"),
+        (
+            {"trainable_parameters_mask": ["lora"]},
+            "trainable_parameters_mask=.* matches no parameter",
+        ),
+        (
+            {"opt_type": "muon", "trainable_parameters_mask": ["norm"]},
+            "opt_type=muon has no matrix to train",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings, message):

@@ -1,4 +1,5 @@
-"""QK-clip: what the logits of a latent attention are after it, computed by the layer that reports them.
+"""QK-clip: what the logits of a latent attention are after it, computed by the layer that reports
+them.
 
 Shapes: B batch, S sequence, E embedding, H heads, L layers.
 """
@@ -31,14 +32,18 @@ def template(query_rank):
 
 def random_weights(query_rank, seed=0):
     draw = np.random.default_rng(seed).normal
-    return jax.tree.map(lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template(query_rank).weights)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template(query_rank).weights
+    )
 
 
 def logits_of(query_rank, weights):
     x = np.random.default_rng(7).normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
     places = LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)))
     model = template(query_rank)
-    return jax.jit(lambda tree: model.bind(tree)(x, places)[1]["max_logits"], compiler_options=FAST_COMPILE)(weights)
+    return jax.jit(
+        lambda tree: model.bind(tree)(x, places)[1]["max_logits"], compiler_options=FAST_COMPILE
+    )(weights)
 
 
 @pytest.mark.parametrize("query_rank", [0, 10])
@@ -52,10 +57,14 @@ def test_largest_logits_come_down_to_the_threshold(query_rank):
     assert above.sum() == 2
     np.testing.assert_allclose(after[above], threshold, rtol=1e-5)
     np.testing.assert_array_equal(after[~above], before[~above])
-    # By half each where queries and keys both can shrink, in queries alone where keys are shared; the rest is kept.
+    # By half each where queries and keys both can shrink, in queries alone where keys are shared;
+    # the rest is kept.
     query = "query_b" if query_rank else "query"
     scale = np.minimum(1, threshold / before)[:, None]
-    ratio = {name: np.asarray(clipped[name]["kernel"] / weights[name]["kernel"]) for name in (query, "kv_b")}
+    ratio = {
+        name: np.asarray(clipped[name]["kernel"] / weights[name]["kernel"])
+        for name in (query, "kv_b")
+    }
     for name, part, expected in (
         (query, slice(None, NOPE), np.sqrt(scale)),
         (query, slice(NOPE, None), scale),
@@ -71,13 +80,16 @@ def test_largest_logits_come_down_to_the_threshold(query_rank):
 @pytest.mark.parametrize("axis", [0, 1, 3])
 def test_stacked_layers_are_clipped_each_by_its_own(axis):
     layers = [random_weights(10, seed) for seed in (0, 1, 2)]
-    largest = jnp.asarray([[5.0, 50.0, 200.0, -3.0], [1.0, 2.0, 3.0, 4.0], [400.0, 100.0, 101.0, -jnp.inf]])
+    largest = jnp.asarray(
+        [[5.0, 50.0, 200.0, -3.0], [1.0, 2.0, 3.0, 4.0], [400.0, 100.0, 101.0, -jnp.inf]]
+    )
     stacked = jax.tree.map(lambda *each: jnp.stack(each, axis=min(axis, each[0].ndim)), *layers)
     found = clip_mla(stacked, largest, 100.0, NOPE, layers_axis=axis)
     each = [clip_mla(tree, row, 100.0, NOPE) for tree, row in zip(layers, largest, strict=True)]
     expected = jax.tree.map(lambda *each: jnp.stack(each, axis=min(axis, each[0].ndim)), *each)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # Nothing above: the very same numbers, also where the largest logit is negative or there was none.
+    # Nothing above: the very same numbers, also where the largest logit is negative or there was
+    # none.
     jax.tree.map(np.testing.assert_array_equal, each[1], layers[1])
     for before, after in zip(layers, each, strict=True):
         for name in ("query_b", "kv_b"):
@@ -92,7 +104,9 @@ def test_dtype_of_the_weights_is_kept():
 
 @pytest.mark.parametrize("logit", [np.inf, -np.inf, np.nan])
 def test_a_logit_that_is_not_finite_leaves_its_head_alone(logit):
-    """It says nothing about how much too large the weights are; by its ratio they would become 0 or NaN."""
+    """It says nothing about how much too large the weights are; by its ratio they would become 0 or
+    NaN.
+    """
     weights = {"query_b": {"kernel": jnp.ones((2, 3, 3))}, "kv_b": {"kernel": jnp.ones((2, 3, 4))}}
     after = clip_mla(weights, jnp.array([logit, 5.0, 400.0]), 100.0, 2)
     for name in weights:

@@ -1,4 +1,6 @@
-"""The learning rate at every step against the formulas of the key's meaning, written out in plain Python."""
+"""The learning rate at every step against the formulas of the key's meaning, written out in plain
+Python.
+"""
 
 import math
 
@@ -15,7 +17,9 @@ PEAK = 3e-4
 
 
 def schedule(**settings):
-    return learning_rate_schedule(base_values().model_copy(update={"learning_rate": PEAK, **settings}))
+    return learning_rate_schedule(
+        base_values().model_copy(update={"learning_rate": PEAK, **settings})
+    )
 
 
 def at_every_step(rate, total):
@@ -33,10 +37,21 @@ TOLERANCE = {"rtol": 0, "atol": 1e-6 * PEAK}
 
 @pytest.mark.parametrize(
     ("total", "warmup_fraction", "final_fraction"),
-    [(100, 0.1, 0.1), (100, 0.0, 0.0), (37, 0.25, 0.5), (9, 1.0, 0.1), (1, 0.5, 0.1), (250, 0.999, 1.0)],
+    [
+        (100, 0.1, 0.1),
+        (100, 0.0, 0.0),
+        (37, 0.25, 0.5),
+        (9, 1.0, 0.1),
+        (1, 0.5, 0.1),
+        (250, 0.999, 1.0),
+    ],
 )
 def test_cosine(total, warmup_fraction, final_fraction):
-    rate = schedule(steps=total, warmup_steps_fraction=warmup_fraction, learning_rate_final_fraction=final_fraction)
+    rate = schedule(
+        steps=total,
+        warmup_steps_fraction=warmup_fraction,
+        learning_rate_final_fraction=final_fraction,
+    )
     warmup = int(total * warmup_fraction)
     expected = []
     for step in range(total + 2):
@@ -73,7 +88,11 @@ def test_warmup_stable_decay(style, total, warmup_fraction, decay_fraction, fina
         wsd_decay_steps_fraction=decay_fraction,
         learning_rate_final_fraction=final_fraction,
     )
-    warmup, decay, final = int(total * warmup_fraction), int(total * decay_fraction), PEAK * final_fraction
+    warmup, decay, final = (
+        int(total * warmup_fraction),
+        int(total * decay_fraction),
+        PEAK * final_fraction,
+    )
     expected = []
     for step in range(total + 2):
         if step >= total:
@@ -84,7 +103,9 @@ def test_warmup_stable_decay(style, total, warmup_fraction, decay_fraction, fina
             expected.append(PEAK)
         else:
             part = (step - (total - decay)) / decay
-            expected.append(PEAK + (final - PEAK) * part if style == "linear" else cosine(PEAK, final, part))
+            expected.append(
+                PEAK + (final - PEAK) * part if style == "linear" else cosine(PEAK, final, part)
+            )
     np.testing.assert_allclose(at_every_step(rate, total), expected, **TOLERANCE)
 
 
@@ -104,6 +125,11 @@ def test_a_long_schedule_rises_exactly():
 
 def test_what_makes_no_schedule_is_refused():
     with pytest.raises(ConfigError, match="do not fit in a schedule of 10 steps"):
-        schedule(lr_schedule_type="wsd", steps=10, warmup_steps_fraction=0.6, wsd_decay_steps_fraction=0.6)
+        schedule(
+            lr_schedule_type="wsd",
+            steps=10,
+            warmup_steps_fraction=0.6,
+            wsd_decay_steps_fraction=0.6,
+        )
     with pytest.raises(ConfigError, match="has -1 steps"):
         schedule(steps=-1)

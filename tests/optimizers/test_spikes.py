@@ -1,4 +1,6 @@
-"""Skipping of spikes against a simulation that keeps plain lists and asks numpy for mean and deviation."""
+"""Skipping of spikes against a simulation that keeps plain lists and asks numpy for mean and
+deviation.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,19 @@ RATE = 0.1
 
 
 def config_with(**settings):
-    constant = {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 0.0, "warmup_steps_fraction": 0.0}
-    skipping = {"skip_step_on_spikes": True, "skip_step_interval": 6, "skip_step_scaling_factor": 3.0}
-    return base_values().model_copy(update={"learning_rate": RATE, **constant, **skipping, **settings})
+    constant = {
+        "lr_schedule_type": "wsd",
+        "wsd_decay_steps_fraction": 0.0,
+        "warmup_steps_fraction": 0.0,
+    }
+    skipping = {
+        "skip_step_on_spikes": True,
+        "skip_step_interval": 6,
+        "skip_step_scaling_factor": 3.0,
+    }
+    return base_values().model_copy(
+        update={"learning_rate": RATE, **constant, **skipping, **settings}
+    )
 
 
 def start():
@@ -42,7 +54,9 @@ def run(config, losses, norms):
     state = jax.jit(optimizer.init)(parameters)
     assert not bool(state.skipped)
     for count, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        parameters, state = step(parameters, state, gradients(count), jnp.float32(loss), jnp.float32(norm))
+        parameters, state = step(
+            parameters, state, gradients(count), jnp.float32(loss), jnp.float32(norm)
+        )
         skipped.append(bool(state.skipped))
         trail.append(np.asarray(parameters["w"]))
     return skipped, trail, state
@@ -71,7 +85,8 @@ def simulate(losses, norms, interval, factor):
 
 
 @pytest.mark.parametrize(
-    ("interval", "factor", "seed"), [(6, 1.0, 0), (7, 1.5, 1), (16, 2.0, 2), (2, 1.0, 3), (3, 4.0, 4)]
+    ("interval", "factor", "seed"),
+    [(6, 1.0, 0), (7, 1.5, 1), (16, 2.0, 2), (2, 1.0, 3), (3, 4.0, 4)],
 )
 def test_the_same_steps_are_skipped_as_in_the_simulation(interval, factor, seed):
     draw = np.random.default_rng(seed)
@@ -82,7 +97,9 @@ def test_the_same_steps_are_skipped_as_in_the_simulation(interval, factor, seed)
     losses[25], norms[26], norms[0], losses[60] = np.nan, np.inf, np.nan, -np.inf
     losses, norms = losses.astype(np.float32), norms.astype(np.float32)
     expected = simulate(losses.astype(np.float64), norms.astype(np.float64), interval, factor)
-    config = config_with(opt_type="sgd", skip_step_interval=interval, skip_step_scaling_factor=factor)
+    config = config_with(
+        opt_type="sgd", skip_step_interval=interval, skip_step_scaling_factor=factor
+    )
     skipped, _, _ = run(config, losses, norms)
     assert skipped == expected
     assert 6 < sum(expected) < 60, "the case must show both outcomes"
@@ -97,9 +114,13 @@ def test_either_spike_is_skipped_and_leaves_everything_as_it_was(which):
     assert skipped == [count == 5 for count in range(8)]
     np.testing.assert_array_equal(trail[5], trail[4])
 
-    # The inner optimizer is as if the step had never been: the same seven gradients without the sixth.
+    # The inner optimizer is as if the step had never been: the same seven gradients without the
+    # sixth.
     plain = make_optimizer(
-        config_with(skip_step_on_spikes=False, skip_step_interval=128, skip_step_scaling_factor=6.0), AXES
+        config_with(
+            skip_step_on_spikes=False, skip_step_interval=128, skip_step_scaling_factor=6.0
+        ),
+        AXES,
     )
     parameters = start()
     inner = plain.init(parameters)
@@ -115,7 +136,9 @@ def test_either_spike_is_skipped_and_leaves_everything_as_it_was(which):
 
 
 def test_nothing_is_judged_before_half_a_window():
-    skipped, _, _ = run(config_with(opt_type="sgd", skip_step_interval=8), [1.0, 1.1, 50.0, 1.0, 1e6], [1.0] * 5)
+    skipped, _, _ = run(
+        config_with(opt_type="sgd", skip_step_interval=8), [1.0, 1.1, 50.0, 1.0, 1e6], [1.0] * 5
+    )
     assert skipped == [False, False, False, False, True]
 
 
@@ -123,10 +146,14 @@ def test_gradients_that_are_not_finite_do_not_reach_weights_or_state():
     optimizer = make_optimizer(config_with(), AXES)
     parameters, state = start(), optimizer.init(start())
     poison = jax.tree.map(lambda value: jnp.full_like(value, jnp.nan), parameters)
-    updates, state = jax.jit(optimizer.update)(poison, state, parameters, loss=jnp.nan, raw_grad_norm=jnp.nan)
+    updates, state = jax.jit(optimizer.update)(
+        poison, state, parameters, loss=jnp.nan, raw_grad_norm=jnp.nan
+    )
     assert bool(state.skipped)
     for leaf in jax.tree.leaves((updates, state)):
-        np.testing.assert_array_equal(leaf, np.ones_like(leaf) if leaf.dtype == bool else np.zeros_like(leaf))
+        np.testing.assert_array_equal(
+            leaf, np.ones_like(leaf) if leaf.dtype == bool else np.zeros_like(leaf)
+        )
 
 
 def test_the_values_are_required_and_a_window_has_a_deviation():

@@ -1,4 +1,6 @@
-"""What the tests against transformers share: its tiny models, each made once, and ours of the same folders."""
+"""What the tests against transformers share: its tiny models, each made once, and ours of the same
+folders.
+"""
 
 import importlib.util
 import sys
@@ -13,7 +15,12 @@ ORACLES = ("torch", "transformers")
 if all(importlib.util.find_spec(name) for name in ORACLES):
     sys.path.insert(0, str(Path(__file__).parent))  # so that tests can import the zoo
 else:
-    collect_ignore = ["test_zoo.py", "test_config_json.py", "test_other_folders.py", "test_training.py"]
+    collect_ignore = [
+        "test_zoo.py",
+        "test_config_json.py",
+        "test_other_folders.py",
+        "test_training.py",
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""The config.json that we write is of the model that we run: transformers reads it and computes the same. And one that
-says little is read as transformers reads it."""
+"""The config.json that we write is of the model that we run: transformers reads it and computes the
+same. And one that says little is read as transformers reads it."""
 
 import json
 
@@ -33,7 +33,9 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "base_moe_mlp_dim": 40}
 SPARSE = HEADS | EXPERTS
 CHUNKED = SPARSE | {"num_experts_per_tok": 1, "chunk_attn_window_size": 7}
 WINDOW = {"sliding_window_size": 5}
-GEMMA4 = DENSE | WINDOW | {"base_num_decoder_layers": 6, "global_head_dim": 24, "global_num_kv_heads": 1}
+GEMMA4 = (
+    DENSE | WINDOW | {"base_num_decoder_layers": 6, "global_head_dim": 24, "global_num_kv_heads": 1}
+)
 DELTA = SPARSE | {
     "gdn_key_head_dim": 16, "gdn_value_head_dim": 12, "gdn_num_key_heads": 2, "gdn_num_value_heads": 4,
     "base_num_decoder_layers": 4,
@@ -60,7 +62,8 @@ MODELS = {
     "qwen3.5-397b-a17b": DELTA | {"base_num_decoder_layers": 1},
     "deepseek2-16b": LATENT,
     "deepseek3-671b": GROUPED,
-    "deepseek3.2-671b": GROUPED | {"indexer_head_dim": 16, "indexer_n_heads": 24, "indexer_topk": 12},
+    "deepseek3.2-671b": GROUPED
+    | {"indexer_head_dim": 16, "indexer_n_heads": 24, "indexer_topk": 12},
     "kimi-k2-1t": LATENT | {"q_lora_rank": 24},
     "gpt-oss-20b": SPARSE | WINDOW,
     "olmo3-7b": DENSE | WINDOW | {"base_num_decoder_layers": 5},
@@ -74,7 +77,9 @@ def configured(settings):
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
 def test_written_anew(name, specimen, model, tmp_path):
-    """Without what came with the weights: config.json, and the names of tensors where there are two ways."""
+    """Without what came with the weights: config.json, and the names of tensors where there are two
+    ways.
+    """
     one, ours = specimen(name), model(name)
     save_theirs(tmp_path, ours.config, ours.places, ModelWeights(ours.weights, ours.places))
     assert zoo.distance(zoo.scores(tmp_path, one.ids), one.scores) < 1e-6
@@ -124,7 +129,9 @@ def test_an_entry_left_out_is_the_default_of_their_class(table):
     full = json.loads(config.to_json_string(use_diff=False)) | given
     expected = model_layer(full, "config.json")
     for name in sorted(full.keys() - given.keys()):
-        read = model_layer({entry: value for entry, value in full.items() if entry != name}, "config.json")
+        read = model_layer(
+            {entry: value for entry, value in full.items() if entry != name}, "config.json"
+        )
         if read != expected:  # said in another way, perhaps
             assert layers(configured(read)) == layers(configured(expected)), name
     assert layers(configured(model_layer(given, "config.json"))) == layers(configured(expected))
@@ -139,8 +146,16 @@ def test_an_entry_left_out_is_the_default_of_their_class(table):
         ("llama3.1-8b", {"attn_logits_soft_cap": 2.0}, "attention.soft_cap=2.0"),
         ("llama3.1-8b", {"final_logits_soft_cap": 2.0}, "final_logits_soft_cap=2.0"),
         ("llama3.1-8b", {"nope_layer_interval": 2}, "no attention.rope"),
-        ("llama3.1-8b", {"attention_type": "local_sliding"} | WINDOW, "attention.visibility.window=5"),
-        ("llama3.1-8b", {"rope_type": "yarn", "rope_interleave": True}, "attention.rope=.*interleave=True"),
+        (
+            "llama3.1-8b",
+            {"attention_type": "local_sliding"} | WINDOW,
+            "attention.visibility.window=5",
+        ),
+        (
+            "llama3.1-8b",
+            {"rope_type": "yarn", "rope_interleave": True},
+            "attention.rope=.*interleave=True",
+        ),
         ("llama3.1-8b", {"use_untrainable_positional_embedding": True}, "without rotary positions"),
         ("qwen3-0.6b", {"normalize_embedding_logits": True}, "normalize_embedding_logits=True"),
         ("qwen3-0.6b", {"use_qk_norm": False}, "no attention.qk_norm"),
@@ -157,7 +172,11 @@ def test_what_has_no_entry_is_refused(name, changes, words):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"fused_qkv": True, "fused_mlp": True}, {"attention": "flash"}, {"enable_dropout": True, "dropout_rate": 0.1}],
+    [
+        {"fused_qkv": True, "fused_mlp": True},
+        {"attention": "flash"},
+        {"enable_dropout": True, "dropout_rate": 0.1},
+    ],
 )
 def test_how_it_is_computed_is_no_part_of_it(changes):
     words = TINY | DENSE | {"model_name": "llama3.1-8b"}
@@ -176,6 +195,9 @@ def test_every_named_model_has_one_that_transformers_takes():
             without.append(name)
             continue
         read = transformers.AutoConfig.for_model(**written)
-        assert (read.vocab_size, read.num_hidden_layers) == (config.vocab_size, len(layers(config))), name
+        assert (read.vocab_size, read.num_hidden_layers) == (
+            config.vocab_size,
+            len(layers(config)),
+        ), name
     # With hyper-connections and n-grams, and with a narrow space for experts.
     assert without == ["deepseek-custom", "qwen3-custom-30b-a3b"]

@@ -1,4 +1,6 @@
-"""Folders that hold other than one text model under its usual names: with images, without a prefix, in parts."""
+"""Folders that hold other than one text model under its usual names: with images, without a prefix,
+in parts.
+"""
 
 import json
 
@@ -44,7 +46,9 @@ def test_text_of_a_model_with_images(name, specimen, tmp_path):
     kind, text, beside = LARGER[name]
     tolerance = specimen(text).tolerance
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(text_config=dict(zoo.CASES[text].options), **beside)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=dict(zoo.CASES[text].options), **beside
+    )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     zoo.stir(model)
     model.save_pretrained(tmp_path / "whole")
@@ -53,7 +57,9 @@ def test_text_of_a_model_with_images(name, specimen, tmp_path):
         expected = model.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
     ours = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
     assert zoo.distance(ours.logits(IDS), expected) < tolerance
-    with pytest.raises(ConfigError, match="vision or audio tensors, such as .* would be lost: pass text_only=True"):
+    with pytest.raises(
+        ConfigError, match="vision or audio tensors, such as .* would be lost: pass text_only=True"
+    ):
         ours.save_hf(tmp_path / "text")
     assert not (tmp_path / "text").exists()
     ours.save_hf(tmp_path / "text", text_only=True)
@@ -68,7 +74,10 @@ def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
     """As GPT-2 was published: tensors of the model below the head, and masks among them."""
     one = specimen(name)
     tensors = load_file(one.folder / "model.safetensors")
-    bare = {tensor.removeprefix("model.").removeprefix("transformer."): tensors[tensor] for tensor in tensors}
+    bare = {
+        tensor.removeprefix("model.").removeprefix("transformer."): tensors[tensor]
+        for tensor in tensors
+    }
     if name == "gpt2":
         bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
     save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
@@ -79,7 +88,9 @@ def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, specimen, tmp_path):
-    """As transformers loads it, from folders that have it so and from those with a bias in bfloat16."""
+    """As transformers loads it, from folders that have it so and from those with a bias in
+    bfloat16.
+    """
     one = specimen("deepseek3")
     is_bias = "e_score_correction_bias".__contains__
     for file in one.folder.glob("*.safetensors"):
@@ -92,7 +103,11 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
-    expected = {name: bias for name, bias in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
+    expected = {
+        name: bias
+        for name, bias in theirs.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    }
     assert {bias.dtype for bias in expected.values()} == {torch.float32}
     ours = LLM.load(tmp_path)
     weights = ModelWeights(ours.weights, ours.places)

@@ -1,6 +1,8 @@
-"""Gradients of every weight equal torch's: dense models, experts with latent attention, Gated DeltaNets.
+"""Gradients of every weight equal torch's: dense models, experts with latent attention, Gated
+DeltaNets.
 
-The gradients that torch finds are written into a Hugging Face folder in place of the weights, and read by our tables.
+The gradients that torch finds are written into a Hugging Face folder in place of the weights, and
+read by our tables.
 """
 
 import jax
@@ -17,7 +19,15 @@ pytestmark = pytest.mark.usefixtures("quick_programs")
 
 LENGTH = 24  # tokens that are learned from
 FAST = {"llama tied with biases", "mixtral sliding", "qwen3-next one to one"}
-CASES = [*FAST, "gemma2 tight caps", "gpt2", "deepseek3", "gpt-oss", "llama4 listed", "qwen3.5 one to one"]
+CASES = [
+    *FAST,
+    "gemma2 tight caps",
+    "gpt2",
+    "deepseek3",
+    "gpt-oss",
+    "llama4 listed",
+    "qwen3.5 one to one",
+]
 
 
 def batch_of(ids):
@@ -37,7 +47,9 @@ def their_gradients(one, folder):
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     model.save_pretrained(folder)
 
 
@@ -60,6 +72,8 @@ def test_gradients(name, specimen, model, tmp_path):
     pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), trained, strict=True)
     for (path, leaf), other, learned in pairs:
         if learned:
-            np.testing.assert_allclose(leaf, other, atol=2e-5 * scale, rtol=1e-3, err_msg=jax.tree_util.keystr(path))
+            np.testing.assert_allclose(
+                leaf, other, atol=2e-5 * scale, rtol=1e-3, err_msg=jax.tree_util.keystr(path)
+            )
         else:
             assert not np.any(leaf), path  # what is set in another way has no gradient

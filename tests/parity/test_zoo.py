@@ -1,4 +1,6 @@
-"""Models loaded from Hugging Face folders compute what transformers computes, and are written back bit for bit."""
+"""Models loaded from Hugging Face folders compute what transformers computes, and are written back
+bit for bit.
+"""
 
 from pathlib import Path
 
@@ -18,13 +20,21 @@ NEW_TOKENS = 6
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same_tensors(folder: Path, other: Path) -> None:
     ours, theirs = tensors(folder), tensors(other)
     assert sorted(ours) == sorted(theirs)
-    wrong = [name for name in ours if ours[name].dtype != theirs[name].dtype or not ours[name].equal(theirs[name])]
+    wrong = [
+        name
+        for name in ours
+        if ours[name].dtype != theirs[name].dtype or not ours[name].equal(theirs[name])
+    ]
     assert not wrong
 
 
@@ -51,8 +61,16 @@ def test_round_trips(name, specimen, model, tmp_path):
     assert_same_tensors(tmp_path / "again", one.folder)
 
 
-# Those whose layers are of several kinds; `test_greedy` has all families unrolled from such a folder.
-MIXED = ["gemma2", "gemma4 shared experts", "qwen3-next one to one", "deepseek3", "gpt-oss", "llama4 scaled"]
+# Those whose layers are of several kinds; `test_greedy` has all families unrolled from such a
+# folder.
+MIXED = [
+    "gemma2",
+    "gemma4 shared experts",
+    "qwen3-next one to one",
+    "deepseek3",
+    "gpt-oss",
+    "llama4 scaled",
+]
 
 
 @pytest.mark.parametrize("name", zoo.parameters(MIXED, {"gemma2"}))
@@ -65,15 +83,25 @@ def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.ONE_EACH, {"llama", "gemma2"}))
 def test_greedy(name, specimen, model, tmp_path):
-    """Prompts of two lengths, both longer than windows and chunks. Their pieces have one shape: few programs."""
+    """Prompts of two lengths, both longer than windows and chunks. Their pieces have one shape: few
+    programs.
+    """
     one = specimen(name)
-    prompts = [[int(token) for token in row[:length]] for row, length in zip(one.ids, (23, 21), strict=True)]
+    prompts = [
+        [int(token) for token in row[:length]]
+        for row, length in zip(one.ids, (23, 21), strict=True)
+    ]
     theirs = zoo.theirs(one.folder)
     expected = [zoo.continued(theirs, prompt, NEW_TOKENS) for prompt in prompts]
     assert model(name).generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
-    # In pieces, one after the other; and then from what is known of their beginnings. Unrolled, from a folder of ours.
+    # In pieces, one after the other; and then from what is known of their beginnings. Unrolled,
+    # from a folder of ours.
     pieces = {"use_chunked_prefill": True, "prefill_chunk_size": 9}
-    known = {"enable_prefix_caching": True, "pagedattn_tokens_per_page": 4, "per_device_batch_size": 2}
+    known = {
+        "enable_prefix_caching": True,
+        "pagedattn_tokens_per_page": 4,
+        "per_device_batch_size": 2,
+    }
     known = known if model(name).programs.cached else {}
     model(name).save(tmp_path)
     again = LLM.load(tmp_path, **(zoo.SETTINGS | {"scan_layers": False} | pieces | known))

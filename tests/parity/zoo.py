@@ -1,8 +1,9 @@
 """Tiny transformers models of every family that has a table, and of what their config.json may say.
 
-A case names a configuration class and what to give it; `make` writes a folder as `save_pretrained` does and keeps the
-scores of some tokens, computed by transformers in float32 on the CPU. Sizes are odd on purpose: heads that are not the
-width over their number, patterns of layers that end in the middle, windows and chunks far below the number of tokens.
+A case names a configuration class and what to give it; `make` writes a folder as `save_pretrained`
+does and keeps the scores of some tokens, computed by transformers in float32 on the CPU. Sizes are
+odd on purpose: heads that are not the width over their number, patterns of layers that end in the
+middle, windows and chunks far below the number of tokens.
 """
 
 import json
@@ -22,10 +23,19 @@ VOCABULARY, ROWS, LENGTH = 131, 2, 48
 
 # How our models are loaded to be compared.
 SETTINGS = dict(
-    dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product", scan_layers=True
+    dtype="float32",
+    weight_dtype="float32",
+    matmul_precision="highest",
+    attention="dot_product",
+    scan_layers=True,
 )
 
-FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+FULL, SLIDING, CHUNKED, LINEAR = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+)
 SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=16, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -39,7 +49,9 @@ class Case:
     options: dict[str, Any]
     dtype: torch.dtype = torch.float32  # of the weights in the folder
     shard: str | None = None  # the largest file of weights
-    published: dict[str, Any] = field(default_factory=dict)  # changes of config.json after it was written
+    published: dict[str, Any] = field(
+        default_factory=dict
+    )  # changes of config.json after it was written
     seed: int = 0
 
 
@@ -57,7 +69,9 @@ def case(kind: str, *parts: dict[str, Any], **own: Any) -> Case:
     for part in (*parts, own):
         options |= part
     about = {name: options.pop(name) for name in Case.__dataclass_fields__ if name in options}
-    return Case(kind, {name: value for name, value in options.items() if value is not ABSENT}, **about)
+    return Case(
+        kind, {name: value for name, value in options.items() if value is not ABSENT}, **about
+    )
 
 
 def rope(kind: str = "default", theta: float = 10_000.0, **own: Any) -> dict[str, Any]:
@@ -83,7 +97,9 @@ GEMMA4 = dict(
     num_hidden_layers=7, sliding_window=12, global_head_dim=24, hidden_size_per_layer_input=0,
     vocab_size_per_layer_input=VOCABULARY,
 )  # fmt: skip
-GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40)
+GEMMA4_EXPERTS = dict(
+    enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=40
+)
 LLAMA4 = dict(
     num_hidden_layers=5, intermediate_size_mlp=72, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=7,
     floor_scale=8,
@@ -242,9 +258,11 @@ CASES = {
         rope_parameters=dict(rope_type="yarn", rope_theta=50_000.0, factor=32.0, beta_fast=1.0, beta_slow=1.0,
                              mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16),
     ),
-    # Scores of keys are sums of what is above zero over heads: with few of them many are zero, and a tie is anyone's.
+    # Scores of keys are sums of what is above zero over heads: with few of them many are zero, and
+    # a tie is anyone's.
     "deepseek3.2": case("DeepseekV32", LATENT, index_n_heads=24, index_head_dim=16, index_topk=12),
-    # Ties at zero at the cut of nearly every query: chosen as torch.topk chooses, which depends on the length.
+    # Ties at zero at the cut of nearly every query: chosen as torch.topk chooses, which depends on
+    # the length.
     "deepseek3.2 ties": case("DeepseekV32", LATENT, index_n_heads=2, index_head_dim=16, index_topk=10),
     "deepseek3.2 sees all": case(
         "DeepseekV32", LATENT, index_n_heads=2, index_head_dim=16, index_topk=64,
@@ -321,18 +339,22 @@ def make(case: Case, folder: Path) -> Specimen:
     config = getattr(transformers, f"{case.kind}Config")(**case.options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     stir(model)
-    model.to(case.dtype).save_pretrained(folder, **({"max_shard_size": case.shard} if case.shard else {}))
+    model.to(case.dtype).save_pretrained(
+        folder, **({"max_shard_size": case.shard} if case.shard else {})
+    )
     if case.published:
         path = folder / "config.json"
         entries = json.loads(path.read_text()) | case.published
-        path.write_text(json.dumps({name: value for name, value in entries.items() if value is not ABSENT}))
+        path.write_text(
+            json.dumps({name: value for name, value in entries.items() if value is not ABSENT})
+        )
     ids = np.random.default_rng(case.seed).integers(3, VOCABULARY, (ROWS, LENGTH))
     return Specimen(case, folder, ids, *scores_and_tolerance(folder, ids))
 
 
 def stir(model: torch.nn.Module) -> None:
-    """Fresh weights hide mistakes: attention is nearly even, norms are ones, biases, sinks and scales stand for
-    nothing. Make them of a size that shows."""
+    """Fresh weights hide mistakes: attention is nearly even, norms are ones, biases, sinks and
+    scales stand for nothing. Make them of a size that shows."""
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             noise = torch.randn_like(tensor)
@@ -368,7 +390,9 @@ def scores(folder: Path, ids: np.ndarray) -> np.ndarray:
 
 
 def scores_and_tolerance(folder: Path, ids: np.ndarray) -> tuple[np.ndarray, float]:
-    """transformers' logits, and a bound on the `distance` from them by what float32 costs transformers itself."""
+    """transformers' logits, and a bound on the `distance` from them by what float32 costs
+    transformers itself.
+    """
 
     float32, float64 = in_both_precisions(theirs(folder), lambda model: logits(model, ids))
     return float32, FACTOR * rounding_noise(float32, float64) / float(float32.std())

@@ -1,4 +1,6 @@
-"""Run by test_devices.py in a process of its own with eight CPU devices: prints a JSON of what it found."""
+"""Run by test_devices.py in a process of its own with eight CPU devices: prints a JSON of what it
+found.
+"""
 
 import json
 import sys
@@ -18,7 +20,9 @@ def mesh_of(words):
 
 
 def train(words, batch, folder):
-    """Two steps. The loss of each, and the shard and global shape of each weight; the weights go to a file."""
+    """Two steps. The loss of each, and the shard and global shape of each weight; the weights go to
+    a file.
+    """
     setup = Setup.of(load(None, words, environ={}))
     rows = len(next(iter(batch.values())))
     state, step = setup.initial_state(), setup.compile_train_step(rows)
@@ -26,13 +30,24 @@ def train(words, batch, folder):
     for _ in range(2):
         state, metrics = step(state, setup.to_devices(batch), setup.key)
         losses.append(float(metrics["loss"]))
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)}
+    leaves = {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)
+    }
     np.savez(folder, **{name: np.asarray(leaf) for name, leaf in leaves.items()})
-    moments = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.optimizer)}
+    moments = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree.leaves_with_path(state.optimizer)
+    }
     return {
         "losses": losses,
-        "weights": {name: [leaf.addressable_shards[0].data.shape, leaf.shape] for name, leaf in leaves.items()},
-        "moments": {name: [leaf.addressable_shards[0].data.shape, leaf.shape] for name, leaf in moments.items()},
+        "weights": {
+            name: [leaf.addressable_shards[0].data.shape, leaf.shape]
+            for name, leaf in leaves.items()
+        },
+        "moments": {
+            name: [leaf.addressable_shards[0].data.shape, leaf.shape]
+            for name, leaf in moments.items()
+        },
     }
 
 

@@ -1,21 +1,31 @@
-"""Models and layouts of the equivalence matrix: every layout must compute what one device computes."""
+"""Models and layouts of the equivalence matrix: every layout must compute what one device
+computes.
+"""
 
 ROWS, LENGTH, VOCABULARY = 8, 48, 96
 
 COMMON = (
     f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", "base_emb_dim=40", "base_num_query_heads=8",
     "base_num_decoder_layers=2", "dtype=float32", "matmul_precision=highest", "attention=dot_product",
-    # With b1 = 0 Adam's first moment is the gradient itself; a large epsilon keeps rounding from becoming steps.
+    # With b1 = 0 Adam's first moment is the gradient itself; a large epsilon keeps rounding from
+    # becoming steps.
     "adam_b1=0", "adam_eps=0.01", "learning_rate=0.0003", "warmup_steps_fraction=0",
     "learning_rate_final_fraction=1", "gradient_clipping_threshold=0", "steps=3", "dataset_type=grain",
 )  # fmt: skip
-EXPERTS = ("num_experts=8", "num_experts_per_tok=2", "base_moe_mlp_dim=24", "load_balance_loss_weight=0.1")
+EXPERTS = (
+    "num_experts=8",
+    "num_experts_per_tok=2",
+    "base_moe_mlp_dim=24",
+    "load_balance_loss_weight=0.1",
+)
 HEADS = ("base_num_kv_heads=4", "head_dim=8")
-# Half the program to compile. The dense model, with a loop over its layers, and the one with experts compute twice.
+# Half the program to compile. The dense model, with a loop over its layers, and the one with
+# experts compute twice.
 ONCE = ("remat_policy=none", "scan_layers=false")
 MODELS = {
     "dense": ("decoder_block=llama2", "base_mlp_dim=48", *HEADS),
-    "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS, "scan_layers=false"),  # two layers alike, which are one program
+    # two layers alike, which are one program
+    "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS, "scan_layers=false"),
     "mla": (
         "decoder_block=deepseek", *EXPERTS, "attention_type=mla", "q_lora_rank=24", "kv_lora_rank=56",
         "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8", "base_num_kv_heads=8", "head_dim=128",
@@ -59,7 +69,11 @@ LAYOUTS = {
     "data, ZeRO-1": (*axes(data=8), "shard_optimizer_over_data=true"),
     "data x tensor, ZeRO-1": (*axes(data=4, tensor=2), "shard_optimizer_over_data=true"),
     "fsdp, optimizer on the host": (*axes(fsdp=8), "optimizer_memory_host_offload=true"),
-    "fsdp, weights on the host": (*axes(fsdp=8), "parameter_memory_host_offload=true", "param_scan_axis=0"),
+    "fsdp, weights on the host": (
+        *axes(fsdp=8),
+        "parameter_memory_host_offload=true",
+        "param_scan_axis=0",
+    ),
     "context, striped": (*axes(context=8), "context_parallel_reorder_strategy=striped"),
     "fsdp x tensor, explicit": (*axes(fsdp=4, tensor=2), "shard_mode=explicit"),
     "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit"),
@@ -68,10 +82,14 @@ LAYOUTS = {
     "ep-as-cp": ("custom_mesh_and_rule=ep-as-cp", *axes(fsdp=2, expert=4), STRAIGHT),
     "cp-as-ep": ("custom_mesh_and_rule=cp-as-ep", *axes(fsdp=2, context=2, expert=2), STRAIGHT),
     "shard-exp-on-fsdp": ("custom_mesh_and_rule=shard-exp-on-fsdp", *axes(fsdp=4, expert=2)),
-    "pipeline-large-moe": ("custom_mesh_and_rule=pipeline-large-moe", *axes(fsdp=2, tensor=2, expert=2)),
+    "pipeline-large-moe": (
+        "custom_mesh_and_rule=pipeline-large-moe",
+        *axes(fsdp=2, tensor=2, expert=2),
+    ),
     "dcn data x fsdp x expert": ("dcn_data_parallelism=2", *axes(fsdp=2, expert=2)),
 }
-# Each axis alone and products; how a state is kept, and named layouts, are tried on some models only.
+# Each axis alone and products; how a state is kept, and named layouts, are tried on some models
+# only.
 SPECIAL = ("host", "ZeRO", "striped", "explicit", "dcn")
 PLAIN = [
     name

@@ -1,4 +1,5 @@
-"""run by matrix.py in a process with eight CPU devices: trains one model on one device and in every layout.
+"""run by matrix.py in a process with eight CPU devices: trains one model on one device and in every
+layout.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.sharding.run_layouts MODEL [LAYOUT ...]
 
@@ -22,7 +23,9 @@ from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABU
 
 # Programs that run three times need not be fast.
 COMPILER_OPTIONS["cpu"] = FAST_COMPILE
-COLLECTIVE = re.compile(r" = \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r" = \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\("
+)
 
 
 def batch():
@@ -42,12 +45,19 @@ def batch():
 
 
 def set_up(words, devices):
-    config = load(None, [*words, f"per_device_batch_size={ROWS // devices}"], environ={}, devices=Devices(devices))
+    config = load(
+        None,
+        [*words, f"per_device_batch_size={ROWS // devices}"],
+        environ={},
+        devices=Devices(devices),
+    )
     return Setup.of(config, jax.devices()[:devices])
 
 
 def train(setup, state, step=None, rows=slice(None)):
-    """The loss and the gradients of three steps on the rows in this order, and the compiled step."""
+    """The loss and the gradients of three steps on the rows in this order, and the compiled
+    step.
+    """
     step = step or setup.compile_train_step(ROWS)
     losses, gradients = [], []
     for _ in range(3):
@@ -66,7 +76,13 @@ def flat(tree):
 def largest_error(found, expected):
     """(error over norm, tensor, step) of the gradient that is furthest off."""
     return max(
-        (float(np.linalg.norm(ours[name] - theirs[name]) / max(np.linalg.norm(theirs[name]), 1e-6)), name, step)
+        (
+            float(
+                np.linalg.norm(ours[name] - theirs[name]) / max(np.linalg.norm(theirs[name]), 1e-6)
+            ),
+            name,
+            step,
+        )
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True))
         for name in theirs
         if ours[name].shape == theirs[name].shape  # else the layers lie along another axis
@@ -74,8 +90,8 @@ def largest_error(found, expected):
 
 
 def gathered_weights(setup, collectives):
-    """Weights that an all-gather makes larger than a device needs: axes that split tokens (fsdp) have to be gathered,
-    those that split the work (tensor, the owners of experts) must not be."""
+    """Weights that an all-gather makes larger than a device needs: axes that split tokens (fsdp)
+    have to be gathered, those that split the work (tensor, the owners of experts) must not be."""
     rules, template = setup.rules, setup.template
     tokens = {axis for names in (("activation_batch",), ("activation_length",))
               for axis in rules.axes_of(names, (10**9 * rules.mesh.size,))[0]}  # fmt: skip
@@ -88,12 +104,18 @@ def gathered_weights(setup, collectives):
         strict=True,
     ):
         needed, whole = [], []
-        for name, size, split in zip(axes, leaf.shape, rules.axes_of(axes, leaf.shape), strict=True):
-            owned = name == "exp" and path[-3].key == "experts"  # a router scores all experts wherever its tokens are
+        for name, size, split in zip(
+            axes, leaf.shape, rules.axes_of(axes, leaf.shape), strict=True
+        ):
+            owned = (
+                name == "exp" and path[-3].key == "experts"
+            )  # a router scores all experts wherever its tokens are
             work = [axis for axis in split if axis not in tokens or (owned and axis in owners)]
             if name != "layers":  # a step of the scan has one
                 whole.append(size)
-                needed.append(size // int(np.prod([rules.mesh.shape[axis] for axis in work], dtype=int)))
+                needed.append(
+                    size // int(np.prod([rules.mesh.shape[axis] for axis in work], dtype=int))
+                )
         needed_by_some.add(signature(needed))
         if needed != whole and len(whole) > 1 and signature(whole) in results:
             too_large.append((jax.tree_util.keystr(path), signature(whole)))
@@ -121,7 +143,9 @@ def main(model, names):
     start = jax.tree.map(np.asarray, state)
     losses, gradients, step = train(alone, state)
     # What rounding costs one device itself: the same rows, summed in another order.
-    _, reordered, _ = train(alone, jax.device_put(start, alone.state_shardings), step, slice(None, None, -1))
+    _, reordered, _ = train(
+        alone, jax.device_put(start, alone.state_shardings), step, slice(None, None, -1)
+    )
     noise = largest_error(reordered, gradients)[0]
     for name in names:
         try:
@@ -129,13 +153,17 @@ def main(model, names):
         except ConfigError as error:
             print(json.dumps({"layout": name, "refused": str(error)}), flush=True)
             continue
-        same = jax.tree.map(np.shape, start) == jax.tree.map(lambda leaf: leaf.shape, setup.abstract_state)
+        same = jax.tree.map(np.shape, start) == jax.tree.map(
+            lambda leaf: leaf.shape, setup.abstract_state
+        )
         placed = jax.device_put(start, setup.state_shardings) if same else setup.initial_state()
         found, after, step = train(setup, placed)
         collectives = sent(step.as_text())
         report = {
             "layout": name,
-            "loss": max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, losses, strict=True)),
+            "loss": max(
+                abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, losses, strict=True)
+            ),
             "gradient": largest_error(after, gradients),
             "noise": noise,
             "collectives": sorted({kind for kind, _ in collectives}),

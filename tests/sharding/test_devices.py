@@ -1,4 +1,6 @@
-"""Eight devices in a process of their own: meshes, and a training step that equals the one of a single device."""
+"""Eight devices in a process of their own: meshes, and a training step that equals the one of a
+single device.
+"""
 
 import json
 import os
@@ -29,7 +31,12 @@ MESHES = [
     ["ici_fsdp_parallelism=-1"],
     ["dcn_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"],
     ["dcn_data_parallelism=1", "dcn_fsdp_parallelism=2", "ici_fsdp_parallelism=4"],
-    ["dcn_data_parallelism=2", "dcn_fsdp_parallelism=2", "ici_data_parallelism=2", "ici_fsdp_parallelism=1"],
+    [
+        "dcn_data_parallelism=2",
+        "dcn_fsdp_parallelism=2",
+        "ici_data_parallelism=2",
+        "ici_fsdp_parallelism=1",
+    ],
 ]
 
 
@@ -63,7 +70,8 @@ def eight(tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -76,7 +84,8 @@ def test_meshes(eight):
     plain, inferred, dcn_data, dcn_fsdp, both = eight[0]["meshes"]
     assert plain["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert inferred["shape"] == {"fsdp": 8}
-    # Slices are the first and the second four devices: a DCN axis joins them, an ICI axis stays inside one.
+    # Slices are the first and the second four devices: a DCN axis joins them, an ICI axis stays
+    # inside one.
     assert dcn_data["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert dcn_data["ids"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert dcn_fsdp["shape"] == {"fsdp": 8}
@@ -98,7 +107,9 @@ def one():
     for _ in range(2):
         state, metrics = step(state, setup.to_devices(batch()), setup.key)
         losses.append(float(metrics["loss"]))
-    return losses, {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)}
+    return losses, {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)
+    }
 
 
 @pytest.mark.slow

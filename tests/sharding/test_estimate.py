@@ -9,7 +9,14 @@ from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.collectives import Collective, array_bytes, collectives
-from maxtext.sharding.estimate import Activations, Bytes, abstract_mesh, gathered_bytes, one_device, shard_bytes
+from maxtext.sharding.estimate import (
+    Activations,
+    Bytes,
+    abstract_mesh,
+    gathered_bytes,
+    one_device,
+    shard_bytes,
+)
 from maxtext.sharding.manual import current, only_platform
 from maxtext.trainers.estimate import abstract_setup
 
@@ -17,8 +24,14 @@ MESH = AbstractMesh((2, 4), ("fsdp", "tensor"))
 
 
 def test_shards():
-    tree = {"a": jax.ShapeDtypeStruct((8, 16), jnp.float32), "b": jax.ShapeDtypeStruct((6,), jnp.bfloat16)}
-    places = {"a": NamedSharding(MESH, PartitionSpec("fsdp", "tensor")), "b": NamedSharding(MESH, PartitionSpec())}
+    tree = {
+        "a": jax.ShapeDtypeStruct((8, 16), jnp.float32),
+        "b": jax.ShapeDtypeStruct((6,), jnp.bfloat16),
+    }
+    places = {
+        "a": NamedSharding(MESH, PartitionSpec("fsdp", "tensor")),
+        "b": NamedSharding(MESH, PartitionSpec()),
+    }
     assert shard_bytes(tree, places) == Bytes(device=4 * 4 * 4 + 6 * 2)
     assert shard_bytes(tree, places, "int8") == Bytes(device=4 * 4 + 6)
 
@@ -27,14 +40,20 @@ def test_leaves_that_know_their_place():
     spread, host = NamedSharding(MESH, PartitionSpec("tensor")), PartitionSpec(("fsdp", "tensor"))
     tree = [
         jax.ShapeDtypeStruct((8,), jnp.int32, sharding=spread),
-        jax.ShapeDtypeStruct((16,), jnp.int32, sharding=NamedSharding(MESH, host, memory_kind="pinned_host")),
-        jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=NamedSharding(MESH, PartitionSpec())),
+        jax.ShapeDtypeStruct(
+            (16,), jnp.int32, sharding=NamedSharding(MESH, host, memory_kind="pinned_host")
+        ),
+        jax.ShapeDtypeStruct(
+            (), jax.random.key(0).dtype, sharding=NamedSharding(MESH, PartitionSpec())
+        ),
     ]
     assert shard_bytes(tree) == Bytes(device=2 * 4 + 8, host=2 * 4)  # a key is two words
 
 
 def test_llama2_7b_over_64():
-    """6,738,415,616 weights, every dimension of the embedding split 64 ways; Adam keeps two numbers more for each."""
+    """6,738,415,616 weights, every dimension of the embedding split 64 ways; Adam keeps two numbers
+    more for each.
+    """
     config = load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(64))
     setup = abstract_setup(config)
     state, places = setup.abstract_state, setup.state_shardings
@@ -45,7 +64,12 @@ def test_llama2_7b_over_64():
 
 
 def test_state_of_a_product_mesh():
-    words = ["model_name=llama2-7b", "ici_fsdp_parallelism=8", "ici_tensor_parallelism=4", "ici_data_parallelism=2"]
+    words = [
+        "model_name=llama2-7b",
+        "ici_fsdp_parallelism=8",
+        "ici_tensor_parallelism=4",
+        "ici_data_parallelism=2",
+    ]
     config = load(None, words, environ={}, devices=Devices(64))
     assert dict(abstract_mesh(config).shape)["fsdp"] == 8
     setup = abstract_setup(config)
@@ -55,7 +79,12 @@ def test_state_of_a_product_mesh():
 
 def reader(*words, devices=64):
     config = load(None, ["model_name=llama2-7b", *words], environ={}, devices=Devices(devices))
-    names = {32: "activation_heads", 4096: "activation_embed", 11008: "activation_mlp", 32000: "activation_vocab"}
+    names = {
+        32: "activation_heads",
+        4096: "activation_embed",
+        11008: "activation_mlp",
+        32000: "activation_vocab",
+    }
     return Activations(AxisRules.of(config, abstract_mesh(config)), 1009, 2048, names)
 
 
@@ -95,7 +124,9 @@ def test_gathered_weights():
     setup = abstract_setup(config)
     size = gathered_bytes(setup.rules, setup.template.weights, setup.template.axes, "bfloat16")
     matrices = 4 * 4096**2 + 3 * 4096 * 11008
-    assert size == 2 * (matrices // 8 + 2 * 4096)  # tensor parallelism gathers nothing, and does not split norms
+    assert size == 2 * (
+        matrices // 8 + 2 * 4096
+    )  # tensor parallelism gathers nothing, and does not split norms
     alone = abstract_setup(load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(1)))
     assert gathered_bytes(alone.rules, alone.template.weights, alone.template.axes, "bfloat16") == 0
 
@@ -161,7 +192,9 @@ def test_loops_that_only_have_a_condition():
     assert collectives(first + CONDITION + rest) == collectives(PROGRAM)
     once = {one.kind: one.count for one in collectives(silent)}
     assert (once["all-gather"], once["reduce-scatter"]) == (3, 1)
-    assert collectives(first + CONDITION.replace("direction=LT", "direction=GT") + rest) == collectives(silent)
+    assert collectives(
+        first + CONDITION.replace("direction=LT", "direction=GT") + rest
+    ) == collectives(silent)
 
 
 @pytest.mark.parametrize(

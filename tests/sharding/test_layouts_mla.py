@@ -10,7 +10,11 @@ MODEL = "mla"
 @pytest.fixture(scope="module")
 def reports(request):
     """Of the layouts that this session tests."""
-    chosen = [item.callspec.params["layout"] for item in request.session.items if item.module is request.module]
+    chosen = [
+        item.callspec.params["layout"]
+        for item in request.session.items
+        if item.module is request.module
+    ]
     return matrix.run(MODEL, chosen)
 
 

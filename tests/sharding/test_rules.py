@@ -63,7 +63,9 @@ def test_one_device_splits_nothing():
 
 
 def test_rules_of_base_yml():
-    """The published layouts: fsdp splits the embedding dimension of weights, tensor heads, MLP width and vocabulary."""
+    """The published layouts: fsdp splits the embedding dimension of weights, tensor heads, MLP
+    width and vocabulary.
+    """
     config = load(
         None, ["ici_data_parallelism=2", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"], environ={},
         devices=Devices(16),
@@ -75,7 +77,9 @@ def test_rules_of_base_yml():
     assert ours.spec(("heads", "kv", "embed"), (8, 16, 64)) == PartitionSpec(tensor, None, fsdp)
     assert ours.spec(("embed", "layers", "mlp"), (64, 3, 256)) == PartitionSpec(fsdp, None, tensor)
     assert ours.spec(("vocab", "embed_vocab"), (512, 64)) == PartitionSpec(tensor, fsdp)
-    assert ours.spec(("embed", "kv_heads", "kv_head_dim"), (64, 1, 16)) == PartitionSpec(fsdp, None, None)  # MQA
+    assert ours.spec(("embed", "kv_heads", "kv_head_dim"), (64, 1, 16)) == PartitionSpec(
+        fsdp, None, None
+    )  # MQA
     batch = config.input_data_sharding_logical_axes
     assert ours.spec(batch, (32, 128)) == PartitionSpec(("data", "fsdp"), None)
 
@@ -89,7 +93,13 @@ def test_constrain_without_rules_does_nothing():
 
 
 def test_axes_that_are_not_allowed_are_not_used():
-    """data_sharding: a batch arrives split over the axes that it names, and whole over the others."""
-    assert rules().sharding(("batch", None), (16, 5), {"data", "fsdp"}).spec == PartitionSpec(("data", "fsdp"), None)
-    assert rules().sharding(("batch", None), (16, 5), {"data", "tensor"}).spec == PartitionSpec(("data",), None)
+    """data_sharding: a batch arrives split over the axes that it names, and whole over the
+    others.
+    """
+    assert rules().sharding(("batch", None), (16, 5), {"data", "fsdp"}).spec == PartitionSpec(
+        ("data", "fsdp"), None
+    )
+    assert rules().sharding(("batch", None), (16, 5), {"data", "tensor"}).spec == PartitionSpec(
+        ("data",), None
+    )
     assert rules().sharding(("batch", None), (16, 5), set()).spec == PartitionSpec(None, None)

@@ -32,7 +32,12 @@ TARGETS = {
 def test_slices_by_name(name):
     topology, count, memory = TARGETS[name]
     target = find_target(name)
-    assert (target.platform, target.topology, target.count, target.slices) == ("tpu", topology, count, 1)
+    assert (target.platform, target.topology, target.count, target.slices) == (
+        "tpu",
+        topology,
+        count,
+        1,
+    )
     assert target.memory_bytes == memory * GIB
 
 
@@ -57,7 +62,9 @@ def test_this_machine():
     assert (here.count, here.kind) == (len(jax.devices()), jax.devices()[0].device_kind)
     assert list(here.devices()) == jax.devices()
     processor = find_target("cpu")
-    assert processor.memory_bytes * processor.count == pytest.approx(topology.hardware.host_memory_bytes(), rel=1e-6)
+    assert processor.memory_bytes * processor.count == pytest.approx(
+        topology.hardware.host_memory_bytes(), rel=1e-6
+    )
 
 
 BAD = {
@@ -89,10 +96,15 @@ def test_no_gpu():
 def test_without_libtpu(monkeypatch):
     target = find_target("v5p-8")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    with pytest.raises(MissingExtra, match=r'v5p-8 .*needs the package .libtpu.*pip install "maxtext\[tpu\]"'):
+    with pytest.raises(
+        MissingExtra, match=r'v5p-8 .*needs the package .libtpu.*pip install "maxtext\[tpu\]"'
+    ):
         target.devices()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(MissingExtra, match="libtpu, which exists for x86-64 Linux only, not for .* aarch64.*--no-comp"):
+    with pytest.raises(
+        MissingExtra,
+        match="libtpu, which exists for x86-64 Linux only, not for .* aarch64.*--no-comp",
+    ):
         target.devices()
 
 

@@ -1,4 +1,6 @@
-"""Estimates for TPU slices that are not here, compiled by libtpu; each prints what a person would see."""
+"""Estimates for TPU slices that are not here, compiled by libtpu; each prints what a person would
+see.
+"""
 
 import importlib.util
 import json
@@ -15,7 +17,8 @@ from maxtext.common.hardware import GIB
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None or platform.machine() != "x86_64", reason="libtpu is not here"
+        importlib.util.find_spec("libtpu") is None or platform.machine() != "x86_64",
+        reason="libtpu is not here",
     ),
 ]
 # A process of its own: JAX has started in this one.
@@ -40,7 +43,11 @@ TINY = [
 
 def bare_environment():
     """Nothing that a person would have to know about libtpu."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "TPU_", "XLA_"))
+    }
 
 
 def estimated(target, *words, slices=1):
@@ -62,13 +69,16 @@ def test_llama2_7b_on_64_chips():
     program = found["compiled"]
     assert 6 * GIB < program["peak"] - program["arguments"] < program["temporaries"] < 10 * GIB
     assert found["weights"] == 4 * 6_738_415_616 // 64
-    assert program["arguments"] == pytest.approx(found["weights"] + found["optimizer"] + found["batch"], rel=0.02)
+    assert program["arguments"] == pytest.approx(
+        found["weights"] + found["optimizer"] + found["batch"], rel=0.02
+    )
     assert found["fits"]
     if libtpu_mismatch():
         return  # jax may not be able to read the collectives
     sent = {one["kind"]: one for one in program["collectives"]}
     assert set(sent) & {"reduce-scatter", "all-reduce"}
-    # Every layer's weights come together in bfloat16 on the way there and on the way back, by whatever means.
+    # Every layer's weights come together in bfloat16 on the way there and on the way back, by
+    # whatever means.
     assert sum(one["count"] for one in sent.values()) > 2 * 32
     assert sum(one["bytes"] for one in sent.values()) > 2 * 2 * 6_476_005_376
 
@@ -92,7 +102,12 @@ def test_two_slices():
 
 
 def test_a_compiled_file_for_a_slice(tmp_path):
-    words = [*TINY, "compile_topology=v5e-8", "compile_topology_num_slices=1", "compiled_trainstep_file=step.bin"]
+    words = [
+        *TINY,
+        "compile_topology=v5e-8",
+        "compile_topology_num_slices=1",
+        "compiled_trainstep_file=step.bin",
+    ]
     result = subprocess.run(
         [sys.executable, "-m", "maxtext.train_compile", *words], capture_output=True, text=True, cwd=tmp_path,
         env=bare_environment(),

@@ -28,7 +28,12 @@ def test_ids_are_the_bytes_of_utf8():
 
 def test_special_tokens_are_outside_the_bytes():
     tokenizer = load(vocab_size=259)
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 2, 259)
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (
+        0,
+        1,
+        2,
+        259,
+    )
     assert tokenizer.encode("\0") == [3]
     assert max(range(256), key=lambda byte: byte + 3) + 3 == tokenizer.vocab_size - 1
 
@@ -39,7 +44,12 @@ def test_decode_leaves_out_special_tokens():
 
 def test_a_vocabulary_of_256_is_plain_bytes():
     tokenizer = load(vocab_size=256)
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, None, None, 256)
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (
+        0,
+        None,
+        None,
+        256,
+    )
     assert tokenizer.decode(range(128)) == bytes(range(128)).decode()
 
 

@@ -81,11 +81,15 @@ def load(path, *words):
 def test_text_and_ids_are_those_of_transformers(style, chat, ask, theirs, bpe):
     config = load_config(None, [f"tokenizer_path={bpe}"], environ={}, devices=Devices(1))
     tokenizer = load_tokenizer(config)
-    template = chat_template(config.model_copy(update={"chat_template": TEMPLATES[style]}), tokenizer)
+    template = chat_template(
+        config.model_copy(update={"chat_template": TEMPLATES[style]}), tokenizer
+    )
     text = template.render(CHATS[chat], add_generation_prompt=ask)
     options = {"chat_template": TEMPLATES[style], "add_generation_prompt": ask}
     assert text == theirs.apply_chat_template(CHATS[chat], tokenize=False, **options)
-    expected = theirs.apply_chat_template(CHATS[chat], tokenize=True, return_dict=True, **options)["input_ids"]
+    expected = theirs.apply_chat_template(CHATS[chat], tokenize=True, return_dict=True, **options)[
+        "input_ids"
+    ]
     assert tokenizer.encode_with_specials(text) == expected
 
 
@@ -93,7 +97,10 @@ def test_the_template_of_the_tokenizer(bpe, tmp_path):
     assert load(bpe).source == CHATML
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "of the list"}]
+    settings["chat_template"] = [
+        {"name": "tool_use", "template": "x"},
+        {"name": "default", "template": "of the list"},
+    ]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load(tmp_path).source == "of the list"
     (tmp_path / "chat_template.json").write_text('{"chat_template": "of the file"}')
@@ -110,8 +117,13 @@ def test_the_template_beside_a_sentencepiece_model(sentencepiece_file, tmp_path)
 
 def test_a_template_of_ones_own(bpe, tmp_path):
     assert load(bpe, "chat_template={{ eos_token }}").render([]) == "</s>"
-    (tmp_path / "chat.jinja").write_text("a\n{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n")
-    assert load(bpe, f"chat_template_path={tmp_path}/chat.jinja").render([{"content": "b"}]) == "a\nb\n"
+    (tmp_path / "chat.jinja").write_text(
+        "a\n{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n"
+    )
+    assert (
+        load(bpe, f"chat_template_path={tmp_path}/chat.jinja").render([{"content": "b"}])
+        == "a\nb\n"
+    )
     (tmp_path / "other.json").write_text('{"chat_template": "c"}')
     assert load(bpe, f"chat_template_path={tmp_path}/other.json").render([]) == "c"
 
@@ -120,11 +132,19 @@ def test_no_template(sentencepiece_file):
     for path in ("byte", sentencepiece_file):
         assert load(path) is None
         with pytest.raises(
-            ConfigError, match="use_chat_template=true, but the tokenizer .* came without a chat template"
+            ConfigError,
+            match="use_chat_template=true, but the tokenizer .* came without a chat template",
         ):
             load(path, "use_chat_template=true")
-    assert load(sentencepiece_file, "use_chat_template=true", "chat_template={{ bos_token }}").render([]) == "<s>"
-    assert load("byte", "use_chat_template=true", "chat_template={{ bos_token }}x").render([]) == "x"
+    assert (
+        load(sentencepiece_file, "use_chat_template=true", "chat_template={{ bos_token }}").render(
+            []
+        )
+        == "<s>"
+    )
+    assert (
+        load("byte", "use_chat_template=true", "chat_template={{ bos_token }}x").render([]) == "x"
+    )
 
 
 def test_a_template_travels_to_other_processes(bpe):
@@ -140,7 +160,9 @@ def test_messages_as_files_give_them(bpe):
 
 @pytest.mark.parametrize("bad", [None, "text", ["text"], {"role": "user"}, [None], 3])
 def test_what_is_no_conversation(bad, bpe):
-    with pytest.raises(UserError, match="a conversation is a list of records with role and content, not"):
+    with pytest.raises(
+        UserError, match="a conversation is a list of records with role and content, not"
+    ):
         load(bpe).render(bad)
 
 
@@ -163,20 +185,35 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 DOUBLED = "{% set n = namespace(x=['aaaaaaaa']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
 HOSTILE = {
     "endless loop": (ENDLESS, "takes more than 0.5 seconds"),
-    "endless filter": ("{{ range(99999)|map('string')|list * 0 }}" + ENDLESS, "takes more than 0.5 seconds"),
+    "endless filter": (
+        "{{ range(99999)|map('string')|list * 0 }}" + ENDLESS,
+        "takes more than 0.5 seconds",
+    ),
     "power at compile time": ("{{ 10 ** (10 ** 10) }}", "takes more than 0.5 seconds"),
     "range": ("{% for a in range(10 ** 12) %}{% endfor %}", "Range too big"),
     "string": ("{{ 'a' * 10 ** 11 }}", "memory"),
     "padding": ("{{ 'a'.ljust(10 ** 11) }}", "memory"),
     "format": ("{{ '%99999999999d' % 1 }}", "memory|width|big"),
     "shared lists": (DOUBLED + "{{ n.x }}", "takes more than 0.5 seconds|memory"),
-    "doubled text": (DOUBLED.replace("['aaaaaaaa']", "'aa'").replace("[n.x, n.x]", "n.x ~ n.x"), "memory|seconds"),
-    "recursion": ("{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}", "calls itself without an end"),
-    "nested expression": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply|memory|died"),
+    "doubled text": (
+        DOUBLED.replace("['aaaaaaaa']", "'aa'").replace("[n.x, n.x]", "n.x ~ n.x"),
+        "memory|seconds",
+    ),
+    "recursion": (
+        "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}",
+        "calls itself without an end",
+    ),
+    "nested expression": (
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+        "nested too deeply|memory|died",
+    ),
     "class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     "globals": ("{{ cycler.__init__.__globals__.os.popen('id').read() }}", "unsafe"),
     "format string": ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
-    "mapped attribute": ("{{ ([''] | map(attribute='__class__') | list)[0].x }}", "unsafe|undefined"),
+    "mapped attribute": (
+        "{{ ([''] | map(attribute='__class__') | list)[0].x }}",
+        "unsafe|undefined",
+    ),
     "attribute filter": ("{{ (''|attr('__class__')).__mro__ }}", "unsafe|undefined"),
     "changed messages": ("{{ messages.clear() }}", "not safely callable|unsafe"),
 }
@@ -219,7 +256,9 @@ def test_values_of_messages_that_cannot_be_sent():
 
 
 def test_bad_templates(bpe, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="the chat template of chat_template, line 2 is not valid Jinja"):
+    with pytest.raises(
+        ConfigError, match="the chat template of chat_template, line 2 is not valid Jinja"
+    ):
         load(bpe, "chat_template=a\n{% if %}")
     for name in ("no.jinja", "no.json"):
         with pytest.raises(ConfigError, match=f"{name} cannot be read"):

@@ -45,7 +45,9 @@ def library_encode(kind, path, text):
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
         r"\s+(?!\S)|\s+"
     )
-    inner = tiktoken.Encoding("tiny", pat_str=pattern, mergeable_ranks=load_tiktoken_bpe(path), special_tokens={})
+    inner = tiktoken.Encoding(
+        "tiny", pat_str=pattern, mergeable_ranks=load_tiktoken_bpe(path), special_tokens={}
+    )
     return inner.encode_ordinary(text)
 
 
@@ -82,7 +84,16 @@ def test_any_text_is_encoded(tokenizer):
 
 def test_any_ids_are_decoded(tokenizer):
     end = tokenizer.vocab_size
-    for ids in ([end], [-1], [2**40], [2**31 - 1, 0], [-(2**70)], range(end), np.arange(end)[::-1], np.array([], int)):
+    for ids in (
+        [end],
+        [-1],
+        [2**40],
+        [2**31 - 1, 0],
+        [-(2**70)],
+        range(end),
+        np.arange(end)[::-1],
+        np.array([], int),
+    ):
         assert isinstance(tokenizer.decode(ids), str)
     assert tokenizer.decode([*tokenizer.encode("ab"), end, *tokenizer.encode("c")]) == "ab\ufffdc"
     ids = tokenizer.encode("🙂")
@@ -123,10 +134,14 @@ def test_another_process_opens_them_from_another_folder(paths, tmp_path, monkeyp
     """Even when they were opened by a relative path."""
     import os
 
-    opened = [open_tokenizer(path if path == "byte" else os.path.relpath(path)) for path in paths.values()]
+    opened = [
+        open_tokenizer(path if path == "byte" else os.path.relpath(path)) for path in paths.values()
+    ]
     (tmp_path / "pickled").write_bytes(pickle.dumps(opened))
     code = "import pickle; print([t.encode('<s> the fox') for t in pickle.load(open('pickled', 'rb'))])"
-    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert said.stdout.strip() == str([tokenizer.encode("<s> the fox") for tokenizer in opened])
     assert not said.stderr
 
@@ -144,15 +159,31 @@ def test_sentencepiece_special_text(sentencepiece_file):
     tokenizer = open_tokenizer(str(sentencepiece_file))
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
     hello = tokenizer.encode("hello")
-    assert tokenizer.encode_with_specials("<s>hello<sep>hello<sep>></s>") == [1, *hello, 3, *hello, 4, 2]
+    assert tokenizer.encode_with_specials("<s>hello<sep>hello<sep>></s>") == [
+        1,
+        *hello,
+        3,
+        *hello,
+        4,
+        2,
+    ]
     assert tokenizer.encode_prompt("hello") == [1, *hello]
     assert not {1, 2, 3, 4} & set(tokenizer.encode("<s>hello<sep></s>"))
-    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert tokenizer.special_tokens == {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    }
 
 
 def test_tiktoken_special_text(tiktoken_file):
     tokenizer = open_tokenizer(str(tiktoken_file))
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (320, 321, 324, 576)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
+        320,
+        321,
+        324,
+        576,
+    )
     hello = tokenizer.encode("hello")
     chat = "<|start_header_id|>hello<|eot_id|><|reserved_special_token_247|>"
     assert tokenizer.encode_with_specials(chat) == [326, *hello, 329, 575]

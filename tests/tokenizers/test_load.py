@@ -24,7 +24,9 @@ def test_the_kind_is_found_in_the_content(kind, paths):
     assert load(paths[kind], f"tokenizer_type={kind}").kind == kind
 
 
-def test_a_tokenizer_json_of_any_name_and_a_folder_of_one_model(bpe, sentencepiece_file, tiktoken_file, tmp_path):
+def test_a_tokenizer_json_of_any_name_and_a_folder_of_one_model(
+    bpe, sentencepiece_file, tiktoken_file, tmp_path
+):
     shutil.copy(bpe / "tokenizer.json", tmp_path / "mine.json")
     assert load(tmp_path / "mine.json").kind == "huggingface"
     assert load(sentencepiece_file.parent).kind == "sentencepiece"
@@ -40,10 +42,13 @@ def test_the_type_chooses_in_a_folder_of_both(bpe, sentencepiece_file, tmp_path)
     assert load(tmp_path, "tokenizer_type=sentencepiece").kind == "sentencepiece"
 
 
-@pytest.mark.parametrize(("kind", "said"), [("huggingface", "tiktoken"), ("sentencepiece", "huggingface")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("huggingface", "tiktoken"), ("sentencepiece", "huggingface")]
+)
 def test_a_type_that_the_content_is_not(kind, said, paths):
     with pytest.raises(
-        ConfigError, match=f"is a {kind} tokenizer, but tokenizer_type={said}: set tokenizer_type={kind}"
+        ConfigError,
+        match=f"is a {kind} tokenizer, but tokenizer_type={said}: set tokenizer_type={kind}",
     ):
         load(paths[kind], f"tokenizer_type={said}")
 
@@ -55,11 +60,14 @@ def test_the_type_of_a_model_does_not_bind_another_path(sentencepiece_file):
     assert load_tokenizer(config).kind == "sentencepiece"
 
 
-@pytest.mark.parametrize(("kind", "size"), [("huggingface", 400), ("sentencepiece", 400), ("tiktoken", 576)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("huggingface", 400), ("sentencepiece", 400), ("tiktoken", 576)]
+)
 def test_a_vocabulary_that_is_too_large(kind, size, paths):
     assert load(paths[kind], f"vocab_size={size}").vocab_size == size
     with pytest.raises(
-        ConfigError, match=rf"has {size} ids, but vocab_size={size - 1}: set vocab_size to {size} or more"
+        ConfigError,
+        match=rf"has {size} ids, but vocab_size={size - 1}: set vocab_size to {size} or more",
     ):
         load(paths[kind], f"vocab_size={size - 1}")
 
@@ -73,7 +81,10 @@ def test_ids_beyond_the_count_of_tokens_count(bpe, tmp_path):
     tokenizer["model"]["vocab"][last] = 900
     file.write_text(json.dumps(tokenizer))
     assert load(tmp_path).vocab_size == 901
-    assert load(tmp_path).decode([5, 500, 6]) == f"{load(tmp_path).decode([5])}\ufffd{load(tmp_path).decode([6])}"
+    assert (
+        load(tmp_path).decode([5, 500, 6])
+        == f"{load(tmp_path).decode([5])}\ufffd{load(tmp_path).decode([6])}"
+    )
 
 
 def test_lengths_kept_in_a_file_do_not_cut_documents(bpe, tmp_path):
@@ -92,9 +103,13 @@ def test_lengths_kept_in_a_file_do_not_cut_documents(bpe, tmp_path):
 def test_special_tokens_beside_the_file(bpe, tmp_path):
     shutil.copy(bpe / "tokenizer.json", tmp_path)
     assert (load(tmp_path).bos_id, load(tmp_path).eos_id, load(tmp_path).pad_id) == (None, None, 0)
-    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}}')
+    (tmp_path / "special_tokens_map.json").write_text(
+        '{"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}}'
+    )
     assert (load(tmp_path).bos_id, load(tmp_path).eos_id) == (1, 4)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_bos_token": true, "pad_token": null}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>", "add_bos_token": true, "pad_token": null}'
+    )
     assert (load(tmp_path).bos_id, load(tmp_path).eos_id, load(tmp_path).pad_id) == (1, 2, 0)
     assert load(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -186,10 +201,14 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch):
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "package"), [("sentencepiece", "sentencepiece"), ("tiktoken", "tiktoken")])
+@pytest.mark.parametrize(
+    ("kind", "package"), [("sentencepiece", "sentencepiece"), ("tiktoken", "tiktoken")]
+)
 def test_a_missing_package(kind, package, paths, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtra, match=rf"needs the package '{package}'.*pip install \"maxtext\[text\]\""):
+    with pytest.raises(
+        MissingExtra, match=rf"needs the package '{package}'.*pip install \"maxtext\[text\]\""
+    ):
         load(paths[kind])
 
 
@@ -204,7 +223,9 @@ def test_a_name_of_tiktoken(monkeypatch, tiktoken_file):
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (400, 401)
     assert tokenizer.decode([400, 350, *tokenizer.encode("hi")]) == "\ufffdhi", "350 is a hole"
     monkeypatch.setattr(tiktoken, "get_encoding", {}.__getitem__)
-    with pytest.raises(ConfigError, match="tiktoken could not fetch o200k_base .*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(
+        ConfigError, match="tiktoken could not fetch o200k_base .*TIKTOKEN_CACHE_DIR"
+    ):
         load("o200k_base", "tokenizer_type=tiktoken")
 
 

@@ -19,7 +19,11 @@ TEXTS = [
 def test_kimi_is_split_as_published():
     """The pattern as its tokenization_kimi.py has it."""
     letters = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-    upper, lower, endings = rf"[\p{{Lu}}\p{{Lt}}{letters}", rf"[\p{{Ll}}{letters}", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    upper, lower, endings = (
+        rf"[\p{{Lu}}\p{{Lt}}{letters}",
+        rf"[\p{{Ll}}{letters}",
+        "(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    )
     parts = [
         r"[\p{Han}]+", rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{endings}",
         rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
@@ -29,7 +33,9 @@ def test_kimi_is_split_as_published():
     assert scheme.pattern == "|".join(parts)
     assert (scheme.specials["[BOS]"], scheme.specials["[EOS]"]) == (163584, 163585)
     assert sorted(scheme.specials.values()) == list(range(163584, 163840))
-    inner = tiktoken.Encoding("kimi", pat_str=scheme.pattern, mergeable_ranks=tiny_ranks(320), special_tokens={})
+    inner = tiktoken.Encoding(
+        "kimi", pat_str=scheme.pattern, mergeable_ranks=tiny_ranks(320), special_tokens={}
+    )
     assert [inner.decode(inner.encode_ordinary(text)) for text in TEXTS] == TEXTS
 
 
@@ -71,13 +77,22 @@ def test_settings_beside_the_file_name_the_special_tokens(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for path in (file, tmp_path):
         tokenizer = open_tokenizer(str(path))
-        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (320, 330, 324, 576)
+        assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
+            320,
+            330,
+            324,
+            576,
+        )
         assert tokenizer.encode_with_specials("[BOS]<|im_end|><|eot_id|>") == [320, 330, 329]
         assert tokenizer.chat_template == CHATML
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"320": {}}}')
-    with pytest.raises(ConfigError, match="tokenizer_config.json: added_tokens_decoder must give a content"):
+    with pytest.raises(
+        ConfigError, match="tokenizer_config.json: added_tokens_decoder must give a content"
+    ):
         open_tokenizer(str(file))
-    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"321": {"content": "x"}}}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"added_tokens_decoder": {"321": {"content": "x"}}}'
+    )
     with pytest.raises(ConfigError, match="names no eos_token"):
         open_tokenizer(str(file))
 

@@ -41,16 +41,21 @@ def test_the_same_text_makes_the_same_vocabulary_that_knows_any_text(kind, tmp_p
     def make(place):
         if kind == "bpe":
             return train_bpe(CORPUS, 350, place), place
-        return train_sentencepiece(CORPUS, 350, place.with_suffix(".model"), kind.split()[-1]), place.with_suffix(
-            ".model"
-        )
+        return train_sentencepiece(
+            CORPUS, 350, place.with_suffix(".model"), kind.split()[-1]
+        ), place.with_suffix(".model")
 
     (size, first), (_, second) = make(tmp_path / "a"), make(tmp_path / "b")
     assert size == 350
     files = [place / "tokenizer.json" if kind == "bpe" else place for place in (first, second)]
     assert files[0].read_bytes() == files[1].read_bytes()
     tokenizer = open_tokenizer(str(first))
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 2, 350)
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (
+        0,
+        1,
+        2,
+        350,
+    )
     assert tokenizer.decode(tokenizer.encode(UNSEEN)) == UNSEEN
     seen = CORPUS[0]
     assert len(tokenizer.encode(seen)) < 0.75 * len(seen.encode()), "it has learned something"

@@ -13,7 +13,11 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
-CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+CASED = (
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+)
 O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}*{CASED[1]}+{CASED[2]}|[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}+{CASED[1]}*{CASED[2]}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,7 +53,9 @@ def texts(count, seed=0):
         "²½Ⅷ", "“”’–…", "\u00a0\u2003\u2028", "\x1c\x1f\x0b\x0c\x85", "ǅʰª", "</s>", "🙂→✓", known, known,
     ]  # fmt: skip
     for _ in range(count):
-        runs = (generator.choices(generator.choice(kinds), k=generator.randint(1, 4)) for _ in range(40))
+        runs = (
+            generator.choices(generator.choice(kinds), k=generator.randint(1, 4)) for _ in range(40)
+        )
         yield "".join(map("".join, runs))
 
 
@@ -80,7 +86,10 @@ def test_a_full_memory_begins_anew(monkeypatch):
     tokenizer = trained(None)
     words = words_of(tokenizer)
     for text in texts(50):
-        assert words.encode_batch([text])[0].tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+        assert (
+            words.encode_batch([text])[0].tolist()
+            == tokenizer.encode(text, add_special_tokens=False).ids
+        )
         assert words.size < 400
 
 

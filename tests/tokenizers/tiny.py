@@ -28,7 +28,10 @@ def trained_bpe(vocab_size: int):
     tokenizer.train_from_iterator(
         CORPUS,
         trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size,
+            special_tokens=SPECIALS,
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
@@ -36,7 +39,9 @@ def trained_bpe(vocab_size: int):
 
 
 def write_bpe(folder: Path, vocab_size: int = 400, chat_template: str | None = CHATML) -> Path:
-    """A folder as Hugging Face has it: 0 <pad>, 1 <s>, 2 </s>, 3 <|im_start|>, 4 <|im_end|>, then byte-level BPE."""
+    """A folder as Hugging Face has it: 0 <pad>, 1 <s>, 2 </s>, 3 <|im_start|>, 4 <|im_end|>, then
+    byte-level BPE.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     trained_bpe(vocab_size).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": EOS}
@@ -51,25 +56,42 @@ def write_byte_fallback(folder: Path) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     pieces = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
-    letters = sorted({letter for letter in "".join(CORPUS) if letter.isascii() and letter > " "} | {"日", "é"})
+    letters = sorted(
+        {letter for letter in "".join(CORPUS) if letter.isascii() and letter > " "} | {"日", "é"}
+    )
     merges = [("▁", letter) for letter in letters]
     pieces += [*letters, *("▁" + letter for letter in letters)]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def write_sentencepiece(path: Path, vocab_size: int = 400) -> Path:
-    """A file *.model: 0 <unk>, 1 <s>, 2 </s>, 3 <sep>, 4 <sep>> (control symbols), bytes to fall back on, pieces."""
+    """A file *.model: 0 <unk>, 1 <s>, 2 </s>, 3 <sep>, 4 <sep>> (control symbols), bytes to fall
+    back on, pieces.
+    """
     import sentencepiece
 
     model = io.BytesIO()
@@ -86,19 +108,29 @@ def write_sentencepiece(path: Path, vocab_size: int = 400) -> Path:
 def write_tiktoken(path: Path, ranks: int = 320) -> Path:
     """A file of ranks; read as Llama 3's, so its special tokens are the 256 ids after them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tiny_ranks(ranks).items()]
+    lines = [
+        f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tiny_ranks(ranks).items()
+    ]
     path.write_text("".join(lines))
     return path
 
 
 def tiny_ranks(count: int) -> dict[bytes, int]:
-    tokens = sorted(trained_bpe(count + len(SPECIALS)).get_vocab().items(), key=lambda item: item[1])[len(SPECIALS) :]
+    tokens = sorted(
+        trained_bpe(count + len(SPECIALS)).get_vocab().items(), key=lambda item: item[1]
+    )[len(SPECIALS) :]
     byte_of = byte_letters()
-    return {bytes(byte_of[letter] for letter in token): rank for rank, (token, _) in enumerate(tokens)}
+    return {
+        bytes(byte_of[letter] for letter in token): rank for rank, (token, _) in enumerate(tokens)
+    }
 
 
 def byte_letters() -> dict[str, int]:
-    """How byte-level BPE writes bytes: printable ones as themselves, the others as letters from U+0100 on."""
+    """How byte-level BPE writes bytes: printable ones as themselves, the others as letters from
+    U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }

@@ -1,4 +1,6 @@
-"""Tiny models, packed batches, a train step that compiles in a second, and whole runs to look into."""
+"""Tiny models, packed batches, a train step that compiles in a second, and whole runs to look
+into.
+"""
 
 import json
 import re
@@ -28,7 +30,8 @@ from maxtext.trainers.step import make_eval_step, make_train_step
 from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
-FACTS = "architecture="  # what the config.json of a checkpoint may say and no key; here a word like others
+# what the config.json of a checkpoint may say and no key; here a word like others
+FACTS = "architecture="
 # One unrolled layer of the default block, in float32 throughout.
 TINY = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
@@ -73,8 +76,12 @@ def with_defaults(words, defaults):
 @pytest.fixture(scope="session")
 def configure():
     def make(*words):
-        layer = from_words(word for word in with_defaults(words, TINY) if not word.startswith(FACTS))
-        facts = [yaml.safe_load(word.removeprefix(FACTS)) for word in words if word.startswith(FACTS)]
+        layer = from_words(
+            word for word in with_defaults(words, TINY) if not word.startswith(FACTS)
+        )
+        facts = [
+            yaml.safe_load(word.removeprefix(FACTS)) for word in words if word.startswith(FACTS)
+        ]
         layer |= from_python({"architecture": facts[0]} if facts else {})
         return load(None, layer, environ={}, devices=Devices(1))
 
@@ -83,21 +90,28 @@ def configure():
 
 @pytest.fixture(scope="session")
 def make_bench(configure):
-    """A Bench of the words; the same words give the same one, and models of the same weights share them."""
+    """A Bench of the words; the same words give the same one, and models of the same weights share
+    them.
+    """
     made: dict[tuple, Bench] = {}
     weights: dict[str, Any] = {}
 
     def make(*words):
         if words not in made:
-            # As from files: rows of synthetic data hold one document, and attention need not keep them apart.
+            # As from files: rows of synthetic data hold one document, and attention need not keep
+            # them apart.
             config = configure(*with_defaults(words, [*CONSTANT_RATE, "dataset_type=grain"]))
             setup = Setup.of(config)
-            step = make_train_step(config, setup.template, setup.optimizer, learning_rate_schedule(config))
+            step = make_train_step(
+                config, setup.template, setup.optimizer, learning_rate_schedule(config)
+            )
             made[words] = Bench(config, setup, quick(step), lambda: initial(config, setup))
         return made[words]
 
     def initial(config, setup):
-        """Op by op: models share the shapes of most weights, and a program that makes them all compiles for long."""
+        """Op by op: models share the shapes of most weights, and a program that makes them all
+        compiles for long.
+        """
         shapes = f"{setup.template.weights} {config.init_weights_seed}"
         if shapes not in weights:
             weights[shapes] = initial_weights(config)
@@ -124,7 +138,10 @@ def quickly():
 
 def pack(lengths, generator):
     """One row of documents of these lengths, then padding."""
-    row = {name: np.zeros(LENGTH, np.int32) for name in ("inputs", "targets", "position", "segmentation")}
+    row = {
+        name: np.zeros(LENGTH, np.int32)
+        for name in ("inputs", "targets", "position", "segmentation")
+    }
     start = 0
     for number, length in enumerate(lengths, start=1):
         tokens = generator.integers(1, VOCABULARY, length + 1)
@@ -137,7 +154,9 @@ def pack(lengths, generator):
 
 @pytest.fixture(scope="session")
 def packed():
-    """Eight rows with 16, 11, 0, 5, 16, 2, 9 and 1 tokens to learn from, in one to three documents a row."""
+    """Eight rows with 16, 11, 0, 5, 16, 2, 9 and 1 tokens to learn from, in one to three documents
+    a row.
+    """
     generator = np.random.default_rng(7)
     documents = [(16,), (4, 7), (), (5,), (6, 3, 7), (2,), (1, 8), (1,)]
     rows = [pack(lengths, generator) for lengths in documents]
@@ -175,9 +194,15 @@ class Program:
 
     @cached_property
     def kept(self):
-        """The forward pass with what it keeps for the backward pass, which is a part of the step below."""
+        """The forward pass with what it keeps for the backward pass, which is a part of the step
+        below.
+        """
         weights, *rest = self.inputs
-        return self.traced(lambda weights, *rest: jax.vjp(lambda it: self.losses(it, *rest), weights), weights, *rest)
+        return self.traced(
+            lambda weights, *rest: jax.vjp(lambda it: self.losses(it, *rest), weights),
+            weights,
+            *rest,
+        )
 
     @cached_property
     def start(self):
@@ -192,8 +217,12 @@ class Program:
     def step(self):
         setup = self.setup
         rate = learning_rate_schedule(self.config)
-        step = make_train_step(self.config, setup.template, setup.optimizer, rate, setup.to_optimizer)
-        return self.traced(step, setup.abstract_state, setup.abstract_batch(self.rows), setup.abstract_key)
+        step = make_train_step(
+            self.config, setup.template, setup.optimizer, rate, setup.to_optimizer
+        )
+        return self.traced(
+            step, setup.abstract_state, setup.abstract_batch(self.rows), setup.abstract_key
+        )
 
     @property
     def rows(self):
@@ -213,7 +242,10 @@ class Program:
         return losses.sums, losses.auxiliary
 
     def traced(self, function, *inputs):
-        with use_rules(self.setup.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+        with (
+            use_rules(self.setup.rules),
+            jax.default_matmul_precision(self.config.matmul_precision.value),
+        ):
             traced = jax.make_jaxpr(function)(*inputs)
         constants = [array.tobytes() for array in map(np.asarray, traced.consts)]
         return re.sub(r"0x[0-9a-f]+", "", str(traced)), constants
@@ -227,7 +259,9 @@ def program():
 
 @pytest.fixture(scope="module")
 def light_compiler(tmp_path_factory):
-    """Whole runs compile without XLA's optimisations, and a step that was compiled before is not compiled again."""
+    """Whole runs compile without XLA's optimisations, and a step that was compiled before is not
+    compiled again.
+    """
     cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
     before, options = jax.config.jax_persistent_cache_min_compile_time_secs, COMPILER_OPTIONS["cpu"]
     COMPILER_OPTIONS["cpu"] = FAST_COMPILE
@@ -286,7 +320,9 @@ def copied(tree):
 
 @pytest.fixture(scope="module")
 def run_training(configure, light_compiler, tmp_path_factory):
-    """Trains and returns the Run. `batches` replace the data; `before_step(step, state)` may return another state."""
+    """Trains and returns the Run. `batches` replace the data; `before_step(step, state)` may return
+    another state.
+    """
 
     def run(*words, batches=None, before_step=None):
         folder = tmp_path_factory.mktemp("run")
@@ -312,12 +348,18 @@ def run_training(configure, light_compiler, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pretrain, "Loop", Watched)
             if batches is not None:
-                patch.setattr(loader, "stream_opener", lambda config, split: lambda share: Scripted(batches))
+                patch.setattr(
+                    loader, "stream_opener", lambda config, split: lambda share: Scripted(batches)
+                )
             try:
                 made.result = pretrain.train(made.config)
             except UserError as error:
                 made.error = error
-        made.records = [read_record(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        made.records = (
+            [read_record(line) for line in metrics.read_text().splitlines()]
+            if metrics.exists()
+            else []
+        )
         summary = folder / "it" / "summary.json"
         made.summary = json.loads(summary.read_text()) if summary.exists() else None
         return made

@@ -1,7 +1,7 @@
 """What a step changes beside the optimizer's update, and what no optimizer may change.
 
-Weights are compared by the names that they have in checkpoints, which are the same for stacked layers and single ones.
-What layers report is computed here again, from the layers' parts.
+Weights are compared by the names that they have in checkpoints, which are the same for stacked
+layers and single ones. What layers report is computed here again, from the layers' parts.
 """
 
 import re
@@ -46,7 +46,10 @@ def changed(state, end, change):
 
 def layers_of(model):
     return [
-        layers[repeat] for stack in model.layers for repeat in range(stack.segment.repeats) for layers in stack.blocks
+        layers[repeat]
+        for stack in model.layers
+        for repeat in range(stack.segment.repeats)
+        for layers in stack.blocks
     ]
 
 
@@ -67,8 +70,16 @@ def loads(bench, state, batch, quickly):
             x = x + layer.feed(layer.mlp_norm(x), inputs)[0]
         return found
 
-    chosen = [np.argsort(-np.asarray(each), axis=-1)[..., :2] for each in quickly(scores)(state.weights, batch)]
-    return np.array([np.bincount(each[batch["inputs_segmentation"] > 0].ravel(), minlength=4) for each in chosen])
+    chosen = [
+        np.argsort(-np.asarray(each), axis=-1)[..., :2]
+        for each in quickly(scores)(state.weights, batch)
+    ]
+    return np.array(
+        [
+            np.bincount(each[batch["inputs_segmentation"] > 0].ravel(), minlength=4)
+            for each in chosen
+        ]
+    )
 
 
 def uneven(bias):
@@ -93,7 +104,11 @@ def test_biases_follow_the_load_and_nothing_else(make_bench, packed, quickly, pi
             name = f"layers/{layer}/mlp/router/bias"
             step = np.float32(0.01) * np.sign(load.mean() - load).astype(np.float32)
             np.testing.assert_array_equal(after[name], before[name] + step, err_msg=name)
-        assert all((before[name] != after[name]).any() for name in before if not name.endswith("router/bias"))
+        assert all(
+            (before[name] != after[name]).any()
+            for name in before
+            if not name.endswith("router/bias")
+        )
 
 
 # QK-clip.
@@ -105,7 +120,11 @@ def largest_logits(bench, state, batch):
     """[layers, heads], over the keys that queries see: before them, in the same document."""
     segments = batch["inputs_segmentation"]
     places = np.arange(segments.shape[1])
-    seen = (places[:, None] >= places) & (segments[:, :, None] == segments[:, None]) & (segments[:, :, None] > 0)
+    seen = (
+        (places[:, None] >= places)
+        & (segments[:, :, None] == segments[:, None])
+        & (segments[:, :, None] > 0)
+    )
     model, found = bench.setup.template.bind(state.weights), []
     inputs = LayerInputs(batch["inputs_position"], segments)
     x = model.embed(batch["inputs"])
@@ -121,10 +140,22 @@ def largest_logits(bench, state, batch):
 
 @pytest.mark.slow
 def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
-    """Heads below it stay as they are. The rate is zero and attention's output, too, so that logits change by clipping
-    alone, in every layer: a dense one, and two that are scanned over."""
-    layers = ("base_num_decoder_layers=3", "first_num_dense_layers=1", "num_experts=4", "num_experts_per_tok=2")
-    words = (*LATENT[:-1], *layers, "use_qk_clip=true", "qk_clip_threshold=2", "opt_type=sgd", "learning_rate=0")
+    """Heads below it stay as they are. The rate is zero and attention's output, too, so that logits
+    change by clipping alone, in every layer: a dense one, and two that are scanned over."""
+    layers = (
+        "base_num_decoder_layers=3",
+        "first_num_dense_layers=1",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+    )
+    words = (
+        *LATENT[:-1],
+        *layers,
+        "use_qk_clip=true",
+        "qk_clip_threshold=2",
+        "opt_type=sgd",
+        "learning_rate=0",
+    )
     scanned, unrolled = make_bench(*words, SCANNED), make_bench(*words, UNROLLED)
 
     def begin(bench):
@@ -133,7 +164,9 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
 
     state, _ = unrolled(packed, begin(unrolled))
     with jax.default_matmul_precision("highest"):
-        before, after = (largest_logits(unrolled, each, packed) for each in (begin(unrolled), state))
+        before, after = (
+            largest_logits(unrolled, each, packed) for each in (begin(unrolled), state)
+        )
     assert (before > 2).any(axis=1).all()
     assert (before < 2).any(axis=1).all()
     np.testing.assert_allclose(after, np.minimum(before, 2), rtol=1e-4)
@@ -149,7 +182,9 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
-    """Not the router's bias, not by QK-clip, not the optimizer's state; the same step changes all of them otherwise."""
+    """Not the router's bias, not by QK-clip, not the optimizer's state; the same step changes all
+    of them otherwise.
+    """
     words = (
         *BIASED, *ADAMW, "use_qk_clip=true", "qk_clip_threshold=1",
         "skip_step_on_spikes=true", "skip_step_interval=4", f"gradient_accumulation_steps={microbatches}",
@@ -162,7 +197,9 @@ def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
     assert metrics["skipped"] == 1
     assert int(after.step) == 1
     jax.tree.map(np.testing.assert_array_equal, after.weights, start.weights)
-    jax.tree.map(np.testing.assert_array_equal, after.optimizer.inner_state, start.optimizer.inner_state)
+    jax.tree.map(
+        np.testing.assert_array_equal, after.optimizer.inner_state, start.optimizer.inner_state
+    )
     other, metrics = bench(packed, start)
     assert metrics["skipped"] == 0
     before, moved = named(bench, start), named(bench, other)
@@ -173,7 +210,14 @@ def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
 def test_while_indexers_warm_up_nothing_else_changes(make_bench, packed):
     """Not by weight decay, not by the load of experts, not by clipping."""
     indexed = ("use_indexer=true", "indexer_topk=3", "indexer_head_dim=8", "indexer_n_heads=2")
-    words = (*BIASED, *indexed, "indexer_loss_scaling_factor=1", "use_qk_clip=true", "qk_clip_threshold=1", *ADAMW)
+    words = (
+        *BIASED,
+        *indexed,
+        "indexer_loss_scaling_factor=1",
+        "use_qk_clip=true",
+        "qk_clip_threshold=1",
+        *ADAMW,
+    )
     bench = make_bench(*words)
     begin = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 30)
     state, metrics = bench(packed, begin)
@@ -190,15 +234,26 @@ KEPT = {
         "sliding_window_size=4", "base_num_decoder_layers=3", "architecture={layer_kinds: [sliding, sliding, full]}",
     ),
     "deepseek": BIASED,
-    "gpt_oss": ("sliding_window_size=4", "num_experts=4", "routed_bias=true"),  # whose router's bias is learned
+    # whose router's bias is learned
+    "gpt_oss": ("sliding_window_size=4", "num_experts=4", "routed_bias=true"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("block", KEPT)
 def test_no_optimizer_touches_what_the_model_keeps(configure, quickly, block):
-    """The factor of a layer (Gemma 4) and the biases that choose experts (DeepSeek), not even by decay."""
-    constant = ("lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", SCANNED)
-    words = dict(word.partition("=")[::2] for word in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant))
+    """The factor of a layer (Gemma 4) and the biases that choose experts (DeepSeek), not even by
+    decay.
+    """
+    constant = (
+        "lr_schedule_type=wsd",
+        "wsd_decay_steps_fraction=0",
+        "warmup_steps_fraction=0",
+        SCANNED,
+    )
+    words = dict(
+        word.partition("=")[::2]
+        for word in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant)
+    )
     setup = Setup.of(configure(*(f"{key}={value}" for key, value in words.items())))
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), setup.template.weights)
     updates, _ = quickly(setup.optimizer.update)(ones, setup.optimizer.init(ones), ones)

@@ -1,4 +1,6 @@
-"""A step compiled ahead is the step that training would compile, or it is refused, and the reason is said."""
+"""A step compiled ahead is the step that training would compile, or it is refused, and the reason
+is said.
+"""
 
 import json
 
@@ -45,7 +47,10 @@ def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
     with monkeypatch.context() as patch:
         no_compiler(patch)
         loaded = train_step(config)
-    assert loaded.memory_analysis().argument_size_in_bytes == compiled.memory_analysis().argument_size_in_bytes
+    assert (
+        loaded.memory_analysis().argument_size_in_bytes
+        == compiled.memory_analysis().argument_size_in_bytes
+    )
     one, losses = loaded(first, batch, key)
     two, expected = compiled(second, batch, key)
     assert losses["loss"] == expected["loss"]
@@ -59,8 +64,13 @@ def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
     config = configure(f"compiled_trainstep_file={tmp_path / 'step.bin'}", "learning_rate=0.125")
     setup = Setup.of(config)
     state = setup.initial_state()
-    first, lowered = (setup.lower_train_step(config.global_batch_size_to_train_on) for _ in range(2))
-    keys = {"jax_compilation_cache_dir": str(tmp_path / "cache"), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    first, lowered = (
+        setup.lower_train_step(config.global_batch_size_to_train_on) for _ in range(2)
+    )
+    keys = {
+        "jax_compilation_cache_dir": str(tmp_path / "cache"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
     before = {key: getattr(jax.config, key) for key in keys}
     try:
         compilation_cache.reset_cache()
@@ -68,7 +78,9 @@ def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
             jax.config.update(key, value)
         ahead.compile_step(setup, first)
         assert list((tmp_path / "cache").iterdir())
-        ahead.save(config.compiled_trainstep_file, setup, lowered, ahead.compile_to_save(setup, lowered))
+        ahead.save(
+            config.compiled_trainstep_file, setup, lowered, ahead.compile_to_save(setup, lowered)
+        )
     finally:
         for key, value in before.items():
             jax.config.update(key, value)
@@ -80,7 +92,12 @@ def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
 def test_a_name_or_a_folder_does_not_matter(saved, configure, monkeypatch):
     path = saved[2]
     no_compiler(monkeypatch)
-    words = ("run_name=another", "base_output_directory=elsewhere", "log_period=7", "metrics_file=there.jsonl")
+    words = (
+        "run_name=another",
+        "base_output_directory=elsewhere",
+        "log_period=7",
+        "metrics_file=there.jsonl",
+    )
     assert train_step(configure(f"compiled_trainstep_file={path}", *words))
 
 
@@ -102,15 +119,25 @@ def test_another_run_is_refused(saved, configure, word, monkeypatch):
     assert "maxtext compile" in str(caught.value)
 
 
-MACHINES = {"jax": "0.9.9", "platform": "tpu", "device_kind": "TPU v5p", "devices": 64, "processor": "x86_64 0"}
+MACHINES = {
+    "jax": "0.9.9",
+    "platform": "tpu",
+    "device_kind": "TPU v5p",
+    "devices": 64,
+    "processor": "x86_64 0",
+}
 
 
 @pytest.mark.parametrize("fact", MACHINES)
 def test_another_machine_is_refused(saved, configure, tmp_path, fact):
     line, _, executable = saved[2].read_bytes().partition(b"\n")
     other = tmp_path / "step.bin"
-    other.write_bytes(json.dumps(json.loads(line) | {fact: MACHINES[fact]}).encode() + b"\n" + executable)
-    with pytest.raises(ConfigError, match=f"{fact.replace('_', ' ')} {MACHINES[fact]} there, .* here"):
+    other.write_bytes(
+        json.dumps(json.loads(line) | {fact: MACHINES[fact]}).encode() + b"\n" + executable
+    )
+    with pytest.raises(
+        ConfigError, match=f"{fact.replace('_', ' ')} {MACHINES[fact]} there, .* here"
+    ):
         train_step(configure(f"compiled_trainstep_file={other}"))
 
 
@@ -153,31 +180,51 @@ def test_options_of_the_compiler():
 
 def test_options_reach_the_compiler(configure, monkeypatch):
     given = []
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, options=None: given.append(options))
-    train_step(configure("compile_xla_flags=--xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=true"))
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, options=None: given.append(options)
+    )
+    train_step(
+        configure(
+            "compile_xla_flags=--xla_backend_optimization_level=0 --xla_cpu_enable_fast_math=true"
+        )
+    )
     assert given[0] == {"xla_backend_optimization_level": "0", "xla_cpu_enable_fast_math": "true"}
 
 
 def test_an_option_that_xla_does_not_know(configure):
-    with pytest.raises(ConfigError, match="compile_xla_flags='--xla_no_such_thing=1': XLA refuses it: .*No such"):
+    with pytest.raises(
+        ConfigError, match="compile_xla_flags='--xla_no_such_thing=1': XLA refuses it: .*No such"
+    ):
         train_step(configure("compile_xla_flags=--xla_no_such_thing=1"))
 
 
 def test_training_runs_on_what_is_here(configure):
     config = configure("compile_topology=v5p-8", "compile_topology_num_slices=1")
-    with pytest.raises(ConfigError, match="compile_topology=v5p-8 is for maxtext compile and estimate"):
+    with pytest.raises(
+        ConfigError, match="compile_topology=v5p-8 is for maxtext compile and estimate"
+    ):
         train_step(config)
 
 
 def test_rules_of_the_keys(configure):
-    with pytest.raises(ConfigError, match="compile_topology=v5p-8 needs compile_topology_num_slices"):
+    with pytest.raises(
+        ConfigError, match="compile_topology=v5p-8 needs compile_topology_num_slices"
+    ):
         configure("compile_topology=v5p-8")
-    with pytest.raises(ConfigError, match="compile_topology_num_slices=2 .* needs compile_topology"):
+    with pytest.raises(
+        ConfigError, match="compile_topology_num_slices=2 .* needs compile_topology"
+    ):
         configure("compile_topology_num_slices=2")
-    ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
+    ramp = (
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=4",
+        "per_device_batch_size_increment=4",
+    )
     with pytest.raises(ConfigError, match="compiled_trainstep_file holds one program"):
         configure("compiled_trainstep_file=f", *ramp)
-    with pytest.raises(ConfigError, match="internal_compile=True .*Google-internal names; use compile_topology"):
+    with pytest.raises(
+        ConfigError, match="internal_compile=True .*Google-internal names; use compile_topology"
+    ):
         configure("internal_compile=true")
 
 
@@ -190,6 +237,7 @@ def test_a_compiler_without_room(configure, monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     with pytest.raises(
-        ahead.TooSmall, match="cannot fit the step: Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G$"
+        ahead.TooSmall,
+        match="cannot fit the step: Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G$",
     ):
         train_step(configure())

@@ -15,12 +15,20 @@ from maxtext.trainers import compiled
 from maxtext.trainers.compiled import ANY, CompiledSteps, most_counted, most_documents
 from maxtext.trainers.setup import Setup
 
-WORDS = ["base_emb_dim=16", "base_num_decoder_layers=1", "head_dim=8", "vocab_size=41", "enable_checkpointing=false"]
+WORDS = [
+    "base_emb_dim=16",
+    "base_num_decoder_layers=1",
+    "head_dim=8",
+    "vocab_size=41",
+    "enable_checkpointing=false",
+]
 
 
 def setup_of(*words):
     last = {word.partition("=")[0]: word for word in (*WORDS, *words)}
-    return Setup.of(load(None, from_words(last.values()), environ={}, devices=Devices(1)), jax.devices()[:1])
+    return Setup.of(
+        load(None, from_words(last.values()), environ={}, devices=Devices(1)), jax.devices()[:1]
+    )
 
 
 def batch(documents, rows=2, length=2048):
@@ -28,12 +36,17 @@ def batch(documents, rows=2, length=2048):
     segments = np.ones((rows, length), np.int32)
     segments[-1] = 0
     segments[-1, :documents] = np.arange(1, documents + 1)
-    return {"inputs": jnp.zeros((rows, length), jnp.int32), "inputs_segmentation": jnp.asarray(segments)}
+    return {
+        "inputs": jnp.zeros((rows, length), jnp.int32),
+        "inputs_segmentation": jnp.asarray(segments),
+    }
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """By the words of a configuration: steps that give what they were compiled for, and the list of all of those."""
+    """By the words of a configuration: steps that give what they were compiled for, and the list of
+    all of those.
+    """
     made = []
 
     def train_step(setup, rows):
@@ -52,7 +65,17 @@ def steps(monkeypatch):
 def test_a_batch_goes_to_the_program_for_the_fewest_documents_that_fits(steps):
     run, made = steps()
     run.for_rows(2)
-    for documents, most in [(1, 15), (15, 15), (64, ANY), (16, 31), (20, 31), (3, 15), (40, 63), (63, 63), (9, 15)]:
+    for documents, most in [
+        (1, 15),
+        (15, 15),
+        (64, ANY),
+        (16, 31),
+        (20, 31),
+        (3, 15),
+        (40, 63),
+        (63, 63),
+        (9, 15),
+    ]:
         assert run(None, batch(documents), None) == (2, most)
     assert made == [(2, 15), (2, ANY), (2, 31), (2, 63)]
     assert run(None, batch(3, rows=4), None) == (4, 15)
@@ -60,7 +83,12 @@ def test_a_batch_goes_to_the_program_for_the_fewest_documents_that_fits(steps):
 
 def test_a_bound_makes_one_program_unless_it_is_not_kept(steps):
     run, made = steps("max_segments_per_seq=20")
-    assert [run(None, batch(documents), None)[1] for documents in (1, 20, 21, 20)] == [20, 20, 31, 20]
+    assert [run(None, batch(documents), None)[1] for documents in (1, 20, 21, 20)] == [
+        20,
+        20,
+        31,
+        20,
+    ]
     assert made == [(2, 20), (2, 31)]
 
 
@@ -71,10 +99,19 @@ def test_a_bound_that_is_too_large_to_be_fast_bounds_nothing(steps):
 
 @pytest.mark.parametrize(
     ("rows", "documents"),
-    [([[1, 1, 1]], 1), ([[1, 1, 2]], 1), ([[1, 2, 0]], 2), ([[1, 1, 0]], 1), ([[0, 1, 0], [1, 1, 1]], 2), ([[5]], 1)],
+    [
+        ([[1, 1, 1]], 1),
+        ([[1, 1, 2]], 1),
+        ([[1, 2, 0]], 2),
+        ([[1, 1, 0]], 1),
+        ([[0, 1, 0], [1, 1, 1]], 2),
+        ([[5]], 1),
+    ],
 )
 def test_most_documents(rows, documents):
-    """A program for so many has room for one more run: the padding, or the last document of a full row."""
+    """A program for so many has room for one more run: the padding, or the last document of a full
+    row.
+    """
     assert most_documents(np.array(rows)) == documents
 
 

@@ -1,4 +1,6 @@
-"""Training with products in eight bits: which products have them, and that it learns as bfloat16 does."""
+"""Training with products in eight bits: which products have them, and that it learns as bfloat16
+does.
+"""
 
 from pathlib import Path
 
@@ -39,7 +41,10 @@ def batches():
         ids = np.stack([text[start : start + LENGTH + 1] for start in starts])
         batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
         for name in ("inputs", "targets"):
-            batch |= {f"{name}_position": positions, f"{name}_segmentation": np.ones_like(positions)}
+            batch |= {
+                f"{name}_position": positions,
+                f"{name}_segmentation": np.ones_like(positions),
+            }
         yield batch
 
 
@@ -73,7 +78,9 @@ def test_experts_learn_as_in_bfloat16():
     assert trained(*EXPERTS, "quantization=fp8") == pytest.approx(trained(*EXPERTS), rel=0.01)
 
 
-@pytest.mark.parametrize(("quantization", "rounded"), [("fp8", True), ("int8", False), ("none", False)])
+@pytest.mark.parametrize(
+    ("quantization", "rounded"), [("fp8", True), ("int8", False), ("none", False)]
+)
 def test_experts_are_rounded_in_fp8(quantization, rounded):
     setup = setup_of(*EXPERTS, f"quantization={quantization}", "scan_layers=false")
     program = setup.lower_train_step(ROWS).as_text()
@@ -86,10 +93,16 @@ def products(*words):
     batch = {name: jnp.asarray(field) for name, field in next(iter(batches())).items()}
 
     def loss(weights):
-        return jnp.sum(setup.template.bind(weights)(batch["inputs"], batch["inputs_position"]).astype(jnp.float32))
+        return jnp.sum(
+            setup.template.bind(weights)(batch["inputs"], batch["inputs_position"]).astype(
+                jnp.float32
+            )
+        )
 
     kinds = dict.fromkeys(("int8", "float8_e4m3fn", "float8_e5m2"), 0)
-    for inputs in dot_inputs(jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(setup.fresh).weights).jaxpr):
+    for inputs in dot_inputs(
+        jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(setup.fresh).weights).jaxpr
+    ):
         for kind in inputs & set(kinds):
             kinds[kind] += 1
     return tuple(kinds.values())
@@ -123,7 +136,10 @@ def test_which_products(quantization, right):
     [
         (["quantization=int4"], r"quantization=int4 \(command line\) is for inference"),
         (["checkpoint_is_quantized=true"], "checkpoint_is_quantized=true"),
-        (["quantization=te_fp8_currentscaling"], "is not in this version: use int8, fp8 or fp8_full to train"),
+        (
+            ["quantization=te_fp8_currentscaling"],
+            "is not in this version: use int8, fp8 or fp8_full to train",
+        ),
     ],
 )
 def test_what_training_refuses(words, message):
@@ -133,5 +149,7 @@ def test_what_training_refuses(words, message):
 
 def test_inference_refuses_what_is_for_training():
     words = dict(word.split("=") for word in WORDS[:7])
-    with pytest.raises(ConfigError, match="quantization=fp8 .* is how a model is trained: use int8 or int4"):
+    with pytest.raises(
+        ConfigError, match="quantization=fp8 .* is how a model is trained: use int8 or int4"
+    ):
         LLM.load("default", **words, quantization="fp8")

@@ -1,4 +1,6 @@
-"""What policies keep and compute again against sums done by hand; and extrapolations against compiled programs."""
+"""What policies keep and compute again against sums done by hand; and extrapolations against
+compiled programs.
+"""
 
 import json
 import os
@@ -53,8 +55,11 @@ SAVED = {
 @pytest.mark.parametrize("policy", SAVED)
 def test_what_a_policy_keeps(policies, policy):
     kept = policies[policy].layers
-    # The layers' input; positions, and rotations that all layers share, are less than a number a token and layer.
-    assert kept.device == pytest.approx(2 * LAYERS * TOKENS * (WIDTH + SAVED[policy]), abs=2 * LAYERS * TOKENS * 2)
+    # The layers' input; positions, and rotations that all layers share, are less than a number a
+    # token and layer.
+    assert kept.device == pytest.approx(
+        2 * LAYERS * TOKENS * (WIDTH + SAVED[policy]), abs=2 * LAYERS * TOKENS * 2
+    )
     assert kept.host == 0
 
 
@@ -65,7 +70,9 @@ def test_what_goes_to_the_host(policies):
 
 
 def test_what_is_computed_again(policies):
-    """Products of a layer a token: projections, scores and weighted values, MLP; the last of the MLP has no use."""
+    """Products of a layer a token: projections, scores and weighted values, MLP; the last of the
+    MLP has no use.
+    """
     project = 2 * WIDTH * PROJECTIONS
     attend = 2 * 2 * LENGTH * HEADS * HEAD
     out = 2 * HEADS * HEAD * WIDTH
@@ -84,7 +91,10 @@ def test_what_is_computed_again(policies):
 def test_products_of_a_step_are_three_times_the_forward(policies):
     config = configure("remat_policy=none")
     forward = LAYERS * (
-        2 * WIDTH * PROJECTIONS + 4 * LENGTH * HEADS * HEAD + 2 * HEADS * HEAD * WIDTH + 6 * WIDTH * INNER
+        2 * WIDTH * PROJECTIONS
+        + 4 * LENGTH * HEADS * HEAD
+        + 2 * HEADS * HEAD * WIDTH
+        + 6 * WIDTH * INNER
     )
     forward += 2 * WIDTH * WORDS
     assert products(trace(under(config, "none")).jaxpr) == 3 * forward * 1009 * LENGTH
@@ -96,12 +106,17 @@ def test_devices_share_activations():
     alone = configure("gradient_accumulation_steps=3")
     eight = {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
     one = {kept.policy: kept for kept in kept_by_policy(alone, abstract_setup(alone).rules)}
-    for name in ("full", "minimal", "none"):  # a device has its own rows, and one micro-batch at a time
+    for name in (
+        "full",
+        "minimal",
+        "none",
+    ):  # a device has its own rows, and one micro-batch at a time
         assert eight[name].device == one[name].device
 
 
 @pytest.mark.parametrize(
-    ("word", "name"), [("remat_policy=minimal_flash", "minimal_with_context"), ("remat_policy=none", "none")]
+    ("word", "name"),
+    [("remat_policy=minimal_flash", "minimal_with_context"), ("remat_policy=none", "none")],
 )
 def test_names_of_policies(word, name):
     assert policy_of(configure(word)) == name
@@ -128,7 +143,9 @@ def with_memory(found: Estimate, memory: int | None) -> Estimate:
 
 def test_parts_add_up(arithmetic):
     kept = arithmetic.current
-    assert arithmetic.temporaries == arithmetic.gradients + kept.layers.device + max(kept.around, arithmetic.working)
+    assert arithmetic.temporaries == arithmetic.gradients + kept.layers.device + max(
+        kept.around, arithmetic.working
+    )
     state = arithmetic.weights.device + arithmetic.optimizer.device
     assert arithmetic.needed == state + arithmetic.batch + arithmetic.temporaries
     assert arithmetic.batch == 6 * 4 * TOKENS + 8
@@ -167,7 +184,10 @@ def test_unknown_memory(arithmetic):
 
 def test_offloading_is_suggested_only_to_who_offloads(arithmetic):
     assert all(not kept.layers.host for kept in arithmetic.preferred())
-    offloading = replace(arithmetic, config=arithmetic.config.model_copy(update={"remat_policy": "minimal_offloaded"}))
+    offloading = replace(
+        arithmetic,
+        config=arithmetic.config.model_copy(update={"remat_policy": "minimal_offloaded"}),
+    )
     assert any(kept.layers.host for kept in offloading.preferred())
 
 
@@ -202,7 +222,9 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def compiled():
-    packed = [word for word in MODEL if not word.startswith("dataset_type")]  # so that segments are read
+    packed = [
+        word for word in MODEL if not word.startswith("dataset_type")
+    ]  # so that segments are read
     words = [*packed, "dataset_type=grain", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]
     result = subprocess.run([sys.executable, "-c", COMPARE, *words], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -214,7 +236,9 @@ def test_arguments_of_the_program_are_the_state_and_the_batch(compiled):
     """To the byte. A step does not read targets_position, nor the key, without dropout."""
     field = (compiled["batch"] - 8) // 6
     assert compiled["arguments"] == compiled["weights"] + compiled["optimizer"] + 5 * field
-    assert compiled["aliased"] == compiled["weights"] + compiled["optimizer"]  # the state is given and taken
+    assert (
+        compiled["aliased"] == compiled["weights"] + compiled["optimizer"]
+    )  # the state is given and taken
 
 
 @pytest.mark.slow
@@ -226,26 +250,38 @@ def test_extrapolations_against_other_programs(compiled):
 @pytest.mark.slow
 def test_a_split_program_sends(compiled):
     kinds = {kind: (count, size) for kind, count, size in compiled["collectives"]}
-    assert kinds["all-gather"][0] >= 2 * 7 * LAYERS  # each matrix of a layer, forwards and backwards
+    assert (
+        kinds["all-gather"][0] >= 2 * 7 * LAYERS
+    )  # each matrix of a layer, forwards and backwards
     assert all(count > 0 and size > 0 for count, size in kinds.values())
 
 
 class Unreadable:
-    """A program of a libtpu that jax is not made for: as_text fails as jax 0.10.2 does with libtpu 0.0.51."""
+    """A program of a libtpu that jax is not made for: as_text fails as jax 0.10.2 does with libtpu
+    0.0.51.
+    """
 
     def memory_analysis(self):
         sizes = ("argument", "output", "alias", "temp", "generated_code")
         sizes += ("host_argument", "host_output", "host_temp", "host_alias")
-        return SimpleNamespace(**{f"{part}_size_in_bytes": 8 * number for number, part in enumerate(sizes)})
+        return SimpleNamespace(
+            **{f"{part}_size_in_bytes": 8 * number for number, part in enumerate(sizes)}
+        )
 
     def as_text(self):
         os.write(2, b"*** Begin stack trace ***")
-        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure (hlo_instruction.cc:390) async-update\nmore")
+        raise jax.errors.JaxRuntimeError(
+            "INTERNAL: RET_CHECK failure (hlo_instruction.cc:390) async-update\nmore"
+        )
 
 
 def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     """Memory is known; of the collectives the estimate says why they are not."""
-    monkeypatch.setattr(estimates, "libtpu_mismatch", lambda: "libtpu 9 is installed, and jax 1 is made for libtpu 8")
+    monkeypatch.setattr(
+        estimates,
+        "libtpu_mismatch",
+        lambda: "libtpu 9 is installed, and jax 1 is made for libtpu 8",
+    )
     program = Program.of(Unreadable())
     assert program.collectives is None
     assert program.needed == 0 + 8 - 16 + 24 + 32
@@ -255,7 +291,10 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     shown = " ".join(out.split())
     assert "stack trace" not in err
     assert 'pip install "jax[tpu]"' in shown
-    assert "collectives a step cannot be read: libtpu 9 is installed, and jax 1 is made for libtpu 8" in shown
+    assert (
+        "collectives a step cannot be read: libtpu 9 is installed, and jax 1 is made for libtpu 8"
+        in shown
+    )
     assert "RET_CHECK failure (hlo_instruction.cc:390) async-update)" in shown
     assert "more" not in program.collectives_error
     assert as_data(found, {})["compiled"]["collectives"] is None

@@ -1,4 +1,6 @@
-"""Evaluation: the mean over all tokens of the evaluation data, computed here document by document with torch."""
+"""Evaluation: the mean over all tokens of the evaluation data, computed here document by document
+with torch.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,15 @@ torch = pytest.importorskip("torch")
 
 LENGTH = 24
 # Bytes b are the ids b + 3 between 1 and 2, and none of these is cut: each is shorter than a row.
-DOCUMENTS = ["to be", "or not to be, that is", "the", "question:", "whether 'tis nobler", "i", "n the mind to suffer"]
+DOCUMENTS = [
+    "to be",
+    "or not to be, that is",
+    "the",
+    "question:",
+    "whether 'tis nobler",
+    "i",
+    "n the mind to suffer",
+]
 TEXT = (
     "dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte", "vocab_size=259",
     f"max_target_length={LENGTH}", "per_device_batch_size=2", "eval_per_device_batch_size=2", "learning_rate=0.02",
@@ -25,12 +35,19 @@ def text(tmp_path):
         (tmp_path / name).mkdir()
         for number, document in enumerate(documents):
             (tmp_path / name / f"{number}.txt").write_text(document)
-    return (*TEXT, "use_truncation=false", f"grain_train_files={tmp_path}/train", f"grain_eval_files={tmp_path}/eval")
+    return (
+        *TEXT,
+        "use_truncation=false",
+        f"grain_train_files={tmp_path}/train",
+        f"grain_eval_files={tmp_path}/eval",
+    )
 
 
 @pytest.fixture
 def mean_loss(quickly):
-    return lambda run, documents: mean_loss_of(run.result.setup.template, run.result.state.weights, documents, quickly)
+    return lambda run, documents: mean_loss_of(
+        run.result.setup.template, run.result.state.weights, documents, quickly
+    )
 
 
 def mean_loss_of(template, weights, documents, quickly):
@@ -43,7 +60,9 @@ def mean_loss_of(template, weights, documents, quickly):
     score = quickly(lambda weights: template.bind(weights)(inputs, positions))
     logits = torch.tensor(np.asarray(score(weights)), dtype=torch.float64)
     losses = [
-        torch.nn.functional.cross_entropy(logits[place, : len(row) - 1], torch.tensor(row[1:]), reduction="sum")
+        torch.nn.functional.cross_entropy(
+            logits[place, : len(row) - 1], torch.tensor(row[1:]), reduction="sum"
+        )
         for place, row in enumerate(rows)
     ]
     return float(sum(losses)) / sum(len(row) - 1 for row in rows)
@@ -76,7 +95,12 @@ def test_so_many_batches_of_it(run_training, text, mean_loss):
 
 @pytest.mark.parametrize(("target", "steps"), [(100.0, 2), (0.001, 6), (0.0, 6)])
 def test_training_stops_at_the_target(run_training, text, target, steps):
-    words = ("eval_interval=2", f"target_eval_loss={target}", "steps=6", "learning_rate_schedule_steps=50")
+    words = (
+        "eval_interval=2",
+        f"target_eval_loss={target}",
+        "steps=6",
+        "learning_rate_schedule_steps=50",
+    )
     run = run_training(*text, *words)
     assert run.summary["steps"] == steps
     assert list(evaluations(run)) == list(range(1, steps, 2))
@@ -101,7 +125,9 @@ def test_evaluation_has_no_dropout_and_no_z_loss(run_training, text, mean_loss):
 
 def test_an_interval_needs_data(configure, text):
     without = [word for word in text if not word.startswith("grain_eval_files")]
-    with pytest.raises(ConfigError, match="eval_interval=2 needs evaluation data: set grain_eval_files"):
+    with pytest.raises(
+        ConfigError, match="eval_interval=2 needs evaluation data: set grain_eval_files"
+    ):
         pretrain.train(configure(*without, "eval_interval=2"))
 
 

@@ -1,5 +1,5 @@
-"""Every family trains: a step changes its weights, scanned as unrolled; and what experts, indexers, clipped logits and
-further tokens add to a step."""
+"""Every family trains: a step changes its weights, scanned as unrolled; and what experts, indexers,
+clipped logits and further tokens add to a step."""
 
 import jax
 import numpy as np
@@ -22,8 +22,13 @@ DELTA = ("gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8", "
 
 
 def kinds(*names):
-    """As a checkpoint lists its layers: two that are scanned over and another, where a family's own pattern is long."""
-    return f"base_num_decoder_layers={len(names)}", f"architecture={{layer_kinds: [{', '.join(names)}]}}"
+    """As a checkpoint lists its layers: two that are scanned over and another, where a family's own
+    pattern is long.
+    """
+    return (
+        f"base_num_decoder_layers={len(names)}",
+        f"architecture={{layer_kinds: [{', '.join(names)}]}}",
+    )
 
 
 TWO_AND_ONE = kinds("sliding", "sliding", "full")
@@ -60,7 +65,8 @@ def named(bench, weights):
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+    "block",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES],
 )
 def test_a_step_scanned_and_unrolled(make_bench, packed, block):
     words = (f"decoder_block={block}", *FAMILIES[block], *SGD)
@@ -79,11 +85,16 @@ def test_a_step_scanned_and_unrolled(make_bench, packed, block):
     for name, weight in ours.items():
         np.testing.assert_allclose(theirs[name], weight, atol=2e-5, rtol=1e-4, err_msg=name)
     still = [name for name in ours if (ours[name] == start[name]).all()]
-    # A scale that is kept, a bias that the load sets; and experts that no token of this batch chose.
-    assert all(name.endswith(("/scale", "router/bias")) or "/experts/" in name for name in still), still
+    # A scale that is kept, a bias that the load sets; and experts that no token of this batch
+    # chose.
+    assert all(name.endswith(("/scale", "router/bias")) or "/experts/" in name for name in still), (
+        still
+    )
     assert len(still) < len(ours) / 3
     if block == "deepseek":  # by the load alone
-        biases = np.concatenate([weight for name, weight in ours.items() if name.endswith("router/bias")])
+        biases = np.concatenate(
+            [weight for name, weight in ours.items() if name.endswith("router/bias")]
+        )
         assert set(np.abs(biases).tolist()) in ({0.25}, {0, 0.25})
 
 
@@ -92,12 +103,16 @@ def test_the_balance_of_experts_keeps_its_weight(make_bench, packed):
     """The loss of eight layers' experts is added as it is, whatever the batch is cut into."""
     words = ("decoder_block=mixtral", *EXPERTS, "load_balance_loss_weight=0.5", *SGD)
     plain, cut = make_bench(*words), make_bench(*words, "gradient_accumulation_steps=2")
-    twice = {name: np.repeat(field[:4], 2, axis=0) for name, field in packed.items()}  # both cuts are the same rows
+    twice = {
+        name: np.repeat(field[:4], 2, axis=0) for name, field in packed.items()
+    }  # both cuts are the same rows
     _, metrics = plain(twice)
     _, other = cut(twice, plain.state)
     assert metrics["load_balance_loss"] > 0.1
     assert other["load_balance_loss"] == pytest.approx(metrics["load_balance_loss"], rel=1e-5)
-    assert metrics["loss"] == pytest.approx(metrics["lm_loss"] + metrics["load_balance_loss"], rel=1e-6)
+    assert metrics["loss"] == pytest.approx(
+        metrics["lm_loss"] + metrics["load_balance_loss"], rel=1e-6
+    )
 
 
 INDEXED = (*LATENT, "use_indexer=true", "indexer_n_heads=4", "indexer_head_dim=8", "indexer_topk=4",
@@ -113,7 +128,11 @@ def test_who_learns_with_an_indexer(make_bench, packed, sparse):
     moved = {name for name in before if (before[name] != after[name]).any()}
     learned = {name for name in moved if "/indexer/" in name}
     assert any(name.endswith("indexer/query/kernel") for name in learned)
-    total = metrics["lm_loss"] + metrics["indexer_loss"] if sparse == "true" else metrics["indexer_loss"]
+    total = (
+        metrics["lm_loss"] + metrics["indexer_loss"]
+        if sparse == "true"
+        else metrics["indexer_loss"]
+    )
     assert metrics["loss"] == pytest.approx(total, rel=1e-6)
     assert (moved == learned) == (sparse == "false")
     assert not any(name.endswith("router/bias") for name in moved), "their rate is zero"
@@ -124,7 +143,9 @@ AHEAD = ("decoder_block=llama2", "mtp_num_layers=2", "mtp_loss_scaling_factor=0.
 
 @pytest.mark.slow
 def test_the_loss_of_further_tokens(make_bench, packed, quickly):
-    """By hand: the mean over all places of both layers; and the same when the batch is cut into unequal pieces."""
+    """By hand: the mean over all places of both layers; and the same when the batch is cut into
+    unequal pieces.
+    """
     bench, cut = make_bench(*AHEAD), make_bench(*AHEAD, "gradient_accumulation_steps=4")
     state, metrics = bench(packed)
 
@@ -132,11 +153,15 @@ def test_the_loss_of_further_tokens(make_bench, packed, quickly):
         model = bench.setup.template.bind(weights)
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x, _ = model.run(batch["inputs"], inputs)
-        return [model.logits(hidden) for hidden in model.mtp(x, model.embed, inputs, batch["inputs"])[0]]
+        return [
+            model.logits(hidden) for hidden in model.mtp(x, model.embed, inputs, batch["inputs"])[0]
+        ]
 
     total = count = 0.0
     for step, logits in enumerate(quickly(further)(bench.state.weights, packed), start=1):
-        targets, mask = map(np.asarray, mtp_targets(packed["targets"], packed["targets_segmentation"], step))
+        targets, mask = map(
+            np.asarray, mtp_targets(packed["targets"], packed["targets_segmentation"], step)
+        )
         logits = np.asarray(logits, np.float64)
         logits -= logits.max(-1, keepdims=True)
         likelihood = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -147,7 +172,9 @@ def test_the_loss_of_further_tokens(make_bench, packed, quickly):
     assert metrics["loss"] == pytest.approx(metrics["lm_loss"] + metrics["mtp_loss"], rel=1e-6)
     other, other_metrics = cut(packed, bench.state)
     assert other_metrics["mtp_loss"] == pytest.approx(metrics["mtp_loss"], rel=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.weights, other.weights)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.weights, other.weights
+    )
 
 
 def test_drafts_are_evaluated(run_training):

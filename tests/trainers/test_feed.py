@@ -79,7 +79,9 @@ LAYOUTS = [
 
 
 def test_the_batches_do_not_depend_on_the_mesh(configure, words, tmp_path_factory):
-    """One device with eight rows, and eight devices in any layout, also with few that read for all."""
+    """One device with eight rows, and eight devices in any layout, also with few that read for
+    all.
+    """
     words = [*words, "data_streams=4"]
     expected = taken(TrainFeed(Setup.of(configure(*words, "per_device_batch_size=8"))))
     out = tmp_path_factory.mktemp("out") / "batches.npz"
@@ -94,12 +96,16 @@ SYNTHETIC = ["dataset_type=synthetic"]
 
 @pytest.mark.parametrize("source", ["concat_then_split", "best_fit", "synthetic"])
 @pytest.mark.parametrize(("before", "after", "streams"), [(8, 4, 4), (4, 8, 4), (8, 6, 1)])
-def test_another_batch_size_loses_and_repeats_no_row(configure, words, source, before, after, streams):
+def test_another_batch_size_loses_and_repeats_no_row(
+    configure, words, source, before, after, streams
+):
     """As when a run goes on with another number of devices: `after` is what they hold together."""
     words = SYNTHETIC if source == "synthetic" else [*words, f"grain_packing_type={source}"]
 
     def feed_of(rows):
-        return TrainFeed(Setup.of(configure(*words, f"per_device_batch_size={rows}", f"data_streams={streams}")))
+        return TrainFeed(
+            Setup.of(configure(*words, f"per_device_batch_size={rows}", f"data_streams={streams}"))
+        )
 
     def rows_of(feed, batches):
         taken = (np.asarray(batch[FIELD]) for batch in itertools.islice(feed, batches))
@@ -117,7 +123,8 @@ def test_another_batch_size_loses_and_repeats_no_row(configure, words, source, b
     resumed.source.set_state(state)
     seen += rows_of(resumed, (total - len(seen)) // after if total else 10**6)
     assert len(seen) > 2 * before
-    # Every row of a run that never stopped, in the same order but for that inside a batch; the rest fills no batch.
+    # Every row of a run that never stopped, in the same order but for that inside a batch; the rest
+    # fills no batch.
     assert len(straight) - len(seen) < after
     assert sorted(seen) == sorted(straight[: len(seen)])
 

@@ -1,4 +1,6 @@
-"""Losses that are lost: the run ends, the weights of the last good step stay, and spikes are left out."""
+"""Losses that are lost: the run ends, the weights of the last good step stay, and spikes are left
+out.
+"""
 
 import math
 from dataclasses import replace
@@ -56,7 +58,9 @@ def assert_same(ours, expected):
 
 
 def explode(step, state):
-    """At step BAD a head so large that the squared logsumexp of the z-loss is infinite, while the loss is not NaN."""
+    """At step BAD a head so large that the squared logsumexp of the z-loss is infinite, while the
+    loss is not NaN.
+    """
     if step != BAD:
         return None
     head = {"kernel": state.weights["head"]["kernel"] * 1e25}
@@ -68,7 +72,9 @@ def test_a_lost_loss_ends_the_run_and_names_the_step(trained):
     assert isinstance(run.error, TrainingFailed)
     assert run.error.exit_code == 1
     assert f"the loss of step {BAD} is nan" in str(run.error)
-    assert [record["step"] for record in run.records] == list(range(BAD + 1)), "the bad step is recorded, none after"
+    assert [record["step"] for record in run.records] == list(range(BAD + 1)), (
+        "the bad step is recorded, none after"
+    )
     assert math.isnan(run.records[-1]["loss"])
     assert all(math.isfinite(record["loss"]) for record in run.records[:-1])
     assert run.summary["stopped"] == str(run.error)
@@ -76,9 +82,13 @@ def test_a_lost_loss_ends_the_run_and_names_the_step(trained):
     assert run.summary["final"]["not_finite"]["loss"] == "NaN"
 
 
-@pytest.mark.parametrize("once", [pytest.param(False, id="for good"), pytest.param(True, id="for one batch")])
+@pytest.mark.parametrize(
+    "once", [pytest.param(False, id="for good"), pytest.param(True, id="for one batch")]
+)
 def test_the_weights_of_the_last_good_step_stay(trained, once):
-    """As those of a run whose data ended before the bad batch; steps dispatched after it must not move them."""
+    """As those of a run whose data ended before the bad batch; steps dispatched after it must not
+    move them.
+    """
     good = trained(*SMALL, batches=GOOD[:BAD])
     assert good.error is None
     assert good.summary["stopped"] == "the data ended"
@@ -168,7 +178,12 @@ SKIPPING = ("skip_step_on_spikes=true", "skip_step_interval=8", "skip_step_scali
 
 @pytest.fixture(scope="module")
 def spiked(trained):
-    words = ("opt_type=sgd", "learning_rate=0.5", "lr_schedule_type=cosine", "wsd_decay_steps_fraction=0.1")
+    words = (
+        "opt_type=sgd",
+        "learning_rate=0.5",
+        "lr_schedule_type=cosine",
+        "wsd_decay_steps_fraction=0.1",
+    )
     return trained("decoder_block=simple_mlp", *words, *SKIPPING, "steps=30", batches=SPIKED)
 
 
@@ -182,7 +197,9 @@ def test_a_spike_is_skipped_and_recorded(spiked):
         changes = [
             not np.array_equal(old, new)
             for old, new in zip(
-                jax.tree.leaves(spiked.history[step - 1]), jax.tree.leaves(spiked.history[step]), strict=True
+                jax.tree.leaves(spiked.history[step - 1]),
+                jax.tree.leaves(spiked.history[step]),
+                strict=True,
             )
         ]
         assert any(changes) == (step != SPIKE), step
@@ -190,10 +207,14 @@ def test_a_spike_is_skipped_and_recorded(spiked):
 
 
 def test_the_recorded_rate_is_the_one_that_was_applied(spiked):
-    """Under SGD the weights move by rate * gradient norm. A skipped step does not advance the optimizer's schedule."""
+    """Under SGD the weights move by rate * gradient norm. A skipped step does not advance the
+    optimizer's schedule.
+    """
     for step in (SPIKE - 1, SPIKE + 1, SPIKE + 3):
         old, new = jax.tree.leaves(spiked.history[step - 1]), jax.tree.leaves(spiked.history[step])
-        moved = np.sqrt(sum(np.sum((a - b.astype(np.float64)) ** 2) for a, b in zip(new, old, strict=True)))
+        moved = np.sqrt(
+            sum(np.sum((a - b.astype(np.float64)) ** 2) for a, b in zip(new, old, strict=True))
+        )
         record = spiked.records[step]
         assert record["learning_rate"] == pytest.approx(moved / record["grad_norm"], rel=1e-3), step
 
@@ -206,7 +227,9 @@ SKIPPING_SMALL = (*SMALL, "skip_step_on_spikes=true", "skip_step_scaling_factor=
 def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(trained):
     run = trained(*SKIPPING_SMALL, batches=TAINTED)
     assert run.error is None
-    assert [record["skipped"] for record in run.records] == [float(step == BAD) for step in range(12)]
+    assert [record["skipped"] for record in run.records] == [
+        float(step == BAD) for step in range(12)
+    ]
     assert_same(run.history[BAD], run.history[BAD - 1])
     assert all(math.isfinite(record["loss"]) for record in run.records if record["step"] != BAD)
     assert int(run.loop.state.step) == run.loop.step == 12
@@ -221,7 +244,10 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(trained, bad):
         assert run.loop.step == 2 + bad + 3
         return
     assert isinstance(run.error, TrainingFailed)
-    assert "the loss of step 11 is nan: training stops after 10 steps in a row that were not finite" in str(run.error)
+    assert (
+        "the loss of step 11 is nan: training stops after 10 steps in a row that were not finite"
+        in str(run.error)
+    )
     assert run.records[-1]["step"] == 11
     assert_same(run.weights(), run.history[1])
     assert int(run.loop.state.step) == 11, "the tenth is not counted: a resumed run tries it again"

@@ -6,7 +6,9 @@ from maxtext.trainers.hooks import Throughput
 
 
 def test_the_speed_of_tiny_steps_is_that_of_a_window():
-    """Steps of 100 tokens that alternate between 1 and 19 ms run at 10,000 tokens/s, whatever one of them took."""
+    """Steps of 100 tokens that alternate between 1 and 19 ms run at 10,000 tokens/s, whatever one
+    of them took.
+    """
     throughput = Throughput()
     assert throughput.add(100, 4.0) == 25.0, "the first step warms up, and counts for itself"
     rates = [throughput.add(100, 0.001 if number % 2 else 0.019) for number in range(200)]

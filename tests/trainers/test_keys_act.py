@@ -1,8 +1,9 @@
-"""No silent knobs: every acting key of the training groups changes the program of a training step, or of its start.
+"""No silent knobs: every acting key of the training groups changes the program of a training step,
+or of its start.
 
-A key is shown to act by tracing what is computed with and without it (`Program` in conftest.py): a part differs. Where
-that cannot be (the loop or the data reads the key), the key is exempt here, with the test that shows it elsewhere.
-test_no_silent_keys.py asks the same of every family.
+A key is shown to act by tracing what is computed with and without it (`Program` in conftest.py): a
+part differs. Where that cannot be (the loop or the data reads the key), the key is exempt here,
+with the test that shows it elsewhere. test_no_silent_keys.py asks the same of every family.
 """
 
 import pytest
@@ -19,8 +20,14 @@ GROUPS = (
     types.MoEKernels, types.ManifoldConstrainedHyperConnections, types.Engram,
 )  # fmt: skip
 
-# What a key is added to. A model's keys are shown under the smallest optimizer, an optimizer's on the smallest model.
-PLAIN = ("opt_type=sgd", "gradient_clipping_threshold=0", "abort_on_nan_loss=false", "abort_on_inf_loss=false")
+# What a key is added to. A model's keys are shown under the smallest optimizer, an optimizer's on
+# the smallest model.
+PLAIN = (
+    "opt_type=sgd",
+    "gradient_clipping_threshold=0",
+    "abort_on_nan_loss=false",
+    "abort_on_inf_loss=false",
+)
 HALF = (*PLAIN, "dtype=bfloat16")
 TIED = (*PLAIN, "logits_via_embedding=true")
 CAPPED = (*HALF, "final_logits_soft_cap=5")
@@ -97,7 +104,10 @@ CASES = {
     "logits_via_embedding": ("true", PRODUCTS),
     "normalize_embedding_logits": ("false", TIED),
     "logits_dot_in_fp32": ("true", HALF),
-    "cast_logits_to_fp32": ("false", CAPPED),  # the loss is float32 either way, what comes before it is not
+    "cast_logits_to_fp32": (
+        "false",
+        CAPPED,
+    ),  # the loss is float32 either way, what comes before it is not
     "final_logits_soft_cap": ("5", PRODUCTS),
     "z_loss_multiplier": ("0.1", PRODUCTS),
     # Attention
@@ -277,7 +287,9 @@ def programs(configure, program):
 
 
 def acting():
-    return {key for group in GROUPS for key in group.model_fields if ledger.status(key).kind == "acts"}
+    return {
+        key for group in GROUPS for key in group.model_fields if ledger.status(key).kind == "acts"
+    }
 
 
 def test_every_acting_key_is_shown_to_act():
@@ -304,7 +316,9 @@ def test_the_key_acts(programs, key):
 
 def test_a_back_end_that_cannot_run_is_refused(programs):
     for name in ("flash", "cudnn_flash_jax"):
-        with pytest.raises(ConfigError, match=f"{name} cannot do this: it needs a .PU.*; use dot_product"):
+        with pytest.raises(
+            ConfigError, match=f"{name} cannot do this: it needs a .PU.*; use dot_product"
+        ):
             _ = programs(*PLAIN, f"attention={name}").step
 
 
@@ -313,7 +327,8 @@ def test_the_longest_context_is_told_to_hugging_face(configure):
     assert written["max_position_embeddings"] == 4321
 
 
-# (a key that would do nothing, beside what); the rest of the model's keys, in every family: test_no_silent_keys.py
+# (a key that would do nothing, beside what); the rest of the model's keys, in every family:
+# test_no_silent_keys.py
 UNREAD = [
     ("rope_factor=8", ()),
     ("original_max_position_embeddings=64", ()),
@@ -341,7 +356,9 @@ UNREAD = [
 
 @pytest.mark.parametrize(("word", "words"), UNREAD)
 def test_a_key_that_would_do_nothing_is_refused(configure, word, words):
-    """As the optimizers refuse theirs (muon_beta under adamw): a key acts, or setting it is an error."""
+    """As the optimizers refuse theirs (muon_beta under adamw): a key acts, or setting it is an
+    error.
+    """
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         Setup.of(configure(*words, word))
 
@@ -351,7 +368,8 @@ def test_learned_positions_reach_to_the_end_of_a_row(configure):
         Setup.of(configure("trainable_position_size=8", "max_target_length=16"))
 
 
-# Tensors kept under remat_policy=custom. With norms on outputs, the backward pass needs what comes before them.
+# Tensors kept under remat_policy=custom. With norms on outputs, the backward pass needs what comes
+# before them.
 NEEDED = ("use_post_attn_norm=true", "use_post_ffw_norm=true", "remat_policy=custom")
 TENSORS = {
     "moe_mlpwi_0": EXPERTS,

@@ -1,4 +1,6 @@
-"""The loop with steps that only count: order of hooks, how late metrics are read, and every way it ends."""
+"""The loop with steps that only count: order of hooks, how late metrics are read, and every way it
+ends.
+"""
 
 import os
 import signal
@@ -42,7 +44,9 @@ def count(state, batch, key):
 
 def make_loop(steps, *hooks, step=count, batches=None, first_step=0):
     endless = iter(lambda: 1, None)
-    return Loop(first_step, step, endless if batches is None else batches, None, steps, hooks, first_step)
+    return Loop(
+        first_step, step, endless if batches is None else batches, None, steps, hooks, first_step
+    )
 
 
 def test_every_hook_sees_every_step_in_order():
@@ -65,7 +69,8 @@ def test_metrics_are_read_late_but_at_most_so_many_steps():
     make_loop(9, journal).run()
     dispatched = {step: count for kind, step, count in journal.events if kind == "metrics"}
     late = [dispatched[step] - 1 - step for step in range(9)]
-    # While steps are dispatched the host stays ahead by exactly AHEAD; at the end it has to wait for the rest.
+    # While steps are dispatched the host stays ahead by exactly AHEAD; at the end it has to wait
+    # for the rest.
     assert late == [AHEAD] * (9 - AHEAD) + list(range(AHEAD - 1, -1, -1))
 
 
@@ -76,12 +81,16 @@ class Value:
         self.value, self.ready = value, ready
 
     def __float__(self):
-        assert self.ready.wait(timeout=20), "the loop waited for a step before it had dispatched the next ones"
+        assert self.ready.wait(timeout=20), (
+            "the loop waited for a step before it had dispatched the next ones"
+        )
         return float(self.value)
 
 
 def test_the_host_runs_ahead_of_the_device():
-    """No value comes before AHEAD more steps were asked for: a loop that waited for one earlier would never end."""
+    """No value comes before AHEAD more steps were asked for: a loop that waited for one earlier
+    would never end.
+    """
     ready = [threading.Event() for _ in range(8 + AHEAD)]
 
     def step(state, batch, key):
@@ -118,7 +127,9 @@ def test_wait_reads_everything():
 
     journal = Journal()
     make_loop(5, journal, Waits()).run()
-    assert [count - 1 - step for kind, step, count in journal.events if kind == "metrics"] == [0] * 5
+    assert [count - 1 - step for kind, step, count in journal.events if kind == "metrics"] == [
+        0
+    ] * 5
 
 
 def test_the_data_may_end_first():
@@ -220,7 +231,9 @@ def test_it_runs_outside_of_the_main_thread():
 
 
 def test_times_add_up_and_leave_out_what_a_hook_took():
-    """With metrics read at once, each step's time is its own; after restart_clock a pause does not count."""
+    """With metrics read at once, each step's time is its own; after restart_clock a pause does not
+    count.
+    """
     seconds = []
 
     class Clock(Hook):
@@ -242,7 +255,9 @@ def test_times_add_up_and_leave_out_what_a_hook_took():
 
 
 def voting(votes):
-    """Steps whose metrics carry the strongest vote of several processes; one without data changes nothing."""
+    """Steps whose metrics carry the strongest vote of several processes; one without data changes
+    nothing.
+    """
 
     def step(state, batch, key):
         vote = votes.get(state, GO_ON)
@@ -252,7 +267,9 @@ def voting(votes):
 
 
 def test_all_processes_stop_when_the_vote_is_read():
-    """One process was asked in step 4; every process reads that after AHEAD more steps, and none leaves before."""
+    """One process was asked in step 4; every process reads that after AHEAD more steps, and none
+    leaves before.
+    """
     journal = Journal()
     loop = make_loop(100, journal, step=voting({4: STOP}))
     loop.run()

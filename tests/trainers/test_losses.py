@@ -1,4 +1,6 @@
-"""What is minimised beside the cross-entropy, computed here again: sums in loops, layers from their parts."""
+"""What is minimised beside the cross-entropy, computed here again: sums in loops, layers from their
+parts.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +17,20 @@ from maxtext.trainers.losses import evaluation_sums, language_model_losses, sepa
 from maxtext.trainers.setup import Setup
 
 GRAIN = "dataset_type=grain"
-AHEAD = (GRAIN, "mtp_num_layers=2", "mtp_loss_scaling_factor=0.3", "mtp_eval_target_module=2", "eval_interval=1")
-EXPERTS = (GRAIN, "num_experts=4", "num_experts_per_tok=2", "base_num_decoder_layers=2", "load_balance_loss_weight=0.3")
+AHEAD = (
+    GRAIN,
+    "mtp_num_layers=2",
+    "mtp_loss_scaling_factor=0.3",
+    "mtp_eval_target_module=2",
+    "eval_interval=1",
+)
+EXPERTS = (
+    GRAIN,
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "base_num_decoder_layers=2",
+    "load_balance_loss_weight=0.3",
+)
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,12 @@ class Model:
         template = Setup.of(config).template
         draw = np.random.default_rng(3).normal
         weights = quickly(lambda: initial_weights(config))()
-        weights = jax.tree.map(lambda leaf: leaf + 0.1 * draw(size=leaf.shape).astype(leaf.dtype), weights)
-        losses = quickly(lambda weights, batch: language_model_losses(config, template, weights, batch, None))
+        weights = jax.tree.map(
+            lambda leaf: leaf + 0.1 * draw(size=leaf.shape).astype(leaf.dtype), weights
+        )
+        losses = quickly(
+            lambda weights, batch: language_model_losses(config, template, weights, batch, None)
+        )
         evaluate = quickly(lambda weights, batch: evaluation_sums(config, template, weights, batch))
         return cls(config, template, weights, losses, evaluate)
 
@@ -50,7 +68,9 @@ def ahead(configure, quickly):
 
 
 def inputs_of(batch):
-    return LayerInputs(batch["inputs_position"], batch["inputs_segmentation"], None, batch["inputs"])
+    return LayerInputs(
+        batch["inputs_position"], batch["inputs_segmentation"], None, batch["inputs"]
+    )
 
 
 # Further tokens.
@@ -72,8 +92,8 @@ def rms(x, scale):
 
 
 def drafts(model, batch):
-    """For each further layer the logits [B, S, V], from the definition: the layer reads the next tokens of a document
-    (id 0 beyond its end) and what the layer before it gave."""
+    """For each further layer the logits [B, S, V], from the definition: the layer reads the next
+    tokens of a document (id 0 beyond its end) and what the layer before it gave."""
     x, _ = model.bound.run(batch["inputs"], inputs_of(batch))
     for steps, layer in enumerate(model.bound.mtp.layers, start=1):
         ids = np.zeros_like(batch["inputs"])
@@ -81,10 +101,18 @@ def drafts(model, batch):
             ids[row, place] = batch["inputs"][row, place + steps]
         embedded = np.asarray(model.bound.embedder.embedding[...])[ids]
         joined = np.concatenate(
-            [rms(embedded, layer.embedding_norm.scale[...]), rms(np.asarray(x), layer.hidden_norm.scale[...])], axis=-1
+            [
+                rms(embedded, layer.embedding_norm.scale[...]),
+                rms(np.asarray(x), layer.hidden_norm.scale[...]),
+            ],
+            axis=-1,
         )
-        x, _ = layer.block(jnp.asarray(joined @ np.asarray(layer.projection.kernel[...])), inputs_of(batch))
-        yield np.asarray(rms(np.asarray(x), layer.output_norm.scale[...]) @ model.bound.head.kernel[...])
+        x, _ = layer.block(
+            jnp.asarray(joined @ np.asarray(layer.projection.kernel[...])), inputs_of(batch)
+        )
+        yield np.asarray(
+            rms(np.asarray(x), layer.output_norm.scale[...]) @ model.bound.head.kernel[...]
+        )
 
 
 @pytest.mark.slow
@@ -94,24 +122,33 @@ def test_the_loss_of_further_tokens(ahead, packed):
         for steps, logits in enumerate(drafts(ahead, packed), start=1):
             for row, place in places(packed, steps):
                 scores = logits[row, place].astype(np.float64)
-                total += np.log(np.exp(scores).sum()) - scores[packed["targets"][row, place + steps]]
+                total += (
+                    np.log(np.exp(scores).sum()) - scores[packed["targets"][row, place + steps]]
+                )
                 count += 1
     losses = ahead.losses(ahead.weights, packed)
     assert float(losses.sums["mtp_loss"]) == pytest.approx(0.3 * total, rel=1e-5)
     counts = token_counts(ahead.config, packed)
-    assert counts["mtp_loss"] == count == sum(max(n - 1, 0) + max(n - 2, 0) for n in (16, 4, 7, 5, 6, 3, 7, 2, 1, 8, 1))
+    assert (
+        counts["mtp_loss"]
+        == count
+        == sum(max(n - 1, 0) + max(n - 2, 0) for n in (16, 4, 7, 5, 6, 3, 7, 2, 1, 8, 1))
+    )
     assert counts["lm_loss"] == counts["z_loss"] == 16 + 4 + 7 + 5 + 6 + 3 + 7 + 2 + 1 + 8 + 1
 
 
 @pytest.mark.slow
 def test_a_draft_is_taken_where_the_model_says_the_same(ahead, packed):
-    """Of the second further layer, whose drafts the model itself comes to two places on. It knows few words here, so
-    that both agree now and then."""
+    """Of the second further layer, whose drafts the model itself comes to two places on. It knows
+    few words here, so that both agree now and then."""
     few = jnp.arange(ahead.config.vocab_size) < 3
     weights = ahead.weights | {"head": {"kernel": ahead.weights["head"]["kernel"] * few}}
     ahead = replace(ahead, weights=weights)
     with jax.default_matmul_precision("highest"):
-        said = np.argmax(ahead.bound(packed["inputs"], packed["inputs_position"], packed["inputs_segmentation"]), -1)
+        said = np.argmax(
+            ahead.bound(packed["inputs"], packed["inputs_position"], packed["inputs_segmentation"]),
+            -1,
+        )
         drafted = np.argmax(list(drafts(ahead, packed))[1], -1)
     taken = [said[row, place + 2] == drafted[row, place] for row, place in places(packed, 2)]
     sums = ahead.evaluate(ahead.weights, packed)
@@ -123,8 +160,9 @@ def test_a_draft_is_taken_where_the_model_says_the_same(ahead, packed):
 
 
 def balance(model, batch):
-    """E² · mean over sequences and experts of (fraction of the tokens that chose it · its mean probability), for each
-    layer; over the tokens of a sequence, and over sequences that have any."""
+    """E² · mean over sequences and experts of (fraction of the tokens that chose it · its mean
+    probability), for each layer; over the tokens of a sequence, and over sequences that have
+    any."""
     x = model.bound.embed(batch["inputs"])
     for layer in model.bound.layers[0].blocks[0]:
         x = x + layer.mix(layer.attention_norm(x), inputs_of(batch))[0]
@@ -148,7 +186,9 @@ def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed
     losses = model.losses(model.weights, packed)
     reported = np.ravel(losses.reports["layers"][0]["blocks"][0]["load_balance_loss"])
     np.testing.assert_allclose(reported, 0.3 * np.array(expected), rtol=1e-5)
-    assert float(losses.auxiliary["load_balance_loss"]) == pytest.approx(0.3 * sum(expected), rel=1e-5)
+    assert float(losses.auxiliary["load_balance_loss"]) == pytest.approx(
+        0.3 * sum(expected), rel=1e-5
+    )
 
 
 def test_further_layers_have_their_part_in_it(configure, quickly, packed):
@@ -157,16 +197,24 @@ def test_further_layers_have_their_part_in_it(configure, quickly, packed):
     of_layers = float(jnp.sum(losses.reports["layers"][0]["blocks"][0]["load_balance_loss"]))
     further = float(losses.reports["mtp"]["layers"][0]["block"]["load_balance_loss"])
     assert further > 0.3  # times two at an even load
-    assert float(losses.auxiliary["load_balance_loss"]) == pytest.approx(of_layers + further, rel=1e-6)
+    assert float(losses.auxiliary["load_balance_loss"]) == pytest.approx(
+        of_layers + further, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ((GRAIN,), True),
-        ((GRAIN, "packing=false"), False),  # causal attention does not look at the padding behind it
+        (
+            (GRAIN, "packing=false"),
+            False,
+        ),  # causal attention does not look at the padding behind it
         ((GRAIN, "packing=false", "attention_type=full"), True),
-        ((GRAIN, "packing=false", "decoder_block=mixtral", "num_experts=4"), True),  # padding would take experts' room
+        (
+            (GRAIN, "packing=false", "decoder_block=mixtral", "num_experts=4"),
+            True,
+        ),  # padding would take experts' room
         (("decoder_block=mixtral", "num_experts=4"), False),  # synthetic rows have no padding
         ((), False),
     ],

@@ -1,7 +1,9 @@
-"""No silent knobs, in any family: a key of the model that is set changes what is computed, or is refused.
+"""No silent knobs, in any family: a key of the model that is set changes what is computed, or is
+refused.
 
-Every key of the model's groups is added to every configuration below; the parts of a program (conftest.py) are
-compared with and without it. `configs/types/blocks.py` says what blocks have; this holds it against models.
+Every key of the model's groups is added to every configuration below; the parts of a program
+(conftest.py) are compared with and without it. `configs/types/blocks.py` says what blocks have;
+this holds it against models.
 """
 
 import pytest
@@ -11,7 +13,8 @@ from maxtext.configs import ledger, load, types
 from maxtext.configs.derive import CUSTOM_TENSORS, Devices
 from maxtext.configs.sources import from_python, from_words
 
-# bfloat16, so that asking for float32 makes a difference; two rows, and more tokens than any window or chunk.
+# bfloat16, so that asking for float32 makes a difference; two rows, and more tokens than any window
+# or chunk.
 TINY = {
     "base_emb_dim": 16, "base_num_query_heads": 4, "base_num_kv_heads": 4, "base_mlp_dim": 24,
     "base_num_decoder_layers": 1, "vocab_size": 29, "max_target_length": 16, "per_device_batch_size": 2,
@@ -24,11 +27,24 @@ LATENT = {
     "decoder_block": "deepseek", "attention_type": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 8, "v_head_dim": 6,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_factor": 4, "original_max_position_embeddings": 256, "rope_max_timescale": 100}
+YARN = {
+    "rope_type": "yarn",
+    "rope_factor": 4,
+    "original_max_position_embeddings": 256,
+    "rope_max_timescale": 100,
+}
 GEMMA4 = {"decoder_block": "gemma4", "base_num_decoder_layers": 6, "global_head_dim": 16}
 ONE_EACH = {"base_num_decoder_layers": 2, "architecture": {"layer_kinds": ["sliding", "full"]}}
-ENGRAM = {"engram_layers": "[0]", "engram_vocab_bases": "[20, 20]", "engram_head_dim": 4, "engram_num_heads": 2}
-CUSTOM = {"remat_policy": "custom", "use_post_ffw_norm": "true"}  # the norm needs what the MLP gives
+ENGRAM = {
+    "engram_layers": "[0]",
+    "engram_vocab_bases": "[20, 20]",
+    "engram_head_dim": 4,
+    "engram_num_heads": 2,
+}
+CUSTOM = {
+    "remat_policy": "custom",
+    "use_post_ffw_norm": "true",
+}  # the norm needs what the MLP gives
 INDEXED = {"use_indexer": "true", "indexer_topk": 3, "indexer_head_dim": 8, "indexer_n_heads": 2}
 CONFIGURATIONS = {
     **{name: HEADS | {"decoder_block": name} for name in ("default", "llama2", "mistral", "gemma", "qwen2", "qwen3")},
@@ -69,7 +85,10 @@ VARIANTS = {
     "norms": (HEADS | {"use_qk_norm": "true"}, (types.ModelArchitecture, *ATTENTION)),
     "moba": (HEADS | {"moba": "true", "moba_chunk_size": 4, "moba_topk": 2}, ATTENTION),
     "mistral window": (HEADS | WINDOW | {"decoder_block": "mistral"}, (*ATTENTION, *POSITIONS)),
-    "gemma4 experts": (HEADS | WINDOW | GEMMA4 | ONE_EACH | MOE, (types.ModelArchitecture, *EXPERTS)),
+    "gemma4 experts": (
+        HEADS | WINDOW | GEMMA4 | ONE_EACH | MOE,
+        (types.ModelArchitecture, *EXPERTS),
+    ),
     "llama4 without positions": (
         HEADS
         | MOE
@@ -168,7 +187,9 @@ STAND_INS = {"simple": SIZES, "simple_mlp": SIZES - {"base_mlp_dim"}}
 
 def tried(groups):
     """(key, value) of every key of these groups that acts, and of what a step may keep or drop."""
-    keys = [key for group in groups for key in group.model_fields if ledger.status(key).kind == "acts"]
+    keys = [
+        key for group in groups for key in group.model_fields if ledger.status(key).kind == "acts"
+    ]
     for key in [*keys, *CUSTOM_TENSORS, "dropout_rate"]:
         if key in ELSEWHERE or key in ("decoder_block", "global_parameter_scale"):
             continue
@@ -213,7 +234,17 @@ def silent(name, program, excused):
 
 
 # Families whose layers are made of parts that no other of them has; the rest repeat those parts.
-REPRESENTATIVE = ("default", "gpt3", "gemma4", "mixtral", "qwen3_next", "gpt_oss", "llama4", "deepseek", "simple")
+REPRESENTATIVE = (
+    "default",
+    "gpt3",
+    "gemma4",
+    "mixtral",
+    "qwen3_next",
+    "gpt_oss",
+    "llama4",
+    "deepseek",
+    "simple",
+)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Documents packed into rows train a model as they do one a row: nothing leaks from one into the next."""
+"""Documents packed into rows train a model as they do one a row: nothing leaks from one into the
+next.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,13 @@ MODELS = {
     "latent": LATENT,
     "experts": ("decoder_block=mixtral", *EXPERTS),
     "delta": ("decoder_block=qwen3_5", *DELTA, *kinds("linear", "linear")),
-    "delta and attention": ("decoder_block=qwen3_next", *EXPERTS, *DELTA, *kinds("linear", "full"), "shared_experts=1"),
+    "delta and attention": (
+        "decoder_block=qwen3_next",
+        *EXPERTS,
+        *DELTA,
+        *kinds("linear", "full"),
+        "shared_experts=1",
+    ),
 }
 QUICK = {"attention", "delta"}
 STEPS = 3
@@ -61,7 +69,11 @@ def test_packed_training_is_unpacked_training(make_bench, files, name, packing):
     if packing == "concat_then_split":  # the same pieces of documents, one a row
         alone = one_a_row(packed)
     assert packed["inputs_segmentation"].max() >= 3
-    assert (packed["targets_segmentation"] != 0).sum() == (alone["targets_segmentation"] != 0).sum() > 250
+    assert (
+        (packed["targets_segmentation"] != 0).sum()
+        == (alone["targets_segmentation"] != 0).sum()
+        > 250
+    )
     packed, alone = filled_up(packed), filled_up(alone)  # one shape, one program
     ours, theirs = bench.state, bench.state
     for step in range(STEPS):
@@ -69,7 +81,9 @@ def test_packed_training_is_unpacked_training(make_bench, files, name, packing):
         theirs, alone_metrics = bench(alone, theirs)
         assert packed_metrics["loss"] == pytest.approx(alone_metrics["loss"], rel=1e-5)
         if step == 0:
-            assert packed_metrics["raw_grad_norm"] == pytest.approx(alone_metrics["raw_grad_norm"], rel=1e-5)
+            assert packed_metrics["raw_grad_norm"] == pytest.approx(
+                alone_metrics["raw_grad_norm"], rel=1e-5
+            )
 
 
 def filled_up(batch):

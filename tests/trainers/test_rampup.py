@@ -1,4 +1,6 @@
-"""Batch-size ramp-up: how many rows each step gets, and that every row comes once, also across a restart."""
+"""Batch-size ramp-up: how many rows each step gets, and that every row comes once, also across a
+restart.
+"""
 
 import json
 
@@ -26,7 +28,9 @@ def config_of(start, increment, full, samples, devices=1, pieces=1, words=()):
 
 
 def closed_form(start, increment, full, samples, devices=1, pieces=1):
-    """The rows of each step until the full size: the k-th of n sizes until k/n of the samples are used."""
+    """The rows of each step until the full size: the k-th of n sizes until k/n of the samples are
+    used.
+    """
     increments = round((full - start) / increment)
     rows = []
     for stage in range(increments):
@@ -36,7 +40,9 @@ def closed_form(start, increment, full, samples, devices=1, pieces=1):
 
 
 class Numbered(BatchIterator):
-    """Rows that carry their own number, from 0, in batches of the full size; `limit` batches at most."""
+    """Rows that carry their own number, from 0, in batches of the full size; `limit` batches at
+    most.
+    """
 
     def __init__(self, rows, limit=10**9):
         self.rows, self.limit, self.batch = rows, limit, 0
@@ -66,7 +72,13 @@ CASES = [
     {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 4},
     {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 2, "pieces": 2},
     {"start": 1.3, "increment": 0.9, "full": 4.0, "samples": 96, "devices": 8},
-    {"start": 1.3, "increment": 0.9, "full": 4.0, "samples": 3, "devices": 8},  # fewer than one batch
+    {
+        "start": 1.3,
+        "increment": 0.9,
+        "full": 4.0,
+        "samples": 3,
+        "devices": 8,
+    },  # fewer than one batch
 ]
 
 
@@ -92,7 +104,9 @@ def test_rows_follow_the_closed_form_and_none_is_lost_or_repeated(case):
 
 
 def test_fractional_sizes_end_the_ramp_within_a_batch_of_its_samples():
-    """10.4, 17.6 and 24.8 rows on 8 devices: rounded each, and 96 samples are reached by the last of them."""
+    """10.4, 17.6 and 24.8 rows on 8 devices: rounded each, and 96 samples are reached by the last
+    of them.
+    """
     config = config_of(1.3, 0.9, 4.0, 96, devices=8)
     ramp = [rows_at(config, step) for step in range(config.rampup_end_step)]
     assert ramp == [10, 10, 10, 10, 18, 18, 25]
@@ -118,7 +132,9 @@ def test_a_restart_at_any_step_goes_on_with_the_same_rows():
         resumed = ramp_up(config, Numbered(8))
         resumed.set_state(json.loads(json.dumps(states[stopped])))  # as a checkpoint keeps it
         assert resumed.get_state() == states[stopped]
-        assert [next(resumed)["inputs"][:, 0].tolist() for _ in range(steps - stopped)] == rows[stopped:]
+        assert [next(resumed)["inputs"][:, 0].tolist() for _ in range(steps - stopped)] == rows[
+            stopped:
+        ]
 
 
 def test_a_state_can_be_restored_twice_and_reset_starts_anew():

@@ -28,7 +28,9 @@ def choose(monkeypatch, tmp_path):
 
     def run(shared, damaged=(), local=None):
         broken = {str(step) for step in damaged}
-        monkeypatch.setattr(restore, "verify", lambda path, *_: ["it is damaged"] if path.name in broken else [])
+        monkeypatch.setattr(
+            restore, "verify", lambda path, *_: ["it is damaged"] if path.name in broken else []
+        )
         monkeypatch.setattr(restore, "read_state", lambda setup, stored: (None, None))
         monkeypatch.setattr(restore, "Stored", lambda path: SimpleNamespace(step=int(path.name)))
         found = restore.newest(None, [tmp_path / str(step) for step in shared], local)

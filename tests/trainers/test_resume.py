@@ -1,4 +1,5 @@
-"""Where runs start and what they leave: restore order, refusals, damage, tiers, lost losses, signals.
+"""Where runs start and what they leave: restore order, refusals, damage, tiers, lost losses,
+signals.
 
 The oracle is the run that was never interrupted, or arrays read back by other code.
 """
@@ -38,7 +39,11 @@ def go(configure, light_compiler, tmp_path):
     def run(name, *words):
         given = {word.partition("=")[0] for word in words}
         rest = [word for word in (*TWO, *RATE, SCHEDULE) if word.partition("=")[0] not in given]
-        places = (f"base_output_directory={tmp_path}", f"run_name={name}", f"metrics_file={tmp_path}/{name}.jsonl")
+        places = (
+            f"base_output_directory={tmp_path}",
+            f"run_name={name}",
+            f"metrics_file={tmp_path}/{name}.jsonl",
+        )
         return pretrain.train(configure(*rest, *words, *places))
 
     run.folder = tmp_path
@@ -52,7 +57,9 @@ def go(configure, light_compiler, tmp_path):
 
 def arrays(step: Path):
     stored = Stored(step)
-    wanted = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()}
+    wanted = {
+        name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
+    }
     return {"/".join(name): array for name, array in stored.read(wanted).items()}
 
 
@@ -67,12 +74,18 @@ def assert_equal(one, other, exact=True):
 
 
 def listing(folder):
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def damage(step):
     """Flip one bit of the arrays."""
-    file = max((path for path in (step / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file = max(
+        (path for path in (step / "state").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -106,17 +119,26 @@ def test_layers_may_be_unrolled_on_the_way(go):
         assert weights.tensors["layers/1/attention/query/kernel"].shape == (16, 4, 8)
         if step == 3:
             stacked = scanned["weights/layers/0/blocks/0/attention/query/kernel"]
-            np.testing.assert_array_equal(weights.read("layers/1/attention/query/kernel"), stacked[:, 1])
+            np.testing.assert_array_equal(
+                weights.read("layers/1/attention/query/kernel"), stacked[:, 1]
+            )
     # Without a step in between the very bits.
     setup = restore.Setup.of(
-        go("there", "steps=6", "scan_layers=true").setup.config.model_copy(update={"scan_layers": False})
+        go("there", "steps=6", "scan_layers=true").setup.config.model_copy(
+            update={"scan_layers": False}
+        )
     )
     state, _ = restore.read_state(setup, Stored(go.checkpoints("there") / "6"))
     saved = arrays(go.checkpoints("there") / "6")
-    for tree, prefix in ((state.weights, "weights"), (moments(state, "mu"), moment_prefix(saved, "mu"))):
+    for tree, prefix in (
+        (state.weights, "weights"),
+        (moments(state, "mu"), moment_prefix(saved, "mu")),
+    ):
         for layer in (0, 1):
             found = tree["layers"][0]["blocks"][0][layer]["mlp"]["wo"]["kernel"]
-            np.testing.assert_array_equal(found, saved[f"{prefix}/layers/0/blocks/0/mlp/wo/kernel"][:, layer])
+            np.testing.assert_array_equal(
+                found, saved[f"{prefix}/layers/0/blocks/0/mlp/wo/kernel"][:, layer]
+            )
 
 
 def moments(state, name):
@@ -153,7 +175,11 @@ def test_the_order_of_restoring(go):
         step = all_steps(go.checkpoints("first"))[-1] if path.name == "first" else 3
         name = f"from{step}"
         result = go(
-            name, "steps=1", f"load_parameters_path={path}", "learning_rate=0", "save_checkpoint_on_completion=false"
+            name,
+            "steps=1",
+            f"load_parameters_path={path}",
+            "learning_rate=0",
+            "save_checkpoint_on_completion=false",
         )
         assert int(result.state.step) == 1
         assert not go.checkpoints(name).exists()
@@ -165,11 +191,16 @@ def test_the_order_of_restoring(go):
 def test_bad_starts_are_sentences_and_change_nothing(go, tmp_path):
     go("run", "steps=1")
     before = listing(go.folder / "run")
-    with pytest.raises(ConfigError, match="is of another model .*has shape .*16.* in the checkpoint and .*24.* here"):
+    with pytest.raises(
+        ConfigError,
+        match="is of another model .*has shape .*16.* in the checkpoint and .*24.* here",
+    ):
         go("run", "steps=2", "base_emb_dim=24")
     with pytest.raises(ConfigError, match="is of another model .*is not in the checkpoint"):
         go("run", "steps=2", "base_num_decoder_layers=3")
-    with pytest.raises(ConfigError, match="saved with opt_type=adamw, and this run has opt_type=sgd"):
+    with pytest.raises(
+        ConfigError, match="saved with opt_type=adamw, and this run has opt_type=sgd"
+    ):
         go("run", "steps=2", "opt_type=sgd")
     with pytest.raises(ConfigError, match="saved with other settings of the optimizer"):
         go("run", "steps=2", "skip_step_on_spikes=true")
@@ -178,10 +209,22 @@ def test_bad_starts_are_sentences_and_change_nothing(go, tmp_path):
         go("new", "steps=1", f"load_full_state_path={tmp_path}")
     with pytest.raises(UserError, match="there is no folder"):
         go("new", "steps=1", f"load_full_state_path={tmp_path}/nowhere")
-    with pytest.raises(ConfigError, match="source_checkpoint_layout=safetensors, but .* holds orbax"):
-        go("new", "steps=1", f"load_full_state_path={go.folder}/run", "source_checkpoint_layout=safetensors")
+    with pytest.raises(
+        ConfigError, match="source_checkpoint_layout=safetensors, but .* holds orbax"
+    ):
+        go(
+            "new",
+            "steps=1",
+            f"load_full_state_path={go.folder}/run",
+            "source_checkpoint_layout=safetensors",
+        )
     with pytest.raises(ConfigError, match="cannot be imported"):
-        go("new", "steps=1", f"load_parameters_path={go.folder}/run", "checkpoint_conversion_fn=no.such.function")
+        go(
+            "new",
+            "steps=1",
+            f"load_parameters_path={go.folder}/run",
+            "checkpoint_conversion_fn=no.such.function",
+        )
     assert not (go.folder / "new").exists()
 
 
@@ -196,11 +239,15 @@ def test_a_function_may_change_the_weights_that_are_read(go, monkeypatch):
     import sys
     import types
 
-    monkeypatch.setitem(sys.modules, "my_weights", types.SimpleNamespace(halved=halved, fewer=lambda weights: {}))
+    monkeypatch.setitem(
+        sys.modules, "my_weights", types.SimpleNamespace(halved=halved, fewer=lambda weights: {})
+    )
     words = ("steps=1", f"load_parameters_path={go.folder}/run", "learning_rate=0")
     result = go("new", *words, "checkpoint_conversion_fn=my_weights.halved")
     np.testing.assert_array_equal(result.state.weights["head"]["kernel"], expected)
-    with pytest.raises(UserError, match="my_weights.fewer returned other weights than the model has"):
+    with pytest.raises(
+        UserError, match="my_weights.fewer returned other weights than the model has"
+    ):
         go("other", *words, "checkpoint_conversion_fn=my_weights.fewer")
 
 
@@ -224,7 +271,9 @@ def test_damage_is_named_and_the_one_before_is_taken(go, caplog_lines):
     for step in all_steps(folder):
         damage(folder / str(step))
     before = listing(folder)
-    with pytest.raises(UserError, match="has no checkpoint that can be read: steps 2, 6 are damaged"):
+    with pytest.raises(
+        UserError, match="has no checkpoint that can be read: steps 2, 6 are damaged"
+    ):
         go("run", "steps=8")
     assert listing(folder) == before
 
@@ -305,7 +354,9 @@ def test_a_signal_saves_unless_told_not_to(go, stop_at):
 
 @pytest.mark.slow
 def test_checkpoints_without_pause(go):
-    """A save begins as soon as the one before it is complete: in between are as many steps as that one took."""
+    """A save begins as soon as the one before it is complete: in between are as many steps as that
+    one took.
+    """
     words = ("enable_continuous_checkpointing=true", "max_num_checkpoints_to_keep=3")
     go("blocking", "steps=6", "async_checkpointing=false", *words)
     assert all_steps(go.checkpoints("blocking")) == [4, 5, 6]
@@ -319,7 +370,13 @@ def test_checkpoints_without_pause(go):
 
 @pytest.mark.slow
 def test_old_checkpoints_may_be_kept_elsewhere(go):
-    go("run", "steps=3", "checkpoint_period=1", "max_num_checkpoints_to_keep=1", "checkpoint_todelete_subdir=old")
+    go(
+        "run",
+        "steps=3",
+        "checkpoint_period=1",
+        "max_num_checkpoints_to_keep=1",
+        "checkpoint_todelete_subdir=old",
+    )
     folder = go.checkpoints("run")
     assert all_steps(folder) == [3]
     assert all_steps(folder / "old") == [1, 2]
@@ -331,7 +388,9 @@ def test_old_checkpoints_may_be_kept_elsewhere(go):
 
 @pytest.mark.slow
 def test_a_lost_loss_leaves_the_last_good_step(go):
-    """Saved is the state before the bad batch, with the place in the data before it, so nothing is skipped."""
+    """Saved is the state before the bad batch, with the place in the data before it, so nothing is
+    skipped.
+    """
     bad = "learning_rate=1e30"
     with pytest.raises(TrainingFailed):
         go("run", "steps=9", bad)
@@ -340,7 +399,11 @@ def test_a_lost_loss_leaves_the_last_good_step(go):
     (good,) = saved
     stored = Stored(go.checkpoints("run") / str(good))
     assert stored.positions()[0]["step"] == good
-    assert all(np.isfinite(array).all() for array in arrays(stored.path).values() if array.dtype.kind == "f")
+    assert all(
+        np.isfinite(array).all()
+        for array in arrays(stored.path).values()
+        if array.dtype.kind == "f"
+    )
     with pytest.raises(TrainingFailed, match=f"of step {good} "):
         go("run", "steps=9", bad)
 
@@ -348,7 +411,11 @@ def test_a_lost_loss_leaves_the_last_good_step(go):
 @pytest.mark.slow
 def test_the_newest_tier_is_taken(go, stop_at, caplog_lines, tmp_path):
     local = tmp_path / "local"
-    words = ("enable_emergency_checkpoint=true", f"local_checkpoint_directory={local}", "local_checkpoint_period=2")
+    words = (
+        "enable_emergency_checkpoint=true",
+        f"local_checkpoint_directory={local}",
+        "local_checkpoint_period=2",
+    )
     go("whole", "steps=11")
     stop_at(7)
     go("run", "steps=11", "checkpoint_period=5", "save_checkpoint_on_completion=false", *words)
@@ -356,7 +423,8 @@ def test_the_newest_tier_is_taken(go, stop_at, caplog_lines, tmp_path):
     parts = local / "run" / "process_0"
     assert sorted(path.name for path in parts.iterdir()) == ["4", "6"], "the newest two"
     stop_at(100)
-    # The machine's own disk has a newer step; damaged, it does not count, and neither does that of another mesh or run.
+    # The machine's own disk has a newer step; damaged, it does not count, and neither does that of
+    # another mesh or run.
     result = go("run", "steps=6", "checkpoint_period=5", *words)
     assert int(result.state.step) == 6
     file = next((parts / "6").glob("*.safetensors"))
@@ -364,7 +432,10 @@ def test_the_newest_tier_is_taken(go, stop_at, caplog_lines, tmp_path):
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert int(go("run", "steps=5", "checkpoint_period=5", *words).state.step) == 5
     file.write_bytes(good)
-    assert int(go("run", "steps=5", "checkpoint_period=5", "weight_dtype=bfloat16", *words).state.step) == 5
+    assert (
+        int(go("run", "steps=5", "checkpoint_period=5", "weight_dtype=bfloat16", *words).state.step)
+        == 5
+    )
     assert any("the local checkpoint of step 6 is not used" in line for line in caplog_lines)
     go("run", "steps=11", "checkpoint_period=5", *words)
     assert go.losses("run") == go.losses("whole")
@@ -380,7 +451,11 @@ def test_keys_that_would_do_nothing_are_refused(configure):
         (["enable_orbax_v1=true"], "does not act"),
         (["enable_single_replica_ckpt_restoring=true"], "does not act"),
         (
-            ["enable_emergency_checkpoint=true", "local_checkpoint_directory=x", "local_checkpoint_period=10000"],
+            [
+                "enable_emergency_checkpoint=true",
+                "local_checkpoint_directory=x",
+                "local_checkpoint_period=10000",
+            ],
             "must be smaller than checkpoint_period",
         ),
     ):

@@ -75,7 +75,9 @@ def test_it_ends_with_a_last_try(make):
     hook.saver.full = True
     loop.run()
     hook.saver.full = False
-    with pytest.raises(SaveFailed, match="2 saves in a row failed.* the same command goes on at step 21"):
+    with pytest.raises(
+        SaveFailed, match="2 saves in a row failed.* the same command goes on at step 21"
+    ):
         hook.finish(loop)
     assert hook.saver.saved == [21]
 

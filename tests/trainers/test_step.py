@@ -1,4 +1,6 @@
-"""The train step: its loss, gradients and update against torch, and what may and may not change them."""
+"""The train step: its loss, gradients and update against torch, and what may and may not change
+them.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ TOKENS = 16 + 11 + 0 + 5 + 16 + 2 + 9 + 1  # learned from in the packed batch
 
 
 def torch_losses(logits, batch):
-    """(mean cross-entropy, mean squared logsumexp) over the tokens that are no padding, in float64."""
+    """(mean cross-entropy, mean squared logsumexp) over the tokens that are no padding, in
+    float64.
+    """
     logits = torch.tensor(np.asarray(logits), dtype=torch.float64).flatten(0, 1)
     learned = torch.tensor(batch["targets_segmentation"] != 0).flatten()
     targets = torch.tensor(batch["targets"], dtype=torch.int64).flatten()
@@ -27,13 +31,17 @@ def torch_losses(logits, batch):
 
 @pytest.fixture(scope="module")
 def independent(make_bench, quickly):
-    """(logits, gradients): of the model alone, and of the masked mean loss written without the trainer's losses."""
+    """(logits, gradients): of the model alone, and of the masked mean loss written without the
+    trainer's losses.
+    """
     bench = make_bench(*PLAIN)
 
     def loss(weights, batch, z):
         logits = bench.logits(weights, batch)
         learned = jnp.asarray(batch["targets_segmentation"] != 0, jnp.float32)
-        logarithms = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], -1)[..., 0]
+        logarithms = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), batch["targets"][..., None], -1
+        )[..., 0]
         squares = jax.nn.logsumexp(logits, -1) ** 2
         return jnp.sum(learned * (z * squares - logarithms)) / jnp.sum(learned)
 
@@ -43,7 +51,10 @@ def independent(make_bench, quickly):
 
 def named(tree):
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in flat}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+        for path, leaf in flat
+    }
 
 
 def update_of(bench, batch):
@@ -61,7 +72,9 @@ def assert_same_update(ours, expected, relative=2e-6):
     assert ours.keys() == expected.keys()
     scale = largest(expected)
     for name in expected:
-        np.testing.assert_allclose(ours[name], expected[name], rtol=0, atol=relative * scale, err_msg=name)
+        np.testing.assert_allclose(
+            ours[name], expected[name], rtol=0, atol=relative * scale, err_msg=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +108,9 @@ def test_the_update_is_the_rate_times_the_gradient(make_bench, packed, whole, in
     gradients = independent[1](bench.state.weights, packed, 0.05)
     update, metrics = whole
     assert_same_update(update, {name: -0.5 * gradient for name, gradient in gradients.items()})
-    norm = np.sqrt(sum(np.sum(np.square(gradient, dtype=np.float64)) for gradient in gradients.values()))
+    norm = np.sqrt(
+        sum(np.sum(np.square(gradient, dtype=np.float64)) for gradient in gradients.values())
+    )
     assert metrics["raw_grad_norm"] == metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     state, _ = bench(packed)
     weights = named(state.weights).values()
@@ -108,8 +123,12 @@ def test_accumulation_gives_the_update_of_the_whole_batch(make_bench, packed, wh
     """Also where a piece holds rows of very unequal token counts, and with an auxiliary loss."""
     expected, metrics = whole
     counts = np.count_nonzero(packed["targets_segmentation"], axis=1)
-    assert len({int(counts[place::pieces].sum()) for place in range(pieces)}) == pieces, "the pieces must differ"
-    update, pieced = update_of(make_bench(*PLAIN, *Z_LOSS, f"gradient_accumulation_steps={pieces}"), packed)
+    assert len({int(counts[place::pieces].sum()) for place in range(pieces)}) == pieces, (
+        "the pieces must differ"
+    )
+    update, pieced = update_of(
+        make_bench(*PLAIN, *Z_LOSS, f"gradient_accumulation_steps={pieces}"), packed
+    )
     assert_same_update(update, expected)
     assert pieced == pytest.approx(metrics, rel=2e-6)
 
@@ -125,7 +144,9 @@ def test_padding_is_not_learned_from(make_bench, packed, whole):
     """Other tokens where the segmentation is 0 change nothing, to the bit."""
     padding = packed["targets_segmentation"] == 0
     noise = np.random.default_rng(0).integers(0, 41, padding.shape)
-    changed = packed | {name: np.where(padding, noise, packed[name]) for name in ("inputs", "targets")}
+    changed = packed | {
+        name: np.where(padding, noise, packed[name]) for name in ("inputs", "targets")
+    }
     update, metrics = update_of(make_bench(*PLAIN, *Z_LOSS), changed)
     expected, expected_metrics = whole
     assert metrics == expected_metrics
@@ -134,8 +155,12 @@ def test_padding_is_not_learned_from(make_bench, packed, whole):
 
 
 def test_rows_of_one_document_are_the_same_with_and_without_packing(make_bench, packed):
-    """Without packing attention has no mask between documents: it needs none before the padding of a row."""
-    rows = [place for place, segments in enumerate(packed["inputs_segmentation"]) if segments.max() <= 1]
+    """Without packing attention has no mask between documents: it needs none before the padding of
+    a row.
+    """
+    rows = [
+        place for place, segments in enumerate(packed["inputs_segmentation"]) if segments.max() <= 1
+    ]
     assert len(rows) == 5
     single = {name: field[[*rows, *rows[:3]]] for name, field in packed.items()}
     update, metrics = update_of(make_bench(*PLAIN, *Z_LOSS, "packing=false"), single)
@@ -154,7 +179,9 @@ def test_a_batch_of_padding_alone_changes_nothing(make_bench, packed):
 def test_clipping_scales_the_whole_gradient(make_bench, packed, whole):
     free, metrics = whole
     threshold = metrics["raw_grad_norm"] / 3
-    bench = make_bench("opt_type=sgd", "learning_rate=0.5", f"gradient_clipping_threshold={threshold}", *Z_LOSS)
+    bench = make_bench(
+        "opt_type=sgd", "learning_rate=0.5", f"gradient_clipping_threshold={threshold}", *Z_LOSS
+    )
     clipped, clipped_metrics = update_of(bench, packed)
     assert_same_update(clipped, {name: leaf / 3 for name, leaf in free.items()}, relative=1e-5)
     assert clipped_metrics["raw_grad_norm"] == pytest.approx(metrics["raw_grad_norm"], rel=1e-6)
@@ -166,9 +193,11 @@ def test_bfloat16_gradients_are_the_rounded_ones(make_bench, packed, independent
     gradients = independent[1](bench.state.weights, packed)
     update, metrics = update_of(bench, packed)
     rounded = {
-        name: torch.tensor(leaf).to(torch.bfloat16).to(torch.float32).numpy() for name, leaf in gradients.items()
+        name: torch.tensor(leaf).to(torch.bfloat16).to(torch.float32).numpy()
+        for name, leaf in gradients.items()
     }
-    # A gradient that lies on the edge between two bfloat16 numbers may fall to either side, one part in 256 apart.
+    # A gradient that lies on the edge between two bfloat16 numbers may fall to either side, one
+    # part in 256 apart.
     off = total = 0
     for name in update:
         step = -0.5 * rounded[name].astype(np.float64)
@@ -195,20 +224,25 @@ def test_only_what_the_mask_names_trains(make_bench, packed):
     assert 2 <= len(trained) < len(before)
     for name in before:
         assert np.array_equal(before[name], after[name]) == (name not in trained), name
-    # What does not train has no optimizer state: two moments for each trained weight, and a few counters.
+    # What does not train has no optimizer state: two moments for each trained weight, and a few
+    # counters.
     kept = sum(leaf.size for leaf in jax.tree.leaves(bench.state.optimizer))
     moments = 2 * sum(before[name].size for name in trained)
     assert moments <= kept <= moments + 8
 
 
 def test_gradients_of_many_microbatches_add_up_in_float32():
-    """512 times 0.01 in bfloat16 stops at 4, where a step of the format is larger than twice what is added."""
+    """512 times 0.01 in bfloat16 stops at 4, where a step of the format is larger than twice what
+    is added.
+    """
     weights = {"w": jnp.zeros(2, jnp.bfloat16)}
 
     def gradient(weights, batch, key):
         return {"w": jnp.full(2, 0.01, jnp.bfloat16)}, {"tokens": jnp.float32(1)}
 
-    gradients, rest = accumulate(gradient, weights, {"inputs": jnp.zeros((512, 1), jnp.int32)}, None, 512)
+    gradients, rest = accumulate(
+        gradient, weights, {"inputs": jnp.zeros((512, 1), jnp.int32)}, None, 512
+    )
     np.testing.assert_allclose(gradients["w"], 512 * np.float64(jnp.bfloat16(0.01)), rtol=1e-4)
     assert rest["tokens"] == 512
 
@@ -218,29 +252,46 @@ def test_clipping_counts_the_gradients_of_weights_that_train(make_bench, packed,
     words = ("opt_type=sgd", "learning_rate=0.5", "gradient_clipping_threshold=1e-3")
     bench = make_bench(*words, "trainable_parameters_mask=[attention/query]")
     gradients = independent[1](bench.state.weights, packed)
-    squares = {name: np.sum(np.square(np.float64(gradient))) for name, gradient in gradients.items()}
+    squares = {
+        name: np.sum(np.square(np.float64(gradient))) for name, gradient in gradients.items()
+    }
     trained = sum(value for name, value in squares.items() if "attention/query" in name)
     state, metrics = bench(packed)
     assert metrics["raw_grad_norm"] == pytest.approx(np.sqrt(trained), rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(1e-3, rel=1e-4)
     assert sum(squares.values()) > 4 * trained, "the case must tell the two norms apart"
     before, after = named(bench.state.weights), named(state.weights)
-    moved = np.sqrt(sum(np.sum(np.square(np.float64(after[name]) - before[name])) for name in before))
+    moved = np.sqrt(
+        sum(np.sum(np.square(np.float64(after[name]) - before[name])) for name in before)
+    )
     assert moved == pytest.approx(0.5 * 1e-3, rel=1e-2)
 
 
 def test_three_steps_of_adamw_equal_torch(make_bench, packed, independent):
-    """Our step against clip_grad_norm_ and torch.optim.AdamW, fed with gradients of an independent loss."""
-    words = ("learning_rate=0.01", "adam_b2=0.99", "adam_eps=1e-6", "gradient_clipping_threshold=0.7")
+    """Our step against clip_grad_norm_ and torch.optim.AdamW, fed with gradients of an independent
+    loss.
+    """
+    words = (
+        "learning_rate=0.01",
+        "adam_b2=0.99",
+        "adam_eps=1e-6",
+        "gradient_clipping_threshold=0.7",
+    )
     bench = make_bench(*words)
     names = list(named(bench.state.weights))
-    parameters = [torch.nn.Parameter(torch.tensor(leaf)) for leaf in named(bench.state.weights).values()]
+    parameters = [
+        torch.nn.Parameter(torch.tensor(leaf)) for leaf in named(bench.state.weights).values()
+    ]
     theirs = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
     structure = jax.tree.structure(bench.state.weights)
     state = bench.state
     for _ in range(3):
-        weights = jax.tree.unflatten(structure, [jnp.asarray(leaf.detach().numpy()) for leaf in parameters])
-        for parameter, gradient in zip(parameters, independent[1](weights, packed).values(), strict=True):
+        weights = jax.tree.unflatten(
+            structure, [jnp.asarray(leaf.detach().numpy()) for leaf in parameters]
+        )
+        for parameter, gradient in zip(
+            parameters, independent[1](weights, packed).values(), strict=True
+        ):
             parameter.grad = torch.tensor(gradient)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.7)
         theirs.step()
@@ -248,8 +299,12 @@ def test_three_steps_of_adamw_equal_torch(make_bench, packed, independent):
         assert metrics["raw_grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert metrics["raw_grad_norm"] > 0.7, "the case must show clipping"
     assert int(state.step) == 3
-    for name, ours, parameter in zip(names, jax.tree.leaves(state.weights), parameters, strict=True):
-        np.testing.assert_allclose(ours, parameter.detach().numpy(), rtol=0, atol=1e-3 * 0.01, err_msg=name)
+    for name, ours, parameter in zip(
+        names, jax.tree.leaves(state.weights), parameters, strict=True
+    ):
+        np.testing.assert_allclose(
+            ours, parameter.detach().numpy(), rtol=0, atol=1e-3 * 0.01, err_msg=name
+        )
 
 
 def test_the_recorded_rate_is_that_of_the_schedule(make_bench, packed):
@@ -280,7 +335,9 @@ def test_dropout_follows_key_and_step(make_bench, packed):
 
 
 def test_dropout_of_accumulated_pieces_differs(make_bench, packed):
-    """Two pieces with the same rows must not drop the same units: their gradients would not average anything out."""
+    """Two pieces with the same rows must not drop the same units: their gradients would not average
+    anything out.
+    """
     rows = {name: np.repeat(field[:1], 8, axis=0) for name, field in packed.items()}
     bench = make_bench(*PLAIN, "dropout_rate=0.5", "gradient_accumulation_steps=2")
     single = make_bench(*PLAIN, "dropout_rate=0.5")

@@ -1,1 +1,3 @@
-"""Level 5: weights on disk. Our weights by name, folders of them, and conversion from and to Hugging Face."""
+"""Level 5: weights on disk. Our weights by name, folders of them, and conversion from and to
+Hugging Face.
+"""

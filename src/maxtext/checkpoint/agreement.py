@@ -1,9 +1,9 @@
 """How processes that save together learn that one of them could not write its part.
 
-Orbax lets all processes meet after their writes, and the first one completes the step. A process whose write failed
-would never come, and the others would wait for minutes. Here it comes all the same, says so at the meeting, and the
-save fails on every process at once. The meetings use the coordination service of jax.distributed, not the devices,
-which are busy with the next steps.
+Orbax lets all processes meet after their writes, and the first one completes the step. A process
+whose write failed would never come, and the others would wait for minutes. Here it comes all the
+same, says so at the meeting, and the save fails on every process at once. The meetings use the
+coordination service of jax.distributed, not the devices, which are busy with the next steps.
 """
 
 from typing import Any
@@ -23,14 +23,21 @@ class SaveFailed(UserError):
 def reason(error: BaseException) -> str:
     """Why a save failed, in one line."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    for words in ("No space left on device", "Disk quota exceeded", "Read-only file system", "File too large"):
+    for words in (
+        "No space left on device",
+        "Disk quota exceeded",
+        "Read-only file system",
+        "File too large",
+    ):
         if words in str(error):
             return words
     return text[:300]
 
 
 class Meetings:
-    """The barrier function for Orbax. `failed` is set by whoever could not write; a save begins with `begin`."""
+    """The barrier function for Orbax. `failed` is set by whoever could not write; a save begins
+    with `begin`.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -50,7 +57,9 @@ class Meetings:
         said = client.key_value_dir_get(place)
         if said:
             process, why = said[0]
-            raise SaveFailed(f"process {process.rpartition('/')[2]} could not write its part: {why}")
+            raise SaveFailed(
+                f"process {process.rpartition('/')[2]} could not write its part: {why}"
+            )
 
 
 class Told:
@@ -70,7 +79,9 @@ class Told:
 
 
 class Together(ocp.CompositeCheckpointHandler):
-    """Saves items as Orbax does; in a run of several processes no process leaves the others waiting."""
+    """Saves items as Orbax does; in a run of several processes no process leaves the others
+    waiting.
+    """
 
     def __init__(self, meetings: Meetings, **items: Any):
         self.meetings = meetings
@@ -81,7 +92,9 @@ class Together(ocp.CompositeCheckpointHandler):
         writes = await super().async_save(directory, args)
         if jax.process_count() == 1:
             return writes
-        return [Told(write, self.meetings) for write in jax.tree.leaves(writes) if write is not None]
+        return [
+            Told(write, self.meetings) for write in jax.tree.leaves(writes) if write is not None
+        ]
 
 
 @ocp.args.register_with_handler(Together, for_save=True, for_restore=True)
@@ -91,7 +104,11 @@ class Items(ocp.args.Composite):
 
 def same_everywhere(value: int) -> int:
     """What the first process says, on all of them."""
-    return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    return (
+        value
+        if jax.process_count() == 1
+        else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    )
 
 
 def from_everyone(value: int) -> list[int]:

@@ -1,8 +1,9 @@
 """Folders of safetensors files, read one tensor at a time.
 
-Headers are parsed here and data is read without a memory map: whatever is wrong with a file is found before any data is
-read, and memory holds the tensor that was asked for and no more. A safetensors file is eight bytes (the length of the
-header, little-endian), the header in JSON, and the data of all tensors without gaps.
+Headers are parsed here and data is read without a memory map: whatever is wrong with a file is
+found before any data is read, and memory holds the tensor that was asked for and no more. A
+safetensors file is eight bytes (the length of the header, little-endian), the header in JSON, and
+the data of all tensors without gaps.
 """
 
 import json
@@ -77,7 +78,9 @@ class Folder:
         except OSError as error:
             raise UserError(f"{location.file} cannot be read: {error.strerror or error}") from error
         if data.size != tensor.nbytes:
-            raise UserError(f"{location.file} became shorter while it was read: {name} is not complete")
+            raise UserError(
+                f"{location.file} became shorter while it was read: {name} is not complete"
+            )
         return data.view(tensor.dtype).reshape(tensor.shape)
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -92,11 +95,15 @@ def read_index(index: Path) -> Found:
     """The tensors of all files that an index names."""
     files = read_json_object(index).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise ConfigError(f"{index}: weight_map must be an object of tensors and their files: download it again")
+        raise ConfigError(
+            f"{index}: weight_map must be an object of tensors and their files: download it again"
+        )
     by_file: dict[str, list[str]] = {}
     for name, file in files.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise ConfigError(f"{index}: weight_map names no .safetensors file for {name}, but {file!r}")
+            raise ConfigError(
+                f"{index}: weight_map names no .safetensors file for {name}, but {file!r}"
+            )
         by_file.setdefault(file, []).append(name)
     found: Found = {}
     for file, names in by_file.items():
@@ -104,12 +111,17 @@ def read_index(index: Path) -> Found:
         if Path(file).name != file:
             raise ConfigError(f"{index} names {file!r}, which is not a file of its folder")
         if not path.is_file():
-            raise UserError(f"{path} is missing: {index.name} expects {names[0]} in it; download it again")
+            raise UserError(
+                f"{path} is missing: {index.name} expects {names[0]} in it; download it again"
+            )
         header = read_header(path)
         for name in names:
             if name not in header:
-                raise UserError(f"{path} lacks {name}, which {index.name} expects in it; download both again")
-        # A tensor that the index does not know is shown all the same, so that it is not dropped in silence.
+                raise UserError(
+                    f"{path} lacks {name}, which {index.name} expects in it; download both again"
+                )
+        # A tensor that the index does not know is shown all the same, so that it is not dropped in
+        # silence.
         found |= {name: value for name, value in header.items() if files.get(name, file) == file}
     return found
 
@@ -125,7 +137,9 @@ def read_header(path: Path) -> Found:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if start == b"version ":
-        raise UserError(f"{path} is a pointer of git-lfs, not the weights themselves: run `git lfs pull` in its folder")
+        raise UserError(
+            f"{path} is a pointer of git-lfs, not the weights themselves: run `git lfs pull` in its folder"
+        )
     if len(start) < 8 or text[:1] != b"{":
         raise UserError(f"{path} is not a safetensors file ({size} bytes): download it again")
     if len(text) < length:
@@ -134,15 +148,20 @@ def read_header(path: Path) -> Found:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         ordered = sorted(
-            ((name, entry["dtype"], *spans(entry)) for name, entry in entries.items()), key=lambda e: e[3:]
+            ((name, entry["dtype"], *spans(entry)) for name, entry in entries.items()),
+            key=lambda e: e[3:],
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is not a safetensors file: its header is damaged ({error})") from error
+        raise UserError(
+            f"{path} is not a safetensors file: its header is damaged ({error})"
+        ) from error
     found: Found = {}
     end = 0
     for name, kind, shape, first, last in ordered:
         if not isinstance(kind, str) or kind not in DTYPES:
-            raise UserError(f"{path}: {name} has dtype {kind}, which is not supported: use {', '.join(DTYPES)}")
+            raise UserError(
+                f"{path}: {name} has dtype {kind}, which is not supported: use {', '.join(DTYPES)}"
+            )
         tensor = Tensor(DTYPES[kind], shape)
         if first != end or last - first != tensor.nbytes:
             raise UserError(
@@ -152,9 +171,13 @@ def read_header(path: Path) -> Found:
         end = last
         if size < 8 + length + end:
             whole = 8 + length + ordered[-1][4]
-            raise UserError(f"{path} is truncated: {size} of {whole} bytes, {name} is not complete; download it again")
+            raise UserError(
+                f"{path} is truncated: {size} of {whole} bytes, {name} is not complete; download it again"
+            )
     if size != 8 + length + end:
-        raise UserError(f"{path} is damaged: {size - 8 - length - end} bytes follow its last tensor")
+        raise UserError(
+            f"{path} is damaged: {size - 8 - length - end} bytes follow its last tensor"
+        )
     return found
 
 
@@ -176,9 +199,13 @@ def no_weights(path: Path, stem: str) -> str:
     }[stem]
     if {f"{other}.safetensors", f"{other}.safetensors.index.json"} & set(names):
         return f"{path} holds {meaning}"
-    broken = [name for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json") if name in names]
+    broken = [
+        name for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json") if name in names
+    ]
     if broken:
-        return f"{path / broken[0]} is not a file, or a link to a file that is gone: download it again"
+        return (
+            f"{path / broken[0]} is not a file, or a link to a file that is gone: download it again"
+        )
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
         return f"{path} has {shards[0]} but neither {stem}.safetensors nor {stem}.safetensors.index.json"
@@ -189,6 +216,12 @@ def no_weights(path: Path, stem: str) -> str:
 
 
 def companions(path: str | os.PathLike) -> list[Path]:
-    """The files beside the weights that describe a model: its configuration, its tokenizer. Code is not among them."""
-    files = (file for file in sorted(Path(path).iterdir()) if file.is_file() and not file.name.startswith("."))
+    """The files beside the weights that describe a model: its configuration, its tokenizer. Code is
+    not among them.
+    """
+    files = (
+        file
+        for file in sorted(Path(path).iterdir())
+        if file.is_file() and not file.name.startswith(".")
+    )
     return [file for file in files if not file.name.endswith((*WEIGHT_FILES, ".py"))]

@@ -1,6 +1,7 @@
 """What lies in a checkpoint, told from its descriptions: no array is read and no device is needed.
 
-`look(DIR)` takes a run's folder, its checkpoints, one step, or a folder of safetensors, ours or Hugging Face's.
+`look(DIR)` takes a run's folder, its checkpoints, one step, or a folder of safetensors, ours or
+Hugging Face's.
 """
 
 from collections.abc import Mapping
@@ -50,14 +51,18 @@ class View:
 
 
 def look(path: Path, thorough: bool = False) -> View:
-    """What a folder holds; the tensors are those of its newest step. `thorough` reads all files to check them."""
+    """What a folder holds; the tensors are those of its newest step. `thorough` reads all files to
+    check them.
+    """
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
     if steps.is_checkpoints(path):
         return look_at_training(path, thorough)
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if left := steps.incomplete(inside):
-        raise UserError(f"{inside} has no complete checkpoint, only {', '.join(one.name for one in left)}")
+        raise UserError(
+            f"{inside} has no complete checkpoint, only {', '.join(one.name for one in left)}"
+        )
     stem = OURS if any(path.glob(f"{OURS}*.safetensors*")) else THEIRS
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds neither checkpoints of training nor safetensors")
@@ -65,21 +70,27 @@ def look(path: Path, thorough: bool = False) -> View:
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     kind = "weights of ours" if stem == OURS else "weights in Hugging Face's form"
     rows = tuple(Row(name, tensor) for name, tensor in folder.tensors.items())
-    return View(path, kind, (StepView(path, size, "whole files; this form has no digest"),), {}, rows)
+    return View(
+        path, kind, (StepView(path, size, "whole files; this form has no digest"),), {}, rows
+    )
 
 
 def look_at_training(path: Path, thorough: bool) -> View:
     complete = steps.steps_under(path)
     views = [look_at_step(step, thorough) for step in complete]
     if not steps.is_step(path):
-        views += [StepView(left, size_of(left), "incomplete") for left in steps.incomplete(complete[0].parent)]
+        views += [
+            StepView(left, size_of(left), "incomplete")
+            for left in steps.incomplete(complete[0].parent)
+        ]
     stored = Stored(complete[-1])
     about: Mapping[str, Any] = {}
     rows: tuple[Row, ...] = ()
     try:
         about = stored.run
         rows = tuple(
-            Row(shown(name), tensor, sharding_of(stored.metadata[name])) for name, tensor in stored.tensors.items()
+            Row(shown(name), tensor, sharding_of(stored.metadata[name]))
+            for name, tensor in stored.tensors.items()
         )
     except Damaged as error:
         views[len(complete) - 1] = broken(views[len(complete) - 1], str(error))
@@ -113,5 +124,7 @@ def sharding_of(metadata: Any) -> str:
     spec = getattr(getattr(metadata, "sharding", None), "partition_spec", None)
     if spec is None:
         return ""
-    words = ["+".join(axis) if isinstance(axis, tuple | list) else str(axis or "·") for axis in spec]
+    words = [
+        "+".join(axis) if isinstance(axis, tuple | list) else str(axis or "·") for axis in spec
+    ]
     return ", ".join(words) if any(word != "·" for word in words) else "everywhere"

@@ -1,8 +1,9 @@
 """Digests of a complete step's files, to find what changed on disk since.
 
-After a step is complete, each process puts its share of the files on disk and writes their sizes and SHA-256 sums to
-`digest.process_N.json` in the step's folder: the files that it wrote itself, and of the others those that fall to it. A
-kill may come before; then those files are not checked later, and the step counts as good.
+After a step is complete, each process puts its share of the files on disk and writes their sizes
+and SHA-256 sums to `digest.process_N.json` in the step's folder: the files that it wrote itself,
+and of the others those that fall to it. A kill may come before; then those files are not checked
+later, and the step counts as good.
 """
 
 import hashlib
@@ -69,7 +70,9 @@ def read_digests(step: Path) -> dict[str, dict]:
 
 
 def verify(step: Path, process: int = 0, processes: int = 1, thorough: bool = True) -> list[str]:
-    """What is wrong with this process's share of the files that the digests list; `thorough` reads them, too."""
+    """What is wrong with this process's share of the files that the digests list; `thorough` reads
+    them, too.
+    """
     try:
         entries = read_digests(step)
     except (OSError, ValueError, KeyError) as error:

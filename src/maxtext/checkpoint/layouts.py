@@ -1,8 +1,10 @@
-"""The same state with its layers stacked otherwise: scanned, unrolled, or stacked along another axis.
+"""The same state with its layers stacked otherwise: scanned, unrolled, or stacked along another
+axis.
 
-Every weight of a layer has one name whatever the layout (weights.py), and what an optimizer keeps for a weight lies at
-the weight's path behind a prefix of its own. Arrays are cut and stacked on their devices, a few at a time; an array of
-the old layout is let go as soon as all its layers are taken.
+Every weight of a layer has one name whatever the layout (weights.py), and what an optimizer keeps
+for a weight lies at the weight's path behind a prefix of its own. Arrays are cut and stacked on
+their devices, a few at a time; an array of the old layout is let go as soon as all its layers are
+taken.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +27,9 @@ def relaid(
     new: Mapping[str, Place],
     wanted: Mapping[Name, jax.ShapeDtypeStruct],
 ) -> dict[Name, jax.Array]:
-    """The arrays of one layout as those `wanted` in another, with their shardings. Takes the arrays out of `arrays`."""
+    """The arrays of one layout as those `wanted` in another, with their shardings. Takes the arrays
+    out of `arrays`.
+    """
     recipes = plan(arrays, old, new, wanted)
     uses: dict[Name, int] = {}
     for pieces in recipes.values():
@@ -47,7 +51,10 @@ def relaid(
 
 
 def plan(
-    arrays: Mapping[Name, Any], old: Mapping[str, Place], new: Mapping[str, Place], wanted: Mapping[Name, Any]
+    arrays: Mapping[Name, Any],
+    old: Mapping[str, Place],
+    new: Mapping[str, Place],
+    wanted: Mapping[Name, Any],
 ) -> dict[Name, list[Piece]]:
     """For each wanted array the pieces that it consists of, in order."""
     by_path: dict[Name, list[str]] = {}

@@ -1,8 +1,10 @@
-"""Checkpoints of a model, whoever wrote them: what they say of the model, and its weights by our names.
+"""Checkpoints of a model, whoever wrote them: what they say of the model, and its weights by our
+names.
 
-Three kinds of folders are opened alike: Hugging Face's (config.json, model.safetensors …), ours (config.yml,
-weights.safetensors …, and in hugging_face/ the files that came with the model), and checkpoints of training, of which
-the newest step counts. The first two can be written again as the other.
+Three kinds of folders are opened alike: Hugging Face's (config.json, model.safetensors …), ours
+(config.yml, weights.safetensors …, and in hugging_face/ the files that came with the model), and
+checkpoints of training, of which the newest step counts. The first two can be written again as the
+other.
 """
 
 import json
@@ -46,7 +48,10 @@ MODEL_GROUPS = (
     types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.DeepSeekMoE, types.Qwen3Next,
     types.PositionalEmbedding, types.Rope, types.YarnRope, types.ManifoldConstrainedHyperConnections, types.Engram,
 )  # fmt: skip
-MODEL_KEYS = ("vocab_size", *(key for group in MODEL_GROUPS for key in group.model_fields if key != "attention"))
+MODEL_KEYS = (
+    "vocab_size",
+    *(key for group in MODEL_GROUPS for key in group.model_fields if key != "attention"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,25 @@ class Checkpoint:
     names: frozenset[str]  # of its tensors in Hugging Face's form, where they are known
     table: Any = None  # of a Hugging Face folder
 
-    def weights(self, config: MaxTextConfig, places: Mapping[str, Place], dtype: np.dtype | None = None) -> Any:
+    def weights(
+        self, config: MaxTextConfig, places: Mapping[str, Place], dtype: np.dtype | None = None
+    ) -> Any:
         """Its tensors as weights of a model of ours."""
         if self.table is None:
             return self.folder
         renamed = registry.canonical(self.folder.tensors, self.table)
         source = Renamed(self.folder, renamed)
-        weights = from_hf(source, self.table.rules(config), places, registry.ignored(self.table, config), dtype)
+        weights = from_hf(
+            source, self.table.rules(config), places, registry.ignored(self.table, config), dtype
+        )
         left_out = set(renamed).difference(*(step.theirs for step in weights.steps))
         if left_out:
-            LOGGER.info("%s: %d tensors are no part of the model: %s …", self.path, len(left_out), min(left_out))
+            LOGGER.info(
+                "%s: %d tensors are no part of the model: %s …",
+                self.path,
+                len(left_out),
+                min(left_out),
+            )
         return weights
 
 
@@ -83,7 +97,11 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         return open_training(steps.steps_under(path.absolute())[-1])
     hf = schema.read_config(path)
     place = str(path / "config.json")
-    settings, table, scheme = registry.model_layer(hf, place), registry.table_of(hf, place), scheme_of(hf, place)
+    settings, table, scheme = (
+        registry.model_layer(hf, place),
+        registry.table_of(hf, place),
+        scheme_of(hf, place),
+    )
     registry.check_model(settings, place)
     check_assets(companions(path))
     folder: Stream = Folder.open(path, THEIRS)
@@ -135,7 +153,9 @@ def stated_dtype(settings: Layer, path: Path) -> str:
     """Of the kernels in a folder with quantized weights."""
     stated = settings["quantization"].value if "quantization" in settings else None
     if stated not in INTEGERS:
-        raise UserError(f"{path / 'config.yml'} must say quantization: {' or '.join(INTEGERS)}, not {stated}")
+        raise UserError(
+            f"{path / 'config.yml'} must say quantization: {' or '.join(INTEGERS)}, not {stated}"
+        )
     return stated
 
 
@@ -146,9 +166,15 @@ def open_training(step: Path) -> Checkpoint:
 
 
 def within_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys, with as long a sequence as the model has learned positions for, unless they say how long."""
+    """The keys, with as long a sequence as the model has learned positions for, unless they say how
+    long.
+    """
     learned = settings.get("trainable_position_size")
-    return keys if learned is None or "max_target_length" in keys else keys | {"max_target_length": learned.value}
+    return (
+        keys
+        if learned is None or "max_target_length" in keys
+        else keys | {"max_target_length": learned.value}
+    )
 
 
 def dtype_of(word: str | None) -> np.dtype | None:
@@ -158,13 +184,22 @@ def dtype_of(word: str | None) -> np.dtype | None:
 def model_text(config: MaxTextConfig) -> str:
     """A config.yml that says what model a configuration describes, and nothing of how to run it."""
     base = base_values()
-    changed = [key for key in text.KEYS_IN_ORDER if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)]
-    # As a file it is a person's choice, and what a person may not choose, since it would do nothing, is left out.
+    changed = [
+        key
+        for key in text.KEYS_IN_ORDER
+        if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)
+    ]
+    # As a file it is a person's choice, and what a person may not choose, since it would do
+    # nothing, is left out.
     probe = config.model_copy()
     probe._sources = dict.fromkeys(type(config).model_fields, Source("file", "config.yml"))
-    problems = [problem for rule in RULES if (problem := rule(probe)) and "would do nothing" in problem]
+    problems = [
+        problem for rule in RULES if (problem := rule(probe)) and "would do nothing" in problem
+    ]
     idle = {problem.partition("=")[0] for problem in problems}
-    return "base_config: base.yml\n" + text.yaml_text(config, (key for key in changed if key not in idle))
+    return "base_config: base.yml\n" + text.yaml_text(
+        config, (key for key in changed if key not in idle)
+    )
 
 
 def save_ours(
@@ -176,8 +211,8 @@ def save_ours(
     progress: Progress | None = None,
     shard_bytes: int = 2 * 10**9,
 ) -> None:
-    """A folder of our weights, of which config.yml says whether they are quantized. `names`: of the tensors that they
-    were read from, to be written so again."""
+    """A folder of our weights, of which config.yml says whether they are quantized. `names`: of the
+    tensors that they were read from, to be written so again."""
     files = [file for file in carried if file.name != NAMES]
     about = model_text(config)
     if dtype := kernel_dtype(config):
@@ -199,9 +234,10 @@ def save_theirs(
     shard_bytes: int = 5 * 10**9,
     text_only: bool = False,
 ) -> None:
-    """A Hugging Face folder. Its config.json is the one carried along if there is one, for it may say more than we
-    know; what it says of the tensors is brought up to date. Raises ConfigError if the weights came from a folder with
-    vision or audio tensors, unless text_only=True says that these may be lost."""
+    """A Hugging Face folder. Its config.json is the one carried along if there is one, for it may
+    say more than we know; what it says of the tensors is brought up to date. Raises ConfigError if
+    the weights came from a folder with vision or audio tensors, unless text_only=True says that
+    these may be lost."""
     if not text_only:
         registry.refuse_other_parts(names)
     table = registry.table_for(config)
@@ -215,8 +251,9 @@ def save_theirs(
 
 
 def renewed(carried: tuple[Path, ...], config: MaxTextConfig, dtype: str) -> dict[str, Any] | None:
-    """The config.json that came with a model, true of the tensors that are written now, which are plain floats; None if
-    none came, or if it was of a larger model than the text model that is written."""
+    """The config.json that came with a model, true of the tensors that are written now, which are
+    plain floats; None if none came, or if it was of a larger model than the text model that is
+    written."""
     for file in carried:
         if file.name == "config.json":
             hf = json.loads(file.read_text(encoding="utf-8"))

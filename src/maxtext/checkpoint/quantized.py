@@ -1,9 +1,9 @@
 """Weights with kernels of integers: made while a checkpoint is loaded, and folders of them.
 
-Such a folder is one of ours (weights.safetensors …, by layer), with two tensors for a kernel: NAME has its integers,
-I8, or for int4 U8 with two in a byte, neighbours along the last axis, the first in the lower half; NAME.scale has its
-scales, F32, as `Quantized` keeps them. Its config.yml says quantization and checkpoint_is_quantized. To whoever wants
-plain tensors it shows them in float32.
+Such a folder is one of ours (weights.safetensors …, by layer), with two tensors for a kernel: NAME
+has its integers, I8, or for int4 U8 with two in a byte, neighbours along the last axis, the first
+in the lower half; NAME.scale has its scales, F32, as `Quantized` keeps them. Its config.yml says
+quantization and checkpoint_is_quantized. To whoever wants plain tensors it shows them in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,16 @@ import ml_dtypes
 import numpy as np
 
 from maxtext.checkpoint.folders import Folder
-from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Shape, Source, Tensor, refuse, wrong_shape
+from maxtext.checkpoint.tensors import (
+    DTYPES,
+    Progress,
+    Renamed,
+    Shape,
+    Source,
+    Tensor,
+    refuse,
+    wrong_shape,
+)
 from maxtext.checkpoint.weights import ModelWeights, Path, Place, flatten, load_leaf, load_weights
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
@@ -44,7 +53,9 @@ def kernel_dtype(config: MaxTextConfig) -> str | None:
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """A folder with kernels of integers, shown as plain tensors; `integers` and `scales` show the kernels' parts."""
+    """A folder with kernels of integers, shown as plain tensors; `integers` and `scales` show the
+    kernels' parts.
+    """
 
     folder: Folder
     dtype: str  # int8 or int4
@@ -73,7 +84,9 @@ class QuantizedFolder:
     @cached_property
     def scales(self) -> Renamed:
         stored = self.folder.tensors
-        return Renamed(self.folder, {name: name + SCALE for name in stored if name + SCALE in stored})
+        return Renamed(
+            self.folder, {name: name + SCALE for name in stored if name + SCALE in stored}
+        )
 
     @cached_property
     def integers(self) -> "Integers":
@@ -113,9 +126,12 @@ class Integers:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        # An output has a scale of its own, and the last axis is one of outputs: so it says how long the axis is.
+        # An output has a scale of its own, and the last axis is one of outputs: so it says how long
+        # the axis is.
         return {
-            name: Tensor(INTEGERS[self.dtype], (*self.folder.tensors[name].shape[:-1], scale.shape[-1]))
+            name: Tensor(
+                INTEGERS[self.dtype], (*self.folder.tensors[name].shape[:-1], scale.shape[-1])
+            )
             for name, scale in self.scales.items()
         }
 
@@ -129,7 +145,9 @@ def paired(kernel: Tensor, scale: Tensor, dtype: str) -> bool:
     if kernel.dtype != STORED[dtype] or scale.dtype != F32 or len(kernel.shape) != len(scale.shape):
         return False
     *others, last = kernel.shape
-    whole = all(groups and size % groups == 0 for size, groups in zip(others, scale.shape[:-1], strict=True))
+    whole = all(
+        groups and size % groups == 0 for size, groups in zip(others, scale.shape[:-1], strict=True)
+    )
     return whole and last == (scale.shape[-1] if dtype == "int8" else -(-scale.shape[-1] // 2))
 
 
@@ -143,13 +161,17 @@ def pack(values: np.ndarray) -> np.ndarray:
 
 def unpack(stored: np.ndarray, length: int) -> np.ndarray:
     """The way back; `length` is n."""
-    nibbles = np.stack([stored & 0xF, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)[..., :length]
+    nibbles = np.stack([stored & 0xF, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)[
+        ..., :length
+    ]
     return ((nibbles ^ 8).astype(I8) - 8).astype(INTEGERS["int4"])  # the highest bit is the sign
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """A model's weights as such a folder holds them; a model without kernels of integers has plain weights only."""
+    """A model's weights as such a folder holds them; a model without kernels of integers has plain
+    weights only.
+    """
 
     model: ModelWeights
 
@@ -200,7 +222,8 @@ def load_model(
 ) -> Tree:
     """The weights of a model as its configuration wants them for inference, on their devices.
 
-    A kernel of floats becomes one of integers as soon as it is there, so that floats of one kernel are there at a time.
+    A kernel of floats becomes one of integers as soon as it is there, so that floats of one kernel
+    are there at a time.
     """
     dtype = kernel_dtype(config)
     stored = source if isinstance(source, QuantizedFolder) else None
@@ -219,34 +242,50 @@ def load_model(
     if stored is not None:
         refuse(stored.title, misfits(stored, places, kernels))
 
-    def load_one(path: Path, named: Mapping[str, Place], whole: Tensor, sharding: Any, host_bytes: int) -> Any:
+    def load_one(
+        path: Path, named: Mapping[str, Place], whole: Tensor, sharding: Any, host_bytes: int
+    ) -> Any:
         if path not in kernels:
             return load_leaf(source, named, whole, sharding, host_bytes)
         if stored is None:
             floats = load_leaf(source, named, whole, sharding.values, host_bytes)
             return jax.block_until_ready(quantizer(contracted[path], dtype, sharding)(floats))
-        values, scale = (Tensor(np.dtype(part.dtype), part.shape) for part in jax.tree.leaves(kernels[path]))
+        values, scale = (
+            Tensor(np.dtype(part.dtype), part.shape) for part in jax.tree.leaves(kernels[path])
+        )
         return Quantized(
             load_leaf(stored.integers, named, values, sharding.values, host_bytes),
             load_leaf(stored.scales, named, scale, sharding.scale, host_bytes),
         )
 
-    return load_weights(source, places, template, rules.shardings(axes, weights), progress=progress, load=load_one)
+    return load_weights(
+        source, places, template, rules.shardings(axes, weights), progress=progress, load=load_one
+    )
 
 
-def misfits(stored: QuantizedFolder, places: Mapping[str, Place], kernels: Mapping[Path, Quantized]) -> list[str]:
+def misfits(
+    stored: QuantizedFolder, places: Mapping[str, Place], kernels: Mapping[Path, Quantized]
+) -> list[str]:
     """What a folder keeps otherwise than the model."""
     problems = []
     for name, place in places.items():
         found, kernel = stored.scales.tensors.get(name), kernels.get(place.path)
         if (found is None) != (kernel is None):
             problems.append(f"{name} is {'not ' if found is None else ''}quantized in it")
-        elif found is not None and kernel is not None and found.shape != of_layer(kernel.scale.shape, place):
-            problems.append(wrong_shape(name + SCALE, found.shape, of_layer(kernel.scale.shape, place)))
+        elif (
+            found is not None
+            and kernel is not None
+            and found.shape != of_layer(kernel.scale.shape, place)
+        ):
+            problems.append(
+                wrong_shape(name + SCALE, found.shape, of_layer(kernel.scale.shape, place))
+            )
     return problems
 
 
 @lru_cache
-def quantizer(contracted: tuple[int, ...], dtype: Any, sharding: Quantized) -> Callable[[jax.Array], Quantized]:
+def quantizer(
+    contracted: tuple[int, ...], dtype: Any, sharding: Quantized
+) -> Callable[[jax.Array], Quantized]:
     """Compiled once for kernels that are alike."""
     return jax.jit(partial(quantized, contracted=contracted, dtype=dtype), out_shardings=sharding)

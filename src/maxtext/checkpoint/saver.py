@@ -1,9 +1,11 @@
-"""Saves training states in the background, one at a time, and keeps the folder of a run's checkpoints in order.
+"""Saves training states in the background, one at a time, and keeps the folder of a run's
+checkpoints in order.
 
-`save` holds the caller until the arrays are safe from being changed, and no longer. A thread then waits until Orbax has
-written the step, puts it on disk and writes its digest (integrity.py), and only after that lets old steps go. A save
-that fails (a full disk) is reported in one line, its leftovers are removed, and older steps stay; `failures_in_a_row`
-tells the run, which goes on or ends.
+`save` holds the caller until the arrays are safe from being changed, and no longer. A thread then
+waits until Orbax has written the step, puts it on disk and writes its digest (integrity.py), and
+only after that lets old steps go. A save that fails (a full disk) is reported in one line, its
+leftovers are removed, and older steps stay; `failures_in_a_row` tells the run, which goes on or
+ends.
 """
 
 import contextlib
@@ -21,7 +23,14 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.agreement import Items, Meetings, SaveFailed, Together, from_everyone, reason
+from maxtext.checkpoint.agreement import (
+    Items,
+    Meetings,
+    SaveFailed,
+    Together,
+    from_everyone,
+    reason,
+)
 from maxtext.checkpoint.integrity import write_digest
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
@@ -79,7 +88,10 @@ class Descriptions(ocp.AsyncCheckpointHandler):
             (directory / name).write_text(text, encoding="utf-8")
 
     def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
-        return {path.name: json.loads(path.read_text(encoding="utf-8")) for path in Path(directory).glob("*.json")}
+        return {
+            path.name: json.loads(path.read_text(encoding="utf-8"))
+            for path in Path(directory).glob("*.json")
+        }
 
     def close(self) -> None:
         self.pool.shutdown()
@@ -92,15 +104,29 @@ class SaveDescriptions(ocp.args.CheckpointArgs):
 
 
 class Saver:
-    """Of one run. `kept`: how many steps stay (None: all); `attic`: where old ones go instead of being deleted;
-    `start`: the step that the run starts from, so that later ones in the folder are damaged."""
+    """Of one run. `kept`: how many steps stay (None: all); `attic`: where old ones go instead of
+    being deleted; `start`: the step that the run starts from, so that later ones in the folder are
+    damaged."""
 
     def __init__(
-        self, folder: Path, storage: Storage, kept: int | None = None, attic: Path | None = None, start: int = 0
+        self,
+        folder: Path,
+        storage: Storage,
+        kept: int | None = None,
+        attic: Path | None = None,
+        start: int = 0,
     ):
-        self.folder, self.storage, self.kept, self.attic, self.start = folder, storage, kept, attic, start
+        self.folder, self.storage, self.kept, self.attic, self.start = (
+            folder,
+            storage,
+            kept,
+            attic,
+            start,
+        )
         self.meetings = Meetings()
-        handler = Together(self.meetings, **{steps.STATE: storage.handler(), steps.RUN: Descriptions()})
+        handler = Together(
+            self.meetings, **{steps.STATE: storage.handler(), steps.RUN: Descriptions()}
+        )
         quiet_orbax()
         self.orbax = ocp.AsyncCheckpointer(
             handler,
@@ -119,9 +145,11 @@ class Saver:
     def busy(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
-    def save(self, step: int, tree: dict[str, Any], run: dict[str, Any], model: str, position: Any) -> None:
-        """Begin to save a state. `run` describes it and `model` is the config.yml of its model; `position` is this
-        process's place in its data."""
+    def save(
+        self, step: int, tree: dict[str, Any], run: dict[str, Any], model: str, position: Any
+    ) -> None:
+        """Begin to save a state. `run` describes it and `model` is the config.yml of its model;
+        `position` is this process's place in its data."""
         self.wait()
         self.failure = None
         self.meetings.begin()
@@ -138,7 +166,9 @@ class Saver:
         except Exception as error:
             self.failed(step, error)
             return
-        self.thread = threading.Thread(target=self.finish, args=(step,), name="maxtext-saver", daemon=True)
+        self.thread = threading.Thread(
+            target=self.finish, args=(step,), name="maxtext-saver", daemon=True
+        )
         self.thread.start()
 
     def target_size(self) -> int | None:
@@ -176,7 +206,9 @@ class Saver:
             if jax.process_index() == 0:
                 steps.retire(self.folder, self.kept, self.attic)
         except OSError as error:
-            LOGGER.warning("step %d is saved, but what follows a save failed: %s", step, reason(error))
+            LOGGER.warning(
+                "step %d is saved, but what follows a save failed: %s", step, reason(error)
+            )
 
     def failed(self, step: int, error: BaseException) -> None:
         self.failure = reason(error)
@@ -187,8 +219,14 @@ class Saver:
             for path in self.folder.glob(f"{step}{steps.UNDER_WAY}*"):
                 shutil.rmtree(path, ignore_errors=True)
         older = steps.all_steps(self.folder)
-        rest = f"the newest checkpoint is of step {older[-1]}" if older else "there is no checkpoint yet"
-        LOGGER.warning("step %d could not be saved to %s: %s; %s", step, self.folder, self.failure, rest)
+        rest = (
+            f"the newest checkpoint is of step {older[-1]}"
+            if older
+            else "there is no checkpoint yet"
+        )
+        LOGGER.warning(
+            "step %d could not be saved to %s: %s; %s", step, self.folder, self.failure, rest
+        )
 
     def wait(self) -> None:
         """Until the save under way is done, well or not."""
@@ -208,7 +246,9 @@ def quiet_orbax() -> None:
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder in which nothing can be written, before anything else is done. Leaves no trace."""
+    """Refuse a folder in which nothing can be written, before anything else is done. Leaves no
+    trace.
+    """
     there = folder
     while not there.exists():
         there = there.parent
@@ -216,4 +256,6 @@ def check_writable(folder: Path, key: str) -> None:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise ConfigError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{key}: {folder} cannot be written: {error.strerror or error}"
+        ) from error

@@ -1,7 +1,9 @@
-"""A training state as named arrays: what a checkpoint holds, whatever classes the trainer and its optimizer keep it in.
+"""A training state as named arrays: what a checkpoint holds, whatever classes the trainer and its
+optimizer keep it in.
 
-A name is the path of an array in the state: ("weights", "embedder", "embedding"), ("optimizer", …, "mu", "embedder",
-"embedding"), ("step",), ("key",). On disk names are nested folders of one tree, so other programs can read it, too.
+A name is the path of an array in the state: ("weights", "embedder", "embedding"), ("optimizer", …,
+"mu", "embedder", "embedding"), ("step",), ("key",). On disk names are nested folders of one tree,
+so other programs can read it, too.
 """
 
 from collections.abc import Iterable, Mapping
@@ -55,12 +57,16 @@ def tensors_of(leaves: Mapping[Name, Any]) -> dict[Name, Tensor]:
 
 
 def differences(saved: Mapping[Name, Tensor], wanted: Mapping[Name, Tensor]) -> list[str]:
-    """What a checkpoint has otherwise than a run wants it, in words; dtypes may differ, for floats are cast."""
+    """What a checkpoint has otherwise than a run wants it, in words; dtypes may differ, for floats
+    are cast.
+    """
     problems = []
     for name in in_order(saved, wanted):
         there, here = saved.get(name), wanted.get(name)
         if there is None:
-            problems.append(f"{shown(name)} {list(here.shape)} is not in the checkpoint" if here else "")
+            problems.append(
+                f"{shown(name)} {list(here.shape)} is not in the checkpoint" if here else ""
+            )
         elif here is None:
             problems.append(f"{shown(name)} {list(there.shape)} is only in the checkpoint")
         elif there.shape != here.shape:

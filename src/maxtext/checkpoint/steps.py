@@ -1,7 +1,8 @@
 """The folders of a run's checkpoints: one a step, named by the number of steps done.
 
-A folder takes its name when all of it is written, so a name of digits alone is a complete step; what is under way or
-was left by a killed process carries a longer name. `N.damaged` was set aside since it could not be read.
+A folder takes its name when all of it is written, so a name of digits alone is a complete step;
+what is under way or was left by a killed process carries a longer name. `N.damaged` was set aside
+since it could not be read.
 """
 
 import errno
@@ -33,16 +34,24 @@ def incomplete(folder: Path) -> list[Path]:
     """What lies in a folder of checkpoints and is no complete step."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[:1].isdigit() and not is_step(path))
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and path.name[:1].isdigit() and not is_step(path)
+    )
 
 
 def is_checkpoints(folder: Path) -> bool:
-    """Whether a folder is a step or holds steps, or is a run's folder, whose checkpoints/ holds them."""
+    """Whether a folder is a step or holds steps, or is a run's folder, whose checkpoints/ holds
+    them.
+    """
     return is_step(folder) or bool(all_steps(folder)) or bool(all_steps(folder / "checkpoints"))
 
 
 def steps_under(folder: Path) -> list[Path]:
-    """The steps that a person means by a step's folder, a folder of checkpoints, or a run's folder; ascending."""
+    """The steps that a person means by a step's folder, a folder of checkpoints, or a run's folder;
+    ascending.
+    """
     if is_step(folder):
         return [folder]
     inside = folder if all_steps(folder) else folder / "checkpoints"
@@ -59,7 +68,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def retire(folder: Path, keep: int | None, attic: Path | None) -> None:
-    """Delete all steps but the newest `keep`, or move them to `attic`. A kill never leaves half a step."""
+    """Delete all steps but the newest `keep`, or move them to `attic`. A kill never leaves half a
+    step.
+    """
     for step in all_steps(folder)[:-keep] if keep else []:
         old = folder / str(step)
         if attic is not None:
@@ -70,14 +81,18 @@ def retire(folder: Path, keep: int | None, attic: Path | None) -> None:
 
 
 def remove(step: Path) -> None:
-    """Delete a step. It loses its name at once, so that a kill leaves no folder that looks like a step."""
+    """Delete a step. It loses its name at once, so that a kill leaves no folder that looks like a
+    step.
+    """
     going = free_name(step.with_name(f"{step.name}{GOING}"))
     os.rename(step, going)
     shutil.rmtree(going, ignore_errors=True)
 
 
 def move(step: Path, target: Path) -> bool:
-    """Rename a step, or copy it to another file system; then it is still there, and the result is False."""
+    """Rename a step, or copy it to another file system; then it is still there, and the result is
+    False.
+    """
     try:
         os.rename(step, target)
         return True
@@ -92,12 +107,16 @@ def move(step: Path, target: Path) -> bool:
 
 
 def set_aside(folder: Path, first: int) -> None:
-    """Rename steps from `first` on, which could not be read and will be done again, so that they do not count."""
+    """Rename steps from `first` on, which could not be read and will be done again, so that they do
+    not count.
+    """
     for step in all_steps(folder):
         if step >= first:
             aside = free_name(folder / f"{step}{DAMAGED}")
             os.rename(folder / str(step), aside)
-            LOGGER.warning("%s could not be read and is set aside as %s", folder / str(step), aside.name)
+            LOGGER.warning(
+                "%s could not be read and is set aside as %s", folder / str(step), aside.name
+            )
 
 
 def free_name(path: Path) -> Path:

@@ -1,4 +1,6 @@
-"""A saved step as it lies on disk: what it holds, its descriptions, and its arrays, read straight into their shards."""
+"""A saved step as it lies on disk: what it holds, its descriptions, and its arrays, read straight
+into their shards.
+"""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +36,9 @@ class Stored:
 
     @cached_property
     def run(self) -> dict[str, Any]:
-        """What the run said of itself when it saved: its model, the layout of its weights, its optimizer, its mesh."""
+        """What the run said of itself when it saved: its model, the layout of its weights, its
+        optimizer, its mesh.
+        """
         return self.read_json(RUN_FILE)
 
     def positions(self) -> list[Any]:
@@ -46,7 +50,9 @@ class Stored:
         try:
             return json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise Damaged(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise Damaged(
+                f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     @cached_property
     def metadata(self) -> dict[Name, Any]:
@@ -63,10 +69,17 @@ class Stored:
 
     @cached_property
     def tensors(self) -> dict[Name, Tensor]:
-        return {name: Tensor(np.dtype(one.dtype), tuple(one.shape)) for name, one in self.metadata.items()}
+        return {
+            name: Tensor(np.dtype(one.dtype), tuple(one.shape))
+            for name, one in self.metadata.items()
+        }
 
-    def read(self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: Storage | None = None) -> dict[Name, Any]:
-        """These arrays, in their dtypes and shardings; without a sharding as numpy arrays. All must be there."""
+    def read(
+        self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: Storage | None = None
+    ) -> dict[Name, Any]:
+        """These arrays, in their dtypes and shardings; without a sharding as numpy arrays. All must
+        be there.
+        """
         tree = nested(wanted)
         how = nested({name: restore_args(leaf) for name, leaf in wanted.items()})
         handler = (storage or Storage()).handler()
@@ -76,7 +89,9 @@ class Stored:
                 arguments = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
                 found = named(reader.restore(self.path / steps.STATE, args=arguments))
         except (ValueError, OSError, KeyError, RuntimeError) as error:
-            raise Damaged(f"{self.path} cannot be read: {str(error).splitlines()[0][:300]}") from error
+            raise Damaged(
+                f"{self.path} cannot be read: {str(error).splitlines()[0][:300]}"
+            ) from error
         return {name: found[name] for name in wanted}
 
 

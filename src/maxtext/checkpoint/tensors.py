@@ -1,4 +1,6 @@
-"""Named tensors, wherever they are kept: what a source of them offers, and how a set of them is checked."""
+"""Named tensors, wherever they are kept: what a source of them offers, and how a set of them is
+checked.
+"""
 
 import math
 import re
@@ -26,7 +28,8 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Plain numbers, which may be cast to one another; values of eight bits mean nothing without their scales.
+# Plain numbers, which may be cast to one another; values of eight bits mean nothing without their
+# scales.
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 
 
@@ -118,10 +121,18 @@ def refuse(title: str, problems: Collection[str], shown: int = 5) -> None:
         raise UserError(f"{title} does not fit the model ({count}): {some}{rest}")
 
 
-def unexpected(names: Iterable[str], expected: Collection[str], ignored: Iterable[str] = ()) -> list[str]:
-    """Names that nobody asked for and that no regular expression in `ignored` matches as a whole."""
+def unexpected(
+    names: Iterable[str], expected: Collection[str], ignored: Iterable[str] = ()
+) -> list[str]:
+    """Names that nobody asked for and that no regular expression in `ignored` matches as a
+    whole.
+    """
     patterns = [re.compile(pattern) for pattern in ignored]
-    return [name for name in names if name not in expected and not any(p.fullmatch(name) for p in patterns)]
+    return [
+        name
+        for name in names
+        if name not in expected and not any(p.fullmatch(name) for p in patterns)
+    ]
 
 
 def wrong_shape(name: str, found: Shape, needed: Shape) -> str:
@@ -129,7 +140,9 @@ def wrong_shape(name: str, found: Shape, needed: Shape) -> str:
 
 
 def wrong_dtype(name: str, tensor: Tensor) -> str | None:
-    """The problem of a weight that is not in a plain float: integers, and eight-bit floats without their scales."""
+    """The problem of a weight that is not in a plain float: integers, and eight-bit floats without
+    their scales.
+    """
     if tensor.dtype in FLOATS:
         return None
     return f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a weight is F32, BF16, F16 or F64"
@@ -138,7 +151,9 @@ def wrong_dtype(name: str, tensor: Tensor) -> str | None:
 def check_weights(source: Source, shapes: Mapping[str, Shape]) -> None:
     """A source of our weights must have these names and shapes and no others, in floats."""
     problems = [f"{name} is missing" for name in shapes if name not in source.tensors]
-    problems += [f"{name} is not a weight of this model" for name in unexpected(source.tensors, shapes)]
+    problems += [
+        f"{name} is not a weight of this model" for name in unexpected(source.tensors, shapes)
+    ]
     for name, shape in shapes.items():
         found = source.tensors.get(name)
         if found is not None and found.shape != shape:

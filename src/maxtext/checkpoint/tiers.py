@@ -1,8 +1,10 @@
-"""Checkpoints on each machine's own disk: every process keeps its own shards, and reads them back after a restart.
+"""Checkpoints on each machine's own disk: every process keeps its own shards, and reads them back
+after a restart.
 
-They are made often and cost no network. A process writes its part of a step to DIRECTORY/RUN/process_N/STEP, a folder
-of safetensors that takes its name when all of it is on disk, and keeps the newest two. A step counts when every process
-has it whole. It fits only the same processes on the same mesh; anything else starts from the shared checkpoints.
+They are made often and cost no network. A process writes its part of a step to
+DIRECTORY/RUN/process_N/STEP, a folder of safetensors that takes its name when all of it is on disk,
+and keeps the newest two. A step counts when every process has it whole. It fits only the same
+processes on the same mesh; anything else starts from the shared checkpoints.
 """
 
 import json
@@ -33,8 +35,8 @@ SHARD_BYTES = 2 * 10**9
 
 
 class LocalTier:
-    """This process's part of a run's local checkpoints. `owner` names the run's folder and `mesh` its devices: what
-    others saved is not taken."""
+    """This process's part of a run's local checkpoints. `owner` names the run's folder and `mesh`
+    its devices: what others saved is not taken."""
 
     def __init__(self, directory: Path, run_name: str, owner: str, mesh: Mapping[str, int]):
         self.folder = directory / run_name / f"process_{jax.process_index()}"
@@ -50,8 +52,15 @@ class LocalTier:
         """Copy this process's shards, and write them in the background."""
         self.wait()
         part = Part(f"step {step}", {name: blocks_of(array) for name, array in arrays.items()})
-        about = {"owner": self.owner, "processes": jax.process_count(), "mesh": self.mesh, "position": position}
-        self.thread = threading.Thread(target=self.write, args=(step, part, about), name="maxtext-local", daemon=True)
+        about = {
+            "owner": self.owner,
+            "processes": jax.process_count(),
+            "mesh": self.mesh,
+            "position": position,
+        }
+        self.thread = threading.Thread(
+            target=self.write, args=(step, part, about), name="maxtext-local", daemon=True
+        )
         self.thread.start()
 
     def write(self, step: int, part: "Part", about: dict[str, Any]) -> None:
@@ -82,14 +91,18 @@ class LocalTier:
     def read(
         self, step: int, wanted: Mapping[Name, jax.ShapeDtypeStruct]
     ) -> tuple[dict[Name, jax.Array], dict[str, Any]] | None:
-        """The arrays of a step and this process's place in the data; None where the step does not fit this run."""
+        """The arrays of a step and this process's place in the data; None where the step does not
+        fit this run.
+        """
         problem, arrays, about = None, {}, {}
         try:
             about = json.loads((self.folder / str(step) / ABOUT).read_text(encoding="utf-8"))
             if about["owner"] != self.owner:
                 raise UserError(f"it is of another run, {about['owner']}")
             if about["processes"] != jax.process_count():
-                raise UserError(f"it is of {about['processes']} processes, and there are {jax.process_count()} now")
+                raise UserError(
+                    f"it is of {about['processes']} processes, and there are {jax.process_count()} now"
+                )
             if about["mesh"] != self.mesh:
                 raise UserError("it is of another mesh")
             source = Folder.open(self.folder / str(step), OURS)
@@ -97,7 +110,11 @@ class LocalTier:
         except (OSError, ValueError, KeyError, UserError) as error:
             problem = reason(error)
         if max(from_everyone(problem is not None)):
-            LOGGER.info("the local checkpoint of step %d is not used: %s", step, problem or "another process cannot")
+            LOGGER.info(
+                "the local checkpoint of step %d is not used: %s",
+                step,
+                problem or "another process cannot",
+            )
             return None
         return arrays, about["position"]
 
@@ -108,7 +125,9 @@ def blocks_of(array: jax.Array) -> dict[Bounds, np.ndarray]:
     for shard in array.addressable_shards:
         bounds = bounds_of(shard.index, array.shape)
         if bounds not in blocks:
-            blocks[bounds] = np.array(shard.data, copy=True)  # the next step reuses the memory of the array
+            blocks[bounds] = np.array(
+                shard.data, copy=True
+            )  # the next step reuses the memory of the array
     return blocks
 
 
@@ -129,7 +148,11 @@ class Part:
 
     @cached_property
     def by_name(self) -> dict[str, np.ndarray]:
-        return {block_name(name, bounds): block for name, all in self.blocks.items() for bounds, block in all.items()}
+        return {
+            block_name(name, bounds): block
+            for name, all in self.blocks.items()
+            for bounds, block in all.items()
+        }
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -158,5 +181,11 @@ def assemble(source: Folder, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Arra
         if block not in blocks:
             blocks[block] = source.read(block).astype(leaf.dtype, copy=False)
         kind = leaf.sharding.memory_kind
-        parts.append(jax.device_put(blocks[block], jax.sharding.SingleDeviceSharding(device, memory_kind=kind)))
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts, dtype=leaf.dtype)
+        parts.append(
+            jax.device_put(
+                blocks[block], jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+            )
+        )
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, leaf.sharding, parts, dtype=leaf.dtype
+    )

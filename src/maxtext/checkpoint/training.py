@@ -1,8 +1,8 @@
 """The weights of a training checkpoint by our names, a layer at a time, read on the host.
 
-For whatever works on one tensor after the other: conversion, inspection, inference on one machine. Training restores
-its shards directly (trainers/restore.py). Layers that were saved as one stack are read as one array and cut; a few such
-arrays are kept, since neighbours are asked for together.
+For whatever works on one tensor after the other: conversion, inspection, inference on one machine.
+Training restores its shards directly (trainers/restore.py). Layers that were saved as one stack are
+read as one array and cut; a few such arrays are kept, since neighbours are asked for together.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,9 @@ class TrainingWeights:
         places = find_places(make_template(config), segments(config))
         for place in places.values():
             if self.leaf(place) not in self.stored.tensors:
-                raise UserError(f"{self.title} has no {shown(self.leaf(place))}, though its settings describe it")
+                raise UserError(
+                    f"{self.title} has no {shown(self.leaf(place))}, though its settings describe it"
+                )
         return places
 
     def leaf(self, place: Place) -> Name:
@@ -70,12 +72,19 @@ class TrainingWeights:
     def whole(self, name: Name) -> np.ndarray:
         if name not in self.kept:
             tensor = self.stored.tensors[name]
-            self.kept[name] = self.stored.read({name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)})[name]
-            while len(self.kept) > 1 and sum(array.nbytes for array in self.kept.values()) > KEPT_BYTES:
+            self.kept[name] = self.stored.read(
+                {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)}
+            )[name]
+            while (
+                len(self.kept) > 1
+                and sum(array.nbytes for array in self.kept.values()) > KEPT_BYTES
+            ):
                 self.kept.popitem(last=False)
         self.kept.move_to_end(name)
         return self.kept[name]
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name in sorted(self.places, key=lambda name: self.leaf(self.places[name])):  # array by array
+        for name in sorted(
+            self.places, key=lambda name: self.leaf(self.places[name])
+        ):  # array by array
             yield name, self.read(name)

@@ -1,8 +1,9 @@
 """Our weights by name, a layer at a time, however a model keeps them.
 
-A model keeps the weights of its layers stacked (scanned) or one by one (unrolled); by name every layer has its own:
-`layers/{i}/attention/query/kernel`, i counted over the whole model. A weight outside the layers is named by its path in
-the model: `embedder/embedding`. So one folder of weights serves a model either way, on any mesh.
+A model keeps the weights of its layers stacked (scanned) or one by one (unrolled); by name every
+layer has its own: `layers/{i}/attention/query/kernel`, i counted over the whole model. A weight
+outside the layers is named by its path in the model: `embedder/embedding`. So one folder of weights
+serves a model either way, on any mesh.
 """
 
 import itertools
@@ -22,8 +23,11 @@ from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.stack import Segment
 
 Path = tuple[str | int, ...]
-Bounds = tuple[tuple[int, int], ...]  # a block of an array: where it starts and ends along each axis
-# (path, named weights that it consists of, what it is as a whole, its sharding, host_bytes) -> a weight of the tree
+Bounds = tuple[
+    tuple[int, int], ...
+]  # a block of an array: where it starts and ends along each axis
+# (path, named weights that it consists of, what it is as a whole, its sharding, host_bytes) -> a
+# weight of the tree
 Load = Callable[[Path, Mapping[str, "Place"], Tensor, Any, int], Any]
 
 
@@ -62,7 +66,8 @@ def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Pl
             axis = axes[path].index("layers")
             shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
             repeats = [
-                (repeat, Place(path, repeat, axis, shape, dtype, fixed[path])) for repeat in range(segment.repeats)
+                (repeat, Place(path, repeat, axis, shape, dtype, fixed[path]))
+                for repeat in range(segment.repeats)
             ]
         else:
             repeat, *rest = rest
@@ -79,7 +84,11 @@ def flatten(tree: Tree, path: Path = ()) -> dict[Path, Any]:
     """The leaves of a nested dict by their paths."""
     if not isinstance(tree, dict):
         return {path: tree}
-    return {where: leaf for name, branch in tree.items() for where, leaf in flatten(branch, (*path, name)).items()}
+    return {
+        where: leaf
+        for name, branch in tree.items()
+        for where, leaf in flatten(branch, (*path, name)).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,8 @@ class ModelWeights:
         kinds = {name: self.leaves[place.path] for name, place in self.places.items()}
         return {
             name: Tensor(
-                place.dtype if isinstance(kinds[name], Quantized) else np.dtype(kinds[name].dtype), place.shape
+                place.dtype if isinstance(kinds[name], Quantized) else np.dtype(kinds[name].dtype),
+                place.shape,
             )
             for name, place in self.places.items()
         }
@@ -112,12 +122,17 @@ class ModelWeights:
             return leaf
         # The number is an argument of the compiled slice, so that one serves all layers.
         return jax.tree.map(
-            lambda part: jax.lax.dynamic_index_in_dim(part, place.layer, place.axis, keepdims=False), leaf
+            lambda part: jax.lax.dynamic_index_in_dim(
+                part, place.layer, place.axis, keepdims=False
+            ),
+            leaf,
         )
 
     def read(self, name: str) -> np.ndarray:
         weight = self.take(name)
-        return np.asarray(weight.astype(self.places[name].dtype) if isinstance(weight, Quantized) else weight)
+        return np.asarray(
+            weight.astype(self.places[name].dtype) if isinstance(weight, Quantized) else weight
+        )
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.places:
@@ -134,11 +149,12 @@ def load_weights(
     host_bytes: int = 4 * 10**9,
     load: Load | None = None,
 ) -> Tree:
-    """A model's weights from a source that must have exactly these, in the template's dtype (or `dtype`, where that is
-    floating), laid out by `shardings` (a tree like the weights; None: on the first device).
+    """A model's weights from a source that must have exactly these, in the template's dtype (or
+    `dtype`, where that is floating), laid out by `shardings` (a tree like the weights; None: on the
+    first device).
 
-    The host holds one weight of a layer and as many blocks for devices as fit into host_bytes, but at least one. `load`
-    makes a weight of the tree in another way than from its floats alone.
+    The host holds one weight of a layer and as many blocks for devices as fit into host_bytes, but
+    at least one. `load` makes a weight of the tree in another way than from its floats alone.
     """
     load = load or (lambda path, *rest: load_leaf(source, *rest))
     check_weights(source, {name: place.shape for name, place in places.items()})
@@ -170,7 +186,9 @@ def load_leaf(
     """One weight of the tree, from the named weights that it consists of."""
     devices: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(whole.shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), whole.shape, strict=True))
+        bounds = tuple(
+            part.indices(size)[:2] for part, size in zip(index or (), whole.shape, strict=True)
+        )
         devices.setdefault(bounds, []).append(device)
     block_bytes = Tensor(whole.dtype, sharding.shard_shape(whole.shape)).nbytes
     at_once = max(1, host_bytes // max(1, block_bytes))
@@ -187,12 +205,18 @@ def load_leaf(
             for bounds, block in blocks.items()
             for device in devices[bounds]
         ]
-        arrays += jax.block_until_ready(placed)  # or blocks of the next round would come on top of these
-    return jax.make_array_from_single_device_arrays(whole.shape, sharding, arrays, dtype=whole.dtype)
+        arrays += jax.block_until_ready(
+            placed
+        )  # or blocks of the next round would come on top of these
+    return jax.make_array_from_single_device_arrays(
+        whole.shape, sharding, arrays, dtype=whole.dtype
+    )
 
 
 def fill(blocks: Mapping[Bounds, np.ndarray], place: Place, source: Source, name: str) -> None:
-    """Write a named weight into the blocks that have a part in it; it is read only if there are any."""
+    """Write a named weight into the blocks that have a part in it; it is read only if there are
+    any.
+    """
     array = None
     for bounds, block in blocks.items():
         if place.layer is not None:

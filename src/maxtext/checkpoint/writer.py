@@ -1,9 +1,10 @@
-"""Folders of safetensors files, written one tensor at a time; under its name a folder is complete or absent.
+"""Folders of safetensors files, written one tensor at a time; under its name a folder is complete
+or absent.
 
-Everything is planned from names, dtypes and shapes: which shard a tensor goes to, and where it lies in it. Then the
-tensors may come in any order, each is written to its place and let go. The work happens in a hidden folder beside the
-result, `.NAME.partial-…`, which takes the name when all of it is on disk. A failure removes it; what a killed process
-leaves, the next attempt removes.
+Everything is planned from names, dtypes and shapes: which shard a tensor goes to, and where it lies
+in it. Then the tensors may come in any order, each is written to its place and let go. The work
+happens in a hidden folder beside the result, `.NAME.partial-…`, which takes the name when all of it
+is on disk. A failure removes it; what a killed process leaves, the next attempt removes.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ def write_ours(
     shard_bytes: int = 2 * GIGABYTE,
     progress: Progress | None = None,
 ) -> None:
-    """A folder of our weights, by layer: the shards and their index, texts by the name of their file (config.yml), and
-    in hugging_face/ the files that came with the model from there."""
+    """A folder of our weights, by layer: the shards and their index, texts by the name of their
+    file (config.yml), and in hugging_face/ the files that came with the model from there."""
     files = {f"hugging_face/{file.name}": file for file in carried}
     write_folder(out, weights, OURS, texts, files, shard_bytes, progress)
 
@@ -51,9 +52,11 @@ def write_theirs(
     shard_bytes: int = 5 * GIGABYTE,
     progress: Progress | None = None,
 ) -> None:
-    """A folder that Hugging Face's libraries load: model.safetensors or its shards with their index, texts by the name
-    of their file (config.json), and files carried along."""
-    write_folder(out, tensors, THEIRS, texts, {file.name: file for file in carried}, shard_bytes, progress)
+    """A folder that Hugging Face's libraries load: model.safetensors or its shards with their
+    index, texts by the name of their file (config.json), and files carried along."""
+    write_folder(
+        out, tensors, THEIRS, texts, {file.name: file for file in carried}, shard_bytes, progress
+    )
 
 
 def write_folder(
@@ -86,7 +89,9 @@ def write_folder(
 
 
 def plan(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
-    """Consecutive tensors a shard, as many as fit; a tensor too large for any shard gets its own."""
+    """Consecutive tensors a shard, as many as fit; a tensor too large for any shard gets its
+    own.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -100,7 +105,9 @@ def plan(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tens
 
 @dataclass
 class Shards:
-    """Shards under way. A file is opened for its first tensor and closed, on disk, after its last."""
+    """Shards under way. A file is opened for its first tensor and closed, on disk, after its
+    last.
+    """
 
     folder: Path
     stem: str
@@ -108,7 +115,9 @@ class Shards:
     open: dict[int, int] = field(default_factory=dict)  # file descriptors by shard
 
     def __post_init__(self) -> None:
-        self.shard_of = {name: number for number, shard in enumerate(self.planned) for name in shard}
+        self.shard_of = {
+            name: number for number, shard in enumerate(self.planned) for name in shard
+        }
         self.offsets: dict[str, int] = {}
         self.missing = [set(shard) for shard in self.planned]
 
@@ -120,7 +129,9 @@ class Shards:
             os.close(descriptor)
         missing = sorted(set().union(*self.missing))
         if kind is None and missing:
-            raise ValueError(f"{len(missing)} tensors were planned and never came, {missing[0]} among them")
+            raise ValueError(
+                f"{len(missing)} tensors were planned and never came, {missing[0]} among them"
+            )
 
     def file_name(self, number: int) -> str:
         if len(self.planned) == 1 and self.stem == THEIRS:
@@ -130,11 +141,19 @@ class Shards:
     def put(self, name: str, array: np.ndarray) -> None:
         number = self.shard_of[name]
         tensor = self.planned[number][name]
-        if array.shape != tensor.shape or array.dtype != tensor.dtype or name not in self.missing[number]:
+        if (
+            array.shape != tensor.shape
+            or array.dtype != tensor.dtype
+            or name not in self.missing[number]
+        ):
             raise ValueError(f"{name} came as {array.dtype}{array.shape}, planned once as {tensor}")
         if number not in self.open:
             self.open[number] = self.begin(number)
-        write_at(self.open[number], self.offsets[name], np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        write_at(
+            self.open[number],
+            self.offsets[name],
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8).data,
+        )
         self.missing[number].remove(name)
         if not self.missing[number]:
             descriptor = self.open.pop(number)
@@ -149,14 +168,20 @@ class Shards:
         end = 0
         for name, tensor in ordered:
             kind = DTYPE_NAMES[tensor.dtype]
-            header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": (end, end + tensor.nbytes)}
+            header[name] = {
+                "dtype": kind,
+                "shape": tensor.shape,
+                "data_offsets": (end, end + tensor.nbytes),
+            }
             self.offsets[name] = end
             end += tensor.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         for name, _ in ordered:
             self.offsets[name] += 8 + len(text)
-        descriptor = os.open(self.folder / self.file_name(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(
+            self.folder / self.file_name(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666
+        )
         write_at(descriptor, 0, memoryview(len(text).to_bytes(8, "little") + text))
         return descriptor
 
@@ -166,7 +191,9 @@ class Shards:
             return
         files = {name: self.file_name(number) for name, number in self.shard_of.items()}
         index = {"metadata": {"total_size": total}, "weight_map": files}
-        (self.folder / f"{self.stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (self.folder / f"{self.stem}.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n"
+        )
 
 
 def write_at(descriptor: int, offset: int, data: memoryview) -> None:
@@ -177,7 +204,9 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: str | os.PathLike, size: int = 0) -> Iterator[Path]:
-    """A hidden folder that becomes `out` on success and vanishes on failure; `size` is the room that it needs."""
+    """A hidden folder that becomes `out` on success and vanishes on failure; `size` is the room
+    that it needs.
+    """
     target = local_path(out).resolve()
     try:
         refuse_existing(target)
@@ -213,7 +242,9 @@ def refuse_existing(target: Path) -> None:
 
 
 def lock_folder(path: Path) -> int:
-    """Hold a folder for as long as this process lives, or raise BlockingIOError where another one holds it."""
+    """Hold a folder for as long as this process lives, or raise BlockingIOError where another one
+    holds it.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

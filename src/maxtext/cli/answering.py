@@ -1,6 +1,8 @@
-"""What decode, chat and batch share: from words to a model that answers, and from texts to prompts of token ids.
+"""What decode, chat and batch share: from words to a model that answers, and from texts to prompts
+of token ids.
 
-A model is a folder (Hugging Face's, ours, or a run's checkpoints) or the name of one, which gives random weights.
+A model is a folder (Hugging Face's, ours, or a run's checkpoints) or the name of one, which gives
+random weights.
 """
 
 import contextlib
@@ -43,7 +45,9 @@ class Answering:
     @property
     def tokenizer(self) -> "Tokenizer":
         if self.llm.tokenizer is None:
-            raise ConfigError(f"{self.place} came without a tokenizer: name one with tokenizer_path=…")
+            raise ConfigError(
+                f"{self.place} came without a tokenizer: name one with tokenizer_path=…"
+            )
         return self.llm.tokenizer
 
     @cached_property
@@ -59,7 +63,9 @@ class Answering:
         return found
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a text to continue; with use_chat_template, of a conversation in which a user says it."""
+        """The ids of a text to continue; with use_chat_template, of a conversation in which a user
+        says it.
+        """
         if self.config.use_chat_template:
             return self.conversation([{"role": "user", "content": text}])
         if self.config.add_bos:
@@ -68,11 +74,15 @@ class Answering:
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a conversation, up to where the model is to answer."""
-        return self.tokenizer.encode_with_specials(self.template.render(messages, add_generation_prompt=True))
+        return self.tokenizer.encode_with_specials(
+            self.template.render(messages, add_generation_prompt=True)
+        )
 
     @property
     def reserved(self) -> int | None:
-        """Tokens that are kept for the prompt, where a person said how many; else prompt and answer share the room."""
+        """Tokens that are kept for the prompt, where a person said how many; else prompt and answer
+        share the room.
+        """
         chosen = self.config.source("max_prefill_predict_length").kind in CHOSEN
         return self.config.max_prefill_predict_length if chosen else None
 
@@ -113,19 +123,27 @@ def settle(place: str, path: str | None, words: Sequence[str]) -> Any:
         model = open_checkpoint(place).settings
         learned = model.get("trainable_position_size")
         if learned is not None and wanted("max_target_length", path, chosen, os.environ) is None:
-            chosen["max_target_length"] = Setting(learned.value, Source("derived", "learned positions"))
+            chosen["max_target_length"] = Setting(
+                learned.value, Source("derived", "learned positions")
+            )
         config = load(path, chosen, model=model)
     elif place in fields.choices("model_name"):
         said = wanted("model_name", path, chosen, os.environ)
         if said not in (None, place):
             raise ConfigError(f"which of the two, {place} or model_name={said}? leave one out")
-        config = load(path, chosen if said else chosen | {"model_name": Setting(place, Source("command line"))})
+        config = load(
+            path,
+            chosen if said else chosen | {"model_name": Setting(place, Source("command line"))},
+        )
     else:
         hint = sources.suggest(place, fields.choices("model_name"))
         raise ConfigError(f"{place!r} is neither a folder nor the name of a model{hint}")
     ledger.refuse_silent(config, base_values())
     reserved = config.max_prefill_predict_length
-    if config.source("max_prefill_predict_length").kind in CHOSEN and reserved >= config.max_target_length:
+    if (
+        config.source("max_prefill_predict_length").kind in CHOSEN
+        and reserved >= config.max_target_length
+    ):
         raise ConfigError(
             f"max_prefill_predict_length={reserved} leaves nothing of max_target_length={config.max_target_length} "
             "for the answer: raise max_target_length"
@@ -142,7 +160,11 @@ def open_model(place: str, config: MaxTextConfig, text: bool = True) -> Answerin
     from maxtext.tokenizers import load_tokenizer
 
     # What the environment says is read again there.
-    keys = {key: getattr(config, key) for key in fields.KEYS if config.source(key).kind in ("file", "command line")}
+    keys = {
+        key: getattr(config, key)
+        for key in fields.KEYS
+        if config.source(key).kind in ("file", "command line")
+    }
     folder = local_path(place)
     if not folder.is_dir():
         note(f"{place} is a name, not a checkpoint: its weights are random, and so is what it says")
@@ -164,7 +186,9 @@ def loading(place: str) -> Iterator[Callable[[int, int, str], None] | None]:
     from rich.console import Console
 
     with Console(stderr=True).status(f"loading {place}") as status:
-        yield lambda done, total, name: status.update(f"loading {place}: {done / max(total, 1):.0%}")
+        yield lambda done, total, name: status.update(
+            f"loading {place}: {done / max(total, 1):.0%}"
+        )
 
 
 def refuse(config: MaxTextConfig, verb: str, reasons: Mapping[str, str]) -> None:
@@ -193,10 +217,14 @@ def note(text: str) -> None:
 
 
 def write(text: str, style: str = "") -> None:
-    """Text as it comes, at once. A terminal does not obey what a model writes: control characters become U+FFFD."""
+    """Text as it comes, at once. A terminal does not obey what a model writes: control characters
+    become U+FFFD.
+    """
     out = sys.stdout
     if out.isatty():
-        text = "".join(c if (c >= " " and not "\x7f" <= c < "\xa0") or c in "\n\t" else "\ufffd" for c in text)
+        text = "".join(
+            c if (c >= " " and not "\x7f" <= c < "\xa0") or c in "\n\t" else "\ufffd" for c in text
+        )
     if style and styled(out):
         text = f"{style}{text}{PLAIN}"
     encoding = out.encoding or "utf-8"

@@ -1,7 +1,7 @@
 """`maxtext batch`: the answers to a file of requests, offline and resumable.
 
-Each line of the requests gives one line of answers, in the order in which they finish. The same command goes on where
-an earlier one stopped.
+Each line of the requests gives one line of answers, in the order in which they finish. The same
+command goes on where an earlier one stopped.
 """
 
 import itertools
@@ -19,7 +19,8 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
-# Beside the model, what shapes the answers. How they are computed (devices, pages …) may change between two runs.
+# Beside the model, what shapes the answers. How they are computed (devices, pages …) may change
+# between two runs.
 SHAPING = (
     "max_target_length", "max_prefill_predict_length", "add_bos", "use_chat_template", "chat_template",
     "chat_template_path", "tokenizer_path", "decode_sampling_strategy", "decode_sampling_temperature",
@@ -76,13 +77,17 @@ def run(words: list[str]) -> int:
 
 
 def model_place(named: str) -> str:
-    """The same model for all answers: of a run, which may go on, the step that is the newest now."""
+    """The same model for all answers: of a run, which may go on, the step that is the newest
+    now.
+    """
     from maxtext.checkpoint import steps
 
     folder = local_path(named)
     if not folder.is_dir():
         return named
-    return str((steps.steps_under(folder)[-1] if steps.is_checkpoints(folder) else folder).resolve())
+    return str(
+        (steps.steps_under(folder)[-1] if steps.is_checkpoints(folder) else folder).resolve()
+    )
 
 
 def answer_all(model: Answering, requests: Path, answers: Answers, report: "Report") -> None:
@@ -115,9 +120,13 @@ def answer_all(model: Answering, requests: Path, answers: Answers, report: "Repo
 
     for answer in model.llm.answers(asks()):
         line, record = waiting.pop(answer.index)
-        finish(line, record, result_of(answer, record, model.config.return_log_prob), len(answer.ids))
+        finish(
+            line, record, result_of(answer, record, model.config.return_log_prob), len(answer.ids)
+        )
     if waiting:
-        raise UserError(f"{len(waiting)} requests were left without an answer: run the same command again")
+        raise UserError(
+            f"{len(waiting)} requests were left without an answer: run the same command again"
+        )
 
 
 def result_of(answer: Any, record: dict[str, Any], log_probs: bool) -> dict[str, Any]:
@@ -133,8 +142,8 @@ def result_of(answer: Any, record: dict[str, Any], log_probs: bool) -> dict[str,
 
 
 class Report:
-    """Progress, by bytes of the requests, since nobody has counted them: a bar on a terminal, elsewhere a line now and
-    then."""
+    """Progress, by bytes of the requests, since nobody has counted them: a bar on a terminal,
+    elsewhere a line now and then."""
 
     def __init__(self, requests: Path):
         self.total = requests.stat().st_size
@@ -145,9 +154,20 @@ class Report:
     def __enter__(self) -> "Report":
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                Progress,
+                TaskProgressColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=Console(stderr=True))
             self.task = self.bar.add_task("", total=self.total)
             self.bar.start()
@@ -170,7 +190,9 @@ class Report:
         if not self.bar and now - self.said < LINE_SECONDS:
             return
         self.said = now
-        rate = f"{self.answered:,} requests, {self.tokens / max(now - self.began, 1e-9):,.0f} tokens/s"
+        rate = (
+            f"{self.answered:,} requests, {self.tokens / max(now - self.began, 1e-9):,.0f} tokens/s"
+        )
         if self.bar:
             self.bar.update(self.task, completed=self.done, description=rate)
         else:

@@ -1,8 +1,10 @@
-"""The two files of a batch job: requests, read one line at a time, and answers, appended a whole line at a time.
+"""The two files of a batch job: requests, read one line at a time, and answers, appended a whole
+line at a time.
 
-An answer carries the number of its line and a sum of that line and of the settings that shape answers. So a job that
-was stopped, by any means, knows from its answers alone what is left, and one whose requests or settings have changed
-is refused before it mixes answers that do not belong together.
+An answer carries the number of its line and a sum of that line and of the settings that shape
+answers. So a job that was stopped, by any means, knows from its answers alone what is left, and one
+whose requests or settings have changed is refused before it mixes answers that do not belong
+together.
 """
 
 import array
@@ -45,7 +47,9 @@ def sum_of(data: bytes) -> int:
 
 
 class Answers:
-    """The file of answers, of which this process is the only writer. `settings`: whatever shapes the answers."""
+    """The file of answers, of which this process is the only writer. `settings`: whatever shapes
+    the answers.
+    """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool):
         self.path = path
@@ -65,7 +69,9 @@ class Answers:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self.handle)
-            raise UserError(f"another `maxtext batch` is writing {path}: wait for it, or name another file") from error
+            raise UserError(
+                f"another `maxtext batch` is writing {path}: wait for it, or name another file"
+            ) from error
         try:
             self.whole = 0 if overwrite else self.read()
         except BaseException:
@@ -73,7 +79,9 @@ class Answers:
             raise
 
     def read(self) -> int:
-        """Take in what is answered; returns the bytes of whole lines, for the last one may be torn."""
+        """Take in what is answered; returns the bytes of whole lines, for the last one may be
+        torn.
+        """
         whole = 0
         with self.path.open("rb") as stream:
             for number, data in enumerate(stream, 1):
@@ -109,7 +117,9 @@ class Answers:
         return bool(found)
 
     def verify(self, requests: Path) -> bool:
-        """Hold the lines that are answered against those that were read then; returns whether some are left."""
+        """Hold the lines that are answered against those that were read then; returns whether some
+        are left.
+        """
         answered, some_left = len(self), False
         for line in lines(requests):
             if self.has(line):
@@ -135,7 +145,9 @@ class Answers:
         return sum_of(line.data) << HALF | self.settings
 
     def begin(self) -> None:
-        """From here on the file changes: what is no whole answer is cut off, or all with overwrite."""
+        """From here on the file changes: what is no whole answer is cut off, or all with
+        overwrite.
+        """
         if os.fstat(self.handle).st_size > self.whole:
             os.ftruncate(self.handle, self.whole)
 

@@ -1,4 +1,6 @@
-"""From one line of a batch job to what the model is asked; whatever is wrong with a line is said of it alone."""
+"""From one line of a batch job to what the model is asked; whatever is wrong with a line is said of
+it alone.
+"""
 
 import dataclasses
 import json
@@ -14,7 +16,9 @@ from maxtext.inference.sampling import Sampling
 
 SAMPLING = ("temperature", "top_k", "top_p")
 FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING, "seed", "stop")
-MAX_DEPTH = 100  # of nested lists and objects: Python's JSON writer fails at some depth, as its reader does
+MAX_DEPTH = (
+    100  # of nested lists and objects: Python's JSON writer fails at some depth, as its reader does
+)
 MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
 
 
@@ -70,7 +74,9 @@ def refuse_constant(text: str) -> None:
 def check_depth(record: dict[str, Any]) -> None:
     level: list[Any] = [record]
     for _ in range(MAX_DEPTH):
-        inner = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        inner = [
+            item for each in level for item in (each.values() if isinstance(each, dict) else each)
+        ]
         level = [item for item in inner if isinstance(item, dict | list)]
         if not level:
             return
@@ -81,7 +87,9 @@ def ask_of(record: Mapping[str, Any], index: int, model: Answering, sampling: Sa
     """`sampling`: of the configuration; the line may say otherwise."""
     for name in record:
         if name not in FIELDS:
-            raise UserError(f"unknown field {name!r}{suggest(name, FIELDS) or '; what is to be carried along is id'}")
+            raise UserError(
+                f"unknown field {name!r}{suggest(name, FIELDS) or '; what is to be carried along is id'}"
+            )
     if ("prompt" in record) == ("messages" in record):
         raise UserError("a line has either a prompt or messages")
     ids = prompt_ids(record, model)
@@ -126,7 +134,9 @@ def checked_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
             if name not in message:
                 raise UserError(f"messages[{number}] has no {name}")
             if not isinstance(message[name], str):
-                raise UserError(f"messages[{number}].{name} must be text, not {shortened(message[name])}")
+                raise UserError(
+                    f"messages[{number}].{name} must be text, not {shortened(message[name])}"
+                )
         if not message["role"]:
             raise UserError(f"messages[{number}].role is empty: say who speaks, such as user")
     return messages
@@ -139,7 +149,11 @@ def shortened(value: Any) -> str:
 
 def drawn(record: Mapping[str, Any], sampling: Sampling) -> Sampling:
     """How tokens are chosen: what the line says, the rest as the configuration has it."""
-    said = {name: number(record, name, int if name == "top_k" else float, 0) for name in SAMPLING if name in record}
+    said = {
+        name: number(record, name, int if name == "top_k" else float, 0)
+        for name in SAMPLING
+        if name in record
+    }
     base = Sampling() if said.get("temperature") == 0 else sampling
     return dataclasses.replace(base, **said)
 
@@ -147,7 +161,9 @@ def drawn(record: Mapping[str, Any], sampling: Sampling) -> Sampling:
 def number(record: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = record.get(name, default)
     if type(value) is not int and not (kind is float and type(value) is float):
-        raise UserError(f"{name} must be a {'whole number' if kind is int else 'number'}, not {shortened(value)}")
+        raise UserError(
+            f"{name} must be a {'whole number' if kind is int else 'number'}, not {shortened(value)}"
+        )
     if name == "seed" and not 0 <= value < 2**32:
         raise UserError(f"seed={value} must be between 0 and {2**32 - 1}")
     return value
@@ -155,6 +171,8 @@ def number(record: Mapping[str, Any], name: str, kind: type, default: Any) -> An
 
 def stops(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+    if not isinstance(texts, list | tuple) or not all(
+        isinstance(text, str) and text for text in texts
+    ):
         raise UserError("stop must be a text or a list of texts, none of them empty")
     return tuple(texts)

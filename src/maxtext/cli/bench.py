@@ -1,8 +1,9 @@
 """`maxtext bench inference`: how fast prompts are read and tokens written, by batch and length.
 
-Prefill: one prompt of each length, whole. Generate: a batch of sequences of each length that are all at work, blocks of
-tokens in one loop on the device. Bandwidth counts what one step has to read once: all weights, and what is kept of the
-sequences' tokens. Medians of inference_microbenchmark_loop_iters runs, after one that compiles.
+Prefill: one prompt of each length, whole. Generate: a batch of sequences of each length that are
+all at work, blocks of tokens in one loop on the device. Bandwidth counts what one step has to read
+once: all weights, and what is kept of the sequences' tokens. Medians of
+inference_microbenchmark_loop_iters runs, after one that compiles.
 """
 
 import itertools
@@ -40,7 +41,9 @@ def run(words: list[str]) -> int:
     sys.stdout.write(aligned(table, left=1))
     if config.inference_microbenchmark_log_file_path:
         text = json.dumps({"model": place, "device": device(), "cases": rows}, indent=1)
-        files.write_text(Path(config.inference_microbenchmark_log_file_path).expanduser(), text + "\n")
+        files.write_text(
+            Path(config.inference_microbenchmark_log_file_path).expanduser(), text + "\n"
+        )
     return 0
 
 
@@ -62,7 +65,9 @@ def cases(model: Any, config: MaxTextConfig, lengths: list[int]) -> Iterator[dic
             yield prefill(model, length, times)
     if "generate" in stages:
         most = max(int(config.global_batch_size_to_load), 1)
-        batches = sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
+        batches = sorted(
+            {1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most}
+        )
         for batch in batches:
             for length in lengths:
                 yield generate(model, batch, length, times)
@@ -106,12 +111,20 @@ def generate(model: Any, batch: int, length: int, times: int) -> dict[str, Any]:
     scheduler.admit()
     while group := scheduler.next_group():
         scheduler.put(*group)
-    if len(scheduler.running) < batch or not all(scheduler.grown(work, longest) for work in scheduler.running):
-        raise ConfigError(f"{batch} sequences of {longest} tokens need more pages: raise pagedattn_num_pages")
+    if len(scheduler.running) < batch or not all(
+        scheduler.grown(work, longest) for work in scheduler.running
+    ):
+        raise ConfigError(
+            f"{batch} sequences of {longest} tokens need more pages: raise pagedattn_num_pages"
+        )
     slots = engine.size.slots  # which may be more
     table = scheduler.table(scheduler.running, slots, [work.slot for work in scheduler.running])
     still = np.zeros(slots, bool)
-    how: dict[str, Any] = {"reach": scheduler.decode_reach([longest]), "kind": Kind.GREEDY, "scored": False}
+    how: dict[str, Any] = {
+        "reach": scheduler.decode_reach([longest]),
+        "kind": Kind.GREEDY,
+        "scored": False,
+    }
 
     def block() -> None:
         jax.block_until_ready(engine.decode(table, still, BLOCK, **how).tokens)

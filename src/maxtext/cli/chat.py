@@ -1,6 +1,7 @@
 """`maxtext chat`: a conversation with a model in the terminal.
 
-In a pipe, each line of standard input is a message or a command, and standard output is what the model answers.
+In a pipe, each line of standard input is a message or a command, and standard output is what the
+model answers.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ Pieces = Generator["tuple[str, Answer | None]"]
 MARK = "> "
 LOOK_SECONDS = 0.1
 SETTLE_SECONDS = 2.0
-BOLD_MARK = "\x01\x1b[1m\x02> \x01\x1b[0m\x02"  # \x01 and \x02: what readline must not count as width
+BOLD_MARK = (
+    "\x01\x1b[1m\x02> \x01\x1b[0m\x02"  # \x01 and \x02: what readline must not count as width
+)
 HELP = """\
 /reset         forget the conversation
 /system TEXT   what the model is told about its part, from now on; without TEXT nothing
@@ -60,13 +63,18 @@ def run(words: list[str]) -> int:
                 if not command(conversation, line):
                     break
             else:
-                answer(conversation, line.removeprefix("/") if line.startswith("//") else line, keyboard)
+                answer(
+                    conversation,
+                    line.removeprefix("/") if line.startswith("//") else line,
+                    keyboard,
+                )
     return 0
 
 
 class Keyboard:
-    """What a person types. Ctrl-C clears the line that is typed, or stops the answer, and never leaves the program,
-    which Ctrl-D and /exit do. In a pipe, an interrupt outside of an answer ends the program."""
+    """What a person types. Ctrl-C clears the line that is typed, or stops the answer, and never
+    leaves the program, which Ctrl-D and /exit do. In a pipe, an interrupt outside of an answer ends
+    the program."""
 
     def __init__(self, person: bool):
         self.person = person
@@ -122,7 +130,9 @@ class Keyboard:
         """An answer as it comes, until it ends or Ctrl-C is pressed."""
         if self.speaking is not None and self.speaking.thread.is_alive():
             self.waiting = True
-            with progress.working("waiting for the engine, which was stopped in the middle of a step"):
+            with progress.working(
+                "waiting for the engine, which was stopped in the middle of a step"
+            ):
                 while self.waiting and not self.speaking.settle(LOOK_SECONDS):
                     pass
             if not self.waiting:
@@ -134,7 +144,9 @@ class Keyboard:
 
 
 class Speaking:
-    """Takes an answer from the engine in a thread, so that Ctrl-C is heard while the engine computes or compiles."""
+    """Takes an answer from the engine in a thread, so that Ctrl-C is heard while the engine
+    computes or compiles.
+    """
 
     def __init__(self, pieces: Pieces):
         self.pieces = pieces
@@ -163,7 +175,9 @@ class Speaking:
         try:
             while not self.stopped.is_set():
                 try:
-                    item = self.queue.get(timeout=LOOK_SECONDS)  # a signal may come to another thread
+                    item = self.queue.get(
+                        timeout=LOOK_SECONDS
+                    )  # a signal may come to another thread
                 except queue.Empty:
                     continue
                 if item is None:
@@ -194,14 +208,20 @@ def command(conversation: "Conversation", line: str) -> bool:
         note("the conversation begins anew")
     elif name == "/system":
         conversation.system = rest.strip()
-        note("the model is told so from now on" if conversation.system else "the model is told nothing about its part")
+        note(
+            "the model is told so from now on"
+            if conversation.system
+            else "the model is told nothing about its part"
+        )
     else:
         note(f"there is no command {name}; /help lists them, and // begins a message with a slash")
     return True
 
 
 def answer(conversation: "Conversation", text: str, keyboard: Keyboard) -> None:
-    """Show what the model says to a message. What goes wrong is said, and the conversation goes on without it."""
+    """Show what the model says to a message. What goes wrong is said, and the conversation goes on
+    without it.
+    """
     conversation.turns.append({"role": "user", "content": text})
     began, said, whole = time.perf_counter(), "", None  # `whole`: the answer, if it came to its end
     try:
@@ -218,7 +238,9 @@ def answer(conversation: "Conversation", text: str, keyboard: Keyboard) -> None:
         return
     conversation.turns.append({"role": "assistant", "content": said})
     if whole and whole.finished == "length":
-        note(f"there was no more room: max_target_length={conversation.model.config.max_target_length}")
+        note(
+            f"there was no more room: max_target_length={conversation.model.config.max_target_length}"
+        )
     if whole and keyboard.person:
         count, seconds = len(whole.ids), time.perf_counter() - began
         note(f"{count:,} tokens, {count / max(seconds, 1e-9):,.1f} tokens/s")
@@ -249,14 +271,18 @@ class Conversation:
     def fitted(self) -> list[int]:
         """The ids of the conversation, without its oldest turns where it has become too long."""
         whole = self.model.config.max_target_length
-        most = self.model.reserved or whole - whole // 4  # of the room a quarter stays for the answer
+        most = (
+            self.model.reserved or whole - whole // 4
+        )  # of the room a quarter stays for the answer
         turns = list(self.turns)
         while len(ids := self.ids(turns)) > most and len(turns) > 1:
             del turns[:2]
         self.model.room(ids)  # a message that is too long by itself is refused, and costs no turn
         if len(turns) < len(self.turns) and not self.told:
             self.told = True
-            note(f"the conversation is longer than max_target_length={whole} allows: its oldest turns are dropped")
+            note(
+                f"the conversation is longer than max_target_length={whole} allows: its oldest turns are dropped"
+            )
         self.turns = turns
         return ids
 

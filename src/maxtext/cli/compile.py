@@ -1,4 +1,6 @@
-"""`maxtext compile`: the train step, compiled ahead of time and kept in a file that `maxtext train` loads."""
+"""`maxtext compile`: the train step, compiled ahead of time and kept in a file that `maxtext train`
+loads.
+"""
 
 import time
 

@@ -35,7 +35,11 @@ def changed_keys(config: MaxTextConfig) -> list[str]:
     """The keys that differ from base.yml; computed ones follow from those."""
     base = base_values()
     computed = DerivedValues.model_fields
-    return [key for key in text.KEYS_IN_ORDER if key not in computed and getattr(config, key) != getattr(base, key)]
+    return [
+        key
+        for key in text.KEYS_IN_ORDER
+        if key not in computed and getattr(config, key) != getattr(base, key)
+    ]
 
 
 def show(config: MaxTextConfig, keys: set[str]) -> None:
@@ -91,7 +95,12 @@ def status(words: list[str]) -> int:
         f"{len(fields.KEYS)} keys: {count['acts']} act, {count['computed']} are computed, "
         f"{count['not_yet']} do not act yet, {count['never']} do not act here"
     )
-    titles = {"acts": "act", "computed": "are computed", "not_yet": "do not act yet", "never": "do not act here"}
+    titles = {
+        "acts": "act",
+        "computed": "are computed",
+        "not_yet": "do not act yet",
+        "never": "do not act here",
+    }
     for kind, keys in kinds.items():
         by_reason: dict[str, list[str]] = {}
         for key in keys:

@@ -1,4 +1,6 @@
-"""`maxtext convert`: checkpoints from Hugging Face's form to ours and back, and weights out of training checkpoints."""
+"""`maxtext convert`: checkpoints from Hugging Face's form to ours and back, and weights out of
+training checkpoints.
+"""
 
 import shlex
 import sys
@@ -24,12 +26,16 @@ def run(words: list[str]) -> int:
 
     what, source, out = words
     if text_only and what != "to_hf":
-        raise ConfigError(f"--text-only would do nothing in maxtext convert {what}: it is for to_hf")
+        raise ConfigError(
+            f"--text-only would do nothing in maxtext convert {what}: it is for to_hf"
+        )
     with Bar(f"{source} -> {out}") as progress:
         if what == "to_hf":
             to_folder(source, out, dtype, progress, text_only)
         else:
-            {"from_hf": from_folder, "params-only": from_training}[what](source, out, dtype, progress)
+            {"from_hf": from_folder, "params-only": from_training}[what](
+                source, out, dtype, progress
+            )
     print(summary(out, THEIRS if what == "to_hf" else OURS))
     return 0
 
@@ -46,7 +52,9 @@ def summary(out: str, stem: str) -> str:
     command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"
     if not tokenizer_files(folder.iterdir()):
         command += " tokenizer_path=TOKENIZER, the one that it was trained with"
-    return f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {size(nbytes)}\ntry it with: {command}"
+    return (
+        f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {size(nbytes)}\ntry it with: {command}"
+    )
 
 
 class Bar:
@@ -59,13 +67,26 @@ class Bar:
         if not sys.stderr.isatty():
             return None
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+        )
         self.bar = Progress(*columns, console=Console(stderr=True))
         self.bar.start()
         task = self.bar.add_task(self.title, total=None)
-        return lambda done, total, name: self.bar.update(task, completed=done, total=total, description=name[-48:])
+        return lambda done, total, name: self.bar.update(
+            task, completed=done, total=total, description=name[-48:]
+        )
 
     def __exit__(self, *error) -> None:
         if hasattr(self, "bar"):

@@ -1,4 +1,6 @@
-"""`maxtext data`: see the batches of a configuration, prepare or index tokens, measure the pipeline."""
+"""`maxtext data`: see the batches of a configuration, prepare or index tokens, measure the
+pipeline.
+"""
 
 import importlib
 import math
@@ -27,7 +29,9 @@ def run(words: list[str]) -> int:
 
 
 def settled(words: list[str]) -> Any:
-    """The configuration of FILE and key=value words, for as few devices as it allows: no device is asked for."""
+    """The configuration of FILE and key=value words, for as few devices as it allows: no device is
+    asked for.
+    """
     from maxtext.configs import load, sources
     from maxtext.configs.derive import Devices
     from maxtext.configs.load import resolve
@@ -35,11 +39,17 @@ def settled(words: list[str]) -> Any:
     path, settings = cli_words.split(words)
     chosen = sources.from_words(settings)
     found, _ = resolve(path, chosen, os.environ, None)
-    return load(path, chosen, devices=Devices(*fewest_devices({key: one.value for key, one in found.items()})))
+    return load(
+        path,
+        chosen,
+        devices=Devices(*fewest_devices({key: one.value for key, one in found.items()})),
+    )
 
 
 def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:
-    """(devices, slices) that the sizes of the mesh and a fractional batch need; whether they fit, loading judges."""
+    """(devices, slices) that the sizes of the mesh and a fractional batch need; whether they fit,
+    loading judges.
+    """
 
     def size(key: str) -> float:
         try:
@@ -52,7 +62,9 @@ def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:
     joined = math.prod(size for key, size in sizes.items() if key.startswith("dcn_"))
     slices = max(joined, int(size("num_slices")))
     count = slices * math.prod(size for key, size in sizes.items() if key.startswith("ici_"))
-    return math.lcm(count, Fraction(size(BATCH)).limit_denominator(MOST_DEVICES).denominator), slices
+    return math.lcm(
+        count, Fraction(size(BATCH)).limit_denominator(MOST_DEVICES).denominator
+    ), slices
 
 
 def take_number(words: list[str], option: str, least: int) -> int | None:

@@ -14,10 +14,16 @@ def run(words: list[str]) -> int:
     length = take_number(words, "--length", least=2)
     dtype = cli_words.take_value(words, "--dtype") or "uint32"
     if out is None or length is None or not words or any(word.startswith("-") for word in words):
-        raise ConfigError("write it as: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ...")
+        raise ConfigError(
+            "write it as: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ..."
+        )
     if local_path(out).exists():
         raise ConfigError(f"{out} exists already: remove it first, or choose another --out")
     index = write_index(out, find_files("FILES", ",".join(words)), length, dtype)
-    print(f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} rows of {length:,}")
-    print(f"train on it with\ndataset_type=olmo_grain olmo_index_path={out} max_target_length={length}")
+    print(
+        f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} rows of {length:,}"
+    )
+    print(
+        f"train on it with\ndataset_type=olmo_grain olmo_index_path={out} max_target_length={length}"
+    )
     return 0

@@ -1,4 +1,6 @@
-"""`maxtext data inspect`: the batches that training would see, decoded, and how well their rows are filled."""
+"""`maxtext data inspect`: the batches that training would see, decoded, and how well their rows are
+filled.
+"""
 
 import json
 import re
@@ -19,8 +21,11 @@ from maxtext.configs.types import MaxTextConfig
 
 BATCHES, ROWS = 1, 4  # read, and shown of each
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
-# What moves the cursor, changes colours or turns the direction of a line; line ends and tabs are welcome.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# What moves the cursor, changes colours or turns the direction of a line; line ends and tabs are
+# welcome.
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 TOKEN_SOURCES = ("synthetic", "olmo_grain")  # that need no tokenizer
 
 Row = list[tuple[np.ndarray, np.ndarray]]  # inputs and targets of its segments
@@ -28,7 +33,9 @@ Row = list[tuple[np.ndarray, np.ndarray]]  # inputs and targets of its segments
 
 @dataclass
 class Counted:
-    """What the batches amount to. `end`: the token that ends each document, where truncation shows by its absence."""
+    """What the batches amount to. `end`: the token that ends each document, where truncation shows
+    by its absence.
+    """
 
     end: int | None
     batches: int = 0
@@ -56,7 +63,9 @@ class Counted:
             self.cut += int((full & (batch["targets"][:, -1] != self.end)).sum())
 
     def summary(self, documents: int | None) -> dict[str, Any]:
-        """The numbers of the table. The first batch, which waits for files to be opened, has no part in the speed."""
+        """The numbers of the table. The first batch, which waits for files to be opened, has no
+        part in the speed.
+        """
         tokens, sequences = sum(self.lengths), max(len(self.lengths), 1)
         lengths, segments = np.array(self.lengths or [0]), np.array(self.segments or [0])
         found: dict[str, Any] = {} if documents is None else {"documents": documents}
@@ -77,7 +86,9 @@ class Counted:
         if self.seconds:
             found["first_batch_seconds"] = self.seconds[0]
         if len(self.seconds) > 1:
-            found["tokens_a_second"] = (tokens - self.first_tokens) / max(sum(self.seconds[1:]), 1e-9)
+            found["tokens_a_second"] = (tokens - self.first_tokens) / max(
+                sum(self.seconds[1:]), 1e-9
+            )
         return found
 
 
@@ -120,19 +131,30 @@ def run(words: list[str]) -> int:
         config.tokenize_eval_data if evaluation else config.tokenize_train_data
     )
     reader = reader_of(config, tokenized)
-    counted = Counted(reader.tokenizer.eos_id if isinstance(reader, Reader) and shows_cuts(config, tokenized) else None)
+    counted = Counted(
+        reader.tokenizer.eos_id
+        if isinstance(reader, Reader) and shows_cuts(config, tokenized)
+        else None
+    )
     shown, documents = read(config, evaluation, batches, ROWS if rows is None else rows, counted)
     summary = counted.summary(documents)
     if as_json:
-        print(json.dumps({"batches": [list(map(reader_data(reader), batch)) for batch in shown], "summary": summary}))
+        print(
+            json.dumps(
+                {
+                    "batches": [list(map(reader_data(reader), batch)) for batch in shown],
+                    "summary": summary,
+                }
+            )
+        )
     else:
         show(shown, reader, config.max_target_length, summary)
     return 0
 
 
 def reader_of(config: MaxTextConfig, tokenized: bool) -> Reader | Numbers:
-    """Data that is tokens already is decoded by a tokenizer that the user names; what is only known to have come with
-    the model would have to be fetched first."""
+    """Data that is tokens already is decoded by a tokenizer that the user names; what is only known
+    to have come with the model would have to be fetched first."""
     from maxtext.tokenizers import load_tokenizer
 
     named = config.tokenizer_path and config.source("tokenizer_path").kind != "derived"
@@ -143,7 +165,9 @@ def shows_cuts(config: MaxTextConfig, tokenized: bool) -> bool:
     """Whether a document that was cut fills a row and lacks its last token, and no other does."""
     splits = config.packing and config.grain_packing_type == "concat_then_split"
     ends = tokenized and config.add_eos and not config.use_chat_template
-    return config.use_truncation and ends and not splits and config.dataset_type.value != "c4_mlperf"
+    return (
+        config.use_truncation and ends and not splits and config.dataset_type.value != "c4_mlperf"
+    )
 
 
 def read(
@@ -164,7 +188,9 @@ def read(
     else:
         iterator = open_streams(config, Split.TRAIN, partial(rows_at, config), row_counts(config))
     if iterator is None:
-        raise ConfigError("--eval: the configuration names no evaluation data, set the key for it or leave --eval out")
+        raise ConfigError(
+            "--eval: the configuration names no evaluation data, set the key for it or leave --eval out"
+        )
     shown = []
     try:
         while counted.batches < batches and (batch := next(iterator, None)) is not None:
@@ -179,12 +205,19 @@ def read(
 
 
 def segments(batch: dict[str, np.ndarray], row: int) -> Row:
-    inputs, targets, numbers = (batch[name][row] for name in ("inputs", "targets", "inputs_segmentation"))
-    return [(inputs[numbers == number], targets[numbers == number]) for number in range(1, int(numbers.max()) + 1)]
+    inputs, targets, numbers = (
+        batch[name][row] for name in ("inputs", "targets", "inputs_segmentation")
+    )
+    return [
+        (inputs[numbers == number], targets[numbers == number])
+        for number in range(1, int(numbers.max()) + 1)
+    ]
 
 
 def sequence(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """All tokens of a segment: targets are its inputs one place on, and the last of them is nobody's input."""
+    """All tokens of a segment: targets are its inputs one place on, and the last of them is
+    nobody's input.
+    """
     return np.append(inputs, targets[-1:])
 
 
@@ -196,7 +229,9 @@ def reader_data(reader: Reader | Numbers) -> Any:
         for inputs, targets in row:
             found.append({"inputs": inputs.tolist(), "targets": targets.tolist()})
             if isinstance(reader, Reader):
-                found[-1]["text"] = "".join(text for text, _ in reader.parts(sequence(inputs, targets)))
+                found[-1]["text"] = "".join(
+                    text for text, _ in reader.parts(sequence(inputs, targets))
+                )
         return found
 
     return data
@@ -210,7 +245,9 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
-def show(shown: list[list[Row]], reader: Reader | Numbers, length: int, summary: dict[str, Any]) -> None:
+def show(
+    shown: list[list[Row]], reader: Reader | Numbers, length: int, summary: dict[str, Any]
+) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -219,14 +256,20 @@ def show(shown: list[list[Row]], reader: Reader | Numbers, length: int, summary:
         for number, row in enumerate(batch):
             used = sum(len(inputs) for inputs, _ in row)
             count = f"{len(row)} segment{'s' if len(row) != 1 else ''}"
-            console.print(f"batch {at}, row {number}: {count}, {used} of {length} places", style="bold")
+            console.print(
+                f"batch {at}, row {number}: {count}, {used} of {length} places", style="bold"
+            )
             for place, segment in enumerate(row):
                 line = Text()
                 for text, special in reader.parts(sequence(*segment)):
                     colour = COLOURS[place % len(COLOURS)]
-                    line.append(visible(text), style=f"bold reverse {colour}" if special else colour)
+                    line.append(
+                        visible(text), style=f"bold reverse {colour}" if special else colour
+                    )
                 for first, part in enumerate(line.split("\n", allow_blank=True)):
-                    console.print(Text(f"{place + 1 if not first else '':>4} │ ", style="dim"), part, sep="")
+                    console.print(
+                        Text(f"{place + 1 if not first else '':>4} │ ", style="dim"), part, sep=""
+                    )
             if used < length:
                 console.print(f"     · {length - used} places of padding", style="dim")
     console.print(aligned(table(summary), left=1), end="")

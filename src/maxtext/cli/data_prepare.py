@@ -1,4 +1,6 @@
-"""`maxtext data prepare`: the training documents of a configuration as files of tokens, by all cores, resumable."""
+"""`maxtext data prepare`: the training documents of a configuration as files of tokens, by all
+cores, resumable.
+"""
 
 import shlex
 import sys
@@ -23,7 +25,9 @@ def run(words: list[str]) -> int:
     workers = take_number(words, "--workers", least=1) or cores()
     shard_documents = take_number(words, "--shard-documents", least=1)
     if out is None:
-        raise ConfigError("say where to write: maxtext data prepare --out DIR [FILE] [key=value ...]")
+        raise ConfigError(
+            "say where to write: maxtext data prepare --out DIR [FILE] [key=value ...]"
+        )
     place = local_path(out)
     config = settled(words)
     with Report(f"preparing {place}") as report:
@@ -34,10 +38,16 @@ def run(words: list[str]) -> int:
     rows += [("shards", f"{made.shards:,}"), ("size", size(counts.bytes))]
     if made.tokens:
         rows.append(("tokens/s", f"{made.tokens / max(made.seconds, 1e-9):,.0f}"))
-        done = "wrote" if made.tokens == counts.tokens else f"wrote the {made.tokens:,} tokens that were missing in"
+        done = (
+            "wrote"
+            if made.tokens == counts.tokens
+            else f"wrote the {made.tokens:,} tokens that were missing in"
+        )
     else:
         done = "there was nothing left to write in"
-    print(f"{done} {place}\n{aligned(rows, left=1)}train on it with\n{shlex.join(training_words(place))}")
+    print(
+        f"{done} {place}\n{aligned(rows, left=1)}train on it with\n{shlex.join(training_words(place))}"
+    )
     return 0
 
 
@@ -51,10 +61,23 @@ class Report:
     def __enter__(self) -> "Report":
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rates]}"), TimeRemainingColumn())
-            self.bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rates]}"),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(
+                TextColumn("{task.description}"), *columns, console=Console(stderr=True)
+            )
             self.bar.start()
         return self
 
@@ -78,4 +101,8 @@ class Report:
         elif now - self.said > LINE_SECONDS:
             self.said = now
             left = f"{(of - documents) / speed:,.0f} s left" if speed else "time left unknown"
-            print(f"{self.title}: {documents:,} of {of:,} documents, {rates}, {left}", file=sys.stderr, flush=True)
+            print(
+                f"{self.title}: {documents:,} of {of:,} documents, {rates}, {left}",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,4 +1,6 @@
-"""`maxtext data throughput`: `steps` training batches as a run would load them, without a device, and how fast."""
+"""`maxtext data throughput`: `steps` training batches as a run would load them, without a device,
+and how fast.
+"""
 
 import itertools
 import sys
@@ -35,8 +37,12 @@ def run(words: list[str]) -> int:
     return code
 
 
-def take(config: MaxTextConfig, batches: Any, start: float) -> tuple[list[float], list[int], int, int]:
-    """When each batch was there, its tokens, and the places of all; the exit code of a signal that ended it early."""
+def take(
+    config: MaxTextConfig, batches: Any, start: float
+) -> tuple[list[float], list[int], int, int]:
+    """When each batch was there, its tokens, and the places of all; the exit code of a signal that
+    ended it early.
+    """
     times, tokens, places, said, code = [start], [], 0, start, 0
     try:
         for batch in itertools.islice(batches, config.steps):
@@ -53,7 +59,9 @@ def take(config: MaxTextConfig, batches: Any, start: float) -> tuple[list[float]
     return times[: len(tokens) + 1], tokens, places, code
 
 
-def table(config: MaxTextConfig, times: list[float], tokens: list[int], places: int) -> list[tuple[str, str]]:
+def table(
+    config: MaxTextConfig, times: list[float], tokens: list[int], places: int
+) -> list[tuple[str, str]]:
     """The first batch apart: it waits for files to be opened and workers to start."""
     waits = np.diff(times)
     if not len(waits):

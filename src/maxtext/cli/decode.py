@@ -62,7 +62,9 @@ def check(config: MaxTextConfig) -> None:
             "no choice; use weighted, topk, nucleus or composite"
         )
     if config.autoregressive_decode_assert:
-        raise ConfigError("autoregressive_decode_assert is about one completion: leave multi_sampling out")
+        raise ConfigError(
+            "autoregressive_decode_assert is about one completion: leave multi_sampling out"
+        )
     if config.per_device_batch_size < 2:
         raise ConfigError(
             f"multi_sampling=true draws per_device_batch_size={config.per_device_batch_size:g} completions: raise it"
@@ -76,7 +78,9 @@ def asks(model: Answering, ids: list[int], room: int, count: int) -> list[Any]:
 
     sampling, seed = Sampling.of(model.config), model.config.init_weights_seed
     log_probs = model.config.return_log_prob
-    return [Ask(ids, room, sampling, seed=seed + number, log_probs=log_probs) for number in range(count)]
+    return [
+        Ask(ids, room, sampling, seed=seed + number, log_probs=log_probs) for number in range(count)
+    ]
 
 
 def streamed(model: Answering, ids: list[int], room: int, lead: str) -> str:
@@ -134,7 +138,9 @@ def compare(wanted_text: str, text: str) -> None:
     if text == wanted_text:
         return
     pairs = enumerate(zip(wanted_text, text, strict=False))
-    place = next((number for number, (one, other) in pairs if one != other), min(len(wanted_text), len(text)))
+    place = next(
+        (number for number, (one, other) in pairs if one != other), min(len(wanted_text), len(text))
+    )
     raise UserError(
         f"the completion is not autoregressive_decode_assert: from character {place} on it should be "
         f"{wanted_text[place : place + CONTEXT]!r} and is {text[place : place + CONTEXT]!r}"

@@ -1,7 +1,7 @@
 """The process of a command. Only for entry points: importing it changes what Ctrl-C does.
 
-Python itself answers a Ctrl-C that comes before `main` has set its handlers with a traceback; from here on the process
-just ends.
+Python itself answers a Ctrl-C that comes before `main` has set its handlers with a traceback; from
+here on the process just ends.
 """
 
 import signal

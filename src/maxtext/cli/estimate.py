@@ -1,4 +1,6 @@
-"""`maxtext estimate`: will a training step fit on a target, and what would fit better; nothing runs on a device."""
+"""`maxtext estimate`: will a training step fit on a target, and what would fit better; nothing runs
+on a device.
+"""
 
 import json
 import sys
@@ -26,7 +28,9 @@ def run(words: list[str]) -> int:
     if not slices.isdigit():
         raise ConfigError(f"--slices takes a number, not {slices!r}")
     if searching and not compiling:
-        raise ConfigError("--search compiles to confirm, and --no-compile forbids it: leave one out")
+        raise ConfigError(
+            "--search compiles to confirm, and --no-compile forbids it: leave one out"
+        )
     path, settings = cli_words.split(words)
     config, target = load_for_target(path, settings, name, int(slices))
     found = estimate(config, target, compiling)
@@ -36,7 +40,10 @@ def run(words: list[str]) -> int:
     else:
         show(found, suggested)
     if found.fits is False:
-        print(f"maxtext: error: {config.model_name} does not fit on {target}: {shortage(found)}", file=sys.stderr)
+        print(
+            f"maxtext: error: {config.model_name} does not fit on {target}: {shortage(found)}",
+            file=sys.stderr,
+        )
         return TOO_SMALL
     return 0
 
@@ -49,18 +56,42 @@ def parts(found: Estimate) -> list[tuple[str, int, str]]:
         ("optimizer", found.optimizer.device, "shapes and shards"),
         ("gradients", found.gradients, "shapes and shards; part of the temporaries"),
         ("batch", found.batch, "shapes and shards"),
-        ("activations kept", found.current.device, f"traced, {found.current.policy}; part of the temporaries"),
+        (
+            "activations kept",
+            found.current.device,
+            f"traced, {found.current.policy}; part of the temporaries",
+        ),
     ]
     if program is None:
-        lines.append(("at work", found.working, "one layer's activations and gathered weights; a guess"))
+        lines.append(
+            ("at work", found.working, "one layer's activations and gathered weights; a guess")
+        )
         lines.append(("temporaries", found.temporaries, "gradients, activations kept, at work"))
     else:
         lines.append(("temporaries", program.temporaries, "compiled program"))
-        lines.append(("arguments", program.arguments, "compiled program: weights, optimizer, used parts of the batch"))
-        lines.append(("outputs", program.outputs, f"compiled program; {size(program.aliased)} in place of arguments"))
+        lines.append(
+            (
+                "arguments",
+                program.arguments,
+                "compiled program: weights, optimizer, used parts of the batch",
+            )
+        )
+        lines.append(
+            (
+                "outputs",
+                program.outputs,
+                f"compiled program; {size(program.aliased)} in place of arguments",
+            )
+        )
         if program.peak:
             used = program.peak - program.arguments
-            lines.append(("temporaries used", used, "compiled program: at one time, of those that it reserves"))
+            lines.append(
+                (
+                    "temporaries used",
+                    used,
+                    "compiled program: at one time, of those that it reserves",
+                )
+            )
     if found.host:
         lines.append(("host memory", found.host, "what is offloaded, for one device"))
     lines.append(("needed", found.needed, "arguments + outputs - in place + temporaries"))
@@ -75,7 +106,11 @@ def show(found: Estimate, suggested: dict[str, Plan | None]) -> None:
     tokens = f"{config.per_device_batch_size:g} x {config.max_target_length:,} tokens a device"
     console.print(f"[bold]{config.model_name}[/bold] on {found.target}: {mesh}; {tokens}")
     console.print(f"parameters {found.parameters:,}, active {found.active:,}")
-    console.print(rows_table("Bytes a device", ("", "size", "from"), [(a, size(b), c) for a, b, c in parts(found)]))
+    console.print(
+        rows_table(
+            "Bytes a device", ("", "size", "from"), [(a, size(b), c) for a, b, c in parts(found)]
+        )
+    )
     console.print(policy_table(found))
     if found.program is not None:
         console.print(collectives_table(found.program))
@@ -90,13 +125,17 @@ def collectives_table(program: Program) -> Any:
 
         return escape(f"collectives a step cannot be read: {program.collectives_error}")
     rows = [(one.kind, f"{one.count:,}", size(one.bytes)) for one in program.collectives]
-    return rows_table("Collectives a step", ("kind", "count", "bytes a device"), rows or [("none", "", "")])
+    return rows_table(
+        "Collectives a step", ("kind", "count", "bytes a device"), rows or [("none", "", "")]
+    )
 
 
 def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), title_style="bold")
+    table = Table(
+        title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), title_style="bold"
+    )
     for place, column in enumerate(columns):
         right = place > 0 and any(row[place][:1].isdigit() for row in rows)
         table.add_column(column, justify="right" if right else "left", no_wrap=place < 2)
@@ -121,13 +160,26 @@ def policy_table(found: Estimate) -> Any:
                 f"{largest.per_device:g}" if largest else "none",
             )
         )
-    columns = ("remat_policy (* now)", "layers", "around", "host", "again", "needed", "largest batch")
-    return rows_table("Activations kept a device, and products computed again (of a forward pass)", columns, rows)
+    columns = (
+        "remat_policy (* now)",
+        "layers",
+        "around",
+        "host",
+        "again",
+        "needed",
+        "largest batch",
+    )
+    return rows_table(
+        "Activations kept a device, and products computed again (of a forward pass)", columns, rows
+    )
 
 
 def mesh_text(config: MaxTextConfig) -> str:
     sizes = [i * d for i, d in zip(config.ici_parallelism, config.dcn_parallelism, strict=True)]
-    return ", ".join(f"{axis} {n}" for axis, n in zip(config.mesh_axes, sizes, strict=True) if n > 1) or "one device"
+    return (
+        ", ".join(f"{axis} {n}" for axis, n in zip(config.mesh_axes, sizes, strict=True) if n > 1)
+        or "one device"
+    )
 
 
 def verdict(found: Estimate) -> str:
@@ -145,13 +197,17 @@ def suggestions(found: Estimate, suggested: dict[str, Plan | None]) -> list[str]
     lines = []
     policy, batch = suggested["policy"], suggested["batch"]
     if policy:
-        lines.append(f"least recomputation at this batch: remat_policy={policy.policy} ({needs(policy)})")
+        lines.append(
+            f"least recomputation at this batch: remat_policy={policy.policy} ({needs(policy)})"
+        )
     if batch:
         lines.append(
             f"largest batch: per_device_batch_size={batch.per_device:g} remat_policy={batch.policy} ({needs(batch)})"
         )
     if not lines and found.target.memory_bytes is not None:
-        lines.append("no batch and no policy fits: use more devices, shorter sequences or num_vocab_tiling")
+        lines.append(
+            "no batch and no policy fits: use more devices, shorter sequences or num_vocab_tiling"
+        )
     return lines
 
 
@@ -195,7 +251,9 @@ def as_data(found: Estimate, suggested: dict[str, Plan | None]) -> dict[str, Any
                 "host": kept.layers.host,
                 "computed_again": round(kept.again, 4),
                 "needed": found.plan(kept, found.rows).expected,
-                "largest_per_device_batch_size": (largest.per_device if (largest := found.largest(kept)) else None),
+                "largest_per_device_batch_size": (
+                    largest.per_device if (largest := found.largest(kept)) else None
+                ),
             }
             for kept in found.policies
         ],

@@ -24,8 +24,15 @@ def run(words: list[str]) -> int:
 
 def text(view: View) -> str:
     lines = [f"{view.path}: {view.kind}"]
-    lines += [f"  {name}: {words_of(value)}" for name, value in view.about.items() if value not in ({}, None)]
-    steps = [("step", "size", "state"), *((step.path.name, size(step.size), step.state) for step in view.steps)]
+    lines += [
+        f"  {name}: {words_of(value)}"
+        for name, value in view.about.items()
+        if value not in ({}, None)
+    ]
+    steps = [
+        ("step", "size", "state"),
+        *((step.path.name, size(step.size), step.state) for step in view.steps),
+    ]
     table = aligned([(name, state, count) for name, count, state in steps], left=2)
     parts = ["\n".join(lines) + "\n", table]
     if view.rows:
@@ -33,7 +40,9 @@ def text(view: View) -> str:
         columns = 5 if any(row.sharding for row in view.rows) else 4
         rows = [("name", "shape", "dtype", "size", "sharding"), *map(cells, view.rows)]
         total = sum(row.tensor.nbytes for row in view.rows)
-        parts.append(f"tensors of {whole[-1].path.name}\n" + aligned([row[:columns] for row in rows], left=3))
+        parts.append(
+            f"tensors of {whole[-1].path.name}\n" + aligned([row[:columns] for row in rows], left=3)
+        )
         parts.append(f"{len(view.rows):,} tensors, {size(total)}\n")
     return "\n".join(parts)
 
@@ -44,7 +53,11 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def words_of(value: Any) -> str:
-    return ", ".join(f"{key} {word}" for key, word in value.items()) if isinstance(value, dict) else str(value)
+    return (
+        ", ".join(f"{key} {word}" for key, word in value.items())
+        if isinstance(value, dict)
+        else str(value)
+    )
 
 
 def size(count: float) -> str:
@@ -62,7 +75,12 @@ def plain(view: View) -> dict[str, Any]:
         "kind": view.kind,
         "about": dict(view.about),
         "steps": [
-            {"name": step.path.name, "bytes": step.size, "state": step.state, "problems": list(step.problems)}
+            {
+                "name": step.path.name,
+                "bytes": step.size,
+                "state": step.state,
+                "problems": list(step.problems),
+            }
             for step in view.steps
         ],
         "tensors": [

@@ -1,8 +1,10 @@
-"""`maxtext launch`: a run of several processes, here and now (--local N) or as a file for a cluster (--print).
+"""`maxtext launch`: a run of several processes, here and now (--local N) or as a file for a cluster
+(--print).
 
-Here: N processes over loopback that live and die together (common/supervise.py). `--restarts K` starts all of them
-again after a failure, up to K times; they resume from the run's last checkpoint. With elastic_enabled a process that
-failed when no restart is left is lost, and the run goes on with as many of the rest as its mesh and batch allow.
+Here: N processes over loopback that live and die together (common/supervise.py). `--restarts K`
+starts all of them again after a failure, up to K times; they resume from the run's last checkpoint.
+With elastic_enabled a process that failed when no restart is left is lost, and the run goes on with
+as many of the rest as its mesh and batch allow.
 """
 
 import argparse
@@ -27,8 +29,8 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.types import MaxTextConfig
 
 BAD_CONFIGURATION = 2
-# How JAX's C++ code ends a process whose coordinator is gone: a log line, its details and a stack trace. The launcher
-# says in a sentence which process ended first.
+# How JAX's C++ code ends a process whose coordinator is gone: a log line, its details and a stack
+# trace. The launcher says in a sentence which process ended first.
 COORDINATOR_NOISE = re.compile(
     r"[EF]\d{4} [\d:.]+ +\d+ (coordination_service_agent\.cc|client\.h):"
     r"|\s+@ +0x[0-9a-f]+ |\*\*\* Check failure stack trace"
@@ -63,7 +65,12 @@ def run(words: list[str]) -> int:
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our options, the words after `train`)."""
     parser = Parser(prog="maxtext launch", add_help=False, allow_abbrev=False)
-    for option, low in (("--local", 1), ("--devices-per-process", 1), ("--restarts", 0), ("--grace", 1)):
+    for option, low in (
+        ("--local", 1),
+        ("--devices-per-process", 1),
+        ("--restarts", 0),
+        ("--grace", 1),
+    ):
         parser.add_argument(option, type=at_least(low))
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--print", choices=tuple(manifests.KINDS))
@@ -76,7 +83,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "what shall run stands after `--`, and it is train: maxtext launch --local 2 -- train quickstart"
         )
     if bool(options.local) == bool(options.print):
-        raise ConfigError("launch takes one of --local N (processes of this machine) and --print k8s|slurm")
+        raise ConfigError(
+            "launch takes one of --local N (processes of this machine) and --print k8s|slurm"
+        )
     here, there = ("devices_per_process", "cpu"), manifests.OPTIONS
     for name in there if options.local else here:
         if getattr(options, name):
@@ -116,7 +125,9 @@ class Local:
     def check(self) -> None:
         config = self.config
         if self.restarts and not config.enable_checkpointing:
-            raise ConfigError("--restarts continues from the last checkpoint: it needs enable_checkpointing=true")
+            raise ConfigError(
+                "--restarts continues from the last checkpoint: it needs enable_checkpointing=true"
+            )
         if config.elastic_enabled and config.elastic_min_slice_count > self.full:
             raise ConfigError(
                 f"elastic_min_slice_count={config.elastic_min_slice_count} is more than the {self.full} processes of "
@@ -125,23 +136,34 @@ class Local:
 
     def run(self) -> int:
         config, count = self.config, self.full
-        restarts, retries = self.restarts, config.elastic_max_retries if config.elastic_enabled else 0
+        restarts, retries = (
+            self.restarts,
+            config.elastic_max_retries if config.elastic_enabled else 0,
+        )
         while True:
             # Until the others have ended, the devices are not free for those that come after.
-            patience = config.elastic_timeout_seconds if config.elastic_enabled else supervise.FAILURE_GRACE_SECONDS
+            patience = (
+                config.elastic_timeout_seconds
+                if config.elastic_enabled
+                else supervise.FAILURE_GRACE_SECONDS
+            )
             ended = Supervisor(self.commands(count), self.grace, patience, COORDINATOR_NOISE).run()
             if ended.code in (0, BAD_CONFIGURATION) or ended.asked is not None:
                 return ended.code
             if restarts:
                 restarts -= 1
-                LOGGER.warning("starting all %d processes again; restarts left: %d", count, restarts)
+                LOGGER.warning(
+                    "starting all %d processes again; restarts left: %d", count, restarts
+                )
             elif retries:
                 retries -= 1
                 fewer = self.after_loss(count - len(ended.lost))
                 if fewer is None:
                     return ended.code
                 count = fewer
-                LOGGER.warning("going on with %d of %d processes; retries left: %d", count, self.full, retries)
+                LOGGER.warning(
+                    "going on with %d of %d processes; retries left: %d", count, self.full, retries
+                )
             else:
                 return ended.code
 
@@ -158,7 +180,12 @@ class Local:
                 return count
             except ConfigError as error:
                 why = str(error).splitlines()[0]
-        LOGGER.error("the run cannot go on with %d to %d processes (elastic_min_slice_count): %s", least, left, why)
+        LOGGER.error(
+            "the run cannot go on with %d to %d processes (elastic_min_slice_count): %s",
+            least,
+            left,
+            why,
+        )
         return None
 
     def commands(self, count: int) -> list[Command]:
@@ -186,7 +213,12 @@ class Local:
 
 def shared_environment(environ: Mapping[str, str], cpu: bool) -> dict[str, str]:
     """Ours, without what speaks of another meeting, and with the time that names the run."""
-    other = {*rendezvous.ADDRESS_NAMES, *rendezvous.COUNT_NAMES, *rendezvous.INDEX_NAMES, "JAX_LOCAL_DEVICE_IDS"}
+    other = {
+        *rendezvous.ADDRESS_NAMES,
+        *rendezvous.COUNT_NAMES,
+        *rendezvous.INDEX_NAMES,
+        "JAX_LOCAL_DEVICE_IDS",
+    }
     shared = {name: value for name, value in environ.items() if name not in other}
     shared.setdefault(processes.STARTED, processes.now())
     return shared | ({"JAX_PLATFORMS": "cpu"} if cpu else {})

@@ -1,6 +1,7 @@
 """The `maxtext` command: finds the verb, runs it, and turns errors into sentences and exit codes.
 
-Only the standard library is imported here, so that help is instant; a verb's module is imported when it runs.
+Only the standard library is imported here, so that help is instant; a verb's module is imported
+when it runs.
 """
 
 import contextlib
@@ -230,7 +231,9 @@ def interrupted(error: KeyboardInterrupt) -> int:
 
 
 def failed(error: Exception, debug: bool) -> int:
-    """The exit code of a command that failed, after a sentence; an error that has none is raised again."""
+    """The exit code of a command that failed, after a sentence; an error that has none is raised
+    again.
+    """
     from maxtext.common.errors import UserError, lost_peer, out_of_memory
 
     told = error if isinstance(error, UserError) else out_of_memory(error)
@@ -255,7 +258,9 @@ def in_company() -> bool:
 
 
 def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
-    """A verb that failed among several processes must not wait for them; see common/processes.py."""
+    """A verb that failed among several processes must not wait for them; see
+    common/processes.py.
+    """
     from maxtext.common import processes
 
     return processes.leave(code, last_words)
@@ -285,7 +290,9 @@ def run(words: list[str]) -> int:
     if name != "launch":  # whose options name images and the command of other machines
         from maxtext.cli.words import refuse_remote
 
-        refuse_remote(rest[:2] if name == "tokenizer" and rest[:1] == ["inspect"] else rest)  # what follows is a text
+        refuse_remote(
+            rest[:2] if name == "tokenizer" and rest[:1] == ["inspect"] else rest
+        )  # what follows is a text
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
         return importlib.import_module(f"maxtext.cli.{name}").run(rest)
 

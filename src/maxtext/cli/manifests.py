@@ -1,7 +1,9 @@
-"""What `maxtext launch --print` writes: a JobSet for Kubernetes or a batch script for SLURM, one process a node.
+"""What `maxtext launch --print` writes: a JobSet for Kubernetes or a batch script for SLURM, one
+process a node.
 
-Both give the run a fixed name, so that a restarted job resumes from its last checkpoint; both send SIGTERM early enough
-for a last save (enable_autocheckpoint); neither restarts a run whose configuration is wrong (exit code 2).
+Both give the run a fixed name, so that a restarted job resumes from its last checkpoint; both send
+SIGTERM early enough for a last save (enable_autocheckpoint); neither restarts a run whose
+configuration is wrong (exit code 2).
 """
 
 import argparse
@@ -20,7 +22,12 @@ from maxtext.configs import sources
 from maxtext.configs.load import wanted
 
 # our name of a TPU -> GKE's name of its node pools; a host of each has four chips
-TPU_NODES = {"v4": "tpu-v4-podslice", "v5p": "tpu-v5p-slice", "v5e": "tpu-v5-lite-podslice", "v6e": "tpu-v6e-slice"}
+TPU_NODES = {
+    "v4": "tpu-v4-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v6e": "tpu-v6e-slice",
+}
 CHIPS_A_HOST = 4
 JOB = "workers"
 OUTPUT = "/output"
@@ -37,10 +44,14 @@ def add_options(parser: argparse.ArgumentParser, at_least: Callable[[int], Any])
 def make(options: argparse.Namespace, words: list[str]) -> str:
     name = options.name or "maxtext"
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
-        raise ConfigError(f"--name {name!r}: use up to 40 small letters, digits and dashes, beginning with a letter")
+        raise ConfigError(
+            f"--name {name!r}: use up to 40 small letters, digits and dashes, beginning with a letter"
+        )
     for option in UNUSED[options.print]:
         if getattr(options, option):
-            raise ConfigError(f"--{option.replace('_', '-')} would do nothing: it does not belong to {options.print}")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} would do nothing: it does not belong to {options.print}"
+            )
     return KINDS[options.print](options, name, words)
 
 
@@ -56,7 +67,9 @@ def header(options: argparse.Namespace, words: list[str]) -> str:
     given = [f"--print {options.print}"]
     for option in (*OPTIONS, "restarts", "grace"):
         if getattr(options, option) is not None:
-            given.append(f"--{option.replace('_', '-')} {shlex.quote(str(getattr(options, option)))}")
+            given.append(
+                f"--{option.replace('_', '-')} {shlex.quote(str(getattr(options, option)))}"
+            )
     return f"# maxtext launch {' '.join(given)} -- train {shlex.join(words)}\n"
 
 
@@ -77,7 +90,10 @@ def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
         "command": ["maxtext", "train"],
         "args": completed(words, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
         "env": environment,
-        "volumeMounts": [{"name": "output", "mountPath": OUTPUT}, {"name": "memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": [
+            {"name": "output", "mountPath": OUTPUT},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
     }
     if limits:
         container["resources"] = {"limits": limits}
@@ -86,7 +102,10 @@ def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
         "terminationGracePeriodSeconds": options.grace or 120,
         "containers": [container],
         "volumes": [
-            {"name": "output", "persistentVolumeClaim": {"claimName": options.volume or "maxtext-output"}},
+            {
+                "name": "output",
+                "persistentVolumeClaim": {"claimName": options.volume or "maxtext-output"},
+            },
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -103,7 +122,9 @@ def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
     }
     metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
     if options.tpu_topology:
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        metadata["annotations"] = {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        }
     no_restart = {
         "name": "wrongconfiguration",
         "action": "FailJobSet",
@@ -139,7 +160,9 @@ def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str
     chips = math.prod(map(int, shape.split("x")))
     hosts = max(chips // CHIPS_A_HOST, 1)
     if options.nodes not in (None, hosts):
-        raise ConfigError(f"--nodes {options.nodes}, but {options.tpu_topology} has {hosts} hosts: leave --nodes out")
+        raise ConfigError(
+            f"--nodes {options.nodes}, but {options.tpu_topology} has {hosts} hosts: leave --nodes out"
+        )
     selector = {
         "cloud.google.com/gke-tpu-accelerator": TPU_NODES[kind],
         "cloud.google.com/gke-tpu-topology": shape,
@@ -200,7 +223,9 @@ exit "$code"
 
 def sbatch(options: argparse.Namespace, name: str, words: list[str]) -> str:
     whole = completed(words, run_name="", enable_autocheckpoint="true")
-    line = " ".join('run_name="$run_name"' if word == "run_name=" else shlex.quote(word) for word in whole)
+    line = " ".join(
+        'run_name="$run_name"' if word == "run_name=" else shlex.quote(word) for word in whole
+    )
     return SBATCH.format(
         header=header(options, words),
         name=name,
@@ -214,5 +239,8 @@ def sbatch(options: argparse.Namespace, name: str, words: list[str]) -> str:
     )
 
 
-KINDS: dict[str, Callable[[argparse.Namespace, str, list[str]], str]] = {"k8s": jobset, "slurm": sbatch}
+KINDS: dict[str, Callable[[argparse.Namespace, str, list[str]], str]] = {
+    "k8s": jobset,
+    "slurm": sbatch,
+}
 UNUSED = {"k8s": ("time",), "slurm": ("tpu_topology", "slices", "image", "volume")}

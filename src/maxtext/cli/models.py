@@ -1,4 +1,6 @@
-"""`maxtext models`: what the named models are, counted from their descriptions; no weight is made."""
+"""`maxtext models`: what the named models are, counted from their descriptions; no weight is
+made.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +22,9 @@ RUNS = "runs: no where the model needs keys that do not act yet; `maxtext models
 
 def run(words: list[str]) -> int:
     if len(words) > 1 or any(word.startswith("-") or "=" in word for word in words):
-        raise ConfigError(f"maxtext models takes the name of one model or nothing, not {' '.join(words)!r}")
+        raise ConfigError(
+            f"maxtext models takes the name of one model or nothing, not {' '.join(words)!r}"
+        )
     print(description(words[0]) if words else table(), end="")
     return 0
 
@@ -64,6 +68,8 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> str:
     lines = []
     for cells in rows:
         sides = ["<"] * left + [">"] * (len(cells) - left)
-        padded = [f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True)]
+        padded = [
+            f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True)
+        ]
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines) + "\n"

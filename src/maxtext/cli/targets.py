@@ -11,24 +11,36 @@ from maxtext.configs.load import base_values, wanted
 from maxtext.sharding.topology import Target, find_target, look_for_no_tpu
 
 
-def load_for_target(path: str | None, settings: list[str], name: str = "", slices: int = 0) -> tuple[Any, Target]:
+def load_for_target(
+    path: str | None, settings: list[str], name: str = "", slices: int = 0
+) -> tuple[Any, Target]:
     """The target is that of `name`, else of compile_topology, else this machine."""
     words = sources.from_words(settings)
     topology = wanted("compile_topology", path, words, os.environ) or ""
     if name and topology and name != topology:
-        raise ConfigError(f"--target {name} and compile_topology={topology} name two targets: leave one out")
+        raise ConfigError(
+            f"--target {name} and compile_topology={topology} name two targets: leave one out"
+        )
     named = str(wanted("compile_topology_num_slices", path, words, os.environ)) if topology else ""
-    target = find_target(name or str(topology), slices or (int(named) if named.isdigit() else 1) or 1)
+    target = find_target(
+        name or str(topology), slices or (int(named) if named.isdigit() else 1) or 1
+    )
     if target.topology:
         look_for_no_tpu()
     try:
         devices = Devices(target.count, target.slices, platform=target.platform)
         config = load(path, words, devices=devices, model=checkpoint_model(path, words))
     except ConfigError as error:
-        about_devices = any("devices" in problem or "slices" in problem for problem in error.problems)
-        raise ConfigError(*error.problems, *([f"the target is {target}"] if about_devices else [])) from error
+        about_devices = any(
+            "devices" in problem or "slices" in problem for problem in error.problems
+        )
+        raise ConfigError(
+            *error.problems, *([f"the target is {target}"] if about_devices else [])
+        ) from error
     ledger.refuse_silent(config, base_values())
     if topology and config.compile_topology_num_slices != target.slices:
         chosen = config.compile_topology_num_slices
-        raise ConfigError(f"--slices {slices} and compile_topology_num_slices={chosen} differ: leave one out")
+        raise ConfigError(
+            f"--slices {slices} and compile_topology_num_slices={chosen} differ: leave one out"
+        )
     return config, target

@@ -1,4 +1,6 @@
-"""`maxtext tokenizer`: train one on local files, or show what one is and what it makes of a text."""
+"""`maxtext tokenizer`: train one on local files, or show what one is and what it makes of a
+text.
+"""
 
 import contextlib
 import json
@@ -24,7 +26,9 @@ THREADS = 16  # that open files
 
 def run(words: list[str]) -> int:
     if not words or words[0] not in ("train", "inspect"):
-        raise ConfigError("say what to do: maxtext tokenizer train --out PATH FILES..., or inspect PATH [TEXT]")
+        raise ConfigError(
+            "say what to do: maxtext tokenizer train --out PATH FILES..., or inspect PATH [TEXT]"
+        )
     return {"train": train, "inspect": inspect}[words[0]](words[1:])
 
 
@@ -43,9 +47,13 @@ def train(words: list[str]) -> int:
         settings.append(f"train_data_columns={json.dumps([column])}")
     config, files = settled(settings, words)
     if out is None:
-        raise ConfigError("say where to write: --out FOLDER for bpe, --out FILE.model for the other kinds")
+        raise ConfigError(
+            "say where to write: --out FOLDER for bpe, --out FILE.model for the other kinds"
+        )
     if config.vocab_size < SMALLEST:
-        raise ConfigError(f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone are {SMALLEST}")
+        raise ConfigError(
+            f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone are {SMALLEST}"
+        )
     place = local_path(out)
     check_place(place, kind, overwrite)
     texts, used, everything = read(files, config)
@@ -56,7 +64,11 @@ def train(words: list[str]) -> int:
             model_type = "bpe" if kind == "sentencepiece-bpe" else "unigram"
             size = train_sentencepiece(texts, config.vocab_size, place, model_type)
     part = "" if everything else ", a part of the text (--max-chars)"
-    less = "" if size == config.vocab_size else f"; the text has no more in it, {config.vocab_size:,} were wanted"
+    less = (
+        ""
+        if size == config.vocab_size
+        else f"; the text has no more in it, {config.vocab_size:,} were wanted"
+    )
     print(f"wrote {place}: {size:,} tokens from {used:,} characters{part}{less}")
     return 0
 
@@ -72,7 +84,9 @@ def settled(settings: list[str], words: list[str]) -> tuple[Any, list[str]]:
         key = word.partition("=")[0]
         if "=" in word and not os.path.exists(word):
             if key not in KEYS:
-                raise ConfigError(f"{key}= means nothing to the training of a tokenizer: only {', '.join(KEYS)} do")
+                raise ConfigError(
+                    f"{key}= means nothing to the training of a tokenizer: only {', '.join(KEYS)} do"
+                )
             settings.append(word)
         elif word.startswith("-"):
             raise ConfigError(f"unknown option {word!r}; `maxtext tokenizer --help` lists them")
@@ -82,7 +96,9 @@ def settled(settings: list[str], words: list[str]) -> tuple[Any, list[str]]:
     if len(config.train_data_columns) != 1:
         raise ConfigError(f"train_data_columns={config.train_data_columns}: name one column")
     if not named:
-        raise ConfigError("name the files to learn from: maxtext tokenizer train --out PATH FILES...")
+        raise ConfigError(
+            "name the files to learn from: maxtext tokenizer train --out PATH FILES..."
+        )
     return config, list(dict.fromkeys(file for word in named for file in find_files("FILES", word)))
 
 
@@ -118,9 +134,13 @@ def check_place(place: Path, kind: str, overwrite: bool) -> None:
     if kind == "bpe" and (place.suffix in (".json", ".model") or place.is_file()):
         raise ConfigError(f"--out {place}: the kind bpe writes a folder, name one")
     if kind != "bpe" and (place.suffix != ".model" or place.is_dir()):
-        raise ConfigError(f"--out {place}: the kind {kind} writes one file, give it a name that ends in .model")
+        raise ConfigError(
+            f"--out {place}: the kind {kind} writes one file, give it a name that ends in .model"
+        )
     if not overwrite and (place.is_file() or (place.is_dir() and any(place.iterdir()))):
-        raise ConfigError(f"--out {place} exists: choose another place, or replace it with --overwrite")
+        raise ConfigError(
+            f"--out {place} exists: choose another place, or replace it with --overwrite"
+        )
 
 
 @contextlib.contextmanager

@@ -24,7 +24,9 @@ def run(words: list[str]) -> int:
     ledger.refuse_silent(config, base_values())
     refuse_no_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
-        raise ConfigError("elastic_enabled=true would do nothing: it needs `maxtext launch --local N -- train ...`")
+        raise ConfigError(
+            "elastic_enabled=true would do nothing: it needs `maxtext launch --local N -- train ...`"
+        )
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
     set_up_jax(config)
     processes.take_memory()
@@ -45,7 +47,10 @@ def run(words: list[str]) -> int:
 
 def refuse_no_data(config: MaxTextConfig) -> None:
     """Raise ConfigError if no key names a source of data, before the model is set up."""
-    if all(config.source(key).kind == "default" for key in ("dataset_type", "dataset_name", "dataset_path")):
+    if all(
+        config.source(key).kind == "default"
+        for key in ("dataset_type", "dataset_name", "dataset_path")
+    ):
         raise ConfigError(
             "there is no data to train on: try `maxtext train quickstart`, or dataset_type=synthetic for random "
             "tokens; for your own text, dataset_type=grain grain_file_type=text grain_train_files=FILES"
@@ -53,16 +58,26 @@ def refuse_no_data(config: MaxTextConfig) -> None:
 
 
 def start_settings(path: str | None, words: sources.Layer) -> SimpleNamespace:
-    """The keys of process start-up. One with a value that does not fit has its default: `load` then refuses it."""
+    """The keys of process start-up. One with a value that does not fit has its default: `load` then
+    refuses it.
+    """
     found = {}
-    for key in ("hardware", "jax_distributed_initialization_timeout", "skip_jax_distributed_system"):
+    for key in (
+        "hardware",
+        "jax_distributed_initialization_timeout",
+        "skip_jax_distributed_system",
+    ):
         value = fields.normalise(key, wanted(key, path, words, os.environ))
-        found[key] = value if value is not None and fields.fits(key, value) else getattr(base_values(), key)
+        found[key] = (
+            value if value is not None and fields.fits(key, value) else getattr(base_values(), key)
+        )
     return SimpleNamespace(**found)
 
 
 def checkpoint_model(path: str | None, words: sources.Layer) -> sources.Layer | None:
-    """What the checkpoint that a run starts from says of its model; nothing where model_name says it."""
+    """What the checkpoint that a run starts from says of its model; nothing where model_name says
+    it.
+    """
     folder = wanted("load_parameters_path", path, words, os.environ)
     if not folder or wanted("model_name", path, words, os.environ) not in (None, "default"):
         return None
@@ -72,12 +87,16 @@ def checkpoint_model(path: str | None, words: sources.Layer) -> sources.Layer | 
 
 
 def set_up_jax(config) -> None:
-    """The compiler's part that splits programs, and the persistent cache, with which a second start skips compiling."""
+    """The compiler's part that splits programs, and the persistent cache, with which a second start
+    skips compiling.
+    """
     import jax
 
     jax.config.update("jax_use_shardy_partitioner", config.shardy)
     if config.shard_mode.value == "explicit":
-        jax.config.update("jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type)
+        jax.config.update(
+            "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
+        )
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,4 +1,6 @@
-"""What the words after a verb mean: an optional FILE, then key=value words, and the verb's own options."""
+"""What the words after a verb mean: an optional FILE, then key=value words, and the verb's own
+options.
+"""
 
 import re
 
@@ -10,14 +12,18 @@ def split(words: list[str]) -> tuple[str | None, list[str]]:
     """(FILE or None, key=value words)."""
     options = [word for word in words if word.startswith("-")]
     if options:
-        raise ConfigError(f"unknown option {options[0]!r}; settings are written key=value, without dashes")
+        raise ConfigError(
+            f"unknown option {options[0]!r}; settings are written key=value, without dashes"
+        )
     if words and "=" not in words[0]:
         return words[0], words[1:]
     return None, words
 
 
 def refuse_remote(args: list[str]) -> None:
-    """Raise ConfigError for an argument or the value of an option that is a URL; `load` checks key=value settings."""
+    """Raise ConfigError for an argument or the value of an option that is a URL; `load` checks
+    key=value settings.
+    """
     for arg in args:
         value = arg.partition("=")[2] if arg.startswith("--") else arg
         if REMOTE.match(value):
@@ -39,7 +45,9 @@ def take_value(words: list[str], option: str) -> str | None:
             inline = "=" in word
             value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
             del words[place : place + (1 if inline else 2)]
-            if not value or re.match(r"-[^0-9.]", value):  # -1 is a value, if a wrong one; --rows is not
+            if not value or re.match(
+                r"-[^0-9.]", value
+            ):  # -1 is a value, if a wrong one; --rows is not
                 raise ConfigError(f"{option} needs a value")
             return value
     return None

@@ -1,11 +1,13 @@
-"""Errors that are the user's to mend: shown as plain sentences, without a traceback, with their own exit code."""
+"""Errors that are the user's to mend: shown as plain sentences, without a traceback, with their own
+exit code.
+"""
 
 import re
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; the message says what, where, and what to do. `details` are shown after
-    it: the traceback of an error in the user's own code."""
+    """Something outside the program is wrong; the message says what, where, and what to do.
+    `details` are shown after it: the traceback of an error in the user's own code."""
 
     exit_code = 1
     details = ""
@@ -28,9 +30,14 @@ class MissingExtra(UserError):
 
 
 def out_of_memory(error: BaseException) -> UserError | None:
-    """What a user can do about a device that ran out of memory, which JAX tells as an error of its runtime."""
+    """What a user can do about a device that ran out of memory, which JAX tells as an error of its
+    runtime.
+    """
     text = str(error)
-    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or "RESOURCE_EXHAUSTED" not in text:
+    if (
+        type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError")
+        or "RESOURCE_EXHAUSTED" not in text
+    ):
         return None
     if "shared memory" in text.lower():  # of a kernel, which nothing here would change
         return None
@@ -43,9 +50,11 @@ def out_of_memory(error: BaseException) -> UserError | None:
     )
 
 
-# What the transports of collectives (Gloo, NCCL) and the coordination service say when a process is gone.
+# What the transports of collectives (Gloo, NCCL) and the coordination service say when a process is
+# gone.
 LOST_PEER = re.compile(
-    r"gloo|connection (?:reset|closed|refused)|heartbeat|coordination service|broken pipe|nccl.*remote", re.IGNORECASE
+    r"gloo|connection (?:reset|closed|refused)|heartbeat|coordination service|broken pipe|nccl.*remote",
+    re.IGNORECASE,
 )
 
 LOST_PEER_SENTENCE = (
@@ -57,6 +66,8 @@ LOST_PEER_SENTENCE = (
 def lost_peer(error: BaseException) -> UserError | None:
     """A sentence for the error by which a process of several learns that another one has ended."""
     text = str(error).strip()
-    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not LOST_PEER.search(text):
+    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError") or not LOST_PEER.search(
+        text
+    ):
         return None
     return UserError(f"{LOST_PEER_SENTENCE}; --debug shows the error itself")

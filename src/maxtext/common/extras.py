@@ -33,13 +33,16 @@ def require(module: str, feature: str) -> ModuleType:
 
 
 def libtpu_mismatch() -> str | None:
-    """Which libtpu is installed and which the installed jax pins, where these differ. A newer libtpu compiles, but jax
-    may not be able to read its programs."""
+    """Which libtpu is installed and which the installed jax pins, where these differ. A newer
+    libtpu compiles, but jax may not be able to read its programs."""
     try:
         installed, jax = metadata.version("libtpu"), metadata.version("jax")
     except metadata.PackageNotFoundError:
         return None
-    pins = [re.match(r"libtpu\s*==\s*([\w.]+?)(\.\*)?\s*(?:;|$)", line) for line in metadata.requires("jax") or ()]
+    pins = [
+        re.match(r"libtpu\s*==\s*([\w.]+?)(\.\*)?\s*(?:;|$)", line)
+        for line in metadata.requires("jax") or ()
+    ]
     for version, any_patch in (pin.groups() for pin in pins if pin):
         if installed != version and not (any_patch and installed.startswith(f"{version}.")):
             return f"libtpu {installed} is installed, and jax {jax} is made for libtpu {version}{any_patch or ''}"

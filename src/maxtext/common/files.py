@@ -1,4 +1,6 @@
-"""Local paths, and files that are either complete or absent: written beside their place, synced, then renamed."""
+"""Local paths, and files that are either complete or absent: written beside their place, synced,
+then renamed.
+"""
 
 import contextlib
 import json
@@ -12,7 +14,9 @@ from typing import IO, Any
 from maxtext.common.errors import ConfigError
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # lone surrogates stand for bytes that are not UTF-8
+UNPRINTABLE = re.compile(
+    r"[\x00-\x1f\x7f\ud800-\udfff]"
+)  # lone surrogates stand for bytes that are not UTF-8
 LONGEST_NAME = 255  # bytes of a file's name on common file systems
 
 
@@ -35,7 +39,9 @@ def path_problem(path: str) -> str | None:
 
 
 def local_path(path: str | os.PathLike) -> Path:
-    """A path of this machine with `~` expanded. Raises ConfigError for a URL or for text that cannot be a path."""
+    """A path of this machine with `~` expanded. Raises ConfigError for a URL or for text that
+    cannot be a path.
+    """
     text = os.fspath(path)
     if problem := path_problem(text):
         raise ConfigError(f"{text!r} {problem}")
@@ -47,7 +53,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         data = path.read_bytes()
         value = json.loads(data)
-        if b"\\ud" in data.lower():  # half a surrogate pair is no text, and no file could be written with it
+        if (
+            b"\\ud" in data.lower()
+        ):  # half a surrogate pair is no text, and no file could be written with it
             json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -60,19 +68,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Open a temporary file that takes `path`'s place on success and leaves `path` untouched on failure."""
+    """Open a temporary file that takes `path`'s place on success and leaves `path` untouched on
+    failure.
+    """
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_writer writes whole files: mode is 'w' or 'wb', not {mode!r}")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(
+        dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"
+    )
     try:
         with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
         # mkstemp makes private files; give the result the mode that open() would have given it.
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~current_umask())
+        os.chmod(
+            temporary,
+            target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~current_umask(),
+        )
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

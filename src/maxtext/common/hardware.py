@@ -1,6 +1,8 @@
-"""What accelerators can do: dense peak per number format, memory and its bandwidth, from the vendors' data sheets.
+"""What accelerators can do: dense peak per number format, memory and its bandwidth, from the
+vendors' data sheets.
 
-A device that is not listed has no peak here, and whoever divides by it must say "unknown" instead of a number.
+A device that is not listed has no peak here, and whoever divides by it must say "unknown" instead
+of a number.
 """
 
 import contextlib
@@ -14,7 +16,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """One JAX device. Peaks are dense (no structured sparsity), in FLOP/s; a missing format has no fast path."""
+    """One JAX device. Peaks are dense (no structured sparsity), in FLOP/s; a missing format has no
+    fast path.
+    """
 
     name: str
     peak: dict[str, float]
@@ -24,7 +28,9 @@ class Hardware:
 
 def entry(name: str, memory: float, bandwidth: float, **teraflops: float) -> Hardware:
     """`memory` in bytes, `bandwidth` in GB/s."""
-    return Hardware(name, {kind: value * 1e12 for kind, value in teraflops.items()}, int(memory), bandwidth * GB)
+    return Hardware(
+        name, {kind: value * 1e12 for kind, value in teraflops.items()}, int(memory), bandwidth * GB
+    )
 
 
 # Marks in jax.Device.device_kind, most specific first -> what it is.
@@ -34,38 +40,145 @@ TABLE: tuple[tuple[tuple[str, ...], Hardware], ...] = (
     (("TPU v5 lite", "TPU v5e"), entry("TPU v5e", 16 * GIB, 819, bfloat16=197, int8=394)),
     (("TPU v5p", "TPU v5"), entry("TPU v5p", 95 * GIB, 2765, bfloat16=459, int8=918)),
     (("TPU v6 lite", "TPU v6e"), entry("TPU v6e", 32 * GIB, 1640, bfloat16=918, int8=1836)),
-    (("TPU7x", "TPU v7x"), entry("TPU 7x, one of two cores", 96 * GIB, 3690, bfloat16=1153.5, float8=2307)),
+    (
+        ("TPU7x", "TPU v7x"),
+        entry("TPU 7x, one of two cores", 96 * GIB, 3690, bfloat16=1153.5, float8=2307),
+    ),
     # NVIDIA
-    (("GB300",), entry("GB300", 288 * GB, 8000, bfloat16=2500, float16=2500, float8=5000, float32=80)),
-    (("B300",), entry("B300", 288 * GB, 8000, bfloat16=2250, float16=2250, float8=4500, float32=75)),
-    (("GB200",), entry("GB200", 186 * GB, 8000, bfloat16=2500, float16=2500, float8=5000, int8=5000, float32=80)),
-    (("B200",), entry("B200", 180 * GB, 7700, bfloat16=2250, float16=2250, float8=4500, int8=4500, float32=75)),
-    (("GH200",), entry("GH200", 96 * GB, 4000, bfloat16=989.4, float16=989.4, float8=1978.9, int8=1978.9, float32=67)),
-    (("H200",), entry("H200", 141 * GB, 4800, bfloat16=989.4, float16=989.4, float8=1978.9, int8=1978.9, float32=67)),
-    (("H100 NVL",), entry("H100 NVL", 94 * GB, 3938, bfloat16=835, float16=835, float8=1671, int8=1671, float32=60)),
-    (("H100 PCIe",), entry("H100 PCIe", 80 * GB, 2039, bfloat16=756, float16=756, float8=1513, int8=1513, float32=51)),
+    (
+        ("GB300",),
+        entry("GB300", 288 * GB, 8000, bfloat16=2500, float16=2500, float8=5000, float32=80),
+    ),
+    (
+        ("B300",),
+        entry("B300", 288 * GB, 8000, bfloat16=2250, float16=2250, float8=4500, float32=75),
+    ),
+    (
+        ("GB200",),
+        entry(
+            "GB200", 186 * GB, 8000, bfloat16=2500, float16=2500, float8=5000, int8=5000, float32=80
+        ),
+    ),
+    (
+        ("B200",),
+        entry(
+            "B200", 180 * GB, 7700, bfloat16=2250, float16=2250, float8=4500, int8=4500, float32=75
+        ),
+    ),
+    (
+        ("GH200",),
+        entry(
+            "GH200",
+            96 * GB,
+            4000,
+            bfloat16=989.4,
+            float16=989.4,
+            float8=1978.9,
+            int8=1978.9,
+            float32=67,
+        ),
+    ),
+    (
+        ("H200",),
+        entry(
+            "H200",
+            141 * GB,
+            4800,
+            bfloat16=989.4,
+            float16=989.4,
+            float8=1978.9,
+            int8=1978.9,
+            float32=67,
+        ),
+    ),
+    (
+        ("H100 NVL",),
+        entry(
+            "H100 NVL", 94 * GB, 3938, bfloat16=835, float16=835, float8=1671, int8=1671, float32=60
+        ),
+    ),
+    (
+        ("H100 PCIe",),
+        entry(
+            "H100 PCIe",
+            80 * GB,
+            2039,
+            bfloat16=756,
+            float16=756,
+            float8=1513,
+            int8=1513,
+            float32=51,
+        ),
+    ),
     (
         ("H100 80GB HBM3", "H100 SXM"),
-        entry("H100 SXM", 80 * GB, 3352, bfloat16=989.4, float16=989.4, float8=1978.9, int8=1978.9, float32=67),
+        entry(
+            "H100 SXM",
+            80 * GB,
+            3352,
+            bfloat16=989.4,
+            float16=989.4,
+            float8=1978.9,
+            int8=1978.9,
+            float32=67,
+        ),
     ),
-    (("H20",), entry("H20", 96 * GB, 4000, bfloat16=148, float16=148, float8=296, int8=296, float32=44)),
-    (("A100-SXM4-80GB",), entry("A100 80GB SXM", 80 * GB, 2039, bfloat16=312, float16=312, int8=624, float32=19.5)),
-    (("A100 80GB PCIe",), entry("A100 80GB PCIe", 80 * GB, 1935, bfloat16=312, float16=312, int8=624, float32=19.5)),
-    (("A100",), entry("A100 40GB", 40 * GB, 1555, bfloat16=312, float16=312, int8=624, float32=19.5)),
-    (("L40S",), entry("L40S", 48 * GB, 864, bfloat16=362, float16=362, float8=733, int8=733, float32=91.6)),
-    (("NVIDIA L4",), entry("L4", 24 * GB, 300, bfloat16=121, float16=121, float8=242, int8=242, float32=30.3)),
+    (
+        ("H20",),
+        entry("H20", 96 * GB, 4000, bfloat16=148, float16=148, float8=296, int8=296, float32=44),
+    ),
+    (
+        ("A100-SXM4-80GB",),
+        entry("A100 80GB SXM", 80 * GB, 2039, bfloat16=312, float16=312, int8=624, float32=19.5),
+    ),
+    (
+        ("A100 80GB PCIe",),
+        entry("A100 80GB PCIe", 80 * GB, 1935, bfloat16=312, float16=312, int8=624, float32=19.5),
+    ),
+    (
+        ("A100",),
+        entry("A100 40GB", 40 * GB, 1555, bfloat16=312, float16=312, int8=624, float32=19.5),
+    ),
+    (
+        ("L40S",),
+        entry("L40S", 48 * GB, 864, bfloat16=362, float16=362, float8=733, int8=733, float32=91.6),
+    ),
+    (
+        ("NVIDIA L4",),
+        entry("L4", 24 * GB, 300, bfloat16=121, float16=121, float8=242, int8=242, float32=30.3),
+    ),
     (("A10G",), entry("A10G", 24 * GB, 600, bfloat16=70, float16=70, int8=140, float32=31.5)),
-    (("NVIDIA A10",), entry("A10", 24 * GB, 600, bfloat16=125, float16=125, int8=250, float32=31.2)),
+    (
+        ("NVIDIA A10",),
+        entry("A10", 24 * GB, 600, bfloat16=125, float16=125, int8=250, float32=31.2),
+    ),
     (("V100",), entry("V100", 32 * GB, 900, float16=125, float32=15.7)),
-    (("RTX 4090",), entry("RTX 4090", 24 * GB, 1008, bfloat16=165.2, float16=165.2, float8=330.3, float32=82.6)),
+    (
+        ("RTX 4090",),
+        entry("RTX 4090", 24 * GB, 1008, bfloat16=165.2, float16=165.2, float8=330.3, float32=82.6),
+    ),
     (("RTX 3090",), entry("RTX 3090", 24 * GB, 936, bfloat16=71, float16=71, float32=35.6)),
     # AMD
-    (("MI300X",), entry("MI300X", 192 * GB, 5300, bfloat16=1307, float16=1307, float8=2615, int8=2615, float32=163)),
+    (
+        ("MI300X",),
+        entry(
+            "MI300X",
+            192 * GB,
+            5300,
+            bfloat16=1307,
+            float16=1307,
+            float8=2615,
+            int8=2615,
+            float32=163,
+        ),
+    ),
 )
 
 
 def lookup(device_kind: str) -> Hardware | None:
-    """The row of a device by its `device_kind`, or None. A mark must end at a word's end: L4 is not L40S."""
+    """The row of a device by its `device_kind`, or None. A mark must end at a word's end: L4 is not
+    L40S.
+    """
     for marks, hardware in TABLE:
         for mark in marks:
             start = device_kind.lower().find(mark.lower())
@@ -89,7 +202,9 @@ def host_memory_bytes(limits: tuple[str, ...] = CGROUP_LIMITS) -> int:
     """All memory of this machine, or of the container if that may have less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in limits:
-        with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # no container, or one without a limit ("max")
             total = min(total, int(Path(path).read_text()))
     return total
 

@@ -1,4 +1,6 @@
-"""One line an event: rich on a terminal, plain in a pipe, with the process index when there is more than one."""
+"""One line an event: rich on a terminal, plain in a pipe, with the process index when there is more
+than one.
+"""
 
 import contextlib
 import functools
@@ -16,7 +18,9 @@ def say_once(what: str) -> None:
 
 
 class ProcessFilter(logging.Filter):
-    """Marks each record with `[3/8] ` in a run of several processes, and with nothing in a run of one."""
+    """Marks each record with `[3/8] ` in a run of several processes, and with nothing in a run of
+    one.
+    """
 
     def __init__(self, index: int, count: int):
         super().__init__()
@@ -28,17 +32,23 @@ class ProcessFilter(logging.Filter):
 
 
 def configure(process_index: int = 0, process_count: int = 1, level: int = logging.INFO) -> None:
-    """Set up the package's logger on standard error. Calling it again replaces the earlier set-up."""
+    """Set up the package's logger on standard error. Calling it again replaces the earlier
+    set-up.
+    """
     handler: logging.Handler
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
         from rich.logging import RichHandler
 
-        handler = RichHandler(console=Console(stderr=True), show_path=False, rich_tracebacks=False, markup=False)
+        handler = RichHandler(
+            console=Console(stderr=True), show_path=False, rich_tracebacks=False, markup=False
+        )
         handler.setFormatter(logging.Formatter("%(process_mark)s%(message)s", datefmt="%H:%M:%S"))
     else:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(process_mark)s%(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(
+            OneLine("%(asctime)s %(levelname)s %(process_mark)s%(message)s", datefmt="%H:%M:%S")
+        )
     handler.addFilter(ProcessFilter(process_index, process_count))
     LOGGER.handlers[:] = [handler]
     LOGGER.setLevel(level)

@@ -1,8 +1,9 @@
 """Random numbers for initial weights: a hash of the key and of each element's place.
 
-Unlike a counter-based generator of cryptographic make (Threefry), it is a few integer operations an element, so a
-program that initialises a model compiles several times faster. It depends on nothing but key and place: the same
-numbers on every platform and mesh, element by element, and under vmap; a sharded array is made shard by shard.
+Unlike a counter-based generator of cryptographic make (Threefry), it is a few integer operations an
+element, so a program that initialises a model compiles several times faster. It depends on nothing
+but key and place: the same numbers on every platform and mesh, element by element, and under vmap;
+a sharded array is made shard by shard.
 """
 
 import math
@@ -17,7 +18,9 @@ GOLDEN = np.uint32(0x9E3779B9)  # 2^32 / golden ratio: keeps small neighbouring 
 
 
 def mix(bits: Array) -> Array:
-    """Every bit of the result depends on every bit of the argument (a 32-bit multiply-xorshift finaliser)."""
+    """Every bit of the result depends on every bit of the argument (a 32-bit multiply-xorshift
+    finaliser).
+    """
     bits = (bits ^ (bits >> 16)) * np.uint32(0x21F0AAAD)
     bits = (bits ^ (bits >> 15)) * np.uint32(0x735A2D97)
     return bits ^ (bits >> 15)
@@ -48,7 +51,8 @@ def random_bits(key: Array, shape: tuple[int, ...]) -> Array:
 def open_interval(bits: Array) -> Array:
     """32 random bits as float32 in the open interval (-1, 1), symmetric about 0.
 
-    Of 23 bits and a half, so that all 24 digits of the format are used and none is rounded: not even to the ends.
+    Of 23 bits and a half, so that all 24 digits of the format are used and none is rounded: not
+    even to the ends.
     """
     return ((bits >> 9).astype(jnp.float32) + np.float32(0.5)) / np.float32(2**22) - np.float32(1.0)
 
@@ -56,7 +60,8 @@ def open_interval(bits: Array) -> Array:
 @partial(jax.jit, static_argnames=("shape", "cut"))
 def normal(key: Array, shape: tuple[int, ...], cut: float | None = None) -> Array:
     """Standard normal, float32; with `cut` the part of it between -cut and cut."""
-    # To the compiler a number that it is given, not one that it knows: then equal weights of all layers are one kernel.
+    # To the compiler a number that it is given, not one that it knows: then equal weights of all
+    # layers are one kernel.
     key = jax.lax.optimization_barrier(key)
     edge = np.float32(1.0 if cut is None else math.erf(cut / math.sqrt(2)))
     return np.float32(math.sqrt(2)) * jax.lax.erf_inv(open_interval(random_bits(key, shape)) * edge)

@@ -1,7 +1,9 @@
-"""The order of a sequence's tokens when its shards are to have equal work: later tokens see more of it.
+"""The order of a sequence's tokens when its shards are to have equal work: later tokens see more of
+it.
 
-With n shards, dual_chunk_swap cuts the sequence into 2n chunks and gives shard r the chunks r and 2n-1-r; striped deals
-tokens out in turn, token i to shard i mod n. A shard's tokens stay in their own order.
+With n shards, dual_chunk_swap cuts the sequence into 2n chunks and gives shard r the chunks r and
+2n-1-r; striped deals tokens out in turn, token i to shard i mod n. A shard's tokens stay in their
+own order.
 """
 
 from dataclasses import dataclass

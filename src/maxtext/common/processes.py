@@ -1,8 +1,10 @@
-"""Process start-up: how this process joins the other processes of its run, before any device is counted.
+"""Process start-up: how this process joins the other processes of its run, before any device is
+counted.
 
-`rendezvous.plan` says from the environment who we are; `start` carries that out with `jax.distributed`. JAX aborts the
-process when a peer dies (noticed within HEARTBEAT_SECONDS), which is what we want: the collectives of a step cannot go
-on, and whoever started us starts us again. It aborts, too, when start-up takes too long; that we turn into a sentence.
+`rendezvous.plan` says from the environment who we are; `start` carries that out with
+`jax.distributed`. JAX aborts the process when a peer dies (noticed within HEARTBEAT_SECONDS), which
+is what we want: the collectives of a step cannot go on, and whoever started us starts us again. It
+aborts, too, when start-up takes too long; that we turn into a sentence.
 """
 
 import contextlib
@@ -21,11 +23,15 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.rendezvous import Rendezvous, plan
 
 HEARTBEAT_SECONDS = 10
-STARTED = "MAXTEXT_STARTED"  # when the run began, for its name: the same in all processes, and after a restart
-FULL_PROCESSES = "MAXTEXT_FULL_PROCESSES"  # of an elastic run that goes on with fewer: how many it began with
+# when the run began, for its name: the same in all processes, and after a restart
+STARTED = "MAXTEXT_STARTED"
+FULL_PROCESSES = (
+    "MAXTEXT_FULL_PROCESSES"  # of an elastic run that goes on with fewer: how many it began with
+)
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
-# What a run on GPUs tells JAX, unless the environment does. It has its GPUs to itself; JAX would leave a quarter of
-# their memory. Of large products cuBLAS has the fastest, and finding that out takes the compiler seconds.
+# What a run on GPUs tells JAX, unless the environment does. It has its GPUs to itself; JAX would
+# leave a quarter of their memory. Of large products cuBLAS has the fastest, and finding that out
+# takes the compiler seconds.
 GPU_DEFAULTS = {
     "XLA_CLIENT_MEM_FRACTION": "0.95",
     "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
@@ -61,7 +67,11 @@ def gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:
     given = environ.get("XLA_FLAGS", "").split()
     if all(flag.startswith("-") for flag in given):  # else it is a file that has them
         names = {flag.partition("=")[0] for flag in given}
-        ours = [flag for flag in GPU_DEFAULTS["XLA_FLAGS"].split() if flag.partition("=")[0] not in names]
+        ours = [
+            flag
+            for flag in GPU_DEFAULTS["XLA_FLAGS"].split()
+            if flag.partition("=")[0] not in names
+        ]
         settings["XLA_FLAGS"] = " ".join([*given, *ours])
     return settings
 
@@ -113,12 +123,14 @@ def start(config: StartSettings, environ: Mapping[str, str] = os.environ) -> Wor
 
 
 def take_memory() -> None:
-    """On GPUs, JAX takes all the memory that it may have with the first array, which takes seconds of a large card: let
-    it begin, while the host does other things."""
+    """On GPUs, JAX takes all the memory that it may have with the first array, which takes seconds
+    of a large card: let it begin, while the host does other things."""
     import jax
 
     def take() -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs memory next meets it, too
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError
+        ):  # whoever needs memory next meets it, too
             for device in jax.local_devices():
                 jax.device_put(0, device)
 
@@ -145,7 +157,8 @@ def join(place: Rendezvous, timeout: int) -> None:
     late = threading.Timer(timeout, give_up, [who, where, timeout, place.index == 0])
     late.daemon = True
     late.start()
-    # It would catch SIGTERM, for programs that ask it at every step; ours ends well by the loop's own handler.
+    # It would catch SIGTERM, for programs that ask it at every step; ours ends well by the loop's
+    # own handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -186,7 +199,9 @@ def check_port(address: str) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise UserError(f"process 0 cannot listen at {address}: {error}; choose another port") from error
+            raise UserError(
+                f"process 0 cannot listen at {address}: {error}; choose another port"
+            ) from error
 
 
 def agree_on_start() -> None:
@@ -220,9 +235,13 @@ def check_platform(hardware: str) -> None:
 
     found = jax.default_backend()
     if hardware == "cpu" and found != "cpu":
-        raise ConfigError(f"hardware=cpu, but JAX runs on {found} already: set JAX_PLATFORMS=cpu before it starts")
+        raise ConfigError(
+            f"hardware=cpu, but JAX runs on {found} already: set JAX_PLATFORMS=cpu before it starts"
+        )
     if hardware.startswith("gpu") and found not in GPU_PLATFORMS:
-        raise ConfigError(f"hardware={hardware}, but JAX finds no GPU, only {found}: `maxtext doctor` says why")
+        raise ConfigError(
+            f"hardware={hardware}, but JAX finds no GPU, only {found}: `maxtext doctor` says why"
+        )
     if hardware == "gpu_multiprocess" and _WORLD.count == 1:
         raise ConfigError(
             "hardware=gpu_multiprocess, but this process is alone: start several with `maxtext launch --local N`, srun "
@@ -231,8 +250,8 @@ def check_platform(hardware: str) -> None:
 
 
 def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
-    """The exit code of a failed process. In company it speaks its last words and leaves at once: JAX's own exit waits
-    for the others, who wait for us."""
+    """The exit code of a failed process. In company it speaks its last words and leaves at once:
+    JAX's own exit waits for the others, who wait for us."""
     if _WORLD.count > 1:
         if last_words is not None:
             last_words()

@@ -1,8 +1,9 @@
-"""A sign of life on a terminal while nothing else is written: `⠋ loading the model`, with the seconds after a while.
+"""A sign of life on a terminal while nothing else is written: `⠋ loading the model`, with the
+seconds after a while.
 
-It is on standard error, leaves no trace, and ends by itself with the first text that anyone writes to standard output
-or standard error. Where standard error is no terminal, nothing is shown. Only the standard library is imported, so that
-it can begin before the imports that take seconds.
+It is on standard error, leaves no trace, and ends by itself with the first text that anyone writes
+to standard output or standard error. Where standard error is no terminal, nothing is shown. Only
+the standard library is imported, so that it can begin before the imports that take seconds.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ _ACTIVE: "Spinner | None" = None
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show `text` while the block runs, until something is written. In a block inside another the text changes."""
+    """Show `text` while the block runs, until something is written. In a block inside another the
+    text changes.
+    """
     start(text)
     try:
         yield
@@ -49,11 +52,15 @@ def stop() -> None:
 
 
 class Spinner:
-    """A thread that draws one line, and streams in place of sys.stdout and sys.stderr that end it before they write."""
+    """A thread that draws one line, and streams in place of sys.stdout and sys.stderr that end it
+    before they write.
+    """
 
     def __init__(self, text: str):
         self.text, self.terminal, self.began = text, sys.stderr, time.monotonic()
-        self.frames = FRAMES if (self.terminal.encoding or "").lower().startswith("utf") else "|/-\\"
+        self.frames = (
+            FRAMES if (self.terminal.encoding or "").lower().startswith("utf") else "|/-\\"
+        )
         self.streams = {name: Announcing(getattr(sys, name), self) for name in ("stdout", "stderr")}
         for name, stream in self.streams.items():
             setattr(sys, name, stream)

@@ -1,14 +1,18 @@
-"""Who this process is among those of its run, read from the environment. Knows no JAX and starts nothing.
+"""Who this process is among those of its run, read from the environment. Knows no JAX and starts
+nothing.
 
 In this order, the first that speaks of several processes decides:
 
-1. explicit: JAX_COORDINATOR_ADDRESS=host:port (or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT), the number of
-   processes in JAX_PROCESS_COUNT (also JAX_NUM_PROCESSES, NNODES) and this one in JAX_PROCESS_INDEX (also
-   JAX_PROCESS_ID, NODE_RANK); the address alone is joined to what 3 to 5 know of count and index;
+1. explicit: JAX_COORDINATOR_ADDRESS=host:port (or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT), the
+   number of processes in JAX_PROCESS_COUNT (also JAX_NUM_PROCESSES, NNODES) and this one in
+   JAX_PROCESS_INDEX (also JAX_PROCESS_ID, NODE_RANK); the address alone is joined to what 3 to 5
+   know of count and index;
 2. TPU pods: JAX finds the other hosts itself;
 3. Open MPI, before SLURM, whose variables mpirun's daemons pass on to every process;
-4. SLURM, but only under `srun`: the batch script and a shell in an allocation have the job's variables, too;
-5. Kubernetes: the index in JOB_COMPLETION_INDEX, as Indexed Jobs and JobSets set it; the count must be given;
+4. SLURM, but only under `srun`: the batch script and a shell in an allocation have the job's
+   variables, too;
+5. Kubernetes: the index in JOB_COMPLETION_INDEX, as Indexed Jobs and JobSets set it; the count must
+   be given;
 6. nothing of these: one process, nothing to start.
 """
 
@@ -28,7 +32,9 @@ INDEX_NAMES = ("JAX_PROCESS_INDEX", "JAX_PROCESS_ID", "NODE_RANK")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Process `index` of `count`, joining at `coordinator`. Without an address JAX finds all of it (TPU pods)."""
+    """Process `index` of `count`, joining at `coordinator`. Without an address JAX finds all of it
+    (TPU pods).
+    """
 
     said_by: str
     coordinator: str | None = None
@@ -60,7 +66,9 @@ def plan(environ: Mapping[str, str], tpu_here: bool = False) -> Rendezvous | Non
 
 
 def refuse_half_said(environ: Mapping[str, str], given: str | None) -> None:
-    """Where only part of a meeting is described, a process that trained alone would be a surprise."""
+    """Where only part of a meeting is described, a process that trained alone would be a
+    surprise.
+    """
     count, index = number(environ, COUNT_NAMES), number(environ, INDEX_NAMES)
     if given is not None and (count is None or (count > 1 and index is None)):
         raise ConfigError(
@@ -79,11 +87,15 @@ def explicit(environ: Mapping[str, str], given: str | None) -> Rendezvous | None
     if count is None or index is None or given is None:
         return None
     ids = environ.get("JAX_LOCAL_DEVICE_IDS")
-    return Rendezvous(ADDRESS_NAMES[0], given, count, index, tuple(map(int, ids.split(","))) if ids else None)
+    return Rendezvous(
+        ADDRESS_NAMES[0], given, count, index, tuple(map(int, ids.split(","))) if ids else None
+    )
 
 
 def tpu_pod(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Several hosts by the variables of GKE, or TPU chips whose hosts only the machine's metadata server knows."""
+    """Several hosts by the variables of GKE, or TPU chips whose hosts only the machine's metadata
+    server knows.
+    """
     if "tpu" not in (environ.get("JAX_PLATFORMS") or "tpu"):
         return None
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
@@ -122,7 +134,10 @@ def slurm(environ: Mapping[str, str], given: str | None) -> Rendezvous | None:
     if "SLURM_STEP_NODELIST" not in environ or "SLURM_PROCID" not in environ:
         return None
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-    address = given or f"{next(host_names(environ['SLURM_STEP_NODELIST']))}:{port_of(environ.get('SLURM_JOB_ID', ''))}"
+    address = (
+        given
+        or f"{next(host_names(environ['SLURM_STEP_NODELIST']))}:{port_of(environ.get('SLURM_JOB_ID', ''))}"
+    )
     here = tasks_here(environ)
     ids = share_of_devices(environ, int(environ.get("SLURM_LOCALID") or 0), here)
     return Rendezvous("SLURM_PROCID", address, count, int(environ["SLURM_PROCID"]), ids)
@@ -175,7 +190,9 @@ def number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
         if not text.isdecimal():
             raise ConfigError(f"{name}={text!r} is not a number")
     if len({int(text) for text in found.values()}) > 1:
-        raise ConfigError(f"{' and '.join(f'{name}={text}' for name, text in found.items())} contradict: keep one")
+        raise ConfigError(
+            f"{' and '.join(f'{name}={text}' for name, text in found.items())} contradict: keep one"
+        )
     return next((int(text) for text in found.values()), None)
 
 
@@ -204,7 +221,9 @@ def expand(entry: str) -> Iterator[str]:
 
 
 def tasks_here(environ: Mapping[str, str]) -> int:
-    """How many tasks of the step share this node: SLURM writes `4(x2),3` for nodes with 4, 4 and 3."""
+    """How many tasks of the step share this node: SLURM writes `4(x2),3` for nodes with 4, 4 and
+    3.
+    """
     counts: list[int] = []
     for part in (environ.get("SLURM_STEP_TASKS_PER_NODE") or "1").split(","):
         tasks, _, times = part.partition("(x")
@@ -214,7 +233,9 @@ def tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def share_of_devices(environ: Mapping[str, str], place: int, among: int) -> tuple[int, ...] | None:
-    """The GPUs of process `place` of `among` on a node, where the scheduler leaves all of them visible to each."""
+    """The GPUs of process `place` of `among` on a node, where the scheduler leaves all of them
+    visible to each.
+    """
     visible = [word for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
     if among == 1 or len(visible) == 1:
         return None

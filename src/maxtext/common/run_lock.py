@@ -1,9 +1,10 @@
 """One process at a time trains in a run's folder.
 
-`RunLock` locks a file in the folder (POSIX `fcntl` locks), and writes into it who holds it. The kernel drops the lock
-when its process ends, however that ends, so a killed run can be started again at once: the file that it left is taken
-over. The lock holds among all machines that share the folder if their file system supports locks (NFS, Lustre with
-`-o flock`, CephFS, GPFS do); where there are none, the run goes on without one, after a warning.
+`RunLock` locks a file in the folder (POSIX `fcntl` locks), and writes into it who holds it. The
+kernel drops the lock when its process ends, however that ends, so a killed run can be started again
+at once: the file that it left is taken over. The lock holds among all machines that share the
+folder if their file system supports locks (NFS, Lustre with `-o flock`, CephFS, GPFS do); where
+there are none, the run goes on without one, after a warning.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class RunLock:
-    """A context manager. Entering it raises UserError if another process holds the lock of `folder`."""
+    """A context manager. Entering it raises UserError if another process holds the lock of
+    `folder`.
+    """
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
@@ -48,9 +51,16 @@ class RunLock:
         holder = read_holder(descriptor)
         if holder and locked:
             LOGGER.warning(
-                "%s was left by process %s on %s, which has ended: taken over", self.path, holder["pid"], holder["host"]
+                "%s was left by process %s on %s, which has ended: taken over",
+                self.path,
+                holder["pid"],
+                holder["host"],
             )
-        me = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        me = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(me).encode() + b"\n", 0)
         self.descriptor = descriptor
@@ -62,9 +72,15 @@ class RunLock:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in HELD:
-                LOGGER.warning("%s cannot be locked (%s): start this run only once", self.path, error.strerror)
+                LOGGER.warning(
+                    "%s cannot be locked (%s): start this run only once", self.path, error.strerror
+                )
                 return False
-            holder = read_holder(descriptor) or {"pid": "?", "host": "another machine", "since": "?"}
+            holder = read_holder(descriptor) or {
+                "pid": "?",
+                "host": "another machine",
+                "since": "?",
+            }
             raise UserError(
                 f"{self.path.parent} is in use: process {holder['pid']} on {holder['host']} trains there since "
                 f"{holder['since']}; wait for it or stop it, or choose another run_name"

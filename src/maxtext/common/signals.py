@@ -1,10 +1,11 @@
 """SIGINT, SIGTERM and SIGHUP: an end that nothing can swallow, or a request to something that runs.
 
-`ending_signals` is for a whole command: a signal raises `Interrupted` in the main thread. Python may lose such an
-exception (one that is raised inside a garbage-collection callback is only printed) or raise it late (the main thread
-compiles a program in C++ for minutes). A watchdog thread therefore hears of each signal at once, raises it again where
-it was lost, and ends the process if the main thread does not come back from C++, or at a second signal. Inside an
-import, where an exception can crash an extension module, the process ends at once.
+`ending_signals` is for a whole command: a signal raises `Interrupted` in the main thread. Python
+may lose such an exception (one that is raised inside a garbage-collection callback is only printed)
+or raise it late (the main thread compiles a program in C++ for minutes). A watchdog thread
+therefore hears of each signal at once, raises it again where it was lost, and ends the process if
+the main thread does not come back from C++, or at a second signal. Inside an import, where an
+exception can crash an extension module, the process ends at once.
 
 `asked_by_signals` is for a loop inside such a command that wants to finish its work first.
 """
@@ -60,7 +61,9 @@ def handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def asked_by_signals(ask: Callable[[int], None]) -> Iterator[None]:
-    """Calls `ask` with the number of a signal. Outside of the main thread, which alone may set handlers, never."""
+    """Calls `ask` with the number of a signal. Outside of the main thread, which alone may set
+    handlers, never.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -73,8 +76,8 @@ _WATCHDOG: "Watchdog | None" = None
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[None]:
-    """The first signal raises Interrupted in the main thread; the second ends the process. The watchdog thread lives
-    as long as the block."""
+    """The first signal raises Interrupted in the main thread; the second ends the process. The
+    watchdog thread lives as long as the block."""
     global _WATCHDOG
     if threading.current_thread() is not threading.main_thread() or _WATCHDOG is not None:
         yield
@@ -88,7 +91,9 @@ def ending_signals() -> Iterator[None]:
 
 
 def pending() -> "Interrupted | None":
-    """The interrupt that was raised in this command and that nobody consumed, whatever became of it."""
+    """The interrupt that was raised in this command and that nobody consumed, whatever became of
+    it.
+    """
     return None if _WATCHDOG is None else _WATCHDOG.raised
 
 
@@ -99,8 +104,8 @@ def consume() -> None:
 
 
 def interrupt_at_once(number: int) -> NoReturn:
-    """For a handler of `asked_by_signals` that was asked again: raises Interrupted, and a command ends soon, even if
-    its cleanup would take longer."""
+    """For a handler of `asked_by_signals` that was asked again: raises Interrupted, and a command
+    ends soon, even if its cleanup would take longer."""
     if _WATCHDOG is not None:
         _WATCHDOG.raised, _WATCHDOG.count = Interrupted(number), 2
         threading.Thread(target=_WATCHDOG.end, args=(number, LAST_SECONDS), daemon=True).start()
@@ -190,7 +195,9 @@ class Watchdog:
 
 
 def importing(frame: Any) -> bool:
-    """Whether a module is being imported: some extension modules crash if an exception interrupts that."""
+    """Whether a module is being imported: some extension modules crash if an exception interrupts
+    that.
+    """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

@@ -1,11 +1,12 @@
 """Several processes of this machine that live and die together. Knows nothing of JAX or models.
 
-`Supervisor.run` starts one process a command, each in a session of its own (so that what it starts can be ended with
-it), copies their lines to our own output behind `[index] `, and waits. It fails fast: when one ends with another
-code than 0, the rest get SIGTERM, and SIGKILL after a grace time. SIGINT, SIGTERM and SIGHUP to us are passed on, so
-that the processes can end well by themselves, with the code of that signal or 0; after the grace time, or at the second
-signal, they are killed. If we are killed
-in a way that leaves no time for anything, each process notices by the end of a pipe (`die_with_launcher`).
+`Supervisor.run` starts one process a command, each in a session of its own (so that what it starts
+can be ended with it), copies their lines to our own output behind `[index] `, and waits. It fails
+fast: when one ends with another code than 0, the rest get SIGTERM, and SIGKILL after a grace time.
+SIGINT, SIGTERM and SIGHUP to us are passed on, so that the processes can end well by themselves,
+with the code of that signal or 0; after the grace time, or at the second signal, they are killed.
+If we are killed in a way that leaves no time for anything, each process notices by the end of a
+pipe (`die_with_launcher`).
 
 One thread does all of it. It looks for dead processes every LOOK_SECONDS.
 """
@@ -41,8 +42,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a group ended: the first failing process's exit code (128 + N after signal N), who was lost by itself,
-    and the signal that asked us to stop, if any."""
+    """How a group ended: the first failing process's exit code (128 + N after signal N), who was
+    lost by itself, and the signal that asked us to stop, if any."""
 
     code: int
     lost: tuple[int, ...] = ()
@@ -60,7 +61,9 @@ class Stream:
     rest: bytes = b""
 
     def copy(self) -> bool:
-        """Pass on the whole lines that came; False at the end, after the last line, whole or not."""
+        """Pass on the whole lines that came; False at the end, after the last line, whole or
+        not.
+        """
         piece = os.read(self.source.fileno(), 65536)
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if not piece and self.rest:
@@ -82,7 +85,9 @@ class Supervisor:
     processes: list[subprocess.Popen] = field(default_factory=list)
     asked: int | None = None
     times_asked: int = 0
-    gone: set[int] = field(default_factory=set)  # processes that are dead, and what they started, too
+    gone: set[int] = field(
+        default_factory=set
+    )  # processes that are dead, and what they started, too
 
     def run(self) -> Ended:
         selector = selectors.DefaultSelector()
@@ -101,7 +106,9 @@ class Supervisor:
                 key.data.source.close()
             selector.close()
 
-    def start(self, index: int, command: Command, lifeline: int, selector: selectors.BaseSelector) -> None:
+    def start(
+        self, index: int, command: Command, lifeline: int, selector: selectors.BaseSelector
+    ) -> None:
         process = subprocess.Popen(
             command.words,
             env={**command.environment, LIFELINE: str(lifeline), "PYTHONUNBUFFERED": "1"},
@@ -114,7 +121,9 @@ class Supervisor:
         self.processes.append(process)
         for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert source is not None
-            selector.register(source, selectors.EVENT_READ, Stream(source, sink, mark(index, sink), self.noise))
+            selector.register(
+                source, selectors.EVENT_READ, Stream(source, sink, mark(index, sink), self.noise)
+            )
 
     def watch(self, selector: selectors.BaseSelector) -> Ended:
         failed: tuple[int, ...] = ()
@@ -125,7 +134,9 @@ class Supervisor:
             self.sweep(codes)
             if not failed and (failed := first_to_fall([self.unexpected(code) for code in codes])):
                 code = shell_code(codes[failed[0]])
-                LOGGER.warning("process %d %s: stopping the others", failed[0], how_it_ended(codes[failed[0]]))
+                LOGGER.warning(
+                    "process %d %s: stopping the others", failed[0], how_it_ended(codes[failed[0]])
+                )
                 self.kill(signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + self.failure_grace)
             if self.asked is not None and self.times_asked > passed_on:
@@ -140,13 +151,18 @@ class Supervisor:
                 self.kill(signal.SIGKILL)
 
     def unexpected(self, code: int | None) -> int | None:
-        """An exit code, or 0 for the one of a process that ended by the signal that was passed on to it."""
+        """An exit code, or 0 for the one of a process that ended by the signal that was passed on
+        to it.
+        """
         return 0 if self.asked is not None and code == exit_code(self.asked) else code
 
     def settled(self, codes: list[int | None]) -> list[int | None]:
-        """Where one was just found dead by itself: how all are a moment later. The end of a killed process can take
-        longer than that of a peer that noticed it."""
-        if any(codes[index] for index in range(len(codes)) if index not in self.gone) and None in codes:
+        """Where one was just found dead by itself: how all are a moment later. The end of a killed
+        process can take longer than that of a peer that noticed it."""
+        if (
+            any(codes[index] for index in range(len(codes)) if index not in self.gone)
+            and None in codes
+        ):
             until = time.monotonic() + SETTLE_SECONDS
             while None in codes and not struck(codes) and time.monotonic() < until:
                 time.sleep(LOOK_SECONDS)
@@ -154,7 +170,9 @@ class Supervisor:
         return codes
 
     def sweep(self, codes: Sequence[int | None]) -> None:
-        """What a dead process started does not outlive it. Once: later its number may be another's."""
+        """What a dead process started does not outlive it. Once: later its number may be
+        another's.
+        """
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
             if code is not None and index not in self.gone:
                 self.gone.add(index)
@@ -178,10 +196,14 @@ class Supervisor:
             pass
 
     def kill(self, number: int) -> None:
-        """A signal to each living process. To end well is its own affair; SIGKILL also ends what it started."""
+        """A signal to each living process. To end well is its own affair; SIGKILL also ends what it
+        started.
+        """
         for index, process in enumerate(self.processes):
             if index not in self.gone:
-                signal_group(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
+                signal_group(
+                    process.pid, number
+                ) if number == signal.SIGKILL else process.send_signal(number)
 
     def reap(self) -> None:
         for process in self.processes:
@@ -193,13 +215,16 @@ class Supervisor:
 
 
 def first_to_fall(codes: Sequence[int | None]) -> tuple[int, ...]:
-    """Of the processes that were found dead together, those that did not just follow another: a peer's death ends a
-    process by an error of its own or by SIGABRT, hardly ever by another signal."""
+    """Of the processes that were found dead together, those that did not just follow another: a
+    peer's death ends a process by an error of its own or by SIGABRT, hardly ever by another
+    signal."""
     return struck(codes) or tuple(index for index, code in enumerate(codes) if code)[:1]
 
 
 def struck(codes: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(index for index, code in enumerate(codes) if code and code < 0 and code != -signal.SIGABRT)
+    return tuple(
+        index for index, code in enumerate(codes) if code and code < 0 and code != -signal.SIGABRT
+    )
 
 
 def signal_group(leader: int, number: int) -> None:
@@ -208,7 +233,11 @@ def signal_group(leader: int, number: int) -> None:
 
 
 def how_it_ended(code: int | None) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+    return (
+        f"was ended by {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"ended with code {code}"
+    )
 
 
 def shell_code(code: int | None) -> int:
@@ -223,14 +252,20 @@ def mark(index: int, sink: IO[str]) -> str:
 
 
 def die_with_launcher(environ: MutableMapping[str, str]) -> None:
-    """In a process that a Supervisor started: when that is gone, end this process and all that it started."""
+    """In a process that a Supervisor started: when that is gone, end this process and all that it
+    started.
+    """
     if LIFELINE not in environ:
         return
-    lifeline = int(environ.pop(LIFELINE))  # not for our children: there the number may be another file's
+    lifeline = int(
+        environ.pop(LIFELINE)
+    )  # not for our children: there the number may be another file's
 
     def wait() -> None:
         with contextlib.suppress(OSError):
-            os.read(lifeline, 1)  # nothing is ever written: this returns when the other end is closed
+            os.read(
+                lifeline, 1
+            )  # nothing is ever written: this returns when the other end is closed
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="maxtext-lifeline", daemon=True).start()

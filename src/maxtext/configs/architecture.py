@@ -1,8 +1,9 @@
 """What a published checkpoint fixes and no key names.
 
-The keys describe families by rules (every fourth layer is global); a checkpoint's own config.json may say it layer by
-layer, or give a number that a family's rule does not. Such facts stand under `architecture:` in a model's file or in
-the config.yml of a converted checkpoint. A fact that is None leaves the matter to the keys.
+The keys describe families by rules (every fourth layer is global); a checkpoint's own config.json
+may say it layer by layer, or give a number that a family's rule does not. Such facts stand under
+`architecture:` in a model's file or in the config.yml of a converted checkpoint. A fact that is
+None leaves the matter to the keys.
 """
 
 from collections.abc import Iterable
@@ -30,7 +31,9 @@ SAID_BY_KEYS = {
 
 
 def take(base: Layer, layers: Iterable[Layer]) -> Architecture:
-    """The facts of layers given from the weakest to the strongest; they are taken out of the layers."""
+    """The facts of layers given from the weakest to the strongest; they are taken out of the
+    layers.
+    """
     facts: dict[str, Any] = {}
     seen = base
     for layer in layers:
@@ -52,5 +55,7 @@ def checked(setting: Setting) -> Architecture:
     try:
         return Architecture.model_validate(setting.value)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()
+        )
         raise ConfigError(f"architecture ({setting.source}) does not fit: {wrong}") from error

@@ -1,7 +1,8 @@
-"""Derived values: each key of the DerivedValues group is computed by the function of its name below.
+"""Derived values: each key of the DerivedValues group is computed by the function of its name
+below.
 
-A function sees the settings and the values derived before it (the order of the group), and nothing else but the
-devices of this machine.
+A function sees the settings and the values derived before it (the order of the group), and nothing
+else but the devices of this machine.
 """
 
 import math
@@ -34,7 +35,10 @@ SAVED_ON_DEVICE = {
     "minimal_offloaded": [],
 }
 # remat policy -> the tensors that it moves to pinned host memory
-OFFLOADED = {"qkv_proj_offloaded": ["query_proj", "key_proj", "value_proj", "kv_proj"], "minimal_offloaded": _MINIMAL}
+OFFLOADED = {
+    "qkv_proj_offloaded": ["query_proj", "key_proj", "value_proj", "kv_proj"],
+    "minimal_offloaded": _MINIMAL,
+}
 # the tensors whose place remat_policy=custom reads from the key of their name
 CUSTOM_TENSORS = (
     "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
@@ -45,8 +49,8 @@ CUSTOM_TENSORS = (
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices a run has, over how many slices; `full`: how many before an elastic run lost some; `platform`:
-    cpu, gpu or tpu, if it is known."""
+    """How many devices a run has, over how many slices; `full`: how many before an elastic run lost
+    some; `platform`: cpu, gpu or tpu, if it is known."""
 
     count: int
     slices: int = 1
@@ -83,8 +87,8 @@ def derive(settings: Any, devices: Devices) -> dict[str, Any]:
     return draft.derived
 
 
-# Sizes after global_parameter_scale = 2^n, n = 3a + r: depth takes a doublings, width one more when r > 1, heads and
-# MLP one more when r > 0.
+# Sizes after global_parameter_scale = 2^n, n = 3a + r: depth takes a doublings, width one more when
+# r > 1, heads and MLP one more when r > 0.
 
 
 def size_factor(c: Any, extra_from: int) -> int:
@@ -102,7 +106,9 @@ def mlp_dim(c: Any) -> int:
 
 
 def moe_mlp_dim(c: Any) -> int:
-    return c.mlp_dim if c.base_moe_mlp_dim == -1 else c.base_moe_mlp_dim * size_factor(c, extra_from=1)
+    return (
+        c.mlp_dim if c.base_moe_mlp_dim == -1 else c.base_moe_mlp_dim * size_factor(c, extra_from=1)
+    )
 
 
 def num_decoder_layers(c: Any) -> int:
@@ -121,7 +127,9 @@ def num_query_heads(c: Any) -> int:
 
 
 def axis_sizes(c: Any, network: str) -> list[int]:
-    return [getattr(c, f"{network}_{MESH_KEYS.get(axis, axis)}_parallelism") for axis in c.mesh_axes]
+    return [
+        getattr(c, f"{network}_{MESH_KEYS.get(axis, axis)}_parallelism") for axis in c.mesh_axes
+    ]
 
 
 def check_unused_axes(c: Any, network: str) -> None:
@@ -132,7 +140,9 @@ def check_unused_axes(c: Any, network: str) -> None:
         sized = key.startswith(prefix) and key.endswith(suffix) and key != f"{network}_parallelism"
         if sized and key not in used and getattr(c, key) not in (1, -1):
             axis = key.removeprefix(prefix).removesuffix(suffix)
-            raise ConfigError(f"{key}={getattr(c, key)}, but mesh_axes has no axis {axis!r}: add it or leave the key 1")
+            raise ConfigError(
+                f"{key}={getattr(c, key)}, but mesh_axes has no axis {axis!r}: add it or leave the key 1"
+            )
 
 
 def fill(c: Any, network: str, total: int, what: str) -> list[int]:
@@ -145,9 +155,15 @@ def fill(c: Any, network: str, total: int, what: str) -> list[int]:
         raise ConfigError(
             f"{network}_{MESH_KEYS.get(bad[0], bad[0])}_parallelism={named[bad[0]]}: use a size of 1 or more, or -1"
         )
-    free = [f"{network}_{MESH_KEYS.get(axis, axis)}_parallelism" for axis, size in named.items() if size == -1]
+    free = [
+        f"{network}_{MESH_KEYS.get(axis, axis)}_parallelism"
+        for axis, size in named.items()
+        if size == -1
+    ]
     if len(free) > 1:
-        raise ConfigError(f"{' and '.join(free)} are both -1: only one size a group can be inferred, set the others")
+        raise ConfigError(
+            f"{' and '.join(free)} are both -1: only one size a group can be inferred, set the others"
+        )
     known = math.prod(size for size in sizes if size != -1)
     if free and total % known == 0:
         return [total // known if size == -1 else size for size in sizes]
@@ -161,12 +177,16 @@ def fill(c: Any, network: str, total: int, what: str) -> list[int]:
 
 
 def slices(c: Any) -> int:
-    """Slices that the DCN axes join: as set, as many as the DCN sizes say, or as many as there are."""
+    """Slices that the DCN axes join: as set, as many as the DCN sizes say, or as many as there
+    are.
+    """
     if c.num_slices != -1:
         return c.num_slices
     sizes = axis_sizes(c, "dcn")
     known = math.prod(size for size in sizes if size > 0)
-    return max(c.devices.slices, known) if -1 in sizes or c.devices.slices == 1 else c.devices.slices
+    return (
+        max(c.devices.slices, known) if -1 in sizes or c.devices.slices == 1 else c.devices.slices
+    )
 
 
 def num_diloco_replicas(c: Any) -> int:
@@ -176,8 +196,12 @@ def num_diloco_replicas(c: Any) -> int:
 def ici_parallelism(c: Any) -> list[int]:
     count, among = c.devices.count, slices(c)
     if count % among:
-        raise ConfigError(f"{count} devices do not divide over {among} slices: change num_slices or the dcn_* sizes")
-    return fill(c, "ici", count // among, "devices" if among == 1 else f"devices in each of {among} slices")
+        raise ConfigError(
+            f"{count} devices do not divide over {among} slices: change num_slices or the dcn_* sizes"
+        )
+    return fill(
+        c, "ici", count // among, "devices" if among == 1 else f"devices in each of {among} slices"
+    )
 
 
 def dcn_parallelism(c: Any) -> list[int]:
@@ -207,7 +231,9 @@ def num_target_devices(c: Any) -> int:
 
 
 def batch_devices(c: Any) -> int:
-    """The devices that per_device_batch_size multiplies: an elastic run keeps the global batch that it began with."""
+    """The devices that per_device_batch_size multiplies: an elastic run keeps the global batch that
+    it began with.
+    """
     return c.devices.full if c.elastic_enabled and c.devices.full else c.num_target_devices
 
 
@@ -216,7 +242,9 @@ def micro_batch(c: Any, per_device: float) -> int:
 
 
 def micro_batch_to_load(c: Any, per_device: float) -> int:
-    """At least one sequence a device, since each host loads whole sequences; more when few hosts read real data."""
+    """At least one sequence a device, since each host loads whole sequences; more when few hosts
+    read real data.
+    """
     expansion = c.expansion_factor_real_data if c.expansion_factor_real_data > 0 else 1
     return round(max(per_device, 1) * batch_devices(c) * expansion)
 
@@ -274,9 +302,10 @@ def rampup_samples_per_increment_to_load(c: Any) -> float | None:
 
 
 def rampup_stages(c: Any) -> list[tuple[int, int]]:
-    """(rows of a step, steps) of each stage below the full batch. Stage k of n ends with the step at which the run has
-    used global_rampup_samples * (k + 1) / n samples, so the whole ramp ends less than one batch after all of them. Rows
-    are rounded stage by stage: the rounding errors of fractional sizes do not add up."""
+    """(rows of a step, steps) of each stage below the full batch. Stage k of n ends with the step
+    at which the run has used global_rampup_samples * (k + 1) / n samples, so the whole ramp ends
+    less than one batch after all of them. Rows are rounded stage by stage: the rounding errors of
+    fractional sizes do not add up."""
     increments, used, stages = rampup_increments(c), 0, []
     for stage in range(increments):
         per_device = c.per_device_batch_size_start + stage * c.per_device_batch_size_increment
@@ -317,7 +346,9 @@ def managed_mldiagnostics_dir(c: Any) -> str | None:
 
 
 def convert_checkpoint_if_possible(c: Any) -> bool:
-    return c.source_checkpoint_layout == "safetensors" and bool(c.load_parameters_path or c.load_full_state_path)
+    return c.source_checkpoint_layout == "safetensors" and bool(
+        c.load_parameters_path or c.load_full_state_path
+    )
 
 
 # Rematerialization.
@@ -345,8 +376,12 @@ def tensors_to_offload(c: Any) -> list[str] | None:
 
 
 def run_name(model_name: str, weights: str, environ: Mapping[str, str]) -> str:
-    """Of a run without one: $JOBSET_NAME, else the folder that its weights come from, or its model, and the time."""
-    path = re.sub(r"/checkpoints(/\d+)?$", "", os.path.abspath(os.path.expanduser(weights)))  # a run, not its step
+    """Of a run without one: $JOBSET_NAME, else the folder that its weights come from, or its model,
+    and the time.
+    """
+    path = re.sub(
+        r"/checkpoints(/\d+)?$", "", os.path.abspath(os.path.expanduser(weights))
+    )  # a run, not its step
     folder = os.path.basename(path) if weights else ""
     name = folder if model_name == "default" and folder else model_name
     return environ.get("JOBSET_NAME") or f"{name}-{environ.get(STARTED) or now()}"

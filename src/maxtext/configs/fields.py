@@ -1,4 +1,6 @@
-"""What a key can hold, read off its type: how text becomes a value, what `none` means, how to describe a misfit."""
+"""What a key can hold, read off its type: how text becomes a value, what `none` means, how to
+describe a misfit.
+"""
 
 import types
 import typing
@@ -21,7 +23,10 @@ def members(key: str) -> tuple[Any, ...]:
     """The members of a key's type: its union's, or itself alone. Constraints are stripped."""
     annotation = KEYS[key].annotation
     parts = typing.get_args(annotation) if is_union(annotation) else (annotation,)
-    return tuple(typing.get_args(part)[0] if typing.get_origin(part) is typing.Annotated else part for part in parts)
+    return tuple(
+        typing.get_args(part)[0] if typing.get_origin(part) is typing.Annotated else part
+        for part in parts
+    )
 
 
 def is_union(annotation: Any) -> bool:
@@ -59,7 +64,9 @@ def is_none(value: Any) -> bool:
 
 
 def from_text(key: str, text: str) -> Any:
-    """A word of the command line or environment as a value: text stays text, all else is read as YAML."""
+    """A word of the command line or environment as a value: text stays text, all else is read as
+    YAML.
+    """
     if key not in KEYS:
         return text
     if admits_text(key) and not (text.startswith(("[", "{")) and len(members(key)) > 1):
@@ -69,7 +76,9 @@ def from_text(key: str, text: str) -> Any:
         return yaml.load(text, YamlLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date without such a day
         shown = text if len(text) <= 60 else f"{text[:40]}…"
-        raise ConfigError(f"{key}={shown}: not a valid value: {getattr(error, 'problem', error)}") from error
+        raise ConfigError(
+            f"{key}={shown}: not a valid value: {getattr(error, 'problem', error)}"
+        ) from error
 
 
 def normalise(key: str, value: Any) -> Any:
@@ -101,7 +110,13 @@ def describe(key: str) -> str:
                 words[-1] += f" of {inner[0]}"
     text = " or ".join(words)
     for bound in KEYS[key].metadata:
-        text += f" >= {bound.ge}" if hasattr(bound, "ge") else f" > {bound.gt}" if hasattr(bound, "gt") else ""
+        text += (
+            f" >= {bound.ge}"
+            if hasattr(bound, "ge")
+            else f" > {bound.gt}"
+            if hasattr(bound, "gt")
+            else ""
+        )
     return f"{text}, or none" if admits_none(key) and Any not in members(key) else text
 
 
@@ -149,4 +164,6 @@ def typed(key: str, value: Any) -> Any:
 def adapter(key: str) -> TypeAdapter:
     field = KEYS[key]
     annotation: Any = field.annotation
-    return TypeAdapter(typing.Annotated[annotation, *field.metadata] if field.metadata else annotation)
+    return TypeAdapter(
+        typing.Annotated[annotation, *field.metadata] if field.metadata else annotation
+    )

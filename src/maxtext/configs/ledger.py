@@ -1,4 +1,6 @@
-"""No silent knobs: which keys act, which do not and why (tables/ledger.yml), and what base.yml says that each means."""
+"""No silent knobs: which keys act, which do not and why (tables/ledger.yml), and what base.yml says
+that each means.
+"""
 
 import re
 from collections.abc import Collection
@@ -12,10 +14,16 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.sources import BASE, HERE
 from maxtext.configs.types import DerivedValues, Settings
 from maxtext.configs.types.group import CHOSEN
-from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, VisionProjector, VisionTower
+from maxtext.configs.types.multimodal import (
+    AudioEncoder,
+    MultimodalGeneral,
+    VisionProjector,
+    VisionTower,
+)
 from maxtext.configs.yaml_loader import YamlLoader
 
-# What no text model reads. With use_multimodal=false, model files may describe their images and sounds all the same.
+# What no text model reads. With use_multimodal=false, model files may describe their images and
+# sounds all the same.
 BESIDE_TEXT = {
     key
     for group in (MultimodalGeneral, VisionTower, VisionProjector, AudioEncoder)
@@ -32,7 +40,12 @@ class Status:
     reason: str = ""
 
     def __str__(self) -> str:
-        words = {"acts": "acts", "computed": "computed", "not_yet": "does not act yet", "never": "does not act here"}
+        words = {
+            "acts": "acts",
+            "computed": "computed",
+            "not_yet": "does not act yet",
+            "never": "does not act here",
+        }
         return f"{words[self.kind]}: {self.reason}" if self.reason else words[self.kind]
 
 
@@ -59,7 +72,10 @@ def status(key: str) -> Status:
 
 
 def problems(
-    config: Settings, base: Settings, sources: tuple[str, ...] = CHOSEN, excused: Collection[str] = ()
+    config: Settings,
+    base: Settings,
+    sources: tuple[str, ...] = CHOSEN,
+    excused: Collection[str] = (),
 ) -> list[str]:
     """A sentence for each key that was set from one of the sources and would be ignored."""
     return [
@@ -67,19 +83,26 @@ def problems(
         for key, status in silent_keys().items()
         if key not in excused
         and config.source(key).kind in sources
-        and getattr(config, key) not in (getattr(base, key), table()["already_so"].get(key, getattr(base, key)))
+        and getattr(config, key)
+        not in (getattr(base, key), table()["already_so"].get(key, getattr(base, key)))
     ]
 
 
 def unmet_needs(config: Settings, base: Settings) -> list[str]:
-    """A sentence for each key of the model's file that does not act, so that the model cannot run."""
-    return problems(config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT)
+    """A sentence for each key of the model's file that does not act, so that the model cannot
+    run.
+    """
+    return problems(
+        config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT
+    )
 
 
 def refuse_silent(config: Settings, base: Settings) -> None:
     """For a verb that runs a model: what the model's file needs must act, too."""
     if wrong := unmet_needs(config, base):
-        raise ConfigError(f"model_name={config.model_name} needs more than this version has", *wrong)
+        raise ConfigError(
+            f"model_name={config.model_name} needs more than this version has", *wrong
+        )
 
 
 def shown(value: Any) -> str:

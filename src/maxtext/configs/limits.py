@@ -13,22 +13,25 @@ from maxtext.configs.types.group import CHOSEN
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 FLOAT32_MAX = 3.4028234663852886e38
-# Whole numbers that no device counts: bytes, characters, floating-point operations and RoPE's bases.
+# Whole numbers that no device counts: bytes, characters, floating-point operations and RoPE's
+# bases.
 WIDE = {
     "checkpoint_storage_target_data_file_size_bytes", "prefix_caching_hbm_byte", "prefix_caching_dram_byte",
     "max_corpus_chars", "cost_estimate_flops_fwd", "cost_estimate_flops_bwd", "use_max_logit_estimate",
     "rope_min_timescale", "rope_max_timescale", "local_rope_max_timescale", "global_rope_max_timescale",
     "data_shuffle_seed", "init_weights_seed", "engram_seed",
 }  # fmt: skip
-# What the program enumerates: more of it than any model or machine has would only take memory and time.
+# What the program enumerates: more of it than any model or machine has would only take memory and
+# time.
 COUNTS = {
     "base_num_decoder_layers": 10_000, "num_decoder_layers": 10_000, "mtp_num_layers": 1_000,
     "num_experts": 1_000_000, "mhc_expansion_rate": 1_000, "sinkhorn_iterations": 10_000,
     "engram_max_ngram_size": 1_000, "grain_worker_count": 10_000, "grain_worker_count_eval": 10_000,
     "grain_num_threads": 10_000, "grain_num_threads_eval": 10_000, "grain_data_source_max_workers": 10_000,
 }  # fmt: skip
-# Keys that name a file or a folder of this machine, or a list of them. hf_path, hf_data_dir and hf_*_files are not
-# among them, for `datasets` also opens URLs; nor is olmo_path_remap_from, the place where data once was.
+# Keys that name a file or a folder of this machine, or a list of them. hf_path, hf_data_dir and
+# hf_*_files are not among them, for `datasets` also opens URLs; nor is olmo_path_remap_from, the
+# place where data once was.
 PATH_KEYS = {
     "base_config", "base_output_directory", "run_name", "load_parameters_path", "load_full_state_path",
     "checkpoint_todelete_subdir", "checkpoint_todelete_full_path", "save_quantized_params_path",
@@ -37,7 +40,10 @@ PATH_KEYS = {
     "grain_eval_files", "grain_train_mixture_config_path", "dataset_path", "tokenizer_path", "chat_template_path",
 }  # fmt: skip
 # Folders inside another one, which they must not leave.
-INNER_PATHS = {"run_name": "base_output_directory", "checkpoint_todelete_subdir": "the checkpoints' folder"}
+INNER_PATHS = {
+    "run_name": "base_output_directory",
+    "checkpoint_todelete_subdir": "the checkpoints' folder",
+}
 
 
 def problems(config: Settings) -> list[str]:
@@ -45,12 +51,18 @@ def problems(config: Settings) -> list[str]:
     return [
         f"{key}={abbreviated(value)} ({config.source(key)}) {problem}"
         for key, value in config
-        if (problem := problem_of(key, value, chosen=config.source(key).kind in (*CHOSEN, "derived")))
+        if (
+            problem := problem_of(
+                key, value, chosen=config.source(key).kind in (*CHOSEN, "derived")
+            )
+        )
     ]
 
 
 def problem_of(key: str, value: Any, chosen: bool) -> str | None:
-    """What is wrong with a value, as the end of a sentence. `chosen`: not from a model's file, nor a default."""
+    """What is wrong with a value, as the end of a sentence. `chosen`: not from a model's file, nor
+    a default.
+    """
     for number in leaves(value):
         if isinstance(number, str):
             if "\0" in number or surrogates(number):
@@ -62,7 +74,9 @@ def problem_of(key: str, value: Any, chosen: bool) -> str | None:
         elif isinstance(number, float) and abs(number) > FLOAT32_MAX:
             return f"is out of range: numbers go to {FLOAT32_MAX:.2g}, the largest float32"
     if key in PATH_KEYS and chosen and isinstance(value, str):
-        return path_problem(value) or (leaves_its_folder(key, value) if key in INNER_PATHS else None)
+        return path_problem(value) or (
+            leaves_its_folder(key, value) if key in INNER_PATHS else None
+        )
     return None
 
 
@@ -97,6 +111,10 @@ def surrogates(text: str) -> bool:
 
 def abbreviated(value: Any) -> str:
     """A value for a message: on one line, and not longer than a line."""
-    text = str(getattr(value, "value", value)) if isinstance(value, int) else repr(getattr(value, "value", value))
+    text = (
+        str(getattr(value, "value", value))
+        if isinstance(value, int)
+        else repr(getattr(value, "value", value))
+    )
     text = UNPRINTABLE.sub("\ufffd", text)
     return text if len(text) <= 60 else f"{text[:40]}… ({len(text):,} characters)"

@@ -1,4 +1,6 @@
-"""From files, environment and words to one frozen, checked MaxTextConfig that knows where each value came from."""
+"""From files, environment and words to one frozen, checked MaxTextConfig that knows where each
+value came from.
+"""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -19,11 +21,16 @@ from maxtext.configs.yaml_loader import YamlLoader
 
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
 MOST_UNROLLED = 64  # layers, where unrolling is the default
-OF_SCANS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")  # a person who sets one means scanned layers
+OF_SCANS = (
+    "param_scan_axis",
+    "inhomogeneous_layer_cycle_interval",
+)  # a person who sets one means scanned layers
 
 
 def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
-    """The configuration of a run: defaults, the YAML file, the model's file, M_KEY variables, then the keywords."""
+    """The configuration of a run: defaults, the YAML file, the model's file, M_KEY variables, then
+    the keywords.
+    """
     return load(path, sources.from_python(overrides))
 
 
@@ -34,8 +41,8 @@ def load(
     devices: derive.Devices | None = None,
     model: Layer | None = None,
 ) -> MaxTextConfig:
-    """As `config`, from command-line words; devices are this machine's unless given. `model`: what a checkpoint says
-    of itself, in place of the file of model_name."""
+    """As `config`, from command-line words; devices are this machine's unless given. `model`: what
+    a checkpoint says of itself, in place of the file of model_name."""
     environ = os.environ if environ is None else environ
     words = words if isinstance(words, dict) else sources.from_words(words)
     settings, facts = resolve(path, words, environ, model)
@@ -43,9 +50,13 @@ def load(
     checked = validate(settings)
     checked._architecture = facts
     # The rules compute with these numbers, so they come after the ranges.
-    if problems := limits.problems(checked) + [problem for rule in RANGES if (problem := rule(checked))]:
+    if problems := limits.problems(checked) + [
+        problem for rule in RANGES if (problem := rule(checked))
+    ]:
         raise ConfigError(*problems)
-    problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(checked, base_values())
+    problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(
+        checked, base_values()
+    )
     if problems:
         raise ConfigError(*problems)
     devices = devices or derive.visible_devices()
@@ -68,24 +79,36 @@ def load(
     return complete
 
 
-def wanted(key: str, path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]) -> Any:
-    """What files, environment and words say of a key before `load`; None where they say nothing, or what `load` will
-    refuse."""
-    files = [layer for _, layer in sources.file_chain(sources.find_file(str(path)))[1:]] if path is not None else []
+def wanted(
+    key: str, path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]
+) -> Any:
+    """What files, environment and words say of a key before `load`; None where they say nothing, or
+    what `load` will refuse."""
+    files = (
+        [layer for _, layer in sources.file_chain(sources.find_file(str(path)))[1:]]
+        if path is not None
+        else []
+    )
     layers = [*files, sources.from_environment(environ), words]
     value = next((layer[key].value for layer in reversed(layers) if key in layer), None)
-    return None if value is None or fields.is_none(value) or not fields.is_valid(key, value) else value
+    return (
+        None if value is None or fields.is_none(value) or not fields.is_valid(key, value) else value
+    )
 
 
 def resolve(
     path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str], model: Layer | None
 ) -> tuple[Layer, Architecture]:
-    """The winning setting of every key, not yet checked against its type, and the facts beyond keys."""
+    """The winning setting of every key, not yet checked against its type, and the facts beyond
+    keys.
+    """
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
     base, files = chain[0][1], [layer for _, layer in chain[1:]]
     environment = sources.from_environment(environ)
     layout = str(merge.setting_of("custom_mesh_and_rule", base, *files, environment, words) or "")
-    if (path := sources.LAYOUTS / f"{layout}.yml").is_file():  # another name is refused with the other misfits
+    if (
+        path := sources.LAYOUTS / f"{layout}.yml"
+    ).is_file():  # another name is refused with the other misfits
         files = [sources.read_yaml(path, "file"), *files]
     if model is None:
         name = str(merge.setting_of("model_name", base, *files, environment, words))
@@ -98,7 +121,9 @@ def resolve(
 
 
 def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
-    """Keys that mean something when left open: the run's name, folder and length, the model's tokenizer."""
+    """Keys that mean something when left open: the run's name, folder and length, the model's
+    tokenizer.
+    """
 
     def empty(key: str) -> bool:
         return fields.is_none(settings[key].value) or settings[key].value == ""
@@ -110,14 +135,22 @@ def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
         name = derive.run_name(model, "" if fields.is_none(weights) else str(weights), environ)
         settings["run_name"] = Setting(name, Source("derived", place))
     if settings["steps"].value == -1:  # as long as the schedule; the range check refuses two of -1
-        settings["steps"] = Setting(settings["learning_rate_schedule_steps"].value, Source("derived"))
+        settings["steps"] = Setting(
+            settings["learning_rate_schedule_steps"].value, Source("derived")
+        )
     attention = settings["attention"]
     if isinstance(attention.value, str) and attention.value in ATTENTION_ALIASES:
         known = ATTENTION_ALIASES[attention.value]
-        LOGGER.warning("attention=%s is %s here: the same cuDNN kernels, called by JAX", attention.value, known)
-        settings["attention"] = Setting(known, Source(attention.source.kind, f"alias {attention.value}"))
+        LOGGER.warning(
+            "attention=%s is %s here: the same cuDNN kernels, called by JAX", attention.value, known
+        )
+        settings["attention"] = Setting(
+            known, Source(attention.source.kind, f"alias {attention.value}")
+        )
     if empty("base_output_directory"):
-        settings["base_output_directory"] = Setting(derive.base_output_directory(), Source("derived"))
+        settings["base_output_directory"] = Setting(
+            derive.base_output_directory(), Source("derived")
+        )
     if empty("tokenizer_path") and model in published_tokenizers():
         published = Source("derived", "published with the model")
         settings["tokenizer_path"] = Setting(published_tokenizers()[model], published)
@@ -159,7 +192,9 @@ def validate(settings: Layer) -> Settings:
 
 
 def refuse_derived(settings: Layer, complete: MaxTextConfig) -> list[str]:
-    """Computed keys may stand in a file, as `maxtext config` writes it, but only with the value they have anyway."""
+    """Computed keys may stand in a file, as `maxtext config` writes it, but only with the value
+    they have anyway.
+    """
     return [
         f"{key}={settings[key].value!r} ({settings[key].source}) cannot be set, it is computed and comes to "
         f"{getattr(complete, key)!r}: {ledger.meaning(key)}"

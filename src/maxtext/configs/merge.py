@@ -1,4 +1,6 @@
-"""Which setting wins: base, user files, model file, environment, command line; and which combinations are refused."""
+"""Which setting wins: base, user files, model file, environment, command line; and which
+combinations are refused.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ def refuse_unknown(*layers: Layer) -> None:
     for layer in layers:
         for key, setting in layer.items():
             if key not in fields.KEYS:
-                problems.append(f"unknown key {key!r} ({setting.source}){suggest(key, fields.KEYS)}")
+                problems.append(
+                    f"unknown key {key!r} ({setting.source}){suggest(key, fields.KEYS)}"
+                )
     if problems:
         raise ConfigError(*problems)
 
@@ -32,11 +36,14 @@ def join(base: Layer, files: list[Layer], model: Layer, environment: Layer, word
             f"{key} is set by the environment ({environment[key].source.place}) and by the {words[key].source}: "
             "unset one of them"
         )
-    user = {key: setting for layer in [*files, environment, words] for key, setting in layer.items()}
+    user = {
+        key: setting for layer in [*files, environment, words] for key, setting in layer.items()
+    }
     if fields.is_true(setting_of("override_model_config", base, user)):
         order = [base, model, *files, environment, words]
     else:
-        # What a user says of a model's key is now known to be the same, or an untouched copy of base.yml.
+        # What a user says of a model's key is now known to be the same, or an untouched copy of
+        # base.yml.
         refuse_conflicts(base, model, user)
         order = [base, *files, environment, words, model]
     merged: Layer = {key: setting for layer in order for key, setting in layer.items()}
@@ -45,9 +52,11 @@ def join(base: Layer, files: list[Layer], model: Layer, environment: Layer, word
 
 
 def refuse_conflicts(base: Layer, model: Layer, user: Layer) -> None:
-    """A user who names a model and gives one of its keys another value has to say that this is meant.
+    """A user who names a model and gives one of its keys another value has to say that this is
+    meant.
 
-    A file may be a full copy of base.yml, so a value that it shares with base.yml does not count as set.
+    A file may be a full copy of base.yml, so a value that it shares with base.yml does not count as
+    set.
     """
     problems = []
     for key in (model.keys() & user.keys()) - {MERGED}:
@@ -85,7 +94,9 @@ def join_axis_rules(layers: list[Layer]) -> Setting:
     last = settings[-1].source
     if len(settings) == 1:
         return Setting(rules, last)
-    return Setting(rules, Source(last.kind, " + ".join(str(setting.source) for setting in settings)))
+    return Setting(
+        rules, Source(last.kind, " + ".join(str(setting.source) for setting in settings))
+    )
 
 
 def axis_rules(setting: Setting) -> list[list]:

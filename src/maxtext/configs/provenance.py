@@ -6,7 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value was set. `kind`: default, file, model, environment, command line, python, derived."""
+    """Where a value was set. `kind`: default, file, model, environment, command line, python,
+    derived.
+    """
 
     kind: str
     place: str = ""

@@ -1,4 +1,5 @@
-"""Where settings come from: YAML files, the model's file, the environment, the command line, Python.
+"""Where settings come from: YAML files, the model's file, the environment, the command line,
+Python.
 
 Every reader returns a Layer: key -> Setting, and a Setting knows the place that it was written in.
 """
@@ -26,7 +27,9 @@ LONGEST_WORD = 100  # to compare with names
 
 
 def short(path: Path) -> str:
-    """A path as a person would say it: relative to the package or to the current folder where it lies below one."""
+    """A path as a person would say it: relative to the package or to the current folder where it
+    lies below one.
+    """
     for folder in (HERE, Path.cwd()):
         if path.is_relative_to(folder):
             return str(path.relative_to(folder))
@@ -51,7 +54,9 @@ def read_yaml(path: Path, kind: str) -> Layer:
         layer: Layer = {}
         for key_node, value_node in node.value:
             key, line = str(key_node.value), key_node.start_mark.line + 1
-            setting = Setting(loader.construct_object(value_node, deep=True), Source(kind, short(path), line))
+            setting = Setting(
+                loader.construct_object(value_node, deep=True), Source(kind, short(path), line)
+            )
             if key in layer and layer[key].value != setting.value:
                 raise ConfigError(
                     f"{key} is set twice with different values, at {layer[key].source} and line {line}: keep one"
@@ -61,7 +66,9 @@ def read_yaml(path: Path, kind: str) -> Layer:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date without such a day
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{short(path)}{where}: not valid YAML: {getattr(error, 'problem', error)}") from error
+        raise ConfigError(
+            f"{short(path)}{where}: not valid YAML: {getattr(error, 'problem', error)}"
+        ) from error
     finally:
         loader.dispose()
 
@@ -78,7 +85,9 @@ def presets() -> list[str]:
 
 
 def find_file(name: str, beside: Path | None = None) -> Path:
-    """A YAML file by path (relative to the file that names it, then to here) or by the name of a shipped preset."""
+    """A YAML file by path (relative to the file that names it, then to here) or by the name of a
+    shipped preset.
+    """
     wanted = local_path(name)
     folders = [beside or Path.cwd(), HERE] if not wanted.is_absolute() else [Path("/")]
     for folder in folders:
@@ -86,11 +95,15 @@ def find_file(name: str, beside: Path | None = None) -> Path:
             if candidate.is_file():
                 return candidate.resolve()
     hint = suggest(wanted.stem, presets())
-    raise ConfigError(f"no configuration file {name!r}{hint or '; shipped presets: ' + ', '.join(presets())}")
+    raise ConfigError(
+        f"no configuration file {name!r}{hint or '; shipped presets: ' + ', '.join(presets())}"
+    )
 
 
 def file_chain(path: Path) -> list[tuple[Path, Layer]]:
-    """The files that `path` inherits from through base_config, root first, with base.yml always at the root."""
+    """The files that `path` inherits from through base_config, root first, with base.yml always at
+    the root.
+    """
     chain: list[tuple[Path, Layer]] = []
     current: Path | None = path.resolve()
     while current is not None:
@@ -150,14 +163,28 @@ def from_python(keywords: Mapping[str, Any]) -> Layer:
     return {key: Setting(value, Source("python")) for key, value in keywords.items()}
 
 
-GENERIC_WORDS = {"enable", "use", "num", "max", "base", "is", "of", "the", "per", "n", "size", "path", "type"}
+GENERIC_WORDS = {
+    "enable",
+    "use",
+    "num",
+    "max",
+    "base",
+    "is",
+    "of",
+    "the",
+    "per",
+    "n",
+    "size",
+    "path",
+    "type",
+}
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
     """'; did you mean …?' with the nearest names, or nothing.
 
-    A typing error is one name, spelt almost alike. Else names count that have the words of `word` in them, or begin or
-    end as it does.
+    A typing error is one name, spelt almost alike. Else names count that have the words of `word`
+    in them, or begin or end as it does.
     """
     word = word[:LONGEST_WORD]
     ratios = {name: difflib.SequenceMatcher(None, word, name).ratio() for name in names}

@@ -13,12 +13,16 @@ class YamlLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.Safe
 
 
 YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
 )
 
 
 def check_nesting(text: str) -> None:
-    """Raise YAMLError for lists and mappings nested too deeply, or that aliases make too large, to build in memory."""
+    """Raise YAMLError for lists and mappings nested too deeply, or that aliases make too large, to
+    build in memory.
+    """
     sizes: dict[str | None, int] = {}  # nodes under each anchor, aliases expanded
     stack: list[tuple[str | None, int]] = []  # of the open collections: anchor, nodes before it
     total = 0

@@ -1,14 +1,16 @@
 """What a person sees of a run: sections at the start, then its progress.
 
-On a terminal: a live bar, and above it one line that stays at the first and the last step, at each evaluation and every
-`line_every` steps. In a pipe or a file: one plain line a step. A line looks like this, less what is not known:
+On a terminal: a live bar, and above it one line that stays at the first and the last step, at each
+evaluation and every `line_every` steps. In a pipe or a file: one plain line a step. A line looks
+like this, less what is not known:
 
 step 12/100  loss 3.214  lr 3.0e-05  grad 1.20  12,345 tok/s/device  1.2 TFLOP/s/device
   MFU 41.2% of 989 TFLOP/s bf16  0.31 s  eta 2m10s          (on one line)
 
-The step counts from 0, as in every other record of the run, so the last of 100 is 99. `grad` is the norm before
-clipping where the record has it, since that is the one to watch. The time left is judged from the clock over the last
-50 steps, so it counts evaluations and checkpoints, and never the compilation of the first step.
+The step counts from 0, as in every other record of the run, so the last of 100 is 99. `grad` is the
+norm before clipping where the record has it, since that is the one to watch. The time left is
+judged from the clock over the last 50 steps, so it counts evaluations and checkpoints, and never
+the compilation of the first step.
 """
 
 import os
@@ -34,7 +36,9 @@ BAR_WIDTH = 16
 
 
 class Console:
-    """Writes records to `stream` (standard output). `peak_flops` is what a record's `mfu` is a fraction of."""
+    """Writes records to `stream` (standard output). `peak_flops` is what a record's `mfu` is a
+    fraction of.
+    """
 
     def __init__(
         self,
@@ -50,9 +54,13 @@ class Console:
         self.stream = stream or sys.stdout
         self.clock = clock
         self.peak = (
-            f"{peak_flops / 1e12:.0f} TFLOP/s {SHORT_FORMAT.get(peak_format, peak_format)}" if peak_flops else ""
+            f"{peak_flops / 1e12:.0f} TFLOP/s {SHORT_FORMAT.get(peak_format, peak_format)}"
+            if peak_flops
+            else ""
         )
-        self.times: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) when its record came
+        self.times: deque[tuple[int, float]] = deque(
+            maxlen=50
+        )  # (step, clock) when its record came
         self.bar: Bar | None = None
         self.lines = 0
 
@@ -66,7 +74,12 @@ class Console:
             return
         if self.bar is None:  # not earlier: until the first record, others print as they like
             self.bar = Bar(self.stream, self.steps)
-        if self.lines == 0 or step % self.line_every == 0 or step == self.steps - 1 or "eval_loss" in record:
+        if (
+            self.lines == 0
+            or step % self.line_every == 0
+            or step == self.steps - 1
+            or "eval_loss" in record
+        ):
             self.bar.print(line)
             self.lines += 1
         if "loss" in record:
@@ -78,7 +91,9 @@ class Console:
             self.bar = None
 
     def parts(self, record: Record, short: bool = False) -> list[str]:
-        """The pieces of a line; `short` is for the bar, which has the step itself and little room."""
+        """The pieces of a line; `short` is for the bar, which has the step itself and little
+        room.
+        """
 
         def has(name: str) -> bool:
             return record.get(name) is not None
@@ -96,7 +111,9 @@ class Console:
         if has("tokens_per_second_per_device"):
             parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
         if has("tflops_per_second_per_device"):
-            parts.append(f"{number(record['tflops_per_second_per_device'], decimals=1)} TFLOP/s/device")
+            parts.append(
+                f"{number(record['tflops_per_second_per_device'], decimals=1)} TFLOP/s/device"
+            )
         parts += self.utilisation(record, short)
         if has("step_time_seconds") and not short:
             parts.append(duration(record["step_time_seconds"] or 0.0))
@@ -104,7 +121,9 @@ class Console:
         return parts if left is None else [*parts, f"eta {time_left(left)}"]
 
     def utilisation(self, record: Record, short: bool) -> list[str]:
-        """MFU with what it is a fraction of; "unknown" without a peak; nothing where there is no timing at all."""
+        """MFU with what it is a fraction of; "unknown" without a peak; nothing where there is no
+        timing at all.
+        """
         if not any(record.get(name) is not None for name in TIMING):
             return []
         if not self.peak or record.get("mfu") is None:
@@ -131,8 +150,11 @@ class Bar:
         )
         self.progress = progress.Progress(*columns, console=self.console, refresh_per_second=4)
         self.task = self.progress.add_task("", total=steps, step=0, text="")
-        # A log line written past the live display would tear it, so the log goes through the same console meanwhile.
-        self.handlers = [(entry, entry.console) for entry in LOGGER.handlers if isinstance(entry, RichHandler)]
+        # A log line written past the live display would tear it, so the log goes through the same
+        # console meanwhile.
+        self.handlers = [
+            (entry, entry.console) for entry in LOGGER.handlers if isinstance(entry, RichHandler)
+        ]
         for handler, _ in self.handlers:
             handler.console = self.console
         self.progress.start()
@@ -141,7 +163,9 @@ class Bar:
         self.console.print(Text(line), soft_wrap=True)
 
     def update(self, step: int, parts: list[str]) -> None:
-        """In a narrow terminal the parts in the middle give way; the loss and the time left stay."""
+        """In a narrow terminal the parts in the middle give way; the loss and the time left
+        stay.
+        """
         room = self.console.width - len(f"step {step}/{self.steps} ") - BAR_WIDTH - 1
         while len("  ".join(parts)) > room and len(parts) > 2:
             parts = [*parts[:-2], parts[-1]]
@@ -154,7 +178,9 @@ class Bar:
 
 
 def start_banner(lines: Mapping[str, Mapping[str, str]], stream: TextIO | None = None) -> None:
-    """Print sections (Model, Mesh, Plan) of names and values: boxes on a terminal, indented text elsewhere."""
+    """Print sections (Model, Mesh, Plan) of names and values: boxes on a terminal, indented text
+    elsewhere.
+    """
     stream = stream or sys.stdout
     if not is_terminal(stream):
         for title, section in lines.items():
@@ -169,7 +195,15 @@ def start_banner(lines: Mapping[str, Mapping[str, str]], stream: TextIO | None =
         grid.add_column()
         for name, value in section.items():
             grid.add_row(Text(name), Text(value))
-        boxes.append(Panel(grid, title=f"[bold]{title}[/bold]", title_align="left", border_style="blue", expand=False))
+        boxes.append(
+            Panel(
+                grid,
+                title=f"[bold]{title}[/bold]",
+                title_align="left",
+                border_style="blue",
+                expand=False,
+            )
+        )
     RichConsole(file=stream, force_terminal=True, highlight=False).print(Columns(boxes))
 
 
@@ -178,7 +212,9 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def number(value: float | int | None, decimals: int = 3) -> str:
-    """A number of ordinary size with fixed decimals, so that lines align; others with three significant digits."""
+    """A number of ordinary size with fixed decimals, so that lines align; others with three
+    significant digits.
+    """
     value = float("nan") if value is None else value
     return f"{value:.{decimals}f}" if 0.1 <= abs(value) < 10_000 or value == 0 else f"{value:.3g}"
 

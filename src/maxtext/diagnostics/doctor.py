@@ -1,4 +1,6 @@
-"""What this machine can run: versions, devices, attention back ends, disk, and what is wrong with a remedy for each."""
+"""What this machine can run: versions, devices, attention back ends, disk, and what is wrong with a
+remedy for each.
+"""
 
 import os
 import platform
@@ -12,7 +14,17 @@ from maxtext.common.hardware import GIB, lookup
 from maxtext.common.processes import gpu_settings
 from maxtext.kernels.attention import try_backends
 
-PACKAGES = ("maxtext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "pydantic")
+PACKAGES = (
+    "maxtext",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+    "pydantic",
+)
 SUPPORTED_JAX = ((0, 10), (0, 13))  # from, up to but not including
 LOW_DISK = 5 * GIB
 
@@ -61,11 +73,17 @@ def versions() -> Iterator[tuple[str, str]]:
 def version_problems() -> Iterator[tuple[str, str]]:
     for package, version in versions():
         if version == "not installed" and package != "maxtext":
-            yield f"{package} is not installed", "pip install -e . in the checkout, or pip install maxtext"
+            yield (
+                f"{package} is not installed",
+                "pip install -e . in the checkout, or pip install maxtext",
+            )
         if package == "jax" and version != "not installed":
             release = tuple(int(part) for part in version.split(".")[:2])
             if not SUPPORTED_JAX[0] <= release < SUPPORTED_JAX[1]:
-                yield f"jax {version} has not been tried with this package", 'pip install "jax>=0.10,<0.13"'
+                yield (
+                    f"jax {version} has not been tried with this package",
+                    'pip install "jax>=0.10,<0.13"',
+                )
     if mismatch := libtpu_mismatch():
         yield mismatch, 'pip install "jax[tpu]", not the newest libtpu'
 
@@ -78,7 +96,9 @@ def devices() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         found = jax.devices()
     except RuntimeError as error:
         remedy = "check the driver (nvidia-smi) and the extra (cuda13, cuda12, tpu), or set JAX_PLATFORMS=cpu"
-        return [("devices", "none")], [(f"JAX finds no devices: {str(error).splitlines()[0]}", remedy)]
+        return [("devices", "none")], [
+            (f"JAX finds no devices: {str(error).splitlines()[0]}", remedy)
+        ]
     kinds: dict[str, int] = {}
     for device in found:
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
@@ -113,8 +133,14 @@ def environment_problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str]
             'pip install "maxtext[cuda13]" and unset JAX_PLATFORMS',
         )
     if jax.default_backend() == "cpu" and os.path.exists("/dev/accel0"):
-        yield "a TPU seems present but JAX runs on the CPU", 'pip install "maxtext[tpu]" and unset JAX_PLATFORMS'
-    if environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false" and jax.default_backend() == "gpu":
+        yield (
+            "a TPU seems present but JAX runs on the CPU",
+            'pip install "maxtext[tpu]" and unset JAX_PLATFORMS',
+        )
+    if (
+        environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false"
+        and jax.default_backend() == "gpu"
+    ):
         yield "XLA_PYTHON_CLIENT_PREALLOCATE=false fragments GPU memory in training", "unset it"
     if environ.get("JAX_DISABLE_JIT", "").lower() in ("1", "true"):
         yield "JAX_DISABLE_JIT is set: everything runs uncompiled", "unset it"

@@ -1,7 +1,8 @@
 """metrics_file: one JSON object a line (format in summary.py), appended and flushed at each record.
 
-A resumed run goes on in the same file as if it had never stopped: lines of steps that will be run again are dropped,
-and so is a line that a kill tore. A run that starts at step 0 never mixes with an older one: the old file is renamed.
+A resumed run goes on in the same file as if it had never stopped: lines of steps that will be run
+again are dropped, and so is a line that a kill tore. A run that starts at step 0 never mixes with
+an older one: the old file is renamed.
 """
 
 import os
@@ -36,7 +37,9 @@ class JsonLines:
 
 
 def keep_before(path: Path, first_step: int) -> None:
-    """Rewrite the file without damaged lines and without steps from `first_step` on; leave a good one alone."""
+    """Rewrite the file without damaged lines and without steps from `first_step` on; leave a good
+    one alone.
+    """
 
     def kept(line: bytes) -> bool:
         try:
@@ -52,7 +55,9 @@ def keep_before(path: Path, first_step: int) -> None:
         stream.writelines(good)
     if len(good) < len(lines):
         dropped = len(lines) - len(good)
-        LOGGER.info("%s: dropped %d line(s) that are torn or of steps from %d on", path, dropped, first_step)
+        LOGGER.info(
+            "%s: dropped %d line(s) that are torn or of steps from %d on", path, dropped, first_step
+        )
 
 
 def move_aside(path: Path) -> None:

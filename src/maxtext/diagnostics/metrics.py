@@ -1,8 +1,10 @@
-"""Where a run's numbers go: one record a step, given to every writer that the configuration asks for.
+"""Where a run's numbers go: one record a step, given to every writer that the configuration asks
+for.
 
-`make_writers(config, …)` builds them; what cannot work fails there, before training. After that a writer that raises
-is dropped with one log line: a full disk or a closed pipe must not end a month of compute. Only one process of a run
-writes; on the others there are no writers and recording costs nothing.
+`make_writers(config, …)` builds them; what cannot work fails there, before training. After that a
+writer that raises is dropped with one log line: a full disk or a closed pipe must not end a month
+of compute. Only one process of a run writes; on the others there are no writers and recording costs
+nothing.
 """
 
 import os
@@ -29,7 +31,9 @@ class Writer(Protocol):
 
 
 class Recorder:
-    """Gives each record to all writers. As a context manager it closes them, so that a crash leaves whole files."""
+    """Gives each record to all writers. As a context manager it closes them, so that a crash leaves
+    whole files.
+    """
 
     def __init__(self, writers: Sequence[Writer]):
         self.writers = list(writers)
@@ -47,7 +51,12 @@ class Recorder:
 
     def drop(self, writer: Writer, error: Exception) -> None:
         self.writers.remove(writer)
-        LOGGER.error("%s failed and writes no more: %s: %s", type(writer).__name__, type(error).__name__, error)
+        LOGGER.error(
+            "%s failed and writes no more: %s: %s",
+            type(writer).__name__,
+            type(error).__name__,
+            error,
+        )
         try:
             writer.close()
         except Exception as second:  # it is broken already, and that has been said
@@ -81,8 +90,9 @@ def make_writers(
 ) -> list[Writer]:
     """The writers of a run that starts or resumes at `first_step`.
 
-    `peak_flops` (FLOP/s of one device, None when unknown) is what `mfu` was divided by, and `peak_format` its number
-    format: the console says both. `stream` is the console's, standard output unless given.
+    `peak_flops` (FLOP/s of one device, None when unknown) is what `mfu` was divided by, and
+    `peak_format` its number format: the console says both. `stream` is the console's, standard
+    output unless given.
     """
     if not is_writer:
         return []
@@ -100,10 +110,16 @@ def make_writers(
             add(weights_and_biases.WeightsAndBiases(config))
         if config.enable_tensorboard:
             if not config.tensorboard_dir:
-                raise ValueError("tensorboard_dir is computed by maxtext.config(); this configuration lacks it")
+                raise ValueError(
+                    "tensorboard_dir is computed by maxtext.config(); this configuration lacks it"
+                )
             add(EventFile(config.tensorboard_dir, first_step, flush_every=config.log_period))
         if config.metrics_file:
             add(JsonLines(config.metrics_file, first_step))
-        add(Console(config.steps, peak_flops, peak_format, line_every=config.log_period, stream=stream))
+        add(
+            Console(
+                config.steps, peak_flops, peak_format, line_every=config.log_period, stream=stream
+            )
+        )
         on_failure.pop_all()
     return writers

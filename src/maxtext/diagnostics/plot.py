@@ -1,9 +1,11 @@
-"""loss.png: the loss over the steps, drawn without a plotting package, so that every run has a picture of itself.
+"""loss.png: the loss over the steps, drawn without a plotting package, so that every run has a
+picture of itself.
 
-The loss of each step is pale, a moving average lies over it, evaluations are dots. The numbers at the top are where
-the curves end: the loss of the last step, as in summary.json, and the average ("smoothed"). Losses that are not
-finite are left out; those beyond the 99.5th percentile, spikes mostly, run out of the frame instead of flattening the
-rest, and count as the percentile in the average.
+The loss of each step is pale, a moving average lies over it, evaluations are dots. The numbers at
+the top are where the curves end: the loss of the last step, as in summary.json, and the average
+("smoothed"). Losses that are not finite are left out; those beyond the 99.5th percentile, spikes
+mostly, run out of the frame instead of flattening the rest, and count as the percentile in the
+average.
 """
 
 import math
@@ -46,7 +48,9 @@ def save_loss_png(
     frame = (TOP, BOTTOM)
     legend = []
     if len(training[0]):
-        smooth = moving_average(np.minimum(training[1], usual_top(training[1])), len(training[1]) // 60)
+        smooth = moving_average(
+            np.minimum(training[1], usual_top(training[1])), len(training[1]) // 60
+        )
         canvas.line(*placed(outline(training)), RAW, 0.4, frame)
         canvas.line(*placed(outline((training[0], smooth))), SMOOTH, 1.4, frame)
         canvas.dots(*placed((training[0][-1:], smooth[-1:])), SMOOTH, 3, frame)
@@ -82,7 +86,10 @@ def draw_axes(canvas: Canvas, x_range: Range, y_range: Range) -> None:
 
 def finite_points(steps: Sequence[int], losses: Sequence[float | None]) -> Points:
     """Points in the order of their steps, without those that have no number."""
-    x, y = np.asarray(steps, float), np.asarray([math.nan if loss is None else loss for loss in losses], float)
+    x, y = (
+        np.asarray(steps, float),
+        np.asarray([math.nan if loss is None else loss for loss in losses], float),
+    )
     keep = np.isfinite(y)
     order = np.argsort(x[keep], kind="stable")
     return x[keep][order], y[keep][order]
@@ -112,8 +119,8 @@ def place(values: np.ndarray, span: Range, start: float, end: float) -> np.ndarr
 def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
     """The mean of `reach` neighbours on each side.
 
-    At the start, where losses fall steeply, fewer but as many on both sides; at the end only those on the left, since
-    the last number should not be that of one noisy batch.
+    At the start, where losses fall steeply, fewer but as many on both sides; at the end only those
+    on the left, since the last number should not be that of one noisy batch.
     """
     index = np.arange(len(values))
     left = np.minimum(reach, index)
@@ -123,7 +130,9 @@ def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def outline(points: Points, buckets: int = RIGHT - LEFT) -> Points:
-    """A long curve by the lowest and highest value of each pixel column, which looks the same and draws fast."""
+    """A long curve by the lowest and highest value of each pixel column, which looks the same and
+    draws fast.
+    """
     x, y = points
     if len(x) <= 2 * buckets:
         return points
@@ -138,7 +147,10 @@ def ticks(low: float, high: float, count: int, whole: bool = False) -> list[floa
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(step * power for step in (1, 2, 5, 10) if step * power >= rough * 0.999)
     size = max(size, 1.0) if whole else size
-    return [number * size for number in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
+    return [
+        number * size
+        for number in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)
+    ]
 
 
 def short(value: float) -> str:

@@ -1,8 +1,10 @@
-"""When a performance trace is taken: skip_first_n_steps_for_profiler steps after the run's first, for profiler_steps.
+"""When a performance trace is taken: skip_first_n_steps_for_profiler steps after the run's first,
+for profiler_steps.
 
-profiler=xplane writes into tensorboard_dir, from the first process only. profiler=nsys marks the range for Nsight, in
-every process: start the run as `nsys profile --capture-range=cudaProfilerApi maxtext train …`. With
-profile_periodically_period the window comes again, as often as it fits whole into the run. The loop calls
+profiler=xplane writes into tensorboard_dir, from the first process only. profiler=nsys marks the
+range for Nsight, in every process: start the run as `nsys profile --capture-range=cudaProfilerApi
+maxtext train …`. With profile_periodically_period the window comes again, as often as it fits whole
+into the run. The loop calls
 
     profiler = Profiler(config, first_step, last_step)   # both are steps that run
     profiler.before_step(step, wait)                     # `wait` blocks until the devices have done what was asked
@@ -11,8 +13,8 @@ profile_periodically_period the window comes again, as often as it fits whole in
     record = profiler.visible(record)                    # hide_profiler_step_metric
     profiler.close()                                     # also ends a trace that a signal cut short
 
-A window that the configured run has no room for is a ConfigError. A resumed run that has too few steps left only says
-so: a job that restarts itself near its end must not fail for want of a trace.
+A window that the configured run has no room for is a ConfigError. A resumed run that has too few
+steps left only says so: a job that restarts itself near its end must not fail for want of a trace.
 """
 
 import ctypes
@@ -53,7 +55,9 @@ class Profiler:
                 f"{skipped + self.length} steps, but the run has {last_step + 1}: take fewer, or raise steps"
             )
         if self.tool and not self.window(self.first_window):
-            LOGGER.warning("no trace: only %d steps are left of the run", last_step + 1 - first_step)
+            LOGGER.warning(
+                "no trace: only %d steps are left of the run", last_step + 1 - first_step
+            )
         if config.enable_jax_profiler:
             self.serve(config.jax_profiler_port)
 
@@ -85,7 +89,9 @@ class Profiler:
         self.end_annotation()
 
     def visible(self, record: Record) -> Record:
-        """The record, without its timing where hide_profiler_step_metric asks for that in traced steps."""
+        """The record, without its timing where hide_profiler_step_metric asks for that in traced
+        steps.
+        """
         if not (self.hides and self.window(int(record["step"] or 0))):
             return record
         return {name: None if name in TIMING else value for name, value in record.items()}
@@ -101,7 +107,9 @@ class Profiler:
             self.annotation = None
 
     def attempt(self, what: str) -> bool:
-        """Start or stop the tool. A failure (a full disk, a capture under way) costs the trace, not the training."""
+        """Start or stop the tool. A failure (a full disk, a capture under way) costs the trace, not
+        the training.
+        """
         try:
             getattr(self.tool, what)()
             return True
@@ -110,13 +118,17 @@ class Profiler:
             return False
 
     def serve(self, port: int) -> None:
-        """The live server; JAX only prints a warning when it cannot have the port, so try the port first."""
+        """The live server; JAX only prints a warning when it cannot have the port, so try the port
+        first.
+        """
         try:
             with socket.create_server(("", port)):
                 pass
             jax.profiler.start_server(port)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"jax_profiler_port={port} cannot be opened: {error}; choose another port") from error
+            raise ConfigError(
+                f"jax_profiler_port={port} cannot be opened: {error}; choose another port"
+            ) from error
         self.serving = True
 
     def close(self) -> None:
@@ -139,7 +151,9 @@ def make_tool(config: MaxTextConfig) -> Any:
 class Xplane:
     def __init__(self, folder: str):
         if not folder:
-            raise ValueError("tensorboard_dir is computed by maxtext.config(); this configuration lacks it")
+            raise ValueError(
+                "tensorboard_dir is computed by maxtext.config(); this configuration lacks it"
+            )
         self.folder = folder
 
     def start(self) -> None:
@@ -179,4 +193,6 @@ def load_cuda_runtime() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise ConfigError("profiler=nsys needs the CUDA runtime (libcudart), which is not found: use profiler=xplane")
+    raise ConfigError(
+        "profiler=nsys needs the CUDA runtime (libcudart), which is not found: use profiler=xplane"
+    )

@@ -1,7 +1,9 @@
-"""prometheus_port: the last value of each number as a gauge maxtext_<name>, in Prometheus' text format over HTTP.
+"""prometheus_port: the last value of each number as a gauge maxtext_<name>, in Prometheus' text
+format over HTTP.
 
-The server listens on every interface of this host, since the scraper is usually another one, and it only shows
-numbers. A gauge keeps its value until a record has a new one; None takes it away, since a stale value would mislead.
+The server listens on every interface of this host, since the scraper is usually another one, and it
+only shows numbers. A gauge keeps its value until a record has a new one; None takes it away, since
+a stale value would mislead.
 """
 
 import math
@@ -47,7 +49,9 @@ class Prometheus:
                 f"prometheus_port={port} cannot be opened: {error.strerror}; choose another port, or 0 for none"
             ) from error
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, args=(0.1,), name="prometheus", daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, args=(0.1,), name="prometheus", daemon=True
+        ).start()
 
     def write(self, record: Record) -> None:
         with self.lock:
@@ -67,7 +71,9 @@ def gauge_name(name: str) -> str:
 
 
 def exposition(gauges: dict[str, float | int]) -> str:
-    return "".join(f"# TYPE {name} gauge\n{name} {shown(value)}\n" for name, value in gauges.items())
+    return "".join(
+        f"# TYPE {name} gauge\n{name} {shown(value)}\n" for name, value in gauges.items()
+    )
 
 
 def shown(value: float | int) -> str:

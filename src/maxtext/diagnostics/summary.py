@@ -1,8 +1,9 @@
 """JSON that other programs can read: metrics as lines, the run's summary as one file.
 
-JSON has no NaN and no infinity. Such a number is written as null, and beside it stands its name in `not_finite`:
-{"step": 7, "loss": null, "not_finite": {"loss": "NaN"}}. So every line stays valid JSON, a null alone still means "not
-known", and `decode` gives the number back. The words are NaN, Infinity and -Infinity.
+JSON has no NaN and no infinity. Such a number is written as null, and beside it stands its name in
+`not_finite`: {"step": 7, "loss": null, "not_finite": {"loss": "NaN"}}. So every line stays valid
+JSON, a null alone still means "not known", and `decode` gives the number back. The words are NaN,
+Infinity and -Infinity.
 """
 
 import json
@@ -24,7 +25,9 @@ def encode(values: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def finite(value: Any) -> Any:
-    """A copy without NaN and infinity; those of a mapping are named in it, those of a list are only null."""
+    """A copy without NaN and infinity; those of a mapping are named in it, those of a list are only
+    null.
+    """
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a scalar of numpy or JAX
         value = value.item()
     if isinstance(value, Mapping):
@@ -48,7 +51,9 @@ def word(value: Any) -> str:
 
 
 def decode(line: str | bytes) -> Record:
-    """One line of metrics. ValueError when it is not a record, as after a kill in the middle of a write."""
+    """One line of metrics. ValueError when it is not a record, as after a kill in the middle of a
+    write.
+    """
     values = json.loads(line)
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("not a record: it is no JSON object with a step")

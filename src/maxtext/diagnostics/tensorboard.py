@@ -1,9 +1,10 @@
 """TensorBoard event files with scalars, written without a package.
 
-tensorboardX would do it, but it imports torch where that is installed (two seconds of start-up) and hangs the caller
-when its writing thread dies, as on a full disk. A scalar event is four protobuf fields in a checksummed frame:
-tensorflow/core/util/event.proto, framework/summary.proto and lib/io/record_writer.h say how. Here a write that fails
-raises. What is written reaches the disk every `flush_every` steps and at the end.
+tensorboardX would do it, but it imports torch where that is installed (two seconds of start-up) and
+hangs the caller when its writing thread dies, as on a full disk. A scalar event is four protobuf
+fields in a checksummed frame: tensorflow/core/util/event.proto, framework/summary.proto and
+lib/io/record_writer.h say how. Here a write that fails raises. What is written reaches the disk
+every `flush_every` steps and at the end.
 """
 
 import os
@@ -20,17 +21,22 @@ SESSION_START = b"\x08\x01"  # SessionLog.status = START
 
 
 class EventFile:
-    """A new event file in `folder`. A resumed run tells TensorBoard to forget steps from `first_step` on."""
+    """A new event file in `folder`. A resumed run tells TensorBoard to forget steps from
+    `first_step` on.
+    """
 
     def __init__(self, folder: str | os.PathLike, first_step: int = 0, flush_every: int = 1):
         self.flush_every = flush_every
-        # TensorBoard reads a folder's files in the order of their names, so the time comes first, with fractions.
+        # TensorBoard reads a folder's files in the order of their names, so the time comes first,
+        # with fractions.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self.stream = open(Path(folder) / name, "xb")  # noqa: SIM115 (closed by close)
         except OSError as error:
-            raise ConfigError(f"enable_tensorboard=true, but {folder} cannot be written: {error}") from error
+            raise ConfigError(
+                f"enable_tensorboard=true, but {folder} cannot be written: {error}"
+            ) from error
         self.add(field(3, BYTES, b"brain.Event:2"))
         if first_step:
             self.add(varint(2 << 3) + varint(first_step) + field(7, BYTES, SESSION_START))
@@ -59,7 +65,9 @@ class EventFile:
 
 
 def tag(name: str) -> str:
-    """The place of a number in TensorBoard: learning/, performance/ or eval/; a name with a folder keeps it."""
+    """The place of a number in TensorBoard: learning/, performance/ or eval/; a name with a folder
+    keeps it.
+    """
     if "/" in name:
         return name
     if name in TIMING:
@@ -73,7 +81,9 @@ def field(number: int, wire_type: int, value: bytes | float) -> bytes:
     if isinstance(value, bytes):
         return key + varint(len(value)) + value
     if wire_type == FLOAT:
-        value = max(min(value, 3.4e38), -3.4e38) if abs(value) != float("inf") else value  # NaN passes through
+        value = (
+            max(min(value, 3.4e38), -3.4e38) if abs(value) != float("inf") else value
+        )  # NaN passes through
         return key + struct.pack("<f", value)
     return key + struct.pack("<d", value)
 

@@ -1,12 +1,15 @@
-"""The device's side of generation: slots that hold sequences, and the few compiled programs that extend them.
+"""The device's side of generation: slots that hold sequences, and the few compiled programs that
+extend them.
 
-`prefill` puts tokens of prompts into slots and draws what follows those that are complete; `decode` extends all slots
-that are at work by a block of tokens, in one loop on the device. Both return at once, with arrays that are still being
-computed; what follows is queued behind them, so the host may look at one block while the device computes the next.
-A slot ends by itself at its last place or with one of its ending ids.
+`prefill` puts tokens of prompts into slots and draws what follows those that are complete; `decode`
+extends all slots that are at work by a block of tokens, in one loop on the device. Both return at
+once, with arrays that are still being computed; what follows is queued behind them, so the host may
+look at one block while the device computes the next. A slot ends by itself at its last place or
+with one of its ending ids.
 
-A token depends on its own sequence, seed and position alone: programs differ in shapes and in what they skip, never in
-what they mean. Shapes: N slots, R rows of prompts, C tokens of a row, P table columns, E ending ids, V vocabulary.
+A token depends on its own sequence, seed and position alone: programs differ in shapes and in what
+they skip, never in what they mean. Shapes: N slots, R rows of prompts, C tokens of a row, P table
+columns, E ending ids, V vocabulary.
 """
 
 import contextlib
@@ -75,13 +78,16 @@ class Prompts:
     table: Any  # [R, P]
     final: Any  # [R] bool, the prompt ends here
     wishes: Wishes
-    segments: Any = None  # where one row has all R prompts: which of them a token is of, from 1 on; 0 is padding
+    # where one row has all R prompts: which of them a token is of, from 1 on; 0 is padding
+    segments: Any = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drawn:
-    """New tokens, [...], IDLE where there is none, and their log-probabilities by the model's own scores."""
+    """New tokens, [...], IDLE where there is none, and their log-probabilities by the model's own
+    scores.
+    """
 
     tokens: jax.Array
     log_probs: jax.Array | None
@@ -107,7 +113,10 @@ class Programs:
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """While a program is traced: how it is laid out, and how precisely it multiplies."""
-        with use_rules(self.rules), jax.default_matmul_precision(self.config.matmul_precision.value):
+        with (
+            use_rules(self.rules),
+            jax.default_matmul_precision(self.config.matmul_precision.value),
+        ):
             yield
 
     @cached_property
@@ -116,7 +125,9 @@ class Programs:
 
     @cached_property
     def prefill(self) -> Any:
-        return jax.jit(self.put_prompts, static_argnames=("fresh", "reach", "kind", "scored"), donate_argnums=1)
+        return jax.jit(
+            self.put_prompts, static_argnames=("fresh", "reach", "kind", "scored"), donate_argnums=1
+        )
 
     @cached_property
     def decode(self) -> Any:
@@ -137,8 +148,13 @@ class Programs:
         """The state with such a copy in a page or slot."""
 
         def put(state: State, place: jax.Array, kept: Any, pages: bool) -> State:
-            after = iter(jax.tree.map(lambda x, y: x.at[place].set(y), part(state.caches, pages), kept))
-            return replace(state, caches=[next(after) if (PAGES in each) == pages else each for each in state.caches])
+            after = iter(
+                jax.tree.map(lambda x, y: x.at[place].set(y), part(state.caches, pages), kept)
+            )
+            return replace(
+                state,
+                caches=[next(after) if (PAGES in each) == pages else each for each in state.caches],
+            )
 
         return jax.jit(put, static_argnums=3, donate_argnums=0)
 
@@ -150,14 +166,31 @@ class Programs:
         return State(self.scorer.empty(size), zero, jnp.full(size.slots, IDLE, jnp.int32), wishes)
 
     def put_prompts(
-        self, weights: Any, state: State, prompts: Prompts, *, fresh: bool, reach: int, kind: Kind, scored: bool
+        self,
+        weights: Any,
+        state: State,
+        prompts: Prompts,
+        *,
+        fresh: bool,
+        reach: int,
+        kind: Kind,
+        scored: bool,
     ) -> tuple[State, Drawn]:
         """The state with the prompts in it, and the first token [R] of those that are complete."""
-        most = 0 if prompts.segments is None else prompts.slots.shape[0] + 1  # with the padding after them
+        most = (
+            0 if prompts.segments is None else prompts.slots.shape[0] + 1
+        )  # with the padding after them
         inputs = LayerInputs(
-            prompts.positions, prompts.segments, fresh=fresh, table=prompts.table, reach=reach, most_segments=most
+            prompts.positions,
+            prompts.segments,
+            fresh=fresh,
+            table=prompts.table,
+            reach=reach,
+            most_segments=most,
         )
-        scores, caches = self.scorer.of_prompts(weights, state.caches, prompts.ids, inputs, prompts.slots)
+        scores, caches = self.scorer.of_prompts(
+            weights, state.caches, prompts.ids, inputs, prompts.slots
+        )
         place = at_last(prompts.positions, inputs) + 1
         drawn, going = choose(scores, place, prompts.wishes, kind, scored, prompts.final)
 
@@ -166,7 +199,9 @@ class Programs:
 
         position = jnp.where(going, place, IDLE)
         values = (drawn.tokens, position, prompts.wishes)
-        token, position, wishes = jax.tree.map(put, (state.token, state.position, state.wishes), values)
+        token, position, wishes = jax.tree.map(
+            put, (state.token, state.position, state.wishes), values
+        )
         return State(caches, token, position, wishes), drawn
 
     def extend_slots(
@@ -184,17 +219,22 @@ class Programs:
         kind: Kind,
         scored: bool,
     ) -> tuple[State, Drawn]:
-        """The state after `steps` more tokens, BLOCK at most, and the tokens [BLOCK, N]. Slots that are `halted` [N] do
-        nothing any more. `fixed`: so many steps instead, known to the compiler; 0: as said. With `rows`, slots of which
-        none but N, which is no slot, comes twice, these alone are extended, in this order; and the table has theirs."""
+        """The state after `steps` more tokens, BLOCK at most, and the tokens [BLOCK, N]. Slots that
+        are `halted` [N] do nothing any more. `fixed`: so many steps instead, known to the compiler;
+        0: as said. With `rows`, slots of which none but N, which is no slot, comes twice, these
+        alone are extended, in this order; and the table has theirs."""
         state = replace(state, position=jnp.where(halted, IDLE, state.position))
         whole = state
         if rows is not None:
-            token, position, wishes = jax.tree.map(lambda x: x[rows], (state.token, state.position, state.wishes))
+            token, position, wishes = jax.tree.map(
+                lambda x: x[rows], (state.token, state.position, state.wishes)
+            )
             position = jnp.where(rows < halted.shape[0], position, IDLE)
             state = State(state.caches, token, position, wishes)
         shape = (BLOCK, state.token.shape[0])
-        found = Drawn(jnp.full(shape, IDLE, jnp.int32), jnp.zeros(shape, jnp.float32) if scored else None)
+        found = Drawn(
+            jnp.full(shape, IDLE, jnp.int32), jnp.zeros(shape, jnp.float32) if scored else None
+        )
 
         def going(carry: tuple) -> jax.Array:
             step, state, _ = carry
@@ -209,7 +249,11 @@ class Programs:
             drawn, onward = choose(scores, state.position + 1, state.wishes, kind, scored, active)
             found = jax.tree.map(lambda all, new: all.at[step].set(new), found, drawn)
             position = jnp.where(onward, state.position + 1, IDLE)
-            return step + 1, replace(state, caches=caches, token=drawn.tokens, position=position), found
+            return (
+                step + 1,
+                replace(state, caches=caches, token=drawn.tokens, position=position),
+                found,
+            )
 
         carry = (jnp.int32(0), state, found)
         if fixed:
@@ -226,8 +270,12 @@ class Programs:
 def choose(
     scores: jax.Array, place: jax.Array, wishes: Wishes, kind: Kind, scored: bool, active: jax.Array
 ) -> tuple[Drawn, jax.Array]:
-    """The token of each row that follows by its scores [B, V], to stand at `place` [B], and whether more may follow."""
-    keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(wishes.seed, place)
+    """The token of each row that follows by its scores [B, V], to stand at `place` [B], and whether
+    more may follow.
+    """
+    keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(
+        wishes.seed, place
+    )
     token = draw(scores, keys, wishes.sampling, kind)
     log_probs = None
     if scored:
@@ -245,24 +293,32 @@ def part(caches: Caches, pages: bool) -> Caches:
 
 
 def reads_in_place(config: MaxTextConfig, caches: Caches) -> bool:
-    """Whether decoding reads pages where they lie, as far as they are filled: then no program need know how far."""
+    """Whether decoding reads pages where they lie, as far as they are filled: then no program need
+    know how far.
+    """
     plain = config.attention_type != "mla" and (
         config.use_ragged_attention or backend(config) == attention.AUTOSELECTED
     )
     pools = [cache[PAGES] for cache in caches if PAGES in cache]
-    return plain and bool(pools) and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
+    return (
+        plain
+        and bool(pools)
+        and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
+    )
 
 
 class Engine:
-    """One state and the weights that extend it. Arguments are arrays of the host; what comes back is on its way."""
+    """One state and the weights that extend it. Arguments are arrays of the host; what comes back
+    is on its way.
+    """
 
     def __init__(self, programs: Programs, weights: Any, size: CacheSize):
         self.programs, self.weights, self.size = programs, weights, size
         with programs.context():
             self.state: State = programs.start(size)
         self.aligned = size.page == 0  # slot n has page n, all of it
-        # Where programs take long to compile, there are few; and in a loop that may end early, a GPU waits for the host
-        # before each step.
+        # Where programs take long to compile, there are few; and in a loop that may end early, a
+        # GPU waits for the host before each step.
         self.few_programs = platform(programs.rules) != "cpu"
         with programs.context():
             self.in_place = reads_in_place(programs.config, self.state.caches)
@@ -273,13 +329,28 @@ class Engine:
         return drawn
 
     def decode(
-        self, table: np.ndarray, halted: np.ndarray, steps: int, rows: np.ndarray | None = None, **how: Any
+        self,
+        table: np.ndarray,
+        halted: np.ndarray,
+        steps: int,
+        rows: np.ndarray | None = None,
+        **how: Any,
     ) -> Drawn:
-        """`steps`: one of FIXED_STEPS, if there are to be few programs. `rows`: as many as `row_counts` has."""
+        """`steps`: one of FIXED_STEPS, if there are to be few programs. `rows`: as many as
+        `row_counts` has.
+        """
         fixed = steps if self.few_programs else 0
         with self.programs.context():
             self.state, drawn = self.programs.decode(
-                self.weights, self.state, table, halted, np.int32(steps), rows, fixed=fixed, aligned=self.aligned, **how
+                self.weights,
+                self.state,
+                table,
+                halted,
+                np.int32(steps),
+                rows,
+                fixed=fixed,
+                aligned=self.aligned,
+                **how,
             )
         return drawn
 
@@ -306,7 +377,9 @@ class Engine:
         self.put_slot(slot, self.zeros(pages=False))
 
     def zeros(self, pages: bool) -> Any:
-        return jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), part(self.state.caches, pages))
+        return jax.tree.map(
+            lambda x: np.zeros(x.shape[1:], x.dtype), part(self.state.caches, pages)
+        )
 
     @cached_property
     def has_slot_caches(self) -> bool:
@@ -327,8 +400,8 @@ class Engine:
 
     @cached_property
     def row_counts(self) -> tuple[int, ...]:
-        """How many slots a program may extend, the fewest first. Where pages have all that is kept of a sequence, those
-        that do nothing need not be among them."""
+        """How many slots a program may extend, the fewest first. Where pages have all that is kept
+        of a sequence, those that do nothing need not be among them."""
         slots, devices = self.size.slots, self.programs.rules.mesh.size
         some = [slots * part // 4 for part in (1, 2, 3) if slots * part % (4 * devices) == 0]
         some = [count for count in some if min(count, slots - count) >= LEAST_ROWS]
@@ -345,4 +418,7 @@ class Engine:
         return self.bytes_of_one(pages=False)
 
     def bytes_of_one(self, pages: bool) -> int:
-        return sum(array.nbytes // array.shape[0] for array in jax.tree.leaves(part(self.state.caches, pages)))
+        return sum(
+            array.nbytes // array.shape[0]
+            for array in jax.tree.leaves(part(self.state.caches, pages))
+        )

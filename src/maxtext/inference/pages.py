@@ -1,18 +1,21 @@
-"""The host's book of cache pages: which are free, who holds which, and which hold a known prefix of tokens.
+"""The host's book of cache pages: which are free, who holds which, and which hold a known prefix of
+tokens.
 
-The cache of full attention is a pool of `count` pages of `size` tokens in each layer. A request holds the pages of its
-table, alone or together with others that begin with the same tokens. A page nobody holds is free, or stays known for
-requests to come; known pages that nobody holds are given up when pages run short, so `free` is always all pages less
-those held.
+The cache of full attention is a pool of `count` pages of `size` tokens in each layer. A request
+holds the pages of its table, alone or together with others that begin with the same tokens. A page
+nobody holds is free, or stays known for requests to come; known pages that nobody holds are given
+up when pages run short, so `free` is always all pages less those held.
 
-Known pages form a tree: a node is the tokens of one page and its parent the page before, so that a path from the root
-is a prefix. Nodes are found by their exact tokens. A page means nothing without those before it, therefore a node in
-device memory has its parent there too, and what is given up is always the least recently used node with none below it.
-A node given up moves to host memory where there is room, the least recently used there being forgotten for it, and
-comes back when it is matched. A snapshot belongs to its node: it goes with it to host memory and stays there, and is
+Known pages form a tree: a node is the tokens of one page and its parent the page before, so that a
+path from the root is a prefix. Nodes are found by their exact tokens. A page means nothing without
+those before it, therefore a node in device memory has its parent there too, and what is given up is
+always the least recently used node with none below it. A node given up moves to host memory where
+there is room, the least recently used there being forgotten for it, and comes back when it is
+matched. A snapshot belongs to its node: it goes with it to host memory and stays there, and is
 dropped when the node is forgotten.
 
-The contents of a page must not change once it is learned: a request writes only to pages that follow its whole ones.
+The contents of a page must not change once it is learned: a request writes only to pages that
+follow its whole ones.
 """
 
 import heapq
@@ -26,7 +29,9 @@ class Store(Protocol):
     """Copies between the pool on the device and host memory."""
 
     def read(self, page: int) -> Any:
-        """The contents of a page, in all layers, as host data that stays when the page is written."""
+        """The contents of a page, in all layers, as host data that stays when the page is
+        written.
+        """
 
     def write(self, page: int, data: Any) -> None:
         """Put what `read` gave into a page."""
@@ -48,9 +53,21 @@ class Match:
 
 
 class Node:
-    """A known page: on the device (`page`), in host memory (`hosted`, `data`), or forgotten (neither)."""
+    """A known page: on the device (`page`), in host memory (`hosted`, `data`), or forgotten
+    (neither).
+    """
 
-    __slots__ = ("below", "children", "data", "hosted", "page", "parent", "snapshot", "tokens", "used")
+    __slots__ = (
+        "below",
+        "children",
+        "data",
+        "hosted",
+        "page",
+        "parent",
+        "snapshot",
+        "tokens",
+        "used",
+    )
 
     def __init__(self, tokens: tuple[int, ...], parent: "Node | None"):
         self.tokens, self.parent = tokens, parent
@@ -64,7 +81,9 @@ class Node:
 
 
 class Oldest:
-    """A queue by last use. An entry counts while its node has that time and is `ready`; others are passed over."""
+    """A queue by last use. An entry counts while its node has that time and is `ready`; others are
+    passed over.
+    """
 
     def __init__(self, ready: Callable[[Node], bool]):
         self.ready = ready
@@ -73,7 +92,9 @@ class Oldest:
 
     def add(self, node: Node) -> None:
         heapq.heappush(self.heap, (node.used, node))
-        if len(self.heap) > self.limit:  # so that passed entries do not pile up when nothing is ever taken
+        if (
+            len(self.heap) > self.limit
+        ):  # so that passed entries do not pile up when nothing is ever taken
             self.heap = [(node.used, node) for node in self.waiting()]
             heapq.heapify(self.heap)
             self.limit = 2 * len(self.heap) + 64
@@ -100,10 +121,11 @@ class Pages:
         store: Store | None = None,
         snapshots: bool = False,
     ):
-        """`known`: how many pages nobody holds may stay known on the device; `host`: how many more in host memory.
+        """`known`: how many pages nobody holds may stay known on the device; `host`: how many more
+        in host memory.
 
-        With neither there is no prefix caching. `snapshots`: the model keeps a state of fixed size besides the pages,
-        so that only a prefix with a snapshot of that state can be gone on from.
+        With neither there is no prefix caching. `snapshots`: the model keeps a state of fixed size
+        besides the pages, so that only a prefix with a snapshot of that state can be gone on from.
         """
         assert size > 0
         assert min(count, known, host) >= 0
@@ -114,7 +136,9 @@ class Pages:
         self.unused = list(reversed(range(count)))  # neither held nor known; the last is taken next
         self.holders = [0] * count
         self.nodes: list[Node | None] = [None] * count  # of the pages that are known
-        self.idle: OrderedDict[Node, None] = OrderedDict()  # on the device and not held, the longest idle first
+        self.idle: OrderedDict[Node, None] = (
+            OrderedDict()
+        )  # on the device and not held, the longest idle first
         self.edges = Oldest(lambda node: node in self.idle and not node.below)
         self.leaves = Oldest(lambda node: node.hosted and not node.children)
         self.clock = 0
@@ -130,7 +154,8 @@ class Pages:
         return self.count - self.held
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """The longest known prefix in whole pages, held for the caller; at least one token is left to compute.
+        """The longest known prefix in whole pages, held for the caller; at least one token is left
+        to compute.
 
         Pages known in host memory are brought back to the device as long as pages are free.
         """
@@ -147,10 +172,14 @@ class Pages:
         self.hits += length
         self.misses += len(tokens) - length
         snapshot = kept[-1].snapshot if kept and self.snapshots else None
-        return Match([self.page_of(node) for node in kept], length, snapshot, len(known) * self.size)
+        return Match(
+            [self.page_of(node) for node in kept], length, snapshot, len(known) * self.size
+        )
 
     def take(self, count: int) -> list[int] | None:
-        """`count` pages nobody holds, held for the caller, with known pages given up as needed; None if too few."""
+        """`count` pages nobody holds, held for the caller, with known pages given up as needed;
+        None if too few.
+        """
         assert count >= 0
         if count > self.free:
             return None
@@ -163,7 +192,9 @@ class Pages:
         return pages
 
     def give(self, pages: Sequence[int]) -> None:
-        """The caller lets go of pages; those that are known stay so, as far as `known` and `host` allow."""
+        """The caller lets go of pages; those that are known stay so, as far as `known` and `host`
+        allow.
+        """
         for page in reversed(pages):  # the end of a prefix is older than its beginning
             assert self.holders[page] > 0, f"page {page} is given back and not held"
             self.holders[page] -= 1
@@ -189,18 +220,23 @@ class Pages:
                 self.forget(node)
         return [page for page in pages if self.holders[page] == 1]
 
-    def learn(self, tokens: Sequence[int], pages: Sequence[int], snapshot: Any | None = None) -> None:
-        """pages[i], held by the caller, has tokens[i * size : (i + 1) * size]; a last part of a page is left out.
+    def learn(
+        self, tokens: Sequence[int], pages: Sequence[int], snapshot: Any | None = None
+    ) -> None:
+        """pages[i], held by the caller, has tokens[i * size : (i + 1) * size]; a last part of a
+        page is left out.
 
-        A prefix that is known by another page keeps that page while somebody holds it, and the caller's stays unknown.
-        Otherwise the caller's page takes its place. `snapshot` is the state after the whole pages, and the first that
-        is given stays.
+        A prefix that is known by another page keeps that page while somebody holds it, and the
+        caller's stays unknown. Otherwise the caller's page takes its place. `snapshot` is the state
+        after the whole pages, and the first that is given stays.
         """
         assert snapshot is None or self.snapshots, "snapshots were not asked for"
         if not self.most_idle and not self.most_hosted:
             return
         node, pieces = self.root, self.pieces(tokens, len(tokens))
-        assert len(pages) >= len(pieces), f"{len(tokens)} tokens are more than {len(pages)} pages hold"
+        assert len(pages) >= len(pieces), (
+            f"{len(tokens)} tokens are more than {len(pages)} pages hold"
+        )
         for piece, page in zip(pieces, pages, strict=False):
             assert self.holders[page] > 0, f"page {page} is learned and not held"
             child = node.children.get(piece)
@@ -219,7 +255,10 @@ class Pages:
 
     def pieces(self, tokens: Sequence[int], end: int) -> list[tuple[int, ...]]:
         """The tokens of each whole page before `end`."""
-        return [tuple(tokens[start : start + self.size]) for start in range(0, end - self.size + 1, self.size)]
+        return [
+            tuple(tokens[start : start + self.size])
+            for start in range(0, end - self.size + 1, self.size)
+        ]
 
     def path(self, tokens: Sequence[int]) -> list[Node]:
         """The nodes of the longest known prefix that leaves a token."""
@@ -253,7 +292,9 @@ class Pages:
         node.parent.below += 1
 
     def leave(self, node: Node) -> None:
-        """A node is no longer where it was. Its page is unknown then, and free if nobody holds it."""
+        """A node is no longer where it was. Its page is unknown then, and free if nobody holds
+        it.
+        """
         if node.page is not None:
             self.nodes[node.page] = None
             if not self.holders[node.page]:
@@ -274,8 +315,8 @@ class Pages:
                 queue.add(node)
 
     def hold(self, node: Node) -> bool:
-        """The caller holds the page of a node from now on. False if the node is in host memory and no page is free,
-        or if it was forgotten to make room for one before it."""
+        """The caller holds the page of a node from now on. False if the node is in host memory and
+        no page is free, or if it was forgotten to make room for one before it."""
         if node.page is not None:
             if not self.holders[node.page]:
                 del self.idle[node]
@@ -296,7 +337,8 @@ class Pages:
         """Free the page of the least recently used idle node with none below it on the device."""
         node = self.edges.pop()
         if node is None:
-            # Those below are held by requests with pages of their own for this prefix: they lose what is known of them.
+            # Those below are held by requests with pages of their own for this prefix: they lose
+            # what is known of them.
             self.forget(next(iter(self.idle)))
         elif not self.most_hosted:
             self.forget(node)
@@ -332,10 +374,16 @@ class Pages:
     def check(self) -> None:
         """Assert that the book is consistent; looks at everything."""
         held = [page for page in range(self.count) if self.holders[page]]
-        idle = [page for page, node in enumerate(self.nodes) if node is not None and not self.holders[page]]
+        idle = [
+            page
+            for page, node in enumerate(self.nodes)
+            if node is not None and not self.holders[page]
+        ]
         assert min(self.holders, default=0) >= 0
         assert self.held == len(held)
-        assert sorted([*self.unused, *held, *idle]) == list(range(self.count)), "each page is in one place"
+        assert sorted([*self.unused, *held, *idle]) == list(range(self.count)), (
+            "each page is in one place"
+        )
         assert [self.nodes[page] for page in sorted(idle)] == sorted(self.idle, key=self.page_of)
         assert list(self.idle) == sorted(self.idle, key=lambda node: node.used)
         assert len(self.idle) <= self.most_idle
@@ -351,12 +399,16 @@ class Pages:
                 assert child.parent is node
                 assert (child.page is not None) != child.hosted
                 assert child.page is None or self.nodes[child.page] is child
-                assert child.hosted or node is self.root or node.page is not None, "a parent on the device"
+                assert child.hosted or node is self.root or node.page is not None, (
+                    "a parent on the device"
+                )
             nodes.extend(node.children.values())
             going.extend(node.children.values())
         assert self.known_on_device == sum(node.page is not None for node in nodes)
         assert self.known_on_device == sum(node is not None for node in self.nodes)
         assert self.known_on_host == sum(node.hosted for node in nodes)
         for queue in (self.edges, self.leaves):
-            assert queue.waiting() == {node for node in nodes if queue.ready(node)}, "each that can go is in line"
+            assert queue.waiting() == {node for node in nodes if queue.ready(node)}, (
+                "each that can go is in line"
+            )
             assert len(queue.heap) <= 2 * self.count + 2 * self.most_hosted + 64

@@ -1,8 +1,8 @@
 """From scores over the vocabulary to the next token.
 
-Shapes: B rows, V vocabulary. Each row has its own wishes, as arrays, so one program serves any mix of them; what the
-most demanding row needs (`Kind`) is fixed in a program, since sorting the vocabulary costs. A row's token does not
-depend on the kind of the program that draws it.
+Shapes: B rows, V vocabulary. Each row has its own wishes, as arrays, so one program serves any mix
+of them; what the most demanding row needs (`Kind`) is fixed in a program, since sorting the
+vocabulary costs. A row's token does not depend on the kind of the program that draws it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,9 +24,9 @@ LEAST_SHARE = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 takes the likeliest token. Otherwise a token is drawn from the softmax of the scores over the
-    temperature: of the `top_k` likeliest (0: all), and of those the fewest that hold `top_p` of the probability. Tokens
-    that tie with the last one that is in are in, too."""
+    """`temperature` 0 takes the likeliest token. Otherwise a token is drawn from the softmax of the
+    scores over the temperature: of the `top_k` likeliest (0: all), and of those the fewest that
+    hold `top_p` of the probability. Tokens that tie with the last one that is in are in, too."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -42,11 +42,15 @@ class Sampling:
             shown = str(self.temperature)[:60]
             raise UserError(f"temperature={shown} must be a number from 0 to {MOST_TEMPERATURE:g}")
         if self.top_k < 0:
-            raise UserError(f"top_k={str(self.top_k)[:60]} must be at least 0; 0 leaves all tokens in")
+            raise UserError(
+                f"top_k={str(self.top_k)[:60]} must be at least 0; 0 leaves all tokens in"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={str(self.top_p)[:60]} must be above 0 and at most 1")
         if self.temperature == 0 and (self.top_k or self.top_p < 1):
-            raise UserError("top_k and top_p choose what is drawn from, and temperature=0 draws nothing: raise it")
+            raise UserError(
+                "top_k and top_p choose what is drawn from, and temperature=0 draws nothing: raise it"
+            )
 
     @classmethod
     def of(cls, config: MaxTextConfig) -> "Sampling":
@@ -55,7 +59,9 @@ class Sampling:
         if strategy == "greedy":
             return cls()
         top_k = config.decode_sampling_top_k if strategy in ("topk", "composite") else 0
-        top_p = float(config.decode_sampling_nucleus_p) if strategy in ("nucleus", "composite") else 1.0
+        top_p = (
+            float(config.decode_sampling_nucleus_p) if strategy in ("nucleus", "composite") else 1.0
+        )
         return cls(config.decode_sampling_temperature, top_k, top_p)
 
     @property
@@ -106,7 +112,9 @@ def draw(logits: jax.Array, keys: jax.Array, rows: Rows, kind: Kind) -> jax.Arra
         return likeliest
     drawing = rows.temperature > 0
     # From the likeliest downwards, so that no temperature makes them infinite.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(drawing, rows.temperature, 1.0)[:, None]
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(
+        drawing, rows.temperature, 1.0
+    )[:, None]
     if kind == Kind.TRUNCATED:
         logits = jnp.where(logits < least_kept(logits, rows), -jnp.inf, logits)
     drawn = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)

@@ -1,11 +1,13 @@
 """Continuous batching: requests come and go while others are being extended.
 
-Each `step` admits what there is room for, queues programs on the device, and tells what came of those before: the
-device computes one block of tokens while the host looks at the last. A sequence needs a slot, and pages for its tokens
-as it grows. When pages run out, the youngest sequence gives its own back and waits; it is put in again later, prompt
-and new tokens together, and goes on as if nothing had been, since a token depends on its own sequence alone.
+Each `step` admits what there is room for, queues programs on the device, and tells what came of
+those before: the device computes one block of tokens while the host looks at the last. A sequence
+needs a slot, and pages for its tokens as it grows. When pages run out, the youngest sequence gives
+its own back and waits; it is put in again later, prompt and new tokens together, and goes on as if
+nothing had been, since a token depends on its own sequence alone.
 
-Whole prompts are put in before others go on; with `chunk`, a piece at a time, between blocks of the others.
+Whole prompts are put in before others go on; with `chunk`, a piece at a time, between blocks of the
+others.
 """
 
 import time
@@ -34,7 +36,8 @@ from maxtext.inference.pages import Pages
 from maxtext.inference.sampling import GREEDILY, Rows, Sampling, kind_of
 
 PREFILL_TOKENS = PACKED  # in one program, at most, unless a single prompt has more
-# In one row, at most; with the padding after them, powers of two. Attention does some work for each that is not there.
+# In one row, at most; with the padding after them, powers of two. Attention does some work for each
+# that is not there.
 PACKED_PROMPTS = (7, 15, 31, 63)
 SOME_ROWS = 8  # beside one and as many as there may be, where there are few programs
 LEAST_WIDTH = 16  # of a prompt's row
@@ -73,7 +76,8 @@ class Work:
     ids: list[int]  # the prompt and what was drawn
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    filled: int = 0  # tokens that are in the caches when all that is queued has run; more may have ended it before
+    # tokens that are in the caches when all that is queued has run; more may have ended it before
+    filled: int = 0
     goal: int = 0  # tokens to put in before the first is drawn
     shared: int = 0  # tokens that another began with, too
     finished: bool = False
@@ -99,7 +103,9 @@ class Queued:
 
 
 class Scheduler:
-    def __init__(self, engine: Engine, pages: Pages, chunk: int | None = None, most_pages: int | None = None):
+    def __init__(
+        self, engine: Engine, pages: Pages, chunk: int | None = None, most_pages: int | None = None
+    ):
         self.engine, self.pages, self.chunk = engine, pages, chunk
         size = engine.size
         self.page = size.page or size.length
@@ -113,8 +119,12 @@ class Scheduler:
         self.halted: set[int] = set()  # slots whose sequence the host has ended
         self.queue: deque[Queued] = deque()
         self.steps, self.looked = BLOCK, 0.0
-        self.together = jax.process_count() > 1  # all processes must queue the same: clocks may not decide
-        self.taken = self.broken = False  # by one who reads its news; by an error in the middle of a step
+        self.together = (
+            jax.process_count() > 1
+        )  # all processes must queue the same: clocks may not decide
+        self.taken = self.broken = (
+            False  # by one who reads its news; by an error in the middle of a step
+        )
         self.stuck = False  # pages are too few for who waits first
         self.preempted = 0  # times that a sequence gave its pages back
 
@@ -195,12 +205,15 @@ class Scheduler:
     def admit(self) -> None:
         while self.waiting and self.slots and not self.stuck:
             work = self.waiting[0]
-            if self.learning and any(self.alike(work, other) for other in self.running if not other.decoding):
+            if self.learning and any(
+                self.alike(work, other) for other in self.running if not other.decoding
+            ):
                 return  # when the other is put in, they share what they begin with
             matched = self.pages.match(work.ids) if self.learning else None
             held = list(matched.pages) if matched else []
             need = -(-len(work.ids) // self.page) - len(held)
-            # A page more for each that is at work: else one that came would soon have to leave again.
+            # A page more for each that is at work: else one that came would soon have to leave
+            # again.
             spare = len(self.running) if self.page_wise else 0
             taken = self.pages.take(need) if self.pages.free >= need + spare else None
             if taken is None:
@@ -232,15 +245,16 @@ class Scheduler:
         if self.chunk:
             count = min(count, self.chunk)
         if self.snapshots:
-            # What a slot keeps is copied where others went another way, and at the prompt's last whole page.
+            # What a slot keeps is copied where others went another way, and at the prompt's last
+            # whole page.
             for place in (work.shared, (work.goal - 1) // self.page * self.page):
                 if place > work.filled:
                     return min(count, place - work.filled)
         return count
 
     def next_group(self) -> tuple[list[Work], bool] | None:
-        """Prompts that one program can put in together: the oldest, and any that fill a row with it (True), or others
-        of about its size."""
+        """Prompts that one program can put in together: the oldest, and any that fill a row with it
+        (True), or others of about its size."""
         unfilled = [work for work in self.running if not work.decoding]
         if not unfilled:
             return None
@@ -254,7 +268,9 @@ class Scheduler:
         return rounded(self.piece(work)), work.filled == 0
 
     def packed(self, unfilled: list[Work]) -> list[Work]:
-        """The oldest prompt and others that fill up a row; none where rows of their own are better."""
+        """The oldest prompt and others that fill up a row; none where rows of their own are
+        better.
+        """
         first, *others = [work for work in unfilled if work.filled == 0] or unfilled[:1]
         if not self.engine.packs or first is not unfilled[0] or self.piece(first) > PACKED:
             return []
@@ -302,10 +318,20 @@ class Scheduler:
         last = [work.last for work in group] + [0] * (rows - len(group))
         table = self.table(group, rows, range(len(group)))
         drawn = self.engine.prefill(
-            Prompts(ids, positions, slots, table, final, wishes(requests, last), segments if packed else None),
+            Prompts(
+                ids,
+                positions,
+                slots,
+                table,
+                final,
+                wishes(requests, last),
+                segments if packed else None,
+            ),
             fresh=fresh,
             reach=reach,
-            kind=kind_of(request.sampling for request, done in zip(requests, final, strict=True) if done),
+            kind=kind_of(
+                request.sampling for request, done in zip(requests, final, strict=True) if done
+            ),
             scored=any(request.log_probs for request in requests),
         )
         complete = tuple((row, work) for row, work in enumerate(group) if work.decoding)
@@ -316,7 +342,9 @@ class Scheduler:
                 self.learn(work)
 
     def extend(self) -> list[News]:
-        """Queue a block of tokens of all that are complete; what came before is told if pages run out."""
+        """Queue a block of tokens of all that are complete; what came before is told if pages run
+        out.
+        """
         news: list[News] = []
         works = [work for work in self.running if work.decoding and work.filled < work.last]
         steps = min(self.steps, max((work.last - work.filled for work in works), default=0))
@@ -326,7 +354,9 @@ class Scheduler:
         if works and self.engine.few_programs:
             steps = next(count for count in FIXED_STEPS if count >= steps)
         for work in works:
-            while work in self.running and not self.grown(work, min(work.filled + steps, work.last)):
+            while work in self.running and not self.grown(
+                work, min(work.filled + steps, work.last)
+            ):
                 if self.queue:
                     news += self.collect()  # who finished gives pages back
                 else:
@@ -356,7 +386,9 @@ class Scheduler:
             scored=any(work.request.log_probs for work in works),
         )
         self.halted.clear()
-        self.queue.append(Queued(drawn, tuple(zip(columns, works, strict=True)), steps, time.monotonic()))
+        self.queue.append(
+            Queued(drawn, tuple(zip(columns, works, strict=True)), steps, time.monotonic())
+        )
         return news
 
     def grown(self, work: Work, tokens: int) -> bool:
@@ -369,7 +401,9 @@ class Scheduler:
         return True
 
     def preempt(self, work: Work) -> None:
-        """Back to those that wait, as their first. Nothing is queued, so its tokens are all known."""
+        """Back to those that wait, as their first. Nothing is queued, so its tokens are all
+        known.
+        """
         self.preempted += 1
         self.halted.add(work.slot)
         self.release(work)
@@ -379,7 +413,11 @@ class Scheduler:
         """What came of the oldest program in the queue."""
         done = self.queue.popleft()
         tokens = np.atleast_2d(np.asarray(done.drawn.tokens))
-        log_probs = None if done.drawn.log_probs is None else np.atleast_2d(np.asarray(done.drawn.log_probs))
+        log_probs = (
+            None
+            if done.drawn.log_probs is None
+            else np.atleast_2d(np.asarray(done.drawn.log_probs))
+        )
         now = time.monotonic()
         if done.steps and not self.together:
             each = (now - max(done.since, self.looked)) / done.steps
@@ -418,11 +456,17 @@ class Scheduler:
             if error is not None:
                 self.wipe(work)
             self.release(work, worth_learning=error is None)
-        asked = () if log_probs is None or not request.log_probs else tuple(log_probs[: len(found)].tolist())
+        asked = (
+            ()
+            if log_probs is None or not request.log_probs
+            else tuple(log_probs[: len(found)].tolist())
+        )
         return News(work.number, tuple(found), asked, finished, error)
 
     def wipe(self, work: Work) -> None:
-        """No number that is none stays behind in what others will have: even times a weight of zero it would count."""
+        """No number that is none stays behind in what others will have: even times a weight of zero
+        it would count.
+        """
         for page in self.pages.disown(work.pages):
             self.engine.clear_page(page)
         self.engine.clear_slot(work.slot)
@@ -450,7 +494,9 @@ class Scheduler:
         """The pages of each, in its row."""
         table = np.zeros((rows, self.columns), np.int32)
         for place, work in zip(places, works, strict=True):
-            table[place] = work.pages[0]  # beyond its pages a row looks at its own, not at another's, and sees nothing
+            table[place] = work.pages[
+                0
+            ]  # beyond its pages a row looks at its own, not at another's, and sees nothing
             table[place, : len(work.pages)] = work.pages
         return table
 
@@ -467,7 +513,9 @@ def wishes(requests: list[Request], last: list[int]) -> Wishes:
         some = request.ends[:MOST_ENDS]
         row[: len(some)] = some
     seeds: Any = np.array([request.seed % 2**32 for request in requests], np.uint32)
-    return Wishes(np.array(last, np.int32), seeds, ends, Rows.of([request.sampling for request in requests]))
+    return Wishes(
+        np.array(last, np.int32), seeds, ends, Rows.of([request.sampling for request in requests])
+    )
 
 
 def power(count: int) -> int:

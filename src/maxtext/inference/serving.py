@@ -1,4 +1,6 @@
-"""From asks to answers through a scheduler, and a scheduler of the size that a configuration and its memory allow."""
+"""From asks to answers through a scheduler, and a scheduler of the size that a configuration and
+its memory allow.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,11 +25,15 @@ LEAST_SLOTS = 2  # on a GPU: a compiler's own products of a single row of floats
 MOST_OF_MEMORY = 0.7  # that caches may take; programs need some, too
 
 
-def make_scheduler(programs: Programs, weights: Any, slots: int, length: int, shared: bool = False) -> Scheduler:
-    """For so many sequences at a time of up to such a length. Weights are laid out for them, unless they are `shared`
-    with a scheduler that is at work."""
+def make_scheduler(
+    programs: Programs, weights: Any, slots: int, length: int, shared: bool = False
+) -> Scheduler:
+    """For so many sequences at a time of up to such a length. Weights are laid out for them, unless
+    they are `shared` with a scheduler that is at work."""
     config = programs.config
-    own_products = config.quantization == "int8" or (not shared and lay_out(weights, config.dtype.value, slots == 1))
+    own_products = config.quantization == "int8" or (
+        not shared and lay_out(weights, config.dtype.value, slots == 1)
+    )
     if slots < LEAST_SLOTS and platform(programs.rules) == "gpu" and not own_products:
         slots = slots_in_memory(programs, LEAST_SLOTS, length)
     size, prefixes = cache_size(config, slots, length), config.enable_prefix_caching
@@ -47,14 +53,22 @@ def make_scheduler(programs: Programs, weights: Any, slots: int, length: int, sh
     if prefixes:
         # What a slot keeps beside pages is copied for each prefix.
         each = max(engine.page_bytes + engine.slot_bytes, 1)
-        known, host = config.prefix_caching_hbm_byte // each, config.prefix_caching_dram_byte // each
+        known, host = (
+            config.prefix_caching_hbm_byte // each,
+            config.prefix_caching_dram_byte // each,
+        )
         if known + host == 0:
             raise ConfigError(
                 f"enable_prefix_caching=true would do nothing: one page of prefixes takes {each} bytes, and "
                 "prefix_caching_hbm_byte and prefix_caching_dram_byte are both less"
             )
     pages = Pages(
-        size.pages or slots, size.page or length, known=known, host=host, store=engine, snapshots=engine.has_slot_caches
+        size.pages or slots,
+        size.page or length,
+        known=known,
+        host=host,
+        store=engine,
+        snapshots=engine.has_slot_caches,
     )
     chunk = config.prefill_chunk_size if config.use_chunked_prefill else None
     most = config.pagedattn_max_pages_per_group
@@ -62,8 +76,8 @@ def make_scheduler(programs: Programs, weights: Any, slots: int, length: int, sh
 
 
 def slots_in_memory(programs: Programs, slots: int, length: int) -> int:
-    """So many, or as many as the memory that is left has room for; at least one. A pool of pages is as large as its
-    key says, however many share it."""
+    """So many, or as many as the memory that is left has room for; at least one. A pool of pages is
+    as large as its key says, however many share it."""
     if programs.config.attention == "paged":
         return slots
     one = jax.eval_shape(lambda: programs.scorer.empty(cache_size(programs.config, 1, length)))
@@ -79,10 +93,27 @@ def cache_size(config: MaxTextConfig, slots: int, length: int) -> CacheSize:
     page = pages = 0
     if config.attention == "paged" or config.enable_prefix_caching:
         page = config.pagedattn_tokens_per_page
-        # Prefixes that nobody uses stay in pages that nobody needs: as many again as are needed at most.
-        pages = config.pagedattn_num_pages if config.attention == "paged" else 2 * slots * -(-length // page)
-    quantized = {"int8": jnp.int8, "int4": jnp.int4}[config.kv_quant_dtype] if config.quantize_kvcache else None
-    return CacheSize(slots, length, config.dtype.value, page, pages, quantized, config.kv_quant_axis.value == "dkv")
+        # Prefixes that nobody uses stay in pages that nobody needs: as many again as are needed at
+        # most.
+        pages = (
+            config.pagedattn_num_pages
+            if config.attention == "paged"
+            else 2 * slots * -(-length // page)
+        )
+    quantized = (
+        {"int8": jnp.int8, "int4": jnp.int4}[config.kv_quant_dtype]
+        if config.quantize_kvcache
+        else None
+    )
+    return CacheSize(
+        slots,
+        length,
+        config.dtype.value,
+        page,
+        pages,
+        quantized,
+        config.kv_quant_axis.value == "dkv",
+    )
 
 
 @dataclass(eq=False)
@@ -123,8 +154,8 @@ class Open:
 
 @dataclass
 class Serving:
-    """Runs of asks. `schedulers` gives one that nobody uses; `request` makes the ids and limits of an ask, or raises a
-    UserError."""
+    """Runs of asks. `schedulers` gives one that nobody uses; `request` makes the ids and limits of
+    an ask, or raises a UserError."""
 
     schedulers: Callable[[], Scheduler]
     request: Callable[[Ask], Request]
@@ -167,7 +198,9 @@ class Serving:
                     scheduler.cancel(number)
 
     def step(self, scheduler: Scheduler) -> list[News]:
-        """One step. An error in the middle of it, or Ctrl-C, leaves host and device with different beliefs."""
+        """One step. An error in the middle of it, or Ctrl-C, leaves host and device with different
+        beliefs.
+        """
         try:
             return scheduler.step()
         except BaseException:

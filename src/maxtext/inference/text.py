@@ -1,4 +1,6 @@
-"""Text around the engine, which knows ids alone: what is asked, what is answered, and text that flows with tokens."""
+"""Text around the engine, which knows ids alone: what is asked, what is answered, and text that
+flows with tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What followed the ask of that index. `finished`: end (the model's own), stop (a text), length or error."""
+    """What followed the ask of that index. `finished`: end (the model's own), stop (a text), length
+    or error.
+    """
 
     index: int
     ids: tuple[int, ...]
@@ -76,7 +80,11 @@ class Text:
         if self.stopped:
             return ""
         self.rest += self.decode_new(tokens, last)
-        matches = [(start + len(stop), start) for stop in self.stops if (start := self.rest.find(stop)) >= 0]
+        matches = [
+            (start + len(stop), start)
+            for stop in self.stops
+            if (start := self.rest.find(stop)) >= 0
+        ]
         if matches:
             _, start = min(matches)  # the stop text that is complete first
             self.stopped, self.rest = True, self.rest[:start]
@@ -126,7 +134,12 @@ class Text:
     def possible_stop(self) -> int:
         """The length of the longest end of the text that is the beginning of a stop text."""
         return max(
-            (size for stop in self.stops for size in range(1, len(stop)) if self.rest.endswith(stop[:size])),
+            (
+                size
+                for stop in self.stops
+                for size in range(1, len(stop))
+                if self.rest.endswith(stop[:size])
+            ),
             default=0,
         )
 

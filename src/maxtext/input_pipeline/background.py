@@ -1,7 +1,8 @@
 """prefetch: a thread that keeps batches ready while the device works.
 
-The state is that of the batch last delivered, not of the batch last prepared, so resuming repeats and loses nothing.
-An exception, StopIteration among them, reaches the consumer in its turn: after the batches that came before it.
+The state is that of the batch last delivered, not of the batch last prepared, so resuming repeats
+and loses nothing. An exception, StopIteration among them, reaches the consumer in its turn: after
+the batches that came before it.
 """
 
 import threading
@@ -11,12 +12,16 @@ from maxtext.input_pipeline.interface import Batch, BatchIterator, State
 
 
 def prefetch(iterator: BatchIterator, depth: int) -> BatchIterator:
-    """The same batches, up to `depth` of them prepared in advance; 0 leaves the iterator as it is."""
+    """The same batches, up to `depth` of them prepared in advance; 0 leaves the iterator as it
+    is.
+    """
     return BackgroundIterator(iterator, depth) if depth > 0 else iterator
 
 
 class BackgroundIterator(BatchIterator):
-    """While the thread runs it alone touches the inner iterator; whatever moves the position stops it first."""
+    """While the thread runs it alone touches the inner iterator; whatever moves the position stops
+    it first.
+    """
 
     def __init__(self, iterator: BatchIterator, depth: int):
         self.iterator, self.depth = iterator, depth
@@ -26,7 +31,8 @@ class BackgroundIterator(BatchIterator):
         self.stopping = False
         self.closed = False
         self.changed = threading.Condition()
-        # Started by the first request: a run that resumes sets its state before that, and nothing is read in vain.
+        # Started by the first request: a run that resumes sets its state before that, and nothing
+        # is read in vain.
         self.thread: threading.Thread | None = None
 
     def __next__(self) -> Batch:
@@ -62,7 +68,9 @@ class BackgroundIterator(BatchIterator):
                 self.changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread and forget what it prepared. Waits for the batch that is in preparation."""
+        """End the thread and forget what it prepared. Waits for the batch that is in
+        preparation.
+        """
         if self.thread is not None:
             with self.changed:
                 self.stopping = True

@@ -1,7 +1,9 @@
-"""dataset_type=c4_mlperf: C4 as MLPerf's GPT-3 benchmark reads it, from a prepared dataset as for tfds.
+"""dataset_type=c4_mlperf: C4 as MLPerf's GPT-3 benchmark reads it, from a prepared dataset as for
+tfds.
 
-Training: documents one after the other with their special tokens, cut wherever a row ends. Evaluation: each record is a
-row of its own; with tokenize_eval_data=false it holds token ids, in the column `ids` or that of eval_data_columns.
+Training: documents one after the other with their special tokens, cut wherever a row ends.
+Evaluation: each record is a row of its own; with tokenize_eval_data=false it holds token ids, in
+the column `ids` or that of eval_data_columns.
 """
 
 from maxtext.configs.types import MaxTextConfig
@@ -22,8 +24,14 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 
 def as_benchmark(config: MaxTextConfig, split: Split) -> MaxTextConfig:
     if split is Split.TRAIN:
-        rows = {"grain_packing_type": "concat_then_split", "use_truncation": False, "max_segments_per_seq": -1}
+        rows = {
+            "grain_packing_type": "concat_then_split",
+            "use_truncation": False,
+            "max_segments_per_seq": -1,
+        }
         return config.model_copy(update=rows)
     ids = not config.tokenize_eval_data and config.eval_data_columns == ["text"]
     columns = ["ids"] if ids else config.eval_data_columns
-    return config.model_copy(update={"packing": False, "use_truncation": True, "eval_data_columns": columns})
+    return config.model_copy(
+        update={"packing": False, "use_truncation": True, "eval_data_columns": columns}
+    )

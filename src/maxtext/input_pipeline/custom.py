@@ -1,9 +1,10 @@
 """dataset_type=package.module:function: a source of the user's own.
 
-The function gets the configuration and the split ("train" or "eval") and returns the documents: anything with a length
-and an index, whose items are records such as {"text": "..."} with the columns of train_data_columns. Order, epochs,
-tokens, packing, streams and exact resume are the pipeline's. None: there is no evaluation data.
-The items are read by several threads at once. With worker processes the function is called in each of them.
+The function gets the configuration and the split ("train" or "eval") and returns the documents:
+anything with a length and an index, whose items are records such as {"text": "..."} with the
+columns of train_data_columns. Order, epochs, tokens, packing, streams and exact resume are the
+pipeline's. None: there is no evaluation data. The items are read by several threads at once. With
+worker processes the function is called in each of them.
 """
 
 import importlib
@@ -45,7 +46,9 @@ class CustomDocuments:
             bad.details = traceback_of(error)
             raise bad from error
         if not isinstance(record, dict):
-            raise BadRecord(*self.where(index), f"is {type(record).__name__} instead of a record of columns")
+            raise BadRecord(
+                *self.where(index), f"is {type(record).__name__} instead of a record of columns"
+            )
         return record
 
     def where(self, index: int) -> tuple[str, str]:
@@ -74,11 +77,15 @@ def documents_of(config: MaxTextConfig, split: Split) -> CustomDocuments | None:
         records = function(config, split.value)
         if records is None and split is Split.EVAL:
             return None
-        usable = hasattr(records, "__getitem__") and hasattr(records, "__len__") and len(records) > 0
+        usable = (
+            hasattr(records, "__getitem__") and hasattr(records, "__len__") and len(records) > 0
+        )
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise failure(f"dataset_type={name} raised {type(error).__name__} for split {split.value}", error) from error
+        raise failure(
+            f"dataset_type={name} raised {type(error).__name__} for split {split.value}", error
+        ) from error
     if not usable:
         raise ConfigError(
             f"dataset_type={name} returned {type(records).__name__} for {split.value}: it should return documents, "
@@ -96,7 +103,9 @@ def named_function(name: str) -> Callable[..., Any]:
     except UserError:
         raise
     except Exception as error:  # the user's module may raise anything
-        raise failure(f"dataset_type={name} cannot be imported: {type(error).__name__}", error) from error
+        raise failure(
+            f"dataset_type={name} cannot be imported: {type(error).__name__}", error
+        ) from error
     if not callable(found):
         raise ConfigError(f"dataset_type={name} is {type(found).__name__} and no function")
     return found
@@ -104,7 +113,9 @@ def named_function(name: str) -> Callable[..., Any]:
 
 def failure(what: str, error: Exception) -> ConfigError:
     """A sentence about an error in the user's code, followed by its traceback."""
-    told = ConfigError(f"{what}: {' '.join(str(error).split()) or 'it has no message'}; its traceback follows")
+    told = ConfigError(
+        f"{what}: {' '.join(str(error).split()) or 'it has no message'}; its traceback follows"
+    )
     told.details = traceback_of(error)
     return told
 

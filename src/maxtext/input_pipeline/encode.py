@@ -1,6 +1,8 @@
-"""From records to token ids: which column holds the text, chats, special tokens, and text that is tokens already.
+"""From records to token ids: which column holds the text, chats, special tokens, and text that is
+tokens already.
 
-`prepare` looks at one record, `encode` tokenizes many at once, which is where a tokenizer uses all cores.
+`prepare` looks at one record, `encode` tokenizes many at once, which is where a tokenizer uses all
+cores.
 """
 
 import json
@@ -32,14 +34,18 @@ def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
     columns = list(getattr(config, key))
     most = 2 if config.use_chat_template else 1
     if not 1 <= len(columns) <= most or len(set(columns)) < len(columns):
-        wanted = "the messages, or those of prompt and completion" if config.use_chat_template else "the text"
+        wanted = (
+            "the messages, or those of prompt and completion"
+            if config.use_chat_template
+            else "the text"
+        )
         raise ConfigError(f"{key}={columns}: name the column of {wanted}")
     return columns
 
 
 def shared_encoder(config: MaxTextConfig, split: Split) -> "Encoder":
-    """The encoder of a configuration, one for all data streams of a process: a tokenizer takes time to load, and
-    remembers the words that it has seen."""
+    """The encoder of a configuration, one for all data streams of a process: a tokenizer takes time
+    to load, and remembers the words that it has seen."""
     key = (split, config.model_dump_json())
     with ENCODERS_LOCK:
         encoder = ENCODERS.get(key)
@@ -54,9 +60,15 @@ class Encoder:
         self.vocab_size = config.vocab_size
         tokenize = config.tokenize_train_data if split is Split.TRAIN else config.tokenize_eval_data
         if config.use_chat_template and not tokenize:
-            raise ConfigError(f"use_chat_template writes text, but tokenize_{split.value}_data=false reads tokens")
+            raise ConfigError(
+                f"use_chat_template writes text, but tokenize_{split.value}_data=false reads tokens"
+            )
         self.tokenizer = load_tokenizer(config) if tokenize else None
-        self.template = chat_template(config, self.tokenizer) if self.tokenizer and config.use_chat_template else None
+        self.template = (
+            chat_template(config, self.tokenizer)
+            if self.tokenizer and config.use_chat_template
+            else None
+        )
         self.before, self.after = np.zeros(0, np.int32), np.zeros(0, np.int32)
         if self.tokenizer and not self.template:  # a template writes its special tokens itself
             self.before = special(self.tokenizer.bos_id, config.add_bos)
@@ -81,7 +93,9 @@ class Encoder:
         return values[0]
 
     def encode(self, prepared: Sequence[Any]) -> list[np.ndarray]:
-        """Token ids of what was prepared, int32 [n] each. A text without characters is no document."""
+        """Token ids of what was prepared, int32 [n] each. A text without characters is no
+        document.
+        """
         if self.tokenizer is None:
             return list(prepared)
         texts = [text for text in prepared if text]
@@ -90,7 +104,9 @@ class Encoder:
 
     def value(self, record: Record, column: str) -> Any:
         if column not in record:
-            raise Unfit(f"there is no column {column}, only {', '.join(map(str, record)) or 'an empty record'}")
+            raise Unfit(
+                f"there is no column {column}, only {', '.join(map(str, record)) or 'an empty record'}"
+            )
         return record[column]
 
     def tokens(self, value: Any) -> np.ndarray:
@@ -107,14 +123,22 @@ class Encoder:
     def messages(self, values: list[Any]) -> list[dict[str, Any]]:
         if len(values) == 2:
             prompt, completion = values
-            return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            return [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": completion},
+            ]
         (value,) = values
         try:
             value = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise Unfit(f"column {self.columns[0]} is text that is no JSON: {error}") from error
-        if not (isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)):
-            raise Unfit(f"column {self.columns[0]} has {describe(value)} instead of a list of messages")
+        if not (
+            isinstance(value, list)
+            and all(isinstance(one, dict) and "role" in one for one in value)
+        ):
+            raise Unfit(
+                f"column {self.columns[0]} has {describe(value)} instead of a list of messages"
+            )
         return value
 
 

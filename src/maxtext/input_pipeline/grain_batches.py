@@ -1,6 +1,8 @@
-"""A Grain dataset of batches as a BatchIterator: its position as JSON, and the first batch read at once.
+"""A Grain dataset of batches as a BatchIterator: its position as JSON, and the first batch read at
+once.
 
-The first batch is read at construction so that data which cannot fill one is found before the model is built.
+The first batch is read at construction so that data which cannot fill one is found before the model
+is built.
 """
 
 from typing import Any
@@ -16,8 +18,9 @@ class GrainBatches(BatchIterator):
     def __init__(self, dataset: grain.IterDataset, made_by: dict[str, Any]):
         self.dataset, self.made_by = dataset, made_by
         self.iterator = iter(dataset)
-        # The position after the batch last delivered. Not asked of Grain later on: at the end of the data its
-        # flat_map gives a position that would skip sequences if a resumed run had more epochs.
+        # The position after the batch last delivered. Not asked of Grain later on: at the end of
+        # the data its flat_map gives a position that would skip sequences if a resumed run had more
+        # epochs.
         self.position: State = self.iterator.get_state()
         self.start = self.position
         self.first: Batch | None = next(self.iterator, None)
@@ -41,7 +44,8 @@ class GrainBatches(BatchIterator):
         self.move(self.start)
 
     def move(self, position: State) -> None:
-        # A fresh iterator each time: some of Grain's keep what they had buffered when they are moved to the end.
+        # A fresh iterator each time: some of Grain's keep what they had buffered when they are
+        # moved to the end.
         self.iterator.close()
         self.iterator = iter(self.dataset)
         self.iterator.set_state(position)
@@ -52,8 +56,10 @@ class GrainBatches(BatchIterator):
 
 
 def with_tuples(value: Any) -> Any:
-    """Lists, as JSON returns them, back to tuples: Grain's concat-then-split compares its slices with tuples, and
-    would take a list for a slice of nothing and drop that document."""
+    """Lists, as JSON returns them, back to tuples: Grain's concat-then-split compares its slices
+    with tuples, and would take a list for a slice of nothing and drop that document."""
     if isinstance(value, dict):
         return {key: with_tuples(entry) for key, entry in value.items()}
-    return tuple(with_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
+    return (
+        tuple(with_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
+    )

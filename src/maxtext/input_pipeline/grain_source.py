@@ -1,7 +1,8 @@
 """dataset_type=grain: local files of one kind (grain_file_type), alone or as a weighted mixture.
 
-A mixture is `files,weight;files,weight` in grain_train_files, or a file of grain_train_mixture_config_path. Where it
-ends, mixture_stopping_strategy says. Evaluation has no use for weights: it reads every document of every part once.
+A mixture is `files,weight;files,weight` in grain_train_files, or a file of
+grain_train_mixture_config_path. Where it ends, mixture_stopping_strategy says. Evaluation has no
+use for weights: it reads every document of every part once.
 """
 
 from maxtext.common.errors import ConfigError
@@ -15,7 +16,11 @@ from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams
 
 def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
     parts = parts_of(config, split)
-    return document_batches(config, split, share, parts, f"grain_{split.value}_files") if parts else None
+    return (
+        document_batches(config, split, share, parts, f"grain_{split.value}_files")
+        if parts
+        else None
+    )
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:
@@ -34,7 +39,9 @@ def parts_of(config: MaxTextConfig, split: Split) -> list[Part]:
         try:
             parts.append(Part(open_files(files, kind, columns, threads), weight))
         except ConfigError as error:
-            raise ConfigError(f"{key} with grain_file_type={kind}: {error.problems[0]}", *error.problems[1:]) from error
+            raise ConfigError(
+                f"{key} with grain_file_type={kind}: {error.problems[0]}", *error.problems[1:]
+            ) from error
     if split is Split.EVAL and len(parts) > 1:
         return [Part(Documents([part.documents for part in parts]))]
     return parts

@@ -1,10 +1,12 @@
 """dataset_type=hf: what Hugging Face's `datasets` would load, by the same names.
 
-- Local files of a loader (hf_path=parquet, json, arrow or text with hf_train_files; or no hf_path, and the loader goes
-  by the files' names) are read by the pipeline itself: shuffled as a whole, resumed at once, without `datasets`.
-- Everything else (a name on the hub, a folder with a dataset, another loader, files behind a URL) streams through
-  `datasets`. Its documents come in their own order, mixed within a window of RECORD_WINDOW; a position is the state of
-  the stream at the start of the window, so resuming is exact here too.
+- Local files of a loader (hf_path=parquet, json, arrow or text with hf_train_files; or no hf_path,
+  and the loader goes by the files' names) are read by the pipeline itself: shuffled as a whole,
+  resumed at once, without `datasets`.
+- Everything else (a name on the hub, a folder with a dataset, another loader, files behind a URL)
+  streams through `datasets`. Its documents come in their own order, mixed within a window of
+  RECORD_WINDOW; a position is the state of the stream at the start of the window, so resuming is
+  exact here too.
 """
 
 import copy
@@ -21,11 +23,18 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
 from maxtext.input_pipeline.interface import BatchIterator, Share, Split
-from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of, record_batches, shuffle_seed
+from maxtext.input_pipeline.pipeline import (
+    Part,
+    document_batches,
+    most_streams_of,
+    record_batches,
+    shuffle_seed,
+)
 from maxtext.input_pipeline.window import WindowShuffle
 
 RECORD_WINDOW = 2048
-# Data streams are opened by several threads, and load_dataset may fail in two at once (its progress bars).
+# Data streams are opened by several threads, and load_dataset may fail in two at once (its progress
+# bars).
 LOADING = threading.Lock()
 # loaders of `datasets` that read local files, and our name of the format
 LOADERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "lines"}
@@ -36,10 +45,14 @@ def hf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterato
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return None
     if is_local(config, split, files):
-        return document_batches(config, split, share, [local_part(config, split, files)], f"hf_{split.value}_files")
+        return document_batches(
+            config, split, share, [local_part(config, split, files)], f"hf_{split.value}_files"
+        )
     seed = shuffle_seed(config, split)
     epochs = config.num_epoch if split is Split.TRAIN else 1
-    records: grain.IterDataset = Streamed(lambda: open_stream(config, split, share), config.hf_path, epochs)
+    records: grain.IterDataset = Streamed(
+        lambda: open_stream(config, split, share), config.hf_path, epochs
+    )
     if seed is not None:
         records = WindowShuffle(records, share.window(RECORD_WINDOW), seed)
     made_by = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
@@ -55,7 +68,9 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 
 
 def supports_streams(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
-    """`datasets` gives each stream shards of its own if they can be divided evenly; otherwise each reads everything."""
+    """`datasets` gives each stream shards of its own if they can be divided evenly; otherwise each
+    reads everything.
+    """
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return lambda count: count == 1  # there is no evaluation data
@@ -71,26 +86,38 @@ def named_files(config: MaxTextConfig, split: Split) -> str:
 
 def is_local(config: MaxTextConfig, split: Split, files: str) -> bool:
     if not config.hf_path and not files:
-        raise ConfigError("dataset_type=hf needs hf_path, the name of a dataset, or hf_train_files: set one")
+        raise ConfigError(
+            "dataset_type=hf needs hf_path, the name of a dataset, or hf_train_files: set one"
+        )
     if config.hf_path in LOADERS and not files and not config.hf_data_dir:
         # `datasets` would take whatever lies in the current folder.
-        raise ConfigError(f"hf_path={config.hf_path} is a kind of files: name the files in hf_{split.value}_files")
+        raise ConfigError(
+            f"hf_path={config.hf_path} is a kind of files: name the files in hf_{split.value}_files"
+        )
     return bool(files) and "://" not in files and (not config.hf_path or config.hf_path in LOADERS)
 
 
 def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
     key = f"hf_{split.value}_files"
     if config.hf_name or config.hf_data_dir:
-        wrong = f"hf_name={config.hf_name}" if config.hf_name else f"hf_data_dir={config.hf_data_dir}"
-        raise ConfigError(f"{wrong} is a part of a dataset on the hub, and {key} names files: leave it out")
+        wrong = (
+            f"hf_name={config.hf_name}" if config.hf_name else f"hf_data_dir={config.hf_data_dir}"
+        )
+        raise ConfigError(
+            f"{wrong} is a part of a dataset on the hub, and {key} names files: leave it out"
+        )
     files = find_files(key, value)
     kind = LOADERS.get(config.hf_path)
     if kind is None:
         kinds = {kind_of(file) for file in files}
         if len(kinds) > 1 or not kinds <= {"parquet", "jsonl", "arrow", "text"}:
-            raise ConfigError(f"{key}={value}: set hf_path to the kind of these files, one of {', '.join(LOADERS)}")
+            raise ConfigError(
+                f"{key}={value}: set hf_path to the kind of these files, one of {', '.join(LOADERS)}"
+            )
         kind = "lines" if kinds == {"text"} else str(kinds.pop())
-    return Part(open_files(files, kind, data_columns(config, split), config.grain_data_source_max_workers))
+    return Part(
+        open_files(files, kind, data_columns(config, split), config.grain_data_source_max_workers)
+    )
 
 
 def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
@@ -98,7 +125,11 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
     files, names = named_files(config, split), data_columns(config, split)
     data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
-    wanted = config.train_split if split is Split.TRAIN or not config.hf_eval_split else config.hf_eval_split
+    wanted = (
+        config.train_split
+        if split is Split.TRAIN or not config.hf_eval_split
+        else config.hf_eval_split
+    )
     if data_files and split is Split.EVAL and not config.hf_eval_split:
         wanted = "train"  # what `datasets` calls files without a split of their own
     try:
@@ -110,7 +141,9 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
         columns = stream.column_names or list(next(iter(stream), dict.fromkeys(names)))
     except Exception as error:  # of many kinds: connections, names, splits, formats
         where = f"hf_path={config.hf_path}" + (f", files {files}" if files else "")
-        raise ConfigError(f"{where}, split {wanted}: `datasets` cannot open it: {reason_of(error)}") from error
+        raise ConfigError(
+            f"{where}, split {wanted}: `datasets` cannot open it: {reason_of(error)}"
+        ) from error
     missing = [name for name in names if name not in columns]
     if missing:
         raise ConfigError(
@@ -125,7 +158,9 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """One line of what `datasets` says, which may be a list of all the kinds of files that it knows."""
+    """One line of what `datasets` says, which may be a list of all the kinds of files that it
+    knows.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(lines[0], 300, placeholder=" …")
 

@@ -1,9 +1,12 @@
 """What the trainer sees of any data source, and what a data source must offer.
 
 A batch is a dict of int32 arrays [rows, max_target_length], the fields of FIELDS:
-- `targets[t]` is the token after `inputs[t]` in the same document; the shift is done here, once, and nowhere else;
-- `*_segmentation` numbers the documents of a row from 1; 0 = padding, which is also what the loss leaves out;
-- `*_position` counts from 0 in each segment. Padding is 0 in every field, whatever the tokenizer's pad_id.
+- `targets[t]` is the token after `inputs[t]` in the same document; the shift is done here, once,
+  and nowhere else;
+- `*_segmentation` numbers the documents of a row from 1; 0 = padding, which is also what the loss
+  leaves out;
+- `*_position` counts from 0 in each segment. Padding is 0 in every field, whatever the tokenizer's
+  pad_id.
 """
 
 from abc import ABC, abstractmethod
@@ -31,10 +34,11 @@ class Split(str, Enum):
 
 @dataclass(frozen=True)
 class Share:
-    """What one data stream loads: `rows` at a time, from its part (`index` of `count`) of the documents. `beside`: how
-    many streams this process loads at once, and shares its threads among. `least` 0: every batch has `rows` rows. Else
-    the last may have fewer, and it is an error if the data has fewer than `least` rows in all. `whole_window`: it mixes
-    as many rows as the run should, not its part of them; so did older versions, whose positions mean nothing else."""
+    """What one data stream loads: `rows` at a time, from its part (`index` of `count`) of the
+    documents. `beside`: how many streams this process loads at once, and shares its threads among.
+    `least` 0: every batch has `rows` rows. Else the last may have fewer, and it is an error if the
+    data has fewer than `least` rows in all. `whole_window`: it mixes as many rows as the run
+    should, not its part of them; so did older versions, whose positions mean nothing else."""
 
     rows: int
     index: int = 0
@@ -49,7 +53,9 @@ class Share:
 
 
 class BatchIterator(ABC):
-    """Batches until StopIteration. `set_state(get_state())` on a fresh iterator gives the same next batches."""
+    """Batches until StopIteration. `set_state(get_state())` on a fresh iterator gives the same next
+    batches.
+    """
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -73,9 +79,13 @@ class BatchIterator(ABC):
 
 
 class Source(Protocol):
-    """Makes the iterator of one split for one stream. None: the configuration names no data for evaluation."""
+    """Makes the iterator of one split for one stream. None: the configuration names no data for
+    evaluation.
+    """
 
-    def __call__(self, config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None: ...
+    def __call__(
+        self, config: MaxTextConfig, split: Split, share: Share
+    ) -> BatchIterator | None: ...
 
 
 def keeps_last(config: MaxTextConfig, split: Split) -> bool:
@@ -89,7 +99,9 @@ def seal(made_by: dict[str, Any], position: State) -> State:
 
 
 def unseal(made_by: dict[str, Any], state: State) -> State:
-    """The position of a sealed state, unless other settings made it: then it would point at other data, in silence."""
+    """The position of a sealed state, unless other settings made it: then it would point at other
+    data, in silence.
+    """
     saved = state["made_by"]
     for name in {**saved, **made_by}:
         if saved.get(name) != made_by.get(name):
@@ -101,7 +113,9 @@ def unseal(made_by: dict[str, Any], state: State) -> State:
 
 
 def check_position(position: int, count: int) -> None:
-    """Raise UserError if a saved position is past the elements that the data gives now: they are not the same."""
+    """Raise UserError if a saved position is past the elements that the data gives now: they are
+    not the same.
+    """
     if position > count:
         raise UserError(
             "the saved data position is past the end of what the data gives now, so the documents, the tokenizer or "

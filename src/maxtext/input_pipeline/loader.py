@@ -1,4 +1,6 @@
-"""The data streams of a run: how many there are, how many rows each loads at a time, and who prepares them."""
+"""The data streams of a run: how many there are, how many rows each loads at a time, and who
+prepares them.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,8 +30,9 @@ def open_streams(
     held: Callable[[int], np.ndarray] | None = None,
     processes: int = 1,
 ) -> Streams | None:
-    """The batches of `split`, of which this process gives the rows `held(size)`. `rows(step)` is the size of a step's
-    batch, one of `sizes`, the full one last. None: the configuration names no evaluation data."""
+    """The batches of `split`, of which this process gives the rows `held(size)`. `rows(step)` is
+    the size of a step's batch, one of `sizes`, the full one last. None: the configuration names no
+    evaluation data."""
     open_stream = stream_opener(config, split)
     keep_last = keeps_last(config, split)
     full = sizes[-1]
@@ -57,8 +60,8 @@ def open_streams(
 
 
 def data_streams(config: MaxTextConfig, split: Split, sizes: Sequence[int]) -> int:
-    """How many data streams a run has: what data_streams says, or what fits the batch and the data. It must not depend
-    on devices, processes or workers: every batch does on it."""
+    """How many data streams a run has: what data_streams says, or what fits the batch and the data.
+    It must not depend on devices, processes or workers: every batch does on it."""
     if config.data_streams > 0:
         return config.data_streams
     rows = math.gcd(*sizes)

@@ -1,7 +1,8 @@
 """Documents read and encoded a packet at a time, and what becomes of those that are bad.
 
-A bad record stops the run, or is left out with a line in the log and counted, up to max_bad_records for each stream.
-It counts once, however often it is read: in later epochs and evaluations, and when the data is looked at again.
+A bad record stops the run, or is left out with a line in the log and counted, up to max_bad_records
+for each stream. It counts once, however often it is read: in later epochs and evaluations, and when
+the data is looked at again.
 """
 
 import threading
@@ -40,7 +41,9 @@ class BadRecords:
             self.seen.add(key)
             count = self.before + len(self.seen)
         if 0 <= self.most < count:
-            stop = UserError(f"{error}; max_bad_records={self.most}: mend the data, or allow more to be left out")
+            stop = UserError(
+                f"{error}; max_bad_records={self.most}: mend the data, or allow more to be left out"
+            )
             stop.details = error.details
             raise stop
         if count <= NAMED:

@@ -1,12 +1,14 @@
-"""dataset_type=olmo_grain: shards of token ids, cut by an index into instances of max_target_length tokens.
+"""dataset_type=olmo_grain: shards of token ids, cut by an index into instances of max_target_length
+tokens.
 
-What a batch holds is what MaxText and OLMo publish for this data. A row is one instance and one segment, with positions
-from 0, even where documents end inside it. Its L tokens make L - 1 pairs: the target of the last lies in another
-instance, so it has none. A repetitive instance keeps its inputs and loses its targets (olmo_apply_ngram_filter).
+What a batch holds is what MaxText and OLMo publish for this data. A row is one instance and one
+segment, with positions from 0, even where documents end inside it. Its L tokens make L - 1 pairs:
+the target of the last lies in another instance, so it has none. A repetitive instance keeps its
+inputs and loses its targets (olmo_apply_ngram_filter).
 
-Training visits every instance num_epoch times, each epoch in an order of its own, and drops the rows that do not fill
-a last batch unless generate_padding_batch_train asks to keep them. An index names training data only, so there is no
-evaluation data.
+Training visits every instance num_epoch times, each epoch in an order of its own, and drops the
+rows that do not fill a last batch unless generate_padding_batch_train asks to keep them. An index
+names training data only, so there is no evaluation data.
 """
 
 import grain
@@ -39,7 +41,9 @@ def olmo_source(config: MaxTextConfig, split: Split, share: Share) -> BatchItera
     order = one_epoch(index.instances, None, share, seed)
     if len(order) * config.num_epoch < (share.least or (1 if keep_last else share.rows)):
         raise too_little(config, index, share)
-    rows = order.repeat(config.num_epoch).map(read).map(ToRow(length, config.olmo_apply_ngram_filter))
+    rows = (
+        order.repeat(config.num_epoch).map(read).map(ToRow(length, config.olmo_apply_ngram_filter))
+    )
     return GrainBatches(
         to_batches(rows.to_iter_dataset(read_options(config, share)), share, keep_last),
         made_by={
@@ -58,13 +62,17 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 
 def open_index(config: MaxTextConfig) -> Index:
     if not config.olmo_index_path:
-        raise ConfigError("dataset_type=olmo_grain needs olmo_index_path: name the index of the token files")
+        raise ConfigError(
+            "dataset_type=olmo_grain needs olmo_index_path: name the index of the token files"
+        )
     return read_index(config.olmo_index_path)
 
 
 def read_options(config: MaxTextConfig, share: Share) -> grain.ReadOptions:
     """Threads and rows read ahead, within this stream's part of grain_ram_budget_mb."""
-    row_bytes = 2 * config.max_target_length * np.dtype(np.int32).itemsize  # rows share the arrays of the other fields
+    row_bytes = (
+        2 * config.max_target_length * np.dtype(np.int32).itemsize
+    )  # rows share the arrays of the other fields
     fits = max(config.grain_ram_budget_mb * 2**20 // row_bytes, 1)
     threads, ahead = config.grain_num_threads, min(config.grain_prefetch_buffer_size, fits)
     threads, ahead = -(-threads // share.beside), -(-ahead // share.beside)
@@ -83,8 +91,8 @@ def too_little(config: MaxTextConfig, index: Index, share: Share) -> ConfigError
 class ReadInstance:
     """The number of an instance to its tokens [sequence_length].
 
-    A file is opened for each read: corpora have more shards than a process may hold open, and a mapped file that is cut
-    short during the run would end the process without a word.
+    A file is opened for each read: corpora have more shards than a process may hold open, and a
+    mapped file that is cut short during the run would end the process without a word.
     """
 
     def __init__(self, index: Index, offsets: tuple[int, ...], vocab_size: int):
@@ -100,7 +108,9 @@ class ReadInstance:
         except OSError as error:
             raise UserError(f"the shard {path} can no longer be read: {error.strerror}") from None
         if len(tokens) < length:
-            raise UserError(f"the shard {path} has become shorter since the run began: restore it and resume")
+            raise UserError(
+                f"the shard {path} has become shorter since the run began: restore it and resume"
+            )
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             place = int(np.flatnonzero((tokens >= self.vocab_size) | (tokens < 0))[0])
             raise UserError(
@@ -112,7 +122,9 @@ class ReadInstance:
 
 
 class ToRow:
-    """Tokens of an instance to a row with all fields. Rows share the arrays that are the same in each."""
+    """Tokens of an instance to a row with all fields. Rows share the arrays that are the same in
+    each.
+    """
 
     def __init__(self, length: int, drop_repetitive: bool):
         self.drop_repetitive = drop_repetitive

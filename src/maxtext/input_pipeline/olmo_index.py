@@ -1,15 +1,17 @@
-"""The index of a pre-tokenized corpus: which shards it has, in which order, and how they are cut into instances.
+"""The index of a pre-tokenized corpus: which shards it has, in which order, and how they are cut
+into instances.
 
 It is a JSON file of the format (version "1") that MaxText's tools write for OLMo's data:
   format_version, sequence_length, dtype, tokenizer, total_instances, total_tokens, fingerprint, and
   files: a list of {path, label, n_tokens, n_instances, instance_offset}.
-Only format_version, sequence_length, dtype and each file's path and n_tokens are needed; the counts follow from them,
-and a count that is given must agree. tokenizer and label are notes for people.
+Only format_version, sequence_length, dtype and each file's path and n_tokens are needed; the counts
+follow from them, and a count that is given must agree. tokenizer and label are notes for people.
 
-A shard is a flat row of token ids: raw numbers without a header, as OLMo publishes them under the name .npy, or a real
-.npy file; its first bytes tell which. An instance is sequence_length tokens that follow each other in one shard. The
-first starts at the shard's first token and each other where the last ended, whatever documents that cuts through; the
-tokens left at the end of a shard are not used.
+A shard is a flat row of token ids: raw numbers without a header, as OLMo publishes them under the
+name .npy, or a real .npy file; its first bytes tell which. An instance is sequence_length tokens
+that follow each other in one shard. The first starts at the shard's first token and each other
+where the last ended, whatever documents that cuts through; the tokens left at the end of a shard
+are not used.
 """
 
 import hashlib
@@ -50,8 +52,12 @@ class Index:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The number of the first instance of each shard, and after the last the number of all instances."""
-        return tuple(accumulate((shard.tokens // self.sequence_length for shard in self.shards), initial=0))
+        """The number of the first instance of each shard, and after the last the number of all
+        instances.
+        """
+        return tuple(
+            accumulate((shard.tokens // self.sequence_length for shard in self.shards), initial=0)
+        )
 
     @property
     def instances(self) -> int:
@@ -62,7 +68,9 @@ class Index:
         return sum(shard.tokens for shard in self.shards)
 
     def locate(self, instance: int) -> tuple[int, int]:
-        """The number of the shard that holds an instance, and the place of the instance's first token in it."""
+        """The number of the shard that holds an instance, and the place of the instance's first
+        token in it.
+        """
         shard = bisect_right(self.starts, instance) - 1
         return shard, (instance - self.starts[shard]) * self.sequence_length
 
@@ -71,7 +79,9 @@ class Index:
         """Changes with all that decides which tokens an instance has, as the format defines it."""
         words = [VERSION, self.sequence_length, self.dtype, self.tokenizer]
         words += [word for shard in self.shards for word in (shard.path, shard.tokens)]
-        return "sha256:" + hashlib.sha256("".join(f"{word}\0" for word in words).encode()).hexdigest()
+        return (
+            "sha256:" + hashlib.sha256("".join(f"{word}\0" for word in words).encode()).hexdigest()
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -109,23 +119,37 @@ def read_index(path: str) -> Index:
 def from_json(content: Any, where: str) -> Index:
     version = entry(content, "format_version", str, where)
     if version != VERSION:
-        raise ConfigError(f"{where} has format_version {version!r}, and this version reads {VERSION!r}: make it again")
+        raise ConfigError(
+            f"{where} has format_version {version!r}, and this version reads {VERSION!r}: make it again"
+        )
     files = entry(content, "files", list, where)
     index = Index(
         sequence_length=entry(content, "sequence_length", int, where),
         dtype=entry(content, "dtype", str, where),
         shards=tuple(
-            Shard(entry(file, "path", str, at), entry(file, "n_tokens", int, at), str(file.get("label", "")))
-            for file, at in ((file, f"{where}, files[{number}]") for number, file in enumerate(files))
+            Shard(
+                entry(file, "path", str, at),
+                entry(file, "n_tokens", int, at),
+                str(file.get("label", "")),
+            )
+            for file, at in (
+                (file, f"{where}, files[{number}]") for number, file in enumerate(files)
+            )
         ),
         tokenizer=str(content.get("tokenizer", "")),
     )
     check_numbers(index, where)
     said, meant = content, index.as_json()
-    wrong = [name for name in ("total_instances", "total_tokens") if said.get(name, meant[name]) != meant[name]]
+    wrong = [
+        name
+        for name in ("total_instances", "total_tokens")
+        if said.get(name, meant[name]) != meant[name]
+    ]
     for number, (file, ours) in enumerate(zip(files, meant["files"], strict=True)):
         names = ("n_instances", "instance_offset")
-        wrong += [f"files[{number}].{name}" for name in names if file.get(name, ours[name]) != ours[name]]
+        wrong += [
+            f"files[{number}].{name}" for name in names if file.get(name, ours[name]) != ours[name]
+        ]
     if wrong:
         raise ConfigError(
             f"{where}: {some(wrong, ', ')} do not follow from sequence_length and n_tokens: make it again"
@@ -144,9 +168,13 @@ def entry(content: Any, name: str, kind: type, where: str) -> Any:
 
 def check_numbers(index: Index, where: str) -> None:
     if index.sequence_length < 2:
-        raise ConfigError(f"{where}: sequence_length={index.sequence_length}, but a target needs two tokens or more")
+        raise ConfigError(
+            f"{where}: sequence_length={index.sequence_length}, but a target needs two tokens or more"
+        )
     if not is_token_type(index.dtype):
-        raise ConfigError(f"{where}: dtype={index.dtype!r} is no type of integers: use uint16 or uint32")
+        raise ConfigError(
+            f"{where}: dtype={index.dtype!r} is no type of integers: use uint16 or uint32"
+        )
     if not index.shards:
         raise ConfigError(f"{where} names no files")
     if negative := [shard.path for shard in index.shards if shard.tokens < 0]:
@@ -161,7 +189,9 @@ def is_token_type(name: str) -> bool:
 
 
 def remapped(index: Index, before: str, after: str) -> Index:
-    """The same index with `after` in place of `before` at the start of every path that starts so."""
+    """The same index with `after` in place of `before` at the start of every path that starts
+    so.
+    """
     if not before:
         return index
     if not any(shard.path.startswith(before) for shard in index.shards):
@@ -170,7 +200,9 @@ def remapped(index: Index, before: str, after: str) -> Index:
         )
     after = os.path.expanduser(after)
     shards = (
-        replace(shard, path=after + shard.path[len(before) :]) if shard.path.startswith(before) else shard
+        replace(shard, path=after + shard.path[len(before) :])
+        if shard.path.startswith(before)
+        else shard
         for shard in index.shards
     )
     return replace(index, shards=tuple(shards))
@@ -197,14 +229,18 @@ def look(path: str, raw_dtype: str) -> Layout:
         if start == np.lib.format.MAGIC_PREFIX:
             array = np.lib.format.open_memmap(path, mode="r")
             if array.ndim != 1:
-                raise BadShard(f"has the shape {array.shape}, and a shard is one flat row of tokens")
+                raise BadShard(
+                    f"has the shape {array.shape}, and a shard is one flat row of tokens"
+                )
             return Layout(str(array.dtype), array.size, array.offset)
         size = os.path.getsize(path)
     except FileNotFoundError:
         raise BadShard("does not exist") from None
     except OSError as error:
         raise BadShard(f"cannot be read: {error.strerror}") from None
-    except ValueError as error:  # of numpy: a header that it cannot read, or fewer bytes than the header says
+    except (
+        ValueError
+    ) as error:  # of numpy: a header that it cannot read, or fewer bytes than the header says
         raise BadShard(f"is a broken .npy file: {error}") from None
     tokens, rest = divmod(size, np.dtype(raw_dtype).itemsize)
     if rest:
@@ -225,7 +261,9 @@ def look_at_all(paths: Sequence[str], raw_dtype: str) -> list[Layout | BadShard]
 
 @lru_cache(maxsize=2)  # one process may open many streams of one index
 def token_offsets(index: Index) -> tuple[int, ...]:
-    """The bytes before the first token of each shard, once every shard is found to be what the index says."""
+    """The bytes before the first token of each shard, once every shard is found to be what the
+    index says.
+    """
     problems, offsets = [], []
     for shard, found in zip(
         index.shards, look_at_all([shard.path for shard in index.shards], index.dtype), strict=True
@@ -235,7 +273,9 @@ def token_offsets(index: Index) -> tuple[int, ...]:
         elif np.dtype(found.dtype) != np.dtype(index.dtype):
             problems.append(f"{shard.path} holds {found.dtype}, but the index says {index.dtype}")
         elif found.tokens != shard.tokens:
-            problems.append(f"{shard.path} holds {found.tokens} tokens, but the index says {shard.tokens}")
+            problems.append(
+                f"{shard.path} holds {found.tokens} tokens, but the index says {shard.tokens}"
+            )
         else:
             offsets.append(found.offset)
     if problems:
@@ -260,8 +300,8 @@ def write_index(
     tokenizer: str = "",
     labels: Sequence[str] | None = None,
 ) -> Index:
-    """Write the index of these shards in this order, and return it. `dtype`: of shards without a header, which do not
-    say it; `tokenizer` and `labels` (one a path) are notes."""
+    """Write the index of these shards in this order, and return it. `dtype`: of shards without a
+    header, which do not say it; `tokenizer` and `labels` (one a path) are notes."""
     if not is_token_type(dtype):
         raise UserError(f"dtype={dtype!r} is no type of integers: use uint16 or uint32")
     paths = [os.path.abspath(os.path.expanduser(path)) for path in paths]
@@ -275,9 +315,14 @@ def write_index(
         raise UserError("\n".join(first_few(problems)))
     types = sorted({layout.dtype for layout in layouts})
     if len(types) > 1:
-        raise UserError(f"the shards hold tokens of different types, {' and '.join(types)}: make one index for each")
+        raise UserError(
+            f"the shards hold tokens of different types, {' and '.join(types)}: make one index for each"
+        )
     notes = labels if labels is not None else [""] * len(paths)
-    shards = (Shard(path, layout.tokens, note) for path, layout, note in zip(paths, layouts, notes, strict=True))
+    shards = (
+        Shard(path, layout.tokens, note)
+        for path, layout, note in zip(paths, layouts, notes, strict=True)
+    )
     index = Index(sequence_length, types[0] if types else dtype, tuple(shards), tokenizer)
     check_numbers(index, "the new index")
     write_text(out_path, json.dumps(index.as_json(), indent=2) + "\n")

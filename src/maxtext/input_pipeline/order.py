@@ -1,10 +1,14 @@
-"""Which document comes when: an order for each epoch, shared out among streams, as arithmetic on indices.
+"""Which document comes when: an order for each epoch, shared out among streams, as arithmetic on
+indices.
 
-Nothing is read here and nothing but a number is remembered, so any place in the order can be returned to at once.
-- Documents that cost the same anywhere are shuffled as a whole, then dealt to the streams one by one.
-- Documents in blocks (row groups of Parquet, say) that are decoded together keep near each other: blocks are dealt to
-  the streams, and each epoch shuffles a stream's blocks, then the documents of WINDOW blocks at a time, or of as many
-  as are kept in memory: a block that is dropped too early would be decoded again for each of its documents.
+Nothing is read here and nothing but a number is remembered, so any place in the order can be
+returned to at once.
+- Documents that cost the same anywhere are shuffled as a whole, then dealt to the streams one by
+  one.
+- Documents in blocks (row groups of Parquet, say) that are decoded together keep near each other:
+  blocks are dealt to the streams, and each epoch shuffles a stream's blocks, then the documents of
+  WINDOW blocks at a time, or of as many as are kept in memory: a block that is dropped too early
+  would be decoded again for each of its documents.
 """
 
 import sys
@@ -21,11 +25,13 @@ from maxtext.input_pipeline.formats import cache
 from maxtext.input_pipeline.interface import Share
 
 WINDOW = 8  # blocks whose documents are mixed, at most
-PERMUTED = 2**20  # documents whose order is kept as numbers; Grain's shuffle computes it, slowly for small counts
+PERMUTED = (
+    2**20
+)  # documents whose order is kept as numbers; Grain's shuffle computes it, slowly for small counts
 PIECES = 8  # at least so many for each stream: larger blocks are divided
 
-# The streams of a process have one order of all documents, and each its part of it: it is kept once, as long as a
-# stream is in that epoch.
+# The streams of a process have one order of all documents, and each its part of it: it is kept
+# once, as long as a stream is in that epoch.
 PERMUTATIONS: WeakValueDictionary[tuple[int, int, int], np.ndarray] = WeakValueDictionary()
 PERMUTATIONS_LOCK = threading.Lock()
 
@@ -33,8 +39,8 @@ PERMUTATIONS_LOCK = threading.Lock()
 def one_epoch(
     count: int, blocks: np.ndarray | None, share: Share, seed: int | None, block_bytes: int = 0
 ) -> grain.MapDataset:
-    """Indices of this stream's documents; `repeat` continues with the orders of further epochs. `seed` None: sorted.
-    `block_bytes`: of all blocks in memory."""
+    """Indices of this stream's documents; `repeat` continues with the orders of further epochs.
+    `seed` None: sorted. `block_bytes`: of all blocks in memory."""
     if seed is not None and blocks is not None:
         return BlockOrder(blocks, share, seed, blocks_together(blocks, block_bytes))
     everything = grain.MapDataset.range(count)
@@ -45,7 +51,9 @@ def one_epoch(
 
 
 class EpochOrder(grain.MapDataset):
-    """`count` indices, in an order that is new in each epoch: those past the end belong to the next epochs."""
+    """`count` indices, in an order that is new in each epoch: those past the end belong to the next
+    epochs.
+    """
 
     count: int
 
@@ -53,7 +61,11 @@ class EpochOrder(grain.MapDataset):
         return self.count
 
     def __getitem__(self, index: Any) -> Any:
-        return self.slice(index) if isinstance(index, slice) else self.document(*divmod(int(index), self.count))
+        return (
+            self.slice(index)
+            if isinstance(index, slice)
+            else self.document(*divmod(int(index), self.count))
+        )
 
     @abstractmethod
     def document(self, epoch: int, place: int) -> int: ...
@@ -103,14 +115,20 @@ class BlockOrder(EpochOrder):
 
     def blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The order of this epoch's blocks, and where each window of them ends."""
-        order = np.random.default_rng([self.seed, 1, self.index, epoch]).permutation(len(self.sizes))
+        order = np.random.default_rng([self.seed, 1, self.index, epoch]).permutation(
+            len(self.sizes)
+        )
         ends = np.cumsum(self.sizes[order])
-        return order, ends[np.minimum(np.arange(self.window, len(ends) + self.window, self.window), len(ends)) - 1]
+        return order, ends[
+            np.minimum(np.arange(self.window, len(ends) + self.window, self.window), len(ends)) - 1
+        ]
 
     def documents_of(self, epoch: int, window: int) -> np.ndarray:
         order, _ = self.blocks(epoch)
         these = order[window * self.window : (window + 1) * self.window]
-        indices = np.concatenate([np.arange(self.starts[one], self.starts[one] + self.sizes[one]) for one in these])
+        indices = np.concatenate(
+            [np.arange(self.starts[one], self.starts[one] + self.sizes[one]) for one in these]
+        )
         return np.random.default_rng([self.seed, 2, self.index, epoch, window]).permutation(indices)
 
 
@@ -121,7 +139,9 @@ def blocks_together(blocks: np.ndarray, block_bytes: int) -> int:
 
 
 def streams_within(blocks: np.ndarray | None, block_bytes: int) -> int:
-    """How many streams keep this window of blocks and the next one in the memory that one stream may use."""
+    """How many streams keep this window of blocks and the next one in the memory that one stream
+    may use.
+    """
     if blocks is None:
         return sys.maxsize
     each = block_bytes // max(int(np.count_nonzero(blocks)), 1)
@@ -129,7 +149,9 @@ def streams_within(blocks: np.ndarray | None, block_bytes: int) -> int:
 
 
 def pieces(blocks: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
-    """First document and number of documents of each block, after large ones are divided so that there are `least`."""
+    """First document and number of documents of each block, after large ones are divided so that
+    there are `least`.
+    """
     most = max(int(blocks.sum()) // least, 1)
     parts = -(-blocks // most)
     block = np.repeat(np.arange(len(blocks)), parts)

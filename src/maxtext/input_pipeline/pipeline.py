@@ -1,10 +1,10 @@
 """Documents of any source → this stream's share in its order → tokens → sequences → rows → batches.
 
-Training visits every document num_epoch times, each epoch in an order of its own, and drops the rows that do not fill
-a last batch unless generate_padding_batch_train asks to keep them. Evaluation visits every document once, in order, and
-keeps them all. Each stream reads its own documents, so one may run out of batches before another.
-Resuming is exact; a run that ended and goes on with a larger num_epoch may repeat or leave out a few rows of its last
-shuffle window.
+Training visits every document num_epoch times, each epoch in an order of its own, and drops the
+rows that do not fill a last batch unless generate_padding_batch_train asks to keep them. Evaluation
+visits every document once, in order, and keeps them all. Each stream reads its own documents, so
+one may run out of batches before another. Resuming is exact; a run that ended and goes on with a
+larger num_epoch may repeat or leave out a few rows of its last shuffle window.
 """
 
 import logging
@@ -29,7 +29,8 @@ from maxtext.input_pipeline.packing import to_batches, to_rows
 from maxtext.input_pipeline.sequences import Long, ToSequences
 from maxtext.input_pipeline.window import WindowShuffle
 
-# Documents for each data stream, at least: streams of few documents have very different numbers of rows.
+# Documents for each data stream, at least: streams of few documents have very different numbers of
+# rows.
 STREAM_DOCUMENTS = 512
 STREAM_PACKETS = 4  # packets that each of several streams reads ahead, at least
 
@@ -43,8 +44,8 @@ class Part:
 
 
 def most_streams_of(parts: Sequence[Part]) -> int:
-    """How many data streams the documents are worth. Each stream keeps decoded blocks in memory: all of them together
-    keep no more than one may."""
+    """How many data streams the documents are worth. Each stream keeps decoded blocks in memory:
+    all of them together keep no more than one may."""
     if not parts:
         return 1
     by_documents = min(len(part.documents) for part in parts) // STREAM_DOCUMENTS
@@ -66,19 +67,25 @@ def document_batches(
             "lower data_streams, or if the run began with other files, name those or start under a new run_name"
         )
     orders = [
-        one_epoch(len(part.documents), part.documents.blocks, share, seed, part.documents.decoded) for part in parts
+        one_epoch(len(part.documents), part.documents.blocks, share, seed, part.documents.decoded)
+        for part in parts
     ]
     size = min(packet_size(part.documents) for part in parts)
     options = read_options(config, split, parts, size, share.beside)
     if len(parts) == 1:
-        # Packets end with the epoch, so that a position in them means the same whatever num_epoch is.
+        # Packets end with the epoch, so that a position in them means the same whatever num_epoch
+        # is.
         packets = orders[0].batch(size, batch_fn=list).repeat(epochs)
         loaded = packets.map(Load(parts[0].documents, encoder, bad))
     else:
-        mixed = mix(orders, [part.weight for part in parts], epochs, config.mixture_stopping_strategy)
+        mixed = mix(
+            orders, [part.weight for part in parts], epochs, config.mixture_stopping_strategy
+        )
         if share.index == 0:
             report_mixture(config, parts, named_by)
-        loaded = mixed.batch(size, batch_fn=list).map(LoadMixed([Load(part.documents, encoder, bad) for part in parts]))
+        loaded = mixed.batch(size, batch_fn=list).map(
+            LoadMixed([Load(part.documents, encoder, bad) for part in parts])
+        )
     made_by: dict[str, Any] = {
         "stream": share.index,
         "streams": share.count,
@@ -88,7 +95,9 @@ def document_batches(
     }
     if len(parts) > 1:
         made_by["mixture"] = [[len(part.documents), part.weight] for part in parts]
-    return to_token_batches(config, split, share, loaded.to_iter_dataset(options), made_by, named_by)
+    return to_token_batches(
+        config, split, share, loaded.to_iter_dataset(options), made_by, named_by
+    )
 
 
 def record_batches(
@@ -99,7 +108,9 @@ def record_batches(
     named_by: str,
     made_by: dict[str, Any],
 ) -> GrainBatches:
-    """Batches of records that can only be read one after the other: (number, record) of this stream, all epochs."""
+    """Batches of records that can only be read one after the other: (number, record) of this
+    stream, all epochs.
+    """
     encoder = shared_encoder(config, split)
     encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records))
     packets = records.batch(PACKET, batch_fn=list).map(encode)
@@ -118,7 +129,9 @@ def to_token_batches(
     """From packets of token ids to batches."""
     packing = config.grain_packing_type if config.packing else None
     length, seed = config.max_target_length, shuffle_seed(config, split)
-    sequences = grain.experimental.FlatMapIterDataset(packets, ToSequences(length, long_documents(config, packing)))
+    sequences = grain.experimental.FlatMapIterDataset(
+        packets, ToSequences(length, long_documents(config, packing))
+    )
     rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
     window = share.window(config.grain_shuffle_buffer_size) if seed is not None else 1
     # The rows of a long document follow each other; mixed, they do not make a batch of their own.
@@ -142,7 +155,11 @@ def to_token_batches(
 
 
 def shuffle_seed(config: MaxTextConfig, split: Split) -> int | None:
-    return config.data_shuffle_seed % 2**32 if config.enable_data_shuffling and split is Split.TRAIN else None
+    return (
+        config.data_shuffle_seed % 2**32
+        if config.enable_data_shuffling and split is Split.TRAIN
+        else None
+    )
 
 
 def report_mixture(config: MaxTextConfig, parts: Sequence[Part], named_by: str) -> None:
@@ -152,7 +169,11 @@ def report_mixture(config: MaxTextConfig, parts: Sequence[Part], named_by: str) 
     read = documents_read(counts, weights, config.num_epoch, strategy)
     times = ", ".join(f"{number / count:.3g}" for number, count in zip(read, counts, strict=True))
     short = any(number < count for number, count in zip(read, counts, strict=True))
-    advice = "; all_exhausted would read all of them, and repeat the parts that end earlier" if short else ""
+    advice = (
+        "; all_exhausted would read all of them, and repeat the parts that end earlier"
+        if short
+        else ""
+    )
     LOGGER.log(
         logging.WARNING if short else logging.INFO,
         "%s: the mixture has %s documents and ends after %d; with mixture_stopping_strategy=%s and num_epoch=%d its "
@@ -188,17 +209,25 @@ def read_options(
     budget = config.grain_ram_budget_mb * 2**20 // beside
     fits = max(min(documents_within(part.documents, budget, ahead) for part in parts), 1)
     if fits < ahead:
-        LOGGER.info("reading %d large documents ahead instead of %d, to keep to grain_ram_budget_mb", fits, ahead)
+        LOGGER.info(
+            "reading %d large documents ahead instead of %d, to keep to grain_ram_budget_mb",
+            fits,
+            ahead,
+        )
     ahead = -(-min(fits, ahead) // packet)
     return grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
 
 
 def documents_within(documents: Format, budget: int, most: int) -> int:
-    """How many documents, the largest if their sizes are known, are in a budget of bytes; at most `most`."""
+    """How many documents, the largest if their sizes are known, are in a budget of bytes; at most
+    `most`.
+    """
     sizes = documents.sizes
     if sizes is None:
         return min(int(budget * len(documents) / max(documents.nbytes, 1)), most)
-    if int(sizes.max(initial=0)) * most <= budget:  # true of most data, and far less work for many documents
+    if (
+        int(sizes.max(initial=0)) * most <= budget
+    ):  # true of most data, and far less work for many documents
         return most
     count = min(most, len(sizes))
     largest = np.sort(np.partition(sizes, len(sizes) - count)[len(sizes) - count :])[::-1]
@@ -212,7 +241,9 @@ def long_documents(config: MaxTextConfig, packing: str | None) -> Long:
     return Long.WHOLE if packing == "concat_then_split" else Long.SPLIT
 
 
-def too_little(config: MaxTextConfig, split: Split, share: Share, packets: Any, named_by: str) -> ConfigError:
+def too_little(
+    config: MaxTextConfig, split: Split, share: Share, packets: Any, named_by: str
+) -> ConfigError:
     """The error for data that makes no batch, with the numbers that show why."""
     pairs = [max(len(tokens) - 1, 0) for packet in packets for tokens in packet]
     length, least = config.max_target_length, share.least or share.rows
@@ -220,9 +251,13 @@ def too_little(config: MaxTextConfig, split: Split, share: Share, packets: Any, 
     cut = sum(pairs) - used
     where = f" for stream {share.index} of {share.count}" if share.count > 1 else ""
     if split is Split.EVAL or not used:
-        return ConfigError(f"{named_by} has no document of two tokens or more{where}, so nothing to predict")
+        return ConfigError(
+            f"{named_by} has no document of two tokens or more{where}, so nothing to predict"
+        )
     rescue = f"set use_truncation=false, which now leaves out {cut} tokens, " if cut else ""
-    unpacked = "" if config.packing else f" in {sum(count > 0 for count in pairs)} documents, one a row"
+    unpacked = (
+        "" if config.packing else f" in {sum(count > 0 for count in pairs)} documents, one a row"
+    )
     return ConfigError(
         f"{named_by} has {used} tokens{unpacked} in num_epoch={config.num_epoch}{where}, but one batch needs "
         f"{least * length} ({least} sequences of max_target_length={length}): {rescue}add text, "

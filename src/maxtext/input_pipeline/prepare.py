@@ -1,9 +1,11 @@
-"""Documents tokenized once, to train from many times: ArrayRecord files of token ids, and manifest.json beside them.
+"""Documents tokenized once, to train from many times: ArrayRecord files of token ids, and
+manifest.json beside them.
 
-A shard is a fixed range of documents, a record the tokens of one document with its special tokens, as the list `tokens`
-of a tf.train.Example. Documents without tokens and bad ones have no record. The manifest says from which files and
-settings the shards come, and which are finished. A run that was stopped in any way is taken up by the same call:
-finished shards stay, the others are written again, and the bytes are those of a run that was not stopped.
+A shard is a fixed range of documents, a record the tokens of one document with its special tokens,
+as the list `tokens` of a tf.train.Example. Documents without tokens and bad ones have no record.
+The manifest says from which files and settings the shards come, and which are finished. A run that
+was stopped in any way is taken up by the same call: finished shards stay, the others are written
+again, and the bytes are those of a run that was not stopped.
 """
 
 import contextlib
@@ -26,17 +28,30 @@ from maxtext.input_pipeline.formats import Format, find_files, open_files
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.loading import BadRecords, packet_size
 from maxtext.input_pipeline.mixture import mixture_of
-from maxtext.input_pipeline.shards import COLUMN, SUFFIX, Counts, Job, Shard, temporary, told, write_shards
+from maxtext.input_pipeline.shards import (
+    COLUMN,
+    SUFFIX,
+    Counts,
+    Job,
+    Shard,
+    temporary,
+    told,
+    write_shards,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = "maxtext tokens 1"
 SHARDS = 256  # about so many, unless they would be smaller or larger than these bytes of documents
 SMALLEST, LARGEST = 4 * 2**20, 256 * 2**20
-SAVE_SECONDS = 2.0  # between two writes of the manifest: a shard that it does not name yet is written again
+SAVE_SECONDS = (
+    2.0  # between two writes of the manifest: a shard that it does not name yet is written again
+)
 LOCK_SECONDS = 10.0  # for the workers of a run that was killed to notice it
 MEANING = ",;*?["  # characters with a meaning in grain_train_files
 
-Progress = Callable[[int, int, int], None]  # documents done, of all, and tokens of this run; the first call has 0
+Progress = Callable[
+    [int, int, int], None
+]  # documents done, of all, and tokens of this run; the first call has 0
 
 
 @dataclass(frozen=True)
@@ -60,9 +75,15 @@ class Manifest:
     saved: float = 0.0
 
     def save(self) -> None:
-        # In the order of the names and without times of its own, so that equal work has equal bytes.
+        # In the order of the names and without times of its own, so that equal work has equal
+        # bytes.
         finished = {name: asdict(self.finished[name]) for name in sorted(self.finished)}
-        content = {"format": FORMAT, "settings": self.settings, "inputs": self.inputs, "shards": finished}
+        content = {
+            "format": FORMAT,
+            "settings": self.settings,
+            "inputs": self.inputs,
+            "shards": finished,
+        }
         with told(self.path):
             write_text(self.path, json.dumps(content, indent=1) + "\n")
         self.saved = time.monotonic()
@@ -79,9 +100,15 @@ class Prepared:
 
 
 def prepare(
-    config: MaxTextConfig, out: Path, shard_documents: int | None, workers: int, progress: Progress | None = None
+    config: MaxTextConfig,
+    out: Path,
+    shard_documents: int | None,
+    workers: int,
+    progress: Progress | None = None,
 ) -> Prepared:
-    """Write, or finish, the shards of the training documents. What can be refused is refused before `out` changes."""
+    """Write, or finish, the shards of the training documents. What can be refused is refused before
+    `out` changes.
+    """
     check_place(out)
     work = plan(config, shard_documents)
     with locked(out) as lock:
@@ -96,10 +123,14 @@ def prepare(
             clean(out, work, manifest)
             manifest.save()
     if inputs_of(work.files) != work.inputs:
-        raise UserError(f"{changed(work.inputs, inputs_of(work.files))} while it was read: choose another --out")
+        raise UserError(
+            f"{changed(work.inputs, inputs_of(work.files))} while it was read: choose another --out"
+        )
     counts = total(manifest)
     if not counts.records:
-        raise UserError(f"none of the {counts.documents} documents has tokens to write: look at {work.files[0]}")
+        raise UserError(
+            f"none of the {counts.documents} documents has tokens to write: look at {work.files[0]}"
+        )
     return Prepared(counts, len(work.shards), tokens, seconds)
 
 
@@ -131,7 +162,8 @@ def run(
     if progress:
         progress(done, len(work.documents), tokens)
     job = Job(work.documents, work.encoder, str(out), packet_size(work.documents))
-    # Closed at once where it is left early: its processes must have ended before anything is cleaned up.
+    # Closed at once where it is left early: its processes must have ended before anything is
+    # cleaned up.
     with contextlib.closing(write_shards(job, todo, min(workers, len(todo)), lock)) as steps:
         for step in steps:
             for error in step.bad:
@@ -151,9 +183,13 @@ def total(manifest: Manifest) -> Counts:
 
 
 def plan(config: MaxTextConfig, shard_documents: int | None) -> Work:
-    """The documents, the encoder, and the ranges; the same for the same files and settings on any machine."""
+    """The documents, the encoder, and the ranges; the same for the same files and settings on any
+    machine.
+    """
     if not config.tokenize_train_data:
-        raise ConfigError("tokenize_train_data=false: these documents are tokens already, train from them as they are")
+        raise ConfigError(
+            "tokenize_train_data=false: these documents are tokens already, train from them as they are"
+        )
     encoder = Encoder(config, Split.TRAIN)
     files, documents = open_documents(config)
     inputs = inputs_of(files)
@@ -163,7 +199,11 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> Work:
     number = -(-count // each)
     width = max(len(str(number)), 5)
     shards = [
-        Shard(f"tokens-{at:0{width}}-of-{number:0{width}}{SUFFIX}", at * each, min((at + 1) * each, count))
+        Shard(
+            f"tokens-{at:0{width}}-of-{number:0{width}}{SUFFIX}",
+            at * each,
+            min((at + 1) * each, count),
+        )
         for at in range(number)
     ]
     kind_key = "grain_file_type" if config.dataset_type.value == "grain" else "hf_path"
@@ -193,14 +233,22 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], Format]:
             )
         key, value, _ = entries[0]
         files, columns = find_files(key, value), data_columns(config, Split.TRAIN)
-        return files, open_files(files, config.grain_file_type, columns, config.grain_data_source_max_workers)
+        return files, open_files(
+            files, config.grain_file_type, columns, config.grain_data_source_max_workers
+        )
     if kind == "hf":
-        from maxtext.input_pipeline import hf_source  # only here, since it takes seconds to import Grain
+        from maxtext.input_pipeline import (
+            hf_source,
+        )  # only here, since it takes seconds to import Grain
 
         value = hf_source.named_files(config, Split.TRAIN)
         if hf_source.is_local(config, Split.TRAIN, value):
-            return find_files("hf_train_files", value), hf_source.local_part(config, Split.TRAIN, value).documents
-        raise ConfigError(f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare them")
+            return find_files("hf_train_files", value), hf_source.local_part(
+                config, Split.TRAIN, value
+            ).documents
+        raise ConfigError(
+            f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare them"
+        )
     raise ConfigError(
         f"dataset_type={kind} cannot be prepared: name files of documents, with dataset_type=grain and "
         "grain_train_files, or dataset_type=hf and hf_train_files"
@@ -210,7 +258,9 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], Format]:
 def identity(tokenizer: Any) -> dict[str, Any]:
     """What makes a tokenizer the same one, wherever its file is."""
     path = getattr(tokenizer, "path", None)
-    content = hashlib.sha256(path.read_bytes()).hexdigest() if isinstance(path, Path) else tokenizer.name
+    content = (
+        hashlib.sha256(path.read_bytes()).hexdigest() if isinstance(path, Path) else tokenizer.name
+    )
     return {"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "content": content}
 
 
@@ -228,21 +278,27 @@ def inputs_of(files: list[str]) -> dict[str, list[int]]:
 def check_place(out: Path) -> None:
     wrong = [character for character in MEANING if character in str(out)]
     if wrong:
-        raise ConfigError(f"--out {out}: {wrong[0]!r} has a meaning in grain_train_files, choose a name without it")
+        raise ConfigError(
+            f"--out {out}: {wrong[0]!r} has a meaning in grain_train_files, choose a name without it"
+        )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file: name a folder")
     if visible(out) and not (out / MANIFEST).is_file():
-        raise ConfigError(f"--out {out} holds other things, such as {visible(out)[0]}: name an empty or a new folder")
+        raise ConfigError(
+            f"--out {out} holds other things, such as {visible(out)[0]}: name an empty or a new folder"
+        )
 
 
 def visible(out: Path) -> list[str]:
-    return sorted(name for name in (os.listdir(out) if out.is_dir() else []) if not name.startswith("."))
+    return sorted(
+        name for name in (os.listdir(out) if out.is_dir() else []) if not name.startswith(".")
+    )
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """The folder, made if need be, for one run at a time. The descriptor is for the workers: the lock lasts as long as
-    one of them lives."""
+    """The folder, made if need be, for one run at a time. The descriptor is for the workers: the
+    lock lasts as long as one of them lives."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out, os.O_RDONLY)
@@ -262,7 +318,9 @@ def wait_for_lock(handle: int, out: Path) -> None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                raise ConfigError(f"--out {out}: another run writes there, wait for its end") from None
+                raise ConfigError(
+                    f"--out {out}: another run writes there, wait for its end"
+                ) from None
             time.sleep(0.1)
         except OSError:  # a file system without locks
             return
@@ -271,7 +329,9 @@ def wait_for_lock(handle: int, out: Path) -> None:
 
 
 def taken_up(out: Path, work: Work) -> Manifest:
-    """The manifest of an earlier run with the same work, else a new one; refused if the work is another."""
+    """The manifest of an earlier run with the same work, else a new one; refused if the work is
+    another.
+    """
     path = out / MANIFEST
     manifest = Manifest(path, work.settings, work.inputs)
     check_place(out)  # once more, now that nobody else writes there
@@ -283,7 +343,9 @@ def taken_up(out: Path, work: Work) -> Manifest:
             settings, inputs = content["settings"], content["inputs"]
             finished = {name: Counts(**counts) for name, counts in content["shards"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{path} is not a manifest of prepared data: choose another --out") from error
+            raise ConfigError(
+                f"{path} is not a manifest of prepared data: choose another --out"
+            ) from error
         if not known:
             raise ConfigError(f"{path} was written by another version: choose another --out")
         for name in {**settings, **work.settings}:
@@ -293,11 +355,17 @@ def taken_up(out: Path, work: Work) -> Manifest:
                     "go on with the old settings, or choose another --out"
                 )
         if inputs != work.inputs:
-            raise ConfigError(f"{changed(inputs, work.inputs)} since --out {out} was begun: choose another --out")
-        manifest.finished = {name: counts for name, counts in finished.items() if whole(out / name, counts)}
+            raise ConfigError(
+                f"{changed(inputs, work.inputs)} since --out {out} was begun: choose another --out"
+            )
+        manifest.finished = {
+            name: counts for name, counts in finished.items() if whole(out / name, counts)
+        }
     strange = [name for name in visible(out) if name != MANIFEST and name not in names]
     if strange:
-        raise ConfigError(f"--out {out} holds other things, such as {strange[0]}: take them away, or choose another")
+        raise ConfigError(
+            f"--out {out} holds other things, such as {strange[0]}: take them away, or choose another"
+        )
     return manifest
 
 
@@ -307,7 +375,13 @@ def whole(shard: Path, counts: Counts) -> bool:
 
 def changed(before: dict[str, list[int]], after: dict[str, list[int]]) -> str:
     file = next(name for name in sorted({**before, **after}) if before.get(name) != after.get(name))
-    how = "has been added" if file not in before else "is gone" if file not in after else "has changed"
+    how = (
+        "has been added"
+        if file not in before
+        else "is gone"
+        if file not in after
+        else "has changed"
+    )
     return f"{file} {how}"
 
 

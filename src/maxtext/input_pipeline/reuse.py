@@ -1,4 +1,5 @@
-"""reuse_example_batch: the first batch again and again, to measure a step without the data pipeline.
+"""reuse_example_batch: the first batch again and again, to measure a step without the data
+pipeline.
 
 The position never moves, so that a run without the key goes on from where this one started.
 """

@@ -1,8 +1,10 @@
-"""From the tokens of documents to sequences of (input, target) pairs: the one shift, and long documents.
+"""From the tokens of documents to sequences of (input, target) pairs: the one shift, and long
+documents.
 
-n tokens make n - 1 pairs: each token but the last is an input, each but the first a target. The shift comes before any
-cutting, so a document that is cut keeps the target of every input that it keeps. A document without text is no
-document, and one token alone has nothing to predict: both give no sequence.
+n tokens make n - 1 pairs: each token but the last is an input, each but the first a target. The
+shift comes before any cutting, so a document that is cut keeps the target of every input that it
+keeps. A document without text is no document, and one token alone has nothing to predict: both give
+no sequence.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Ranges of documents written as files of tokens, by this process or by several.
 
-A file is written beside its place and renamed into it when it is whole and on disk. Workers are programs of their
-own; one whose caller has gone ends with its next step.
+A file is written beside its place and renamed into it when it is whole and on disk. Workers are
+programs of their own; one whose caller has gone ends with its next step.
 """
 
 import contextlib
@@ -86,7 +86,9 @@ def temporary(path: Path) -> Path:
 
 
 def write_shard(job: Job, shard: Shard) -> Iterator[Step]:
-    """Write a shard; a step for each packet of documents, and one more when the file is in its place."""
+    """Write a shard; a step for each packet of documents, and one more when the file is in its
+    place.
+    """
     from array_record.python.array_record_module import ArrayRecordWriter
 
     path = Path(job.folder) / shard.name
@@ -96,7 +98,9 @@ def write_shard(job: Job, shard: Shard) -> Iterator[Step]:
     for first in range(shard.first, shard.last, job.packet):
         indices = range(first, min(first + job.packet, shard.last))
         noted = Noted()
-        documents = [tokens for tokens in Load(job.documents, job.encoder, noted)(indices) if len(tokens)]
+        documents = [
+            tokens for tokens in Load(job.documents, job.encoder, noted)(indices) if len(tokens)
+        ]
         with told(path):
             for tokens in documents:
                 writer.write(encode_example({COLUMN: tokens}))
@@ -129,8 +133,8 @@ def settle(path: Path) -> int:
 
 
 def write_shards(job: Job, shards: Sequence[Shard], workers: int, lock: int) -> Generator[Step]:
-    """Write all shards, `workers` at a time. When it is closed early, nobody writes any more. `lock`: a descriptor that
-    stays open as long as somebody might."""
+    """Write all shards, `workers` at a time. When it is closed early, nobody writes any more.
+    `lock`: a descriptor that stays open as long as somebody might."""
     if workers <= 1:
         for shard in shards:
             yield from write_shard(job, shard)
@@ -151,7 +155,9 @@ def write_shards(job: Job, shards: Sequence[Shard], workers: int, lock: int) -> 
 
 def hand_out(job: Job, shards: Sequence[Shard], workers: Sequence[Worker]) -> Iterator[Step]:
     waiting = iter(shards)
-    processes: dict[Any, subprocess.Popen] = {connection: process for process, connection in workers}
+    processes: dict[Any, subprocess.Popen] = {
+        connection: process for process, connection in workers
+    }
     for connection in processes:
         with contextlib.suppress(OSError):  # one that has ended already is found below
             connection.send(job)

@@ -1,7 +1,9 @@
-"""The registry of data sources, and the two doors of this room: make_train_iterator and make_eval_iterator.
+"""The registry of data sources, and the two doors of this room: make_train_iterator and
+make_eval_iterator.
 
-A new source is one file with a function of the `Source` shape and `most_streams`, and one line in SOURCES. It is
-imported when it is used: a run on synthetic data does not wait for the libraries of the others.
+A new source is one file with a function of the `Source` shape and `most_streams`, and one line in
+SOURCES. It is imported when it is used: a run on synthetic data does not wait for the libraries of
+the others.
 """
 
 import importlib
@@ -27,21 +29,31 @@ CUSTOM = "maxtext.input_pipeline.custom:custom_source"
 
 def make_train_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator:
     """The training batches, or a stream's share of them."""
-    iterator = make_iterator(config, Split.TRAIN, share or Share(whole(config.global_batch_size_to_load)))
+    iterator = make_iterator(
+        config, Split.TRAIN, share or Share(whole(config.global_batch_size_to_load))
+    )
     assert iterator is not None, "a source has training data, or says what is missing"
     return iterator
 
 
 def make_eval_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator | None:
-    """The evaluation batches, or a stream's share of them; None when no evaluation data is named."""
-    return make_iterator(config, Split.EVAL, share or Share(whole(config.global_batch_size_to_load_eval)))
+    """The evaluation batches, or a stream's share of them; None when no evaluation data is
+    named.
+    """
+    return make_iterator(
+        config, Split.EVAL, share or Share(whole(config.global_batch_size_to_load_eval))
+    )
 
 
 def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
     module, name = source_of(config)
     source: Source = getattr(module, name)
     iterator = source(config, split, share)
-    return ReusedBatch(iterator) if iterator and config.reuse_example_batch and split is Split.TRAIN else iterator
+    return (
+        ReusedBatch(iterator)
+        if iterator and config.reuse_example_batch and split is Split.TRAIN
+        else iterator
+    )
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:

@@ -1,13 +1,14 @@
-"""Batches dealt from a fixed number of data streams: the same rows whatever the mesh, hosts and workers.
+"""Batches dealt from a fixed number of data streams: the same rows whatever the mesh, hosts and
+workers.
 
-The documents are divided over S data streams. The rows of a run are dealt from them in turn: row g of the run is row
-g // S of stream g % S. The batch of a step is the next R rows of the run, ordered by stream, so that a process whose
-devices hold a contiguous part of the batch loads few streams. S depends on the configuration and the data, never on
-devices, processes or workers, and so does a batch. R may change between steps (ramp-up) and on resume: the deal goes on
-at the next row.
+The documents are divided over S data streams. The rows of a run are dealt from them in turn: row g
+of the run is row g // S of stream g % S. The batch of a step is the next R rows of the run, ordered
+by stream, so that a process whose devices hold a contiguous part of the batch loads few streams. S
+depends on the configuration and the data, never on devices, processes or workers, and so does a
+batch. R may change between steps (ramp-up) and on resume: the deal goes on at the next row.
 
-A process loads every data stream that has rows for its devices, and gives exactly those rows. Two processes whose
-devices hold the same rows load the same data streams.
+A process loads every data stream that has rows for its devices, and gives exactly those rows. Two
+processes whose devices hold the same rows load the same data streams.
 """
 
 from collections import deque
@@ -20,25 +21,29 @@ import numpy as np
 
 from maxtext.input_pipeline.interface import Batch, BatchIterator, State, check_position
 
-DATA_STREAMS = 4  # by default, at most: each packs a group of rows of its own before the first batch
-OPENED_AT_ONCE = 16
-LAYOUTS = (
-    4096  # layouts of a batch that are looked at to find the streams of a process; if there are more, it takes all
+DATA_STREAMS = (
+    4  # by default, at most: each packs a group of rows of its own before the first batch
 )
+OPENED_AT_ONCE = 16
+# layouts of a batch that are looked at to find the streams of a process; if there are more, it
+# takes all
+LAYOUTS = 4096
 # Of index, count, how many streams this process loads, and whole_window (see Share)
 MakeStream = Callable[[int, int, int, bool], BatchIterator]
 
 
 def stream_count(rows: int, supports: Callable[[int], bool], elastic: bool = False) -> int:
-    """How many data streams share batches of `rows`: the largest divisor of `rows` up to DATA_STREAMS that the source
-    supports. `elastic`: up to one for each row."""
+    """How many data streams share batches of `rows`: the largest divisor of `rows` up to
+    DATA_STREAMS that the source supports. `elastic`: up to one for each row."""
     most = rows if elastic else min(rows, DATA_STREAMS)
     divisors = [number for number in range(most, 1, -1) if rows % number == 0]
     return next((number for number in divisors if supports(number)), 1)
 
 
 def rows_per_stream(rows: int, count: int, first: int) -> np.ndarray:
-    """[count]: how many of the next `rows` rows each stream gives if stream `first` gives the next one."""
+    """[count]: how many of the next `rows` rows each stream gives if stream `first` gives the next
+    one.
+    """
     return rows // count + ((np.arange(count) - first) % count < rows % count)
 
 
@@ -48,8 +53,9 @@ def stream_of_rows(rows: int, count: int, first: int) -> np.ndarray:
 
 
 class RowBuffer:
-    """The rows of one data stream, in any numbers, from batches of any size. A position is that of `source` before the
-    oldest batch that is not used up, and the rows used since; it holds for any batch size of the source."""
+    """The rows of one data stream, in any numbers, from batches of any size. A position is that of
+    `source` before the oldest batch that is not used up, and the rows used since; it holds for any
+    batch size of the source."""
 
     def __init__(self, source: BatchIterator):
         self.source = source
@@ -92,7 +98,10 @@ class RowBuffer:
         return parts
 
     def get_state(self) -> State:
-        return {"used": self.used, "source": self.batches[0][0] if self.batches else self.source.get_state()}
+        return {
+            "used": self.used,
+            "source": self.batches[0][0] if self.batches else self.source.get_state(),
+        }
 
     def set_state(self, state: State) -> None:
         self.source.set_state(state["source"])
@@ -108,9 +117,10 @@ class RowBuffer:
 class Streams(BatchIterator):
     """The rows of each batch that this process holds.
 
-    `rows(step)`: the size of the whole batch of a step, one of `sizes`. `held(size)`: sorted indices of the rows of a
-    batch that this process gives; None: all. `pad`: a stream that has ended gives padding until all have. Otherwise a
-    process that trains alone goes on with the streams that are left, and one of several ends with the first.
+    `rows(step)`: the size of the whole batch of a step, one of `sizes`. `held(size)`: sorted
+    indices of the rows of a batch that this process gives; None: all. `pad`: a stream that has
+    ended gives padding until all have. Otherwise a process that trains alone goes on with the
+    streams that are left, and one of several ends with the first.
     """
 
     def __init__(
@@ -136,9 +146,16 @@ class Streams(BatchIterator):
         step = int(np.gcd.reduce([self.count, *self.sizes]))
         firsts = range(self.first % step, self.count, step)
         held = {size: self.held(size) for size in self.sizes}
-        if all(len(rows) == size for size, rows in held.items()) or len(firsts) * len(held) > LAYOUTS:
+        if (
+            all(len(rows) == size for size, rows in held.items())
+            or len(firsts) * len(held) > LAYOUTS
+        ):
             return range(self.count) if any(map(len, held.values())) else ()
-        layouts = (stream_of_rows(size, self.count, first)[rows] for size, rows in held.items() for first in firsts)
+        layouts = (
+            stream_of_rows(size, self.count, first)[rows]
+            for size, rows in held.items()
+            for first in firsts
+        )
         return np.unique(np.concatenate(list(layouts))).tolist()
 
     def open(self) -> dict[int, RowBuffer]:
@@ -146,7 +163,9 @@ class Streams(BatchIterator):
         # At once: a worker takes seconds to start and to prepare its first batch.
         with ThreadPoolExecutor(max(1, min(len(numbers), OPENED_AT_ONCE))) as executor:
             opening = {
-                number: executor.submit(self.make, number, self.count, len(numbers), self.whole_window)
+                number: executor.submit(
+                    self.make, number, self.count, len(numbers), self.whole_window
+                )
                 for number in numbers
             }
         failed = [one for one in opening.values() if one.exception() is not None]
@@ -159,8 +178,13 @@ class Streams(BatchIterator):
 
     def __next__(self) -> Batch:
         rows = self.rows(self.step)
-        counts, following = rows_per_stream(rows, self.count, self.first), (self.first + rows) % self.count
-        ready = {number: stream.load(int(counts[number])) for number, stream in self.streams.items()}
+        counts, following = (
+            rows_per_stream(rows, self.count, self.first),
+            (self.first + rows) % self.count,
+        )
+        ready = {
+            number: stream.load(int(counts[number])) for number, stream in self.streams.items()
+        }
         if any(ready[number] < counts[number] for number in ready):
             if self.pad and all(not stream.load(1) for stream in self.streams.values()):
                 raise StopIteration
@@ -172,7 +196,9 @@ class Streams(BatchIterator):
         return self.gather(rows, counts)
 
     def deal(self, rows: int) -> tuple[np.ndarray, int]:
-        """The deal when a stream has ended: the others go on in turn. Rows of each stream, and who is next."""
+        """The deal when a stream has ended: the others go on in turn. Rows of each stream, and who
+        is next.
+        """
         if not self.alone:
             raise StopIteration
         counts, number, passed = np.zeros(self.count, int), self.first, 0
@@ -201,7 +227,10 @@ class Streams(BatchIterator):
         if missing:
             some = parts[0] if parts else self.some_row()
             for place, size in missing:
-                parts.insert(place, {name: np.zeros((size, *f.shape[1:]), f.dtype) for name, f in some.items()})
+                parts.insert(
+                    place,
+                    {name: np.zeros((size, *f.shape[1:]), f.dtype) for name, f in some.items()},
+                )
         batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         held, loaded = self.held(rows), np.concatenate(indices)
         if len(held) == len(loaded):
@@ -214,9 +243,15 @@ class Streams(BatchIterator):
         return next(stream.batches[0][1] for stream in self.streams.values() if stream.batches)
 
     def size_of(self, batch: Batch) -> int | None:
-        """The rows of the whole batch of which this process holds `batch`; None: it holds none of any."""
+        """The rows of the whole batch of which this process holds `batch`; None: it holds none of
+        any.
+        """
         held = batch_rows(batch) if batch else 0
-        return next((size for size in self.sizes if len(self.held(size)) == held), None) if held else None
+        return (
+            next((size for size in self.sizes if len(self.held(size)) == held), None)
+            if held
+            else None
+        )
 
     def get_state(self) -> State:
         streams = {str(number): stream.get_state() for number, stream in self.streams.items()}
@@ -225,8 +260,11 @@ class Streams(BatchIterator):
 
     def set_state(self, state: State) -> None:
         saved = state["streams"]
-        # Older positions had the step with each stream, and a number of streams that divided every batch.
-        self.step = state["step"] if "step" in state else next((one["step"] for one in saved.values()), 0)
+        # Older positions had the step with each stream, and a number of streams that divided every
+        # batch.
+        self.step = (
+            state["step"] if "step" in state else next((one["step"] for one in saved.values()), 0)
+        )
         self.first = state.get("first", 0)
         opened = self.count, self.whole_window
         self.count = state["count"]
@@ -235,7 +273,11 @@ class Streams(BatchIterator):
             self.close()
             self.streams = self.open()
         with ThreadPoolExecutor(max(1, min(len(self.streams), OPENED_AT_ONCE))) as executor:
-            list(executor.map(lambda number: self.streams[number].set_state(saved[str(number)]), self.streams))
+            list(
+                executor.map(
+                    lambda number: self.streams[number].set_state(saved[str(number)]), self.streams
+                )
+            )
 
     def reset(self) -> None:
         self.first = self.step = 0
@@ -263,9 +305,13 @@ def merged(first: Any, second: Any, where: str) -> Any:
     if isinstance(first, dict) and isinstance(second, dict):
         both = first | second
         return {
-            key: merged(first[key], second[key], f"{where}/{key}") if key in first and key in second else value
+            key: merged(first[key], second[key], f"{where}/{key}")
+            if key in first and key in second
+            else value
             for key, value in both.items()
         }
     if first != second:
-        raise ValueError(f"processes saved different data positions at {where}: {first} and {second}")
+        raise ValueError(
+            f"processes saved different data positions at {where}: {first} and {second}"
+        )
     return first

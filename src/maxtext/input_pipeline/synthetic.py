@@ -16,7 +16,9 @@ MADE_BY = {"dataset_type": "synthetic"}
 def synthetic_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator:
     seeds = np.random.SeedSequence([config.data_shuffle_seed % 2**32, list(Split).index(split)])
     key = seeds.generate_state(2, np.uint64)
-    return SyntheticBatches(key, share.index, share.rows, config.max_target_length, config.vocab_size)
+    return SyntheticBatches(
+        key, share.index, share.rows, config.max_target_length, config.vocab_size
+    )
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:
@@ -27,7 +29,13 @@ class SyntheticBatches(BatchIterator):
     """`key`: of the random generator, the same for all streams of a split."""
 
     def __init__(self, key: np.ndarray, stream: int, rows: int, length: int, vocab_size: int):
-        self.key, self.stream, self.rows, self.length, self.vocab_size = key, stream, rows, length, vocab_size
+        self.key, self.stream, self.rows, self.length, self.vocab_size = (
+            key,
+            stream,
+            rows,
+            length,
+            vocab_size,
+        )
         self.row = 0
 
     def __next__(self) -> Batch:
@@ -46,7 +54,9 @@ class SyntheticBatches(BatchIterator):
 
     def tokens(self, row: int) -> np.ndarray:
         # The generator counts in the first word; the others make the rows independent.
-        generator = np.random.Generator(np.random.Philox(key=self.key, counter=[0, 0, row, self.stream]))
+        generator = np.random.Generator(
+            np.random.Philox(key=self.key, counter=[0, 0, row, self.stream])
+        )
         return generator.integers(self.vocab_size, size=self.length + 1, dtype=np.int32)
 
     def get_state(self) -> State:

@@ -1,7 +1,8 @@
 """dataset_type=tfds: datasets that TensorFlow Datasets has prepared, without TensorFlow.
 
-What `tfds` says of a dataset (files and records of a split, also of a part such as train[:10%]) is taken from the
-library; the files, ArrayRecord or TFRecord, are read by the pipeline itself: at random, shuffled as a whole.
+What `tfds` says of a dataset (files and records of a split, also of a part such as train[:10%]) is
+taken from the library; the files, ArrayRecord or TFRecord, are read by the pipeline itself: at
+random, shuffled as a whole.
 """
 
 from collections.abc import Sequence
@@ -34,21 +35,35 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
 def part_of(config: MaxTextConfig, split: Split) -> Part:
     """The documents of the configured split."""
     train = split is Split.TRAIN
-    key, name = ("dataset_name", config.dataset_name) if train else ("eval_dataset_name", config.eval_dataset_name)
+    key, name = (
+        ("dataset_name", config.dataset_name)
+        if train
+        else ("eval_dataset_name", config.eval_dataset_name)
+    )
     wanted = config.train_split if train else config.eval_split
     info = open_dataset(key, name, config.dataset_path).info
     kind = KINDS.get(info.file_format.value)
     if kind is None:
-        raise ConfigError(f"{key}={name} is stored as {info.file_format.value}: prepare it as array_record")
+        raise ConfigError(
+            f"{key}={name} is stored as {info.file_format.value}: prepare it as array_record"
+        )
     try:
-        instructions = [one for one in info.splits[wanted].file_instructions if one.examples_in_shard]
+        instructions = [
+            one for one in info.splits[wanted].file_instructions if one.examples_in_shard
+        ]
     except (KeyError, ValueError) as error:
         known = ", ".join(info.splits) or "none"
-        raise ConfigError(f"{'train' if train else 'eval'}_split={wanted}: {key}={name} has {known}") from error
+        raise ConfigError(
+            f"{'train' if train else 'eval'}_split={wanted}: {key}={name} has {known}"
+        ) from error
     if not instructions:
-        raise ConfigError(f"{'train' if train else 'eval'}_split={wanted} of {key}={name} has no records")
+        raise ConfigError(
+            f"{'train' if train else 'eval'}_split={wanted} of {key}={name} has no records"
+        )
     paths = [str(one.filename) for one in instructions]
-    files = open_files(paths, kind, data_columns(config, split), config.grain_data_source_max_workers)
+    files = open_files(
+        paths, kind, data_columns(config, split), config.grain_data_source_max_workers
+    )
     return Part(Ranges(files, instructions))
 
 

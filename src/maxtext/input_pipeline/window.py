@@ -1,8 +1,9 @@
 """Elements mixed within windows of a fixed number, for what can only be read in order.
 
-As Grain's WindowShuffleIterDataset, but with one permutation a window: Grain computes each place by a cipher that is
-made for large numbers, and takes a millisecond for each row of a window of a hundred. A position is that of the parent
-at the start of the window and the place in it, so the window is read again after a restart.
+As Grain's WindowShuffleIterDataset, but with one permutation a window: Grain computes each place by
+a cipher that is made for large numbers, and takes a millisecond for each row of a window of a
+hundred. A position is that of the parent at the start of the window and the place in it, so the
+window is read again after a restart.
 """
 
 from itertools import islice

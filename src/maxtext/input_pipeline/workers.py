@@ -1,7 +1,9 @@
-"""Streams that are prepared in other processes: each worker serves some of them, and keeps batches ready.
+"""Streams that are prepared in other processes: each worker serves some of them, and keeps batches
+ready.
 
-A worker is a program of its own and ends when its connection closes, however this process ended. Batches and positions
-are those of the stream itself: whether a worker prepared it, and which, makes no difference to the data.
+A worker is a program of its own and ends when its connection closes, however this process ended.
+Batches and positions are those of the stream itself: whether a worker prepared it, and which, makes
+no difference to the data.
 """
 
 import os
@@ -37,7 +39,9 @@ def stream_opener(config: MaxTextConfig, split: Split) -> Callable[[Share], Batc
 
 
 class Workers:
-    """Up to `count` processes, started when there is something for them; streams go to them in turn."""
+    """Up to `count` processes, started when there is something for them; streams go to them in
+    turn.
+    """
 
     def __init__(self, count: int):
         self.workers: list[Worker | None] = [None] * count
@@ -71,7 +75,9 @@ class Worker:
         self.streams.add(number)
         return number
 
-    def open(self, number: int, config: MaxTextConfig, split: Split, share: Share) -> "RemoteBatches | None":
+    def open(
+        self, number: int, config: MaxTextConfig, split: Split, share: Share
+    ) -> "RemoteBatches | None":
         state = None
         try:
             state = self.ask("open", number, config, split, share)
@@ -147,7 +153,11 @@ class Served:
         if iterator is None:
             return None
         train = split is Split.TRAIN
-        ahead = config.grain_per_worker_buffer_size if train else config.grain_per_worker_buffer_size_eval
+        ahead = (
+            config.grain_per_worker_buffer_size
+            if train
+            else config.grain_per_worker_buffer_size_eval
+        )
         self.streams[number] = prefetch(iterator, ahead)
         return self.streams[number].get_state()
 
@@ -183,7 +193,9 @@ def serve(descriptor: int) -> None:
             try:
                 connection.send(answer)
             except (TypeError, AttributeError, ValueError):  # an error that cannot be sent as it is
-                connection.send(RuntimeError(f"in a worker process of the data pipeline: {answer!r}"))
+                connection.send(
+                    RuntimeError(f"in a worker process of the data pipeline: {answer!r}")
+                )
     except (EOFError, ConnectionError):
         pass
     os._exit(0)  # threads that read ahead are not waited for

@@ -1,6 +1,8 @@
-"""Cross-entropy over a vocabulary, in float32; whole, or in tiles so that the logits of all tokens never exist at once.
+"""Cross-entropy over a vocabulary, in float32; whole, or in tiles so that the logits of all tokens
+never exist at once.
 
-On one NVIDIA GPU by Triton kernels that read the logits once in each direction (`triton/cross_entropy.py`).
+On one NVIDIA GPU by Triton kernels that read the logits once in each direction
+(`triton/cross_entropy.py`).
 
 Shapes: B batch, S sequence, E embedding, V vocabulary, T tokens.
 """
@@ -16,13 +18,18 @@ from jax import Array
 from maxtext.kernels.triton import cross_entropy as rows
 
 
-def cross_entropy(logits: Array, targets: Array, platform: str | None = None) -> tuple[Array, Array]:
-    """(negative log-likelihood, log of the partition sum) of each token; logits [..., V], targets [...].
+def cross_entropy(
+    logits: Array, targets: Array, platform: str | None = None
+) -> tuple[Array, Array]:
+    """(negative log-likelihood, log of the partition sum) of each token; logits [..., V], targets
+    [...].
 
     `platform` is that of the one device that computes it; None if there are several, or any.
     """
     if rows.supports(math.prod(targets.shape), logits.shape[-1], platform):
-        losses, partition = triton_cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+        losses, partition = triton_cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        )
         return losses.reshape(targets.shape), partition.reshape(targets.shape)
     logits = logits.astype(jnp.float32)
     # Relative to the largest logit, so that the difference of two large numbers is never taken.
@@ -30,14 +37,23 @@ def cross_entropy(logits: Array, targets: Array, platform: str | None = None) ->
     shifted = logits - largest
     partition = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     # A masked sum instead of a gather: it stays local where the vocabulary is split over devices.
-    is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
-    return partition - jnp.sum(jnp.where(is_target, shifted, 0.0), axis=-1), partition + largest[..., 0]
+    is_target = (
+        jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+    )
+    return partition - jnp.sum(jnp.where(is_target, shifted, 0.0), axis=-1), partition + largest[
+        ..., 0
+    ]
 
 
 def tiled_cross_entropy(
-    head: Callable[[Array], Array], hidden: Array, targets: Array, tiles: int, platform: str | None = None
+    head: Callable[[Array], Array],
+    hidden: Array,
+    targets: Array,
+    tiles: int,
+    platform: str | None = None,
 ) -> tuple[Array, Array]:
-    """cross_entropy(head(hidden), targets) of hidden [B, S, E], for S/tiles tokens of each row at a time.
+    """cross_entropy(head(hidden), targets) of hidden [B, S, E], for S/tiles tokens of each row at a
+    time.
 
     The backward pass computes the logits of each tile again instead of saving them.
     """
@@ -54,7 +70,9 @@ def tiled_cross_entropy(
         targets.reshape(batch, tiles, length // tiles).swapaxes(0, 1),
     )
     losses, partition = jax.lax.map(tile, parts)
-    return losses.swapaxes(0, 1).reshape(batch, length), partition.swapaxes(0, 1).reshape(batch, length)
+    return losses.swapaxes(0, 1).reshape(batch, length), partition.swapaxes(0, 1).reshape(
+        batch, length
+    )
 
 
 @jax.custom_vjp

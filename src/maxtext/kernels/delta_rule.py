@@ -1,21 +1,26 @@
-"""The gated delta rule (Yang et al. 2024, Gated Delta Networks) and the short causal convolution ahead of it.
+"""The gated delta rule (Yang et al. 2024, Gated Delta Networks) and the short causal convolution
+ahead of it.
 
-Each head keeps a matrix S [Dk, Dv] that maps keys to values. A token fades it, then corrects what it answers to the
-token's key, and reads it with the token's query; with fade a = exp(log_decay), 0 < a <= 1, and step β in [0, 1]:
+Each head keeps a matrix S [Dk, Dv] that maps keys to values. A token fades it, then corrects what
+it answers to the token's key, and reads it with the token's query; with fade a = exp(log_decay), 0
+< a <= 1, and step β in [0, 1]:
 
     S_t = a_t S_{t-1} + k_t u_tᵀ,   u_t = β_t (v_t - a_t S_{t-1}ᵀ k_t),   out_t = S_tᵀ q_t / √Dk
 
-`gated_delta_step` is this line, for decoding; `recurrent_gated_delta_rule` runs it token by token; `gated_delta_rule`
-computes the same in chunks, for training. Queries are scaled by Dk^-½ inside all three, when they are cast.
+`gated_delta_step` is this line, for decoding; `recurrent_gated_delta_rule` runs it token by token;
+`gated_delta_rule` computes the same in chunks, for training. Queries are scaled by Dk^-½ inside all
+three, when they are cast.
 
-Documents: `segments` [B, S] numbers the documents packed in a row; each starts from an empty state and sees nothing of
-the others. Segment 0 is padding: it neither reads (its output is 0) nor changes the state, so the final state is the
-one of the row's last document. A state that is passed in belongs to the row's first document.
+Documents: `segments` [B, S] numbers the documents packed in a row; each starts from an empty state
+and sees nothing of the others. Segment 0 is padding: it neither reads (its output is 0) nor changes
+the state, so the final state is the one of the row's last document. A state that is passed in
+belongs to the row's first document.
 
-Everything is float32 inside and in the returned state; outputs have the dtype of v (of x for the convolution).
+Everything is float32 inside and in the returned state; outputs have the dtype of v (of x for the
+convolution).
 
-Shapes: B batch, S sequence, H heads (as many for keys as for values), Dk key size, Dv value size, C chunk, N chunks,
-W convolution width.
+Shapes: B batch, S sequence, H heads (as many for keys as for values), Dk key size, Dv value size, C
+chunk, N chunks, W convolution width.
 """
 
 import jax
@@ -24,11 +29,13 @@ from jax import Array
 
 
 def product(pattern: str, *arrays: Array) -> Array:
-    """Near-float32 is enough for products of activations (TF32 on GPUs, three bfloat16 passes on TPUs), unless the
-    highest precision is asked for."""
+    """Near-float32 is enough for products of activations (TF32 on GPUs, three bfloat16 passes on
+    TPUs), unless the highest precision is asked for."""
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     exact = asked in ("highest", "float32")
-    return jnp.einsum(pattern, *arrays, precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.HIGH)
+    return jnp.einsum(
+        pattern, *arrays, precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.HIGH
+    )
 
 
 def exact_product(pattern: str, *arrays: Array) -> Array:
@@ -36,12 +43,18 @@ def exact_product(pattern: str, *arrays: Array) -> Array:
     return jnp.einsum(pattern, *arrays, precision=jax.lax.Precision.HIGHEST)
 
 
-FADED = -100.0  # exp of this is 0 in float32; nothing below it is told apart, and sums of it stay finite
+FADED = (
+    -100.0
+)  # exp of this is 0 in float32; nothing below it is told apart, and sums of it stay finite
 SMALL = 16  # blocks up to this size are inverted whole: smaller products would be too many
 
 
-def gated_delta_step(q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array) -> tuple[Array, Array]:
-    """One token: q, k [B, H, Dk], v [B, H, Dv], log_decay, beta [B, H], state [B, H, Dk, Dv] -> (out, state)."""
+def gated_delta_step(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array
+) -> tuple[Array, Array]:
+    """One token: q, k [B, H, Dk], v [B, H, Dv], log_decay, beta [B, H], state [B, H, Dk, Dv] ->
+    (out, state).
+    """
     dtype = v.dtype
     q, k, v, log_decay, beta = to_float32(q, k, v, log_decay, beta)
     state = state.astype(jnp.float32) * jnp.exp(log_decay)[..., None, None]
@@ -60,7 +73,9 @@ def recurrent_gated_delta_rule(
     initial_state: Array | None = None,
     segments: Array | None = None,
 ) -> tuple[Array, Array]:
-    """As gated_delta_rule, one token after the other: the definition it is tested against, slow where S is long."""
+    """As gated_delta_rule, one token after the other: the definition it is tested against, slow
+    where S is long.
+    """
     state = first_state(k, v, initial_state)
     if segments is not None:
         q, log_decay, beta = leave_out(segments == 0, q, log_decay, beta)
@@ -89,16 +104,19 @@ def gated_delta_rule(
     initial_state: Array | None = None,
     segments: Array | None = None,
 ) -> tuple[Array, Array]:
-    """q, k [B, S, H, Dk], v [B, S, H, Dv], log_decay, beta [B, S, H] -> (out [B, S, H, Dv], state [B, H, Dk, Dv]).
+    """q, k [B, S, H, Dk], v [B, S, H, Dv], log_decay, beta [B, S, H] -> (out [B, S, H, Dv], state
+    [B, H, Dk, Dv]).
 
-    Let S₀ be the state before a chunk, and fade(i, j) the decay between its tokens j <= i. Unrolling the rule,
+    Let S₀ be the state before a chunk, and fade(i, j) the decay between its tokens j <= i.
+    Unrolling the rule,
 
         S_i = fade(i, start) S₀ + Σ_{j<=i} fade(i, j) k_j u_jᵀ
 
-    so the writes u of a chunk solve (I + L) U = β V - (β fade(·, start) K) S₀, L_ij = β_i fade(i, j) k_i·k_j for j < i.
-    The inverse of I + L, and with it all that does not depend on S₀, is computed for all chunks at once; a scan then
-    carries the state through the chunks with two products each, and the outputs are again computed for all at once.
-    Where documents meet, fade is 0.
+    so the writes u of a chunk solve (I + L) U = β V - (β fade(·, start) K) S₀, L_ij = β_i fade(i,
+    j) k_i·k_j for j < i. The inverse of I + L, and with it all that does not depend on S₀, is
+    computed for all chunks at once; a scan then carries the state through the chunks with two
+    products each, and the outputs are again computed for all at once. Where documents meet, fade is
+    0.
     """
     length, dtype = q.shape[1], v.dtype
     chunk = min(chunk, length)
@@ -109,16 +127,22 @@ def gated_delta_rule(
         q, log_decay, beta = leave_out(segments == 0, q, log_decay, beta)
         document = count_documents(segments)
     q, k, v, log_decay, beta = to_float32(q, k, v, log_decay, beta)
-    # What fills the last chunk is as padding: β = 0 writes nothing, a decay of 1 (log 0) keeps the state.
-    q, k, v, log_decay, beta = (split(x, chunk) for x in (q, k, v, log_decay, beta))  # [N, B, H, C, ...]
+    # What fills the last chunk is as padding: β = 0 writes nothing, a decay of 1 (log 0) keeps the
+    # state.
+    q, k, v, log_decay, beta = (
+        split(x, chunk) for x in (q, k, v, log_decay, beta)
+    )  # [N, B, H, C, ...]
     document = split(document[..., None], chunk, mode="edge")  # [N, B or 1, 1, C]
 
-    # Each pair's decay is summed by itself: differences of one running sum would lose the digits of what came before.
+    # Each pair's decay is summed by itself: differences of one running sum would lose the digits of
+    # what came before.
     log_decay = jnp.maximum(log_decay, FADED)
     passed = jnp.tril(jnp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, chunk)), -1)
     passed = jnp.cumsum(passed, axis=-2)  # [N, B, H, C, C]: over the tokens after j up to i
     total = jnp.cumsum(log_decay, axis=-1)
-    before = jnp.pad(document[:-1, ..., -1:], ((1, 0), (0, 0), (0, 0), (0, 0)))  # the document S₀ belongs to
+    before = jnp.pad(
+        document[:-1, ..., -1:], ((1, 0), (0, 0), (0, 0), (0, 0))
+    )  # the document S₀ belongs to
     causal = jnp.tril(jnp.ones((chunk, chunk), bool))
     same = document[..., :, None] == document[..., None, :]
     between = faded(passed, causal & same)
@@ -146,10 +170,11 @@ def gated_delta_rule(
 def causal_convolution(
     x: Array, kernel: Array, segments: Array | None = None, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """y_t = Σ_w kernel_w x_{t-W+1+w}, each channel by itself: x [B, S, *channels], kernel [W, *channels] -> (y, state).
+    """y_t = Σ_w kernel_w x_{t-W+1+w}, each channel by itself: x [B, S, *channels], kernel [W,
+    *channels] -> (y, state).
 
-    The state [B, W-1, *channels] holds the inputs right before x_0 (zeros if there were none) and, returned, the last
-    ones of the row's last document. A token sees only inputs of its own segment.
+    The state [B, W-1, *channels] holds the inputs right before x_0 (zeros if there were none) and,
+    returned, the last ones of the row's last document. A token sees only inputs of its own segment.
     """
     width, length = kernel.shape[0], x.shape[1]
     if state is None:
@@ -167,10 +192,13 @@ def causal_convolution(
         # What came before x belongs to the first document.
         names = jnp.pad(segments, ((0, 0), (width - 1, 0)), mode="edge")
         taps = [
-            jnp.where(widen(names[:, tap : tap + length] == segments), reach[:, tap : tap + length], 0)
+            jnp.where(
+                widen(names[:, tap : tap + length] == segments), reach[:, tap : tap + length], 0
+            )
             for tap in range(width)
         ]
-        # The last W-1 places up to the last token that is no padding; those of another document count as empty.
+        # The last W-1 places up to the last token that is no padding; those of another document
+        # count as empty.
         end = jnp.max(jnp.where(segments != 0, jnp.arange(1, length + 1), 0), axis=1, keepdims=True)
         places = end + jnp.arange(width - 1)
         last = jnp.take_along_axis(names, end + width - 2, axis=1)
@@ -182,7 +210,9 @@ def causal_convolution(
 
 
 def causal_convolution_step(x: Array, kernel: Array, state: Array) -> tuple[Array, Array]:
-    """One token: x [B, *channels], kernel [W, *channels], state [B, W-1, *channels] -> (y, state)."""
+    """One token: x [B, *channels], kernel [W, *channels], state [B, W-1, *channels] -> (y,
+    state).
+    """
     y, state = causal_convolution(x[:, None], kernel, state=state)
     return y[:, 0], state
 
@@ -191,8 +221,8 @@ def causal_convolution_step(x: Array, kernel: Array, state: Array) -> tuple[Arra
 def unit_lower_inverse(strict: Array) -> Array:
     """(I + strict)⁻¹ for strictly lower triangular matrices [..., C, C].
 
-    By halves, [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]: products only, and unlike the powers of a Neumann
-    series none of them is larger than the inverse and the matrix themselves.
+    By halves, [[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [-D⁻¹ B A⁻¹, D⁻¹]]: products only, and unlike the
+    powers of a Neumann series none of them is larger than the inverse and the matrix themselves.
     """
     size = strict.shape[-1]
     if size <= SMALL:
@@ -201,7 +231,9 @@ def unit_lower_inverse(strict: Array) -> Array:
         edge = [(0, 0)] * (strict.ndim - 2) + [(0, 1)] * 2
         return unit_lower_inverse(jnp.pad(strict, edge))[..., :size, :size]
     half = size // 2
-    upper, lower = unit_lower_inverse(jnp.stack([strict[..., :half, :half], strict[..., half:, half:]]))
+    upper, lower = unit_lower_inverse(
+        jnp.stack([strict[..., :half, :half], strict[..., half:, half:]])
+    )
     corner = -exact_product("...ij,...jk,...kl->...il", lower, strict[..., half:, :half], upper)
     return jnp.block([[upper, jnp.zeros_like(upper)], [corner, lower]])
 
@@ -214,7 +246,9 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
 
 
 def small_inverse(strict: Array) -> Array:
-    """The same by halves from the bottom up: T inverts the blocks of one size on the diagonal, then of twice that."""
+    """The same by halves from the bottom up: T inverts the blocks of one size on the diagonal, then
+    of twice that.
+    """
     size = strict.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
     block = 1
@@ -239,14 +273,22 @@ def to_float32(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> t
     return q * q.shape[-1] ** -0.5, k, v, log_decay, beta
 
 
-def leave_out(padding: Array, q: Array, log_decay: Array, beta: Array) -> tuple[Array, Array, Array]:
+def leave_out(
+    padding: Array, q: Array, log_decay: Array, beta: Array
+) -> tuple[Array, Array, Array]:
     """Tokens of padding neither read the state, nor fade it, nor write to it; padding [B, S]."""
     padding = padding[..., None]
-    return jnp.where(padding[..., None], 0, q), jnp.where(padding, 0, log_decay), jnp.where(padding, 0, beta)
+    return (
+        jnp.where(padding[..., None], 0, q),
+        jnp.where(padding, 0, log_decay),
+        jnp.where(padding, 0, beta),
+    )
 
 
 def count_documents(segments: Array) -> Array:
-    """For each token the number of documents that began after the row's first one; padding goes with what precedes."""
+    """For each token the number of documents that began after the row's first one; padding goes
+    with what precedes.
+    """
     places = jnp.where(segments != 0, jnp.arange(segments.shape[1]), -1)
     previous = jnp.pad(jax.lax.cummax(places, axis=1)[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     differs = jnp.take_along_axis(segments, jnp.maximum(previous, 0), axis=1) != segments
@@ -254,7 +296,9 @@ def count_documents(segments: Array) -> Array:
 
 
 def faded(log_decay: Array, seen: Array) -> Array:
-    """exp(log_decay) where seen, else 0. Hidden before exp, so that no infinity meets a zero in the gradient."""
+    """exp(log_decay) where seen, else 0. Hidden before exp, so that no infinity meets a zero in the
+    gradient.
+    """
     return jnp.exp(jnp.where(seen, log_decay, -jnp.inf))
 
 

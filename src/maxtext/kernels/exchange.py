@@ -1,14 +1,17 @@
-"""Rows that travel between devices: each goes to the device that owns its group, and its result comes back.
+"""Rows that travel between devices: each goes to the device that owns its group, and its result
+comes back.
 
-For use inside `jax.shard_map`. Shapes: P devices along some mesh axes, N rows of a device at home, R rows of its
-buffer for those that it works on, X groups, of which device p owns the p-th X/P, C rows a device sends to another at
-most, E row width.
+For use inside `jax.shard_map`. Shapes: P devices along some mesh axes, N rows of a device at home,
+R rows of its buffer for those that it works on, X groups, of which device p owns the p-th X/P, C
+rows a device sends to another at most, E row width.
 
-At the owner, rows stand in the order of groups, within a group in that of the devices that they come from, and then as
-they stood there. If more than R arrive, the last ones in this order do not travel: they come back as zeros.
+At the owner, rows stand in the order of groups, within a group in that of the devices that they
+come from, and then as they stood there. If more than R arrive, the last ones in this order do not
+travel: they come back as zeros.
 
-A ragged exchange moves just the rows that travel. Platforms without it move padded blocks of C = min(N, R) rows from
-every device to every other; results are the same. Shapes never depend on where rows go.
+A ragged exchange moves just the rows that travel. Platforms without it move padded blocks of C =
+min(N, R) rows from every device to every other; results are the same. Shapes never depend on where
+rows go.
 """
 
 from typing import NamedTuple
@@ -21,7 +24,9 @@ RAGGED_PLATFORMS = ("tpu", "gpu")  # whose compilers know ragged_all_to_all
 
 
 class Way(NamedTuple):
-    """How rows travel. `varying`: all mesh axes over which rows differ, those of the exchange among them."""
+    """How rows travel. `varying`: all mesh axes over which rows differ, those of the exchange among
+    them.
+    """
 
     axes: tuple[str, ...]
     home: int  # N
@@ -31,7 +36,8 @@ class Way(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """A partial one-to-one map between places here and there, as indices both ways; out of bounds where there is none.
+    """A partial one-to-one map between places here and there, as indices both ways; out of bounds
+    where there is none.
 
     `forth` [places there] of places here, `back` [places here] of places there.
     """
@@ -50,7 +56,9 @@ class Slices(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where rows go. `sizes` [X/P] and `groups` [R] are of the owner's sorted rows; X/P is the group of none."""
+    """Where rows go. `sizes` [X/P] and `groups` [R] are of the owner's sorted rows; X/P is the
+    group of none.
+    """
 
     packed: Moves | None  # padded: home and the blocks that are sent
     forth: Slices | None  # ragged
@@ -61,14 +69,19 @@ class Plan(NamedTuple):
 
 
 def make_plan(sizes: Array, way: Way) -> Plan:
-    """For rows that are sorted by group, `sizes` [X] of each; what is behind the last group stays at home."""
+    """For rows that are sorted by group, `sizes` [X] of each; what is behind the last group stays
+    at home.
+    """
     counts = jax.lax.all_gather(sizes, way.axes)
     peers = counts.shape[0]
     counts = counts.reshape(peers, peers, -1)  # [from, to, group of the owner]
     kept = within(counts, way.rows)
     here = jax.lax.axis_index(way.axes)
     sent = jnp.sum(kept, axis=2)  # [from, to]
-    at_home, arrived = before(jnp.sum(counts, axis=2), 1), before(sent, 0)  # [from, to]: the first place of each block
+    at_home, arrived = (
+        before(jnp.sum(counts, axis=2), 1),
+        before(sent, 0),
+    )  # [from, to]: the first place of each block
     mine = kept[:, here]  # [from, group]
 
     packed = forth = back = None
@@ -83,11 +96,19 @@ def make_plan(sizes: Array, way: Way) -> Plan:
             follow(room, blocks, at_home[here], sent[here], nowhere=way.home),
             follow(way.home, at_home[here], blocks, sent[here], nowhere=room),
         )
-    arrivals = blocks[:, None] + before(mine, 1)  # [from, group]: the first place of each, as they arrive
-    ordered = before(mine.T.reshape(-1), 0).reshape(mine.T.shape)  # [group, from]: and as the owner sorts them
+    arrivals = blocks[:, None] + before(
+        mine, 1
+    )  # [from, group]: the first place of each, as they arrive
+    ordered = before(mine.T.reshape(-1), 0).reshape(
+        mine.T.shape
+    )  # [group, from]: and as the owner sorts them
     moves = Moves(
-        follow(way.rows, ordered.reshape(-1), arrivals.T.reshape(-1), mine.T.reshape(-1), nowhere=room),
-        follow(room, arrivals.reshape(-1), ordered.T.reshape(-1), mine.reshape(-1), nowhere=way.rows),
+        follow(
+            way.rows, ordered.reshape(-1), arrivals.T.reshape(-1), mine.T.reshape(-1), nowhere=room
+        ),
+        follow(
+            room, arrivals.reshape(-1), ordered.T.reshape(-1), mine.reshape(-1), nowhere=way.rows
+        ),
     )
     own = jnp.sum(mine, axis=0)
     return Plan(packed, forth, back, moves, own, find(jnp.cumsum(own), way.rows))
@@ -111,12 +132,18 @@ def before(sizes: Array, axis: int) -> Array:
 def find(bounds: Array, length: int) -> Array:
     """For each place below `length`, how many of the sorted bounds are not above it."""
     # One comparison with each bound is fused into a sum; a search would gather again and again.
-    return jnp.searchsorted(bounds, jnp.arange(length), side="right", method="compare_all").astype(jnp.int32)
+    return jnp.searchsorted(bounds, jnp.arange(length), side="right", method="compare_all").astype(
+        jnp.int32
+    )
 
 
 def follow(length: int, here: Array, there: Array, sizes: Array, nowhere: int) -> Array:
-    """[length]: where each place goes, for runs of `sizes` that begin `here` (ascending, from 0) and go `there`."""
-    run = find(here, length) - 1  # of runs that begin at the same place, the last: the others are empty
+    """[length]: where each place goes, for runs of `sizes` that begin `here` (ascending, from 0)
+    and go `there`.
+    """
+    run = (
+        find(here, length) - 1
+    )  # of runs that begin at the same place, the last: the others are empty
     offset = jnp.arange(length, dtype=jnp.int32) - here[run]
     return jnp.where(offset < sizes[run], there[run] + offset, nowhere)
 

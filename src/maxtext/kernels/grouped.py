@@ -1,9 +1,10 @@
 """Products of sorted rows with one kernel a group, and the way of rows into that order and back.
 
-Shapes: T tokens, k assignments a token, N rows of the sorted buffer, X groups (experts), E and M row widths.
+Shapes: T tokens, k assignments a token, N rows of the sorted buffer, X groups (experts), E and M
+row widths.
 
-The rows of group 0 come first, then those of group 1 and so on; what lies behind the last group belongs to nobody, and
-has no gradient. Shapes never depend on where tokens go.
+The rows of group 0 come first, then those of group 1 and so on; what lies behind the last group
+belongs to nobody, and has no gradient. Shapes never depend on where tokens go.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +18,22 @@ from maxtext.common.gpu import target_capability
 from maxtext.common.log import say_once
 
 
-def grouped_product(rows: Array, kernels: Array, group_sizes: Array, platform: str | None = None) -> Array:
+def grouped_product(
+    rows: Array, kernels: Array, group_sizes: Array, platform: str | None = None
+) -> Array:
     """rows [N, E] of sorted groups, kernels [X, E, M], group_sizes [X] of int32 -> [N, M].
 
-    Accumulates in float32 and returns the dtype of the rows, which the kernels must share: asking for a float32 result
-    here would make the backward products float32, too. `platform`: of the one device that computes it; None: there are
-    several, or any will do. With one, what comes out behind the last group may be anything, as may be its gradient:
-    callers must not read it. With None it is zeros.
+    Accumulates in float32 and returns the dtype of the rows, which the kernels must share: asking
+    for a float32 result here would make the backward products float32, too. `platform`: of the one
+    device that computes it; None: there are several, or any will do. With one, what comes out
+    behind the last group may be anything, as may be its gradient: callers must not read it. With
+    None it is zeros.
     """
     hopper = is_hopper(platform) and hopper_has(rows, kernels)
     if platform == "gpu":
-        say_once(f"{len(kernels)} experts are multiplied by {'the kernel for Hopper GPUs' if hopper else 'ragged_dot'}")
+        say_once(
+            f"{len(kernels)} experts are multiplied by {'the kernel for Hopper GPUs' if hopper else 'ragged_dot'}"
+        )
     if hopper:
         return hopper_product(rows, kernels, group_sizes)
     mine = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
@@ -40,8 +46,8 @@ def is_hopper(platform: str | None) -> bool:
 
 
 def hopper_has(rows: Array, kernels: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether `grouped_hopper` can do it: its copies have bounds on sizes. With less than one block of rows, as in
-    generation, it has not been tried.
+    """Whether `grouped_hopper` can do it: its copies have bounds on sizes. With less than one block
+    of rows, as in generation, it has not been tried.
     """
     from maxtext.kernels import grouped_hopper  # what it is made with takes long to import
 
@@ -73,9 +79,10 @@ hopper_product.defvjp(lambda *inputs: (hopper_product(*inputs), inputs), hopper_
 class Order(NamedTuple):
     """Where the assignments of tokens stand when they are sorted by group.
 
-    `assignments` [N]: which one of the T·k stands in a row (assignment a is of token a // k). `places` [T, k]: in which
-    row an assignment stands; N or more where it has none, or is in no group. `groups` [N]: the group of a row, X behind
-    the last group. `sizes` [X]: rows of each group.
+    `assignments` [N]: which one of the T·k stands in a row (assignment a is of token a // k).
+    `places` [T, k]: in which row an assignment stands; N or more where it has none, or is in no
+    group. `groups` [N]: the group of a row, X behind the last group. `sizes` [X]: rows of each
+    group.
     """
 
     assignments: Array
@@ -85,23 +92,29 @@ class Order(NamedTuple):
 
 
 def sort_by_group(groups: Array, count: int, rows: int | None = None) -> Order:
-    """The order of groups [T, k]; `count` of them, and the number `count` itself means: in no group.
+    """The order of groups [T, k]; `count` of them, and the number `count` itself means: in no
+    group.
 
-    Within a group, tokens keep their order. With fewer `rows` than T·k, the last ones in this order have no row.
+    Within a group, tokens keep their order. With fewer `rows` than T·k, the last ones in this order
+    have no row.
     """
     flat = groups.reshape(-1)
     rows = flat.size if rows is None else min(rows, flat.size)
     order = jnp.argsort(flat, stable=True)
     places = jnp.where(flat < count, jnp.argsort(order), flat.size)  # the inverse
     in_order = flat[order]
-    ends = jnp.searchsorted(in_order, jnp.arange(count, dtype=flat.dtype), side="right").astype(jnp.int32)
+    ends = jnp.searchsorted(in_order, jnp.arange(count, dtype=flat.dtype), side="right").astype(
+        jnp.int32
+    )
     sizes = jnp.diff(jnp.minimum(ends, rows), prepend=0)
     return Order(order[:rows], places.reshape(groups.shape), in_order[:rows], sizes)
 
 
 def gather_rows(tokens: Array, order: Order) -> Array:
     """tokens [T, E] -> rows [N, E], zeros for a row in no group."""
-    return in_groups(jnp.take(tokens, order.assignments // order.places.shape[1], axis=0, mode="clip"), order)
+    return in_groups(
+        jnp.take(tokens, order.assignments // order.places.shape[1], axis=0, mode="clip"), order
+    )
 
 
 def in_groups(rows: Array, order: Order) -> Array:
@@ -124,12 +137,17 @@ def gather_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:
 
 def return_rows_backward(order: Order, cotangent: Array) -> tuple[Array, Any]:
     flat = cotangent.reshape(-1, cotangent.shape[-1])
-    return in_groups(jnp.take(flat, order.assignments, axis=0, mode="clip"), order), no_gradient(order)
+    return in_groups(jnp.take(flat, order.assignments, axis=0, mode="clip"), order), no_gradient(
+        order
+    )
 
 
-# The same with gradients that gather: each is the other's transpose, up to the sum over a token's assignments. Autodiff
-# does not know that and adds row after row into place, which is slow and, on GPUs, not deterministic.
+# The same with gradients that gather: each is the other's transpose, up to the sum over a token's
+# assignments. Autodiff does not know that and adds row after row into place, which is slow and, on
+# GPUs, not deterministic.
 gather_rows_fast = jax.custom_vjp(gather_rows)
-gather_rows_fast.defvjp(lambda tokens, order: (gather_rows(tokens, order), order), gather_rows_backward)
+gather_rows_fast.defvjp(
+    lambda tokens, order: (gather_rows(tokens, order), order), gather_rows_backward
+)
 return_rows_fast = jax.custom_vjp(return_rows)
 return_rows_fast.defvjp(lambda rows, order: (return_rows(rows, order), order), return_rows_backward)

@@ -1,10 +1,12 @@
-"""Grouped products in fp8 for training: rows of tokens, and of their gradients, times kernels, all as e4m3.
+"""Grouped products in fp8 for training: rows of tokens, and of their gradients, times kernels, all
+as e4m3.
 
-Rows have a scale each and kernels one for all, powers of two of the moment. So what stands in rows of no group, which
-can be anything, does nothing to the others; and gradients, whose rows differ much in size, need no format that reaches
-further. The gradient of the kernels is a product in the dtype of the rows. On one Hopper GPU the other two are products
-of eight bits (`grouped_hopper`), where widths are multiples of 128; elsewhere the rounded numbers are multiplied in the
-dtype of the rows, to the same effect.
+Rows have a scale each and kernels one for all, powers of two of the moment. So what stands in rows
+of no group, which can be anything, does nothing to the others; and gradients, whose rows differ
+much in size, need no format that reaches further. The gradient of the kernels is a product in the
+dtype of the rows. On one Hopper GPU the other two are products of eight bits (`grouped_hopper`),
+where widths are multiples of 128; elsewhere the rounded numbers are multiplied in the dtype of the
+rows, to the same effect.
 
 Shapes: N rows, X groups, E and M row widths.
 """
@@ -47,10 +49,14 @@ def backward(
 product.defvjp(forward, backward)
 
 
-def times(rows: Array, kernels: QuantizedTensor, sizes: Array, platform: str | None, back: bool = False) -> Array:
+def times(
+    rows: Array, kernels: QuantizedTensor, sizes: Array, platform: str | None, back: bool = False
+) -> Array:
     """Rows, rounded, times kernels, or their transposes on the way back."""
     some = quantize(rows, E4M3, (1,))
-    able = is_hopper(platform) and hopper_has(rows, jax.ShapeDtypeStruct(kernels.qvalue.shape, rows.dtype))
+    able = is_hopper(platform) and hopper_has(
+        rows, jax.ShapeDtypeStruct(kernels.qvalue.shape, rows.dtype)
+    )
     able = able and not any(size % WHOLE for size in kernels.qvalue.shape[1:])
     turned = kernels.qvalue.swapaxes(1, 2)
     if platform == "gpu":
@@ -62,9 +68,13 @@ def times(rows: Array, kernels: QuantizedTensor, sizes: Array, platform: str | N
         y = grouped_hopper.product(some.qvalue, numbers, sizes, transposed=True, dtype=rows.dtype)
     else:
         numbers = turned if back else kernels.qvalue
-        wide = jnp.float32 if rows.dtype == jnp.float16 else rows.dtype  # whose largest number is soon reached
+        wide = (
+            jnp.float32 if rows.dtype == jnp.float16 else rows.dtype
+        )  # whose largest number is soon reached
         y = grouped_product(some.qvalue.astype(wide), numbers.astype(wide), sizes, platform)
     scale = some.scale * kernels.scale
     if platform is None:
-        scale = jnp.where(jnp.arange(len(rows)) < jnp.sum(sizes), scale, 0)  # there zeros are promised
+        scale = jnp.where(
+            jnp.arange(len(rows)) < jnp.sum(sizes), scale, 0
+        )  # there zeros are promised
     return (y * scale[:, None].astype(y.dtype)).astype(rows.dtype)

@@ -1,6 +1,7 @@
 """RMS normalisation over the last dimension, in float32, with a backward pass of its own.
 
-Autodiff would save the input and its normalised copy in float32. This saves the input as it came and one number a row.
+Autodiff would save the input and its normalised copy in float32. This saves the input as it came
+and one number a row.
 """
 
 from functools import partial
@@ -29,7 +30,11 @@ def backward(epsilon: float, dtype: Any, residuals: Any, dy: Array) -> tuple[Arr
     dy = dy.astype(jnp.float32)
     dunit = apply_scale(dy, scale)
     dx = inverse_rms * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
-    dscale = None if scale is None else jnp.sum(dy * unit, axis=tuple(range(x.ndim - 1))).astype(scale.dtype)
+    dscale = (
+        None
+        if scale is None
+        else jnp.sum(dy * unit, axis=tuple(range(x.ndim - 1))).astype(scale.dtype)
+    )
     return dx.astype(x.dtype), dscale
 
 

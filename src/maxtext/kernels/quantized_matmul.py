@@ -1,13 +1,15 @@
-"""Matrix products in eight bits for training, forward and backward, with scales of the current tensors.
+"""Matrix products in eight bits for training, forward and backward, with scales of the current
+tensors.
 
-`fp8`: activations and weights as e4m3, gradients as e5m2. A token has a scale, and the weights that it is multiplied
-with share one: powers of two (`fp8/quantize.py`). All three products are in fp8, and the backward pass saves fp8. dw
-sums over tokens, so the scales of a token and of its gradient, relative to the largest of all tokens, are part of the
-gradient's values there. (The Triton kernels use one scale for all tokens where it is known in advance, or cheaper.)
+`fp8`: activations and weights as e4m3, gradients as e5m2. A token has a scale, and the weights that
+it is multiplied with share one: powers of two (`fp8/quantize.py`). All three products are in fp8,
+and the backward pass saves fp8. dw sums over tokens, so the scales of a token and of its gradient,
+relative to the largest of all tokens, are part of the gradient's values there. (The Triton kernels
+use one scale for all tokens where it is known in advance, or cheaper.)
 
-`int8`: a scale for each row and each column, so that one large value does not flatten all others. Each product sums
-along other dimensions, so operands are quantized anew for each; dw, whose sum over all tokens suffers most, stays in
-the dtype of the inputs.
+`int8`: a scale for each row and each column, so that one large value does not flatten all others.
+Each product sums along other dimensions, so operands are quantized anew for each; dw, whose sum
+over all tokens suffers most, stays in the dtype of the inputs.
 """
 
 import math
@@ -43,11 +45,18 @@ Weights = tuple[Array, ...]
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def quantized_matmul(
-    x: Array, weights: Weights, input_dims: int, precision: str, dtype: Any, platform: str | None = None
+    x: Array,
+    weights: Weights,
+    input_dims: int,
+    precision: str,
+    dtype: Any,
+    platform: str | None = None,
 ) -> Weights:
-    """x [..., inputs] times each weight [inputs, outputs], in `dtype`; `input_dims`: the number of input dimensions.
+    """x [..., inputs] times each weight [inputs, outputs], in `dtype`; `input_dims`: the number of
+    input dimensions.
 
-    `precision` is fp8 or int8. `platform`: of the one device that computes it; None if there are several, or any.
+    `precision` is fp8 or int8. `platform`: of the one device that computes it; None if there are
+    several, or any.
     """
     return forward(x, weights, input_dims, precision, dtype, platform)[0]
 
@@ -59,7 +68,9 @@ def forward(
     axes = (range(row_dims, x.ndim), inputs)
     if precision == "int8":
         x_int8 = quantize(x, jnp.int8, axes[0])
-        return tuple(int8_product(x_int8, quantize(w, jnp.int8, inputs), axes, dtype) for w in weights), (x, weights)
+        return tuple(
+            int8_product(x_int8, quantize(w, jnp.int8, inputs), axes, dtype) for w in weights
+        ), (x, weights)
     shapes = shape_residual(x), tuple(map(shape_residual, weights))
     if matmul.supports(x.shape, [w.shape for w in weights], input_dims, platform):
         x_fp8, x_scale, _ = matmul.quantize_rowwise([flatten_2d(x, row_dims)], E4M3)
@@ -68,11 +79,17 @@ def forward(
         )
         ys = [rescale(y, x_scale * residuals.weight_scale, dtype) for y in products]
         y_shapes = [(*x.shape[:row_dims], *w.shape[input_dims:]) for w in weights]
-        return tuple(y.reshape(shape) for y, shape in zip(ys, y_shapes, strict=True)), (residuals, *shapes)
+        return tuple(y.reshape(shape) for y, shape in zip(ys, y_shapes, strict=True)), (
+            residuals,
+            *shapes,
+        )
     (x_fp8,), x_scale = quantize_rows([x], row_dims, E4M3)
     weight_scale = shared_scale(weights, E4M3)
     weights_fp8 = [(w.astype(jnp.float32) / weight_scale).astype(E4M3) for w in weights]
-    ys = [rescale(contract(x_fp8, w, axes, accum_dtype(dtype)), x_scale * weight_scale, dtype) for w in weights_fp8]
+    ys = [
+        rescale(contract(x_fp8, w, axes, accum_dtype(dtype)), x_scale * weight_scale, dtype)
+        for w in weights_fp8
+    ]
     return tuple(ys), (MatmulResiduals(x_fp8, x_scale, weights_fp8, weight_scale), *shapes)
 
 
@@ -80,7 +97,9 @@ def backward(
     input_dims: int, precision: str, dtype: Any, platform: str | None, saved: Any, dys: Weights
 ) -> tuple[Array, Weights]:
     if precision == "int8":
-        int8_dxs, dws = zip(*map(int8_backward(input_dims, platform, *saved), range(len(dys)), dys), strict=True)
+        int8_dxs, dws = zip(
+            *map(int8_backward(input_dims, platform, *saved), range(len(dys)), dys), strict=True
+        )
         return sum_products(int8_dxs), dws
     residuals, x, weights = saved
     x_shape, shapes = x.shape[1:], [w.shape[1:] for w in weights]
@@ -107,8 +126,11 @@ def triton_backward(
     """dx and dws from gradients [T, outputs]; x and weights are `shape_residual`s."""
     x_shape, dtype, dtypes = x.shape[1:], accum_dtype(x.dtype), [w.dtype for w in weights]
     if sum(dy.size for dy in dys) <= math.prod(x_shape):
-        # One pass more over the gradients finds one scale, and spares the larger dx a pass that scales it.
-        dx, dws = matmul.one_scale_matmul_backward(residuals, dys, shared_scale(dys, E5M2), dtype, dtypes)
+        # One pass more over the gradients finds one scale, and spares the larger dx a pass that
+        # scales it.
+        dx, dws = matmul.one_scale_matmul_backward(
+            residuals, dys, shared_scale(dys, E5M2), dtype, dtypes
+        )
     else:
         dy_fp8, dy_scale, _ = matmul.quantize_rowwise(dys, E5M2)
         dx, dws = matmul.merged_matmul_backward(residuals, dy_fp8, dy_scale, dtype, dtypes)
@@ -129,10 +151,14 @@ def int8_backward(
         weight, axes = weights[index], output_axes(dy, row_dims, input_dims)
         dw = contract(x, dy.astype(x.dtype), (rows, rows), jnp.float32).astype(weight.dtype)
         if platform == "gpu":
-            # The weight is transposed, so that the sum runs along its first dimension as in the forward pass. If it
-            # were the last, XLA would choose a layout of the weight that makes the product ten times slower.
+            # The weight is transposed, so that the sum runs along its first dimension as in the
+            # forward pass. If it were the last, XLA would choose a layout of the weight that makes
+            # the product ten times slower.
             weight_T = jax.lax.optimization_barrier(flatten_2d(weight, input_dims).T)
-            operands = quantize(flatten_2d(dy, row_dims), jnp.int8, (1,)), quantize(weight_T, jnp.int8, (0,))
+            operands = (
+                quantize(flatten_2d(dy, row_dims), jnp.int8, (1,)),
+                quantize(weight_T, jnp.int8, (0,)),
+            )
             return int8_product(*operands, ((1,), (0,)), x.dtype).reshape(x.shape), dw
         operands = quantize(dy, jnp.int8, axes[0]), quantize(weight, jnp.int8, axes[1])
         return int8_product(*operands, axes, x.dtype), dw
@@ -144,7 +170,10 @@ quantized_matmul.defvjp(forward, backward)
 
 
 def int8_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, axes: tuple[Sequence[int], Sequence[int]], dtype: Any
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    axes: tuple[Sequence[int], Sequence[int]],
+    dtype: Any,
 ) -> Array:
     """Summed in int32, then scaled."""
     qvalues = pad_int8(lhs.qvalue, axes[0]), pad_int8(rhs.qvalue, axes[1])
@@ -154,8 +183,9 @@ def int8_product(
 
 
 def pad_int8(x: Array, axes: Sequence[int]) -> Array:
-    """x padded with zeros to a multiple of 16 values along `axes` together. Of other int8 products (seen: 6 x 33 x
-    5003), XLA's Triton GEMM of jax 0.11.2 on an H200 sums what lies behind the last value."""
+    """x padded with zeros to a multiple of 16 values along `axes` together. Of other int8 products
+    (seen: 6 x 33 x 5003), XLA's Triton GEMM of jax 0.11.2 on an H200 sums what lies behind the last
+    value."""
     missing = -x.shape[axes[-1]] % INT8_TILE
     if not missing or not math.prod(x.shape[axis] for axis in axes) % INT8_TILE:
         return x

@@ -1,7 +1,9 @@
-"""Attention on a mesh: back ends that the compiler can split are left to it, the others run on each device's shards.
+"""Attention on a mesh: back ends that the compiler can split are left to it, the others run on each
+device's shards.
 
-Rows and heads are cut as the activations are, and queries along the sequence; every device has all keys and values of
-its rows and heads. Shapes: B batch, S query length, T key length, H query heads, K key/value heads.
+Rows and heads are cut as the activations are, and queries along the sequence; every device has all
+keys and values of its rows and heads. Shapes: B batch, S query length, T key length, H query heads,
+K key/value heads.
 """
 
 import math
@@ -34,10 +36,14 @@ QUERY = ("activation_batch_attn", "activation_length_attn", "activation_heads", 
 def attend(inputs: Inputs, backend: str) -> jax.Array:
     """[B, S, H, Dv], as `kernels.attention.compute`."""
     rules = active_rules()
-    kind = None if rules is None else platform(rules)  # the step may be for devices that are not here
+    kind = (
+        None if rules is None else platform(rules)
+    )  # the step may be for devices that are not here
     several = current()
     if several is not None:
-        inputs = replace(inputs, most_segments=0)  # JAX splits masks over devices; places of segments it may not
+        inputs = replace(
+            inputs, most_segments=0
+        )  # JAX splits masks over devices; places of segments it may not
     if several is None or not backend_for(checked(inputs), backend, kind).opaque:
         return compute(inputs, backend, kind)
     return flash_on_shards(several, checked(inputs))
@@ -46,10 +52,12 @@ def attend(inputs: Inputs, backend: str) -> jax.Array:
 def packed_request(
     platform: str, dtype: str, length: int, sizes: tuple[int, int, int, int], visibility: Visibility
 ) -> Request:
-    """What attention over packed rows of so many tokens asks for; `sizes`: heads of queries and of keys, and how large
-    those of keys and of values are."""
+    """What attention over packed rows of so many tokens asks for; `sizes`: heads of queries and of
+    keys, and how large those of keys and of values are."""
     request = Request(platform, dtype, length, length, *sizes, visibility, has_segments=True)
-    return replace(request, custom_positions=visibility.chunk is not None, capability=gpu_capability())
+    return replace(
+        request, custom_positions=visibility.chunk is not None, capability=gpu_capability()
+    )
 
 
 def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
@@ -66,10 +74,14 @@ def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
 def attend_pages(
     q: jax.Array, new: Arrays, pool: Arrays, inputs: LayerInputs, options: dict[str, Any]
 ) -> tuple[jax.Array, Arrays]:
-    """[B, 1, H, D] of one token a row over its pages, and the pool with it; `new` [B, 1, ...] is as the pool has it."""
+    """[B, 1, H, D] of one token a row over its pages, and the pool with it; `new` [B, 1, ...] is as
+    the pool has it.
+    """
     assert inputs.table is not None
     one = {name: array[:, 0] for name, array in new.items()}
-    mixed, after = paged_attention.paged_attention(q[:, 0], one, pool, inputs.table, inputs.positions[:, 0], **options)
+    mixed, after = paged_attention.paged_attention(
+        q[:, 0], one, pool, inputs.table, inputs.positions[:, 0], **options
+    )
     return mixed[:, None], after
 
 
@@ -78,7 +90,9 @@ def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -
     among = math.prod(rules.mesh.shape[axis] for axis in heads)
     if inputs.k.shape[2] % among:  # each device's query heads must find their keys there
         groups = inputs.q.shape[2] // inputs.k.shape[2]
-        inputs = replace(inputs, k=jnp.repeat(inputs.k, groups, axis=2), v=jnp.repeat(inputs.v, groups, axis=2))
+        inputs = replace(
+            inputs, k=jnp.repeat(inputs.k, groups, axis=2), v=jnp.repeat(inputs.v, groups, axis=2)
+        )
     shards = math.prod(rules.mesh.shape[axis] for axis in length)
     kernel = flash.make_kernel(inputs, inputs.q.shape[2] // among, shards, interpret)
     arrays = {
@@ -99,7 +113,10 @@ def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -
         rules,
         run,
         (kernel, *(array for array, _ in given.values())),
-        (kernel.manual_sharding_spec(sharding(rules, ((), length))), *(split for _, split in given.values())),
+        (
+            kernel.manual_sharding_spec(sharding(rules, ((), length))),
+            *(split for _, split in given.values()),
+        ),
         (batch, length, heads, ()),
         check=False,  # JAX cannot tell what differs inside a kernel
     )

@@ -1,4 +1,6 @@
-"""Attention over projected queries, keys and values: the weights and their tags; the kernels compute."""
+"""Attention over projected queries, keys and values: the weights and their tags; the kernels
+compute.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +15,16 @@ from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request,
 from maxtext.kernels.decode import paged_attention
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages, packed_request
-from maxtext.layers.cache import PAGES, CacheSize, backend_of, extended, kept, marked, sight, through_store
+from maxtext.layers.cache import (
+    PAGES,
+    CacheSize,
+    backend_of,
+    extended,
+    kept,
+    marked,
+    sight,
+    through_store,
+)
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.joined import Joined
 from maxtext.layers.linear import Linear, together
@@ -28,7 +39,9 @@ PROJECTED = ("query_proj", "key_proj", "value_proj")  # for rematerialisation
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries grow with the logarithm of the position: times 1 + scale ln(floor((position + 1) / length) + 1)."""
+    """Queries grow with the logarithm of the position: times 1 + scale ln(floor((position + 1) /
+    length) + 1).
+    """
 
     scale: float = 0.1
     length: int = 8192
@@ -54,9 +67,13 @@ class AttentionSpec:
     out_bias: bool = False
     fused: bool = False  # one product for queries, keys and values
     shared_kv: bool = False  # values are the projected keys, before norm and rotation
-    gated: bool = False  # the output of a head times the sigmoid of a gate that is projected like its query
+    gated: bool = (
+        False  # the output of a head times the sigmoid of a gate that is projected like its query
+    )
     qk_norm: NormSpec | None = None
-    qk_norm_over: str = "head"  # head: each before RoPE; heads: all of a token jointly; rotated: each after RoPE
+    qk_norm_over: str = (
+        "head"  # head: each before RoPE; heads: all of a token jointly; rotated: each after RoPE
+    )
     value_norm: NormSpec | None = None
     temperature: Temperature | None = None
     moba: Moba | None = None
@@ -67,7 +84,8 @@ class AttentionSpec:
     float32_product: bool = False
     float32_logits: bool = False
     blocks: BlockSizes | None = None
-    ragged: int = 0  # tokens that the kernel for one token a row over pages, which is then a must, reads at a time
+    # tokens that the kernel for one token a row over pages, which is then a must, reads at a time
+    ragged: int = 0
 
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Attention(maker, self, size, dtype)
@@ -83,7 +101,9 @@ class AttentionSpec:
         """What attention over packed rows of so many tokens asks for."""
         sizes = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
         found = packed_request(platform, dtype, length, sizes, self.visibility)
-        return replace(found, soft_cap=self.soft_cap, has_sinks=self.sinks, has_selection=self.moba is not None)
+        return replace(
+            found, soft_cap=self.soft_cap, has_sinks=self.sinks, has_selection=self.moba is not None
+        )
 
 
 class Attention(nnx.Module):
@@ -91,7 +111,8 @@ class Attention(nnx.Module):
         self.spec = spec
         heads, groups, dim = spec.query_heads, spec.kv_heads, spec.head_dim
         if spec.fused:
-            # Each key/value head's queries, key and value lie together, so that heads can be split over devices.
+            # Each key/value head's queries, key and value lie together, so that heads can be split
+            # over devices.
             shape = (groups, heads // groups + 2, dim)
             axes: tuple[str | None, ...] = ("embed", "kv_heads", "qkv", "kv_head_dim")
             self.qkv = Linear(maker.child(0), (size,), shape, axes, dtype, spec.bias)
@@ -99,13 +120,17 @@ class Attention(nnx.Module):
             axes = ("embed", "q_heads", "kv")
             self.query = Linear(maker.child(0), (size,), (heads, dim), axes, dtype, spec.bias)
             if spec.gated:
-                self.output_gate = Linear(maker.child(5), (size,), (heads, dim), axes, dtype, spec.bias)
+                self.output_gate = Linear(
+                    maker.child(5), (size,), (heads, dim), axes, dtype, spec.bias
+                )
             axes = ("embed", "kv_heads", "kv_head_dim")
             self.key = Linear(maker.child(1), (size,), (groups, dim), axes, dtype, spec.bias)
             if not spec.shared_kv:
                 self.value = Linear(maker.child(2), (size,), (groups, dim), axes, dtype, spec.bias)
         width = spec.output_size or size
-        self.out = Linear(maker.child(3), (heads, dim), (width,), ("heads", "kv", "embed"), dtype, spec.out_bias)
+        self.out = Linear(
+            maker.child(3), (heads, dim), (width,), ("heads", "kv", "embed"), dtype, spec.out_bias
+        )
         if spec.qk_norm:
             jointly = spec.qk_norm_over == "heads"
             self.query_norm = Norm(maker, spec.qk_norm, heads * dim if jointly else dim, dtype)
@@ -116,9 +141,15 @@ class Attention(nnx.Module):
 
     @property
     def bare(self) -> bool:
-        """Whether queries, keys and values are what one product gives, the first two turned as a whole."""
+        """Whether queries, keys and values are what one product gives, the first two turned as a
+        whole.
+        """
         spec = self.spec
-        if spec.rope is None or spec.rope.interleave or spec.rope.rotated(spec.head_dim) != spec.head_dim:
+        if (
+            spec.rope is None
+            or spec.rope.interleave
+            or spec.rope.rotated(spec.head_dim) != spec.head_dim
+        ):
             return False
         more = (spec.fused, spec.bias, spec.shared_kv, spec.qk_norm, spec.value_norm, spec.moba)
         return not any(more) and isinstance(self.query.kernel[...], Joined)
@@ -127,10 +158,15 @@ class Attention(nnx.Module):
         """q [B, S, H, D], k and v [B, S, K, D]."""
         if self.spec.fused:
             joined = checkpoint_name(self.qkv(x), "qkv_proj")
-            query = joined[..., :-2, :].reshape(*joined.shape[:-3], self.spec.query_heads, self.spec.head_dim)
+            query = joined[..., :-2, :].reshape(
+                *joined.shape[:-3], self.spec.query_heads, self.spec.head_dim
+            )
             return query, joined[..., -2, :], joined[..., -1, :]
         linears = [self.query, self.key] + ([] if self.spec.shared_kv else [self.value])
-        found = [checkpoint_name(each, name) for each, name in zip(together(x, *linears), PROJECTED, strict=False)]
+        found = [
+            checkpoint_name(each, name)
+            for each, name in zip(together(x, *linears), PROJECTED, strict=False)
+        ]
         return found[0], found[1], found[-1]
 
     def normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,7 +185,9 @@ class Attention(nnx.Module):
         """Which keys a query may see beside what visibility says."""
         if self.spec.moba is None:
             return None
-        return moba_selection(q, k, self.spec.moba.chunk, self.spec.moba.top, inputs.positions, inputs.segments)
+        return moba_selection(
+            q, k, self.spec.moba.chunk, self.spec.moba.top, inputs.positions, inputs.segments
+        )
 
     def parts(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, S, H, D], k and v [B, S, K, D], where they belong."""
@@ -159,7 +197,9 @@ class Attention(nnx.Module):
             cos, sin = (each[:, 0, 0] for each in turns(inputs.positions, spec.rope, spec.head_dim))
             kernels: Any = self.query.kernel[...]
             product = kernels.product(x[:, 0], self.query.dtype)
-            q, k, v = paged_attention.split_qkv_rope(product, cos, sin, (spec.query_heads, spec.kv_heads))
+            q, k, v = paged_attention.split_qkv_rope(
+                product, cos, sin, (spec.query_heads, spec.kv_heads)
+            )
             return q[:, None], k[:, None], v[:, None]
         return self.placed(*self.project(x), inputs)
 
@@ -187,19 +227,49 @@ class Attention(nnx.Module):
         """[B, S, E] of what was mixed."""
         return checkpoint_name(self.out(mixed), "out_proj")
 
-    def mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+    def mixed(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
         """[B, S, H, D], of what `parts` gives."""
         spec = self.spec
         if spec.temperature:
             steps = jnp.floor((inputs.positions + 1) / spec.temperature.length)
             q = q * (1 + spec.temperature.scale * jnp.log1p(steps))[..., None, None].astype(q.dtype)
-        q = constrain(q, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
-        k = constrain(k, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
-        v = constrain(v, "activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
+        q = constrain(
+            q,
+            "activation_batch_attn",
+            "activation_length_attn",
+            "activation_heads",
+            "activation_kv",
+        )
+        k = constrain(
+            k,
+            "activation_batch_attn",
+            "activation_kv_length",
+            "activation_kv_heads",
+            "activation_kv",
+        )
+        v = constrain(
+            v,
+            "activation_batch_attn",
+            "activation_kv_length",
+            "activation_kv_heads",
+            "activation_kv",
+        )
         new = {KEY: k, VALUE: v}
-        mixed, aux = self.over_pages(q, new, inputs) if self.one_by_one(inputs) else self.attended(q, new, inputs)
+        mixed, aux = (
+            self.over_pages(q, new, inputs)
+            if self.one_by_one(inputs)
+            else self.attended(q, new, inputs)
+        )
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
-        mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
+        mixed = constrain(
+            mixed,
+            "activation_batch_attn",
+            "activation_length_attn",
+            "activation_heads",
+            "activation_kv",
+        )
         return mixed, aux
 
     def one_by_one(self, inputs: LayerInputs) -> bool:
@@ -214,8 +284,12 @@ class Attention(nnx.Module):
             raise ConfigError(f"use_ragged_attention=true cannot do this: {reason}; leave it out")
         return reason is None
 
-    def over_pages(self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        """One token a row over its pages, and the cache with it. What is in pages has no window: all is seen."""
+    def over_pages(
+        self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
+        """One token a row over its pages, and the cache with it. What is in pages has no window:
+        all is seen.
+        """
         assert inputs.cache is not None
         spec, pool = self.spec, inputs.cache[PAGES]
         sinks = None if self.sinks is None else self.sinks[...]
@@ -228,7 +302,9 @@ class Attention(nnx.Module):
         mixed, after = attend_pages(q, through_store(pool, new)[0], pool, inputs, options)
         return mixed, {"cache": {PAGES: after}}
 
-    def attended(self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+    def attended(
+        self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
         spec, seen = self.spec, new
         aux: Aux = {}
         if inputs.cache is not None:

@@ -1,4 +1,6 @@
-"""One decoder layer: a mixer and a feed-forward, each added to the stream, which may be several (hyper-connections)."""
+"""One decoder layer: a mixer and a feed-forward, each added to the stream, which may be several
+(hyper-connections).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from maxtext.sharding import constrain
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What a layer is made of. `attention` and `mlp` are specs of any mixer and any feed-forward."""
+    """What a layer is made of. `attention` and `mlp` are specs of any mixer and any
+    feed-forward.
+    """
 
     size: int
     attention: Any
@@ -64,25 +68,43 @@ class Block(nnx.Module):
         if self.engram is not None:
             x = stream(x + self.engram(x, inputs))
         if self.spec.parallel:
-            x, aux = self.add(x, self.attention_streams, self.attention_norm, lambda x: self.both(x, inputs.fold(0)))
+            x, aux = self.add(
+                x,
+                self.attention_streams,
+                self.attention_norm,
+                lambda x: self.both(x, inputs.fold(0)),
+            )
         elif (found := eight_bits.both(self, x, inputs)) is not None:
             x, aux = found
         else:
             x, mixer = (
                 one_token.mixed(self, x, inputs)
                 or eight_bits.mixed(self, x, inputs.fold(0))
-                or self.add(x, self.attention_streams, self.attention_norm, lambda x: self.mix(x, inputs.fold(0)))
+                or self.add(
+                    x,
+                    self.attention_streams,
+                    self.attention_norm,
+                    lambda x: self.mix(x, inputs.fold(0)),
+                )
             )
             x, feed = (
                 one_token.fed(self, x, inputs)
                 or eight_bits.fed(self, x, inputs.fold(1))
-                or self.add(x, self.mlp_streams, self.mlp_norm, lambda x: self.feed(x, inputs.fold(1)))
+                or self.add(
+                    x, self.mlp_streams, self.mlp_norm, lambda x: self.feed(x, inputs.fold(1))
+                )
             )
             aux = mixer | feed
-        return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype), aux
+        return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(
+            x.dtype
+        ), aux
 
     def add(
-        self, x: jax.Array, streams: Any, norm: Norm | None, run: Callable[[jax.Array], tuple[jax.Array, Aux]]
+        self,
+        x: jax.Array,
+        streams: Any,
+        norm: Norm | None,
+        run: Callable[[jax.Array], tuple[jax.Array, Aux]],
     ) -> tuple[jax.Array, Aux]:
         """The stream with what a sub-layer makes of its norm."""
         if streams is None:
@@ -122,11 +144,14 @@ def normed(norm: Norm | None, x: jax.Array) -> jax.Array:
 
 
 def gathered(x: jax.Array) -> jax.Array:
-    """[B, S, E] as products need it: where norms split the sequence over devices that split heads and widths, it comes
-    together here. Left to itself, the compiler may gather the weights instead."""
+    """[B, S, E] as products need it: where norms split the sequence over devices that split heads
+    and widths, it comes together here. Left to itself, the compiler may gather the weights
+    instead."""
     return constrain(x, "activation_batch", "activation_length", "activation_embed")
 
 
 def stream(x: jax.Array) -> jax.Array:
     """Lay out [B, S, E], or several streams [B, S, streams, E], as norms and residuals need it."""
-    return constrain(x, "activation_batch", "activation_norm_length", *[None] * (x.ndim - 3), "activation_embed")
+    return constrain(
+        x, "activation_batch", "activation_norm_length", *[None] * (x.ndim - 3), "activation_embed"
+    )

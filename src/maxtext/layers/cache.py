@@ -1,14 +1,16 @@
 """What a layer keeps of the tokens before, so that a new token runs alone.
 
-A mixer that is called with its cache (`LayerInputs.cache`) reads it, and reports it extended as "cache". Position -1 is
-no token: such queries are padding, and such places are empty. There are three kinds of cache:
+A mixer that is called with its cache (`LayerInputs.cache`) reads it, and reports it extended as
+"cache". Position -1 is no token: such queries are padding, and such places are empty. There are
+three kinds of cache:
 
-- pages, for what grows with the sequence: {"pages": {name: [P, page, ...]}}, a pool that all sequences of the batch
-  share. `LayerInputs.table` [B, C] lists each row's pages in order, so the token at position p is in page
-  table[p // page] at p % page; with segments, it lists those of each segment, from 1 on. Where row b's only page is
-  page b (`aligned`), the pool is read as it is, else copied.
-- rings, for windows and chunks: {name: [B, T, ...], "position": [B, T]}. The token at position p is at place p mod T,
-  with its position beside it, so a window needs no more places than it sees.
+- pages, for what grows with the sequence: {"pages": {name: [P, page, ...]}}, a pool that all
+  sequences of the batch share. `LayerInputs.table` [B, C] lists each row's pages in order, so the
+  token at position p is in page table[p // page] at p % page; with segments, it lists those of each
+  segment, from 1 on. Where row b's only page is page b (`aligned`), the pool is read as it is, else
+  copied.
+- rings, for windows and chunks: {name: [B, T, ...], "position": [B, T]}. The token at position p is
+  at place p mod T, with its position beside it, so a window needs no more places than it sees.
 - states of a fixed size, the mixer's own affair.
 
 Shapes: B batch, S new tokens, T places, P pages, and what one token has.
@@ -43,10 +45,14 @@ class CacheSize:
 
 
 def kept(visibility: Visibility, size: CacheSize, **sizes: tuple[int, ...]) -> Cache:
-    """An empty cache for named arrays, of which one token has so much, and a query sees so many tokens at most."""
+    """An empty cache for named arrays, of which one token has so much, and a query sees so many
+    tokens at most.
+    """
     places = min(size.length, visibility.window or size.length, visibility.chunk or size.length)
     if places < size.length:
-        return arrays(size.slots, places, size, sizes) | {POSITION: jnp.full((size.slots, places), -1, jnp.int32)}
+        return arrays(size.slots, places, size, sizes) | {
+            POSITION: jnp.full((size.slots, places), -1, jnp.int32)
+        }
     page = size.page or size.length
     return {PAGES: arrays(size.pages or size.slots * -(-size.length // page), page, size, sizes)}
 
@@ -57,20 +63,23 @@ def arrays(batch: int, places: int, size: CacheSize, sizes: dict[str, tuple[int,
         made[name] = laid_out(name, jnp.zeros((batch, places, *each), size.quantized or size.dtype))
         if size.quantized is not None:
             by_head = each[:-1] if size.scale_by_head else ()
-            made[name + SCALE] = laid_out(name + SCALE, jnp.zeros((batch, places, *by_head), jnp.float32))
+            made[name + SCALE] = laid_out(
+                name + SCALE, jnp.zeros((batch, places, *by_head), jnp.float32)
+            )
     return made
 
 
 def extended(inputs: LayerInputs, new: Arrays) -> tuple[Arrays, Cache]:
-    """What the queries of new tokens may look at, with its positions, and the cache with the new tokens in it.
+    """What the queries of new tokens may look at, with its positions, and the cache with the new
+    tokens in it.
 
     The tokens of a `fresh` row, which has nothing before them, look at each other alone.
     """
     assert inputs.cache is not None
     store = inputs.cache.get(PAGES, inputs.cache)
     if inputs.segments is not None:
-        # Hidden or not, what is not a number would be one more term in the sums of all that share the row.
-        # `marked` tells whose it was.
+        # Hidden or not, what is not a number would be one more term in the sums of all that share
+        # the row. `marked` tells whose it was.
         new = {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in new.items()}
     stored, new = through_store(store, new)
     if PAGES in inputs.cache:
@@ -79,21 +88,27 @@ def extended(inputs: LayerInputs, new: Arrays) -> tuple[Arrays, Cache]:
         seen, after = in_ring(inputs, store, stored)
     if inputs.fresh:
         return new | {POSITION: inputs.positions}, after
-    return {name: read(seen, name, new[name].dtype) for name in new} | {POSITION: seen[POSITION]}, after
+    return {name: read(seen, name, new[name].dtype) for name in new} | {
+        POSITION: seen[POSITION]
+    }, after
 
 
 def marked(mixed: jax.Array, inputs: LayerInputs, new: Arrays) -> jax.Array:
-    """What attention gave [B, S, ...], no number where a token of a shared row had keys or values that are none."""
+    """What attention gave [B, S, ...], no number where a token of a shared row had keys or values
+    that are none.
+    """
     if inputs.cache is None or inputs.segments is None:
         return mixed
     tokens = mixed.shape[:2]
     whole = [jnp.isfinite(x).reshape(*tokens, -1).all(axis=-1) for x in new.values()]
-    return jnp.where(jnp.all(jnp.stack(whole), axis=0).reshape(*tokens, *[1] * (mixed.ndim - 2)), mixed, jnp.nan)
+    return jnp.where(
+        jnp.all(jnp.stack(whole), axis=0).reshape(*tokens, *[1] * (mixed.ndim - 2)), mixed, jnp.nan
+    )
 
 
 def through_store(store: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:
-    """New tokens as the cache holds them, and as they will be read: the same whether they are read now or later, so
-    that what a token sees does not depend on how its sequence was cut."""
+    """New tokens as the cache holds them, and as they will be read: the same whether they are read
+    now or later, so that what a token sees does not depend on how its sequence was cut."""
     stored, seen = {}, {}
     for name, x in new.items():
         if name + SCALE in store:
@@ -124,7 +139,10 @@ def write(inputs: LayerInputs, pool: Arrays, new: Arrays) -> Arrays:
         number = inputs.table[jnp.maximum(inputs.segments - 1, 0), column]
     number = jnp.where(inputs.positions >= 0, number, pages)  # out of bounds: not written
     place = inputs.positions % page
-    return {name: laid_out(name, pool[name].at[number, place].set(x, mode="drop")) for name, x in new.items()}
+    return {
+        name: laid_out(name, pool[name].at[number, place].set(x, mode="drop"))
+        for name, x in new.items()
+    }
 
 
 def in_pages(inputs: LayerInputs, pool: Arrays, new: Arrays) -> tuple[Arrays, Cache]:
@@ -146,8 +164,9 @@ def in_pages(inputs: LayerInputs, pool: Arrays, new: Arrays) -> tuple[Arrays, Ca
 
 
 def in_ring(inputs: LayerInputs, ring: Arrays, new: Arrays) -> tuple[Arrays, Cache]:
-    """A single token is written first and looks at the ring itself, which costs no copy; it takes the place of the one
-    that just left the window. Several look at the ring as it was and at each other."""
+    """A single token is written first and looks at the ring itself, which costs no copy; it takes
+    the place of the one that just left the window. Several look at the ring as it was and at each
+    other."""
     positions = inputs.positions
     places = ring[POSITION].shape[1]
     # Of more tokens than places, the last are kept; out of bounds means not written.
@@ -155,10 +174,15 @@ def in_ring(inputs: LayerInputs, ring: Arrays, new: Arrays) -> tuple[Arrays, Cac
     place = jnp.where(last, positions % places, places)
     rows = jnp.arange(positions.shape[0])[:, None]
     new = new | {POSITION: positions}
-    written = {name: laid_out(name, ring[name].at[rows, place].set(x, mode="drop")) for name, x in new.items()}
+    written = {
+        name: laid_out(name, ring[name].at[rows, place].set(x, mode="drop"))
+        for name, x in new.items()
+    }
     if inputs.fresh:
         # Nothing of a sequence that had these rows before may be left.
-        unseen = ~jnp.zeros((positions.shape[0], places), bool).at[rows, place].set(True, mode="drop")
+        unseen = ~jnp.zeros((positions.shape[0], places), bool).at[rows, place].set(
+            True, mode="drop"
+        )
         written[POSITION] = jnp.where(unseen, -1, written[POSITION])
         return new, written
     if positions.shape[1] == 1:
@@ -175,7 +199,9 @@ def laid_out(name: str, array: jax.Array) -> jax.Array:
 
 
 def sight(visibility: Visibility, inputs: LayerInputs, seen: Arrays) -> dict[str, Any]:
-    """Who sees whom, as attention is told: by the order of the row, or by positions where a cache holds the keys."""
+    """Who sees whom, as attention is told: by the order of the row, or by positions where a cache
+    holds the keys.
+    """
     if inputs.cache is not None and not inputs.fresh:
         return {
             "visibility": visibility,

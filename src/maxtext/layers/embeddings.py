@@ -12,11 +12,15 @@ from maxtext.sharding import constrain
 
 
 class Embedding(nnx.Module):
-    """[V, E] looked up by id. `one_hot`: as a product with one-hot rows, which shards better on some meshes."""
+    """[V, E] looked up by id. `one_hot`: as a product with one-hot rows, which shards better on
+    some meshes.
+    """
 
     def __init__(self, maker: Maker, vocabulary: int, size: int, dtype: Any, one_hot: bool = False):
         self.dtype, self.one_hot = dtype, one_hot
-        self.embedding = maker.normal(0, (vocabulary, size), 1 / math.sqrt(size), ("vocab", "embed_vocab"))
+        self.embedding = maker.normal(
+            0, (vocabulary, size), 1 / math.sqrt(size), ("vocab", "embed_vocab")
+        )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         table = self.embedding[...].astype(self.dtype)
@@ -26,9 +30,14 @@ class Embedding(nnx.Module):
             x = jax.nn.one_hot(ids, table.shape[0], dtype=self.dtype) @ table
         else:
             x = jnp.take(table, ids, axis=0)
-        # In two steps: first the devices that share the vocabulary add up, then they may split the sequence.
-        x = constrain(x, "activation_embed_and_logits_batch", "activation_length", "activation_embed")
-        return constrain(x, "activation_embed_and_logits_batch", "activation_norm_length", "activation_embed")
+        # In two steps: first the devices that share the vocabulary add up, then they may split the
+        # sequence.
+        x = constrain(
+            x, "activation_embed_and_logits_batch", "activation_length", "activation_embed"
+        )
+        return constrain(
+            x, "activation_embed_and_logits_batch", "activation_norm_length", "activation_embed"
+        )
 
 
 class Positions(nnx.Module):
@@ -42,9 +51,15 @@ class Positions(nnx.Module):
         return jnp.take(self.embedding[...].astype(self.dtype), positions, axis=0)
 
 
-def sinusoids(positions: jax.Array, size: int, dtype: Any, max_timescale: float = 10_000.0) -> jax.Array:
-    """Fixed positions of the first transformer: sines in the first half of the width, cosines in the second."""
+def sinusoids(
+    positions: jax.Array, size: int, dtype: Any, max_timescale: float = 10_000.0
+) -> jax.Array:
+    """Fixed positions of the first transformer: sines in the first half of the width, cosines in
+    the second.
+    """
     count = size // 2
     scale = math.log(max_timescale) / max(count - 1, 1)
-    angles = positions[..., None].astype(jnp.float32) * jnp.exp(-scale * jnp.arange(count, dtype=jnp.float32))
+    angles = positions[..., None].astype(jnp.float32) * jnp.exp(
+        -scale * jnp.arange(count, dtype=jnp.float32)
+    )
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)

@@ -1,22 +1,25 @@
 """Engram: a memory of n-grams, looked up by hash and let in by a gate.
 
-For every order n = 2..max_ngram and every head, the last n tokens of the document are hashed to a row of a table:
+For every order n = 2..max_ngram and every head, the last n tokens of the document are hashed to a
+row of a table:
 
     hash = XOR over k < n of id[t-k] · multiplier_k        row = hash mod (a prime of that order and head)
 
-The multipliers are odd, below 2⁶³ / vocabulary, from default_rng(seed + 10007 · layer). A head's prime is the next one
-from its order's base on that no other head of the model has. Before the start of the document the pad id stands in.
-With a `Compression`, tokens that differ only in case, accents or spaces have the same id. The rows, `head_dim` wide for
-each order and head, are joined to e, and for each of the k streams x of the layer
+The multipliers are odd, below 2⁶³ / vocabulary, from default_rng(seed + 10007 · layer). A head's
+prime is the next one from its order's base on that no other head of the model has. Before the start
+of the document the pad id stands in. With a `Compression`, tokens that differ only in case, accents
+or spaces have the same id. The rows, `head_dim` wide for each order and head, are joined to e, and
+for each of the k streams x of the layer
 
     gate = sigmoid(sign(s) √|s|),  s = RMSNorm(x) · RMSNorm(W_key e) / √E         (W_key of that stream)
     v    = gate · W_value e                                                       (one W_value for all)
     y    = v + SiLU(causal depthwise convolution of RMSNorm(v), `kernel_size` taps, max_ngram tokens apart)
 
-The convolution starts at zero. The caller adds y to the streams. As in the authors' code, the projections have biases,
-and |s| is at least 1e-6 under the root, whose slope is infinite at 0.
+The convolution starts at zero. The caller adds y to the streams. As in the authors' code, the
+projections have biases, and |s| is at least 1e-6 under the root, whose slope is infinite at 0.
 
-The hash has 63 bits, JAX's integers 32 unless told otherwise: it is held as two words, and is what NumPy has in int64.
+The hash has 63 bits, JAX's integers 32 unless told otherwise: it is held as two words, and is what
+NumPy has in int64.
 
 Shapes: B batch, S sequence, k streams, E embedding, N = orders · heads, D head size.
 """
@@ -47,7 +50,9 @@ Words = tuple[jax.Array, jax.Array]  # the high and the low 32 bits of a number,
 
 
 class Compression:
-    """The compressed id of every token id. Equal tables are equal, so that specs with one can be compared."""
+    """The compressed id of every token id. Equal tables are equal, so that specs with one can be
+    compared.
+    """
 
     def __init__(self, ids: np.ndarray):
         self.ids = np.ascontiguousarray(ids, np.int32)
@@ -73,7 +78,9 @@ class EngramSpec:
     layer: int  # its number in the model
     vocabulary: int  # token ids
     norm: NormSpec  # rms
-    layers: tuple[int, ...] = ()  # all layers with a memory, whose primes all differ; empty: only this one
+    layers: tuple[
+        int, ...
+    ] = ()  # all layers with a memory, whose primes all differ; empty: only this one
     streams: int = 1
     pad: int = 0  # the token id that stands before the start of a document
     compression: Compression | None = field(default=None, repr=False)
@@ -84,7 +91,9 @@ class EngramSpec:
                 f"{len(self.vocabulary_bases)} vocabulary_bases for n-grams of 2 to {self.max_ngram} tokens"
             )
         if self.layers and self.layer not in self.layers:
-            raise ValueError(f"layer {self.layer} is not among the layers with a memory, {self.layers}")
+            raise ValueError(
+                f"layer {self.layer} is not among the layers with a memory, {self.layers}"
+            )
         if self.norm.kind != "rms":
             raise ValueError(f"Engram norms with rms, not {self.norm.kind}")
         if sum(self.primes) >= 2**31:
@@ -101,7 +110,9 @@ class EngramSpec:
         """Odd, one for each place of an n-gram; small enough for products with ids below 2⁶³."""
         size = self.compression.size if self.compression else self.vocabulary
         half = max(1, (2**63 - 1) // size // 2)
-        draw = np.random.default_rng(self.seed + LAYER_SEED * self.layer).integers(0, half, self.max_ngram, np.int64)
+        draw = np.random.default_rng(self.seed + LAYER_SEED * self.layer).integers(
+            0, half, self.max_ngram, np.int64
+        )
         return tuple(2 * int(number) + 1 for number in draw)
 
     @property
@@ -120,12 +131,23 @@ class Engram(nnx.Module):
         # As wide as the embeddings of tokens start, so that memory and stream are of one size.
         rows = (sum(spec.primes), spec.head_dim)
         self.table = maker.normal(0, rows, 1 / math.sqrt(size), ("vocab", "embed_vocab"))
-        self.key = Linear(maker.child(1), (spec.width,), (k, size), ("engram_dim", "mhc", "embed"), dtype, bias=True)
-        self.value = Linear(maker.child(2), (spec.width,), (size,), ("engram_dim", "embed"), dtype, bias=True)
+        self.key = Linear(
+            maker.child(1),
+            (spec.width,),
+            (k, size),
+            ("engram_dim", "mhc", "embed"),
+            dtype,
+            bias=True,
+        )
+        self.value = Linear(
+            maker.child(2), (spec.width,), (size,), ("engram_dim", "embed"), dtype, bias=True
+        )
         self.key_norm = StreamNorm(maker, spec.norm, k, size)
         self.query_norm = StreamNorm(maker, spec.norm, k, size)
         self.convolution_norm = StreamNorm(maker, spec.norm, k, size)
-        self.convolution = maker.constant((spec.kernel_size, k, size), 0.0, (None, "mhc", "norm"))  # last tap: now
+        self.convolution = maker.constant(
+            (spec.kernel_size, k, size), 0.0, (None, "mhc", "norm")
+        )  # last tap: now
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """[B, S, E], or [B, S, k, E], to what is to be added to it."""
@@ -170,7 +192,9 @@ class Engram(nnx.Module):
         taps = self.convolution[...].astype(jnp.float32)
         last = self.spec.kernel_size - 1
         steps = [(last - place) * self.spec.max_ngram for place in range(last + 1)]
-        return jax.nn.silu(sum(tap * delayed(x, step, segments, 0) for tap, step in zip(taps, steps, strict=True)))
+        return jax.nn.silu(
+            sum(tap * delayed(x, step, segments, 0) for tap, step in zip(taps, steps, strict=True))
+        )
 
 
 class StreamNorm(nnx.Module):
@@ -179,7 +203,11 @@ class StreamNorm(nnx.Module):
     def __init__(self, maker: Maker, spec: NormSpec, streams: int, size: int):
         self.offset = 1.0 if spec.offset else 0.0
         self.norm = Norm(maker, replace(spec, scaled=False), size, jnp.float32)
-        self.scale = maker.constant((streams, size), 1.0 - self.offset, ("mhc", "norm")) if spec.scaled else None
+        self.scale = (
+            maker.constant((streams, size), 1.0 - self.offset, ("mhc", "norm"))
+            if spec.scaled
+            else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
@@ -187,7 +215,9 @@ class StreamNorm(nnx.Module):
 
 
 def delayed(x: jax.Array, steps: int, segments: jax.Array | None, fill: int) -> jax.Array:
-    """What x [B, S, ...] was so many tokens ago, and `fill` where that was before the start of the document."""
+    """What x [B, S, ...] was so many tokens ago, and `fill` where that was before the start of the
+    document.
+    """
     shape, length = x.shape, x.shape[1]
 
     def shift(values: jax.Array, fill: int) -> jax.Array:
@@ -198,22 +228,32 @@ def delayed(x: jax.Array, steps: int, segments: jax.Array | None, fill: int) -> 
     if segments is None:
         return x
     same = segments == shift(segments, -1)
-    return jnp.where(same.reshape(*same.shape, *[1] * (len(shape) - 2)), x, jnp.asarray(fill, x.dtype))
+    return jnp.where(
+        same.reshape(*same.shape, *[1] * (len(shape) - 2)), x, jnp.asarray(fill, x.dtype)
+    )
 
 
-def ngram_hashes(ids: jax.Array, segments: jax.Array | None, multipliers: Sequence[int], pad: int) -> list[Words]:
-    """Ids [B, S] to the hashes of the n-grams that end there, for n = 2, 3 …, one for each multiplier but the first."""
+def ngram_hashes(
+    ids: jax.Array, segments: jax.Array | None, multipliers: Sequence[int], pad: int
+) -> list[Words]:
+    """Ids [B, S] to the hashes of the n-grams that end there, for n = 2, 3 …, one for each
+    multiplier but the first.
+    """
     hashes: list[Words] = []
     high, low = wide_product(ids.astype(jnp.uint32), multipliers[0])
     for steps, multiplier in enumerate(multipliers[1:], start=1):
-        more_high, more_low = wide_product(delayed(ids, steps, segments, pad).astype(jnp.uint32), multiplier)
+        more_high, more_low = wide_product(
+            delayed(ids, steps, segments, pad).astype(jnp.uint32), multiplier
+        )
         high, low = high ^ more_high, low ^ more_low
         hashes.append((high, low))
     return hashes
 
 
 def wide_product(numbers: jax.Array, factor: int) -> Words:
-    """uint32 times a factor below 2⁶⁴, modulo 2⁶⁴: schoolbook multiplication in halves of 16 bits."""
+    """uint32 times a factor below 2⁶⁴, modulo 2⁶⁴: schoolbook multiplication in halves of 16
+    bits.
+    """
     low, high = factor & 0xFFFFFFFF, factor >> 32
     small, large = numbers & 0xFFFF, numbers >> 16
     factor_small, factor_large = np.uint32(low & 0xFFFF), np.uint32(low >> 16)
@@ -225,7 +265,8 @@ def wide_product(numbers: jax.Array, factor: int) -> Words:
 def remainder(words: Words, moduli: np.ndarray) -> jax.Array:
     """Numbers [...] of two words modulo each of the moduli [h], all below 2³¹: [..., h], uint32.
 
-    Digit by digit from the top, with digits so short that remainder and next digit fit into 32 bits.
+    Digit by digit from the top, with digits so short that remainder and next digit fit into 32
+    bits.
     """
     high, low = (word[..., None] for word in words)
     digit = 32 - int(moduli.max()).bit_length()
@@ -240,7 +281,9 @@ def remainder(words: Words, moduli: np.ndarray) -> jax.Array:
 
 @lru_cache
 def head_primes(bases: tuple[int, ...], heads: int, layers: int) -> tuple[tuple[int, ...], ...]:
-    """For each layer, order by order, the rows of each head: the first primes from the base on that are still free."""
+    """For each layer, order by order, the rows of each head: the first primes from the base on that
+    are still free.
+    """
     taken: set[int] = set()
     found = []
     for _ in range(layers):
@@ -263,9 +306,11 @@ def is_prime(number: int) -> bool:
 
 
 def compressed_ids(texts: Sequence[str]) -> np.ndarray:
-    """For the text of every token the number of its class, int32: classes ignore case, accents and outer spaces.
+    """For the text of every token the number of its class, int32: classes ignore case, accents and
+    outer spaces.
 
-    A token that is no text of its own, part of a character's bytes (it decodes to �), is a class by itself.
+    A token that is no text of its own, part of a character's bytes (it decodes to �), is a class by
+    itself.
     """
     numbers: dict[str | int, int] = {}
     keys = (place if "\ufffd" in text else canonical(text) for place, text in enumerate(texts))

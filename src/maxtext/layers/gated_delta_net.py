@@ -1,16 +1,19 @@
-"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a mixer whose memory does not grow with the sequence.
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a mixer whose memory does not
+grow with the sequence.
 
-Queries, keys and values pass a short causal convolution and SiLU; the gated delta rule mixes them over the sequence
-with a decay and a step that each token chooses; the result is normed, gated and projected back.
+Queries, keys and values pass a short causal convolution and SiLU; the gated delta rule mixes them
+over the sequence with a decay and a step that each token chooses; the result is normed, gated and
+projected back.
 
-Value head j reads with the query and key of head j // G, so the weights of all that belongs to one key head lie
-together and heads can be split over devices: every projection is [E, K, what one key head has of it].
+Value head j reads with the query and key of head j // G, so the weights of all that belongs to one
+key head lie together and heads can be split over devices: every projection is [E, K, what one key
+head has of it].
 
-Shapes: B batch, S sequence, E embedding, K key heads, G value heads for each of them, Dk key size, Dv value size,
-W convolution width.
+Shapes: B batch, S sequence, E embedding, K key heads, G value heads for each of them, Dk key size,
+Dv value size, W convolution width.
 
-Precision: projections and convolutions in the computation's dtype; decay, step, L2 norms, the delta rule, the output's
-norm and its gate in float32.
+Precision: projections and convolutions in the computation's dtype; decay, step, L2 norms, the delta
+rule, the output's norm and its gate in float32.
 """
 
 from dataclasses import dataclass
@@ -22,7 +25,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels.delta_rule import causal_convolution, gated_delta_rule, recurrent_gated_delta_rule
+from maxtext.kernels.delta_rule import (
+    causal_convolution,
+    gated_delta_rule,
+    recurrent_gated_delta_rule,
+)
 from maxtext.layers.cache import CacheSize
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear, together
@@ -51,7 +58,9 @@ class GatedDeltaNetSpec:
         if self.form not in FORMS:
             raise ValueError(f"form must be one of {', '.join(FORMS)}, not {self.form}")
         if self.value_heads % self.key_heads:
-            raise ValueError(f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads")
+            raise ValueError(
+                f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads"
+            )
 
     @property
     def group(self) -> int:
@@ -61,13 +70,18 @@ class GatedDeltaNetSpec:
         return GatedDeltaNet(maker, self, size, dtype)
 
     def cache(self, size: CacheSize) -> Cache:
-        """Empty, for sequences of any length: the last inputs of the convolutions, and the state."""
+        """Empty, for sequences of any length: the last inputs of the convolutions, and the
+        state.
+        """
         batch, dtype = size.slots, size.dtype
         sizes = {QUERY: self.key_dim, KEY: self.key_dim, VALUE: self.group * self.value_dim}
         taps = {
-            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, each), dtype) for name, each in sizes.items()
+            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, each), dtype)
+            for name, each in sizes.items()
         }
-        return taps | {STATE: jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)}
+        return taps | {
+            STATE: jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
+        }
 
 
 class GatedDeltaNet(nnx.Module):
@@ -92,7 +106,9 @@ class GatedDeltaNet(nnx.Module):
         self.log_rate = nnx.Param(jnp.log(rate).astype(maker.dtype), axes=("gdn_head", None))
         self.step_bias = maker.constant((heads, group), 1.0, ("gdn_head", None))
         self.norm = Norm(maker, NormSpec(epsilon=spec.norm_epsilon), spec.value_dim, "float32")
-        self.out = Linear(maker.child(10), (heads, values), (size,), ("gdn_head", None, "embed"), dtype)
+        self.out = Linear(
+            maker.child(10), (heads, values), (size,), ("gdn_head", None, "embed"), dtype
+        )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         # With a cache, padding is what stands after the tokens of a row.
@@ -107,7 +123,9 @@ class GatedDeltaNet(nnx.Module):
         found = together(x, self.query, self.key, self.value)
         for (name, kernel), projected in zip(kernels.items(), found, strict=True):
             projected = by_head(checkpoint_name(projected, f"{name}_proj"))
-            mixed, after[name] = causal_convolution(projected, kernel[...], segments, before.get(name))
+            mixed, after[name] = causal_convolution(
+                projected, kernel[...], segments, before.get(name)
+            )
             parts[name] = jax.nn.silu(mixed)
         query, key, value = parts[QUERY], parts[KEY], parts[VALUE]
         if self.spec.qk_norm:
@@ -117,13 +135,19 @@ class GatedDeltaNet(nnx.Module):
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
         gate = jax.nn.silu(by_head(self.gate(x)).astype(jnp.float32))
         gated = self.norm(mixed).reshape(gate.shape) * gate
-        aux = {} if cache is None else {"cache": {name: after[name].astype(cache[name].dtype) for name in cache}}
+        aux = (
+            {}
+            if cache is None
+            else {"cache": {name: after[name].astype(cache[name].dtype) for name in cache}}
+        )
         return checkpoint_name(self.out(by_head(gated.astype(self.dtype))), "out_proj"), aux
 
     def log_decay(self, x: jax.Array) -> jax.Array:
         """[B, S, K, G], at most 0."""
         rate = jnp.exp(self.log_rate[...].astype(jnp.float32))
-        return -rate * jax.nn.softplus(self.decay(x).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32))
+        return -rate * jax.nn.softplus(
+            self.decay(x).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
+        )
 
     def step(self, x: jax.Array) -> jax.Array:
         """How much of an old answer a token replaces: [B, S, K, G], between 0 and 1."""
@@ -139,8 +163,8 @@ class GatedDeltaNet(nnx.Module):
         segments: jax.Array | None,
         state: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, S, K G, Dv]: the delta rule over value heads, each with the query and key of its key head; and the state
-        [B, K G, Dk, Dv] after it."""
+        """[B, S, K G, Dv]: the delta rule over value heads, each with the query and key of its key
+        head; and the state [B, K G, Dk, Dv] after it."""
         spec = self.spec
         places = query.shape[:2]
         query, key = (jnp.repeat(x, spec.group, axis=2) for x in (query, key))
@@ -159,8 +183,10 @@ def unit_length(x: jax.Array) -> jax.Array:
 
 
 def by_head(x: jax.Array) -> jax.Array:
-    """[B, S, K, ...] with heads over devices and sequences whole: the state passes from the first token to the last.
+    """[B, S, K, ...] with heads over devices and sequences whole: the state passes from the first
+    token to the last.
 
-    Were the sequence of any input split, XLA would split chunks, and gather them all in each step of the scan.
+    Were the sequence of any input split, XLA would split chunks, and gather them all in each step
+    of the scan.
     """
     return constrain(x, "activation_batch_attn", "activation_kv_length", "activation_heads", None)

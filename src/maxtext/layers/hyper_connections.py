@@ -1,6 +1,8 @@
-"""Manifold-constrained hyper-connections (mHC): several residual streams, mixed by doubly stochastic matrices.
+"""Manifold-constrained hyper-connections (mHC): several residual streams, mixed by doubly
+stochastic matrices.
 
-A token has k streams of width E. Around one sub-layer (mixer or feed-forward) F, with its own weights:
+A token has k streams of width E. Around one sub-layer (mixer or feed-forward) F, with its own
+weights:
 
     n    = RMSNorm of the token's k·E values
     pre  = sigmoid(alpha_0 · n W_pre + b_pre) + 1e-6     [k]     how much F reads of each stream
@@ -9,13 +11,15 @@ A token has k streams of width E. Around one sub-layer (mixer or feed-forward) F
 
     stream_j <- Σ_i mix_ij stream_i + post_j · F(Σ_i pre_i stream_i)
 
-The paper's H_res, a matrix in front of the streams, is mixᵀ: the last of Sinkhorn's passes makes each new stream an
-average of the old ones, there and in DeepSeek-V4 as here. All of this is computed in float32.
+The paper's H_res, a matrix in front of the streams, is mixᵀ: the last of Sinkhorn's passes makes
+each new stream an average of the old ones, there and in DeepSeek-V4 as here. All of this is
+computed in float32.
 
-At the start F reads the mean of the streams (pre = 1/k), every stream takes F's whole output (post = 1) and keeps 99%
-of itself: streams that begin as copies (`expand`) follow the ordinary residual stream. Only what depends on the token
-parts them; it enters with alpha = 0.01, the paper's choice, and a random W, since equal streams with equal weights
-would have equal gradients for ever. `collapse` adds the streams; the norm that follows takes the factor k away.
+At the start F reads the mean of the streams (pre = 1/k), every stream takes F's whole output (post
+= 1) and keeps 99% of itself: streams that begin as copies (`expand`) follow the ordinary residual
+stream. Only what depends on the token parts them; it enters with alpha = 0.01, the paper's choice,
+and a random W, since equal streams with equal weights would have equal gradients for ever.
+`collapse` adds the streams; the norm that follows takes the factor k away.
 
 Shapes: B batch, S sequence, k streams, E embedding.
 """
@@ -47,7 +51,9 @@ class HyperConnectionSpec:
         if self.streams < 2:
             raise ValueError(f"hyper-connections join at least 2 streams, not {self.streams}")
         if self.sinkhorn_iterations < 1:
-            raise ValueError(f"sinkhorn_iterations is {self.sinkhorn_iterations}, and at least one pass is needed")
+            raise ValueError(
+                f"sinkhorn_iterations is {self.sinkhorn_iterations}, and at least one pass is needed"
+            )
         if self.norm.kind != "rms":
             raise ValueError(f"hyper-connections norm their streams with rms, not {self.norm.kind}")
 
@@ -63,7 +69,9 @@ class Mixing(NamedTuple):
 
 
 class HyperConnection(nnx.Module):
-    """The connection of one sub-layer. The last dimension of kernel and bias: k pre, k post, k·k mix (row by row)."""
+    """The connection of one sub-layer. The last dimension of kernel and bias: k pre, k post, k·k
+    mix (row by row).
+    """
 
     def __init__(self, maker: Maker, spec: HyperConnectionSpec, size: int, dtype: Any):
         self.spec, self.dtype = spec, dtype
@@ -72,7 +80,9 @@ class HyperConnection(nnx.Module):
         self.alpha = maker.constant((3,), INITIAL_ALPHA, (None,))
         self.bias = nnx.Param(jnp.asarray(initial_bias(k), maker.dtype), axes=(None,))
         initial_scale = 0.0 if spec.norm.offset else 1.0
-        self.scale = maker.constant((k, size), initial_scale, ("mhc", "norm")) if spec.norm.scaled else None
+        self.scale = (
+            maker.constant((k, size), initial_scale, ("mhc", "norm")) if spec.norm.scaled else None
+        )
 
     def read(self, streams: jax.Array) -> tuple[jax.Array, Mixing]:
         """[B, S, k, E] to the sub-layer's input [B, S, E], and what `write` needs."""
@@ -81,9 +91,14 @@ class HyperConnection(nnx.Module):
         return x.astype(self.dtype), mixing
 
     def write(self, streams: jax.Array, mixing: Mixing, y: jax.Array) -> jax.Array:
-        """The streams that were read and the sub-layer's output [B, S, E] to the next streams [B, S, k, E]."""
-        # Products and a sum, which XLA fuses, rather than a matrix product of k x k for every token.
-        kept = jnp.sum(mixing.mix[..., None] * streams.astype(jnp.float32)[..., :, None, :], axis=-3)
+        """The streams that were read and the sub-layer's output [B, S, E] to the next streams [B,
+        S, k, E].
+        """
+        # Products and a sum, which XLA fuses, rather than a matrix product of k x k for every
+        # token.
+        kept = jnp.sum(
+            mixing.mix[..., None] * streams.astype(jnp.float32)[..., :, None, :], axis=-3
+        )
         added = mixing.post[..., None] * y.astype(jnp.float32)[..., None, :]
         return (kept + added).astype(self.dtype)
 
@@ -108,12 +123,16 @@ class HyperConnection(nnx.Module):
 def initial_bias(k: int) -> np.ndarray:
     pre = np.full(k, -math.log(k - 1))  # sigmoid: 1 / k
     post = np.zeros(k)  # 2 sigmoid: 1
-    kept = math.log(INITIALLY_KEPT / (1 - INITIALLY_KEPT) * (k - 1))  # softmax: INITIALLY_KEPT on the diagonal
+    kept = math.log(
+        INITIALLY_KEPT / (1 - INITIALLY_KEPT) * (k - 1)
+    )  # softmax: INITIALLY_KEPT on the diagonal
     return np.concatenate([pre, post, np.eye(k).ravel() * kept])
 
 
 def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
-    """[..., k, k] to nearly doubly stochastic matrices: rows, then columns made to sum to 1, so many times."""
+    """[..., k, k] to nearly doubly stochastic matrices: rows, then columns made to sum to 1, so
+    many times.
+    """
 
     def columns(matrix: jax.Array) -> jax.Array:
         return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + EPSILON)
@@ -121,7 +140,9 @@ def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     def rows_and_columns(_: Any, matrix: jax.Array) -> jax.Array:
         return columns(matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + EPSILON))
 
-    matrix = columns(jax.nn.softmax(logits, axis=-1) + EPSILON)  # the softmax is the first pass over rows
+    matrix = columns(
+        jax.nn.softmax(logits, axis=-1) + EPSILON
+    )  # the softmax is the first pass over rows
     return jax.lax.fori_loop(0, iterations - 1, rows_and_columns, matrix)
 
 

@@ -1,15 +1,18 @@
-"""DeepSeek's sparse attention: a small scorer picks the keys that each query of latent attention may see.
+"""DeepSeek's sparse attention: a small scorer picks the keys that each query of latent attention
+may see.
 
-Shapes: B batch, S query length, T key length (here S), E embedding, R rank of the query latent, H scoring heads, D size
-of each. The score of a key is the sum over heads of w · relu(q · k) / sqrt(H D), with one key that all share; queries
-come from the query latent of the attention, keys and w from its input. RoPE turns the first dimensions of a head. The
-published model also turns queries and keys by a Hadamard matrix and rounds them to 8 bits: the first changes no
-product, the second is left out, as in transformers.
+Shapes: B batch, S query length, T key length (here S), E embedding, R rank of the query latent, H
+scoring heads, D size of each. The score of a key is the sum over heads of w · relu(q · k) / sqrt(H
+D), with one key that all share; queries come from the query latent of the attention, keys and w
+from its input. RoPE turns the first dimensions of a head. The published model also turns queries
+and keys by a Hadamard matrix and rounds them to 8 bits: the first changes no product, the second is
+left out, as in transformers.
 
-The indexer reads its inputs without a gradient and a choice of keys has none, so it learns from its own loss alone: how
-far its softmax is from the weights of the attention, averaged over heads, KL(attention ‖ softmax(score)), the mean over
-tokens that are not padding. In sparse training both are over the chosen keys. Without it a loss means dense warm-up:
-attention sees all keys, and both are over all visible ones.
+The indexer reads its inputs without a gradient and a choice of keys has none, so it learns from its
+own loss alone: how far its softmax is from the weights of the attention, averaged over heads,
+KL(attention ‖ softmax(score)), the mean over tokens that are not padding. In sparse training both
+are over the chosen keys. Without it a loss means dense warm-up: attention sees all keys, and both
+are over all visible ones.
 """
 
 from dataclasses import dataclass, replace
@@ -46,7 +49,9 @@ class IndexerSpec:
     rope_dim: int  # the first dimensions of a head, which turn
     rope: RopeSpec
     topk: int  # keys that a query keeps; where there are no more, all are kept
-    sparse_training: bool = False  # the loss looks at the chosen keys only; false: dense warm-up, if there is a loss
+    sparse_training: bool = (
+        False  # the loss looks at the chosen keys only; false: dense warm-up, if there is a loss
+    )
     loss_factor: float = 0.0  # 0: no loss
 
     @property
@@ -67,21 +72,32 @@ class Indexer(nnx.Module):
     def __init__(self, maker: Maker, spec: IndexerSpec, size: int, query_rank: int, dtype: Any):
         self.spec = spec
         heads, dim = spec.heads, spec.head_dim
-        self.query = Linear(maker.child(0), (query_rank,), (heads, dim), ("q_lora", "q_heads", "kv"), dtype)
+        self.query = Linear(
+            maker.child(0), (query_rank,), (heads, dim), ("q_lora", "q_heads", "kv"), dtype
+        )
         self.key = Linear(maker.child(1), (size,), (dim,), ("embed", "kv"), dtype)
         self.key_norm = Norm(maker, KEY_NORM, dim, dtype)
-        self.weight = Linear(maker.child(2), (size,), (heads,), ("embed", "q_heads"), jnp.float32, exact=True)
+        self.weight = Linear(
+            maker.child(2), (size,), (heads,), ("embed", "q_heads"), jnp.float32, exact=True
+        )
 
     def __call__(
-        self, attention: Inputs, x: jax.Array, query_latent: jax.Array, keys: jax.Array, inputs: LayerInputs
+        self,
+        attention: Inputs,
+        x: jax.Array,
+        query_latent: jax.Array,
+        keys: jax.Array,
+        inputs: LayerInputs,
     ) -> tuple[Inputs, Aux]:
-        """The attention with its keys chosen, and the loss, if any. x [B, S, E], query_latent [B, S, R]; keys [B, T, D]
-        of all tokens that may be seen, from `keys`."""
+        """The attention with its keys chosen, and the loss, if any. x [B, S, E], query_latent [B,
+        S, R]; keys [B, T, D] of all tokens that may be seen, from `keys`."""
         spec = self.spec
         choosing = spec.selecting and attention.k.shape[1] > spec.topk
         if not choosing and spec.loss_factor == 0:
             return attention, {}
-        scores = self.scores(jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), keys, inputs.positions)
+        scores = self.scores(
+            jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), keys, inputs.positions
+        )
         if choosing:
             chosen = constrain(
                 largest_keys(hide(scores, mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
@@ -98,8 +114,12 @@ class Indexer(nnx.Module):
         key = self.turned(key[:, :, None], positions)[:, :, 0]
         return constrain(key, "activation_batch_attn", "activation_kv_length", None)
 
-    def scores(self, x: jax.Array, query_latent: jax.Array, key: jax.Array, positions: jax.Array) -> jax.Array:
-        """[B, S, T] in float32, a block of queries at a time: those of all heads at once are the largest array here."""
+    def scores(
+        self, x: jax.Array, query_latent: jax.Array, key: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """[B, S, T] in float32, a block of queries at a time: those of all heads at once are the
+        largest array here.
+        """
         spec = self.spec
         query = self.turned(self.query(query_latent), positions)
         weight = self.weight(x.astype(jnp.float32)) * (spec.heads * spec.head_dim) ** -0.5
@@ -111,11 +131,15 @@ class Indexer(nnx.Module):
             return jnp.einsum("bsh,bsht->bst", weight, jax.nn.relu(products))
 
         scores = map_queries(some, (query, weight))
-        return constrain(scores, "activation_batch_attn", "activation_length_attn", "activation_kv_length")
+        return constrain(
+            scores, "activation_batch_attn", "activation_length_attn", "activation_kv_length"
+        )
 
     def turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         size = self.spec.rope_dim
-        return jnp.concatenate([rotate(x[..., :size], positions, self.spec.rope), x[..., size:]], axis=-1)
+        return jnp.concatenate(
+            [rotate(x[..., :size], positions, self.spec.rope), x[..., size:]], axis=-1
+        )
 
 
 def hide(scores: jax.Array, visible: jax.Array | None, value: float) -> jax.Array:
@@ -123,7 +147,9 @@ def hide(scores: jax.Array, visible: jax.Array | None, value: float) -> jax.Arra
 
 
 def divergence(scores: jax.Array, attention: Inputs) -> jax.Array:
-    """KL(weights of the attention ‖ softmax(scores)) over the keys that each query sees, the mean over real tokens."""
+    """KL(weights of the attention ‖ softmax(scores)) over the keys that each query sees, the mean
+    over real tokens.
+    """
     visible = mask_by_head(attention)
     if visible is not None and visible.ndim == 4:
         visible = visible[:, 0]  # one choice for all heads

@@ -7,7 +7,8 @@ import jax
 
 from maxtext.common.order import Order
 
-# Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H]; and "cache".
+# Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H];
+# and "cache".
 Aux = dict[str, Any]
 Cache = dict[str, Any]  # arrays of one layer, see cache.py
 
@@ -16,16 +17,28 @@ Cache = dict[str, Any]  # arrays of one layer, see cache.py
 @dataclass(frozen=True)
 class LayerInputs:
     positions: jax.Array  # [B, S], within each document
-    segments: jax.Array | None = None  # [B, S], the document of a token, 0 is padding; None: one document a row
+    segments: jax.Array | None = (
+        None  # [B, S], the document of a token, 0 is padding; None: one document a row
+    )
     key: jax.Array | None = None  # randomness of dropout; None: no dropout
     tokens: jax.Array | None = None  # [B, S], the ids that were embedded
-    order: Order | None = field(default=None, metadata={"static": True})  # of the tokens, if it is not their own
-    cache: Cache | None = None  # of the layer that is called; positions are then -1 where there is no token
+    order: Order | None = field(
+        default=None, metadata={"static": True}
+    )  # of the tokens, if it is not their own
+    cache: Cache | None = (
+        None  # of the layer that is called; positions are then -1 where there is no token
+    )
     fresh: bool = field(default=False, metadata={"static": True})  # nothing is before these tokens
     table: jax.Array | None = None  # [B, C], the pages of each row, or segment, in a cache of pages
-    aligned: bool = field(default=False, metadata={"static": True})  # row b of the batch has page b of the cache
-    most_segments: int = field(default=0, metadata={"static": True})  # of a row, padding is one; 0: not known
-    reach: int = field(default=0, metadata={"static": True})  # all positions are below; 0: below what the table holds
+    aligned: bool = field(
+        default=False, metadata={"static": True}
+    )  # row b of the batch has page b of the cache
+    most_segments: int = field(
+        default=0, metadata={"static": True}
+    )  # of a row, padding is one; 0: not known
+    reach: int = field(
+        default=0, metadata={"static": True}
+    )  # all positions are below; 0: below what the table holds
     lengths: jax.Array | None = None  # [B], the tokens of each row, if padding follows them
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":

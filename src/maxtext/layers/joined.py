@@ -1,8 +1,9 @@
-"""Kernels as one GPU reads them fastest: those of products with the same input in one array, and for a single row with
-the numbers that a product adds up side by side.
+"""Kernels as one GPU reads them fastest: those of products with the same input in one array, and
+for a single row with the numbers that a product adds up side by side.
 
-In the tree of a model's weights, a `Joined` with all of them stands where the first kernel was, and one without
-numbers where each of the others was. `linear.together` takes both that and plain kernels.
+In the tree of a model's weights, a `Joined` with all of them stands where the first kernel was, and
+one without numbers where each of the others was. `linear.together` takes both that and plain
+kernels.
 """
 
 import math
@@ -23,11 +24,22 @@ from maxtext.layers.parameters import Template, Tree
 from maxtext.sharding.manual import only_platform
 
 # As layers give them to `together`; of the first three a layer has one.
-GROUPS = (("query", "key", "value"), ("query", "key"), ("wi_0", "wi_1"), ("out",), ("wo",), ("head",))
+GROUPS = (
+    ("query", "key", "value"),
+    ("query", "key"),
+    ("wi_0", "wi_1"),
+    ("out",),
+    ("wo",),
+    ("head",),
+)
 SMALL = 2**20  # of kernels with fewer numbers, it does not matter
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["shapes", "rank", "by_column"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values"],
+    meta_fields=["shapes", "rank", "by_column"],
+)
 @dataclass(frozen=True)
 class Joined:
     values: Any  # [inputs, all outputs]; None: where the first kernel was, there are all
@@ -45,7 +57,10 @@ class Joined:
         """x [..., *inputs] times each kernel."""
         outer = x.shape[: x.ndim - self.rank]
         found = jnp.split(self.product(x, dtype), self.ends, axis=-1)
-        return [y.reshape(*outer, *shape[self.rank :]) for y, shape in zip(found, self.shapes, strict=True)]
+        return [
+            y.reshape(*outer, *shape[self.rank :])
+            for y, shape in zip(found, self.shapes, strict=True)
+        ]
 
     def product(self, x: jax.Array, dtype: Any) -> jax.Array:
         """x [..., *inputs] times all kernels, [..., all outputs]."""
@@ -62,7 +77,9 @@ class Joined:
     def for_one_row(self) -> bool:
         """Whether it is what products of a single row can take, by column."""
         depth, dtype = math.prod(self.shapes[0][: self.rank]), self.values.dtype
-        known = all(gemv.supports(depth, math.prod(shape[self.rank :]), dtype) for shape in self.shapes)
+        known = all(
+            gemv.supports(depth, math.prod(shape[self.rank :]), dtype) for shape in self.shapes
+        )
         return known and is_nvidia(target_capability())
 
     @property
@@ -78,7 +95,9 @@ class Joined:
 
 @partial(jax.jit, static_argnums=1)
 def side_by_side(kernels: list[jax.Array], rank: int) -> jax.Array:
-    return jnp.concatenate([kernel.reshape(math.prod(kernel.shape[:rank]), -1) for kernel in kernels], axis=1)
+    return jnp.concatenate(
+        [kernel.reshape(math.prod(kernel.shape[:rank]), -1) for kernel in kernels], axis=1
+    )
 
 
 @jax.jit
@@ -97,7 +116,10 @@ def join(template: Template, weights: Tree) -> Tree:
         made = {name: walk(branch, contracted[name], axes[name]) for name, branch in tree.items()}
         for names in groups(made, contracted, axes):
             kernels = [made[name]["kernel"] for name in names]
-            shapes, rank = tuple(kernel.shape for kernel in kernels), len(contracted[names[0]]["kernel"])
+            shapes, rank = (
+                tuple(kernel.shape for kernel in kernels),
+                len(contracted[names[0]]["kernel"]),
+            )
             for name in names:
                 made[name] = made[name] | {"kernel": Joined(None, shapes, rank)}
             made[names[0]]["kernel"] = Joined(side_by_side(kernels, rank), shapes, rank)
@@ -116,7 +138,9 @@ def groups(tree: Tree, contracted: Tree, axes: Tree) -> Iterator[tuple[str, ...]
         if not isinstance(kernel, jax.Array) or not jnp.issubdtype(kernel.dtype, jnp.floating):
             return False
         over = tuple(contracted[name]["kernel"])
-        return bool(over) and over == tuple(range(len(over))) and "layers" not in axes[name]["kernel"]
+        return (
+            bool(over) and over == tuple(range(len(over))) and "layers" not in axes[name]["kernel"]
+        )
 
     for names in GROUPS:
         # An indexer's queries and keys are of different inputs.
@@ -125,9 +149,11 @@ def groups(tree: Tree, contracted: Tree, axes: Tree) -> Iterator[tuple[str, ...]
 
 
 def lay_out(weights: Tree, dtype: Any, alone: bool) -> bool:
-    """In place, joined kernels as products want them where rows of `dtype` come alone, or several together. Returns
-    whether products of a single row are fast now."""
-    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=lambda leaf: isinstance(leaf, Joined))
+    """In place, joined kernels as products want them where rows of `dtype` come alone, or several
+    together. Returns whether products of a single row are fast now."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        weights, is_leaf=lambda leaf: isinstance(leaf, Joined)
+    )
     if not any(isinstance(leaf, Joined) for _, leaf in leaves):
         return False
     fast = alone and all(is_fast(path, leaf, dtype) for path, leaf in leaves)
@@ -137,7 +163,9 @@ def lay_out(weights: Tree, dtype: Any, alone: bool) -> bool:
 
 
 def is_fast(path: Any, leaf: Any, dtype: Any) -> bool:
-    """Whether a product with a single row is, by column. Embeddings are looked up, or else they lie as they should."""
+    """Whether a product with a single row is, by column. Embeddings are looked up, or else they lie
+    as they should.
+    """
     if isinstance(leaf, Joined):
         return leaf.values is None or (leaf.values.dtype == jnp.dtype(dtype) and leaf.for_one_row)
     return leaf.size < SMALL or path[0].key == "embedder"

@@ -18,10 +18,11 @@ from maxtext.sharding.manual import only_platform
 
 
 class Linear(nnx.Module):
-    """x[..., inputs] -> [..., outputs]: a kernel of shape (*inputs, *outputs), an optional bias of shape outputs.
+    """x[..., inputs] -> [..., outputs]: a kernel of shape (*inputs, *outputs), an optional bias of
+    shape outputs.
 
-    Weights are kept in their own dtype and cast to the computation's on use; a kernel may be `Quantized`. `exact`: not
-    in eight bits, whatever the maker's recipe is.
+    Weights are kept in their own dtype and cast to the computation's on use; a kernel may be
+    `Quantized`. `exact`: not in eight bits, whatever the maker's recipe is.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
     if isinstance(kernels[0], Joined):
         return with_biases(kernels[0].products(x, dtype), linears)
     # Cast first, so that gradients wait in the dtype of the product and not in the weights' own.
-    kernels = [kernel if isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels]
+    kernels = [
+        kernel if isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels
+    ]
     if weights_early:
         x, kernels = weights_first(x, kernels)
     if recipe and not isinstance(kernels[0], Quantized):
@@ -74,26 +77,33 @@ def with_biases(found: Sequence[jax.Array], linears: Sequence[Linear]) -> list[j
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """x, for so many products. Going back, their gradients are added in the order in which the compiler for GPUs can
-    make each addition a part of a product; autodiff's own leaves one for a pass of its own."""
+    """x, for so many products. Going back, their gradients are added in the order in which the
+    compiler for GPUs can make each addition a part of a product; autodiff's own leaves one for a
+    pass of its own."""
     return (x,) * count
 
 
-copies.defvjp(lambda x, count: ((x,) * count, None), lambda count, kept, gradients: (sum_products(gradients),))
+copies.defvjp(
+    lambda x, count: ((x,) * count, None), lambda count, kept, gradients: (sum_products(gradients),)
+)
 
 
 @jax.custom_jvp
 def weights_first(x: Any, weights: Any) -> tuple[Any, Any]:
-    """Both as they are. Going back, the gradients of the weights are there before those of x are used.
+    """Both as they are. Going back, the gradients of the weights are there before those of x are
+    used.
 
-    A compiler may put off a weight's gradient, which nothing waits for, and keep the activations that it needs until
-    then: for the weights of the head, the gradient of all logits through the layers' whole backward pass.
+    A compiler may put off a weight's gradient, which nothing waits for, and keep the activations
+    that it needs until then: for the weights of the head, the gradient of all logits through the
+    layers' whole backward pass.
     """
     return x, weights
 
 
 def tangents_together(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need no gradient."""
+    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need
+    no gradient.
+    """
     leaves, tree = jax.tree.flatten(tangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
     moving = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, SymbolicZero)]
     if len(moving) > 1:
@@ -107,7 +117,9 @@ weights_first.defjvp(tangents_together, symbolic_zeros=True)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes a fraction of the values and scales up the rest; nothing without a key (evaluation)."""
+    """Zeroes a fraction of the values and scales up the rest; nothing without a key
+    (evaluation).
+    """
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

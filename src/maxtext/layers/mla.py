@@ -1,15 +1,18 @@
-"""Multi-head latent attention (DeepSeek V2, V3): keys and values of all heads come from one small latent of a token.
+"""Multi-head latent attention (DeepSeek V2, V3): keys and values of all heads come from one small
+latent of a token.
 
-Shapes: B batch, S sequence, T key length (here S), E embedding, H heads, Rq and R ranks of the query and of the
-key/value latent, N head size without position, P with position (RoPE), V value size.
+Shapes: B batch, S sequence, T key length (here S), E embedding, H heads, Rq and R ranks of the
+query and of the key/value latent, N head size without position, P with position (RoPE), V value
+size.
 
     query:   x -> [Rq] -> norm -> [H, N + P]; straight to [H, N + P] with query_rank 0; the last P turn
     latent:  x -> [R + P]; the first R are normed, the last P turn and are a key part that all heads share
     keys [H, N] and values [H, V] come from the normed latent by one weight, `kv_b`
 
-`latent` computes the same without making keys and values: the key part of kv_b is applied to the queries and its value
-part to the result, and attention goes over the latent itself, as one head of keys [R + P] and values [R]. A cache then
-holds latents, which are much smaller; over many queries it costs more, since R is larger than N and V.
+`latent` computes the same without making keys and values: the key part of kv_b is applied to the
+queries and its value part to the result, and attention goes over the latent itself, as one head of
+keys [R + P] and values [R]. A cache then holds latents, which are much smaller; over many queries
+it costs more, since R is larger than N and V.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +35,13 @@ from maxtext.layers.parameters import Maker
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
 
-LATENT, KEY_ROPE, KEY, VALUE, INDEX_KEY = "latent", "key_rope", "key", "value", "index_key"  # in a cache
+LATENT, KEY_ROPE, KEY, VALUE, INDEX_KEY = (
+    "latent",
+    "key_rope",
+    "key",
+    "value",
+    "index_key",
+)  # in a cache
 
 
 @dataclass(frozen=True)
@@ -59,19 +68,29 @@ class MlaSpec:
 
     def __post_init__(self) -> None:
         if self.indexer and not self.query_rank:
-            raise ConfigError("The indexer reads the query latent, so it needs q_lora_rank above 0.")
+            raise ConfigError(
+                "The indexer reads the query latent, so it needs q_lora_rank above 0."
+            )
 
     def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
         return Mla(maker, self, size, dtype)
 
     def cache(self, size: CacheSize) -> Cache | None:
-        """Empty: of latents, or of the keys and values of all heads; None: it looks at all tokens anew."""
+        """Empty: of latents, or of the keys and values of all heads; None: it looks at all tokens
+        anew.
+        """
         if self.indexer and self.indexer.depends_on_length(size.length):
             return None
         if self.latent:
-            sizes: dict[str, tuple[int, ...]] = {LATENT: (self.kv_rank,), KEY_ROPE: (1, self.rope_dim)}
+            sizes: dict[str, tuple[int, ...]] = {
+                LATENT: (self.kv_rank,),
+                KEY_ROPE: (1, self.rope_dim),
+            }
         else:
-            sizes = {KEY: (self.heads, self.nope_dim + self.rope_dim), VALUE: (self.heads, self.value_dim)}
+            sizes = {
+                KEY: (self.heads, self.nope_dim + self.rope_dim),
+                VALUE: (self.heads, self.value_dim),
+            }
         if self.indexer:
             sizes[INDEX_KEY] = (self.indexer.head_dim,)
         return kept(self.visibility, size, **sizes)
@@ -92,19 +111,29 @@ class Mla(nnx.Module):
         shape = (heads, spec.nope_dim + spec.rope_dim)
         if spec.query_rank:
             axes: tuple[str, ...] = ("embed", "q_lora_up_proj")
-            self.query_a = Linear(maker.child(0), (size,), (spec.query_rank,), axes, dtype, spec.bias)
+            self.query_a = Linear(
+                maker.child(0), (size,), (spec.query_rank,), axes, dtype, spec.bias
+            )
             self.query_norm = Norm(maker, spec.norm, spec.query_rank, dtype)
-            self.query_b = Linear(maker.child(1), (spec.query_rank,), shape, ("q_lora", "q_heads", "kv"), dtype)
+            self.query_b = Linear(
+                maker.child(1), (spec.query_rank,), shape, ("q_lora", "q_heads", "kv"), dtype
+            )
         else:
             self.query = Linear(maker.child(0), (size,), shape, ("embed", "q_heads", "kv"), dtype)
         axes = ("embed", "kv_lora_up_proj")
         self.kv_a = Linear(maker.child(2), (size,), (rank + spec.rope_dim,), axes, dtype, spec.bias)
         self.kv_norm = Norm(maker, spec.norm, rank, dtype)
         axes = ("kv_lora", "kv_heads", "kv_head_dim")
-        self.kv_b = Linear(maker.child(3), (rank,), (heads, spec.nope_dim + spec.value_dim), axes, dtype)
+        self.kv_b = Linear(
+            maker.child(3), (rank,), (heads, spec.nope_dim + spec.value_dim), axes, dtype
+        )
         axes = ("heads", "kv", "embed")
         self.out = Linear(maker.child(4), (heads, spec.value_dim), (size,), axes, dtype, spec.bias)
-        self.indexer = spec.indexer.build(maker.child(5), size, spec.query_rank, dtype) if spec.indexer else None
+        self.indexer = (
+            spec.indexer.build(maker.child(5), size, spec.query_rank, dtype)
+            if spec.indexer
+            else None
+        )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         spec = self.spec
@@ -119,7 +148,9 @@ class Mla(nnx.Module):
             seen[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
         if inputs.cache is not None:
             seen, aux["cache"] = extended(inputs, seen)
-        k, v = self.absorbed(seen[LATENT], seen[KEY_ROPE]) if spec.latent else (seen[KEY], seen[VALUE])
+        k, v = (
+            self.absorbed(seen[LATENT], seen[KEY_ROPE]) if spec.latent else (seen[KEY], seen[VALUE])
+        )
         attention = Inputs(
             q=q,
             k=k,
@@ -140,7 +171,13 @@ class Mla(nnx.Module):
         if spec.latent:
             mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
-        mixed = constrain(mixed, "activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
+        mixed = constrain(
+            mixed,
+            "activation_batch_attn",
+            "activation_length_attn",
+            "activation_heads",
+            "activation_kv",
+        )
         return checkpoint_name(self.out(mixed), "out_proj"), aux
 
     def queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -156,10 +193,14 @@ class Mla(nnx.Module):
         return jnp.concatenate([nope, rotate(rope, positions, self.spec.rope)], axis=-1), latent
 
     def compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What a cache of latents holds: the normed latent [B, S, R] and the turned key part [B, S, 1, P]."""
+        """What a cache of latents holds: the normed latent [B, S, R] and the turned key part [B, S,
+        1, P].
+        """
         joined = checkpoint_name(self.kv_a(x), "kv_wa_proj")
         latent, rope = jnp.split(joined, [self.spec.kv_rank], axis=-1)
-        latent = constrain(self.kv_norm(latent), "activation_batch_attn", "activation_kv_length", None)
+        latent = constrain(
+            self.kv_norm(latent), "activation_batch_attn", "activation_kv_length", None
+        )
         return latent, rotate(rope[:, :, None], positions, self.spec.rope)
 
     def expanded(self, latent: jax.Array, key_rope: jax.Array) -> dict[str, jax.Array]:
@@ -168,7 +209,12 @@ class Mla(nnx.Module):
         nope, value = jnp.split(joined, [self.spec.nope_dim], axis=-1)
         shared = jnp.broadcast_to(key_rope, (*nope.shape[:-1], key_rope.shape[-1]))
         key = jnp.concatenate([nope, shared], axis=-1)
-        by_key = ("activation_batch_attn", "activation_kv_length", "activation_kv_heads", "activation_kv")
+        by_key = (
+            "activation_batch_attn",
+            "activation_kv_length",
+            "activation_kv_heads",
+            "activation_kv",
+        )
         return {
             KEY: checkpoint_name(constrain(key, *by_key), "key_proj"),
             VALUE: checkpoint_name(constrain(value, *by_key), "value_proj"),
@@ -177,7 +223,9 @@ class Mla(nnx.Module):
     def absorbing(self, query: jax.Array) -> jax.Array:
         """Queries [B, S, H, R + P] of latents."""
         nope, rope = jnp.split(query, [self.spec.nope_dim], axis=-1)
-        query = jnp.concatenate([jnp.einsum("bshn,rhn->bshr", nope, self.up_projections()[0]), rope], axis=-1)
+        query = jnp.concatenate(
+            [jnp.einsum("bshn,rhn->bshr", nope, self.up_projections()[0]), rope], axis=-1
+        )
         return self.laid_out(query)
 
     def absorbed(self, latent: jax.Array, key_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,9 +236,16 @@ class Mla(nnx.Module):
 
     def up_projections(self) -> tuple[jax.Array, jax.Array]:
         """The parts of kv_b that make keys [R, H, N] and values [R, H, V]."""
-        key, value = jnp.split(self.kv_b.kernel[...].astype(self.dtype), [self.spec.nope_dim], axis=-1)
+        key, value = jnp.split(
+            self.kv_b.kernel[...].astype(self.dtype), [self.spec.nope_dim], axis=-1
+        )
         return key, value
 
     def laid_out(self, query: jax.Array) -> jax.Array:
-        names = ("activation_batch_attn", "activation_length_attn", "activation_heads", "activation_kv")
+        names = (
+            "activation_batch_attn",
+            "activation_length_attn",
+            "activation_heads",
+            "activation_kv",
+        )
         return checkpoint_name(constrain(query, *names), "query_proj")

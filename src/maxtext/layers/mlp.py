@@ -27,23 +27,31 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
 }
 LIMITED_STEEPNESS = 1.702  # gate · sigmoid(1.702 gate) is close to GELU
-HIDDEN_DROPOUT = 0x6D6C70  # which number is folded into a layer's key; far from the small ones that `split` uses
+HIDDEN_DROPOUT = (
+    0x6D6C70  # which number is folded into a layer's key; far from the small ones that `split` uses
+)
 
 
 def combine(
-    activations: Sequence[str], branches: Sequence[jax.Array], limit: float | None = None, float32: bool = False
+    activations: Sequence[str],
+    branches: Sequence[jax.Array],
+    limit: float | None = None,
+    float32: bool = False,
 ) -> jax.Array:
-    """The product of the branches, each after its activation; `float32` computes it so and returns it so.
+    """The product of the branches, each after its activation; `float32` computes it so and returns
+    it so.
 
-    With a `limit` (gpt-oss, two branches): the gate is cut off above it and the other branch on both sides, the gate is
-    multiplied by its activation instead of replaced by it, and the other branch is centred on one. So "sigmoid" and
-    "linear" give gate · sigmoid(1.702 gate) · (up + 1).
+    With a `limit` (gpt-oss, two branches): the gate is cut off above it and the other branch on
+    both sides, the gate is multiplied by its activation instead of replaced by it, and the other
+    branch is centred on one. So "sigmoid" and "linear" give gate · sigmoid(1.702 gate) · (up + 1).
     """
     if float32:
         branches = [branch.astype(jnp.float32) for branch in branches]
     functions = [ACTIVATIONS[name] for name in activations]
     if limit is None:
-        return functools.reduce(operator.mul, (apply(x) for apply, x in zip(functions, branches, strict=True)))
+        return functools.reduce(
+            operator.mul, (apply(x) for apply, x in zip(functions, branches, strict=True))
+        )
     (gate, up), (gated, linear) = branches, functions
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * gated(LIMITED_STEEPNESS * gate) * (linear(up) + 1)
@@ -75,7 +83,9 @@ class Mlp(nnx.Module):
             for place in range(count):
                 branch = Linear(maker.child(place), (size,), (spec.width,), axes, dtype, spec.bias)
                 setattr(self, self.branch(place), branch)
-        self.wo = Linear(maker.child(count), (spec.width,), (size,), ("mlp", "embed"), dtype, spec.bias)
+        self.wo = Linear(
+            maker.child(count), (spec.width,), (size,), ("mlp", "embed"), dtype, spec.bias
+        )
 
     @property
     def bare(self) -> bool:
@@ -96,9 +106,12 @@ class Mlp(nnx.Module):
         else:
             names = [self.branch(place) for place in range(len(spec.activations))]
             found = together(x, *(getattr(self, name) for name in names), weights_early=True)
-            branches = [checkpoint_name(each, f"mlp{name}") for name, each in zip(names, found, strict=True)]
+            branches = [
+                checkpoint_name(each, f"mlp{name}") for name, each in zip(names, found, strict=True)
+            ]
         hidden = combine(spec.activations, branches, spec.limit, spec.float32).astype(self.dtype)
         hidden = dropout(hidden, spec.dropout_rate, inputs.fold(HIDDEN_DROPOUT).key)
         hidden = constrain(hidden, "activation_batch", "activation_length", "activation_mlp")
-        # The gradient of `wo` needs the branches; done early, they make room for their own gradients.
+        # The gradient of `wo` needs the branches; done early, they make room for their own
+        # gradients.
         return checkpoint_name(together(hidden, self.wo, weights_early=True)[0], "mlpwo"), {}

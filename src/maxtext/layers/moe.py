@@ -1,19 +1,22 @@
-"""A mixture of experts: a router sends each token to some of many MLPs; shared ones see every token.
+"""A mixture of experts: a router sends each token to some of many MLPs; shared ones see every
+token.
 
-Shapes: B batch, S sequence, T = B·S tokens, E embedding, X experts, k experts of a token, M expert width, C capacity,
-N rows of the sorted buffer.
+Shapes: B batch, S sequence, T = B·S tokens, E embedding, X experts, k experts of a token, M expert
+width, C capacity, N rows of the sorted buffer.
 
 Three methods for the same sum:
-- sparse: tokens are sorted by expert and multiplied group by group (`layers/sorted_experts.py`, which says how devices
-  share the work). Drops nothing, unless a `buffer_factor` bounds the rows: N = int(T·k·factor), at most T·k and at
-  least 1; then the last assignments in the order of experts (within an expert: of tokens) are dropped, over the whole
-  batch. With several devices, each has its own bound, of its own tokens.
+- sparse: tokens are sorted by expert and multiplied group by group (`layers/sorted_experts.py`,
+  which says how devices share the work). Drops nothing, unless a `buffer_factor` bounds the rows: N
+  = int(T·k·factor), at most T·k and at least 1; then the last assignments in the order of experts
+  (within an expert: of tokens) are dropped, over the whole batch. With several devices, each has
+  its own bound, of its own tokens.
 - dense: every expert sees every token, and the sum leaves out what was not chosen. The reference.
-- dropping: an expert has C = int(max(ceil(S·k/X)·capacity_factor, capacity_factor)) places in each sequence, taken in
-  the order of tokens, and of a token's choices; the rest is dropped. One-hot products send tokens there and back.
+- dropping: an expert has C = int(max(ceil(S·k/X)·capacity_factor, capacity_factor)) places in each
+  sequence, taken in the order of tokens, and of a token's choices; the rest is dropped. One-hot
+  products send tokens there and back.
 
-What is dropped adds nothing to the sum; the other weights stay as they are. Padding (segment 0) goes to no expert: it
-takes no place, does not count, and gets nothing from the routed experts.
+What is dropped adds nothing to the sum; the other weights stay as they are. Padding (segment 0)
+goes to no expert: it takes no place, does not count, and gets nothing from the routed experts.
 """
 
 import dataclasses
@@ -46,17 +49,28 @@ class MoeSpec:
     limit: float | None = None  # on the branches' values, see mlp.combine
     float32: bool = False  # activations computed in float32
     float32_sum: bool = True  # the weighted sum over a token's experts computed in float32
-    weigh_input: bool = False  # the router's weights multiply what experts read instead of what they give
+    weigh_input: bool = (
+        False  # the router's weights multiply what experts read instead of what they give
+    )
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared MLP's output times a sigmoid, one for each token
     method: str = "sparse"  # or dense, or dropping
     capacity_factor: float = 1.0  # of dropping
     buffer_factor: float | None = None  # of sparse: a bound on the sorted buffer
-    grouped_kernel: bool = True  # of sparse: by a kernel of ours where there is one; false: by jax.lax.ragged_dot
-    custom_sort_vjp: bool = True  # of sparse: sorting has a gradient that gathers; false: as autodiff has it
-    ring: bool = False  # of sparse: devices that share the experts gather tokens; false: rows go where they belong
-    two_stage_gather: bool = False  # of sparse: kernels are gathered over one mesh axis after the other
-    experts_on_fsdp: bool = False  # kernels are split by experts, not by the embedding, over the mesh's fsdp axis
+    grouped_kernel: bool = (
+        True  # of sparse: by a kernel of ours where there is one; false: by jax.lax.ragged_dot
+    )
+    custom_sort_vjp: bool = (
+        True  # of sparse: sorting has a gradient that gathers; false: as autodiff has it
+    )
+    # of sparse: devices that share the experts gather tokens; false: rows go where they belong
+    ring: bool = False
+    two_stage_gather: bool = (
+        False  # of sparse: kernels are gathered over one mesh axis after the other
+    )
+    experts_on_fsdp: bool = (
+        False  # kernels are split by experts, not by the embedding, over the mesh's fsdp axis
+    )
     balance_weight: float = 0.0  # reports "load_balance_loss"
     report_load: bool = False  # reports "expert_load" [X]: how many tokens chose each expert
 
@@ -67,7 +81,15 @@ class MoeSpec:
 class ExpertLinear(nnx.Module):
     """A kernel, which may be `Quantized`, and an optional bias for each expert."""
 
-    def __init__(self, maker: Maker, spec: MoeSpec, inputs: int, outputs: int, axes: tuple[str, str], dtype: Any):
+    def __init__(
+        self,
+        maker: Maker,
+        spec: MoeSpec,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        dtype: Any,
+    ):
         self.dtype, experts = dtype, spec.router.experts
         split = "exp_with_fsdp" if spec.experts_on_fsdp else "exp"
         self.axes = (split, *axes)
@@ -78,7 +100,9 @@ class ExpertLinear(nnx.Module):
 
     @property
     def weights(self) -> Affine:
-        """In the dtype of the product; or a kernel of integers, and what its product is multiplied by."""
+        """In the dtype of the product; or a kernel of integers, and what its product is multiplied
+        by.
+        """
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
         kernel = self.kernel[...]
         if isinstance(kernel, Quantized) and kernel.scaled_after((1,)):
@@ -98,7 +122,9 @@ class ExpertLinear(nnx.Module):
             y = dequantize(y, scale[:, None, None], self.dtype)
         if bias is not None:
             y = y + bias[:, None, None]
-        return constrain(y, "activation_exp", "activation_batch_moe", None, f"activation_{self.axes[-1]}")
+        return constrain(
+            y, "activation_exp", "activation_batch_moe", None, f"activation_{self.axes[-1]}"
+        )
 
 
 class Experts(nnx.Module):
@@ -108,17 +134,25 @@ class Experts(nnx.Module):
         self.branches = ("wi",) if count == 1 else tuple(f"wi_{place}" for place in range(count))
         for place, name in enumerate(self.branches):
             axes = ("embed_moe", "mlp_moe")
-            setattr(self, name, ExpertLinear(maker.child(place), spec, size, spec.width, axes, dtype))
-        self.wo = ExpertLinear(maker.child(count), spec, spec.width, size, ("mlp_moe", "embed_moe"), dtype)
+            setattr(
+                self, name, ExpertLinear(maker.child(place), spec, size, spec.width, axes, dtype)
+            )
+        self.wo = ExpertLinear(
+            maker.child(count), spec, spec.width, size, ("mlp_moe", "embed_moe"), dtype
+        )
 
     @property
     def layers(self) -> dict[str, ExpertLinear]:
         return {name: getattr(self, name) for name in (*self.branches, "wo")}
 
     def feed(self, x: jax.Array, apply: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
-        """`apply` multiplies rows, however they are laid out, by the named kernels of their experts."""
+        """`apply` multiplies rows, however they are laid out, by the named kernels of their
+        experts.
+        """
         branches = [tag(apply(name, x), name) for name in self.branches]
-        hidden = combine(self.spec.activations, branches, self.spec.limit, self.spec.float32).astype(self.dtype)
+        hidden = combine(
+            self.spec.activations, branches, self.spec.limit, self.spec.float32
+        ).astype(self.dtype)
         return tag(apply("wo", hidden), "wo")
 
     def on_each(self, x: jax.Array) -> jax.Array:
@@ -139,7 +173,11 @@ class Moe(nnx.Module):
         self.experts = Experts(maker.child(1), spec, size, dtype)
         self.shared = spec.shared.build(maker.child(2), size, dtype) if spec.shared else None
         axes = ("embed", None)
-        self.shared_gate = Linear(maker.child(3), (size,), (1,), axes, dtype, exact=True) if spec.shared_gate else None
+        self.shared_gate = (
+            Linear(maker.child(3), (size,), (1,), axes, dtype, exact=True)
+            if spec.shared_gate
+            else None
+        )
 
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, router_input: jax.Array | None = None
@@ -151,12 +189,16 @@ class Moe(nnx.Module):
         y = methods[self.spec.method](x, routing, real)
         if self.shared is not None:
             shared, _ = self.shared(x, inputs)
-            y = y + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared)
+            y = y + (
+                shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
+            )
         return y, self.report(routing, real)
 
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
         none = self.spec.router.experts
-        targets = routing.indices if real is None else jnp.where(real[..., None], routing.indices, none)
+        targets = (
+            routing.indices if real is None else jnp.where(real[..., None], routing.indices, none)
+        )
         weights = {name: layer.weights for name, layer in self.experts.layers.items()}
         names = {name: layer.names(weights[name]) for name, layer in self.experts.layers.items()}
         x, weights = weights_first(x, weights)
@@ -167,29 +209,46 @@ class Moe(nnx.Module):
         picked = self.picked(routing, real)  # [B, S, k, X]
         chosen = jnp.sum(picked, axis=-2)
         weights = jnp.einsum("bsk,bskx->bsx", routing.weights, picked)
-        read, give = (weights, chosen) if self.spec.weigh_input else (jnp.ones_like(chosen), weights)
+        read, give = (
+            (weights, chosen) if self.spec.weigh_input else (jnp.ones_like(chosen), weights)
+        )
         each = jnp.einsum("bsx,bse->xbse", read.astype(self.dtype), x)
         y = self.experts.on_each(each)
-        return jnp.einsum("bsx,xbse->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)).astype(self.dtype)
+        return jnp.einsum(
+            "bsx,xbse->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)
+        ).astype(self.dtype)
 
     def dropping(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
         picked = self.picked(routing, real)  # [B, S, k, X]
         batch, length, chosen, experts = picked.shape
         capacity = expert_capacity(length, chosen, experts, self.spec.capacity_factor)
-        turns = jnp.cumsum(picked.reshape(batch, length * chosen, experts), axis=1).reshape(picked.shape)
-        turn = jnp.sum(turns * picked, axis=-1).astype(jnp.int32)  # [B, S, k]: 1 for an expert's first, 0 for no expert
-        place = jax.nn.one_hot(turn - 1, capacity, dtype=jnp.float32)  # zeros where it is out of bounds
+        turns = jnp.cumsum(picked.reshape(batch, length * chosen, experts), axis=1).reshape(
+            picked.shape
+        )
+        turn = jnp.sum(turns * picked, axis=-1).astype(
+            jnp.int32
+        )  # [B, S, k]: 1 for an expert's first, 0 for no expert
+        place = jax.nn.one_hot(
+            turn - 1, capacity, dtype=jnp.float32
+        )  # zeros where it is out of bounds
         sent = jnp.einsum("bskx,bskc->bsxc", picked, place)
         weighted = jnp.einsum("bsk,bskx,bskc->bsxc", routing.weights, picked, place)
         read, give = (weighted, sent) if self.spec.weigh_input else (sent, weighted)
         each = jnp.einsum("bsxc,bse->xbce", read.astype(self.dtype), x)
-        # With the experts first, the expert axis of the mesh goes to them, and this is where tokens change devices.
-        each = constrain(each, "activation_exp", "activation_batch_moe", None, "activation_embed_moe")
+        # With the experts first, the expert axis of the mesh goes to them, and this is where tokens
+        # change devices.
+        each = constrain(
+            each, "activation_exp", "activation_batch_moe", None, "activation_embed_moe"
+        )
         y = self.experts.on_each(each)
-        return jnp.einsum("bsxc,xbce->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)).astype(self.dtype)
+        return jnp.einsum(
+            "bsxc,xbce->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)
+        ).astype(self.dtype)
 
     def picked(self, routing: Routing, real: jax.Array | None) -> jax.Array:
-        """[B, S, k, X] of float32: one where a token's choice is the expert; padding chooses none."""
+        """[B, S, k, X] of float32: one where a token's choice is the expert; padding chooses
+        none.
+        """
         picked = jax.nn.one_hot(routing.indices, self.spec.router.experts, dtype=jnp.float32)
         return picked if real is None else picked * real[..., None, None]
 
@@ -198,7 +257,9 @@ class Moe(nnx.Module):
         if self.spec.balance_weight > 0:
             aux["load_balance_loss"] = self.spec.balance_weight * load_balance_loss(routing, real)
         if self.spec.report_load:
-            aux["expert_load"] = jnp.sum(expert_counts(routing.indices, self.spec.router.experts, real), axis=0)
+            aux["expert_load"] = jnp.sum(
+                expert_counts(routing.indices, self.spec.router.experts, real), axis=0
+            )
         return aux
 
 

@@ -5,11 +5,12 @@ With h_0 the output of the model's last layer, before the final norm, and for k 
     h_k[t] = Block_k(W_k [RMSNorm(embedding of token t+k) ; RMSNorm(h_(k-1)[t])])
     the model's head over RMSNorm(h_k[t]) predicts token t+1+k, where the model itself predicts t+1
 
-Embedding and head are the model's own; the three norms, W_k and the block belong to layer k, as in the released weights
-(enorm, hnorm, shared_head.norm, eh_proj). Those weights take the embedding first, unlike equation 21 of the report.
+Embedding and head are the model's own; the three norms, W_k and the block belong to layer k, as in
+the released weights (enorm, hnorm, shared_head.norm, eh_proj). Those weights take the embedding
+first, unlike equation 21 of the report.
 
-At places where token t+k is beyond the row or in another document, id 0 is embedded; `mtp_targets` leaves them out of
-the loss. The loss is then the mean over all places of all K layers:
+At places where token t+k is beyond the row or in another document, id 0 is embedded; `mtp_targets`
+leaves them out of the loss. The loss is then the mean over all places of all K layers:
 
     loss += mtp_loss_scaling_factor · Σ_k Σ_t mask · cross entropy / Σ_k Σ_t mask
 
@@ -38,30 +39,51 @@ class MultiTokenSpec:
     layers: int  # K
     block: Spec  # of each layer: its module takes (x, inputs) to (x, Aux)
     norm: NormSpec
-    streams: int = 1  # residual streams of the block (hyper-connections): copies go in, their sum comes out
+    streams: int = (
+        1  # residual streams of the block (hyper-connections): copies go in, their sum comes out
+    )
 
-    def build(self, maker: Maker, size: int, dtype: Any, remat: RematPolicy | None = None) -> "MultiToken":
+    def build(
+        self, maker: Maker, size: int, dtype: Any, remat: RematPolicy | None = None
+    ) -> "MultiToken":
         return MultiToken(maker, self, size, dtype, remat)
 
 
 class MultiToken(nnx.Module):
-    def __init__(self, maker: Maker, spec: MultiTokenSpec, size: int, dtype: Any, remat: RematPolicy | None = None):
+    def __init__(
+        self,
+        maker: Maker,
+        spec: MultiTokenSpec,
+        size: int,
+        dtype: Any,
+        remat: RematPolicy | None = None,
+    ):
         self.remat = remat
-        self.layers = nnx.List([MultiTokenLayer(maker.child(k), spec, size, dtype) for k in range(spec.layers)])
+        self.layers = nnx.List(
+            [MultiTokenLayer(maker.child(k), spec, size, dtype) for k in range(spec.layers)]
+        )
 
     def __call__(
-        self, x: jax.Array, embed: Callable[[jax.Array], jax.Array], inputs: LayerInputs, tokens: jax.Array
+        self,
+        x: jax.Array,
+        embed: Callable[[jax.Array], jax.Array],
+        inputs: LayerInputs,
+        tokens: jax.Array,
     ) -> tuple[list[jax.Array], Aux]:
-        """From h_0 [B, S, E] and the input ids [B, S]: for every k what the head reads, [B, S, E], and what the blocks
-        report, [K, ...]. `embed` takes ids to what the first layer would read of them. The key of `inputs` should not
-        be one that the model's own layers fold."""
+        """From h_0 [B, S, E] and the input ids [B, S]: for every k what the head reads, [B, S, E],
+        and what the blocks report, [K, ...]. `embed` takes ids to what the first layer would read
+        of them. The key of `inputs` should not be one that the model's own layers fold."""
         outputs, reports = [], []
         for ahead, layer in enumerate(self.layers, start=1):
             ids = following(tokens, inputs.segments, ahead)
             graph, state = nnx.split(layer)
 
             def run(
-                state: nnx.State, x: jax.Array, embedded: jax.Array, inputs: LayerInputs, graph: Any = graph
+                state: nnx.State,
+                x: jax.Array,
+                embedded: jax.Array,
+                inputs: LayerInputs,
+                graph: Any = graph,
             ) -> tuple[jax.Array, jax.Array, Aux]:
                 return nnx.merge(graph, state)(x, embedded, inputs)
 
@@ -81,7 +103,9 @@ class MultiTokenLayer(nnx.Module):
         self.block: Any = spec.block.build(maker.child(1), dtype)
         self.output_norm = Norm(maker, spec.norm, size, dtype)
 
-    def __call__(self, x: jax.Array, embedded: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, Aux]:
+    def __call__(
+        self, x: jax.Array, embedded: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, jax.Array, Aux]:
         """h_(k-1) to h_k, and h_k normed for the head."""
         joined = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1)
         x = self.projection(joined)
@@ -106,21 +130,27 @@ def following(tokens: jax.Array, segments: jax.Array | None, steps: int) -> jax.
     return ids if segments is None else jnp.where(shifted(segments, steps) == segments, ids, 0)
 
 
-def mtp_targets(targets: jax.Array, targets_segmentation: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
+def mtp_targets(
+    targets: jax.Array, targets_segmentation: jax.Array, steps: int
+) -> tuple[jax.Array, jax.Array]:
     """What layer `steps` has to predict at every place [B, S], and where it counts, bool [B, S].
 
-    It counts where the target that is `steps` places on exists and is of the same document. Targets that do not count
-    themselves (segmentation 0) end a document here too.
+    It counts where the target that is `steps` places on exists and is of the same document. Targets
+    that do not count themselves (segmentation 0) end a document here too.
     """
     segments = shifted(targets_segmentation, steps)
     return shifted(targets, steps), (segments == targets_segmentation) & (segments != 0)
 
 
-def accepted(main: jax.Array, drafted: jax.Array, mask: jax.Array, steps: int) -> tuple[jax.Array, jax.Array]:
-    """How many drafts the model would take, and of how many (float32): the acceptance rate is their quotient.
+def accepted(
+    main: jax.Array, drafted: jax.Array, mask: jax.Array, steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """How many drafts the model would take, and of how many (float32): the acceptance rate is their
+    quotient.
 
-    `main` and `drafted` are the likeliest tokens [B, S] by the model itself and by layer `steps`, `mask` is that of
-    `mtp_targets`. A draft is taken where it is what the model says when it gets there.
+    `main` and `drafted` are the likeliest tokens [B, S] by the model itself and by layer `steps`,
+    `mask` is that of `mtp_targets`. A draft is taken where it is what the model says when it gets
+    there.
     """
     mask = mask.astype(jnp.float32)
     return jnp.sum((shifted(main, steps) == drafted) * mask), jnp.sum(mask)

@@ -13,7 +13,8 @@ from maxtext.layers.parameters import Maker
 
 @dataclass(frozen=True)
 class NormSpec:
-    """`kind`: rms, or layer (mean removed, with bias). `offset`: the stored scale is what is added to 1.
+    """`kind`: rms, or layer (mean removed, with bias). `offset`: the stored scale is what is added
+    to 1.
 
     `scaled`: false leaves out the weight.
     """
@@ -25,9 +26,13 @@ class NormSpec:
 
 
 class Norm(nnx.Module):
-    def __init__(self, maker: Maker, spec: NormSpec, size: int, dtype: Any, axis: str | None = "norm"):
+    def __init__(
+        self, maker: Maker, spec: NormSpec, size: int, dtype: Any, axis: str | None = "norm"
+    ):
         self.spec, self.dtype = spec, dtype
-        self.scale = maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,)) if spec.scaled else None
+        self.scale = (
+            maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,)) if spec.scaled else None
+        )
         self.bias = maker.constant((size,), 0.0, (axis,)) if spec.kind == "layer" else None
 
     @property

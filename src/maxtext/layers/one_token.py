@@ -1,6 +1,8 @@
-"""A layer's halves for a single new token on one GPU, where norms, rotations and sums are part of the products.
+"""A layer's halves for a single new token on one GPU, where norms, rotations and sums are part of
+the products.
 
-`Joined` kernels say that it is one GPU. What these products cannot do goes the general way, through `block.Block`.
+`Joined` kernels say that it is one GPU. What these products cannot do goes the general way, through
+`block.Block`.
 """
 
 from typing import Any
@@ -21,10 +23,16 @@ GATES = ("silu", "swish", "gelu", "relu")  # that the kernel's compiler knows
 
 
 def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
-    """The stream x [1, 1, E] with what the block's mixer adds to it; None: that cannot be done here."""
+    """The stream x [1, 1, E] with what the block's mixer adds to it; None: that cannot be done
+    here.
+    """
     norm, attention = block.attention_norm, block.attention
-    added_as_it_is = block.attention_streams is None and block.post_attention_norm is None and inputs.key is None
-    if not (added_as_it_is and can_norm(norm, x) and isinstance(attention, Attention) and attention.bare):
+    added_as_it_is = (
+        block.attention_streams is None and block.post_attention_norm is None and inputs.key is None
+    )
+    if not (
+        added_as_it_is and can_norm(norm, x) and isinstance(attention, Attention) and attention.bare
+    ):
         return None
     if not (fits(x, attention.query, attention.key, attention.value) and fits(x, attention.out)):
         return None
@@ -41,9 +49,13 @@ def mixed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux
 
 
 def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] | None:
-    """The stream x [1, 1, E] with what the block's feed-forward adds to it; None: that cannot be done here."""
+    """The stream x [1, 1, E] with what the block's feed-forward adds to it; None: that cannot be
+    done here.
+    """
     norm, mlp = block.mlp_norm, block.mlp
-    added_as_it_is = block.mlp_streams is None and block.post_mlp_norm is None and inputs.key is None
+    added_as_it_is = (
+        block.mlp_streams is None and block.post_mlp_norm is None and inputs.key is None
+    )
     if not (added_as_it_is and can_norm(norm, x) and isinstance(mlp, Mlp) and mlp.bare):
         return None
     gate, up = (getattr(mlp, mlp.branch(place)) for place in range(2))
@@ -55,7 +67,9 @@ def fed(block: Any, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux] 
 
 def can_norm(norm: Norm | None, x: jax.Array) -> bool:
     """Whether it is one token, and the products know the norm."""
-    return x.shape[:-1] == (1, 1) and norm is not None and norm.spec.kind == "rms" and norm.spec.scaled
+    return (
+        x.shape[:-1] == (1, 1) and norm is not None and norm.spec.kind == "rms" and norm.spec.scaled
+    )
 
 
 def fits(x: jax.Array, *linears: Linear) -> bool:
@@ -70,7 +84,9 @@ def fits(x: jax.Array, *linears: Linear) -> bool:
 
 def read(norm: Norm, x: jax.Array) -> gemv.NormedInput:
     assert norm.scale is not None
-    return gemv.NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, 1.0 if norm.spec.offset else 0.0)
+    return gemv.NormedInput(
+        x[0, 0], norm.scale[...], norm.spec.epsilon, 1.0 if norm.spec.offset else 0.0
+    )
 
 
 def after(linear: Linear, y: jax.Array, x: jax.Array) -> jax.Array:

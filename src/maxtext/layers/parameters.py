@@ -1,7 +1,8 @@
 """Weights as NNX parameters that know their logical axes, and models as pure trees of arrays.
 
-A model is described once (`Template`): its NNX graph and, for every weight, shape, dtype and axes; no memory is
-touched. Steps run on the weights alone, a nested dict, and `Template.bind` makes a callable model of them.
+A model is described once (`Template`): its NNX graph and, for every weight, shape, dtype and axes;
+no memory is touched. Steps run on the weights alone, a nested dict, and `Template.bind` makes a
+callable model of them.
 """
 
 import math
@@ -50,9 +51,11 @@ class Maker:
         axes: Sequence[str | None],
         contracted: Sequence[int] = (),
     ) -> nnx.Param:
-        """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale / fan-in.
+        """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale /
+        fan-in.
 
-        `contracted`: the dimensions that its product adds up over, if its consumer also takes it quantized.
+        `contracted`: the dimensions that its product adds up over, if its consumer also takes it
+        quantized.
         """
         deviation = math.sqrt(self.kernel_scale / math.prod(inputs))
         # The factor restores the variance that cutting at two deviations takes away.
@@ -60,7 +63,9 @@ class Maker:
         values = (unit * deviation / 0.87962566103423978).astype(self.dtype)
         return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted))
 
-    def normal(self, name: int, shape: Sequence[int], deviation: float, axes: Sequence[str | None]) -> nnx.Param:
+    def normal(
+        self, name: int, shape: Sequence[int], deviation: float, axes: Sequence[str | None]
+    ) -> nnx.Param:
         unit = self.noise(name, tuple(shape))
         return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
 
@@ -72,14 +77,16 @@ class Maker:
         trained: bool = True,
         dtype: Any = None,
     ) -> nnx.Param:
-        """`trained`: false for a weight that no optimizer may touch. `dtype`: of a weight that has it in every model
-        and every folder, whatever dtype the other weights have."""
+        """`trained`: false for a weight that no optimizer may touch. `dtype`: of a weight that has
+        it in every model and every folder, whatever dtype the other weights have."""
         values = jnp.full(shape, value, dtype or self.dtype)
         return nnx.Param(values, axes=tuple(axes), trained=trained, fixed_dtype=dtype is not None)
 
 
 def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
-    """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last where that is less)."""
+    """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last
+    where that is less).
+    """
 
     single, weights = described(make, makers[0])
     places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
@@ -88,7 +95,9 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
         stacked = jax.vmap(weights, out_axes=places)(jnp.stack(keys))
     else:
         stacked = jax.tree.map(
-            lambda value, place: jnp.zeros((*value.shape[:place], len(makers), *value.shape[place:]), value.dtype),
+            lambda value, place: jnp.zeros(
+                (*value.shape[:place], len(makers), *value.shape[place:]), value.dtype
+            ),
             single.weights,
             places,
         )
@@ -103,13 +112,17 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
 
 
 def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[nnx.Module]:
-    """Equal modules, each with weights of its own. As part of a program, what makes them is traced once. With
-    `Maker.loop` those that all modules have are made one after the other, by a loop: with a copy of what makes them for
-    each module, XLA for GPUs took ten seconds. But then all of them are there before any is used."""
+    """Equal modules, each with weights of its own. As part of a program, what makes them is traced
+    once. With `Maker.loop` those that all modules have are made one after the other, by a loop:
+    with a copy of what makes them for each module, XLA for GPUs took ten seconds. But then all of
+    them are there before any is used."""
     single, weights = described(make, makers[0])
     if makers[0].key is None:
         return [
-            single.bind(jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)) for _ in makers
+            single.bind(
+                jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)
+            )
+            for _ in makers
         ]
     once = jax.jit(weights) if isinstance(makers[0].key, jax.core.Tracer) else weights
     if len(makers) == 1 or once is weights or not makers[0].loop:
@@ -119,8 +132,12 @@ def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[
     leaves = []
     for place in places:
         stacked = jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys)
-        apart = [jax.lax.index_in_dim(stacked, number, keepdims=False) for number in range(len(makers))]
-        keys, apart = jax.lax.optimization_barrier((keys, apart))  # else all stacks may be there at once
+        apart = [
+            jax.lax.index_in_dim(stacked, number, keepdims=False) for number in range(len(makers))
+        ]
+        keys, apart = jax.lax.optimization_barrier(
+            (keys, apart)
+        )  # else all stacks may be there at once
         leaves.append(apart)
     tree = jax.tree.structure(single.weights)
     return [single.bind(jax.tree.unflatten(tree, row)) for row in zip(*leaves, strict=True)]
@@ -138,9 +155,13 @@ def described(
 
 
 def slices(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """A stacked module as its graph and its weights with "layers" first, ready to be scanned over."""
+    """A stacked module as its graph and its weights with "layers" first, ready to be scanned
+    over.
+    """
     graph, state = nnx.split(module)
-    return graph, jax.tree.map(lambda value: jnp.moveaxis(value, min(axis, value.ndim - 1), 0), state)
+    return graph, jax.tree.map(
+        lambda value: jnp.moveaxis(value, min(axis, value.ndim - 1), 0), state
+    )
 
 
 @dataclass(frozen=True)
@@ -172,12 +193,16 @@ class Template:
 
     @property
     def fixed_dtype(self) -> Tree:
-        """Nested dict of bools: which weights have a dtype of their own, whatever weight_dtype is."""
+        """Nested dict of bools: which weights have a dtype of their own, whatever weight_dtype
+        is.
+        """
         return self.metadata(lambda facts: facts.get("fixed_dtype", False))
 
     @property
     def contracted(self) -> Tree:
-        """Nested dict of tuples: over which dimensions a kernel's product adds up; none: it is never quantized."""
+        """Nested dict of tuples: over which dimensions a kernel's product adds up; none: it is
+        never quantized.
+        """
         return self.metadata(lambda facts: facts.get("contracted", ()))
 
     def metadata(self, read: Callable[[dict], Any]) -> Tree:

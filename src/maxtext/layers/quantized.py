@@ -1,8 +1,9 @@
 """Models whose kernels are kept as integers: which weights that are, and how they lie on the mesh.
 
-A kernel says itself that it may be quantized, by the dimensions that its product adds up over (`Maker.kernel`): those
-of `Linear` and of experts do. Embeddings, norms, biases, routers and all that is small stay as they are. In the tree of
-a model's weights, a `Quantized` stands where the array was, so `Template.bind` takes both.
+A kernel says itself that it may be quantized, by the dimensions that its product adds up over
+(`Maker.kernel`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and all
+that is small stay as they are. In the tree of a model's weights, a `Quantized` stands where the
+array was, so `Template.bind` takes both.
 """
 
 from collections.abc import Callable
@@ -26,13 +27,16 @@ def quantize_weights(template: Template, weights: Tree, dtype: Any) -> Tree:
 
 
 def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
-    """The axes and the abstract weights of the model with its kernels in `dtype`; None: with all weights as they are.
+    """The axes and the abstract weights of the model with its kernels in `dtype`; None: with all
+    weights as they are.
 
     A scale is split like its kernel along outputs; along what a product adds up, it is whole.
     """
     if dtype is None:
         return template.axes, template.weights
-    weights = jax.eval_shape(lambda weights: quantize_weights(template, weights, dtype), template.weights)
+    weights = jax.eval_shape(
+        lambda weights: quantize_weights(template, weights, dtype), template.weights
+    )
     axes = by_kernel(
         lambda names, contracted: Quantized(
             names, tuple(None if place in contracted else name for place, name in enumerate(names))
@@ -44,8 +48,8 @@ def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
 
 
 def laid_out(template: Template, weights: Tree) -> Tree:
-    """On one GPU, with the numbers that a product adds up side by side in memory, as products of few rows want them.
-    The weights that are given are gone."""
+    """On one GPU, with the numbers that a product adds up side by side in memory, as products of
+    few rows want them. The weights that are given are gone."""
     if only_platform() != "gpu":
         return weights
 
@@ -59,7 +63,9 @@ def laid_out(template: Template, weights: Tree) -> Tree:
     return by_kernel(lay_out, template, weights)
 
 
-def by_kernel(change: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree) -> Tree:
+def by_kernel(
+    change: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree
+) -> Tree:
     """A tree like the weights, changed where a kernel may be quantized."""
     return jax.tree.map(
         lambda _, leaf, contracted: change(leaf, contracted) if contracted else leaf,

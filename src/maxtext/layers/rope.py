@@ -1,8 +1,9 @@
 """Rotary positions: pairs of a head's dimensions turn by an angle that grows with the position.
 
-`kind`: default; llama3.1 (long wavelengths divided by `factor`, a smooth passage between); yarn (interpolation by
-parts, with a temperature on the attention). `linear_factor` slows all angles alike. With `fraction` < 1 only the first
-dimensions of a head turn; `proportional`: the pairs and angles are those of the whole head, and the last pairs stay.
+`kind`: default; llama3.1 (long wavelengths divided by `factor`, a smooth passage between); yarn
+(interpolation by parts, with a temperature on the attention). `linear_factor` slows all angles
+alike. With `fraction` < 1 only the first dimensions of a head turn; `proportional`: the pairs and
+angles are those of the whole head, and the last pairs stay.
 """
 
 import math
@@ -61,8 +62,12 @@ def frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
 
 def llama31(spec: RopeSpec, plain: np.ndarray) -> np.ndarray:
     turns = spec.original_length * plain / (2 * math.pi)  # over the original length
-    width = max(spec.high_frequency_factor - spec.low_frequency_factor, 1e-9)  # Llama 4 has no passage between
-    smooth = np.clip((turns - spec.low_frequency_factor) / width, 0.0, 1.0)  # 0: slow, divided by the factor; 1: kept
+    width = max(
+        spec.high_frequency_factor - spec.low_frequency_factor, 1e-9
+    )  # Llama 4 has no passage between
+    smooth = np.clip(
+        (turns - spec.low_frequency_factor) / width, 0.0, 1.0
+    )  # 0: slow, divided by the factor; 1: kept
     return (1 - smooth) * plain / spec.factor + smooth * plain
 
 
@@ -81,22 +86,35 @@ def yarn(spec: RopeSpec, plain: np.ndarray, size: int) -> np.ndarray:
 
 
 def turns(positions: jax.Array, spec: RopeSpec, head_dim: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, S, 1, pairs] at positions [B, S], in float32, with the magnitude that they give."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(spec, head_dim).astype(np.float32)
+    """Cosines and sines [B, S, 1, pairs] at positions [B, S], in float32, with the magnitude that
+    they give.
+    """
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(spec, head_dim).astype(
+        np.float32
+    )
     return jnp.cos(angles) * spec.magnitude, jnp.sin(angles) * spec.magnitude
 
 
 def rotate(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
     """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
     size = spec.rotated(x.shape[-1])
-    found, rest = rotate_by(x[..., :size], *turns(positions, spec, x.shape[-1]), spec.interleave), x[..., size:]
+    found, rest = (
+        rotate_by(x[..., :size], *turns(positions, spec, x.shape[-1]), spec.interleave),
+        x[..., size:],
+    )
     return jnp.concatenate([found, rest], axis=-1) if rest.shape[-1] else found
 
 
 def rotate_by(x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False) -> jax.Array:
     """Pairs of x [..., H, 2 pairs] by angles with these cosines and sines [..., 1, pairs]."""
     wide = x.astype(jnp.float32)
-    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)
+    first, second = (
+        (wide[..., 0::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)
+    )
     found = first * cos - second * sin, second * cos + first * sin
-    joined = jnp.stack(found, axis=-1).reshape(x.shape) if interleave else jnp.concatenate(found, axis=-1)
+    joined = (
+        jnp.stack(found, axis=-1).reshape(x.shape)
+        if interleave
+        else jnp.concatenate(found, axis=-1)
+    )
     return joined.astype(x.dtype)

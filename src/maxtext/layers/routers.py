@@ -1,17 +1,26 @@
-"""Routers: which experts a token goes to, how much each counts, and the statistics that keep experts evenly loaded.
+"""Routers: which experts a token goes to, how much each counts, and the statistics that keep
+experts evenly loaded.
 
-Shapes: B batch, S sequence, E embedding, X experts, k experts chosen for a token, G groups of experts.
+Shapes: B batch, S sequence, E embedding, X experts, k experts chosen for a token, G groups of
+experts.
 
 A router makes logits for all experts, scores of them, and takes the k best:
 
-| family              | score             | the rest                                                                  |
+| family              | score             | the rest
+|
 |---------------------|-------------------|---------------------------------------------------------------------------|
-| Mixtral, Qwen3      | softmax           | normalise                                                                 |
-| gpt-oss             | softmax_of_chosen | bias="logits"                                                             |
-| DeepSeek V2         | softmax           | scaling, groups with group_score="max"                                    |
-| DeepSeek V3, Kimi   | sigmoid           | bias="selection", normalise, scaling, groups with group_score="top2"      |
-| Llama 4             | sigmoid           | the layer multiplies the experts' input by the weight, not their output   |
-| Gemma 4             | softmax           | normed_input, normalise, expert_scale                                     |
+| Mixtral, Qwen3      | softmax           | normalise
+|
+| gpt-oss             | softmax_of_chosen | bias="logits"
+|
+| DeepSeek V2         | softmax           | scaling, groups with group_score="max"
+|
+| DeepSeek V3, Kimi   | sigmoid           | bias="selection", normalise, scaling, groups with
+group_score="top2"      |
+| Llama 4             | sigmoid           | the layer multiplies the experts' input by the weight,
+not their output   |
+| Gemma 4             | softmax           | normed_input, normalise, expert_scale
+|
 """
 
 import math
@@ -34,17 +43,23 @@ GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 class RouterSpec:
     experts: int
     chosen: int
-    score: str = "softmax"  # or sigmoid, or softmax_of_chosen: the softmax of nothing but the chosen experts' logits
+    # or sigmoid, or softmax_of_chosen: the softmax of nothing but the chosen experts' logits
+    score: str = "softmax"
     normalise: bool = False  # the chosen experts' scores are divided by their sum
     scaling: float = 1.0
-    bias: str = "none"  # or logits: part of them; or selection: added to the scores to choose by, and only there
+    # or logits: part of them; or selection: added to the scores to choose by, and only there
+    bias: str = "none"
     groups: int = 1  # of neighbouring experts; only those of the best `kept_groups` can be chosen
     kept_groups: int = 1
     group_score: str = "top2"  # the sum of a group's two best scores; or max
-    normed_input: float | None = None  # epsilon of an RMS norm before the logits, with a learned scale over √E
+    normed_input: float | None = (
+        None  # epsilon of an RMS norm before the logits, with a learned scale over √E
+    )
     expert_scale: bool = False  # a learned factor for each expert
     float32: bool = False  # logits from a true float32 product
-    random: bool = False  # a fixed, balanced choice, for benchmarks; scores are computed and count as ever
+    random: bool = (
+        False  # a fixed, balanced choice, for benchmarks; scores are computed and count as ever
+    )
 
     def build(self, maker: Maker, size: int, dtype: Any) -> "Router":
         return Router(maker, self, size, dtype)
@@ -62,25 +77,37 @@ class Router(nnx.Module):
     def __init__(self, maker: Maker, spec: RouterSpec, size: int, dtype: Any):
         self.spec, self.dtype = spec, jnp.dtype(jnp.float32 if spec.float32 else dtype)
         self.kernel = maker.kernel(0, (size,), (spec.experts,), ("embed", "exp"))
-        # A selection bias has no gradient: `updated_bias` sets it, in steps that bfloat16 would round away.
+        # A selection bias has no gradient: `updated_bias` sets it, in steps that bfloat16 would
+        # round away.
         fixed = {"trained": False, "dtype": jnp.float32} if spec.bias == "selection" else {}
-        self.bias = None if spec.bias == "none" else maker.constant((spec.experts,), 0.0, ("exp",), **fixed)
-        norm, normed = NormSpec(epsilon=spec.normed_input or 0.0, scaled=False), spec.normed_input is not None
+        self.bias = (
+            None if spec.bias == "none" else maker.constant((spec.experts,), 0.0, ("exp",), **fixed)
+        )
+        norm, normed = (
+            NormSpec(epsilon=spec.normed_input or 0.0, scaled=False),
+            spec.normed_input is not None,
+        )
         self.norm = Norm(maker, norm, size, self.dtype) if normed else None
         self.scale = maker.constant((size,), 1.0, ("norm",)) if normed else None
-        self.expert_scale = maker.constant((spec.experts,), 1.0, ("exp",)) if spec.expert_scale else None
+        self.expert_scale = (
+            maker.constant((spec.experts,), 1.0, ("exp",)) if spec.expert_scale else None
+        )
 
     def __call__(self, x: jax.Array) -> Routing:
         spec = self.spec
         logits = self.logits(x)
-        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        scores = (
+            jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        )
         indices = self.choose(logits, scores)
         if spec.score == "softmax_of_chosen":
             weights = jax.nn.softmax(jnp.take_along_axis(logits, indices, axis=-1), axis=-1)
         else:
             weights = jnp.take_along_axis(scores, indices, axis=-1)
         if spec.normalise:
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)  # all sigmoids may round to zero
+            weights = weights / (
+                jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+            )  # all sigmoids may round to zero
         weights = weights * spec.scaling
         if self.expert_scale is not None:
             weights = weights * jnp.take(self.expert_scale[...].astype(jnp.float32), indices)
@@ -132,36 +159,48 @@ class Router(nnx.Module):
 def by_token(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
     """function of [B, S, X], where no token looks at another: each device's own tokens.
 
-    The compiler does not know that of `top_k`, and would gather the values of all tokens on all devices.
+    The compiler does not know that of `top_k`, and would gather the values of all tokens on all
+    devices.
     """
     rules = manual.current()
     if rules is None:
         return function(values)
-    split = rules.axes_of(("activation_batch_moe", "activation_norm_length_moe", None), values.shape)
+    split = rules.axes_of(
+        ("activation_batch_moe", "activation_norm_length_moe", None), values.shape
+    )
     return manual.run_manual(rules, function, (values,), (split,), split)
 
 
 def balanced_choice(shape: tuple[int, ...], experts: int, chosen: int) -> jax.Array:
-    """[*shape, chosen]: experts in turn, so that the loads of two experts differ by one at most, in any run of tokens.
+    """[*shape, chosen]: experts in turn, so that the loads of two experts differ by one at most, in
+    any run of tokens.
 
-    A step about the golden ratio of the experts, and prime to them, scatters a token's experts over all devices.
+    A step about the golden ratio of the experts, and prime to them, scatters a token's experts over
+    all devices.
     """
-    step = next(n for n in range(max(1, round(experts * GOLDEN_RATIO)), 2 * experts) if math.gcd(n, experts) == 1)
+    step = next(
+        n
+        for n in range(max(1, round(experts * GOLDEN_RATIO)), 2 * experts)
+        if math.gcd(n, experts) == 1
+    )
     turn = jnp.arange(math.prod(shape) * chosen, dtype=jnp.int32) % experts
     return (turn * step % experts).reshape(*shape, chosen)
 
 
 def expert_counts(indices: jax.Array, experts: int, real: jax.Array | None) -> jax.Array:
-    """[B, X] of float32: how many tokens of each sequence chose each expert; only `real` [B, S] ones if given."""
+    """[B, X] of float32: how many tokens of each sequence chose each expert; only `real` [B, S]
+    ones if given.
+    """
     picked = jnp.sum(jax.nn.one_hot(indices, experts, dtype=jnp.float32), axis=-2)
     return jnp.sum(picked if real is None else picked * real[..., None], axis=-2)
 
 
 def load_balance_loss(routing: Routing, real: jax.Array | None) -> jax.Array:
-    """X² · mean over sequences and experts of (fraction of the tokens that chose the expert · its mean probability).
+    """X² · mean over sequences and experts of (fraction of the tokens that chose the expert · its
+    mean probability).
 
-    Fractions of one sequence sum to k, as in Switch and Mixtral: an even load gives k. Padding does not count, nor does
-    a sequence that is nothing but padding.
+    Fractions of one sequence sum to k, as in Switch and Mixtral: an even load gives k. Padding does
+    not count, nor does a sequence that is nothing but padding.
     """
     experts = routing.probabilities.shape[-1]
     if real is None:
@@ -175,7 +214,8 @@ def load_balance_loss(routing: Routing, real: jax.Array | None) -> jax.Array:
 
 
 def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
-    """Balancing without a loss: the selection bias of idle experts rises, that of busy ones falls, after a step.
+    """Balancing without a loss: the selection bias of idle experts rises, that of busy ones falls,
+    after a step.
 
     bias [..., X] of float32: in bfloat16 steps of 0.001 stop at 0.5. load [..., X].
     """

@@ -1,19 +1,25 @@
-"""The sparse method of a mixture of experts: assignments are sorted by expert and multiplied group by group.
+"""The sparse method of a mixture of experts: assignments are sorted by expert and multiplied group
+by group.
 
-Shapes: B batch, S sequence, T = B·S tokens, k choices of a token, N = T·k assignments, X experts, E embedding, M expert
-width, P devices that share the experts; all of one device's tokens when there are several.
+Shapes: B batch, S sequence, T = B·S tokens, k choices of a token, N = T·k assignments, X experts, E
+embedding, M expert width, P devices that share the experts; all of one device's tokens when there
+are several.
 
-On one device that is all. On a mesh, each device sorts its own tokens, and the mesh axes have these parts:
-- tokens: axes that split batch or length. Kernels that they split, too (fsdp), are gathered for the product.
-- owners: axes that split the experts, as `exp` and `activation_exp` have them. Rows travel to the owner of their expert
-  and back (`kernels/exchange.py`). With `ring`, or where an owner axis does not split tokens, the owners gather all
-  their tokens instead, each multiplies by its experts, and the sums are scattered.
-- width: axes that split the width of experts and not the tokens (tensor parallelism). Each device computes its part of
-  the width, and results are summed. Where these axes split what comes in (by length or embedding), it is gathered, and
-  what goes out is scattered.
+On one device that is all. On a mesh, each device sorts its own tokens, and the mesh axes have these
+parts:
+- tokens: axes that split batch or length. Kernels that they split, too (fsdp), are gathered for the
+  product.
+- owners: axes that split the experts, as `exp` and `activation_exp` have them. Rows travel to the
+  owner of their expert and back (`kernels/exchange.py`). With `ring`, or where an owner axis does
+  not split tokens, the owners gather all their tokens instead, each multiplies by its experts, and
+  the sums are scattered.
+- width: axes that split the width of experts and not the tokens (tensor parallelism). Each device
+  computes its part of the width, and results are summed. Where these axes split what comes in (by
+  length or embedding), it is gathered, and what goes out is scattered.
 
-`buffer_factor` bounds the rows of one device to int(N·factor), at least 1, where all that can arrive are P·N: what is
-last in the order of the device's experts (within an expert: of the tokens' devices, then of tokens) is dropped.
+`buffer_factor` bounds the rows of one device to int(N·factor), at least 1, where all that can
+arrive are P·N: what is last in the order of the device's experts (within an expert: of the tokens'
+devices, then of tokens) is dropped.
 """
 
 import math
@@ -37,9 +43,11 @@ WIDTH = "mlp_moe"  # the name of the experts' width
 
 
 class Affine(NamedTuple):
-    """The kernels [X, inputs, outputs] and biases [X, outputs] of one product, or the names of their axes.
+    """The kernels [X, inputs, outputs] and biases [X, outputs] of one product, or the names of
+    their axes.
 
-    Kernels of integers have a `scale` [X, outputs], by which their product is multiplied before the bias is added.
+    Kernels of integers have a `scale` [X, outputs], by which their product is multiplied before the
+    bias is added.
     """
 
     kernel: Any
@@ -48,7 +56,9 @@ class Affine(NamedTuple):
 
 
 Weights = dict[str, Affine]
-Feed = Callable[[Array, Callable[[str, Array], Array]], Array]  # of rows, and of how to multiply by the named weights
+Feed = Callable[
+    [Array, Callable[[str, Array], Array]], Array
+]  # of rows, and of how to multiply by the named weights
 
 
 @dataclass(frozen=True)
@@ -59,8 +69,11 @@ class SortedExperts:
     sum_dtype: Any
     recipe: str = ""  # of products in eight bits: fp8
 
-    def __call__(self, x: Array, targets: Array, shares: Array, weights: Weights, names: Weights) -> Array:
-        """x [B, S, E], targets [B, S, k] with X for no expert, shares [B, S, k] of the choices -> [B, S, E].
+    def __call__(
+        self, x: Array, targets: Array, shares: Array, weights: Weights, names: Weights
+    ) -> Array:
+        """x [B, S, E], targets [B, S, k] with X for no expert, shares [B, S, k] of the choices ->
+        [B, S, E].
 
         `names`: the logical axes of the weights.
         """
@@ -68,18 +81,24 @@ class SortedExperts:
         if rules is not None:
             return self.on_mesh(rules, x, targets, shares, weights, names)
         count, bound = self.spec.router.experts, self.bound(targets.size)
-        experts = self.local(weights, platform=manual.only_platform() if self.spec.grouped_kernel else None)
+        experts = self.local(
+            weights, platform=manual.only_platform() if self.spec.grouped_kernel else None
+        )
         return self.chosen_sum(x, targets, shares, count, bound, experts).astype(self.dtype)
 
     def bound(self, assignments: int, peers: int = 1) -> int:
         factor = self.spec.buffer_factor
-        return assignments * peers if factor is None else min(assignments * peers, max(1, int(assignments * factor)))
+        return (
+            assignments * peers
+            if factor is None
+            else min(assignments * peers, max(1, int(assignments * factor)))
+        )
 
     def local(
         self, weights: Weights, first: Array | None = None, platform: str | None = None
     ) -> Callable[[Array, Any], Array]:
-        """The experts of rows that are sorted by them. `first`: whether this device adds the last bias. `platform`: of
-        the only device."""
+        """The experts of rows that are sorted by them. `first`: whether this device adds the last
+        bias. `platform`: of the only device."""
 
         multiply = grouped_fp8.product if self.recipe == "fp8" else grouped.grouped_product
 
@@ -100,9 +119,17 @@ class SortedExperts:
         return run
 
     def chosen_sum(
-        self, x: Array, targets: Array, shares: Array, count: int, bound: int, run: Callable[[Array, Any], Array]
+        self,
+        x: Array,
+        targets: Array,
+        shares: Array,
+        count: int,
+        bound: int,
+        run: Callable[[Array, Any], Array],
     ) -> Array:
-        """For each token the sum over its choices, in `sum_dtype`; `run` makes results of sorted rows."""
+        """For each token the sum over its choices, in `sum_dtype`; `run` makes results of sorted
+        rows.
+        """
         spec = self.spec
         sort, give_back = (
             (grouped.gather_rows_fast, grouped.return_rows_fast)
@@ -112,8 +139,12 @@ class SortedExperts:
         order = grouped.sort_by_group(targets.reshape(-1, spec.router.chosen), count, bound)
         rows = sort(x.reshape(-1, x.shape[-1]), order)
         if spec.weigh_input:
-            rows = rows * jnp.take(shares.reshape(-1, 1), order.assignments, axis=0).astype(rows.dtype)
-            rows = grouped.in_groups(rows, order)  # for the gradient of the others, which can be anything
+            rows = rows * jnp.take(shares.reshape(-1, 1), order.assignments, axis=0).astype(
+                rows.dtype
+            )
+            rows = grouped.in_groups(
+                rows, order
+            )  # for the gradient of the others, which can be anything
         rows = run(rows, order)
         parts = give_back(rows, order).reshape(*targets.shape, -1).astype(self.sum_dtype)
         if not spec.weigh_input:
@@ -121,17 +152,29 @@ class SortedExperts:
         return jnp.sum(parts, axis=-2)
 
     def on_mesh(
-        self, rules: AxisRules, x: Array, targets: Array, shares: Array, weights: Weights, names: Weights
+        self,
+        rules: AxisRules,
+        x: Array,
+        targets: Array,
+        shares: Array,
+        weights: Weights,
+        names: Weights,
     ) -> Array:
         arrays, tree = jax.tree.flatten(weights)
         named = [axes for name in sorted(names) for axes in names[name] if axes is not None]
         layout = Layout.of(rules, x.shape, named, [array.shape for array in arrays])
         by_token = (*layout.entry[:2], ())
-        splits = [layout.weight(rules, axes, array.shape) for axes, array in zip(named, arrays, strict=True)]
+        splits = [
+            layout.weight(rules, axes, array.shape)
+            for axes, array in zip(named, arrays, strict=True)
+        ]
 
         def run(x: Array, targets: Array, shares: Array, *shards: Array) -> Array:
             x = layout.whole_tokens(x, layout.entry)
-            targets, shares = layout.whole_tokens(targets, by_token), layout.whole_tokens(shares, by_token)
+            targets, shares = (
+                layout.whole_tokens(targets, by_token),
+                layout.whole_tokens(shares, by_token),
+            )
             whole = [
                 layout.whole_weight(shard, axes, split, self.spec.two_stage_gather)
                 for shard, axes, split in zip(shards, named, splits, strict=True)
@@ -142,12 +185,22 @@ class SortedExperts:
             return layout.add_and_scatter(y.astype(self.dtype))
 
         arguments = (x, targets, shares, *arrays)
-        return manual.run_manual(rules, run, arguments, (layout.entry, by_token, by_token, *splits), layout.entry)
+        return manual.run_manual(
+            rules, run, arguments, (layout.entry, by_token, by_token, *splits), layout.entry
+        )
 
     def of_tokens(
-        self, rules: AxisRules, layout: "Layout", x: Array, targets: Array, shares: Array, experts: Callable
+        self,
+        rules: AxisRules,
+        layout: "Layout",
+        x: Array,
+        targets: Array,
+        shares: Array,
+        experts: Callable,
     ) -> Array:
-        """Of this device's tokens, by all experts that it can reach: a part of the width, if that is split."""
+        """Of this device's tokens, by all experts that it can reach: a part of the width, if that
+        is split.
+        """
         count, spec = self.spec.router.experts, self.spec
         peers = math.prod(rules.mesh.shape[axis] for axis in layout.owners)
         if peers == 1:
@@ -158,7 +211,9 @@ class SortedExperts:
             ragged = manual.platform(rules) in exchange.RAGGED_PLATFORMS
             way = exchange.Way(layout.owners, targets.size, bound, ragged, layout.all)
             send, fetch = (
-                (exchange.send_fast, exchange.fetch_fast) if spec.custom_sort_vjp else (exchange.send, exchange.fetch)
+                (exchange.send_fast, exchange.fetch_fast)
+                if spec.custom_sort_vjp
+                else (exchange.send, exchange.fetch)
             )
 
             def travel(rows: Array, order: grouped.Order) -> Array:
@@ -169,7 +224,9 @@ class SortedExperts:
         own, rank = count // peers, jax.lax.axis_index(layout.owners)
         local = gather(targets, among, 0) - rank * own
         local = jnp.where((local >= 0) & (local < own), local, own)
-        y = self.chosen_sum(gather(x, among, 0), local, gather(shares, among, 0), own, bound, experts)
+        y = self.chosen_sum(
+            gather(x, among, 0), local, gather(shares, among, 0), own, bound, experts
+        )
         others = tuple(axis for axis in layout.owners if axis not in among)
         y = jax.lax.psum(y, others) if others else y
         return jax.lax.psum_scatter(y, among, scatter_dimension=0, tiled=True) if among else y
@@ -177,7 +234,9 @@ class SortedExperts:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part each mesh axis has; `entry` is the split of x [B, S, E] as it comes in and goes out."""
+    """Which part each mesh axis has; `entry` is the split of x [B, S, E] as it comes in and goes
+    out.
+    """
 
     entry: tuple[tuple[str, ...], ...]
     tokens: tuple[str, ...]
@@ -186,10 +245,18 @@ class Layout:
 
     @classmethod
     def of(
-        cls, rules: AxisRules, shape: Sequence[int], names: Sequence[Sequence[str]], shapes: Sequence[Sequence[int]]
+        cls,
+        rules: AxisRules,
+        shape: Sequence[int],
+        names: Sequence[Sequence[str]],
+        shapes: Sequence[Sequence[int]],
     ) -> "Layout":
-        """For x of a shape, and weights of these names of axes and shapes; experts are their first dimension."""
-        batch, length, _ = rules.axes_of(("activation_batch_moe", "activation_length_moe", None), shape)
+        """For x of a shape, and weights of these names of axes and shapes; experts are their first
+        dimension.
+        """
+        batch, length, _ = rules.axes_of(
+            ("activation_batch_moe", "activation_length_moe", None), shape
+        )
         splits = [rules.axes_of(axes, sizes) for axes, sizes in zip(names, shapes, strict=True)]
         (acting,) = rules.axes_of(("activation_exp",), shapes[0][:1])
         owners = tuple(axis for axis in common([split[0] for split in splits]) if axis in acting)
@@ -200,7 +267,9 @@ class Layout:
             if name == WIDTH
         ]
         width = tuple(axis for axis in common(widths) if axis not in (*batch, *length))
-        entry = rules.axes_of(("activation_batch_moe", "activation_norm_length_moe", "activation_embed_moe"), shape)
+        entry = rules.axes_of(
+            ("activation_batch_moe", "activation_norm_length_moe", "activation_embed_moe"), shape
+        )
         embedding = tuple(axis for axis in entry[2] if axis in width)
         tokens = tuple(axis for axis in manual.used(entry[:2]) if axis not in width)
         return cls((*entry[:2], embedding), tokens, owners, width)
@@ -210,8 +279,11 @@ class Layout:
         """The axes over which devices compute different things."""
         return tuple(dict.fromkeys((*self.tokens, *self.owners, *self.width)))
 
-    def weight(self, rules: AxisRules, names: Sequence[str], shape: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-        """How a weight comes in. What a dimension keeps is outermost, so that a gather leaves it in one piece.
+    def weight(
+        self, rules: AxisRules, names: Sequence[str], shape: Sequence[int]
+    ) -> tuple[tuple[str, ...], ...]:
+        """How a weight comes in. What a dimension keeps is outermost, so that a gather leaves it in
+        one piece.
 
         Axes that have no part here are left out: what they split is gathered before.
         """
@@ -224,7 +296,9 @@ class Layout:
         """The axes that split each dimension of a weight during the product, too."""
         return [self.owners, *(self.width if name == WIDTH else () for name in names[1:])]
 
-    def whole_weight(self, shard: Array, names: Sequence[str], split: manual.Split, two_stages: bool) -> Array:
+    def whole_weight(
+        self, shard: Array, names: Sequence[str], split: manual.Split, two_stages: bool
+    ) -> Array:
         shard = manual.differing(shard, self.all, known=manual.used(split))
         for place, (kept, chosen) in enumerate(zip(self.kept(names), split, strict=True)):
             gathered = chosen[len(kept) :]
@@ -234,7 +308,9 @@ class Layout:
         return shard
 
     def whole_tokens(self, array: Array, split: manual.Split) -> Array:
-        """With what other devices hold that compute other parts of the width for the same tokens."""
+        """With what other devices hold that compute other parts of the width for the same
+        tokens.
+        """
         array = manual.differing(array, self.all, known=manual.used(split))
         for place, axes in enumerate(split):
             array = gather(array, tuple(axis for axis in axes if axis in self.width), place)

@@ -1,8 +1,9 @@
-"""The decoder stack: runs any pattern of layers, scanned over its repeats or unrolled, with rematerialization.
+"""The decoder stack: runs any pattern of layers, scanned over its repeats or unrolled, with
+rematerialization.
 
-A model is a list of segments; a segment is a pattern of layer specs that repeats. Weights of layer i come from stream i
-of the model's randomness, so they are the same whether a segment is scanned (one weight a spec, stacked over the
-repeats) or unrolled (one weight a layer).
+A model is a list of segments; a segment is a pattern of layer specs that repeats. Weights of layer
+i come from stream i of the model's randomness, so they are the same whether a segment is scanned
+(one weight a spec, stacked over the repeats) or unrolled (one weight a layer).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from maxtext.layers.parameters import Maker, alike, slices, stack
 from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
 
-# What passes between layers, [B, S, E] or several streams of it: its logical axes, by the number of dimensions.
+# What passes between layers, [B, S, E] or several streams of it: its logical axes, by the number of
+# dimensions.
 STREAM = {
     3: ("activation_batch", "activation_norm_length", "activation_embed"),
     4: ("activation_batch", "activation_norm_length", None, "activation_embed"),
@@ -46,8 +48,9 @@ RESULTS_OF_ATTENTION = {"context", "attention_out"}  # the names of what it give
 
 
 def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
-    """Layers as patterns that repeat: at each place the pattern that covers most of what follows, the shortest of
-    equals. A pattern whose length divides `cycle` is repeated to that length, which is what a step of the scan runs."""
+    """Layers as patterns that repeat: at each place the pattern that covers most of what follows,
+    the shortest of equals. A pattern whose length divides `cycle` is repeated to that length, which
+    is what a step of the scan runs."""
     segments, place = [], 0
     while place < len(layers):
         rest = layers[place:]
@@ -69,7 +72,9 @@ def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """Names of tensors that are kept on the device or moved to the host; everything else is computed again."""
+    """Names of tensors that are kept on the device or moved to the host; everything else is
+    computed again.
+    """
 
     kept: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
@@ -84,9 +89,12 @@ class RematPolicy:
         attended = not RESULTS_OF_ATTENTION.isdisjoint(self.kept)
 
         def policy(primitive: Any, *arguments: Any, **options: Any) -> Any:
-            return (attended and primitive.name == cudnn.FORWARD) or named(primitive, *arguments, **options)
+            return (attended and primitive.name == cudnn.FORWARD) or named(
+                primitive, *arguments, **options
+            )
 
-        # Inside a loop, XLA cannot merge the two computations of a tensor; elsewhere it has to be kept from it.
+        # Inside a loop, XLA cannot merge the two computations of a tensor; elsewhere it has to be
+        # kept from it.
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
@@ -108,12 +116,22 @@ class Stack(nnx.Module):
         remat: RematPolicy | None,
         on_host: bool = False,
     ):
-        self.segment, self.first, self.scanned, self.axis, self.remat = segment, first, scanned, axis, remat
-        self.on_host = on_host  # weights live in host memory and come to the device with their layer
+        self.segment, self.first, self.scanned, self.axis, self.remat = (
+            segment,
+            first,
+            scanned,
+            axis,
+            remat,
+        )
+        self.on_host = (
+            on_host  # weights live in host memory and come to the device with their layer
+        )
         width = len(segment.pattern)
         blocks: list[Any] = []
         for place, spec in enumerate(segment.pattern):
-            makers = [maker.child(first + repeat * width + place) for repeat in range(segment.repeats)]
+            makers = [
+                maker.child(first + repeat * width + place) for repeat in range(segment.repeats)
+            ]
             if scanned:
                 blocks.append(stack(partial(build, spec, dtype), makers, axis))
             else:
@@ -121,26 +139,36 @@ class Stack(nnx.Module):
         self.blocks: Any = nnx.List(blocks)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
-        """The stream after these layers, and by place in the pattern what its layers report, [repeats, ...]."""
+        """The stream after these layers, and by place in the pattern what its layers report,
+        [repeats, ...].
+        """
         return self.scan(x, inputs) if self.scanned else self.unroll(x, inputs)
 
     def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         reports: dict[int, list[Aux]] = {place: [] for place in range(len(self.blocks))}
-        programs: list[Any] = [partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks]
+        programs: list[Any] = [
+            partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks
+        ]
         if self.segment.repeats > 1 and isinstance(x, jax.core.Tracer):
-            # As part of a program, layers of one place are the same one: it is traced once, and called.
+            # As part of a program, layers of one place are the same one: it is traced once, and
+            # called.
             programs = list(map(jax.jit, programs))
         for repeat in range(self.segment.repeats):
             for place, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):
                 index = self.first + repeat * len(self.segment.pattern) + place
                 x, aux = program(nnx.split(layers[repeat])[1], x, inputs.fold(index))
                 reports[place].append(aux)
-        return x, {place: jax.tree.map(lambda *each: jnp.stack(each), *auxes) for place, auxes in reports.items()}
+        return x, {
+            place: jax.tree.map(lambda *each: jnp.stack(each), *auxes)
+            for place, auxes in reports.items()
+        }
 
     def scan(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         graphs, states = zip(*(slices(layer, self.axis) for layer in self.blocks), strict=True)
 
-        def body(x: jax.Array, step: tuple[jax.Array, Sequence[nnx.State]]) -> tuple[jax.Array, dict[int, Aux]]:
+        def body(
+            x: jax.Array, step: tuple[jax.Array, Sequence[nnx.State]]
+        ) -> tuple[jax.Array, dict[int, Aux]]:
             repeat, weights = step
             reports = {}
             for place, (graph, state) in enumerate(zip(graphs, weights, strict=True)):
@@ -150,8 +178,12 @@ class Stack(nnx.Module):
 
         return jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
 
-    def step(self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Cache]) -> tuple[jax.Array, list[Cache]]:
-        """The stream after these layers, one after the other, each with its cache, and the caches extended."""
+    def step(
+        self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Cache]
+    ) -> tuple[jax.Array, list[Cache]]:
+        """The stream after these layers, one after the other, each with its cache, and the caches
+        extended.
+        """
         after = []
         for index in range(self.segment.layers):
             repeat, place = divmod(index, len(self.segment.pattern))
@@ -164,7 +196,9 @@ class Stack(nnx.Module):
             after.append(aux["cache"])
         return x, after
 
-    def apply(self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+    def apply(
+        self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             if self.on_host:
                 state = to_device(state)

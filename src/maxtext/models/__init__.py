@@ -1,4 +1,6 @@
-"""Level 4: the families, each a pattern of layers, and the model that embeds, runs the pattern, and scores tokens."""
+"""Level 4: the families, each a pattern of layers, and the model that embeds, runs the pattern, and
+scores tokens.
+"""
 
 from maxtext.models.registry import segments
 from maxtext.models.transformer import Transformer, make_template

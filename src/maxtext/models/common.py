@@ -19,20 +19,30 @@ from maxtext.layers.rope import RopeSpec
 from maxtext.layers.routers import RouterSpec
 
 # attention_type -> kind of layer
-KINDS = {"global": "full", "mla": "full", "local_sliding": "sliding", "chunk": "chunk", "full": "unmasked"}
+KINDS = {
+    "global": "full",
+    "mla": "full",
+    "local_sliding": "sliding",
+    "chunk": "chunk",
+    "full": "unmasked",
+}
 
 
 def layer_kinds(config: MaxTextConfig, layers: int, rule: Callable[[int], str]) -> list[str]:
-    """What each layer's mixer sees, full, sliding, chunk or linear: as the checkpoint lists it, or by the family's
-    rule of the layer's number."""
-    return per_layer("layer_kinds", config.architecture.layer_kinds, layers) or [rule(i) for i in range(layers)]
+    """What each layer's mixer sees, full, sliding, chunk or linear: as the checkpoint lists it, or
+    by the family's rule of the layer's number."""
+    return per_layer("layer_kinds", config.architecture.layer_kinds, layers) or [
+        rule(i) for i in range(layers)
+    ]
 
 
 def moe_layers(config: MaxTextConfig, layers: int, rule: Callable[[int], bool]) -> list[bool]:
     """Which layers have experts; with num_experts=1, none has."""
     if config.num_experts == 1:
         return [False] * layers
-    return per_layer("moe_layers", config.architecture.moe_layers, layers) or [rule(i) for i in range(layers)]
+    return per_layer("moe_layers", config.architecture.moe_layers, layers) or [
+        rule(i) for i in range(layers)
+    ]
 
 
 def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]:
@@ -77,7 +87,9 @@ def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -
 
 
 def visibility(config: MaxTextConfig, kind: str | None = None) -> Visibility:
-    """What a kind of layer sees; attention_type names the kinds of models whose layers are all alike."""
+    """What a kind of layer sees; attention_type names the kinds of models whose layers are all
+    alike.
+    """
     kind = kind or KINDS[config.attention_type]
     if kind == "sliding":
         return Visibility(window=config.sliding_window_size)
@@ -210,7 +222,10 @@ def uniform(config: MaxTextConfig, spec: LayerSpec) -> list[LayerSpec]:
     """Layers of one kind; every nope_layer_interval-th goes without rotary positions."""
     without = config.nope_layer_interval
     plain = replace(spec, attention=replace(spec.attention, rope=None))
-    return [plain if without > 0 and (layer + 1) % without == 0 else spec for layer in range(config.num_decoder_layers)]
+    return [
+        plain if without > 0 and (layer + 1) % without == 0 else spec
+        for layer in range(config.num_decoder_layers)
+    ]
 
 
 def layer_spec(config: MaxTextConfig, **changes: Any) -> LayerSpec:
@@ -230,7 +245,9 @@ def layer_spec(config: MaxTextConfig, **changes: Any) -> LayerSpec:
 def streams_spec(config: MaxTextConfig) -> HyperConnectionSpec | None:
     if config.mhc_expansion_rate == 1:
         return None
-    return HyperConnectionSpec(config.mhc_expansion_rate, config.sinkhorn_iterations, norm_spec(config))
+    return HyperConnectionSpec(
+        config.mhc_expansion_rate, config.sinkhorn_iterations, norm_spec(config)
+    )
 
 
 def with_engrams(config: MaxTextConfig, layers: list[Any]) -> list[Any]:

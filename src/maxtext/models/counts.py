@@ -1,7 +1,9 @@
-"""How much a model is: weights and FLOPs, counted from its layers by one set of rules for every architecture.
+"""How much a model is: weights and FLOPs, counted from its layers by one set of rules for every
+architecture.
 
-FLOPs are those of matrix products, 2 for a multiply-add; attention is counted at what its mask needs; logits count, the
-embedding look-up does not; a training step is three forward passes; rematerialization is not counted.
+FLOPs are those of matrix products, 2 for a multiply-add; attention is counted at what its mask
+needs; logits count, the embedding look-up does not; a training step is three forward passes;
+rematerialization is not counted.
 """
 
 import math
@@ -26,7 +28,8 @@ from maxtext.models.qwen import NarrowSpec
 from maxtext.models.registry import layers
 from maxtext.models.simple import SimpleSpec
 
-# The parts of a model, by the names on the way to a weight; the first that has one of them takes it.
+# The parts of a model, by the names on the way to a weight; the first that has one of them takes
+# it.
 PARTS: dict[str, tuple[str, ...]] = {
     "n-gram memory": ("engram",),
     "hyper-connections": ("attention_streams", "mlp_streams"),
@@ -46,8 +49,8 @@ def parameter_count(weights: Any) -> int:
 
 
 def active_count(config: MaxTextConfig, weights: Any) -> int:
-    """The weights that a token meets: of the experts, those that are chosen for it; all others, embedding and output
-    head among them, whole."""
+    """The weights that a token meets: of the experts, those that are chosen for it; all others,
+    embedding and output head among them, whole."""
     parts = breakdown(weights)
     experts = parts.pop("experts", 0)
     return sum(parts.values()) + experts * config.num_experts_per_tok // config.num_experts
@@ -59,7 +62,16 @@ def breakdown(weights: Any) -> dict[str, int]:
     for path, leaf in jax.tree.leaves_with_path(weights):
         part = part_of([str(step.key) for step in path])
         found[part] = found.get(part, 0) + math.prod(leaf.shape)
-    order = ["embedding", "attention", "mlp", "experts", "shared experts", "routers", "norms", "hyper-connections"]
+    order = [
+        "embedding",
+        "attention",
+        "mlp",
+        "experts",
+        "shared experts",
+        "routers",
+        "norms",
+        "hyper-connections",
+    ]
     order += ["n-gram memory", "output head", "other"]
     return {part: found[part] for part in order if part in found}
 
@@ -90,7 +102,9 @@ def ramp(tokens: int, most: int) -> float:
 
 
 def moba_keys(moba: Moba, length: int) -> tuple[float, float]:
-    """The mean number of keys that a token sees, and of chunks before its own that it chooses from."""
+    """The mean number of keys that a token sees, and of chunks before its own that it chooses
+    from.
+    """
     whole, rest = divmod(length, moba.chunk)
     own = visible_keys(Visibility(chunk=moba.chunk), length)
     tokens = [moba.chunk] * whole + [rest]
@@ -105,7 +119,11 @@ def layer_flops(spec: Any, length: int) -> float:
         return 2 * spec.size * spec.size if spec.width is None else 4 * spec.size * spec.width
     flops = mixer_flops(spec.attention, spec.size, length)
     if isinstance(spec, NarrowSpec):
-        return flops + feed_flops(spec.mlp, spec.width) + 2 * spec.width * spec.size * (spec.width != spec.size)
+        return (
+            flops
+            + feed_flops(spec.mlp, spec.width)
+            + 2 * spec.width * spec.size * (spec.width != spec.size)
+        )
     flops += feed_flops(spec.mlp, spec.size)
     if spec.streams:
         flops += (1 if spec.parallel else 2) * stream_flops(spec.streams.streams, spec.size)
@@ -113,14 +131,20 @@ def layer_flops(spec: Any, length: int) -> float:
 
 
 def stream_flops(streams: int, size: int) -> float:
-    """Around one sub-layer: the mappings, k·E to k(k+2) numbers; what is read, k to 1; the mixing, k to k; and what is
-    written, 1 to k."""
+    """Around one sub-layer: the mappings, k·E to k(k+2) numbers; what is read, k to 1; the mixing,
+    k to k; and what is written, 1 to k."""
     return 2 * size * streams * (streams * (streams + 2) + 1 + streams + 1)
 
 
 def engram_flops(spec: EngramSpec, size: int) -> float:
-    """Keys for each stream and one value from the rows looked up; the keys' products with the streams; the taps."""
-    return 2 * size * (spec.width * (spec.streams + 1) + spec.streams + spec.kernel_size * spec.streams)
+    """Keys for each stream and one value from the rows looked up; the keys' products with the
+    streams; the taps.
+    """
+    return (
+        2
+        * size
+        * (spec.width * (spec.streams + 1) + spec.streams + spec.kernel_size * spec.streams)
+    )
 
 
 @singledispatch
@@ -151,7 +175,9 @@ def _(spec: MlaSpec, size: int, length: int) -> float:
     if spec.indexer and scores_keys(spec.indexer, length):
         projections += spec.indexer.heads * (spec.query_rank * spec.indexer.head_dim + size)
         projections += size * spec.indexer.head_dim
-        scoring = 2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * seen  # products with keys, their weighted sum
+        scoring = (
+            2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * seen
+        )  # products with keys, their weighted sum
         if spec.indexer.selecting:
             seen = visible_keys(spec.visibility, length, spec.indexer.topk)
     width = spec.nope_dim + spec.rope_dim + spec.value_dim
@@ -161,17 +187,23 @@ def _(spec: MlaSpec, size: int, length: int) -> float:
 
 
 def scores_keys(spec: IndexerSpec, length: int) -> bool:
-    """Where there are no more keys than it would keep, an indexer has nothing to do, unless it learns."""
+    """Where there are no more keys than it would keep, an indexer has nothing to do, unless it
+    learns.
+    """
     return spec.loss_factor > 0 or (spec.selecting and length > spec.topk)
 
 
 @mixer_flops.register
 def _(spec: GatedDeltaNetSpec, size: int, length: int) -> float:
-    """The recurrence as it is defined, three products with the state a token: chunks trade more of them for speed."""
+    """The recurrence as it is defined, three products with the state a token: chunks trade more of
+    them for speed.
+    """
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
     projections = size * (2 * keys + 2 * values + 2 * spec.value_heads) + values * size
     convolution = spec.conv_width * (2 * keys + values)
-    return 2 * (projections + convolution) + 3 * 2 * spec.value_heads * spec.key_dim * spec.value_dim
+    return (
+        2 * (projections + convolution) + 3 * 2 * spec.value_heads * spec.key_dim * spec.value_dim
+    )
 
 
 @singledispatch
@@ -202,8 +234,12 @@ def forward_flops_per_token(config: MaxTextConfig, length: int | None = None) ->
     specs = layers(config)
     head = 2 * config.emb_dim * config.vocab_size
     flops = sum(layer_flops(spec, length) for spec in specs) + head
-    if config.mtp_num_layers:  # each a layer like the last, without its memory, a projection, and the head again
-        further = layer_flops(replace(specs[-1], engram=None), length) + 4 * config.emb_dim**2 + head
+    if (
+        config.mtp_num_layers
+    ):  # each a layer like the last, without its memory, a projection, and the head again
+        further = (
+            layer_flops(replace(specs[-1], engram=None), length) + 4 * config.emb_dim**2 + head
+        )
         flops += config.mtp_num_layers * further
     return flops
 

@@ -1,4 +1,6 @@
-"""DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention, a few dense layers, then experts with one that all share."""
+"""DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention, a few dense layers, then experts with one
+that all share.
+"""
 
 import math
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Gemma 1 to 4: scaled embeddings, norms around the sub-layers, sliding and global layers in turn; Gemma 4 with other
-heads on its global layers and experts beside the MLP."""
+"""Gemma 1 to 4: scaled embeddings, norms around the sub-layers, sliding and global layers in turn;
+Gemma 4 with other heads on its global layers and experts beside the MLP."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +33,8 @@ def gemma(config: MaxTextConfig) -> list[LayerSpec]:
 
 
 def gemma2(config: MaxTextConfig) -> list[LayerSpec]:
-    """A sliding and a global layer in turn; base_num_decoder_layers counts such pairs, unless a checkpoint lists its
-    layers."""
+    """A sliding and a global layer in turn; base_num_decoder_layers counts such pairs, unless a
+    checkpoint lists its layers."""
     listed = config.architecture.layer_kinds
     count = config.num_decoder_layers if listed else 2 * config.num_decoder_layers
     kinds = layer_kinds(config, count, lambda layer: "full" if layer % 2 else "sliding")
@@ -43,27 +43,41 @@ def gemma2(config: MaxTextConfig) -> list[LayerSpec]:
 
 
 def five_to_one(config: MaxTextConfig) -> list[str]:
-    return layer_kinds(config, config.num_decoder_layers, lambda layer: "sliding" if (layer + 1) % 6 else "full")
+    return layer_kinds(
+        config, config.num_decoder_layers, lambda layer: "sliding" if (layer + 1) % 6 else "full"
+    )
 
 
 def gemma3(config: MaxTextConfig) -> list[LayerSpec]:
-    """Five sliding layers to a global one, whose positions are stretched; norms on queries and keys."""
+    """Five sliding layers to a global one, whose positions are stretched; norms on queries and
+    keys.
+    """
     norm = norm_spec(config, offset=True)
     near = {"max_timescale": local_timescale(config), "linear_factor": 1.0}
     ropes = {"sliding": rope_spec(config, "sliding", **near), "full": rope_spec(config)}
 
     def layer(kind: str) -> LayerSpec:
-        return layer_spec(config, attention=attention_spec(config, kind, rope=ropes[kind], qk_norm=norm), norm=norm)
+        return layer_spec(
+            config,
+            attention=attention_spec(config, kind, rope=ropes[kind], qk_norm=norm),
+            norm=norm,
+        )
 
     return [layer(kind) for kind in five_to_one(config)]
 
 
 def local_timescale(config: MaxTextConfig) -> int:
-    return config.local_rope_max_timescale if config.local_rope_max_timescale > 0 else config.rope_max_timescale
+    return (
+        config.local_rope_max_timescale
+        if config.local_rope_max_timescale > 0
+        else config.rope_max_timescale
+    )
 
 
 def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
-    """Global layers have their own head size and number, may share keys and values, and turn a part of each head."""
+    """Global layers have their own head size and number, may share keys and values, and turn a part
+    of each head.
+    """
     norm = norm_spec(config)
     if config.num_experts > 1:
         router = router_spec(config, normalise=True, normed_input=norm.epsilon, expert_scale=True)
@@ -75,17 +89,25 @@ def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
         feed = {}
 
     def layer(kind: str) -> LayerSpec:
-        return layer_spec(config, attention=gemma4_attention(config, kind, norm), scaled=True, **feed)
+        return layer_spec(
+            config, attention=gemma4_attention(config, kind, norm), scaled=True, **feed
+        )
 
     return [layer(kind) for kind in five_to_one(config)]
 
 
 def gemma4_attention(config: MaxTextConfig, kind: str, norm: NormSpec) -> AttentionSpec:
     values = norm_spec(config, scaled=config.v_norm_with_scale)
-    shared = {"scale": config.architecture.softmax_scale or 1.0, "qk_norm": norm, "value_norm": values}
+    shared = {
+        "scale": config.architecture.softmax_scale or 1.0,
+        "qk_norm": norm,
+        "value_norm": values,
+    }
     if kind == "sliding":
         near = {"max_timescale": local_timescale(config), "fraction": config.local_rope_proportion}
-        return attention_spec(config, kind, rope=rope_spec(config, kind, **near, proportional=True), **shared)
+        return attention_spec(
+            config, kind, rope=rope_spec(config, kind, **near, proportional=True), **shared
+        )
     theta = config.global_rope_max_timescale
     far = {"fraction": config.global_rope_proportion, "proportional": True}
     far |= {"max_timescale": theta} if theta > 0 else {}
@@ -102,7 +124,9 @@ def gemma4_attention(config: MaxTextConfig, kind: str, norm: NormSpec) -> Attent
 
 @dataclass(frozen=True)
 class GemmaFeed:
-    """An MLP and experts side by side, each between its own norms; the router reads the stream itself."""
+    """An MLP and experts side by side, each between its own norms; the router reads the stream
+    itself.
+    """
 
     mlp: MlpSpec
     experts: MoeSpec

@@ -1,4 +1,6 @@
-"""gpt-oss: sliding and global layers in turn, a sink in every head, biases, and experts with a clipped activation."""
+"""gpt-oss: sliding and global layers in turn, a sink in every head, biases, and experts with a
+clipped activation.
+"""
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.block import LayerSpec
@@ -6,7 +8,11 @@ from maxtext.models.common import attention_spec, feed_spec, layer_kinds, layer_
 
 
 def gpt_oss(config: MaxTextConfig) -> list[LayerSpec]:
-    kinds = layer_kinds(config, config.num_decoder_layers, lambda layer: "full" if layer % 2 else "sliding")
+    kinds = layer_kinds(
+        config, config.num_decoder_layers, lambda layer: "full" if layer % 2 else "sliding"
+    )
     bias = "logits" if config.routed_bias else "none"
-    feed = feed_spec(config, router_spec(config, score="softmax_of_chosen", bias=bias), bias=config.mlp_bias)
+    feed = feed_spec(
+        config, router_spec(config, score="softmax_of_chosen", bias=bias), bias=config.mlp_bias
+    )
     return [layer_spec(config, attention=attention_spec(config, kind), mlp=feed) for kind in kinds]

@@ -1,5 +1,5 @@
-"""OLMo 3: three sliding layers to one global; norms on the outputs of the sub-layers, and jointly over all heads of
-queries and of keys."""
+"""OLMo 3: three sliding layers to one global; norms on the outputs of the sub-layers, and jointly
+over all heads of queries and of keys."""
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.block import LayerSpec
@@ -7,7 +7,9 @@ from maxtext.models.common import attention_spec, layer_kinds, layer_spec, rope_
 
 
 def olmo3(config: MaxTextConfig) -> list[LayerSpec]:
-    kinds = layer_kinds(config, config.num_decoder_layers, lambda layer: "sliding" if (layer + 1) % 4 else "full")
+    kinds = layer_kinds(
+        config, config.num_decoder_layers, lambda layer: "sliding" if (layer + 1) % 4 else "full"
+    )
     # The context was extended on the global layers alone: sliding ones keep the plain angles.
     plain = rope_spec(config, "sliding", kind="default", attention_scaling=False)
 

@@ -1,5 +1,5 @@
-"""Qwen 2.5 and 3, dense and with experts; Qwen3-Next and 3.5, whose layers are mostly Gated DeltaNets; and a variant
-that attends and mixes experts in a narrow space."""
+"""Qwen 2.5 and 3, dense and with experts; Qwen3-Next and 3.5, whose layers are mostly Gated
+DeltaNets; and a variant that attends and mixes experts in a narrow space."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +31,16 @@ from maxtext.models.common import (
 
 def qwen2(config: MaxTextConfig) -> list[LayerSpec]:
     """Llama with biases on queries, keys and values alone; a checkpoint may list sliding layers."""
-    return [layer_spec(config, attention=attention_spec(config, kind, out_bias=False)) for kind in listed_kinds(config)]
+    return [
+        layer_spec(config, attention=attention_spec(config, kind, out_bias=False))
+        for kind in listed_kinds(config)
+    ]
 
 
 def qwen3(config: MaxTextConfig) -> list[LayerSpec]:
-    return [layer_spec(config, attention=attention_spec(config, kind)) for kind in listed_kinds(config)]
+    return [
+        layer_spec(config, attention=attention_spec(config, kind)) for kind in listed_kinds(config)
+    ]
 
 
 def listed_kinds(config: MaxTextConfig) -> list[str | None]:
@@ -46,7 +51,9 @@ def qwen3_moe(config: MaxTextConfig) -> list[LayerSpec]:
     experts = moe_spec(config, router_spec(config))
     has_experts = moe_layers(config, config.num_decoder_layers, lambda _: True)
     return [
-        layer_spec(config, attention=attention_spec(config, kind), **({"mlp": experts} if sparse else {}))
+        layer_spec(
+            config, attention=attention_spec(config, kind), **({"mlp": experts} if sparse else {})
+        )
         for kind, sparse in zip(listed_kinds(config), has_experts, strict=True)
     ]
 
@@ -63,7 +70,9 @@ def qwen3_next(config: MaxTextConfig) -> list[LayerSpec]:
         mixer: Any = delta_net_spec(config)
         if kind != "linear":
             mixer = attention_spec(config, kind, qk_norm=norm, gated=True)
-        return layer_spec(config, attention=mixer, norm=norm, **({"mlp": experts} if sparse else {}))
+        return layer_spec(
+            config, attention=mixer, norm=norm, **({"mlp": experts} if sparse else {})
+        )
 
     return [layer(kind, sparse) for kind, sparse in zip(kinds, has_experts, strict=True)]
 
@@ -85,12 +94,17 @@ def delta_net_spec(config: MaxTextConfig) -> GatedDeltaNetSpec:
 
 
 def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
-    """Attention writes attention_output_dim numbers a token; experts work on those, and the result is widened."""
+    """Attention writes attention_output_dim numbers a token; experts work on those, and the result
+    is widened.
+    """
     written, read = (
-        width if width > 0 else config.emb_dim for width in (config.attention_output_dim, config.moe_expert_input_dim)
+        width if width > 0 else config.emb_dim
+        for width in (config.attention_output_dim, config.moe_expert_input_dim)
     )
     attention = attention_spec(config, output_size=written)
-    spec = NarrowSpec(config.emb_dim, read, attention, feed_spec(config, router_spec(config)), norm_spec(config))
+    spec = NarrowSpec(
+        config.emb_dim, read, attention, feed_spec(config, router_spec(config)), norm_spec(config)
+    )
     return [spec] * config.num_decoder_layers
 
 
@@ -116,7 +130,9 @@ class NarrowBlock(nnx.Module):
         self.mlp = spec.mlp.build(maker.child(1), spec.width, dtype)
         widens = spec.width != spec.size
         axes = ("mlp", "embed")
-        self.widen = Linear(maker.child(2), (spec.width,), (spec.size,), axes, dtype) if widens else None
+        self.widen = (
+            Linear(maker.child(2), (spec.width,), (spec.size,), axes, dtype) if widens else None
+        )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         mixed, _ = self.attention(self.attention_norm(stream(x)), inputs.fold(0))

@@ -1,4 +1,6 @@
-"""Which family a decoder_block is of: the function that lists its layers, and what differs outside of them."""
+"""Which family a decoder_block is of: the function that lists its layers, and what differs outside
+of them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -27,7 +27,9 @@ class SimpleBlock(nnx.Module):
     def __init__(self, maker: Maker, spec: SimpleSpec, dtype: Any):
         size, width = spec.size, spec.width
         if width is None:
-            self.products = nnx.List([Linear(maker.child(0), (size,), (size,), ("embed", None), dtype)])
+            self.products = nnx.List(
+                [Linear(maker.child(0), (size,), (size,), ("embed", None), dtype)]
+            )
         else:
             up = Linear(maker.child(0), (size,), (width,), ("embed", "mlp"), dtype)
             down = Linear(maker.child(1), (width,), (size,), ("mlp", "embed"), dtype)

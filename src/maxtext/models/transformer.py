@@ -29,7 +29,8 @@ from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.manual import only_platform
 
 Caches = list[Cache]
-# Of products in eight bits, by `quantization`. Where weights are kept as integers, for inference, there is none.
+# Of products in eight bits, by `quantization`. Where weights are kept as integers, for inference,
+# there is none.
 RECIPES = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
 
 
@@ -43,14 +44,22 @@ class Transformer(nnx.Module):
         self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
         self.float32_logits = config.cast_logits_to_fp32
         self.logit_cap = config.final_logits_soft_cap or None
-        self.logit_scale = 1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0
+        self.logit_scale = (
+            1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0
+        )
         self.fixed_positions = config.use_untrainable_positional_embedding
-        self.embedding_scale = math.sqrt(config.emb_dim) if family(config).scaled_embedding else None
+        self.embedding_scale = (
+            math.sqrt(config.emb_dim) if family(config).scaled_embedding else None
+        )
         self.streams = config.mhc_expansion_rate
 
-        self.embedder = Embedding(maker.child(0), config.vocab_size, self.size, self.dtype, config.use_iota_embed)
+        self.embedder = Embedding(
+            maker.child(0), config.vocab_size, self.size, self.dtype, config.use_iota_embed
+        )
         learned = config.trainable_position_size
-        self.positions = Positions(maker.child(1), learned, self.size, self.dtype) if learned > 0 else None
+        self.positions = (
+            Positions(maker.child(1), learned, self.size, self.dtype) if learned > 0 else None
+        )
         stacks, first = [], 0
         layer_maker = maker.child(2)
         for segment in segments(config):
@@ -78,18 +87,24 @@ class Transformer(nnx.Module):
             shape = (self.size,), (config.vocab_size,)
             self.head = Linear(maker.child(3), *shape, axes, self.logit_dtype, exact=exact)
 
-    def __call__(self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
         """Token ids [B, S] to logits [B, S, V]."""
         x, _ = self.hidden(inputs, LayerInputs(positions, segments))
         return self.logits(x)
 
     def hidden(self, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict]:
-        """Token ids [B, S] to the normed output of the last layer [B, S, E], and what the layers report."""
+        """Token ids [B, S] to the normed output of the last layer [B, S, E], and what the layers
+        report.
+        """
         x, reports = self.run(ids, inputs)
         return self.final_norm(x), reports
 
     def run(self, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict]:
-        """The output of the last layer, and {"layers": {segment: {"blocks": {place: {name: [repeats, ...]}}}}}."""
+        """The output of the last layer, and {"layers": {segment: {"blocks": {place: {name:
+        [repeats, ...]}}}}}.
+        """
         graph, state = nnx.split((self.embedder, self.positions))
         x, _ = by_compiler(
             lambda state, ids, positions: (self.enter(*nnx.merge(graph, state), ids, positions), None),
@@ -105,7 +120,9 @@ class Transformer(nnx.Module):
         return x, {"layers": reports}
 
     def step(self, ids: jax.Array, inputs: LayerInputs, caches: Caches) -> tuple[jax.Array, Caches]:
-        """As `hidden`, for tokens that follow those in the caches, one a layer; and the caches with them."""
+        """As `hidden`, for tokens that follow those in the caches, one a layer; and the caches with
+        them.
+        """
         x = self.enter(self.embedder, self.positions, ids, jnp.maximum(inputs.positions, 0))
         inputs = replace(inputs, tokens=ids)
         after, first = [], 0
@@ -115,7 +132,9 @@ class Transformer(nnx.Module):
             first += stack.segment.layers
         return self.final_norm(x if self.streams == 1 else collapse(x)), after
 
-    def enter(self, embedder: Embedding, positions: Positions | None, ids: jax.Array, places: jax.Array) -> jax.Array:
+    def enter(
+        self, embedder: Embedding, positions: Positions | None, ids: jax.Array, places: jax.Array
+    ) -> jax.Array:
         """What the first layer reads."""
         x = self.scaled(embedder(ids))
         if positions is not None:
@@ -135,20 +154,26 @@ class Transformer(nnx.Module):
         logits = self.scores(x)
         if self.float32_logits:
             logits = logits.astype(jnp.float32)
-        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+        return (
+            logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
+        )
 
     def scores(self, x: jax.Array) -> jax.Array:
         """Logits as the head gives them."""
         x = x.astype(self.logit_dtype)
         if x.ndim == 3:
-            x = constrain(x, "activation_embed_and_logits_batch", "activation_length", "activation_embed")
+            x = constrain(
+                x, "activation_embed_and_logits_batch", "activation_length", "activation_embed"
+            )
         if self.head is not None:
             [logits] = together(x, self.head, weights_early=True)
         else:
             x, table = weights_first(x, self.embedder.embedding[...].astype(self.logit_dtype))
             logits = x @ table.T * self.logit_scale
         if x.ndim == 3:
-            logits = constrain(logits, "activation_embed_and_logits_batch", "activation_length", "activation_vocab")
+            logits = constrain(
+                logits, "activation_embed_and_logits_batch", "activation_length", "activation_vocab"
+            )
         return logits
 
     def losses(self, x: jax.Array, targets: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
@@ -185,7 +210,9 @@ def multi_token(config: MaxTextConfig, maker: Maker, dtype: Any) -> MultiToken |
     if not config.mtp_num_layers:
         return None
     block = replace(layers(config)[-1], engram=None)
-    spec = MultiTokenSpec(config.mtp_num_layers, block, norm_spec(config), config.mhc_expansion_rate)
+    spec = MultiTokenSpec(
+        config.mtp_num_layers, block, norm_spec(config), config.mhc_expansion_rate
+    )
     return spec.build(maker, config.emb_dim, dtype, remat(config))
 
 
@@ -201,6 +228,8 @@ def make_template(config: MaxTextConfig) -> Template:
 
 
 def initial_weights(config: MaxTextConfig, loop: bool = False) -> Any:
-    """Fresh weights as a nested dict; to be called under jit, so that they are born where they belong. `loop`: compiled
-    faster, but not to be used one by one."""
-    return nnx.to_pure_dict(nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed), loop)))
+    """Fresh weights as a nested dict; to be called under jit, so that they are born where they
+    belong. `loop`: compiled faster, but not to be used one by one."""
+    return nnx.to_pure_dict(
+        nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed), loop))
+    )

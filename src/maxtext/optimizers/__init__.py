@@ -1,7 +1,9 @@
-"""Level 2: gradients in, updates out. Schedules, clipping, update rules and spike protection, on Optax.
+"""Level 2: gradients in, updates out. Schedules, clipping, update rules and spike protection, on
+Optax.
 
-`make_optimizer(config, axis_names)` gives the one object that a trainer needs; `learning_rate_schedule(config)` the
-rate that it uses, for the log; `clip_by_global_norm` comes before it, in the train step, which needs the raw norm too.
+`make_optimizer(config, axis_names)` gives the one object that a trainer needs;
+`learning_rate_schedule(config)` the rate that it uses, for the log; `clip_by_global_norm` comes
+before it, in the train step, which needs the raw norm too.
 """
 
 from maxtext.optimizers.build import make_optimizer, trainable_parameters

@@ -2,15 +2,16 @@
 
 What is a matrix follows from the logical axis names of a parameter:
 
-- axes that count copies (stacked layers, experts) and unnamed ones are not part of it: each copy has its own matrix;
-- the axes of attention heads (heads, their size, q/k/v of a fused kernel) are one side together, so a query kernel is
-  embed -> (heads * dim) and the output projection (heads * dim) -> embed;
-- whatever has a vocabulary or norm axis (embedding, head, norms), or no two sides (biases, sinks, routers, depthwise
-  convolutions), is no matrix and takes AdamW.
+- axes that count copies (stacked layers, experts) and unnamed ones are not part of it: each copy
+  has its own matrix;
+- the axes of attention heads (heads, their size, q/k/v of a fused kernel) are one side together, so
+  a query kernel is embed -> (heads * dim) and the output projection (heads * dim) -> embed;
+- whatever has a vocabulary or norm axis (embedding, head, norms), or no two sides (biases, sinks,
+  routers, depthwise convolutions), is no matrix and takes AdamW.
 
 The momentum is Optax's: m = b m + (1-b) g, then the Nesterov estimate with Adam's bias correction,
-b m / (1 - b^(t+1)) + (1-b) g / (1 - b^t). The orthogonal matrix is scaled by sqrt(max(1, out / in)), or, when
-muon_consistent_rms is set, by muon_consistent_rms * sqrt(max(in, out)).
+b m / (1 - b^(t+1)) + (1-b) g / (1 - b^t). The orthogonal matrix is scaled by sqrt(max(1, out /
+in)), or, when muon_consistent_rms is set, by muon_consistent_rms * sqrt(max(in, out)).
 """
 
 import math
@@ -26,7 +27,8 @@ from maxtext.optimizers.moments import computed_in_float32
 
 AxisNames = tuple[str | None, ...]
 
-# Axes that count copies of a parameter. None, an unnamed axis (gate and up of a fused MLP, positions), is one of them.
+# Axes that count copies of a parameter. None, an unnamed axis (gate and up of a fused MLP,
+# positions), is one of them.
 COPIES = {
     "layers", "dense_layers", "moe_layers", "local_layers", "circular_repeats", "diloco", "exp", "exp_with_fsdp", None,
 }  # fmt: skip
@@ -36,7 +38,9 @@ NEVER = {"vocab", "embed_vocab", "norm"}
 
 
 def dimension_numbers(path: str, axes: AxisNames) -> MuonDimensionNumbers | None:
-    """Which axes are the input and which the output of the matrix; None when the parameter is no matrix."""
+    """Which axes are the input and which the output of the matrix; None when the parameter is no
+    matrix.
+    """
     if NEVER & set(axes):
         return None
     heads = tuple(index for index, name in enumerate(axes) if name in HEADS)
@@ -55,8 +59,12 @@ def dimension_numbers(path: str, axes: AxisNames) -> MuonDimensionNumbers | None
 
 
 def scale_by_muon(config: MaxTextConfig, dimensions: Any) -> optax.GradientTransformation:
-    """`dimensions` has the parameters' structure, with optax.MaskedNode at those that take another rule."""
-    momentum = optax.contrib.scale_by_muon(beta=config.muon_beta, weight_dimension_numbers=dimensions)
+    """`dimensions` has the parameters' structure, with optax.MaskedNode at those that take another
+    rule.
+    """
+    momentum = optax.contrib.scale_by_muon(
+        beta=config.muon_beta, weight_dimension_numbers=dimensions
+    )
 
     def scaled(update: jax.Array, numbers: MuonDimensionNumbers) -> jax.Array:
         inputs = math.prod(update.shape[axis] for axis in numbers.reduction_axis)

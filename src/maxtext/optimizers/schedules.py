@@ -1,6 +1,7 @@
 """The learning rate as a function of the step.
 
-Over S = learning_rate_schedule_steps (-1: steps), with L = learning_rate and F = L * learning_rate_final_fraction:
+Over S = learning_rate_schedule_steps (-1: steps), with L = learning_rate and F = L *
+learning_rate_final_fraction:
 
     warm-up   W = int(S * warmup_steps_fraction) steps     L * t / W, so the very first step has rate 0
     cosine    the other S - W steps, u = (t - W)/(S - W)   F + (L - F) * (1 + cos(pi * u)) / 2
@@ -8,8 +9,8 @@ Over S = learning_rate_schedule_steps (-1: steps), with L = learning_rate and F 
               linear L + (F - L) * u, or the cosine above
     after     t >= S                                       0
 
-Steps count from 0. F would be reached at step S itself, where training by this schedule is over. A phase of no steps
-is left out. The rate may be asked for with Python numbers or under jit.
+Steps count from 0. F would be reached at step S itself, where training by this schedule is over. A
+phase of no steps is left out. The rate may be asked for with Python numbers or under jit.
 """
 
 from collections.abc import Callable
@@ -27,19 +28,30 @@ Schedule = Callable[[Any], jax.Array]
 
 def learning_rate_schedule(config: MaxTextConfig) -> Schedule:
     """The rate at a step, counted from 0."""
-    total = config.steps if config.learning_rate_schedule_steps == -1 else config.learning_rate_schedule_steps
+    total = (
+        config.steps
+        if config.learning_rate_schedule_steps == -1
+        else config.learning_rate_schedule_steps
+    )
     if total < 1:
-        raise ConfigError(f"the learning-rate schedule has {total} steps: set steps or learning_rate_schedule_steps")
+        raise ConfigError(
+            f"the learning-rate schedule has {total} steps: set steps or learning_rate_schedule_steps"
+        )
     warmup = int(total * config.warmup_steps_fraction)
     rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
     phases = [(warmup, rise), *_after_warmup(config, total, warmup)]
-    # Optax has no schedules of no steps: above and below they are made one long, and are left out here.
+    # Optax has no schedules of no steps: above and below they are made one long, and are left out
+    # here.
     phases = [(length, schedule) for length, schedule in phases if length > 0]
     ends = list(accumulate(length for length, _ in phases))
-    return optax.join_schedules([*(schedule for _, schedule in phases), optax.constant_schedule(0.0)], ends)
+    return optax.join_schedules(
+        [*(schedule for _, schedule in phases), optax.constant_schedule(0.0)], ends
+    )
 
 
-def _after_warmup(config: MaxTextConfig, total: int, warmup: int) -> list[tuple[int, optax.Schedule]]:
+def _after_warmup(
+    config: MaxTextConfig, total: int, warmup: int
+) -> list[tuple[int, optax.Schedule]]:
     """(length, schedule) of each phase; a schedule sees the steps since its own start."""
     if config.lr_schedule_type == "cosine":
         return [(total - warmup, _decay(config, "cosine", total - warmup))]
@@ -58,6 +70,8 @@ def _after_warmup(config: MaxTextConfig, total: int, warmup: int) -> list[tuple[
 def _decay(config: MaxTextConfig, style: str, length: int) -> optax.Schedule:
     length = max(length, 1)
     if style == "cosine":
-        return optax.cosine_decay_schedule(config.learning_rate, length, config.learning_rate_final_fraction)
+        return optax.cosine_decay_schedule(
+            config.learning_rate, length, config.learning_rate_final_fraction
+        )
     final = config.learning_rate * config.learning_rate_final_fraction
     return optax.linear_schedule(config.learning_rate, final, length)

@@ -1,16 +1,16 @@
 """Leaving out the steps whose loss or gradient norm jumps.
 
-Two windows hold the last skip_step_interval values of the loss and of the raw gradient norm (before clipping). A step
-is a spike when either value exceeds
+Two windows hold the last skip_step_interval values of the loss and of the raw gradient norm (before
+clipping). A step is a spike when either value exceeds
 
     mean + skip_step_scaling_factor * standard deviation (unbiased)
 
-of the values recorded *before* it. The test begins when half a window, and at least two values, have been recorded. A
-spike changes neither weights nor the inner optimizer's state (so the schedule does not advance), but is recorded: a
-lasting change of level is accepted once it fills the window.
+of the values recorded *before* it. The test begins when half a window, and at least two values,
+have been recorded. A spike changes neither weights nor the inner optimizer's state (so the schedule
+does not advance), but is recorded: a lasting change of level is accepted once it fills the window.
 
-A loss or norm that is not finite is always a spike, from the first step on, and neither value is recorded, since one
-NaN in a window would switch the protection off until it has left.
+A loss or norm that is not finite is always a spike, from the first step on, and neither value is
+recorded, since one NaN in a window would switch the protection off until it has left.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ from maxtext.configs.types import MaxTextConfig
 
 
 class SpikeState(NamedTuple):
-    losses: jax.Array  # window of float32, filled from the front, then the oldest entry is overwritten
+    losses: (
+        jax.Array
+    )  # window of float32, filled from the front, then the oldest entry is overwritten
     raw_grad_norms: jax.Array
     recorded: jax.Array  # how many values have ever been written, int32
     skipped: jax.Array  # whether the last update was left out
@@ -43,10 +45,18 @@ def skip_spikes(
 
     def init(params: Any) -> SpikeState:
         window = jnp.zeros(interval, jnp.float32)
-        return SpikeState(window, window, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_), inner.init(params))
+        return SpikeState(
+            window, window, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_), inner.init(params)
+        )
 
     def update(
-        grads: Any, state: SpikeState, params: Any = None, *, loss: Any, raw_grad_norm: Any, **more: Any
+        grads: Any,
+        state: SpikeState,
+        params: Any = None,
+        *,
+        loss: Any,
+        raw_grad_norm: Any,
+        **more: Any,
     ) -> tuple[Any, SpikeState]:
         loss, norm = jnp.asarray(loss, jnp.float32), jnp.asarray(raw_grad_norm, jnp.float32)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -55,14 +65,22 @@ def skip_spikes(
         jump |= _exceeds(norm, state.raw_grad_norms, state.recorded, factor)
         skipped = ~finite | (judging & jump)
 
-        updates, inner_state = inner.update(grads, state.inner_state, params, loss=loss, raw_grad_norm=norm, **more)
+        updates, inner_state = inner.update(
+            grads, state.inner_state, params, loss=loss, raw_grad_norm=norm, **more
+        )
         slot = state.recorded % interval
-        return jax.tree.map(lambda new: jnp.where(skipped, jnp.zeros_like(new), new), updates), SpikeState(
+        return jax.tree.map(
+            lambda new: jnp.where(skipped, jnp.zeros_like(new), new), updates
+        ), SpikeState(
             losses=jnp.where(finite, state.losses.at[slot].set(loss), state.losses),
-            raw_grad_norms=jnp.where(finite, state.raw_grad_norms.at[slot].set(norm), state.raw_grad_norms),
+            raw_grad_norms=jnp.where(
+                finite, state.raw_grad_norms.at[slot].set(norm), state.raw_grad_norms
+            ),
             recorded=jnp.where(finite, optax.safe_increment(state.recorded), state.recorded),
             skipped=skipped,
-            inner_state=jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state.inner_state, inner_state),
+            inner_state=jax.tree.map(
+                lambda old, new: jnp.where(skipped, old, new), state.inner_state, inner_state
+            ),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -71,7 +89,8 @@ def skip_spikes(
 def _exceeds(value: jax.Array, window: jax.Array, recorded: jax.Array, factor: float) -> jax.Array:
     filled = jnp.arange(window.size) < recorded
     count = jnp.minimum(recorded, window.size)
-    # The lower bounds only keep an empty window from dividing by zero; its verdict is not asked for.
+    # The lower bounds only keep an empty window from dividing by zero; its verdict is not asked
+    # for.
     mean = jnp.sum(window, where=filled) / jnp.maximum(count, 1)
     variance = jnp.sum(jnp.square(window - mean), where=filled) / jnp.maximum(count - 1, 1)
     return value > mean + factor * jnp.sqrt(variance)

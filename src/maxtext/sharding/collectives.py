@@ -1,18 +1,30 @@
-"""What a compiled program sends between devices, read from its text: how often in one run, and how many bytes.
+"""What a compiled program sends between devices, read from its text: how often in one run, and how
+many bytes.
 
-Bytes are those of the results on one device. A loop that says how often it runs counts so often, or else as often as
-its condition lets a counter grow by one from zero; one that tells neither counts once.
+Bytes are those of the results on one device. A loop that says how often it runs counts so often, or
+else as often as its condition lets a counter grow by one from zero; one that tells neither counts
+once.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-# A collective in two parts has its result at the end; the start of an all-gather also names its operands.
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+# A collective in two parts has its result at the end; the start of an all-gather also names its
+# operands.
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(?:-done)?\(")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -72,7 +84,9 @@ def parse(text: str) -> tuple[str, dict[str, Computation]]:
             found[current].calls += calls(line, found)
             sent = COLLECTIVE.search(line)
             if sent:
-                found[current].sends.append((sent[1], array_bytes(line[line.index(" = ") : sent.start()])))
+                found[current].sends.append(
+                    (sent[1], array_bytes(line[line.index(" = ") : sent.start()]))
+                )
     return entry, found
 
 

@@ -1,4 +1,6 @@
-"""Bytes on one device, from shapes and how they are split; nothing is allocated, and the devices need not be here."""
+"""Bytes on one device, from shapes and how they are split; nothing is allocated, and the devices
+need not be here.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,13 +19,20 @@ from maxtext.sharding.state import HOST
 
 def abstract_mesh(config: MaxTextConfig) -> AbstractMesh:
     """The mesh of a configuration without devices: enough to know the shape of every shard."""
-    sizes = [inside * between for inside, between in zip(config.ici_parallelism, config.dcn_parallelism, strict=True)]
+    sizes = [
+        inside * between
+        for inside, between in zip(config.ici_parallelism, config.dcn_parallelism, strict=True)
+    ]
     return AbstractMesh(tuple(sizes), tuple(config.mesh_axes))
 
 
 def one_device(platform: str, of: int) -> AxisRules:
-    """Rules to trace by what one device of so many computes, where nothing is split; it need not exist."""
-    mesh: Any = SimpleNamespace(size=1, shape={}, devices=np.array([SimpleNamespace(platform=platform)]))
+    """Rules to trace by what one device of so many computes, where nothing is split; it need not
+    exist.
+    """
+    mesh: Any = SimpleNamespace(
+        size=1, shape={}, devices=np.array([SimpleNamespace(platform=platform)])
+    )
     return AxisRules(mesh, (), one_of_several=of > 1)
 
 
@@ -39,8 +48,8 @@ class Bytes:
 
 
 def shard_bytes(tree: Any, shardings: Any = None, dtype: Any = None) -> Bytes:
-    """What one device holds of a tree of arrays; `shardings` unless the leaves know theirs; `dtype` in place of their
-    own."""
+    """What one device holds of a tree of arrays; `shardings` unless the leaves know theirs; `dtype`
+    in place of their own."""
     total = Bytes()
     leaves = jax.tree.leaves(tree)
     places = [leaf.sharding for leaf in leaves] if shardings is None else jax.tree.leaves(shardings)
@@ -60,8 +69,9 @@ def item_bytes(dtype: Any) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """Reads the dimensions of an activation: `rows` marks a batch, being a prime that no other size is a multiple of;
-    `features` maps sizes to their logical names. The compiler may split otherwise; this is what the rules ask for."""
+    """Reads the dimensions of an activation: `rows` marks a batch, being a prime that no other size
+    is a multiple of; `features` maps sizes to their logical names. The compiler may split
+    otherwise; this is what the rules ask for."""
 
     rules: AxisRules
     rows: int
@@ -99,19 +109,25 @@ class Activations:
 
 
 def gathered_bytes(rules: AxisRules, weights: Any, axes: Any, dtype: Any) -> int:
-    """The most that is gathered at once for its product: the weights of one layer, or one weight outside the layers,
-    joined over the mesh axes that split the tokens."""
+    """The most that is gathered at once for its product: the weights of one layer, or one weight
+    outside the layers, joined over the mesh axes that split the tokens."""
     over = set(rules.mesh_axes("activation_batch", rules.mesh.size, set()))
     over |= set(rules.mesh_axes("activation_length", rules.mesh.size, over))
     layer, largest = 0.0, 0.0
     leaves = jax.tree.leaves(weights)
-    for leaf, names in zip(leaves, jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple)), strict=True):
+    for leaf, names in zip(
+        leaves, jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple)), strict=True
+    ):
         split: set[str] = set()
         for name, size in zip(names, leaf.shape, strict=True):
             split |= set(rules.mesh_axes(name, size, split))
         if not split & over:
             continue  # it lies there whole
-        whole = math.prod(leaf.shape) * item_bytes(dtype) / math.prod(rules.mesh.shape[axis] for axis in split - over)
+        whole = (
+            math.prod(leaf.shape)
+            * item_bytes(dtype)
+            / math.prod(rules.mesh.shape[axis] for axis in split - over)
+        )
         if "layers" in names:
             layer += whole / leaf.shape[names.index("layers")]
         else:

@@ -1,16 +1,18 @@
-"""Functions that every device runs on its own shards, where the compiler must not choose how devices talk.
+"""Functions that every device runs on its own shards, where the compiler must not choose how
+devices talk.
 
-A `Split` says for each dimension of a tensor which mesh axes cut it, outermost first; `AxisRules.axes_of` makes one
-from logical names. A tensor is the same on all devices of an axis that its split does not name.
+A `Split` says for each dimension of a tensor which mesh axes cut it, outermost first;
+`AxisRules.axes_of` makes one from logical names. A tensor is the same on all devices of an axis
+that its split does not name.
 
     rules = current()
     if rules is None: ...  # one device, or no mesh: call the function as it is
     split = rules.axes_of(("activation_batch", "activation_length"), x.shape)
     y = run_manual(rules, function, (x,), (split,), split)
 
-Inside, a tensor is known to differ between the devices of the axes that cut it, and what it is combined with differs,
-too; where JAX makes a copy "differ", the gradient is summed over these devices. A result must differ only over the axes
-that its split names, which JAX checks.
+Inside, a tensor is known to differ between the devices of the axes that cut it, and what it is
+combined with differs, too; where JAX makes a copy "differ", the gradient is summed over these
+devices. A result must differ only over the axes that its split names, which JAX checks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,15 +48,18 @@ def run_manual(
     result: Split,
     check: bool = True,
 ) -> Any:
-    """`function` of each device's shards. `result`: the split of the array that it returns. An argument that is a tree
-    of its own kind has a tree of specs for a split. Without `check` JAX believes what `result` says."""
+    """`function` of each device's shards. `result`: the split of the array that it returns. An
+    argument that is a tree of its own kind has a tree of specs for a split. Without `check` JAX
+    believes what `result` says."""
 
     def apart(*shards: jax.Array) -> Any:
         with use_rules(None):  # a shard is laid out already: nothing inside may be constrained
             return function(*shards)
 
     specs = tuple(spec(split) if isinstance(split, tuple | list) else split for split in splits)
-    run = jax.shard_map(apart, mesh=rules.mesh, in_specs=specs, out_specs=spec(result), check_vma=check)
+    run = jax.shard_map(
+        apart, mesh=rules.mesh, in_specs=specs, out_specs=spec(result), check_vma=check
+    )
     return run(*arguments)
 
 
@@ -72,7 +77,8 @@ def used(*splits: Split) -> tuple[str, ...]:
 
 
 def differing(x: jax.Array, axes: Iterable[str], known: Iterable[str] = ()) -> jax.Array:
-    """x, said to differ over `axes` beside the `known` ones, over which it does already; its gradient is summed there.
+    """x, said to differ over `axes` beside the `known` ones, over which it does already; its
+    gradient is summed there.
 
     Say so before a gather, and the gradient is summed after its scatter, when it is small.
     """

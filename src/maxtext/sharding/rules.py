@@ -1,7 +1,8 @@
-"""Logical axis rules: every tensor dimension has a name, and the rules say which mesh axes may split it.
+"""Logical axis rules: every tensor dimension has a name, and the rules say which mesh axes may
+split it.
 
-Rules of one name are tried in order; a mesh axis that another dimension of the tensor uses already is skipped, and so
-is a rule whose axes do not divide the dimension.
+Rules of one name are tried in order; a mesh axis that another dimension of the tensor uses already
+is skipped, and so is a rule whose axes do not divide the dimension.
 """
 
 import contextlib
@@ -23,7 +24,9 @@ Axes = Sequence[str | None]
 class AxisRules:
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
-    one_of_several: bool = False  # the mesh's device stands for one of them: what only a lone one can do, it does not
+    one_of_several: bool = (
+        False  # the mesh's device stands for one of them: what only a lone one can do, it does not
+    )
 
     @classmethod
     def of(cls, config: MaxTextConfig, mesh: Mesh) -> "AxisRules":
@@ -47,16 +50,22 @@ class AxisRules:
         for rule, axes in self.rules:
             if rule != name:
                 continue
-            free = tuple(axis for axis in axes if self.mesh.shape.get(axis, 1) > 1 and axis not in used)
+            free = tuple(
+                axis for axis in axes if self.mesh.shape.get(axis, 1) > 1 and axis not in used
+            )
             if free and size % math.prod(self.mesh.shape[axis] for axis in free) == 0:
                 return free
         return ()
 
-    def sharding(self, axes: Axes, shape: Sequence[int], allowed: Container[str] | None = None) -> NamedSharding:
+    def sharding(
+        self, axes: Axes, shape: Sequence[int], allowed: Container[str] | None = None
+    ) -> NamedSharding:
         """`allowed`: the mesh axes that may be used; all of them, if None."""
         if allowed is None:
             return NamedSharding(self.mesh, self.spec(axes, shape))
-        rules = tuple((name, tuple(axis for axis in axes if axis in allowed)) for name, axes in self.rules)
+        rules = tuple(
+            (name, tuple(axis for axis in axes if axis in allowed)) for name, axes in self.rules
+        )
         return NamedSharding(self.mesh, AxisRules(self.mesh, rules).spec(axes, shape))
 
     def shardings(self, axes: Any, weights: Any) -> Any:
@@ -71,7 +80,9 @@ class AxisRules:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
-_ACTIVE: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar("axis_rules", default=None)
+_ACTIVE: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar(
+    "axis_rules", default=None
+)
 
 
 @contextlib.contextmanager
@@ -89,7 +100,9 @@ def active_rules() -> AxisRules | None:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Lay an activation out by the names of its dimensions. Without rules, or on one device, it stays as it is."""
+    """Lay an activation out by the names of its dimensions. Without rules, or on one device, it
+    stays as it is.
+    """
     rules = active_rules()
     if rules is None or rules.mesh.size == 1:
         return x

@@ -1,8 +1,9 @@
 """Targets by name: what a program is compiled for, which need not be this machine.
 
-`cpu` and `gpu` are this machine's devices, `cpu:8` is eight devices made of its processor. A TPU slice is named by its
-shape in chips (`v5p:4x4x4`) or as the cloud sells it (`v5p-128`: cores where a chip has two, chips where it has one).
-Its devices come from libtpu, which compiles without a TPU; without libtpu a target is still known by its numbers.
+`cpu` and `gpu` are this machine's devices, `cpu:8` is eight devices made of its processor. A TPU
+slice is named by its shape in chips (`v5p:4x4x4`) or as the cloud sells it (`v5p-128`: cores where
+a chip has two, chips where it has one). Its devices come from libtpu, which compiles without a TPU;
+without libtpu a target is still known by its numbers.
 """
 
 import difflib
@@ -41,7 +42,8 @@ GENERATIONS = {
     "v6e": Generation("TPU v6e", 2, named_by=1),
     "tpu7x": Generation("TPU7x", 3, named_by=2, devices=2),
 }
-# chips -> shape of the slice that a name without a shape means; other shapes of as many chips are written out
+# chips -> shape of the slice that a name without a shape means; other shapes of as many chips are
+# written out
 FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 SOLID = {
     4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 192: "4x4x12", 256: "4x8x8",
@@ -54,7 +56,9 @@ HOST_SIDE = 2  # a host holds up to two by two chips of a slice
 
 @dataclass(frozen=True)
 class Target:
-    """`memory_bytes` of one device, or None where it is not known; `topology` is libtpu's name of one slice."""
+    """`memory_bytes` of one device, or None where it is not known; `topology` is libtpu's name of
+    one slice.
+    """
 
     name: str
     platform: str  # cpu, gpu or tpu
@@ -79,15 +83,23 @@ class Target:
 
 def find_target(name: str = "", slices: int = 1) -> Target:
     """The target of a name; of none, this machine."""
-    generation, _, size = re.sub("^v5litepod", "v5e", name.lower()).replace(":", "-", 1).partition("-")
+    generation, _, size = (
+        re.sub("^v5litepod", "v5e", name.lower()).replace(":", "-", 1).partition("-")
+    )
     if generation in GENERATIONS:
         return tpu_target(name, generation, size, slices)
     if slices > 1:
-        raise ConfigError(f"{slices} slices of {name or 'this machine'}: only TPU targets are joined from slices")
-    if generation in ("", "cpu", "gpu") and (not size or (generation == "cpu" and re.fullmatch("[1-9][0-9]*", size))):
+        raise ConfigError(
+            f"{slices} slices of {name or 'this machine'}: only TPU targets are joined from slices"
+        )
+    if generation in ("", "cpu", "gpu") and (
+        not size or (generation == "cpu" and re.fullmatch("[1-9][0-9]*", size))
+    ):
         return local_target(generation, int(size or 0))
     near = difflib.get_close_matches(name, names(), n=4, cutoff=0.5)
-    hint = f"near names are {', '.join(near)}" if near else "for example v5p-128, v5p:4x4x4 or v6e-256"
+    hint = (
+        f"near names are {', '.join(near)}" if near else "for example v5p-128, v5p:4x4x4 or v6e-256"
+    )
     raise ConfigError(f"unknown target {name!r}: it is cpu, cpu:8, gpu, or a TPU slice; {hint}")
 
 
@@ -96,7 +108,11 @@ def names() -> list[str]:
     found = ["cpu", "gpu"]
     for generation, facts in GENERATIONS.items():
         most = LARGEST.get(generation, max(FLAT))
-        found += [f"{generation}-{chips * facts.named_by}" for chips in shapes(generation) if chips <= most]
+        found += [
+            f"{generation}-{chips * facts.named_by}"
+            for chips in shapes(generation)
+            if chips <= most
+        ]
     return found
 
 
@@ -109,9 +125,15 @@ def tpu_target(name: str, generation: str, size: str, slices: int) -> Target:
     shape = size
     if re.fullmatch("[1-9][0-9]*", size):
         chips, rest = divmod(int(size), facts.named_by)
-        shape = shapes(generation).get(chips, "") if not rest and chips <= LARGEST.get(generation, max(FLAT)) else ""
+        shape = (
+            shapes(generation).get(chips, "")
+            if not rest and chips <= LARGEST.get(generation, max(FLAT))
+            else ""
+        )
         if not shape:
-            sizes = [known.partition("-")[2] for known in names() if known.startswith(f"{generation}-")]
+            sizes = [
+                known.partition("-")[2] for known in names() if known.startswith(f"{generation}-")
+            ]
             raise ConfigError(
                 f"unknown target {name!r}: the named sizes of {generation} are {', '.join(sizes)}; "
                 f"another slice is written with its shape, such as {generation}:{list(shapes(generation).values())[2]}"
@@ -124,17 +146,23 @@ def tpu_target(name: str, generation: str, size: str, slices: int) -> Target:
     chips = math.prod(int(side) for side in shape.split("x"))
     known = hardware.lookup(facts.kind)
     memory = known.memory_bytes if known else None
-    return Target(name, "tpu", facts.kind, chips * facts.devices, slices, memory, f"{generation}:{shape}")
+    return Target(
+        name, "tpu", facts.kind, chips * facts.devices, slices, memory, f"{generation}:{shape}"
+    )
 
 
 def local_target(platform_name: str, count: int) -> Target:
-    """What JAX has on this machine. `count` processor devices are made where JAX has not started yet."""
+    """What JAX has on this machine. `count` processor devices are made where JAX has not started
+    yet.
+    """
     if count:
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError as error:  # JAX has started: then it has as many as it has
             if len(jax.devices("cpu")) != count:
-                raise ConfigError(f"the target cpu:{count} has to be asked for before JAX starts: {error}") from error
+                raise ConfigError(
+                    f"the target cpu:{count} has to be asked for before JAX starts: {error}"
+                ) from error
     try:
         devices = jax.devices(platform_name or None)
     except RuntimeError as error:
@@ -145,11 +173,15 @@ def local_target(platform_name: str, count: int) -> Target:
         ) from error
     first = devices[0]
     name = f"cpu:{count}" if count else platform_name or first.platform
-    return Target(name, first.platform, first.device_kind, len(devices), 1, local_memory(first, len(devices)))
+    return Target(
+        name, first.platform, first.device_kind, len(devices), 1, local_memory(first, len(devices))
+    )
 
 
 def local_memory(device: jax.Device, count: int) -> int | None:
-    """What a program may use on one device; devices made of a processor share its machine's memory."""
+    """What a program may use on one device; devices made of a processor share its machine's
+    memory.
+    """
     if device.platform == "cpu":
         return hardware.host_memory_bytes() // count
     limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -169,11 +201,15 @@ def tpu_devices(target: Target) -> Sequence[jax.Device]:
         ).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"libtpu has no slice {target.topology} for the target {target.name}: {reason}") from error
+        raise ConfigError(
+            f"libtpu has no slice {target.topology} for the target {target.name}: {reason}"
+        ) from error
 
 
 def look_for_no_tpu() -> None:
-    """Where libtpu is installed and no TPU is, JAX must not look for one, nor keep other processes from compiling."""
+    """Where libtpu is installed and no TPU is, JAX must not look for one, nor keep other processes
+    from compiling.
+    """
     if importlib.util.find_spec("libtpu") is None:
         return
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

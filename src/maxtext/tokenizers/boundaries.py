@@ -29,11 +29,13 @@ def utf8_boundaries(token_bytes: Callable[[int], bytes]) -> BoundaryDetector:
     return is_boundary
 
 
-def byte_run_boundaries(is_byte: Callable[[int], bool], is_skipped: Callable[[int], bool]) -> BoundaryDetector:
+def byte_run_boundaries(
+    is_byte: Callable[[int], bool], is_skipped: Callable[[int], bool]
+) -> BoundaryDetector:
     """For decoders that judge a run of byte tokens as a whole: a boundary is where no run is open.
 
-    The `ByteFallback` decoder of Hugging Face replaces every byte of a run, valid characters too, if
-    any of them is invalid. `is_skipped`: ids that decoding removes before it looks for runs.
+    The `ByteFallback` decoder of Hugging Face replaces every byte of a run, valid characters too,
+    if any of them is invalid. `is_skipped`: ids that decoding removes before it looks for runs.
     """
     open_run = False
 

@@ -1,4 +1,5 @@
-"""The built-in tokenizer: one token a byte of UTF-8, so it needs no file and no text is outside its vocabulary.
+"""The built-in tokenizer: one token a byte of UTF-8, so it needs no file and no text is outside its
+vocabulary.
 
 With special tokens: 0 = padding, 1 = beginning, 2 = end, byte b = b + 3 (259 ids).
 Plain, for a model with exactly 256 ids: byte b = b, and padding shares id 0 with the byte 0.
@@ -34,7 +35,9 @@ class ByteTokenizer:
         return self.array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
-        return [self.array(text) for text in texts]  # a copy of memory: threads would only add their overhead
+        return [
+            self.array(text) for text in texts
+        ]  # a copy of memory: threads would only add their overhead
 
     def encode_with_specials(self, text: str) -> list[int]:
         return self.encode(text)
@@ -43,7 +46,8 @@ class ByteTokenizer:
         return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text)]
 
     def array(self, text: str) -> np.ndarray:
-        # Half a surrogate pair, as a broken command line may hold, is not UTF-8: it becomes a question mark.
+        # Half a surrogate pair, as a broken command line may hold, is not UTF-8: it becomes a
+        # question mark.
         data = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
         return data.astype(np.int32) + self.first_byte
 

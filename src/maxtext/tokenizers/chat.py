@@ -1,14 +1,17 @@
-"""Conversations to text by a chat template: Jinja, in the environment that templates are written for.
+"""Conversations to text by a chat template: Jinja, in the environment that templates are written
+for.
 
-That is the one of transformers: a sandbox, blocks that leave no blank lines, `break` and `continue`,
-`raise_exception(text)`, `strftime_now(format)`, `tojson` that keeps characters as they are, and `{% generation %}`
-around what the model is to write, which changes nothing here. A template sees `messages`, `add_generation_prompt`,
-`tools` and `documents` (none), and the special tokens by name (bos_token, eos_token …).
+That is the one of transformers: a sandbox, blocks that leave no blank lines, `break` and
+`continue`, `raise_exception(text)`, `strftime_now(format)`, `tojson` that keeps characters as they
+are, and `{% generation %}` around what the model is to write, which changes nothing here. A
+template sees `messages`, `add_generation_prompt`, `tools` and `documents` (none), and the special
+tokens by name (bos_token, eos_token …).
 
-A template is a program that came with a model: it runs in a process of its own, with limits on time and memory
-(`templates.py`), so that a faulty or hostile one ends in one sentence.
+A template is a program that came with a model: it runs in a process of its own, with limits on time
+and memory (`templates.py`), so that a faulty or hostile one ends in one sentence.
 
-The text has special tokens in it, a beginning too where the template writes one: encode it by `encode_with_specials`.
+The text has special tokens in it, a beginning too where the template writes one: encode it by
+`encode_with_specials`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,27 +43,42 @@ class ChatTemplate:
             run_template(self.source, None)
         except TemplateFailure as error:
             line = f", line {error.line}" if error.line else ""
-            raise ConfigError(f"the chat template of {self.place}{line} is not valid Jinja: {error}") from error
+            raise ConfigError(
+                f"the chat template of {self.place}{line} is not valid Jinja: {error}"
+            ) from error
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        """The conversation as text; with `add_generation_prompt`, up to where the model is to answer."""
+        """The conversation as text; with `add_generation_prompt`, up to where the model is to
+        answer.
+        """
         plain_messages = plain(messages)
-        if not isinstance(plain_messages, list) or not all(isinstance(message, dict) for message in plain_messages):
-            raise UserError(f"a conversation is a list of records with role and content, not {shown(messages)}")
+        if not isinstance(plain_messages, list) or not all(
+            isinstance(message, dict) for message in plain_messages
+        ):
+            raise UserError(
+                f"a conversation is a list of records with role and content, not {shown(messages)}"
+            )
         variables: dict[str, Any] = {"messages": plain_messages, "tools": None, "documents": None}
         variables |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
             return run_template(self.source, variables)
         except TemplateFailure as error:
-            raise UserError(f"the chat template of {self.place} refuses {shown(messages)}: {error}") from error
+            raise UserError(
+                f"the chat template of {self.place} refuses {shown(messages)}: {error}"
+            ) from error
 
 
 def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Of the configuration, else the tokenizer's own; None where there is none and none is needed."""
+    """Of the configuration, else the tokenizer's own; None where there is none and none is
+    needed.
+    """
     if config.chat_template:
         source, place = config.chat_template, "chat_template"
     elif config.chat_template_path:
-        source, place = read_template(Path(config.chat_template_path).expanduser()), config.chat_template_path
+        source, place = (
+            read_template(Path(config.chat_template_path).expanduser()),
+            config.chat_template_path,
+        )
     elif tokenizer.chat_template is not None:
         source, place = tokenizer.chat_template, tokenizer.name
     elif config.use_chat_template:
@@ -88,7 +106,9 @@ def read_template(path: Path) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Records as files give them (mappings, tuples, arrays) as the dicts and lists that templates test for."""
+    """Records as files give them (mappings, tuples, arrays) as the dicts and lists that templates
+    test for.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):

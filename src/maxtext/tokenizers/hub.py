@@ -1,4 +1,6 @@
-"""Tokenizers by their name on the Hugging Face hub: downloaded once, then found in its cache, also offline."""
+"""Tokenizers by their name on the Hugging Face hub: downloaded once, then found in its cache, also
+offline.
+"""
 
 import re
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Tokenizers as Hugging Face ships them: tokenizer.json, read by the `tokenizers` library, and the files beside it.
+"""Tokenizers as Hugging Face ships them: tokenizer.json, read by the `tokenizers` library, and the
+files beside it.
 
-Text of special tokens in a document is plain text: a page that shows `</s>` does not end there. Added tokens that are
-not special stay tokens, as everywhere in that library.
+Text of special tokens in a document is plain text: a page that shows `</s>` does not end there.
+Added tokens that are not special stay tokens, as everywhere in that library.
 """
 
 import json
@@ -51,7 +52,9 @@ class HuggingFaceTokenizer:
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.path.absolute(),)  # the library's own pickle forgets what special text means
+        return type(self), (
+            self.path.absolute(),
+        )  # the library's own pickle forgets what special text means
 
     @cached_property
     def with_specials(self) -> Tokenizer:
@@ -77,7 +80,11 @@ class HuggingFaceTokenizer:
         if words is None:
             return encoded(self.inner, texts)
         found = words.encode_batch(texts)
-        others = iter(encoded(self.inner, [text for text, ids in zip(texts, found, strict=True) if ids is None]))
+        others = iter(
+            encoded(
+                self.inner, [text for text, ids in zip(texts, found, strict=True) if ids is None]
+            )
+        )
         return [next(others) if ids is None else ids for ids in found]
 
     def encode_with_specials(self, text: str) -> list[int]:
@@ -87,7 +94,11 @@ class HuggingFaceTokenizer:
         return self.with_specials.encode(valid(text), add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_known(ids, self.known.__contains__, lambda run: self.inner.decode(run, skip_special_tokens=True))
+        return decode_known(
+            ids,
+            self.known.__contains__,
+            lambda run: self.inner.decode(run, skip_special_tokens=True),
+        )
 
     def boundaries(self) -> BoundaryDetector:
         if "ByteFallback" in self.decoder_steps:
@@ -99,7 +110,11 @@ class HuggingFaceTokenizer:
     @cached_property
     def decoder_steps(self) -> list[str]:
         """The types of the steps that turn pieces into text; empty without a decoder."""
-        return [] if self.inner.decoder is None else step_types(json.loads(self.inner.decoder.__getstate__()))
+        return (
+            []
+            if self.inner.decoder is None
+            else step_types(json.loads(self.inner.decoder.__getstate__()))
+        )
 
     @cached_property
     def skipped(self) -> frozenset[int]:
@@ -111,7 +126,9 @@ class HuggingFaceTokenizer:
         return token in self.known and BYTE_TOKEN.fullmatch(self.piece(token)) is not None
 
     def token_bytes(self, token: int) -> bytes:
-        """Of a byte-level piece: its letters stand for bytes; if one of them does not, all are text."""
+        """Of a byte-level piece: its letters stand for bytes; if one of them does not, all are
+        text.
+        """
         if token in self.skipped:
             return b""
         if token not in self.known:

@@ -1,8 +1,8 @@
 """What every tokenizer offers.
 
-`encode` adds no special tokens: whether documents have them the pipeline decides. Any str can be encoded and any ids
-decoded; neither raises. A tokenizer may be used by many threads at once, and can be pickled: it is opened again from
-its file in the other process.
+`encode` adds no special tokens: whether documents have them the pipeline decides. Any str can be
+encoded and any ids decoded; neither raises. A tokenizer may be used by many threads at once, and
+can be pickled: it is opened again from its file in the other process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,17 +46,23 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
-        """The ids of each text as int32, by all cores: as `encode`, or with `specials` as `encode_with_specials`.
-        The arrays may be read-only."""
+        """The ids of each text as int32, by all cores: as `encode`, or with `specials` as
+        `encode_with_specials`. The arrays may be read-only."""
 
     def encode_with_specials(self, text: str) -> list[int]:
-        """As `encode`, but the text of a special token, as chat templates write it, becomes that token."""
+        """As `encode`, but the text of a special token, as chat templates write it, becomes that
+        token.
+        """
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As `encode_with_specials`, after the special tokens that a text starts with in this vocabulary."""
+        """As `encode_with_specials`, after the special tokens that a text starts with in this
+        vocabulary.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of any ids, special tokens left out; never raises, even in the middle of a character."""
+        """The text of any ids, special tokens left out; never raises, even in the middle of a
+        character.
+        """
 
     def boundaries(self) -> BoundaryDetector:
         """A new detector of the positions where a sequence of ids can be cut for decoding: there,

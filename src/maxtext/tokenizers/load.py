@@ -1,8 +1,9 @@
 """From a path to a tokenizer, and from the configuration to one that fits the model's vocabulary.
 
-A path is a file, a folder, `byte`, a name on the Hugging Face hub (org/name) or one that tiktoken knows (o200k_base).
-What kind of tokenizer a file is shows in its content; a tokenizer_type that the user sets must agree. Of several kinds
-in one folder tokenizer_type chooses, else tokenizer.json comes first.
+A path is a file, a folder, `byte`, a name on the Hugging Face hub (org/name) or one that tiktoken
+knows (o200k_base). What kind of tokenizer a file is shows in its content; a tokenizer_type that the
+user sets must agree. Of several kinds in one folder tokenizer_type chooses, else tokenizer.json
+comes first.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,11 +25,21 @@ KINDS: dict[str, Callable[[Path], Tokenizer]] = {
     "sentencepiece": SentencePieceTokenizer,
     "tiktoken": TiktokenTokenizer,
 }
-TIKTOKEN_NAMES = ("gpt2", "r50k_base", "p50k_base", "p50k_edit", "cl100k_base", "o200k_base", "o200k_harmony")
+TIKTOKEN_NAMES = (
+    "gpt2",
+    "r50k_base",
+    "p50k_base",
+    "p50k_edit",
+    "cl100k_base",
+    "o200k_base",
+    "o200k_harmony",
+)
 
 
 def load_tokenizer(config: MaxTextConfig) -> Tokenizer:
-    """The tokenizer of tokenizer_path; bytes without one, since loading fills in the path of a published tokenizer."""
+    """The tokenizer of tokenizer_path; bytes without one, since loading fills in the path of a
+    published tokenizer.
+    """
     path = (config.tokenizer_path or "").strip() or "byte"
     kind = config.tokenizer_type.value if config.source("tokenizer_type").kind in CHOSEN else None
     if path.lower() == "byte":
@@ -45,7 +56,9 @@ def load_tokenizer(config: MaxTextConfig) -> Tokenizer:
     return tokenizer
 
 
-def open_tokenizer(path: str, kind: str | None = None, access_token: str | None = None) -> Tokenizer:
+def open_tokenizer(
+    path: str, kind: str | None = None, access_token: str | None = None
+) -> Tokenizer:
     """`kind`: a tokenizer_type that the content must have; None: whatever it has."""
     if path.lower() == "byte":
         return ByteTokenizer()
@@ -82,8 +95,14 @@ def find_tokenizer(files: Iterable[Path]) -> Tokenizer | None:
 
 def tokenizer_files(files: Iterable[Path]) -> list[Path]:
     """Those of a folder that are named as tokenizers are, a plain `tokenizer` first."""
-    named = [file for file in files if file.name == "tokenizer.json" or file.suffix in (".model", ".tiktoken")]
-    return sorted(filter(Path.is_file, named), key=lambda file: (file.stem != "tokenizer", file.name))
+    named = [
+        file
+        for file in files
+        if file.name == "tokenizer.json" or file.suffix in (".model", ".tiktoken")
+    ]
+    return sorted(
+        filter(Path.is_file, named), key=lambda file: (file.stem != "tokenizer", file.name)
+    )
 
 
 def kinds_in(files: Iterable[Path]) -> dict[str, Path]:

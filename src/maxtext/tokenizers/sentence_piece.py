@@ -1,7 +1,8 @@
 """SentencePiece models (*.model), read by the `sentencepiece` library.
 
-Text of control symbols (`<s>`, `</s>`) in a document is plain text; user-defined symbols of the model are tokens
-wherever they stand. In chat text each stretch between control symbols is encoded by itself, as Llama 2 does.
+Text of control symbols (`<s>`, `</s>`) in a document is plain text; user-defined symbols of the
+model are tokens wherever they stand. In chat text each stretch between control symbols is encoded
+by itself, as Llama 2 does.
 """
 
 import re
@@ -32,7 +33,11 @@ class SentencePieceTokenizer:
             raise ConfigError(f"{path} is not a SentencePiece model: {error}") from error
         self.chat_template = own_template(path.parent, read_settings(path.parent))
         self.vocab_size = self.inner.get_piece_size()
-        ids = {"bos_token": self.inner.bos_id(), "eos_token": self.inner.eos_id(), "pad_token": self.inner.pad_id()}
+        ids = {
+            "bos_token": self.inner.bos_id(),
+            "eos_token": self.inner.eos_id(),
+            "pad_token": self.inner.pad_id(),
+        }
         present = {name: token for name, token in ids.items() if token >= 0}
         self.bos_id, self.eos_id = present.get("bos_token"), present.get("eos_token")
         self.pad_id = present.get("pad_token", 0)
@@ -54,15 +59,28 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
         if specials and self.controls:
-            return self.join([re.split(f"({'|'.join(map(re.escape, self.controls))})", text) for text in texts])
-        return self.inner.encode([valid(text) for text in texts], return_type="numpy")  # by all cores
+            return self.join(
+                [re.split(f"({'|'.join(map(re.escape, self.controls))})", text) for text in texts]
+            )
+        return self.inner.encode(
+            [valid(text) for text in texts], return_type="numpy"
+        )  # by all cores
 
     def join(self, texts: list[list[str]]) -> list[np.ndarray]:
         """The ids of texts in parts, of which some are control symbols."""
-        runs = iter(self.encode_batch([part for parts in texts for part in parts if part not in self.controls]))
+        runs = iter(
+            self.encode_batch(
+                [part for parts in texts for part in parts if part not in self.controls]
+            )
+        )
         return [
             np.concatenate(
-                [np.array([self.controls[part]], np.int32) if part in self.controls else next(runs) for part in parts]
+                [
+                    np.array([self.controls[part]], np.int32)
+                    if part in self.controls
+                    else next(runs)
+                    for part in parts
+                ]
             )
             for parts in texts
         ]

@@ -34,7 +34,9 @@ def compiled(source: str) -> Any:
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+            return nodes.Scope(
+                parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            ).set_lineno(line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -52,20 +54,27 @@ def compiled(source: str) -> Any:
 
 
 def answer(request: bytes) -> dict[str, Any]:
-    """The text of a pickled (source, variables); without variables, whether the template is valid. Never raises."""
+    """The text of a pickled (source, variables); without variables, whether the template is valid.
+    Never raises.
+    """
     template = None
     try:
         source, variables = pickle.loads(request)
         template = compiled(source)
         text = "" if variables is None else template.render(**variables)
         if len(text) > MAX_OUTPUT:
-            return {"error": f"it writes {len(text):,} characters, and {MAX_OUTPUT:,} are the most", "compiled": True}
+            return {
+                "error": f"it writes {len(text):,} characters, and {MAX_OUTPUT:,} are the most",
+                "compiled": True,
+            }
         return {"text": text}
     except MemoryError:
         reason = "it needs too much memory"
     except RecursionError:
         reason = "it is nested too deeply, or calls itself without an end"
-    except BaseException as error:  # a template is a program of its own: any type may come out of it
+    except (
+        BaseException
+    ) as error:  # a template is a program of its own: any type may come out of it
         reason = " ".join(str(error).split()) or type(error).__name__
         if template is None:
             return {"error": reason, "line": getattr(error, "lineno", None), "compiled": False}

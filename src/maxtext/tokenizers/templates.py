@@ -23,7 +23,9 @@ START_SECONDS = 120.0  # for the first one, with the start of Python on a busy m
 
 
 class TemplateFailure(Exception):
-    """`compiled`: the template is valid, but fails with these messages; `line` of a syntax error."""
+    """`compiled`: the template is valid, but fails with these messages; `line` of a syntax
+    error.
+    """
 
     def __init__(self, reason: str, compiled: bool = True, line: int | None = None):
         super().__init__(reason)
@@ -32,7 +34,9 @@ class TemplateFailure(Exception):
 
 
 class TemplateRunner:
-    """One worker process for all templates of this process, started when it is needed. Thread-safe."""
+    """One worker process for all templates of this process, started when it is needed.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -43,7 +47,9 @@ class TemplateRunner:
         try:
             request = pickle.dumps((source, variables))
         except Exception as error:  # whatever a user's own class raises
-            raise TemplateFailure(f"its messages cannot be sent to the process that runs it ({error})") from error
+            raise TemplateFailure(
+                f"its messages cannot be sent to the process that runs it ({error})"
+            ) from error
         with self.lock:
             seconds = SECONDS
             if self.process is None or self.process.poll() is not None:
@@ -58,7 +64,9 @@ class TemplateRunner:
         self.stop()
         found = importlib.util.find_spec("jinja2")
         if found is None or found.origin is None:
-            raise ConfigError("chat templates need jinja2: install it, for example with pip install jinja2")
+            raise ConfigError(
+                "chat templates need jinja2: install it, for example with pip install jinja2"
+            )
         worker = Path(__file__).with_name("template_worker.py")
         site_packages = Path(found.origin).parents[1]
         self.process = subprocess.Popen(
@@ -82,11 +90,15 @@ class TemplateRunner:
             return json.loads(read_exactly(handle, size, deadline))
         except TimeoutError as error:
             self.stop()
-            raise TemplateFailure(f"it takes more than {seconds:g} seconds: is there an endless loop?") from error
+            raise TemplateFailure(
+                f"it takes more than {seconds:g} seconds: is there an endless loop?"
+            ) from error
         except (BrokenPipeError, EOFError) as error:
             self.stop()
             raise TemplateFailure("the process that runs it has died") from error
-        except BaseException:  # such as Ctrl-C: what comes next would be read as the answer to another request
+        except (
+            BaseException
+        ):  # such as Ctrl-C: what comes next would be read as the answer to another request
             self.stop()
             raise
 

@@ -1,7 +1,8 @@
-"""tiktoken vocabularies: a file with a line `base64-of-the-token rank` for each token, or a name that tiktoken knows.
+"""tiktoken vocabularies: a file with a line `base64-of-the-token rank` for each token, or a name
+that tiktoken knows.
 
-How text is split and which special tokens there are is not in the file: see schemes.py. Text of special tokens in a
-document is plain text.
+How text is split and which special tokens there are is not in the file: see schemes.py. Text of
+special tokens in a document is plain text.
 """
 
 import base64
@@ -23,7 +24,8 @@ from maxtext.tokenizers.schemes import ENDOFTEXT, Scheme, scheme_of
 from maxtext.tokenizers.text import cores, decode_known, valid
 
 LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+")
-# A run of more white space than this is cut: the library's regular expressions overflow on some hundred thousand.
+# A run of more white space than this is cut: the library's regular expressions overflow on some
+# hundred thousand.
 RUN = 100_000
 
 
@@ -32,21 +34,28 @@ class TiktokenTokenizer:
     chat_template: str | None = None
 
     def __init__(self, path: Path | str, quiet: bool = False):
-        """`path`: a file; a str is a name that tiktoken knows. `quiet`: what is to be said was said."""
+        """`path`: a file; a str is a name that tiktoken knows. `quiet`: what is to be said was
+        said.
+        """
         library = require("tiktoken", f"the tokenizer {path}")
         self.path = path
         self.name = str(path)
         if isinstance(path, str):
             self.inner = published(library, path)
             texts = self.inner.special_tokens_set
-            scheme = Scheme("", {text: self.inner.encode_single_token(text) for text in texts}, None, ENDOFTEXT)
+            scheme = Scheme(
+                "", {text: self.inner.encode_single_token(text) for text in texts}, None, ENDOFTEXT
+            )
         else:
             ranks = read_ranks(path)
             settings = read_settings(path.parent)
             scheme = scheme_of(path, len(ranks), settings, quiet)
             self.chat_template = own_template(path.parent, settings)
             self.inner = library.Encoding(
-                path.name, pat_str=scheme.pattern, mergeable_ranks=ranks, special_tokens=scheme.specials
+                path.name,
+                pat_str=scheme.pattern,
+                mergeable_ranks=ranks,
+                special_tokens=scheme.specials,
             )
         self.specials = frozenset(scheme.specials.values())
         self.vocab_size = self.inner.n_vocab
@@ -67,7 +76,10 @@ class TiktokenTokenizer:
         if threads < 2:
             return [self.array(text, specials) for text in texts]
         parts = threads * 4  # some texts are long: a thread that is done early takes another part
-        slices = [texts[len(texts) * part // parts : len(texts) * (part + 1) // parts] for part in range(parts)]
+        slices = [
+            texts[len(texts) * part // parts : len(texts) * (part + 1) // parts]
+            for part in range(parts)
+        ]
         with ThreadPoolExecutor(threads) as pool:
             arrays = pool.map(lambda some: [self.array(text, specials) for text in some], slices)
             return list(chain.from_iterable(arrays))
@@ -81,12 +93,18 @@ class TiktokenTokenizer:
     def array(self, text: str, specials: bool = False) -> np.ndarray:
         allowed = self.inner.special_tokens_set if specials else set()
         parts = bounded(valid(text))
-        runs = [self.inner.encode_to_numpy(part, allowed_special=allowed, disallowed_special=()) for part in parts]
+        runs = [
+            self.inner.encode_to_numpy(part, allowed_special=allowed, disallowed_special=())
+            for part in parts
+        ]
         return (runs[0] if len(runs) == 1 else np.concatenate(runs)).astype(np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        # Bytes of a run are joined before they become characters; an id without meaning ends a character.
-        return decode_known([token for token in map(int, ids) if token not in self.specials], self.knows, self.text)
+        # Bytes of a run are joined before they become characters; an id without meaning ends a
+        # character.
+        return decode_known(
+            [token for token in map(int, ids) if token not in self.specials], self.knows, self.text
+        )
 
     def boundaries(self) -> BoundaryDetector:
         return utf8_boundaries(self.token_bytes)
@@ -109,7 +127,9 @@ class TiktokenTokenizer:
         return True
 
     def piece(self, token: int) -> str:
-        return self.inner.decode_single_token_bytes(token).decode("utf-8", errors="backslashreplace")
+        return self.inner.decode_single_token_bytes(token).decode(
+            "utf-8", errors="backslashreplace"
+        )
 
 
 def bounded(text: str) -> list[str]:
@@ -134,12 +154,18 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise ConfigError(f"{path}, line {number}: not a token in base64 and its rank ({error})") from error
+            raise ConfigError(
+                f"{path}, line {number}: not a token in base64 and its rank ({error})"
+            ) from error
     missing = sum(bytes([value]) not in ranks for value in range(256))
     if missing:
-        raise ConfigError(f"{path} is not a whole vocabulary of tiktoken: {missing} of the 256 bytes are no token")
+        raise ConfigError(
+            f"{path} is not a whole vocabulary of tiktoken: {missing} of the 256 bytes are no token"
+        )
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ConfigError(f"{path} is not a whole vocabulary of tiktoken: its ranks are not 0 to {len(ranks) - 1}")
+        raise ConfigError(
+            f"{path} is not a whole vocabulary of tiktoken: its ranks are not 0 to {len(ranks) - 1}"
+        )
     return ranks
 
 

@@ -1,8 +1,8 @@
 """New vocabularies from text: byte-level BPE as a Hugging Face folder, or a SentencePiece model.
 
-The same text gives the same vocabulary on every machine. All kinds have <pad>, <s>, </s> as ids 0, 1, 2, and a token
-for every byte, so that no text is unknown, and it comes back from its tokens as it was (but for U+2581 through
-SentencePiece, which means a space there).
+The same text gives the same vocabulary on every machine. All kinds have <pad>, <s>, </s> as ids 0,
+1, 2, and a token for every byte, so that no text is unknown, and it comes back from its tokens as
+it was (but for U+2581 through SentencePiece, which means a space there).
 """
 
 import io
@@ -35,7 +35,8 @@ class Records(Protocol):
 def sample(
     documents: Records, column: str, nbytes: int, max_chars: int, progress: Callable[[int], None]
 ) -> Iterator[str]:
-    """Texts from all over the documents, `max_chars` characters together; all, if they are no more than that.
+    """Texts from all over the documents, `max_chars` characters together; all, if they are no more
+    than that.
 
     No document counts for more than its share while others have text left.
     """
@@ -48,7 +49,9 @@ def sample(
         for index in (index for first in range(step) for index in range(first, count, step)):
             text = documents[index][column]
             if not isinstance(text, str):
-                raise ConfigError(f"column {column!r} has {type(text).__name__} instead of text: name another column")
+                raise ConfigError(
+                    f"column {column!r} has {type(text).__name__} instead of text: name another column"
+                )
             longer |= len(text) > start + share
             part = valid(text[start : start + min(share, room)])
             room -= len(part)
@@ -61,12 +64,16 @@ def sample(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> int:
-    """Byte-level BPE, written as tokenizer.json and tokenizer_config.json; returns the size it came to."""
+    """Byte-level BPE, written as tokenizer.json and tokenizer_config.json; returns the size it came
+    to.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -111,8 +118,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path, model_
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).rpartition("] ")[2].partition(" Increase")[0]  # then come options that are not ours
-        raise ConfigError(f"a vocabulary of {vocab_size} cannot be made from this text: {reason}") from error
+        reason = (
+            str(error).rpartition("] ")[2].partition(" Increase")[0]
+        )  # then come options that are not ours
+        raise ConfigError(
+            f"a vocabulary of {vocab_size} cannot be made from this text: {reason}"
+        ) from error
     with atomic_writer(out, "wb") as stream:
         stream.write(model.getvalue())
     return library.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()

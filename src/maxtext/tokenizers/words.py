@@ -1,12 +1,12 @@
 """The ids of words, remembered: most of a text is words that were seen before.
 
-A byte-level BPE cuts a text into words with a pattern and looks at each word alone, so a word has the same ids wherever
-it stands. Here the standard library's `re` cuts, a dictionary knows the ids, and the `tokenizers` library is asked for
-new words only: the same ids in a fraction of the time.
+A byte-level BPE cuts a text into words with a pattern and looks at each word alone, so a word has
+the same ids wherever it stands. Here the standard library's `re` cuts, a dictionary knows the ids,
+and the `tokenizers` library is asked for new words only: the same ids in a fraction of the time.
 
-The two regular-expression engines must agree on every text. So only texts of KNOWN characters are cut here, and what
-\\p{L}, \\s and the like are among those is asked of the library itself. Other texts, and other kinds of tokenizers, are
-left to the library.
+The two regular-expression engines must agree on every text. So only texts of KNOWN characters are
+cut here, and what \\p{L}, \\s and the like are among those is asked of the library itself. Other
+texts, and other kinds of tokenizers, are left to the library.
 """
 
 import json
@@ -25,7 +25,9 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 # Latin, Greek, Cyrillic, signs and symbols, pictures: no marks that join what stands before them
 BLOCKS = ((0, 0x300), (0x370, 0x530), (0x2000, 0x2C00), (0x1F000, 0x1FB00))
 ASCII = "".join(map(chr, range(128)))
-FOLDED = "\u0130\u0131\u017f"  # equal to i or s in one engine and not in the other when case is ignored
+FOLDED = (
+    "\u0130\u0131\u017f"  # equal to i or s in one engine and not in the other when case is ignored
+)
 NOTHING = "\ue000"  # is not known, so a class of it never matches
 CLASS = re.compile(r"\\[pP]\{\^?\w+\}|\\[sSdDwW]")
 # Escapes that mean the same in both, once classes are replaced: signs, and the usual white space
@@ -54,9 +56,12 @@ class Words:
         self.cut = re.compile(translated(pattern, known)).findall
         # Most texts need no more, and small classes are matched faster.
         self.cut_ascii = re.compile(translated(pattern, ASCII)).findall
-        # A text with one of these is not for us: a character that is not known, an added token that is not special.
+        # A text with one of these is not for us: a character that is not known, an added token that
+        # is not special.
         others = "|".join(map(re.escape, sorted(added)))
-        self.strange = re.compile(f"[^{char_class(known)}]" + (f"|{others}" if others else "")).search
+        self.strange = re.compile(
+            f"[^{char_class(known)}]" + (f"|{others}" if others else "")
+        ).search
         self.plain = not added
         self.whole = Tokenizer.from_str(inner.to_str())
         self.whole.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -76,7 +81,9 @@ class Words:
         if not (self.plain and simple) and self.strange(text):
             return None
         words = (self.cut_ascii if simple else self.cut)(text)
-        return words if sum(map(len, words)) == len(text) else None  # between matches the library has words too
+        return (
+            words if sum(map(len, words)) == len(text) else None
+        )  # between matches the library has words too
 
     def learn(self, words: set[str]) -> dict[str, bytes]:
         """The dictionary that knows these words."""
@@ -86,7 +93,10 @@ class Words:
             ids = self.ids
         new = [word for word in words if word not in ids]
         encoded = self.whole.encode_batch_fast(new, add_special_tokens=False)
-        ids.update((word, np.array(one.ids, np.int32).tobytes()) for word, one in zip(new, encoded, strict=True))
+        ids.update(
+            (word, np.array(one.ids, np.int32).tobytes())
+            for word, one in zip(new, encoded, strict=True)
+        )
         with self.lock:
             self.size += sum(map(len, new))
         return ids
@@ -97,7 +107,9 @@ def joined(ids: dict[str, bytes], words: list[str]) -> np.ndarray:
 
 
 def words_of(inner: Tokenizer) -> Words | None:
-    """None when this tokenizer does not look at each word alone, or how it cuts cannot be said in `re`."""
+    """None when this tokenizer does not look at each word alone, or how it cuts cannot be said in
+    `re`.
+    """
     settings = json.loads(inner.to_str())
     pattern = pattern_of(settings)
     if pattern is None:
@@ -130,7 +142,9 @@ def pattern_of(settings: dict) -> str | None:
 
 
 def translated(pattern: str, known: str) -> str:
-    """The pattern in the words of `re`, for texts of known characters; re.error if it cannot be said."""
+    """The pattern in the words of `re`, for texts of known characters; re.error if it cannot be
+    said.
+    """
     if re.search(r"&&|\\[\[\]]|\[[^\]]*\[", pattern) or re.search(r"\((?!\?)", pattern):
         raise re.error("sets of sets, or groups")
     left = CLASS.sub("", pattern)
@@ -151,4 +165,6 @@ def char_class(characters: Iterable[str]) -> str:
     codes = np.array(sorted(map(ord, characters)))
     ends = np.flatnonzero(np.append(np.diff(codes) > 1, True))
     starts = np.concatenate([[0], ends[:-1] + 1])
-    return "".join(f"\\U{codes[a]:08x}-\\U{codes[b]:08x}" for a, b in zip(starts, ends, strict=True))
+    return "".join(
+        f"\\U{codes[a]:08x}-\\U{codes[b]:08x}" for a, b in zip(starts, ends, strict=True)
+    )

@@ -1,8 +1,9 @@
-"""What each remat policy keeps for the backward pass and what it computes again, from the traced loss; nothing runs.
+"""What each remat policy keeps for the backward pass and what it computes again, from the traced
+loss; nothing runs.
 
-Kept are the residuals of the loss that grow with the batch: JAX decides what they are, the rules how they are split.
-Computed again are matrix products of the backward pass beyond those of a step that keeps everything; products inside a
-library's call (cuDNN) are not seen.
+Kept are the residuals of the loss that grow with the batch: JAX decides what they are, the rules
+how they are split. Computed again are matrix products of the backward pass beyond those of a step
+that keeps everything; products inside a library's call (cuDNN) are not seen.
 """
 
 import math
@@ -27,8 +28,8 @@ ROWS = 1009  # a prime: a size that is a multiple of it comes from the batch
 
 @dataclass(frozen=True)
 class Kept:
-    """Under one policy, on one device: bytes in the layers, bytes around them (embedding, head, loss), and products
-    computed again as a fraction of a forward pass."""
+    """Under one policy, on one device: bytes in the layers, bytes around them (embedding, head,
+    loss), and products computed again as a fraction of a forward pass."""
 
     policy: str
     layers: Bytes
@@ -56,30 +57,43 @@ def kept_by_policy(config: MaxTextConfig, rules: AxisRules, platform: str = "cpu
     for name, traced in traces.items():
         total = kept(traced, reader, rows)
         again = (products(traced.jaxpr) - everything) / (everything / 3)
-        found.append(Kept(name, Bytes(total.device - around.device, total.host), around.device, again))
-    # Of policies that compute the same again, the one that keeps least, and moves least to the host.
-    return sorted(found, key=lambda kept: (round(kept.again, 4), kept.layers.host, kept.layers.device))
+        found.append(
+            Kept(name, Bytes(total.device - around.device, total.host), around.device, again)
+        )
+    # Of policies that compute the same again, the one that keeps least, and moves least to the
+    # host.
+    return sorted(
+        found, key=lambda kept: (round(kept.again, 4), kept.layers.host, kept.layers.device)
+    )
 
 
 def policy_of(config: MaxTextConfig) -> str:
     """The name in the table of the configuration's policy."""
-    return {"": "none", "minimal_flash": "minimal_with_context"}.get(config.remat_policy, config.remat_policy)
+    return {"": "none", "minimal_flash": "minimal_with_context"}.get(
+        config.remat_policy, config.remat_policy
+    )
 
 
 def under(config: MaxTextConfig, policy: str) -> Any:
-    """The configuration with another policy. Layers are scanned, since one keeps the same either way and they trace
-    faster; and weights are where they are used, since they are not activations."""
+    """The configuration with another policy. Layers are scanned, since one keeps the same either
+    way and they trace faster; and weights are where they are used, since they are not
+    activations."""
     places: dict[str, Any] = {}
     if policy == "none":
         places = {"tensors_on_device": None, "tensors_to_offload": None}
     elif policy != "custom":
-        places = {"tensors_on_device": SAVED_ON_DEVICE[policy], "tensors_to_offload": OFFLOADED.get(policy, [])}
+        places = {
+            "tensors_on_device": SAVED_ON_DEVICE[policy],
+            "tensors_to_offload": OFFLOADED.get(policy, []),
+        }
     fixed = {"remat_policy": policy, "scan_layers": True, "parameter_memory_host_offload": False}
     return config.model_copy(update=fixed | places)
 
 
 def features(config: MaxTextConfig) -> dict[int, str]:
-    """Sizes of an activation's last dimensions and their logical names; of equal sizes the last named counts."""
+    """Sizes of an activation's last dimensions and their logical names; of equal sizes the last
+    named counts.
+    """
     return {
         config.vocab_size: "activation_vocab",
         config.moe_mlp_dim: "activation_mlp",
@@ -112,7 +126,9 @@ def trace(config: MaxTextConfig, run_only: bool = False) -> Traced:
         value, backward = jax.vjp(lambda weights: loss(weights, batch), weights)
         return backward, backward(jax.tree.map(jnp.ones_like, value))
 
-    jaxpr, shapes = jax.make_jaxpr(both, return_shape=True)(template.weights, dict.fromkeys(FIELDS, field))
+    jaxpr, shapes = jax.make_jaxpr(both, return_shape=True)(
+        template.weights, dict.fromkeys(FIELDS, field)
+    )
     count = len(jax.tree.leaves(shapes[0]))
     return Traced(jaxpr.jaxpr, jaxpr.jaxpr.outvars[:count])
 
@@ -148,7 +164,11 @@ def products(jaxpr: Any) -> float:
         if name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             left = equation.invars[0].aval.shape
-            total += 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[at] for at in contracted)
+            total += (
+                2.0
+                * math.prod(equation.outvars[0].aval.shape)
+                * math.prod(left[at] for at in contracted)
+            )
         elif name.startswith("ragged_dot"):
             rows, width = equation.invars[0].aval.shape[:2]
             total += 2.0 * rows * width * equation.invars[1].aval.shape[-1]
@@ -160,7 +180,9 @@ def products(jaxpr: Any) -> float:
 def runs(equation: Any) -> int:
     """How often what is inside runs: the steps of a scan, the cells of a kernel's grid."""
     if equation.primitive.name == "pallas_call":
-        return math.prod(size for size in equation.params["grid_mapping"].grid if isinstance(size, int))
+        return math.prod(
+            size for size in equation.params["grid_mapping"].grid if isinstance(size, int)
+        )
     return equation.params["length"] if equation.primitive.name == "scan" else 1
 
 

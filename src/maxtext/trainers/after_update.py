@@ -1,6 +1,7 @@
 """What a step changes beside the optimizer's updates, from what the layers reported of it.
 
-Reports lie in a tree like the weights': the report of a stacked block is [layers, ...], that of a single one is not.
+Reports lie in a tree like the weights': the report of a stacked block is [layers, ...], that of a
+single one is not.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,14 @@ Tree = dict
 
 
 def after_update(config: MaxTextConfig, weights: Tree, reports: Tree) -> Tree:
-    """Weights after the loss-free balancing of experts (routed_bias_update_rate) and QK-clip (use_qk_clip)."""
+    """Weights after the loss-free balancing of experts (routed_bias_update_rate) and QK-clip
+    (use_qk_clip).
+    """
     rate = config.routed_bias_update_rate
     if rate > 0:
-        weights = each_block(config, weights, reports, "expert_load", partial(rebalanced, rate=rate))
+        weights = each_block(
+            config, weights, reports, "expert_load", partial(rebalanced, rate=rate)
+        )
     if config.use_qk_clip:
         clip = partial(clipped, threshold=config.qk_clip_threshold, nope=config.qk_nope_head_dim)
         weights = each_block(config, weights, reports, "max_logits", clip)
@@ -32,12 +37,18 @@ Change = Callable[
 ]  # (a block's weights, the report, the axis of a stack) -> weights
 
 
-def each_block(config: MaxTextConfig, weights: Tree, reports: Tree, name: str, change: Change) -> Tree:
+def each_block(
+    config: MaxTextConfig, weights: Tree, reports: Tree, name: str, change: Change
+) -> Tree:
     """The weights with every block changed that has a report of this name."""
     if name in reports:
         report = reports[name]
-        if all(isinstance(key, int) for key in weights):  # a block for each layer, and a stack of reports
-            return {repeat: change(block, report[repeat], None) for repeat, block in weights.items()}
+        if all(
+            isinstance(key, int) for key in weights
+        ):  # a block for each layer, and a stack of reports
+            return {
+                repeat: change(block, report[repeat], None) for repeat, block in weights.items()
+            }
         stacked = report.ndim > 1
         return change(weights, report, config.param_scan_axis if stacked else None)
     changed = {

@@ -1,8 +1,9 @@
-"""The train step compiled ahead of time: for this machine or another's devices, kept in a file, loaded by training.
+"""The train step compiled ahead of time: for this machine or another's devices, kept in a file,
+loaded by training.
 
-A file is one line of JSON, which says what the program is for, then the executable. Training lowers its own step and
-runs a loaded one only where the two programs are the same to the letter; otherwise it says what differs. The executable
-is unpickled: load only files that you trust.
+A file is one line of JSON, which says what the program is for, then the executable. Training lowers
+its own step and runs a loaded one only where the two programs are the same to the letter; otherwise
+it says what differs. The executable is unpickled: load only files that you trust.
 """
 
 import hashlib
@@ -29,7 +30,9 @@ from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
 
 MARK = "maxtext compiled train step"
 VERSION = 1
-SHORTAGE = re.compile(r"Used \S+ of \S+ \w+\. Exceeded .*? by [\d.]+\w+")  # in what the compiler of TPUs says
+SHORTAGE = re.compile(
+    r"Used \S+ of \S+ \w+\. Exceeded .*? by [\d.]+\w+"
+)  # in what the compiler of TPUs says
 # Where a run's output goes and what it is called shapes no program.
 BESIDE = {"run_name", "base_output_directory", "base_config", "jax_cache_dir", *AOT.model_fields}
 
@@ -45,16 +48,20 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> jax.stages.Compil
         message = " ".join(str(error).split())
         if message.startswith("RESOURCE_EXHAUSTED"):
             said = SHORTAGE.search(message)
-            raise TooSmall(f"the compiler cannot fit the step: {said[0] if said else message[:200]}") from error
+            raise TooSmall(
+                f"the compiler cannot fit the step: {said[0] if said else message[:200]}"
+            ) from error
         if flags and ("option" in message.lower() or any(flag in message for flag in flags)):
             shown = setup.config.compile_xla_flags
-            raise ConfigError(f"compile_xla_flags={shown!r}: XLA refuses it: {message[:300]}") from error
+            raise ConfigError(
+                f"compile_xla_flags={shown!r}: XLA refuses it: {message[:300]}"
+            ) from error
         raise
 
 
 def compile_to_save(setup: Setup, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """`compile_step` without JAX's cache: on CPUs, an executable that comes from there lacks functions once it has been
-    written again and loaded."""
+    """`compile_step` without JAX's cache: on CPUs, an executable that comes from there lacks
+    functions once it has been written again and loaded."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # which is when JAX looks at the key again
@@ -104,7 +111,11 @@ def facts(setup: Setup, lowered: jax.stages.Lowered) -> dict[str, Any]:
     """What a program is for."""
     config = setup.config
     devices = setup.rules.mesh.devices.flat
-    keys = [key for key in text.KEYS_IN_ORDER if key not in BESIDE and key not in DerivedValues.model_fields]
+    keys = [
+        key
+        for key in text.KEYS_IN_ORDER
+        if key not in BESIDE and key not in DerivedValues.model_fields
+    ]
     return {
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
@@ -113,21 +124,27 @@ def facts(setup: Setup, lowered: jax.stages.Lowered) -> dict[str, Any]:
         "device_kind": devices[0].device_kind,
         "devices": len(devices),
         "device_order": [device.id for device in devices],
-        "program": hashlib.sha256(f"{config.compile_xla_flags}\n{lowered.as_text()}".encode()).hexdigest(),
+        "program": hashlib.sha256(
+            f"{config.compile_xla_flags}\n{lowered.as_text()}".encode()
+        ).hexdigest(),
         "config": {key: text.plain(getattr(config, key)) for key in keys},
     }
 
 
 @cache
 def processor() -> str:
-    """A mark of the instructions that this machine's processor has: compiled code may use all of them."""
+    """A mark of the instructions that this machine's processor has: compiled code may use all of
+    them.
+    """
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
     features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def save(path: str, setup: Setup, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> int:
+def save(
+    path: str, setup: Setup, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled
+) -> int:
     """Writes the file, complete or not at all; returns its size."""
     executable, _, _ = serialize_executable.serialize(compiled)
     header = {"mark": MARK, "version": VERSION, "digest": hashlib.sha256(executable).hexdigest()}
@@ -149,7 +166,9 @@ def check_writable(path: str) -> None:
     if Path(path).is_dir():
         raise UserError(f"compiled_trainstep_file={path} is a folder: name a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write compiled_trainstep_file={path}: {folder} is not a folder to write in")
+        raise UserError(
+            f"cannot write compiled_trainstep_file={path}: {folder} is not a folder to write in"
+        )
 
 
 def unwritable(path: str, error: OSError) -> UserError:
@@ -169,7 +188,11 @@ def load(path: str, setup: Setup, lowered: jax.stages.Lowered) -> jax.stages.Com
     devices = list(setup.rules.mesh.devices.flat)
     try:
         return serialize_executable.deserialize_and_load(
-            executable, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
+            executable,
+            lowered.in_tree,
+            lowered.out_tree,
+            backend=devices[0].client,
+            execution_devices=devices,
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(
@@ -183,7 +206,9 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
     try:
         line, _, executable = Path(path).read_bytes().partition(b"\n")
     except OSError as error:
-        raise UserError(f"cannot read compiled_trainstep_file={path}: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot read compiled_trainstep_file={path}: {error.strerror or error}"
+        ) from error
     try:
         header = json.loads(line)
     except ValueError:
@@ -195,7 +220,9 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
             f"compiled_trainstep_file={path} is of another version: compile it again with `maxtext compile`"
         )
     if hashlib.sha256(executable).hexdigest() != header["digest"]:
-        raise UserError(f"compiled_trainstep_file={path} is damaged: compile it again with `maxtext compile`")
+        raise UserError(
+            f"compiled_trainstep_file={path} is damaged: compile it again with `maxtext compile`"
+        )
     return header, executable
 
 

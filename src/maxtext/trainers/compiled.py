@@ -1,9 +1,9 @@
 """The train step, compiled for each kind of batch when one first comes, or compiled ahead.
 
-Ramp-up brings batches of several sizes. On one GPU, attention over packed rows is faster where the step knows how many
-documents a row has at most; so each batch is counted before it is run, and goes to the program for as few as it has:
-which one depends on nothing but the batch. With max_segments_per_seq there is one program, unless a source of data does
-not keep to it.
+Ramp-up brings batches of several sizes. On one GPU, attention over packed rows is faster where the
+step knows how many documents a row has at most; so each batch is counted before it is run, and goes
+to the program for as few as it has: which one depends on nothing but the batch. With
+max_segments_per_seq there is one program, unless a source of data does not keep to it.
 """
 
 from dataclasses import replace
@@ -30,14 +30,19 @@ class CompiledSteps:
     def __init__(self, setup: Setup):
         self.setup = setup
         self.limit = most_counted(setup)
-        self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}  # by rows, and documents of a row
+        self.compiled: dict[
+            tuple[int, int], jax.stages.Compiled
+        ] = {}  # by rows, and documents of a row
 
     def for_rows(self, rows: int, documents: int = 1) -> jax.stages.Compiled:
         """For batches of so many rows with at most so many documents each."""
         most = self.most(documents)
         if (rows, most) not in self.compiled:
             if self.compiled and self.limit:
-                LOGGER.info("compiling the step for rows of %s documents", "any number of" if most == ANY else most)
+                LOGGER.info(
+                    "compiling the step for rows of %s documents",
+                    "any number of" if most == ANY else most,
+                )
             self.compiled[rows, most] = ahead.train_step(self.bounded(most), rows)
         return self.compiled[rows, most]
 
@@ -63,16 +68,23 @@ class CompiledSteps:
 
 
 def most_counted(setup: Setup) -> int:
-    """Up to how many documents of a row programs differ by them; 0: they do not, and need not be counted."""
+    """Up to how many documents of a row programs differ by them; 0: they do not, and need not be
+    counted.
+    """
     config, devices = setup.config, setup.rules.mesh.devices
-    fast = config.attention in (AUTOSELECTED, "cudnn_flash_jax") and not config.compiled_trainstep_file
+    fast = (
+        config.attention in (AUTOSELECTED, "cudnn_flash_jax") and not config.compiled_trainstep_file
+    )
     if not fast or not separates(config) or devices.size > 1 or devices.flat[0].platform != "gpu":
         return 0
     specs = [getattr(layer, "attention", None) for layer in layers(config)]
     sizes = config.max_target_length, config.dtype.value, "gpu"
     requests = [spec.request(*sizes) for spec in specs if isinstance(spec, AttentionSpec | MlaSpec)]
     able = [request for request in requests if cudnn.supports(request) is None]
-    most = [cudnn.most_packed(request.q_length, max(request.head_size, request.value_size)) for request in able]
+    most = [
+        cudnn.most_packed(request.q_length, max(request.head_size, request.value_size))
+        for request in able
+    ]
     limit = max(most, default=1) - 1  # one is the padding after them
     return limit if limit >= FEWEST else 0
 

@@ -1,8 +1,10 @@
-"""Will it fit? The memory of a training step on a target: counted from shapes, and measured on the compiled program.
+"""Will it fit? The memory of a training step on a target: counted from shapes, and measured on the
+compiled program.
 
-Counted: weights, optimizer, gradients and batch from their shards, activations from the residuals of the loss.
-Measured: what the compiler says of the program that it made. Other batches and policies are extrapolated from the one
-program: the state stays, and all that grows with the batch grows in proportion.
+Counted: weights, optimizer, gradients and batch from their shards, activations from the residuals
+of the loss. Measured: what the compiler says of the program that it made. Other batches and
+policies are extrapolated from the one program: the state stays, and all that grows with the batch
+grows in proportion.
 """
 
 import contextlib
@@ -29,7 +31,9 @@ from maxtext.trainers.activations import Kept, kept_by_policy, policy_of
 from maxtext.trainers.setup import Setup
 
 TRIES = 3  # compilations that confirm a suggestion
-RESERVE = 100  # of so many rows one is left out, where more than fit were tried: else the next try may fail by a hair
+# of so many rows one is left out, where more than fit were tried: else the next try may fail by a
+# hair
+RESERVE = 100
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Program:
             memory.temp_size_in_bytes,
             memory.generated_code_size_in_bytes,
             peak if peak > memory.argument_size_in_bytes + memory.output_size_in_bytes else None,
-            sum(getattr(memory, f"host_{part}_size_in_bytes") for part in host) - memory.host_alias_size_in_bytes,
+            sum(getattr(memory, f"host_{part}_size_in_bytes") for part in host)
+            - memory.host_alias_size_in_bytes,
             *read_collectives(compiled),
         )
 
@@ -68,8 +73,8 @@ class Program:
 
 
 def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | None, str]:
-    """The collectives of a program; or None and the reason, where jax cannot read what a compiler of another release
-    than its own made."""
+    """The collectives of a program; or None and the reason, where jax cannot read what a compiler
+    of another release than its own made."""
     mismatch = libtpu_mismatch()
     try:
         # XLA logs the stack trace of an error that it also raises.
@@ -84,8 +89,8 @@ def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy and a batch, in rows of one micro-batch, with what it is expected to need; and what it needs, once it
-    was compiled."""
+    """A policy and a batch, in rows of one micro-batch, with what it is expected to need; and what
+    it needs, once it was compiled."""
 
     policy: str
     rows: int
@@ -147,7 +152,9 @@ class Estimate:
         return None if self.target.memory_bytes is None else self.needed <= self.target.memory_bytes
 
     def growing(self, kept: Kept) -> int:
-        """What grows with the batch under a policy, at this batch: all temporaries but the gradients."""
+        """What grows with the batch under a policy, at this batch: all temporaries but the
+        gradients.
+        """
         grown = self.batch + self.temporaries - min(self.gradients, self.temporaries)
         return max(grown + kept.layers.device - self.current.layers.device, kept.layers.device, 1)
 
@@ -165,7 +172,9 @@ class Estimate:
         return self.plan(kept, rows) if rows > 0 else None
 
     def largest_of_all(self) -> Plan | None:
-        """The largest batch of any policy; of policies with the same batch the one that computes least again."""
+        """The largest batch of any policy; of policies with the same batch the one that computes
+        least again.
+        """
         found = [plan for kept in self.preferred() if (plan := self.largest(kept))]
         return max(found, key=lambda plan: plan.rows, default=None)
 
@@ -179,7 +188,9 @@ class Estimate:
         return [plan for plan in plans if plan.expected <= (self.target.memory_bytes or 0)]
 
     def preferred(self) -> list[Kept]:
-        """Policies to suggest: with the host's memory only where the configuration uses it already."""
+        """Policies to suggest: with the host's memory only where the configuration uses it
+        already.
+        """
         return [kept for kept in self.policies if not kept.layers.host or self.current.layers.host]
 
 
@@ -201,10 +212,17 @@ def estimate(config: MaxTextConfig, target: Target, compiling: bool = True) -> E
             (state.step, state.optimizer, state.nonfinite_steps),
             (places.step, places.optimizer, places.nonfinite_steps),
         ),
-        gradients=shard_bytes(state.weights, setup.moment_shardings, config.grad_dtype.value).device,
-        batch=shard_bytes((setup.abstract_batch(config.global_batch_size_to_train_on), setup.abstract_key)).device,
+        gradients=shard_bytes(
+            state.weights, setup.moment_shardings, config.grad_dtype.value
+        ).device,
+        batch=shard_bytes(
+            (setup.abstract_batch(config.global_batch_size_to_train_on), setup.abstract_key)
+        ).device,
         policies=policies,
-        working=again + gathered_bytes(setup.rules, setup.template.weights, setup.template.axes, config.dtype.value),
+        working=again
+        + gathered_bytes(
+            setup.rules, setup.template.weights, setup.template.axes, config.dtype.value
+        ),
         batch_pieces=pieces(setup.rules),
     )
     return measured(counted, setup) if compiling else counted
@@ -260,7 +278,9 @@ def confirmed_policy(found: Estimate) -> Plan | None:
 
 
 def confirmed_batch(found: Estimate) -> Plan | None:
-    """The largest batch, compiled; where it needs more than the target has, a smaller one from what was learned."""
+    """The largest batch, compiled; where it needs more than the target has, a smaller one from what
+    was learned.
+    """
     plan = found.largest_of_all()
     for _ in range(TRIES):
         if plan is None or plan.rows <= 0:
@@ -283,12 +303,18 @@ def scale(kept: Kept, factor: float) -> Kept:
 
 def variant(config: MaxTextConfig, target: Target, plan: Plan) -> Any:
     """The configuration with the policy and the batch of a plan, and all that follows from them."""
-    changed = config.model_copy(update={"remat_policy": plan.policy, "per_device_batch_size": plan.per_device})
-    return changed.model_copy(update=derive.derive(changed, derive.Devices(target.count, target.slices)))
+    changed = config.model_copy(
+        update={"remat_policy": plan.policy, "per_device_batch_size": plan.per_device}
+    )
+    return changed.model_copy(
+        update=derive.derive(changed, derive.Devices(target.count, target.slices))
+    )
 
 
 def plans(found: Estimate, searching: bool = False) -> dict[str, Plan | None]:
-    """What to try: the least recomputation at this batch, and the largest batch; compiled if `searching`."""
+    """What to try: the least recomputation at this batch, and the largest batch; compiled if
+    `searching`.
+    """
     if searching and found.target.memory_bytes is not None:
         return {"policy": confirmed_policy(found), "batch": confirmed_batch(found)}
     return {"policy": found.cheapest(), "batch": found.largest_of_all()}
@@ -296,4 +322,7 @@ def plans(found: Estimate, searching: bool = False) -> dict[str, Plan | None]:
 
 def shortage(found: Estimate) -> str:
     """By how much the target is too small."""
-    return found.refusal or f"{size(found.needed - (found.target.memory_bytes or 0))} a device too much"
+    return (
+        found.refusal
+        or f"{size(found.needed - (found.target.memory_bytes or 0))} a device too much"
+    )

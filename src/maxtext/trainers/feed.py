@@ -1,8 +1,9 @@
 """Batches from the data streams to the devices, for one process or many.
 
-In a run of several processes each batch carries a vote of every process: GO_ON, STOP (it was asked to stop, and will
-after the steps that are on their way) or ENDED (it has no data for this step, which then changes nothing). The step
-reports the strongest, so that all processes leave the loop after the same step without talking to each other besides.
+In a run of several processes each batch carries a vote of every process: GO_ON, STOP (it was asked
+to stop, and will after the steps that are on their way) or ENDED (it has no data for this step,
+which then changes nothing). The step reports the strongest, so that all processes leave the loop
+after the same step without talking to each other besides.
 """
 
 import itertools
@@ -24,7 +25,9 @@ HOST_BATCHES = 2  # prepared ahead of the device
 
 
 class TrainFeed:
-    """What each step trains on. `source` is the data with its position; `stop`: whether this process was asked to."""
+    """What each step trains on. `source` is the data with its position; `stop`: whether this
+    process was asked to.
+    """
 
     def __init__(self, setup: Setup):
         self.setup = setup
@@ -44,10 +47,17 @@ class TrainFeed:
             if jax.process_count() == 1:
                 raise
             vote = ENDED
-            # The others go on to this step too. It changes nothing, so any batch of the right size will do.
-            self.last = self.last or padding(self.setup.config, self.streams, rows_at(self.setup.config, 0))
-        batch = on_devices(self.setup, self.last, self.streams, self.setup.config.global_batch_size_to_train_on)
-        return batch if jax.process_count() == 1 else batch | {"vote": self.setup.on_all_devices(vote)}
+            # The others go on to this step too. It changes nothing, so any batch of the right size
+            # will do.
+            self.last = self.last or padding(
+                self.setup.config, self.streams, rows_at(self.setup.config, 0)
+            )
+        batch = on_devices(
+            self.setup, self.last, self.streams, self.setup.config.global_batch_size_to_train_on
+        )
+        return (
+            batch if jax.process_count() == 1 else batch | {"vote": self.setup.on_all_devices(vote)}
+        )
 
     def close(self) -> None:
         self.source.close()
@@ -62,13 +72,20 @@ class EvaluationFeed:
     def __call__(self) -> Iterator[dict[str, jax.Array]]:
         config = self.setup.config
         self.streams.reset()
-        # Either a number of steps that all know, or processes ask each other whether somebody has more.
-        fixed = config.eval_steps if config.generate_padding_batch_eval and config.eval_steps > 0 else None
+        # Either a number of steps that all know, or processes ask each other whether somebody has
+        # more.
+        fixed = (
+            config.eval_steps
+            if config.generate_padding_batch_eval and config.eval_steps > 0
+            else None
+        )
         for step in itertools.count():
             if step == fixed:
                 return
             batch = next(self.streams, None)
-            if fixed is None and not anywhere(bool(batch)):  # without fields: another process reads for this one
+            if fixed is None and not anywhere(
+                bool(batch)
+            ):  # without fields: another process reads for this one
                 return
             if not batch:
                 batch = padding(config, self.streams, config.global_batch_size_to_eval_on)
@@ -76,8 +93,14 @@ class EvaluationFeed:
 
 
 def anywhere(here: bool) -> bool:
-    """Whether it is so in any process. Only for evaluation, which is rare enough to ask everybody."""
-    return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.array(here)).any())
+    """Whether it is so in any process. Only for evaluation, which is rare enough to ask
+    everybody.
+    """
+    return (
+        here
+        if jax.process_count() == 1
+        else bool(multihost_utils.process_allgather(np.array(here)).any())
+    )
 
 
 def padding(config: MaxTextConfig, streams: Streams, rows: int) -> Batch:
@@ -107,13 +130,22 @@ def eval_streams(setup: Setup) -> Streams | None:
     if config.eval_interval <= 0:
         return None
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
-        raise ConfigError("eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps")
+        raise ConfigError(
+            "eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps"
+        )
     rows = config.global_batch_size_to_eval_on
     streams = open_streams(
-        config, Split.EVAL, lambda step: rows, [rows], partial(held_rows, setup), jax.process_count()
+        config,
+        Split.EVAL,
+        lambda step: rows,
+        [rows],
+        partial(held_rows, setup),
+        jax.process_count(),
     )
     if streams is None:
-        raise ConfigError(f"eval_interval={config.eval_interval} needs evaluation data: {no_data(config)}")
+        raise ConfigError(
+            f"eval_interval={config.eval_interval} needs evaluation data: {no_data(config)}"
+        )
     return streams
 
 
@@ -123,8 +155,8 @@ def no_data(config: MaxTextConfig) -> str:
 
 
 def held_rows(setup: Setup, rows: int) -> np.ndarray:
-    """Sorted indices of the rows of a batch that devices of this process get from it. Where only some processes read,
-    these get the rows of the others too."""
+    """Sorted indices of the rows of a batch that devices of this process get from it. Where only
+    some processes read, these get the rows of the others too."""
     loaded = rows * setup.readers_of
     shape = (loaded, setup.config.max_target_length)
     places = setup.batch_sharding(shape).addressable_devices_indices_map(shape)

@@ -24,8 +24,9 @@ class TrainingFailed(UserError):
 
 
 class Throughput:
-    """Tokens per second over the newest steps that together took WINDOW_SECONDS, at most WINDOW_STEPS: one tiny step
-    says little. The first step of a run, which warms everything up, counts only for itself."""
+    """Tokens per second over the newest steps that together took WINDOW_SECONDS, at most
+    WINDOW_STEPS: one tiny step says little. The first step of a run, which warms everything up,
+    counts only for itself."""
 
     def __init__(self) -> None:
         self.steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (tokens, seconds)
@@ -67,8 +68,8 @@ class Record(Hook):
         self.check(step, metrics["loss"], metrics["raw_grad_norm"])
 
     def timing(self, tokens: float, seconds: float) -> dict[str, float | None]:
-        """The time of a step, and speeds over a window of steps. They count the tokens that were learned from: padding
-        is no work done."""
+        """The time of a step, and speeds over a window of steps. They count the tokens that were
+        learned from: padding is no work done."""
         rate = self.throughput.add(tokens, seconds) / jax.device_count()
         flops = rate * self.flops_per_token
         return {
@@ -97,7 +98,9 @@ class Record(Hook):
 
 
 class Evaluate(Hook):
-    """Every eval_interval steps: the mean loss over eval_steps batches (-1: all) of the evaluation data."""
+    """Every eval_interval steps: the mean loss over eval_steps batches (-1: all) of the evaluation
+    data.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,12 @@ class Evaluate(Hook):
         batches: Callable[[], Iterator[Any]],
         eval_step: Callable[[Any, Any], dict[str, jax.Array]],
     ):
-        self.config, self.recorder, self.batches, self.eval_step = config, recorder, batches, eval_step
+        self.config, self.recorder, self.batches, self.eval_step = (
+            config,
+            recorder,
+            batches,
+            eval_step,
+        )
         self.points: list[tuple[int, float]] = []
 
     def after_step(self, loop: Loop) -> None:
@@ -122,7 +130,9 @@ class Evaluate(Hook):
             record["eval_mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
         self.recorder.write(record)
         if self.config.target_eval_loss and loss <= self.config.target_eval_loss:
-            loop.stop = f"eval_loss {loss:.4f} reached target_eval_loss {self.config.target_eval_loss}"
+            loop.stop = (
+                f"eval_loss {loss:.4f} reached target_eval_loss {self.config.target_eval_loss}"
+            )
         loop.restart_clock()
 
     def evaluate(self, weights: Any) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """The loop: batch, step, hooks. It never asks which algorithm runs.
 
-The host does not wait for the device: a step is dispatched as soon as its batch is there, and its metrics are read
-`AHEAD` steps later, which also bounds how far the host can run ahead. A thread watches the device, so that a step's
-time is from the end of the step before it to its own end, whenever the host looks. Hooks see each step before and after
-it is dispatched, and its metrics once they are read.
+The host does not wait for the device: a step is dispatched as soon as its batch is there, and its
+metrics are read `AHEAD` steps later, which also bounds how far the host can run ahead. A thread
+watches the device, so that a step's time is from the end of the step before it to its own end,
+whenever the host looks. Hooks see each step before and after it is dispatched, and its metrics once
+they are read.
 
-In a run of several processes no process may leave alone: a wish to stop goes out as a vote with the next batch (see
-feed.py) and is heeded by all when the metrics of that step are read, which all do after the same number of steps.
+In a run of several processes no process may leave alone: a wish to stop goes out as a vote with the
+next batch (see feed.py) and is heeded by all when the metrics of that step are read, which all do
+after the same number of steps.
 """
 
 import contextlib
@@ -36,14 +38,16 @@ class Hook:
 
     def after_step(self, loop: "Loop") -> None: ...
 
-    def on_metrics(self, loop: "Loop", step: int, metrics: dict[str, float], seconds: float) -> None: ...
+    def on_metrics(
+        self, loop: "Loop", step: int, metrics: dict[str, float], seconds: float
+    ) -> None: ...
 
     def at_end(self, loop: "Loop") -> None: ...
 
 
 class Loop:
-    """`step` is the number of steps done; a hook ends the loop by setting `stop` to the reason, the same in all
-    processes; what one process alone wants it asks for with `ask_to_stop`."""
+    """`step` is the number of steps done; a hook ends the loop by setting `stop` to the reason, the
+    same in all processes; what one process alone wants it asks for with `ask_to_stop`."""
 
     def __init__(
         self,
@@ -89,15 +93,17 @@ class Loop:
         return self.state
 
     def on_signal(self, number: int) -> None:
-        """The first SIGINT, SIGTERM or SIGHUP ends the loop after the current step; a second one ends the run at once,
-        which is what a person means who presses Ctrl-C twice."""
+        """The first SIGINT, SIGTERM or SIGHUP ends the loop after the current step; a second one
+        ends the run at once, which is what a person means who presses Ctrl-C twice."""
         name, now = signal.Signals(number).name, time.monotonic()
         if self.signal is not None:
             if number == signal.SIGINT or now - self.signal_time > REPEAT_SECONDS:
                 interrupt_at_once(number)
             return
         self.signal, self.signal_time = number, now
-        LOGGER.warning("%s: stopping after the current step; a second signal ends the run at once", name)
+        LOGGER.warning(
+            "%s: stopping after the current step; a second signal ends the run at once", name
+        )
         self.ask_to_stop(name)
 
     def ask_to_stop(self, reason: str) -> None:
@@ -148,7 +154,9 @@ class Watcher:
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-        self.done: queue.SimpleQueue[tuple[int, dict[str, float], float] | BaseException] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[int, dict[str, float], float] | BaseException] = (
+            queue.SimpleQueue()
+        )
         self.waiting = 0
         threading.Thread(target=self.work, name="maxtext-watcher", daemon=True).start()
 

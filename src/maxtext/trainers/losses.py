@@ -1,7 +1,8 @@
 """Losses as pure functions of weights and batch.
 
-What is averaged over tokens comes as a sum with its weight, so that batches of unequal size add up right; what layers
-report about themselves (balance of experts, the indexer's loss) keeps its own full weight.
+What is averaged over tokens comes as a sum with its weight, so that batches of unequal size add up
+right; what layers report about themselves (balance of experts, the indexer's loss) keeps its own
+full weight.
 """
 
 from dataclasses import dataclass, replace
@@ -52,9 +53,9 @@ def mtp_mask(batch: Batch, step: int) -> jax.Array:
 
 
 def separates(config: MaxTextConfig) -> bool:
-    """Whether attention has to keep documents apart. Rows of one document need no mask for it, which is faster: causal
-    attention does not look at the padding after it, and what padding itself computes is not learned from. Experts would
-    make room for padding, so they are told of it."""
+    """Whether attention has to keep documents apart. Rows of one document need no mask for it,
+    which is faster: causal attention does not look at the padding after it, and what padding itself
+    computes is not learned from. Experts would make room for padding, so they are told of it."""
     packed = config.packing and config.dataset_type.value != "synthetic"
     crowded = config.num_experts > 1 and config.dataset_type.value != "synthetic"
     return packed or crowded or config.attention_type == "full"
@@ -66,7 +67,9 @@ def layer_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> 
 
 
 def token_order(config: MaxTextConfig) -> Order | None:
-    """In which order a row's tokens come, where they are split over devices and are to make equal work for them."""
+    """In which order a row's tokens come, where they are split over devices and are to make equal
+    work for them.
+    """
     shards, strategy = config.context_parallel_size, config.context_parallel_reorder_strategy.value
     if shards == 1 or not config.context_parallel_load_balance:
         return None
@@ -74,10 +77,12 @@ def token_order(config: MaxTextConfig) -> Order | None:
 
 
 def bound(config: MaxTextConfig, template: Template, weights: Any) -> Any:
-    """The model with its weights. Those that live in host memory come to the device here, except for the layers', which
-    come one layer at a time (see stack.py)."""
+    """The model with its weights. Those that live in host memory come to the device here, except
+    for the layers', which come one layer at a time (see stack.py)."""
     if config.parameter_memory_host_offload:
-        weights = {name: tree if name == "layers" else to_device(tree) for name, tree in weights.items()}
+        weights = {
+            name: tree if name == "layers" else to_device(tree) for name, tree in weights.items()
+        }
     return template.bind(weights)
 
 
@@ -89,7 +94,9 @@ def language_model_losses(
     most = 0 if config.max_segments_per_seq < 0 else config.max_segments_per_seq + 1
     inputs = replace(layer_inputs(config, batch, key), most_segments=most)
     x, reports = model.run(batch["inputs"], inputs)
-    around = {name: tree for name, tree in weights.items() if name != "layers"}  # what the head needs, and more
+    around = {
+        name: tree for name, tree in weights.items() if name != "layers"
+    }  # what the head needs, and more
     _, sums = by_compiler(
         lambda around, x, batch: (x, head_sums(config, bound(config, template, weights | around), x, batch)),
         around, x, batch, axes=STREAM[3],
@@ -105,7 +112,9 @@ def language_model_losses(
     return Losses(sums, auxiliary(reports), reports)
 
 
-def head_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
+def head_sums(
+    config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch
+) -> dict[str, jax.Array]:
     """Sums over tokens of what the output of the last layer loses."""
     losses, partition = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
@@ -134,9 +143,11 @@ def auxiliary(reports: dict) -> dict[str, jax.Array]:
     return totals
 
 
-def evaluation_sums(config: MaxTextConfig, template: Template, weights: Any, batch: Batch) -> dict[str, jax.Array]:
-    """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also how many of that layer's drafts the
-    model itself would have said, and of how many."""
+def evaluation_sums(
+    config: MaxTextConfig, template: Template, weights: Any, batch: Batch
+) -> dict[str, jax.Array]:
+    """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also how many of that
+    layer's drafts the model itself would have said, and of how many."""
     model = bound(config, template, weights)
     inputs = layer_inputs(config, batch, None)
     x, _ = model.run(batch["inputs"], inputs)

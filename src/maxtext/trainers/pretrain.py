@@ -1,4 +1,6 @@
-"""Pre-training: a configuration in, a trained state out, with everything a person wants to see on the way."""
+"""Pre-training: a configuration in, a trained state out, with everything a person wants to see on
+the way.
+"""
 
 import contextlib
 import json
@@ -64,7 +66,9 @@ def train_here(config: MaxTextConfig) -> Result:
     setup.check_layout()
     feed = TrainFeed(setup)
     evaluation = eval_streams(setup)
-    warned = warn_of_memory(state_bytes(setup), "the state of training alone")  # before any of it is made
+    warned = warn_of_memory(
+        state_bytes(setup), "the state of training alone"
+    )  # before any of it is made
     start = restore.start(setup, feed.source)
     if start.step >= config.steps:
         feed.close()
@@ -89,13 +93,17 @@ def train_here(config: MaxTextConfig) -> Result:
         peak_format=config.dtype.value,
     )
     write_configuration(config)
-    with contextlib.ExitStack() as asked:  # a signal after the last step does not tear its save or the summary
+    with (
+        contextlib.ExitStack() as asked
+    ):  # a signal after the last step does not tear its save or the summary
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
             record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
             hooks: list[Hook] = [Profile(profiler), record]
             if evaluation is not None:
                 eval_step = setup.compile_eval_step(config.global_batch_size_to_eval_on)
-                hooks.append(Evaluate(config, recorder, EvaluationFeed(setup, evaluation), eval_step))
+                hooks.append(
+                    Evaluate(config, recorder, EvaluationFeed(setup, evaluation), eval_step)
+                )
             save = Save(setup, feed.source, start) if config.enable_checkpointing else None
             if save is not None:
                 hooks.append(save)
@@ -123,12 +131,17 @@ def train_here(config: MaxTextConfig) -> Result:
 
 
 def stop_reason(loop: Loop) -> str:
-    late = loop.step >= loop.steps and loop.stop in (*signals.NAMES, ASKED_ELSEWHERE)  # it came after the last step
+    late = loop.step >= loop.steps and loop.stop in (
+        *signals.NAMES,
+        ASKED_ELSEWHERE,
+    )  # it came after the last step
     return "all steps done" if loop.stop is None or late else loop.stop
 
 
 def stopped_by(loop: Loop) -> int | None:
-    """The signal that ended a run with steps left; where another process got it, SIGTERM stands for it."""
+    """The signal that ended a run with steps left; where another process got it, SIGTERM stands for
+    it.
+    """
     if loop.step >= loop.steps:
         return None
     if loop.stop in signals.NAMES:
@@ -138,13 +151,19 @@ def stopped_by(loop: Loop) -> int | None:
 
 def nothing_to_do(setup: Setup, start: restore.Start) -> Result:
     """The end of a run that had ended before: nothing is written."""
-    LOGGER.info("nothing to do: %s is at steps=%d already; raise steps to go on", start.origin, setup.config.steps)
+    LOGGER.info(
+        "nothing to do: %s is at steps=%d already; raise steps to go on",
+        start.origin,
+        setup.config.steps,
+    )
     path = Path(run_folder(setup.config)) / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return Result(setup, start.ready()[0], summary | {"steps": start.step})
 
 
-def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dict[str, dict[str, str]]:
+def banner(
+    setup: Setup, step: jax.stages.Compiled, start: restore.Start
+) -> dict[str, dict[str, str]]:
     """What is about to run, in numbers."""
     config = setup.config
     memory = step.memory_analysis()
@@ -157,8 +176,13 @@ def banner(setup: Setup, step: jax.stages.Compiled, start: restore.Start) -> dic
         "FLOPs a token": f"{train_flops_per_token(config):.3e} in training (products only, causal, no remat)",
     }
     if memory is not None:
-        state, rest = hardware.size(memory.argument_size_in_bytes), hardware.size(memory.temp_size_in_bytes)
-        model["memory a device"] = f"{hardware.size(needed)} ({state} state and batch, {rest} temporary)"
+        state, rest = (
+            hardware.size(memory.argument_size_in_bytes),
+            hardware.size(memory.temp_size_in_bytes),
+        )
+        model["memory a device"] = (
+            f"{hardware.size(needed)} ({state} state and batch, {rest} temporary)"
+        )
     tokens = config.global_batch_size_to_train_on * config.max_target_length
     return {
         "Model": model,
@@ -190,7 +214,10 @@ def step_bytes(step: jax.stages.Compiled) -> int:
 
 def state_bytes(setup: Setup) -> int:
     """Weights and optimizer state on one device."""
-    leaves, shardings = jax.tree.leaves(setup.abstract_state), jax.tree.leaves(setup.state_shardings)
+    leaves, shardings = (
+        jax.tree.leaves(setup.abstract_state),
+        jax.tree.leaves(setup.state_shardings),
+    )
     return sum(
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -219,7 +246,11 @@ def warn_of_memory(needed: int, what: str) -> bool:
 def saved(config: MaxTextConfig) -> str:
     if not config.enable_checkpointing:
         return "metrics and plots, no checkpoints"
-    when = "at every chance" if config.enable_continuous_checkpointing else f"every {config.checkpoint_period:,} steps"
+    when = (
+        "at every chance"
+        if config.enable_continuous_checkpointing
+        else f"every {config.checkpoint_period:,} steps"
+    )
     kept = config.max_num_checkpoints_to_keep
     return f"metrics, plots, and checkpoints {when}" + (f", of which {kept} stay" if kept else "")
 
@@ -231,11 +262,19 @@ def run_folder(config: MaxTextConfig) -> str:
 def write_configuration(config: MaxTextConfig) -> None:
     """The whole configuration beside the run's other files, to read and to run again."""
     if config.log_config and jax.process_index() == 0:
-        write_text(os.path.join(run_folder(config), "config.yml"), text.yaml_text(config, text.KEYS_IN_ORDER))
+        write_text(
+            os.path.join(run_folder(config), "config.yml"),
+            text.yaml_text(config, text.KEYS_IN_ORDER),
+        )
 
 
 def summarise(
-    config: MaxTextConfig, setup: Setup, loop: Loop, hooks: list[Hook], seconds: float, failure: Exception | None
+    config: MaxTextConfig,
+    setup: Setup,
+    loop: Loop,
+    hooks: list[Hook],
+    seconds: float,
+    failure: Exception | None,
 ) -> dict[str, Any]:
     """loss.png and summary.json in the run's folder."""
     record = next(hook for hook in hooks if isinstance(hook, Record))
@@ -246,15 +285,22 @@ def summarise(
         "stopped": str(failure) if failure else stop_reason(loop),
         "parameters": parameter_count(setup.template.weights),
         "seconds": round(seconds, 3),
-        # An upper bound of what steps waited for data: while the host did, the device may have had a step to work on.
+        # An upper bound of what steps waited for data: while the host did, the device may have had
+        # a step to work on.
         "data_wait": round(loop.data_seconds / loop.step_seconds, 5) if loop.step_seconds else None,
         "first_loss": record.losses[0][1] if record.losses else None,
         "final": record.last,
         "eval_loss": evaluations[-1][1] if evaluations else None,
     }
-    waited = "" if summary["data_wait"] is None else f"; waited for data {summary['data_wait']:.2%} of the time"
+    waited = (
+        ""
+        if summary["data_wait"] is None
+        else f"; waited for data {summary['data_wait']:.2%} of the time"
+    )
     goes_on = (
-        "; the same command goes on" if failure is None and stopped_by(loop) and config.enable_checkpointing else ""
+        "; the same command goes on"
+        if failure is None and stopped_by(loop) and config.enable_checkpointing
+        else ""
     )
     LOGGER.info("stopped after %d steps: %s%s%s", loop.step, summary["stopped"], goes_on, waited)
     if jax.process_index() == 0:
@@ -262,6 +308,8 @@ def summarise(
         if record.losses:
             steps, losses = zip(*record.losses, strict=True)
             path = os.path.join(run_folder(config), "loss.png")
-            save_loss_png(path, steps, losses, eval_points=evaluations or None, title=config.run_name)
+            save_loss_png(
+                path, steps, losses, eval_points=evaluations or None, title=config.run_name
+            )
             LOGGER.info("wrote summary.json and loss.png to %s", run_folder(config))
     return summary

@@ -1,7 +1,9 @@
-"""Where a run starts: at its own newest checkpoint, else at load_full_state_path or load_parameters_path, else fresh.
+"""Where a run starts: at its own newest checkpoint, else at load_full_state_path or
+load_parameters_path, else fresh.
 
-A checkpoint may come from another mesh, another number of processes, other dtypes, and from layers scanned or unrolled;
-arrays go straight into this run's shards. One of another model is refused, and so is the state of another optimizer.
+A checkpoint may come from another mesh, another number of processes, other dtypes, and from layers
+scanned or unrolled; arrays go straight into this run's shards. One of another model is refused, and
+so is the state of another optimizer.
 """
 
 import importlib
@@ -20,7 +22,16 @@ from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.layouts import relaid
 from maxtext.checkpoint.open import open_checkpoint, places_of
 from maxtext.checkpoint.saver import Storage
-from maxtext.checkpoint.state import OPTIMIZER, WEIGHTS, Name, differences, named, nested, tensors_of, unnamed
+from maxtext.checkpoint.state import (
+    OPTIMIZER,
+    WEIGHTS,
+    Name,
+    differences,
+    named,
+    nested,
+    tensors_of,
+    unnamed,
+)
 from maxtext.checkpoint.stored import Damaged, Stored
 from maxtext.checkpoint.tiers import LocalTier
 from maxtext.common.errors import ConfigError, UserError
@@ -41,7 +52,9 @@ MOST = 256  # checkpoints that are examined
 
 @dataclass
 class Start:
-    """What the first step needs. `step` is the number of steps done. State and key may still be in the making."""
+    """What the first step needs. `step` is the number of steps done. State and key may still be in
+    the making.
+    """
 
     made: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
     step: int
@@ -58,7 +71,11 @@ def start(setup: Setup, source: BatchIterator) -> Start:
         folder = checkpoints_folder(config)
         for path in steps.incomplete(folder):
             LOGGER.warning("%s is no complete checkpoint and is not used", path)
-        found = newest(setup, [folder / str(step) for step in steps.all_steps(folder)], LocalSteps(setup, source))
+        found = newest(
+            setup,
+            [folder / str(step) for step in steps.all_steps(folder)],
+            LocalSteps(setup, source),
+        )
         if found is not None:
             return found if isinstance(found, Start) else at_position(found, source)
     if config.load_full_state_path:
@@ -90,11 +107,15 @@ def local_tier(setup: Setup) -> LocalTier | None:
     if not (config.enable_emergency_checkpoint or config.enable_multi_tier_checkpointing):
         return None
     directory = Path(config.local_checkpoint_directory).expanduser().absolute()
-    return LocalTier(directory, config.run_name, str(checkpoints_folder(config)), setup.rules.mesh.shape)
+    return LocalTier(
+        directory, config.run_name, str(checkpoints_folder(config)), setup.rules.mesh.shape
+    )
 
 
 class LocalSteps:
-    """The newest step on the machines' own disks, to be used where the shared checkpoints have none that is newer."""
+    """The newest step on the machines' own disks, to be used where the shared checkpoints have none
+    that is newer.
+    """
 
     def __init__(self, setup: Setup, source: BatchIterator):
         self.setup, self.source = setup, source
@@ -113,7 +134,9 @@ class LocalSteps:
         arrays, position = found
         self.source.set_state(position)
         return Start(
-            state_and_key(self.setup, unnamed(like, arrays)), step, f"step {step} of {self.tier.folder.parent}"
+            state_and_key(self.setup, unnamed(like, arrays)),
+            step,
+            f"step {step} of {self.tier.folder.parent}",
         )
 
 
@@ -129,21 +152,25 @@ def check_layout(config: MaxTextConfig, path: Path) -> None:
     found = "orbax" if steps.is_checkpoints(path) else "safetensors"
     said = config.source_checkpoint_layout
     if config.source("source_checkpoint_layout").kind in CHOSEN and said != found:
-        raise ConfigError(f"source_checkpoint_layout={said}, but {path} holds {found}: leave the key out")
+        raise ConfigError(
+            f"source_checkpoint_layout={said}, but {path} holds {found}: leave the key out"
+        )
 
 
 def newest(
     setup: Setup, paths: Sequence[Path], local: LocalSteps | None = None
 ) -> tuple[TrainState, jax.Array, Stored] | Start | None:
-    """The state of the last of these steps that is whole; which they are, the first process says. A local step is
-    taken before every shared one that is older than it."""
+    """The state of the last of these steps that is whole; which they are, the first process says. A
+    local step is taken before every shared one that is older than it."""
     numbers = lists_from_everyone([int(path.name) for path in paths[-MOST:]], MOST)[0]
     if local is not None and (start := local.after(numbers[-1] if numbers else 0)):
         return start
     if not numbers:
         return None
     if not paths:
-        raise UserError("this process does not see the checkpoints of process 0: they must be on a disk that all share")
+        raise UserError(
+            "this process does not see the checkpoints of process 0: they must be on a disk that all share"
+        )
     folder = paths[0].parent
     damaged = []
     for number in reversed(numbers):
@@ -192,7 +219,9 @@ def read_state(setup: Setup, stored: Stored) -> tuple[TrainState, jax.Array]:
 def state_and_key(setup: Setup, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
     wrap = jax.jit(jax.random.wrap_key_data, out_shardings=setup.rules.replicated())
     zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=setup.rules.replicated())()
-    return TrainState(tree["step"], tree[WEIGHTS], tree[OPTIMIZER], nonfinite_steps=zero), wrap(tree["key"])
+    return TrainState(tree["step"], tree[WEIGHTS], tree[OPTIMIZER], nonfinite_steps=zero), wrap(
+        tree["key"]
+    )
 
 
 def saved_tree(setup: Setup) -> dict[str, Any]:
@@ -224,7 +253,11 @@ def read(setup: Setup, stored: Stored, wanted: Callable[[Setup], dict[str, Any]]
         refuse(stored, problems)
     if there is setup:
         return unnamed(like, stored.read(named(like), storage))
-    LOGGER.info("%s: layers are laid out as %s and now become those of this run", stored.path, stored.run["layout"])
+    LOGGER.info(
+        "%s: layers are laid out as %s and now become those of this run",
+        stored.path,
+        stored.run["layout"],
+    )
     old, new = (places_of(one.template, one.config) for one in (there, setup))
     arrays = stored.read(named(wanted(there)), storage)
     with use_rules(setup.rules):
@@ -239,7 +272,10 @@ def in_layout_of(setup: Setup, stored: Stored) -> Setup:
     config = setup.config.model_copy(update=layout)
     template = make_template(config)
     return replace(
-        setup, config=config, template=template, optimizer=make_optimizer(config, template.axes, template.trained)
+        setup,
+        config=config,
+        template=template,
+        optimizer=make_optimizer(config, template.axes, template.trained),
     )
 
 
@@ -270,13 +306,17 @@ def check_optimizer(setup: Setup, stored: Stored) -> None:
 
 
 def state_of_weights(setup: Setup, path: Path) -> TrainState:
-    """A first state with the weights of a folder, or of the newest step of a checkpoint of training."""
+    """A first state with the weights of a folder, or of the newest step of a checkpoint of
+    training.
+    """
     if not steps.is_checkpoints(path):
         return converted(setup, setup.initial_state())
     stored = Stored(steps.steps_under(path)[-1])
     problems = verify(stored.path, jax.process_index(), jax.process_count())
     if max(from_everyone(len(problems))):
-        raise UserError(f"{stored.path} is damaged: {(problems or ['see the other processes'])[0]}; name an older step")
+        raise UserError(
+            f"{stored.path} is damaged: {(problems or ['see the other processes'])[0]}; name an older step"
+        )
     refuse_other_model(setup.config, open_checkpoint(stored.path))
     with use_rules(setup.rules):
         make = jax.jit(setup.first_state, out_shardings=setup.state_shardings, donate_argnums=0)
@@ -291,10 +331,16 @@ def converted(setup: Setup, state: TrainState) -> TrainState:
     weights = conversion(name)(state.weights)
     wrong = differences(tensors_of(named(weights)), tensors_of(named(state.weights)))
     if wrong:
-        raise UserError(f"checkpoint_conversion_fn={name} returned other weights than the model has: {wrong[0]}")
+        raise UserError(
+            f"checkpoint_conversion_fn={name} returned other weights than the model has: {wrong[0]}"
+        )
     with use_rules(setup.rules):
         return jax.jit(setup.first_state, out_shardings=setup.state_shardings)(
-            jax.tree.map(lambda new, old: jax.device_put(new, old.sharding).astype(old.dtype), weights, state.weights)
+            jax.tree.map(
+                lambda new, old: jax.device_put(new, old.sharding).astype(old.dtype),
+                weights,
+                state.weights,
+            )
         )
 
 
@@ -323,5 +369,7 @@ def description(setup: Setup, step: int) -> dict[str, Any]:
 
 def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
     """As saved_tree, with values. `nonfinite_steps` starts at 0 again in a resumed run."""
-    leaves: dict[Name, Any] = named({"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer})
+    leaves: dict[Name, Any] = named(
+        {"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer}
+    )
     return nested(leaves) | {"key": jax.random.key_data(key)}

@@ -1,5 +1,5 @@
-"""How many rows each step trains on. Batch-size ramp-up grows by equal increments, each size until its share
-of the samples is used."""
+"""How many rows each step trains on. Batch-size ramp-up grows by equal increments, each size until
+its share of the samples is used."""
 
 from maxtext.configs.derive import rampup_stages
 from maxtext.configs.types import MaxTextConfig

@@ -22,7 +22,9 @@ def check(config: MaxTextConfig) -> None:
         raise ConfigError("prompt is empty and add_bos=false: there is nothing to continue")
     length, places = len(prompt_ids(config, tokenizer)), config.trainable_position_size
     if 0 < places <= length:
-        raise ConfigError(f"prompt has {length} tokens, and trainable_position_size={places} leaves no room after it")
+        raise ConfigError(
+            f"prompt has {length} tokens, and trainable_position_size={places} leaves no room after it"
+        )
 
 
 def prompt_ids(config: MaxTextConfig, tokenizer: Tokenizer) -> list[int]:
@@ -35,7 +37,9 @@ def complete(setup: Setup, weights: Any, tokens: int) -> str:
     config = setup.config
     tokenizer = load_tokenizer(config)
     ids = prompt_ids(config, tokenizer)
-    room = config.trainable_position_size - len(ids) if config.trainable_position_size > 0 else tokens
+    room = (
+        config.trainable_position_size - len(ids) if config.trainable_position_size > 0 else tokens
+    )
     ends = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     count = min(tokens, room)
     request = Request(tuple(ids), count, Sampling.of(config), config.init_weights_seed, ends)

@@ -11,15 +11,21 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator
 from maxtext.trainers.loop import AHEAD, ASKED_ELSEWHERE, Hook, Loop
-from maxtext.trainers.restore import Start, checkpoints_folder, description, local_tier, tree_to_save
+from maxtext.trainers.restore import (
+    Start,
+    checkpoints_folder,
+    description,
+    local_tier,
+    tree_to_save,
+)
 from maxtext.trainers.setup import Setup
 
 FAILURES_IN_A_ROW = 2  # saves that may fail before the run ends
 
 
 class Save(Hook):
-    """A step is saved when it is known to be good: its loss has been read. What is saved of the data is the place after
-    the batch of that step."""
+    """A step is saved when it is known to be good: its loss has been read. What is saved of the
+    data is the place after the batch of that step."""
 
     def __init__(self, setup: Setup, source: BatchIterator, start: Start):
         config = setup.config
@@ -27,16 +33,23 @@ class Save(Hook):
         folder, kept = checkpoints_folder(config), config.max_num_checkpoints_to_keep
         self.saver = Saver(folder, Storage.of(config), kept, attic(config), start.step)
         self.local = local_tier(setup)
-        self.places = {start.step: source.get_state()}  # after the last few steps, one of which may be the last good
+        self.places = {
+            start.step: source.get_state()
+        }  # after the last few steps, one of which may be the last good
         self.begun = start.step  # the newest step that is saved, or was begun to be
 
     def after_step(self, loop: Loop) -> None:
-        if self.gave_up and loop.asked is None:  # all processes stop after the same step, and try once more
+        if (
+            self.gave_up and loop.asked is None
+        ):  # all processes stop after the same step, and try once more
             loop.ask_to_stop(f"{FAILURES_IN_A_ROW} saves in a row failed")
         self.places[loop.step] = self.source.get_state()
         self.places.pop(loop.step - AHEAD - 2, None)
         step = loop.step
-        due, due_here = self.due(step), self.local is not None and step % self.config.local_checkpoint_period == 0
+        due, due_here = (
+            self.due(step),
+            self.local is not None and step % self.config.local_checkpoint_period == 0,
+        )
         if due or due_here:
             loop.wait()
             if loop.step == step:  # else the data ended before it
@@ -51,7 +64,9 @@ class Save(Hook):
     def save(self, step: int, loop: Loop) -> None:
         self.begun = step
         tree = tree_to_save(loop.state, loop.key)
-        self.saver.save(step, tree, description(self.setup, step), model_text(self.config), self.places[step])
+        self.saver.save(
+            step, tree, description(self.setup, step), model_text(self.config), self.places[step]
+        )
         if not self.config.async_checkpointing:
             self.saver.wait()
 
@@ -65,8 +80,8 @@ class Save(Hook):
         return self.saver.failures_in_a_row >= FAILURES_IN_A_ROW
 
     def finish(self, loop: Loop) -> None:
-        """Save where the run ended. Raises SaveFailed where that is not possible, or where the run ended because saves
-        had failed."""
+        """Save where the run ended. Raises SaveFailed where that is not possible, or where the run
+        ended because saves had failed."""
         self.saver.wait()
         gave_up = self.gave_up
         step = int(loop.state.step)  # fewer than loop.step where the last ones had no finite loss
@@ -84,13 +99,16 @@ class Save(Hook):
             )
 
     def wants_last(self, loop: Loop) -> bool:
-        """save_checkpoint_on_completion asks for it at any end, enable_autocheckpoint at a signal."""
+        """save_checkpoint_on_completion asks for it at any end, enable_autocheckpoint at a
+        signal.
+        """
         if self.config.save_checkpoint_on_completion or self.gave_up:
             return True
         stopped = loop.stop in (*signals.NAMES, ASKED_ELSEWHERE)
         if stopped and not self.config.enable_autocheckpoint and loop.step != self.begun:
             LOGGER.warning(
-                "%s: not saved, since save_checkpoint_on_completion=false and enable_autocheckpoint=false", loop.stop
+                "%s: not saved, since save_checkpoint_on_completion=false and enable_autocheckpoint=false",
+                loop.stop,
             )
         return stopped and self.config.enable_autocheckpoint
 

@@ -1,4 +1,6 @@
-"""What a run needs before its first step: mesh, abstract model, shardings, and a state that is born in its shards."""
+"""What a run needs before its first step: mesh, abstract model, shardings, and a state that is born
+in its shards.
+"""
 
 import contextlib
 from collections.abc import Sequence
@@ -26,11 +28,19 @@ from maxtext.models.transformer import initial_weights, make_template
 from maxtext.optimizers import learning_rate_schedule, make_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
 from maxtext.sharding.explicit import explicitly
-from maxtext.sharding.state import check_batch, check_split, describe, on_device, on_host, split_further
+from maxtext.sharding.state import (
+    check_batch,
+    check_split,
+    describe,
+    on_device,
+    on_host,
+    split_further,
+)
 from maxtext.trainers.losses import token_order
 from maxtext.trainers.step import TrainState, make_eval_step, make_train_step
 
-# By platform. On CPUs, LLVM's first level compiles a step in three quarters of the time, and it runs as fast.
+# By platform. On CPUs, LLVM's first level compiles a step in three quarters of the time, and it
+# runs as fast.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 
 
@@ -43,7 +53,9 @@ class Setup:
 
     @classmethod
     def of(cls, config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> "Setup":
-        """For this run's devices, or for others that need not be here: then the step can be compiled, not run."""
+        """For this run's devices, or for others that need not be here: then the step can be
+        compiled, not run.
+        """
         refuse_inference(config)
         template = make_template(config)
         rules = AxisRules.of(config, make_mesh(config, devices))
@@ -53,7 +65,12 @@ class Setup:
         return self.first_state(initial_weights(self.config, loop=True))
 
     def first_state(self, weights: Any) -> TrainState:
-        return TrainState(jnp.zeros((), jnp.int32), weights, self.optimizer.init(weights), jnp.zeros((), jnp.int32))
+        return TrainState(
+            jnp.zeros((), jnp.int32),
+            weights,
+            self.optimizer.init(weights),
+            jnp.zeros((), jnp.int32),
+        )
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -62,23 +79,35 @@ class Setup:
     @cached_property
     def weight_shardings(self) -> Any:
         shardings = self.rules.shardings(self.template.axes, self.template.weights)
-        return jax.tree.map(on_host, shardings) if self.config.parameter_memory_host_offload else shardings
+        return (
+            jax.tree.map(on_host, shardings)
+            if self.config.parameter_memory_host_offload
+            else shardings
+        )
 
     @cached_property
     def moment_shardings(self) -> Any:
-        """Of what an optimizer keeps for each weight, and of gradients when they reach it: like the weight, and with
-        ZeRO-1 also split over the data axis."""
+        """Of what an optimizer keeps for each weight, and of gradients when they reach it: like the
+        weight, and with ZeRO-1 also split over the data axis."""
         shardings = jax.tree.map(on_device, self.weight_shardings)
         if not self.config.shard_optimizer_over_data:
             return shardings
         return jax.tree.map(
-            lambda sharding, weight: split_further(sharding, weight.shape, "data"), shardings, self.template.weights
+            lambda sharding, weight: split_further(sharding, weight.shape, "data"),
+            shardings,
+            self.template.weights,
         )
 
     @cached_property
     def state_shardings(self) -> TrainState:
-        """Weights by their axes; what the optimizer keeps for a weight, with it; the rest everywhere."""
-        kept = jax.tree.map(on_host, self.moment_shardings) if self.offloads_optimizer else self.moment_shardings
+        """Weights by their axes; what the optimizer keeps for a weight, with it; the rest
+        everywhere.
+        """
+        kept = (
+            jax.tree.map(on_host, self.moment_shardings)
+            if self.offloads_optimizer
+            else self.moment_shardings
+        )
         of_weight = {
             path: (leaf.shape, sharding)
             for (path, leaf), sharding in zip(
@@ -105,7 +134,9 @@ class Setup:
         weights, axes, config = self.template.weights, self.template.axes, self.config
         check_batch(self.rules, config.micro_batch_size_to_train_on, "per_device_batch_size")
         if config.eval_interval > 0:
-            check_batch(self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size")
+            check_batch(
+                self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size"
+            )
         if self.config.debug_sharding:
             for line in describe(self.rules, axes, weights):
                 LOGGER.info("sharding: %s", line)
@@ -113,11 +144,17 @@ class Setup:
 
     def batch_sharding(self, shape: tuple[int, ...]) -> Any:
         """By its logical axes, over the mesh axes that data_sharding lets it be split over."""
-        allowed = {axis for axes in self.config.data_sharding for axis in ([axes] if isinstance(axes, str) else axes)}
+        allowed = {
+            axis
+            for axes in self.config.data_sharding
+            for axis in ([axes] if isinstance(axes, str) else axes)
+        }
         return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape, allowed)
 
     def initial_state(self) -> TrainState:
-        """Fresh, or with the weights of load_parameters_path: a folder of ours, or one of Hugging Face's."""
+        """Fresh, or with the weights of load_parameters_path: a folder of ours, or one of Hugging
+        Face's.
+        """
         with use_rules(self.rules):
             if not self.config.load_parameters_path:
                 return jax.jit(self.fresh, out_shardings=self.state_shardings)()
@@ -136,16 +173,24 @@ class Setup:
 
     def lower_train_step(self, rows: int) -> jax.stages.Lowered:
         step = make_train_step(
-            self.config, self.template, self.optimizer, learning_rate_schedule(self.config), self.to_optimizer
+            self.config,
+            self.template,
+            self.optimizer,
+            learning_rate_schedule(self.config),
+            self.to_optimizer,
         )
         state, batch = placed(self.abstract_state, self.state_shardings), self.abstract_batch(rows)
         if len({device.process_index for device in self.rules.mesh.devices.flat}) > 1:
-            votes = jax.ShapeDtypeStruct((self.rules.mesh.size,), jnp.int32, sharding=self.rules.over_devices())
+            votes = jax.ShapeDtypeStruct(
+                (self.rules.mesh.size,), jnp.int32, sharding=self.rules.over_devices()
+            )
             batch["vote"] = votes
         arguments = state, batch, self.abstract_key
         if self.explicit:
             step = explicitly(step, jax.tree.map(lambda leaf: leaf.sharding, arguments))
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated()))
+        jitted = jax.jit(
+            step, donate_argnums=0, out_shardings=(self.state_shardings, self.rules.replicated())
+        )
         return self.lower(jitted, *arguments)
 
     @property
@@ -153,19 +198,27 @@ class Setup:
         return self.config.shard_mode.value == "explicit"
 
     def to_optimizer(self, gradients: Any) -> Any:
-        """Gradients as the optimizer needs them: with ZeRO-1 each device keeps the part that it updates."""
+        """Gradients as the optimizer needs them: with ZeRO-1 each device keeps the part that it
+        updates.
+        """
         if not self.config.shard_optimizer_over_data:
             return gradients
         return jax.lax.with_sharding_constraint(gradients, self.moment_shardings)
 
     def compile_eval_step(self, rows: int) -> jax.stages.Compiled:
-        step = jax.jit(make_eval_step(self.config, self.template), out_shardings=self.rules.replicated())
+        step = jax.jit(
+            make_eval_step(self.config, self.template), out_shardings=self.rules.replicated()
+        )
         weights = placed(self.template.weights, self.weight_shardings)
         return self.compile(self.lower(step, weights, self.abstract_batch(rows)))
 
     def lower(self, step: Any, *arguments: Any) -> jax.stages.Lowered:
         context = jax.set_mesh(self.rules.mesh) if self.explicit else contextlib.nullcontext()
-        with use_rules(self.rules), context, jax.default_matmul_precision(self.config.matmul_precision.value):
+        with (
+            use_rules(self.rules),
+            context,
+            jax.default_matmul_precision(self.config.matmul_precision.value),
+        ):
             return step.lower(*arguments)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -174,7 +227,9 @@ class Setup:
 
     @cached_property
     def key(self) -> jax.Array:
-        """The randomness of training (dropout), apart from that of the initial weights; on every device."""
+        """The randomness of training (dropout), apart from that of the initial weights; on every
+        device.
+        """
         make = jax.jit(self.make_key, out_shardings=self.rules.replicated())
         return make()
 
@@ -189,13 +244,17 @@ class Setup:
     def to_devices(
         self, batch: dict[str, np.ndarray], held: np.ndarray | None = None, rows: int | None = None
     ) -> dict[str, jax.Array]:
-        """A batch of `rows` laid out over all devices. `held`: sorted indices of its rows that `batch` has, among them
-        all that devices of this process need (none, if others read for it: expansion_factor_real_data); None: all."""
+        """A batch of `rows` laid out over all devices. `held`: sorted indices of its rows that
+        `batch` has, among them all that devices of this process need (none, if others read for it:
+        expansion_factor_real_data); None: all."""
         order = token_order(self.config)
         rows = next(iter(batch.values())).shape[0] if rows is None else rows
         held = np.arange(rows) if held is None else held
         shape = (rows, self.config.max_target_length)
-        readable = (rows * self.readers_of, shape[1])  # the first rows are those of the processes that read
+        readable = (
+            rows * self.readers_of,
+            shape[1],
+        )  # the first rows are those of the processes that read
 
         def place(field: np.ndarray) -> jax.Array:
             field = field if order is None else field[:, order.tokens(field.shape[1])]
@@ -214,7 +273,9 @@ class Setup:
 
         fields = batch or dict.fromkeys(FIELDS, np.zeros((0, shape[1]), np.int32))
         placed = {name: place(field) for name, field in fields.items()}
-        return placed if readable == shape else dealt_out(placed, shape[0], self.batch_sharding(shape))
+        return (
+            placed if readable == shape else dealt_out(placed, shape[0], self.batch_sharding(shape))
+        )
 
     @property
     def readers_of(self) -> int:
@@ -224,13 +285,18 @@ class Setup:
     def on_all_devices(self, number: int) -> jax.Array:
         """[devices]: this process's number on each of its devices."""
         value = np.full(1, number, np.int32)
-        return jax.make_array_from_callback((self.rules.mesh.size,), self.rules.over_devices(), lambda index: value)
+        return jax.make_array_from_callback(
+            (self.rules.mesh.size,), self.rules.over_devices(), lambda index: value
+        )
 
 
 @partial(jax.jit, static_argnums=(1, 2))
 def dealt_out(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str, jax.Array]:
     """The first rows, from the devices of the processes that read to all."""
-    return {name: jax.lax.with_sharding_constraint(field[:rows], sharding) for name, field in batch.items()}
+    return {
+        name: jax.lax.with_sharding_constraint(field[:rows], sharding)
+        for name, field in batch.items()
+    }
 
 
 def refuse_inference(config: MaxTextConfig) -> None:
@@ -255,7 +321,9 @@ def refuse_inference(config: MaxTextConfig) -> None:
 
 
 def read_weights(config: MaxTextConfig, template: Template, shardings: Any) -> Any:
-    """The weights that a run starts from, straight into their shards; they must be of this very model."""
+    """The weights that a run starts from, straight into their shards; they must be of this very
+    model.
+    """
     checkpoint = open_checkpoint(config.load_parameters_path)
     if "checkpoint_is_quantized" in checkpoint.settings:
         raise ConfigError(
@@ -271,7 +339,9 @@ def read_weights(config: MaxTextConfig, template: Template, shardings: Any) -> A
 def refuse_other_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
     """A run starts from weights of its own model, or says that it knows better."""
     words = from_python({"max_target_length": config.max_target_length})
-    other = unsaid(config, load(None, words, environ={}, devices=Devices(1), model=checkpoint.settings))
+    other = unsaid(
+        config, load(None, words, environ={}, devices=Devices(1), model=checkpoint.settings)
+    )
     if other and not config.override_model_config:
         raise ConfigError(
             f"load_parameters_path={checkpoint.path} holds another model: this run's has {', '.join(other)}; leave out "
@@ -282,5 +352,7 @@ def refuse_other_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
 def placed(tree: Any, shardings: Any) -> Any:
     """Abstract arrays that say where they lie."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
     )

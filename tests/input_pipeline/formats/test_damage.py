@@ -1,4 +1,6 @@
-"""A flipped bit is found, or the record is the one that was written: never another error, never other data."""
+"""A flipped bit is found, or the record is the one that was written: never another error, never
+other data.
+"""
 
 import struct
 
@@ -10,9 +12,16 @@ from pyarrow import parquet
 from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline.formats import BadRecord, open_files
 from maxtext.input_pipeline.formats.crc32c import crc32c, masked, masked_of_lengths
-from tests.input_pipeline.formats.writers import WRITERS, framed, make_records, table, write_tfrecord
+from tests.input_pipeline.formats.writers import (
+    WRITERS,
+    framed,
+    make_records,
+    table,
+    write_tfrecord,
+)
 
-# Those whose every byte of data is under a checksum; what has none may change a letter without being noticed.
+# Those whose every byte of data is under a checksum; what has none may change a letter without
+# being noticed.
 VERIFIED = {"tfrecord", "array_record", "groups.array_record", "jsonl.gz"}
 FLIPS = 60
 
@@ -24,7 +33,9 @@ def test_flipped_bits(tmp_path, name):
     write(path, make_records(35))
     data, random = path.read_bytes(), np.random.default_rng(7)
     noticed = 0
-    used = np.flatnonzero(np.frombuffer(data, np.uint8))  # ArrayRecord files are mostly zeros to fill up blocks
+    used = np.flatnonzero(
+        np.frombuffer(data, np.uint8)
+    )  # ArrayRecord files are mostly zeros to fill up blocks
     for place, bit in zip(random.choice(used, FLIPS), random.integers(0, 8, FLIPS), strict=True):
         changed = bytearray(data)
         changed[place] ^= 1 << int(bit)
@@ -56,7 +67,9 @@ def test_a_damaged_record_between_good_ones(tmp_path):
     documents = open_files([str(path)], "tfrecord", ["text"], threads=1)
     with pytest.raises(BadRecord, match="a.tfrecord, record 2: the checksum of its data is wrong"):
         documents[2]
-    assert [documents[index]["text"] for index in (1, 3)] == [make_records(5)[index]["text"] for index in (1, 3)]
+    assert [documents[index]["text"] for index in (1, 3)] == [
+        make_records(5)[index]["text"] for index in (1, 3)
+    ]
 
 
 def test_tfrecord_lengths(tmp_path):
@@ -74,9 +87,13 @@ def test_tfrecord_lengths(tmp_path):
     assert said(whole[: 3 * len(frames[0]) + 5]) == "ends within record 3: copy it again"
     broken = bytearray(whole)
     broken[2 * len(frames[0])] ^= 1
-    assert said(broken) == "is damaged at record 2, whose length has a wrong checksum: copy it again"
+    assert (
+        said(broken) == "is damaged at record 2, whose length has a wrong checksum: copy it again"
+    )
     assert said(bytes(1000)).startswith("is not a TFRecord file")
-    assert said(b"\x1f\x8b" + whole).startswith("is compressed, so its records cannot be read one by one")
+    assert said(b"\x1f\x8b" + whole).startswith(
+        "is compressed, so its records cannot be read one by one"
+    )
     # The frames are whole, but what is in them is no Example.
     assert said(whole).startswith("has no tf.train.Example in its first records (record 0: ")
 
@@ -92,24 +109,33 @@ def test_tfrecord_checksums_are_those_of_the_standard():
     data = np.random.default_rng(0).bytes(70_000)
     for size in (0, 1, 2, 3, 4, 5, 511, 512, 513, 516, 1500):
         assert framed(data[:size])[-4:] == struct.pack("<I", masked(crc32c(data[:size])))
-    # Appending the checksum of the data leads to a constant: a check of long data without another implementation.
+    # Appending the checksum of the data leads to a constant: a check of long data without another
+    # implementation.
     assert crc32c(data + struct.pack("<I", crc32c(data))) == 0x48674BC7
 
 
 def test_a_damaged_row_group_is_decoded_once(tmp_path, monkeypatch):
     path = tmp_path / "a.parquet"
-    plain = dict(compression="none", use_dictionary=False, write_statistics=False)  # so that the text is there once
-    parquet.write_table(table(make_records(21)), path, row_group_size=7, write_page_checksum=True, **plain)
+    plain = dict(
+        compression="none", use_dictionary=False, write_statistics=False
+    )  # so that the text is there once
+    parquet.write_table(
+        table(make_records(21)), path, row_group_size=7, write_page_checksum=True, **plain
+    )
     data = bytearray(path.read_bytes())
     data[data.index(b"document 9")] ^= 1
     path.write_bytes(data)
     documents = open_files([str(path)], "parquet", ["text"], threads=1)
     decoded = []
     load = documents.files[0].load
-    monkeypatch.setattr(documents.files[0], "load", lambda number: decoded.append(number) or load(number))
+    monkeypatch.setattr(
+        documents.files[0], "load", lambda number: decoded.append(number) or load(number)
+    )
     for index in range(21):
         if 7 <= index < 14:
-            with pytest.raises(BadRecord, match=f"a.parquet, row {index}: its block of rows is damaged"):
+            with pytest.raises(
+                BadRecord, match=f"a.parquet, row {index}: its block of rows is damaged"
+            ):
                 documents[index]
         else:
             assert documents[index] == {"text": make_records(21)[index]["text"]}
@@ -122,11 +148,15 @@ def test_uneven_blocks(tmp_path):
     with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, records.schema) as writer:
         for start, count in ((0, 3), (3, 0), (3, 5), (8, 1)):
             writer.write_batch(
-                records.slice(start, count).combine_chunks().to_batches()[0] if count else empty(records)
+                records.slice(start, count).combine_chunks().to_batches()[0]
+                if count
+                else empty(records)
             )
     documents = open_files([path], "arrow", ["text"], threads=1)
     assert documents.blocks.tolist() == [3, 0, 5, 1]
-    assert [record["text"] for record in documents] == [record["text"] for record in make_records(9)]
+    assert [record["text"] for record in documents] == [
+        record["text"] for record in make_records(9)
+    ]
 
 
 def empty(records):
@@ -150,7 +180,10 @@ def test_values_of_tables(tmp_path, kind):
     if kind == "parquet":
         parquet.write_table(mixed, path)
     else:
-        with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, mixed.schema) as writer:
+        with (
+            pyarrow.OSFile(path, "wb") as sink,
+            pyarrow.ipc.new_stream(sink, mixed.schema) as writer,
+        ):
             writer.write_table(mixed)
     text = open_files([path], kind, ["text", "words"], threads=1)
     assert [text[0], text[2]] == [{"text": "a", "words": "x"}, {"text": "b", "words": "x"}]

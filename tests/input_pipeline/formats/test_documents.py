@@ -1,4 +1,6 @@
-"""Every format gives the same records: in order, by many threads, in another process; and says what is wrong."""
+"""Every format gives the same records: in order, by many threads, in another process; and says what
+is wrong.
+"""
 
 import multiprocessing
 import os
@@ -56,13 +58,17 @@ def test_all_columns_when_none_is_named(written):
 
 
 def test_many_threads_read_what_one_reads(written, monkeypatch):
-    monkeypatch.setattr(cache, "DECODED_BLOCKS", 2)  # so that blocks are dropped and decoded again all the time
+    monkeypatch.setattr(
+        cache, "DECODED_BLOCKS", 2
+    )  # so that blocks are dropped and decoded again all the time
     monkeypatch.setattr(cache, "OPEN_FILES", 1)
     paths, kind, records, _ = written
     documents = open_files(paths, kind, ["text", "tokens"], threads=2)
     indices = np.random.default_rng(0).integers(0, 35, 1600).tolist()
     with ThreadPoolExecutor(16) as executor:
-        for record, index in zip(executor.map(documents.__getitem__, indices), indices, strict=True):
+        for record, index in zip(
+            executor.map(documents.__getitem__, indices), indices, strict=True
+        ):
             check(record, records[index])
     assert len(documents.files[0].caches.files.entries) <= 1
     assert len(documents.files[0].caches.blocks.entries) <= 2
@@ -86,7 +92,12 @@ def test_another_process(tmp_path):
 
 
 def read_all_in_another_process(everything, sender):
-    sender.send({name: [found[index]["text"] for index in (0, 19, 20, 34)] for name, found in everything.items()})
+    sender.send(
+        {
+            name: [found[index]["text"] for index in (0, 19, 20, 34)]
+            for name, found in everything.items()
+        }
+    )
 
 
 def test_pickled_without_what_is_open(written):
@@ -107,7 +118,10 @@ def test_wrong_column(written):
     paths, kind, _, _ = written
     with pytest.raises(ConfigError) as raised:
         open_files(paths, kind, ["content"], threads=2)
-    assert len(raised.value.problems) in (2, 3)  # a file without records has columns only where there is a schema
+    assert len(raised.value.problems) in (
+        2,
+        3,
+    )  # a file without records has columns only where there is a schema
     assert raised.value.problems[0].startswith(f"{paths[0]} has no column 'content', only ")
     for name in ("text", "tokens", "score", "train_data_columns"):
         assert name in raised.value.problems[0]
@@ -122,7 +136,10 @@ def test_all_files_of_another_kind_are_named_at_once(tmp_path, kind):
     with pytest.raises(ConfigError) as raised:
         open_files(paths, kind, ["text"], threads=4)
     assert len(raised.value.problems) == 6
-    assert all(problem.startswith(path) for problem, path in zip(raised.value.problems[:5], paths, strict=False))
+    assert all(
+        problem.startswith(path)
+        for problem, path in zip(raised.value.problems[:5], paths, strict=False)
+    )
     assert raised.value.problems[5] == "and 3 more files like these"
 
 
@@ -133,7 +150,9 @@ def test_files_without_records(written):
 
 
 def test_cut_files(written, tmp_path):
-    """Half a file is never taken for a whole one; only JSON lines cannot know, and have a bad last record."""
+    """Half a file is never taken for a whole one; only JSON lines cannot know, and have a bad last
+    record.
+    """
     paths, kind, _, _ = written
     data = Path(paths[0]).read_bytes()
     cut = tmp_path / "cut"
@@ -143,7 +162,9 @@ def test_cut_files(written, tmp_path):
         with pytest.raises(BadRecord, match="invalid JSON"):
             documents[len(documents) - 1]
         return
-    with pytest.raises(ConfigError, match=f"^{cut} (is not|ends within record \\d+|cannot be decompressed)"):
+    with pytest.raises(
+        ConfigError, match=f"^{cut} (is not|ends within record \\d+|cannot be decompressed)"
+    ):
         open_files([str(cut)], kind, ["text"], threads=1)
 
 
@@ -168,7 +189,9 @@ def test_missing_file_and_unknown_kind(tmp_path):
 def test_without_pyarrow(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(extras.EXTRA_OF, "pyarrow", "parquet")
-    with pytest.raises(MissingExtra, match=r"reading .* needs the package 'pyarrow'.*maxtext\[parquet\]"):
+    with pytest.raises(
+        MissingExtra, match=r"reading .* needs the package 'pyarrow'.*maxtext\[parquet\]"
+    ):
         open_files([f"{tmp_path}/a"], kind, ["text"], threads=1)
 
 
@@ -207,7 +230,10 @@ def test_cache_makes_once_and_keeps_within_its_bytes():
         held.get(key, lambda key=key: make(key, 30))
     assert list(held.entries) == [3, 4, 5]
     held.get("large", lambda: make("large", 1000))
-    assert list(held.entries) == [5, "large"]  # threads at the end of one block and the start of the next need both
+    assert list(held.entries) == [
+        5,
+        "large",
+    ]  # threads at the end of one block and the start of the next need both
     with pytest.raises(ZeroDivisionError):
         held.get("failing", lambda: 1 / 0)
     assert held.get("failing", lambda: b"now") == b"now"

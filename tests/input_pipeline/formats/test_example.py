@@ -20,7 +20,9 @@ def varint(value):
 
 
 def example(**features):
-    entries = [field(1, field(1, name.encode()) + field(2, feature)) for name, feature in features.items()]
+    entries = [
+        field(1, field(1, name.encode()) + field(2, feature)) for name, feature in features.items()
+    ]
     return field(1, b"".join(entries))
 
 

@@ -37,20 +37,28 @@ def test_lines_are_those_of_python(seed):
     expected = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     for size in (1, 2, 3, 7, 1000):
         lines = find_lines(pieces(data, size), head=2)
-        found = [data[lines.offsets[index] : lines.offsets[index + 1]].strip() for index in range(len(lines))]
+        found = [
+            data[lines.offsets[index] : lines.offsets[index + 1]].strip()
+            for index in range(len(lines))
+        ]
         assert found == [line.strip() for _, line in expected]
-        assert [lines.number(index) for index in range(len(lines))] == [number for number, _ in expected]
+        assert [lines.number(index) for index in range(len(lines))] == [
+            number for number, _ in expected
+        ]
         assert [line.strip() for line in lines.head] == found[:2]
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_what_a_record_is(tmp_path, compress):
-    data = (
-        b'\xef\xbb\xbf{"text": "a", "n": 1}\r\n\n \t\n{"text": "\\u00df\\n"}\n  {"text": "", "n": null}\n\n{"text":"z"}'
-    )
+    data = b'\xef\xbb\xbf{"text": "a", "n": 1}\r\n\n \t\n{"text": "\\u00df\\n"}\n  {"text": "", "n": null}\n\n{"text":"z"}'
     documents = opened(tmp_path / "a", compress(data))
     assert [record["text"] for record in documents] == ["a", "ß\n", "", "z"]
-    assert [documents.where(index)[1] for index in range(4)] == ["line 1", "line 4", "line 5", "line 7"]
+    assert [documents.where(index)[1] for index in range(4)] == [
+        "line 1",
+        "line 4",
+        "line 5",
+        "line 7",
+    ]
     assert documents.columns() == ["text", "n"]
 
 
@@ -81,7 +89,9 @@ def test_bad_records(tmp_path, line, reason, compress):
 def test_a_bad_first_record_is_not_a_bad_file(tmp_path):
     documents = opened(tmp_path / "a", b'{"tex\n{"text": "b"}\n')
     assert documents[1] == {"text": "b"}
-    with pytest.raises(ConfigError, match=r"a is not a file of JSON lines \(line 1: a list instead"):
+    with pytest.raises(
+        ConfigError, match=r"a is not a file of JSON lines \(line 1: a list instead"
+    ):
         opened(tmp_path / "a", b'[{"text": "a"}]\n')
     with pytest.raises(ConfigError, match="cannot be decompressed"):
         opened(tmp_path / "a", gzip.compress(b'{"text": "a"}\n' * 99)[:-3])

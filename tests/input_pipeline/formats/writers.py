@@ -1,4 +1,6 @@
-"""The same records written in every format, by the libraries themselves or byte by byte from the specification."""
+"""The same records written in every format, by the libraries themselves or byte by byte from the
+specification.
+"""
 
 import gzip
 import json
@@ -32,7 +34,9 @@ def write_jsonl(path, records):
 
 
 def write_jsonl_gz(path, records):
-    path.write_bytes(gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode()))
+    path.write_bytes(
+        gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode())
+    )
 
 
 def write_parquet(path, records):
@@ -40,12 +44,18 @@ def write_parquet(path, records):
 
 
 def write_arrow_stream(path, records):
-    with pyarrow.OSFile(str(path), "wb") as sink, ipc.new_stream(sink, table(records).schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        ipc.new_stream(sink, table(records).schema) as writer,
+    ):
         writer.write_table(table(records), max_chunksize=7)
 
 
 def write_arrow_file(path, records):
-    with pyarrow.OSFile(str(path), "wb") as sink, ipc.new_file(sink, table(records).schema) as writer:
+    with (
+        pyarrow.OSFile(str(path), "wb") as sink,
+        ipc.new_file(sink, table(records).schema) as writer,
+    ):
         writer.write_table(table(records), max_chunksize=7)
 
 
@@ -65,7 +75,11 @@ def write_array_record_groups(path, records):
 
 
 def table(records):
-    schema = [("text", pyarrow.string()), ("tokens", pyarrow.list_(pyarrow.int32())), ("score", pyarrow.float32())]
+    schema = [
+        ("text", pyarrow.string()),
+        ("tokens", pyarrow.list_(pyarrow.int32())),
+        ("score", pyarrow.float32()),
+    ]
     return pyarrow.Table.from_pylist(records, pyarrow.schema(schema))
 
 
@@ -84,6 +98,10 @@ WRITERS = {
 
 def make_records(count, first=0):
     return [
-        {"text": f"document {n} “ß” " + "x" * (n % 13), "tokens": list(range(n, n + n % 5 + 1)), "score": n / 2}
+        {
+            "text": f"document {n} “ß” " + "x" * (n % 13),
+            "tokens": list(range(n, n + n % 5 + 1)),
+            "score": n / 2,
+        }
         for n in range(first, first + count)
     ]

@@ -1,4 +1,6 @@
-"""Products of one row with what is around them, against numpy's in float64; interpreted, unless there is a GPU."""
+"""Products of one row with what is around them, against numpy's in float64; interpreted, unless
+there is a GPU.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -36,26 +38,41 @@ def close(found, right):
     ids=["one step", "at once", "a loop", "long", "long, a loop"],
 )
 def test_gated(depth, width, offset):
-    row, scale, kernels = 3 * numbers(depth), numbers(depth, seed=1), numbers(2 * width, depth, seed=2) / 16
+    row, scale, kernels = (
+        3 * numbers(depth),
+        numbers(depth, seed=1),
+        numbers(2 * width, depth, seed=2) / 16,
+    )
     assert gemv.supports(depth, width, row.dtype)
-    found = gemv.norm_gate_up(gemv.NormedInput(row, scale, 1e-5, offset), kernels, jax.nn.silu, interpret=not GPU)
+    found = gemv.norm_gate_up(
+        gemv.NormedInput(row, scale, 1e-5, offset), kernels, jax.nn.silu, interpret=not GPU
+    )
     gate, up = np.split(wide(kernels) @ normed(row, scale, 1e-5, offset), 2)
     close(found, gate / (1 + np.exp(-gate)) * up)
 
 
-@pytest.mark.parametrize(("heads", "size", "depth"), [((4, 2), 64, 512), ((2, 2), 16, 4096), ((1, 1), 256, 512)])
+@pytest.mark.parametrize(
+    ("heads", "size", "depth"), [((4, 2), 64, 512), ((2, 2), 16, 4096), ((1, 1), 256, 512)]
+)
 def test_rotated(heads, size, depth):
     queries, groups = heads
     row, scale = numbers(depth), jnp.ones(depth, jnp.bfloat16)
     kernels = numbers((queries + 2 * groups) * size, depth, seed=3)
     angles = np.random.default_rng(4).uniform(0, 6, size // 2).astype(np.float32)
     found = gemv.norm_qkv_rope(
-        gemv.NormedInput(row, scale, 1e-6), kernels, jnp.cos(angles), jnp.sin(angles), heads, interpret=not GPU
+        gemv.NormedInput(row, scale, 1e-6),
+        kernels,
+        jnp.cos(angles),
+        jnp.sin(angles),
+        heads,
+        interpret=not GPU,
     )
     right = (wide(kernels) @ normed(row, scale, 1e-6, 0)).reshape(-1, size)
     turning = (right[..., : size // 2] + 1j * right[..., size // 2 :]) * np.exp(1j * angles)
     turned = np.concatenate([turning.real, turning.imag], -1)
-    for each, expected in zip(found, (turned[:queries], turned[queries:-groups], right[-groups:]), strict=True):
+    for each, expected in zip(
+        found, (turned[:queries], turned[queries:-groups], right[-groups:]), strict=True
+    ):
         close(each, expected)
 
 
@@ -63,7 +80,10 @@ def test_rotated(heads, size, depth):
 def test_alone_and_added(depth, width):
     row, kernel, stream = numbers(depth), numbers(width, depth, seed=5), 40 * numbers(width, seed=6)
     close(gemv.gemv(row, kernel, interpret=not GPU), wide(kernel) @ wide(row))
-    close(gemv.gemv_add(row, kernel, stream, interpret=not GPU), wide(stream) + wide(kernel) @ wide(row))
+    close(
+        gemv.gemv_add(row, kernel, stream, interpret=not GPU),
+        wide(stream) + wide(kernel) @ wide(row),
+    )
 
 
 @pytest.mark.parametrize("gate", one_token.GATES)

@@ -1,5 +1,5 @@
-"""The kernel that reads pages where they lie, interpreted, against the definition over gathered pages; and that it can
-be lowered for GPUs that are not here."""
+"""The kernel that reads pages where they lie, interpreted, against the definition over gathered
+pages; and that it can be lowered for GPUs that are not here."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,15 @@ def problem():
     random = np.random.default_rng(0)
     q = jnp.asarray(random.normal(size=(BATCH, HEADS, SIZE)), DTYPE)
     pool, new = (
-        {name: jnp.asarray(random.normal(size=(*first, GROUPS, SIZE)), DTYPE) for name in ("key", "value")}
+        {
+            name: jnp.asarray(random.normal(size=(*first, GROUPS, SIZE)), DTYPE)
+            for name in ("key", "value")
+        }
         for first in ((PAGES, PAGE), (BATCH,))
     )
-    table = jnp.asarray(random.permutation(PAGES)[: BATCH * COLUMNS].reshape(BATCH, COLUMNS), jnp.int32)
+    table = jnp.asarray(
+        random.permutation(PAGES)[: BATCH * COLUMNS].reshape(BATCH, COLUMNS), jnp.int32
+    )
     return q, new, pool, table
 
 
@@ -42,7 +47,10 @@ def written(new, pool, table):
 
 def expected(q, pool, table, **options):
     """By the definition, over a copy of each row's pages in order."""
-    k, v = (pool[name][table].reshape(BATCH, REACH, GROUPS, SIZE).astype(jnp.float32) for name in ("key", "value"))
+    k, v = (
+        pool[name][table].reshape(BATCH, REACH, GROUPS, SIZE).astype(jnp.float32)
+        for name in ("key", "value")
+    )
     positions = jnp.asarray(POSITIONS)[:, None]
     return attend(
         q[:, None].astype(jnp.float32), k, v, backend="dot_product", visibility=Visibility(), scale=0.3,
@@ -53,7 +61,14 @@ def expected(q, pool, table, **options):
 
 def found(q, new, pool, table, **options):
     mixed, after = decode.paged_attention(
-        q, new, pool, table, jnp.asarray(POSITIONS, jnp.int32), scale=0.3, interpret=not GPU, **options
+        q,
+        new,
+        pool,
+        table,
+        jnp.asarray(POSITIONS, jnp.int32),
+        scale=0.3,
+        interpret=not GPU,
+        **options,
     )
     return np.asarray(mixed, np.float32), after
 
@@ -73,7 +88,11 @@ def test_rows_of_all_lengths(block, splits):
 @pytest.mark.parametrize("option", ["soft_cap", "sinks"])
 def test_options(option):
     q, new, pool, table = problem()
-    options = {"soft_cap": 2.0} if option == "soft_cap" else {"sinks": jnp.arange(HEADS, dtype=jnp.float32) / 3}
+    options = (
+        {"soft_cap": 2.0}
+        if option == "soft_cap"
+        else {"sinks": jnp.arange(HEADS, dtype=jnp.float32) / 3}
+    )
     mixed, _ = found(q, new, pool, table, **options)
     right = written(new, pool, table)
     np.testing.assert_allclose(mixed, expected(q, right, table, **options), atol=CLOSE)
@@ -98,7 +117,8 @@ def test_integers(dtype, by_head):
         scales = [arrays[name + "_scale"] for name in ("key", "value")]
         scales = [each[..., None] if by_head else each[..., None, None] for each in scales]
         return {
-            name: dequantize(arrays[name], scale, DTYPE) for name, scale in zip(("key", "value"), scales, strict=True)
+            name: dequantize(arrays[name], scale, DTYPE)
+            for name, scale in zip(("key", "value"), scales, strict=True)
         }
 
     new, pool = map(stored, floats)
@@ -115,7 +135,10 @@ def test_what_nobody_wrote_is_not_read():
     for row, position in enumerate(POSITIONS):
         for place in range(position):
             known[table[row, place // PAGE], place % PAGE] = True
-    dirty = {name: jnp.where(known[..., None, None], array, 1e30).astype(DTYPE) for name, array in pool.items()}
+    dirty = {
+        name: jnp.where(known[..., None, None], array, 1e30).astype(DTYPE)
+        for name, array in pool.items()
+    }
     mixed, _ = found(q, new, dirty, table, block=8)
     np.testing.assert_allclose(mixed, expected(q, written(new, pool, table), table), atol=CLOSE)
 
@@ -129,7 +152,11 @@ def test_it_can_be_lowered_for_gpus(dtype):
 
     def arrays(*first):
         made = {name: shape(*first, groups, size) for name in ("key", "value")}
-        return made | ({f"{name}_scale": shape(*first, of="float32") for name in made} if dtype == "int8" else {})
+        return made | (
+            {f"{name}_scale": shape(*first, of="float32") for name in made}
+            if dtype == "int8"
+            else {}
+        )
 
     def run(q, new, pool, table, positions):
         return decode.paged_attention(q, new, pool, table, positions, scale=0.1)
@@ -180,9 +207,13 @@ def test_parts_of_one_product():
     random = np.random.default_rng(5)
     x = jnp.asarray(random.normal(size=(BATCH, (HEADS + 2 * GROUPS) * SIZE)), DTYPE)
     angles = random.uniform(0, 6, (BATCH, SIZE // 2)).astype(np.float32)
-    found = decode.split_qkv_rope(x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU)
+    found = decode.split_qkv_rope(
+        x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU
+    )
     heads = np.asarray(x, np.float64).reshape(BATCH, -1, SIZE)
-    turning = (heads[..., : SIZE // 2] + 1j * heads[..., SIZE // 2 :]) * np.exp(1j * angles)[:, None]
+    turning = (heads[..., : SIZE // 2] + 1j * heads[..., SIZE // 2 :]) * np.exp(1j * angles)[
+        :, None
+    ]
     turned = np.concatenate([turning.real, turning.imag], axis=-1)
     right = turned[:, :HEADS], turned[:, HEADS:-GROUPS], heads[:, -GROUPS:]
     for each, expected in zip(found, right, strict=True):
@@ -208,5 +239,7 @@ def test_spans_as_one(monkeypatch, splits, sinks):
     right = (whole[..., None] * values).sum((2, 4))
     right /= (whole.sum((2, 4)) + (np.exp(sink).reshape(2, 3) if sinks else 0))[..., None]
     spans = [jnp.asarray(part, jnp.float32) for part in (mixed, largest, total)]
-    found = decode.combine_spans(*spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU)
+    found = decode.combine_spans(
+        *spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU
+    )
     np.testing.assert_allclose(found, right, atol=1e-5)

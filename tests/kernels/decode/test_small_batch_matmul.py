@@ -1,4 +1,6 @@
-"""Products of few rows with integers against numpy's in float64; interpreted, unless there is a GPU."""
+"""Products of few rows with integers against numpy's in float64; interpreted, unless there is a
+GPU.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,13 @@ GPU = jax.default_backend() == "gpu"
 def test_products(rows, depth, widths):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(rows, depth)), jnp.bfloat16)
-    kernels = [jnp.asarray(random.integers(-128, 128, (width, depth)), jnp.int8) for width in widths]
+    kernels = [
+        jnp.asarray(random.integers(-128, 128, (width, depth)), jnp.int8) for width in widths
+    ]
     assert all(decode_matmul.supports(rows, depth, width, x.dtype) for width in widths)
-    for kernel, found in zip(kernels, decode_matmul.small_batch_matmul(x, kernels, interpret=not GPU), strict=True):
+    for kernel, found in zip(
+        kernels, decode_matmul.small_batch_matmul(x, kernels, interpret=not GPU), strict=True
+    ):
         right = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
         np.testing.assert_allclose(found, right, atol=1e-5 * np.abs(right).max())
 
@@ -55,7 +61,10 @@ def test_what_is_not_finite_stays_so(value):
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_they_can_be_lowered_for_gpus(rows):
-    x, kernel = jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), jax.ShapeDtypeStruct((1024, 4096), "int8")
+    x, kernel = (
+        jax.ShapeDtypeStruct((rows, 4096), "bfloat16"),
+        jax.ShapeDtypeStruct((1024, 4096), "int8"),
+    )
     run = jax.jit(lambda x, one, other: decode_matmul.small_batch_matmul(x, [one, other]))
     text = run.trace(x, kernel, kernel).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call") == (1 if rows == 1 else 2)
@@ -89,12 +98,16 @@ def test_layers_come_to_them_on_a_gpu(monkeypatch, rows):
     monkeypatch.setattr(decode_matmul, "small_batch_matmul", run)
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(rows, 1, 4, 64)), jnp.bfloat16)
-    kernels = [jnp.asarray(random.normal(size=(4, 64, *size)), jnp.bfloat16) for size in ((2, 64), (64,))]
+    kernels = [
+        jnp.asarray(random.normal(size=(4, 64, *size)), jnp.bfloat16) for size in ((2, 64), (64,))
+    ]
     integers = [quantized(kernel, (0, 1), jnp.int8) for kernel in kernels]
     near, usual = (products(x, integers, 2, jnp.bfloat16, platform) for platform in ("gpu", "cpu"))
     assert calls == [2]
     assert [y.shape for y in near] == [(rows, 1, 2, 64), (rows, 1, 64)]
     for one, other in zip(near, usual, strict=True):
-        np.testing.assert_allclose(one.astype(float), other.astype(float), atol=0.01 * np.abs(other).max())
+        np.testing.assert_allclose(
+            one.astype(float), other.astype(float), atol=0.01 * np.abs(other).max()
+        )
     products(x, kernels, 2, jnp.bfloat16, "gpu")  # floats
     assert calls == [2]

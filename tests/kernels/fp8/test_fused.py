@@ -45,14 +45,16 @@ def triton(monkeypatch):
 
 @pytest.mark.parametrize("width", [384, 128])
 def test_triton_equals_xla_bit_for_bit(triton, width):
-    """To the last digit: the same numbers are multiplied, and sums of them are exact here. Gradients that are not wider
-    than x have one scale."""
+    """To the last digit: the same numbers are multiplied, and sums of them are exact here.
+    Gradients that are not wider than x have one scale."""
     random = np.random.default_rng(0)
     shapes = (2, 64, 2, 128), (2, 128, 4, 32), (2, 128, width), (2, 64, 4, 32), (2, 64, width)
     x, *kernels, one, other = (random.integers(-8, 9, shape).astype(np.float32) for shape in shapes)
 
     def both(platform):
-        function = partial(quantized_matmul, input_dims=2, precision="fp8", dtype=jnp.float32, platform=platform)
+        function = partial(
+            quantized_matmul, input_dims=2, precision="fp8", dtype=jnp.float32, platform=platform
+        )
         return gradients(function, (one, other), x, tuple(kernels))
 
     for found, expected in zip(both(triton), both(None), strict=True):
@@ -66,7 +68,9 @@ def test_transpose_fp8(triton, width):
     factor = jnp.asarray(2.0 ** random.integers(-3, 1, 256), jnp.float32)
     np.testing.assert_array_equal(np.asarray(rowwise.transpose_fp8(numbers)), np.asarray(numbers).T)
     expected = (numbers.astype(jnp.float32) * factor[:, None]).astype(E4M3)
-    np.testing.assert_array_equal(np.asarray(rowwise.transpose_fp8(numbers, factor)), np.asarray(expected).T)
+    np.testing.assert_array_equal(
+        np.asarray(rowwise.transpose_fp8(numbers, factor)), np.asarray(expected).T
+    )
 
 
 def test_shapes_without_whole_tiles_are_left_to_xla(triton):
@@ -98,18 +102,25 @@ def close(found, expected, tolerance):
 
 
 def test_norm_qkv(triton):
-    """Against the norm, then products: a number that lies between two of eight bits may go either way."""
+    """Against the norm, then products: a number that lies between two of eight bits may go either
+    way.
+    """
     random = np.random.default_rng(1)
     x, added = spread(random, 2, 64, 384), spread(random, 2, 64, 384)
     scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
-    kernels = tuple(jnp.asarray(random.normal(size=shape), jnp.bfloat16) for shape in ((384, 2, 128), (384, 128)))
+    kernels = tuple(
+        jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+        for shape in ((384, 2, 128), (384, 128))
+    )
     cotangent = added, (spread(random, 2, 64, 2, 128), spread(random, 2, 64, 128))
 
     def together(x, scale, kernels):
         return fused.norm_qkv(x, scale, kernels, (), None, 1e-5, jnp.bfloat16)
 
     def apart(x, scale, kernels):
-        return x, quantized_matmul(norm.rms_norm(x, scale, 1e-5, jnp.bfloat16), kernels, 1, "fp8", jnp.bfloat16)
+        return x, quantized_matmul(
+            norm.rms_norm(x, scale, 1e-5, jnp.bfloat16), kernels, 1, "fp8", jnp.bfloat16
+        )
 
     found, expected = (gradients(each, cotangent, x, scale, kernels) for each in (together, apart))
     np.testing.assert_array_equal(found[0], expected[0])
@@ -119,7 +130,9 @@ def test_norm_qkv(triton):
 def apply_rope(x, cos, sin):
     """By its definition: pairs (i, i + D/2) of x [..., D] rotated."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def cos_sin(positions, head_dim):
@@ -155,8 +168,14 @@ def test_norm_qkv_with_rope(triton):
 
 @pytest.mark.parametrize("heads", [(16, 16), (40, 8)])
 def test_norm_qkv_with_rope_lowers_for_gpus(heads):
-    x, scale = jax.ShapeDtypeStruct((256, 2048), "bfloat16"), jax.ShapeDtypeStruct((2048,), "float32")
-    kernels = tuple(jax.ShapeDtypeStruct((2048, count, 128), "bfloat16") for count in (heads[0], heads[1], heads[1]))
+    x, scale = (
+        jax.ShapeDtypeStruct((256, 2048), "bfloat16"),
+        jax.ShapeDtypeStruct((2048,), "float32"),
+    )
+    kernels = tuple(
+        jax.ShapeDtypeStruct((2048, count, 128), "bfloat16")
+        for count in (heads[0], heads[1], heads[1])
+    )
 
     def program(x, scale, kernels, positions):
         y, back = jax.vjp(lambda x: rotated_products(x[None], scale, kernels, positions), x)
@@ -173,7 +192,9 @@ def test_norm_mlp(triton, activation):
     x, added = spread(random, 2, 64, 384), spread(random, 2, 64, 384)
     scale = jnp.asarray(1 + 0.1 * random.normal(size=384), jnp.float32)
     shapes = (384, 640), (384, 640), (640, 384)
-    kernels = tuple(jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, jnp.bfloat16) for shape in shapes)
+    kernels = tuple(
+        jnp.asarray(random.normal(size=shape) / shape[0] ** 0.5, jnp.bfloat16) for shape in shapes
+    )
 
     def together(x, scale, kernels):
         return fused.norm_mlp(x, scale, kernels, 1e-5, activation, GATE_TAGS, jnp.bfloat16)
@@ -188,23 +209,30 @@ def test_norm_mlp(triton, activation):
         return quantized_matmul(x, kernels, 1, "fp8", jnp.bfloat16)
 
     def exactly(x, kernels):
-        return [jnp.matmul(x, each, precision="highest", preferred_element_type=jnp.float32) for each in kernels]
+        return [
+            jnp.matmul(x, each, precision="highest", preferred_element_type=jnp.float32)
+            for each in kernels
+        ]
 
     cotangent = added, spread(random, 2, 64, 384)
     found = gradients(together, cotangent, x, scale, kernels)
-    close(found[1:], gradients(partial(apart, in_eight_bits), cotangent, x, scale, kernels)[1:], 0.08)
+    close(
+        found[1:], gradients(partial(apart, in_eight_bits), cotangent, x, scale, kernels)[1:], 0.08
+    )
     wide = cotangent[0], cotangent[1].astype(jnp.float32)
     close(found[1:], gradients(partial(apart, exactly), wide, x, scale, kernels)[1:], 0.13)
 
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_out_norm_mlp(triton, heads):
-    """Against the product and the sum before the block. With few heads, of tokens of one size, as gradients have one
-    scale here, and there one for each token."""
+    """Against the product and the sum before the block. With few heads, of tokens of one size, as
+    gradients have one scale here, and there one for each token."""
     random = np.random.default_rng(7)
     shapes = (384,), (heads, 64), (384,), (384,)
     if heads * 64 < 384:
-        arrays = (jnp.asarray(random.normal(size=(2, 64, *shape)), jnp.bfloat16) for shape in shapes)
+        arrays = (
+            jnp.asarray(random.normal(size=(2, 64, *shape)), jnp.bfloat16) for shape in shapes
+        )
     else:
         arrays = (spread(random, 2, 64, *shape) for shape in shapes)
     x, mixed, added, cotangent = arrays
@@ -228,33 +256,49 @@ def test_out_norm_mlp(triton, heads):
 
 
 def test_gate_gradients_are_within_their_scales(triton):
-    """Also where one product is as large as its factors' lengths, and activations are at their steepest."""
+    """Also where one product is as large as its factors' lengths, and activations are at their
+    steepest.
+    """
     kernel = jnp.zeros((128, 128), jnp.bfloat16).at[0].set(1)
-    x = jnp.zeros((128, 128), jnp.bfloat16).at[:, 0].set(jnp.linspace(-300, 300, 128, dtype=jnp.bfloat16))
+    x = (
+        jnp.zeros((128, 128), jnp.bfloat16)
+        .at[:, 0]
+        .set(jnp.linspace(-300, 300, 128, dtype=jnp.bfloat16))
+    )
 
     def block(x, kernels):
-        return fused.norm_mlp(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16)[1]
+        return fused.norm_mlp(
+            x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16
+        )[1]
 
     kernels = kernel, kernel, kernel.T
     *_, of_gate, of_up, _ = gradients(block, x * 1e4, x, kernels)
 
     def exactly(x, kernels):
-        gate, up = (norm.rms_norm(x, jnp.ones(128), 1e-5, jnp.float32) @ each for each in kernels[:2])
+        gate, up = (
+            norm.rms_norm(x, jnp.ones(128), 1e-5, jnp.float32) @ each for each in kernels[:2]
+        )
         return (jax.nn.silu(gate) * up) @ kernels[2]
 
     wide = [each.astype(jnp.float32) for each in kernels]
-    *_, expected_gate, expected_up, _ = gradients(exactly, x.astype(jnp.float32) * 1e4, x.astype(jnp.float32), wide)
+    *_, expected_gate, expected_up, _ = gradients(
+        exactly, x.astype(jnp.float32) * 1e4, x.astype(jnp.float32), wide
+    )
     close((of_gate, of_up), (expected_gate, expected_up), 0.1)
 
 
 @pytest.mark.parametrize("size", [1e-36, 1e-25, 1e25])
 def test_gradients_of_one_token_may_be_of_any_size(triton, size):
     random = np.random.default_rng(6)
-    kernels = tuple(jnp.asarray(random.normal(size=(128, 128)) / 11, jnp.bfloat16) for _ in range(3))
+    kernels = tuple(
+        jnp.asarray(random.normal(size=(128, 128)) / 11, jnp.bfloat16) for _ in range(3)
+    )
     x, gradient = (jnp.asarray(random.normal(size=(128, 128)), jnp.bfloat16) for _ in range(2))
 
     def block(x, kernels):
-        return fused.norm_mlp(x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16)[1]
+        return fused.norm_mlp(
+            x, jnp.ones(128), kernels, 1e-5, jax.nn.silu, GATE_TAGS, jnp.bfloat16
+        )[1]
 
     found = gradients(block, gradient.at[5].mul(size), x, kernels)
     assert all(np.isfinite(each).all() for each in found)
@@ -265,16 +309,24 @@ def test_gradients_of_one_token_may_be_of_any_size(triton, size):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_slopes_of_activations_are_bounded(name):
     x = jnp.linspace(-30, 30, 60001)
-    assert jnp.max(jnp.abs(jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),))[1])) < fused.MAX_SLOPE
+    assert (
+        jnp.max(jnp.abs(jax.jvp(ACTIVATIONS[name], (x,), (jnp.ones_like(x),))[1])) < fused.MAX_SLOPE
+    )
     assert abs(ACTIVATIONS[name](0.0)) <= 1
 
 
 def test_head_cross_entropy(triton):
     """Against the product in fp8, then the loss. Some tokens do not count."""
     random = np.random.default_rng(4)
-    x, kernel = spread(random, 2, 64, 256), jnp.asarray(random.normal(size=(256, 384)) / 16, jnp.bfloat16)
+    x, kernel = (
+        spread(random, 2, 64, 256),
+        jnp.asarray(random.normal(size=(256, 384)) / 16, jnp.bfloat16),
+    )
     targets = jnp.asarray(random.integers(0, 384, (2, 64)))
-    of_both = tuple(jnp.asarray(random.normal(size=(2, 64)) * (random.random((2, 64)) > 0.3), "float32") for _ in "ab")
+    of_both = tuple(
+        jnp.asarray(random.normal(size=(2, 64)) * (random.random((2, 64)) > 0.3), "float32")
+        for _ in "ab"
+    )
 
     def together(x, kernel):
         return head_cross_entropy(x, kernel, targets, jnp.bfloat16)
@@ -310,24 +362,40 @@ def test_tagged_intermediates_can_be_saved(triton):
 
 @pytest.mark.parametrize("width", [2048, 5120])
 def test_out_norm_mlp_lowers_for_gpus(width):
-    shapes = (256, width), (256, 32, 128), (32, 128, width), (width, 1408), (width, 1408), (1408, width)
+    shapes = (
+        (256, width),
+        (256, 32, 128),
+        (32, 128, width),
+        (width, 1408),
+        (width, 1408),
+        (1408, width),
+    )
     x, mixed, out, *kernels = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
 
     def program(x, mixed, out, scale, kernels):
         rest = 1e-5, jax.nn.silu, TAGS, jnp.bfloat16
-        y, back = jax.vjp(lambda *arrays: fused.out_norm_mlp(*arrays, *rest), x, mixed, out, scale, kernels)
+        y, back = jax.vjp(
+            lambda *arrays: fused.out_norm_mlp(*arrays, *rest), x, mixed, out, scale, kernels
+        )
         return y, back(y)
 
-    text = lowered(program, x, mixed, out, jax.ShapeDtypeStruct((width,), "float32"), tuple(kernels))
-    # 13 of a gated block; what is rounded, turned, and the kernel; going back, the gradient both ways.
+    text = lowered(
+        program, x, mixed, out, jax.ShapeDtypeStruct((width,), "float32"), tuple(kernels)
+    )
+    # 13 of a gated block; what is rounded, turned, and the kernel; going back, the gradient both
+    # ways.
     assert text.count("@__gpu$xla.gpu.triton") == 13 + 3 + 1
 
 
 def test_matmul_lowers_for_gpus():
-    x, kernel, gradient = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 128), (128, 384), (256, 384)))
+    x, kernel, gradient = (
+        jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 128), (128, 384), (256, 384))
+    )
 
     def program(x, kernel, gradient):
-        y, back = jax.vjp(lambda x, kernel: product(x, kernel, 1, "fp8", jnp.bfloat16, "gpu"), x, kernel)
+        y, back = jax.vjp(
+            lambda x, kernel: product(x, kernel, 1, "fp8", jnp.bfloat16, "gpu"), x, kernel
+        )
         return y, back(gradient)
 
     text = lowered(program, x, kernel, gradient)
@@ -337,7 +405,8 @@ def test_matmul_lowers_for_gpus():
 
 
 @pytest.mark.parametrize(
-    ("width", "name"), [*((256, name) for name in ACTIVATIONS), (7168, "silu"), (1408, "silu"), (11008, "silu")]
+    ("width", "name"),
+    [*((256, name) for name in ACTIVATIONS), (7168, "silu"), (1408, "silu"), (11008, "silu")],
 )
 def test_norm_mlp_lowers_for_gpus(width, name):
     """Also where the width is a sum of several powers of two."""
@@ -376,7 +445,8 @@ def test_quantize_rowwise_equals_xla(triton, dtype):
         )
         multiplied = (theirs.astype(jnp.float32) * factor[:, None]).astype(dtype)
         np.testing.assert_array_equal(
-            np.asarray(rowwise.transpose_fp8(ours, factor), np.float32), np.asarray(multiplied, np.float32).T
+            np.asarray(rowwise.transpose_fp8(ours, factor), np.float32),
+            np.asarray(multiplied, np.float32).T,
         )
 
 
@@ -393,8 +463,14 @@ def test_nonfinite_rows_stay_nonfinite(triton, bad):
 def test_long_rows_are_quantized_by_xla(triton, monkeypatch):
     """To the same numbers."""
     random = np.random.default_rng(3)
-    x, kernel, cotangent = spread(random, 128, 256), spread(random, 256, 384), spread(random, 128, 384)
-    function = partial(quantized_matmul, input_dims=1, precision="fp8", dtype=jnp.bfloat16, platform=triton)
+    x, kernel, cotangent = (
+        spread(random, 128, 256),
+        spread(random, 256, 384),
+        spread(random, 128, 384),
+    )
+    function = partial(
+        quantized_matmul, input_dims=1, precision="fp8", dtype=jnp.bfloat16, platform=triton
+    )
     expected = gradients(function, (cotangent,), x, (kernel,))
     monkeypatch.setattr(matmul, "MAX_COLUMNS", 128)
     monkeypatch.setattr(rowwise, "quantize_rowwise", None)

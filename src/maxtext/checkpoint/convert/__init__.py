@@ -1,4 +1,6 @@
-"""Hugging Face folders to our weights and back: rules as data, read and written a tensor at a time."""
+"""Hugging Face folders to our weights and back: rules as data, read and written a tensor at a
+time.
+"""
 
 from maxtext.checkpoint.convert.rules import Rule
 from maxtext.checkpoint.convert.stream import Conversion, from_hf, to_hf

@@ -27,9 +27,14 @@ SHARD_BYTES = 2 * 10**9
 
 
 def from_folder(
-    source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    dtype: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
-    """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats (but see `dtypes_of`)."""
+    """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats (but see
+    `dtypes_of`).
+    """
     checkpoint = open_checkpoint(source)
     if checkpoint.table is None:
         raise UserError(f"{source} is a folder of ours already")
@@ -39,7 +44,10 @@ def from_folder(
 
 
 def from_training(
-    source: str | os.PathLike, out: str | os.PathLike, dtype: str | None = None, progress: Progress | None = None
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    dtype: str | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """The weights of the newest step of a training checkpoint as a folder of ours."""
     folder = local_path(source).absolute()
@@ -50,7 +58,11 @@ def from_training(
         raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dtypes_of(places, wanted))
+    weights: Any = (
+        checkpoint.folder
+        if wanted is None
+        else Recast(checkpoint.folder, dtypes_of(places, wanted))
+    )
     save_ours(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
 
 
@@ -61,20 +73,35 @@ def to_folder(
     progress: Progress | None = None,
     text_only: bool = False,
 ) -> None:
-    """A folder of ours as one that Hugging Face's libraries load. `text_only`: as in `save_theirs`."""
+    """A folder of ours as one that Hugging Face's libraries load. `text_only`: as in
+    `save_theirs`.
+    """
     checkpoint = open_checkpoint(source)
     if checkpoint.table is not None:
         raise UserError(f"{source} is a Hugging Face folder already")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights: Any = checkpoint.folder if wanted is None else Recast(checkpoint.folder, dtypes_of(places, wanted))
+    weights: Any = (
+        checkpoint.folder
+        if wanted is None
+        else Recast(checkpoint.folder, dtypes_of(places, wanted))
+    )
     save_theirs(
-        out, config, places, weights, checkpoint.carried, checkpoint.names, progress=progress, text_only=text_only
+        out,
+        config,
+        places,
+        weights,
+        checkpoint.carried,
+        checkpoint.names,
+        progress=progress,
+        text_only=text_only,
     )
 
 
 def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Place]]:
-    """The configuration of a checkpoint's model, unrolled so that each weight is a layer's own, and its weights."""
+    """The configuration of a checkpoint's model, unrolled so that each weight is a layer's own, and
+    its weights.
+    """
     keys = from_python(within_positions(checkpoint.settings, {"scan_layers": False}))
     config = load(None, keys, environ={}, devices=Devices(1), model=checkpoint.settings)
     return config, places_of(make_template(config), config)

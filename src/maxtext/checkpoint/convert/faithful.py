@@ -1,7 +1,7 @@
 """Whether a config.json says all of a model: it is read again, and the two are compared.
 
-What counts is what is computed from the same weights: layers are compared by their specs, apart from fields that choose
-how to compute it, and from those that only training knows.
+What counts is what is computed from the same weights: layers are compared by their specs, apart
+from fields that choose how to compute it, and from those that only training knows.
 """
 
 import math
@@ -29,7 +29,9 @@ HEAD = 128  # a size of heads to compare rotations at
 
 
 def unsaid(config: MaxTextConfig, again: Any) -> list[str]:
-    """What a configuration has otherwise than the one that was read again, in words; what many layers have, once."""
+    """What a configuration has otherwise than the one that was read again, in words; what many
+    layers have, once.
+    """
     found: dict[str, None] = {}
     for key in OUTSIDE_LAYERS:
         found |= dict.fromkeys(different(getattr(config, key), getattr(again, key), key))
@@ -48,7 +50,9 @@ def different(one: Any, other: Any, path: str) -> Iterator[str]:
             yield f"{path}={one}"
     elif is_dataclass(one) and type(one) is type(other):
         for field in fields(one):
-            manner = field.name in MANNER or (isinstance(one, GatedDeltaNetSpec) and field.name == "chunk")
+            manner = field.name in MANNER or (
+                isinstance(one, GatedDeltaNetSpec) and field.name == "chunk"
+            )
             if not manner:
                 name = f"{path}.{field.name}" if path else field.name
                 yield from different(getattr(one, field.name), getattr(other, field.name), name)

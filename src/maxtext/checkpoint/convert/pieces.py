@@ -1,4 +1,6 @@
-"""The mechanics under the rules: patterns of axes, and blocks of elements that are copied either way as bits."""
+"""The mechanics under the rules: patterns of axes, and blocks of elements that are copied either
+way as bits.
+"""
 
 import itertools
 import re
@@ -15,7 +17,9 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """ "(h d) e -> e h d": their dimensions, each of one or several axes (a 1 has none), and our axes."""
+    """ "(h d) e -> e h d": their dimensions, each of one or several axes (a 1 has none), and our
+    axes.
+    """
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[str, ...]
@@ -29,7 +33,9 @@ class Pattern:
         if any(len(group) != 1 for group in ours):
             raise ValueError(f"axes of ours stand alone in {text!r}")
         pattern = cls(theirs, tuple(axis for (axis,) in ours))
-        if sorted(pattern.their_axes) != sorted(pattern.ours) or len(set(pattern.ours)) != len(pattern.ours):
+        if sorted(pattern.their_axes) != sorted(pattern.ours) or len(set(pattern.ours)) != len(
+            pattern.ours
+        ):
             raise ValueError(f"both sides of {text!r} must have the same axes, each once")
         return pattern
 
@@ -40,7 +46,9 @@ class Pattern:
 
 def parse_side(text: str) -> tuple[tuple[str, ...], ...]:
     if re.sub(r"\([\w\s]*\)|\w+|\s", "", text):
-        raise ValueError(f"{text.strip()!r} is not a list of axes: write words, (flattened axes) and 1")
+        raise ValueError(
+            f"{text.strip()!r} is not a list of axes: write words, (flattened axes) and 1"
+        )
     groups = [re.findall(r"\w+", group) for group in re.findall(r"\([^)]*\)|\w+", text)]
     return tuple(tuple(axis for axis in group if axis != "1") for group in groups)
 
@@ -57,7 +65,8 @@ class Piece:
     order: tuple[int, ...]  # what is left of our axes, in their order
 
     def of_theirs(self, array: np.ndarray) -> np.ndarray:
-        # Splitting dimensions needs no copy, so this is a window on the array; so is what an index with ... gives.
+        # Splitting dimensions needs no copy, so this is a window on the array; so is what an index
+        # with ... gives.
         return array[(*self.cut, ...)].reshape(self.split)[(*self.their_index, ...)]
 
     def of_ours(self, array: np.ndarray) -> np.ndarray:
@@ -82,7 +91,9 @@ class Bound:
             array = next(tensors)
             weights = weights or [np.empty(one, array.dtype) for one in self.our_shapes]
             if array.shape != shape or array.dtype != weights[0].dtype:
-                raise ValueError(f"{name} is {array.dtype}{array.shape}, not {weights[0].dtype}{shape}")
+                raise ValueError(
+                    f"{name} is {array.dtype}{array.shape}, not {weights[0].dtype}{shape}"
+                )
             for piece in pieces:
                 copy(piece.of_ours(weights[piece.ours]), piece.of_theirs(array))
             del array  # or it would be kept while the next one is read

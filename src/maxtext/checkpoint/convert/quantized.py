@@ -1,13 +1,18 @@
-"""Quantized checkpoints, read as if they were plain: every tensor in bfloat16 under its plain name, the scales unseen.
+"""Quantized checkpoints, read as if they were plain: every tensor in bfloat16 under its plain name,
+the scales unseen.
 
-Two schemes are published. A value is what its code stands for times the scale of its block, computed in float32:
+Two schemes are published. A value is what its code stands for times the scale of its block,
+computed in float32:
 
-- fp8 (DeepSeek 3, Kimi K2): X is F8_E4M3 [..., O, I], X_scale_inv [..., ⌈O / rows⌉, ⌈I / columns⌉] has a scale for
-  each block of a matrix. weight_block_size says how many rows and columns it has; the last ones may have fewer.
-- mxfp4 (gpt-oss): X_blocks is U8 [X, O, G, 16], 32 codes of four bits for each of G groups, the lower half of a byte
-  first; X_scales is U8 [X, O, G], exponents of 2 with a bias of 127. The plain X is [X, I, O], I = 32 G.
+- fp8 (DeepSeek 3, Kimi K2): X is F8_E4M3 [..., O, I], X_scale_inv [..., ⌈O / rows⌉, ⌈I / columns⌉]
+  has a scale for each block of a matrix. weight_block_size says how many rows and columns it has;
+  the last ones may have fewer.
+- mxfp4 (gpt-oss): X_blocks is U8 [X, O, G, 16], 32 codes of four bits for each of G groups, the
+  lower half of a byte first; X_scales is U8 [X, O, G], exponents of 2 with a bias of 127. The plain
+  X is [X, I, O], I = 32 G.
 
-Tensors that are not quantized pass as they are. Memory holds one tensor, its codes, and a few of its blocks in float32.
+Tensors that are not quantized pass as they are. Memory holds one tensor, its codes, and a few of
+its blocks in float32.
 
 Shapes: X experts, O outputs, I inputs, G groups of 32 inputs.
 """
@@ -29,10 +34,15 @@ Json = dict[str, Any]
 BF16, E4M3, E8M0, U8 = (DTYPES[name] for name in ("BF16", "F8_E4M3", "F8_E8M0", "U8"))
 EIGHT_BIT_FLOATS = tuple(dtype for name, dtype in DTYPES.items() if name.startswith("F8_"))
 GROUP = 32  # inputs that share a scale in mxfp4
-# What a byte stands for: one value in fp8; in mxfp4 two, of one sign bit, two of exponent and one of mantissa each.
+# What a byte stands for: one value in fp8; in mxfp4 two, of one sign bit, two of exponent and one
+# of mantissa each.
 FLOAT8_VALUES = np.arange(256, dtype=U8).view(E4M3).astype(np.float32)
-FLOAT4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-FLOAT4_PAIRS = np.stack([FLOAT4_VALUES[np.arange(256) % 16], FLOAT4_VALUES[np.arange(256) // 16]], axis=-1)
+FLOAT4_VALUES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)
+FLOAT4_PAIRS = np.stack(
+    [FLOAT4_VALUES[np.arange(256) % 16], FLOAT4_VALUES[np.arange(256) // 16]], axis=-1
+)
 THREADS = min(8, os.cpu_count() or 1)  # numpy lets go of the interpreter in all that is done here
 
 
@@ -123,7 +133,10 @@ def in_threads(work: Callable[[Any], None], items: Iterable[Any]) -> None:
 def scheme_of(hf: Json, place: str) -> Scheme | None:
     """How the weights that a config.json describes are quantized; None: they are not."""
     places = (hf, hf.get("text_config"))
-    stated = next((one for it in places if isinstance(it, dict) and (one := it.get("quantization_config"))), None)
+    stated = next(
+        (one for it in places if isinstance(it, dict) and (one := it.get("quantization_config"))),
+        None,
+    )
     if stated is None:
         return None
     stated = stated if isinstance(stated, dict) else {}
@@ -133,8 +146,16 @@ def scheme_of(hf: Json, place: str) -> Scheme | None:
     if method == "fp8":
         block: Any = stated.get("weight_block_size")
         known = {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"}
-        other = [f"{key}={stated[key]}" for key, value in known.items() if stated.get(key, value) != value]
-        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        other = [
+            f"{key}={stated[key]}"
+            for key, value in known.items()
+            if stated.get(key, value) != value
+        ]
+        if not (
+            isinstance(block, list)
+            and len(block) == 2
+            and all(isinstance(n, int) and n > 0 for n in block)
+        ):
             other.append(f"weight_block_size={block}")
         if not other:
             return BlockFloat8(*block)
@@ -177,7 +198,11 @@ class Dequantized:
     def tensors(self) -> dict[str, Tensor]:
         by_codes = {one.codes: (name, one.plain) for name, one in self.packed.items()}
         scales = {one.scales for one in self.packed.values()}
-        return dict(by_codes.get(name, (name, it)) for name, it in self.source.tensors.items() if name not in scales)
+        return dict(
+            by_codes.get(name, (name, it))
+            for name, it in self.source.tensors.items()
+            if name not in scales
+        )
 
     def read(self, name: str) -> np.ndarray:
         one = self.packed.get(name)
@@ -200,7 +225,9 @@ def pair(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[dict[str, Packe
             if codes not in tensors:
                 problems.append(f"{name} has no {codes} to scale")
             elif tensors[codes].dtype != scheme.code_dtype:
-                problems.append(f"{name} scales {codes}, which is {DTYPE_NAMES[tensors[codes].dtype]}")
+                problems.append(
+                    f"{name} scales {codes}, which is {DTYPE_NAMES[tensors[codes].dtype]}"
+                )
         elif name.endswith(scheme.code_ending) and tensor.dtype == scheme.code_dtype:
             plain = name.removesuffix(scheme.code_ending)
             scales = plain + scheme.scale_ending
@@ -210,14 +237,20 @@ def pair(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[dict[str, Packe
             elif scales not in tensors:
                 problems.append(f"{name} is {DTYPE_NAMES[tensor.dtype]} and has no {scales}")
             elif tensors[scales].dtype not in scheme.scale_dtypes:
-                problems.append(f"{scales} is {DTYPE_NAMES[tensors[scales].dtype]}, which is no dtype of scales")
+                problems.append(
+                    f"{scales} is {DTYPE_NAMES[tensors[scales].dtype]}, which is no dtype of scales"
+                )
             elif tensors[scales].shape != shapes[0]:
                 found, needed = list(tensors[scales].shape), list(shapes[0])
-                problems.append(f"{scales} has shape {found}, {name} {list(tensor.shape)} needs {needed}")
+                problems.append(
+                    f"{scales} has shape {found}, {name} {list(tensor.shape)} needs {needed}"
+                )
             elif plain != name and plain in tensors:
                 problems.append(f"{plain} and {name} are the same weight")
             else:
                 packed[plain] = Packed(name, scales, Tensor(BF16, shapes[1]))
         elif tensor.dtype in EIGHT_BIT_FLOATS:
-            problems.append(f"{name} is {DTYPE_NAMES[tensor.dtype]}, which means nothing in this scheme")
+            problems.append(
+                f"{name} is {DTYPE_NAMES[tensor.dtype]}, which means nothing in this scheme"
+            )
     return packed, problems

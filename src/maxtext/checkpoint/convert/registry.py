@@ -15,7 +15,13 @@ from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
 
-TABLES: tuple[Table, ...] = (*llama.TABLES, *gemma.TABLES, *qwen.TABLES, *deepseek.TABLES, *others.TABLES)
+TABLES: tuple[Table, ...] = (
+    *llama.TABLES,
+    *gemma.TABLES,
+    *qwen.TABLES,
+    *deepseek.TABLES,
+    *others.TABLES,
+)
 
 # How folders with images, or of a bare model without its head, name what we know by the second.
 PREFIXES = {
@@ -41,7 +47,9 @@ def table_of(hf: Json, place: str) -> Table:
             if kind in (table.model_type, table.model_type.removesuffix("_text")):
                 return table
     known = ", ".join(table.architectures[0] for table in TABLES)
-    raise UserError(f"{place}: the architecture {', '.join(named) or kind} is not known; these are: {known}")
+    raise UserError(
+        f"{place}: the architecture {', '.join(named) or kind} is not known; these are: {known}"
+    )
 
 
 def table_for(config: MaxTextConfig) -> Table:
@@ -64,7 +72,9 @@ def model_layer(hf: Json, place: str) -> Layer:
     try:
         reading = table.read(DEFAULTS[table.model_type] | text)
     except KeyError as error:
-        raise UserError(f"{place}: {error.args[0]} is missing, and {table.architectures[0]} needs it") from error
+        raise UserError(
+            f"{place}: {error.args[0]} is missing, and {table.architectures[0]} needs it"
+        ) from error
     source = Source("model", place)
     layer = {key: Setting(value, source) for key, value in reading.keys.items()}
     facts = {name: value for name, value in reading.facts.items() if value is not None}
@@ -74,14 +84,19 @@ def model_layer(hf: Json, place: str) -> Layer:
 
 
 def check_model(layer: Layer, place: str) -> None:
-    """Raise ConfigError, naming the config.json, for a combination of its entries that no model can have."""
+    """Raise ConfigError, naming the config.json, for a combination of its entries that no model can
+    have.
+    """
     learned = layer.get("trainable_position_size")
     keys = {"max_target_length": learned.value} if learned is not None else {}
     try:
         load(None, from_python(keys), environ={}, devices=Devices(1), model=layer)
     except ConfigError as error:
         raise ConfigError(
-            *(f"{place} describes a model that cannot be built: {problem}" for problem in error.problems)
+            *(
+                f"{place} describes a model that cannot be built: {problem}"
+                for problem in error.problems
+            )
         ) from error
 
 
@@ -91,7 +106,9 @@ def canonical(names: Iterable[str], table: Table) -> dict[str, str]:
     bare = not any(name.startswith(("model.", "transformer.", "language_model.")) for name in names)
     base = "transformer." if table.model_type == "gpt2" else "model."
     for name in names:
-        known = next((new + name[len(old) :] for old, new in PREFIXES.items() if name.startswith(old)), name)
+        known = next(
+            (new + name[len(old) :] for old, new in PREFIXES.items() if name.startswith(old)), name
+        )
         if bare and not known.startswith("lm_head."):
             known = base + known
         renamed[known] = name
@@ -99,8 +116,12 @@ def canonical(names: Iterable[str], table: Table) -> dict[str, str]:
 
 
 def refuse_other_parts(names: Iterable[str]) -> None:
-    """Raise ConfigError if tensors of these names are vision or audio parts, which are read from no folder."""
-    parts = sorted(name for name in names if any(re.fullmatch(pattern, name) for pattern in OTHER_PARTS))
+    """Raise ConfigError if tensors of these names are vision or audio parts, which are read from no
+    folder.
+    """
+    parts = sorted(
+        name for name in names if any(re.fullmatch(pattern, name) for pattern in OTHER_PARTS)
+    )
     if parts:
         raise ConfigError(
             f"the folder that the weights came from had {len(parts)} vision or audio tensors, such as {parts[0]}, "
@@ -121,10 +142,14 @@ def their_config(config: MaxTextConfig, dtype: str) -> Json:
         "architectures": [table.architectures[0]],
         "model_type": table.model_type,
         "dtype": dtype,
-        **table.write(config),  # null says what an absent entry would not: none of what transformers takes by default
+        **table.write(
+            config
+        ),  # null says what an absent entry would not: none of what transformers takes by default
     }
     words = from_python({"max_target_length": config.max_target_length})
-    again = load(None, words, environ={}, devices=Devices(1), model=model_layer(written, "config.json"))
+    again = load(
+        None, words, environ={}, devices=Devices(1), model=model_layer(written, "config.json")
+    )
     left = unsaid(config, again)
     if left:
         raise UserError(f"a config.json of {table.architectures[0]} cannot say: {', '.join(left)}")

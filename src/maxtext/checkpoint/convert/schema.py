@@ -1,7 +1,8 @@
-"""What the JSON files of a Hugging Face folder may hold: each is checked once, before anything reads it.
+"""What the JSON files of a Hugging Face folder may hold: each is checked once, before anything
+reads it.
 
-A field that is absent is not checked here: a family's reader knows which it needs. Messages name the file and its own
-field, as a person finds it there.
+A field that is absent is not checked here: a family's reader knows which it needs. Messages name
+the file and its own field, as a person finds it there.
 """
 
 import json
@@ -28,7 +29,9 @@ class Kind:
     admits: Callable[[Any], bool]
 
     def __or__(self, other: "Kind") -> "Kind":
-        return Kind(f"{self.name} or {other.name}", lambda value: self.admits(value) or other.admits(value))
+        return Kind(
+            f"{self.name} or {other.name}", lambda value: self.admits(value) or other.admits(value)
+        )
 
 
 def is_integer(value: Any) -> bool:
@@ -36,20 +39,29 @@ def is_integer(value: Any) -> bool:
 
 
 def integer(low: int, high: int = INT32_MAX) -> Kind:
-    return Kind(f"a whole number from {low:,} to {high:,}", lambda v: is_integer(v) and low <= v <= high)
+    return Kind(
+        f"a whole number from {low:,} to {high:,}", lambda v: is_integer(v) and low <= v <= high
+    )
 
 
 def number(low: float, high: float = 3.4e38) -> Kind:
     """Above `low`, up to `high`."""
 
     def admits(value: Any) -> bool:
-        return (is_integer(value) or isinstance(value, float)) and math.isfinite(value) and low < value <= high
+        return (
+            (is_integer(value) or isinstance(value, float))
+            and math.isfinite(value)
+            and low < value <= high
+        )
 
     return Kind(f"a number above {low:g}" + (f", up to {high:g}" if high < 3e38 else ""), admits)
 
 
 def list_of(kind: Kind, plural: str) -> Kind:
-    return Kind(f"a list of {plural}", lambda v: isinstance(v, list) and all(kind.admits(item) for item in v))
+    return Kind(
+        f"a list of {plural}",
+        lambda v: isinstance(v, list) and all(kind.admits(item) for item in v),
+    )
 
 
 NULL = Kind("null", lambda value: value is None)
@@ -142,12 +154,16 @@ def wrong_text(text: Json, prefix: str = "") -> list[str]:
     """What is wrong with the fields that describe a text model."""
     problems = wrong_fields(text, TEXT_FIELDS, prefix)
     if not problems:
-        problems = wrong_ropes(text, prefix) + wrong_layers(text, prefix) + wrong_relations(text, prefix)
+        problems = (
+            wrong_ropes(text, prefix) + wrong_layers(text, prefix) + wrong_relations(text, prefix)
+        )
     return problems
 
 
 def wrong_ropes(text: Json, prefix: str) -> list[str]:
-    """rope_parameters and rope_scaling hold one object's fields, or an object for each kind of layer."""
+    """rope_parameters and rope_scaling hold one object's fields, or an object for each kind of
+    layer.
+    """
     problems = []
     for name in ("rope_parameters", "rope_scaling"):
         rope = text.get(name) or {}
@@ -165,11 +181,15 @@ def wrong_layers(text: Json, prefix: str) -> list[str]:
     count = text.get("num_hidden_layers")
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if text.get(name) and count is not None and len(text[name]) != count:
-            problems.append(f"{prefix}{name} has {len(text[name])} entries, and num_hidden_layers is {count}")
+            problems.append(
+                f"{prefix}{name} has {len(text[name])} entries, and num_hidden_layers is {count}"
+            )
     for number_text, layer in (text.get("per_layer_config") or {}).items():
         name = f"{prefix}per_layer_config.{number_text}"
         if not number_text.isdecimal() or len(number_text) > 9 or not isinstance(layer, dict):
-            problems.append(f"{name} is {shown(layer)}, expected a number of a layer with an object")
+            problems.append(
+                f"{name} is {shown(layer)}, expected a number of a layer with an object"
+            )
         else:
             problems += wrong_fields(layer, LAYER_FIELDS, f"{name}.")
     return problems
@@ -184,11 +204,15 @@ def wrong_relations(text: Json, prefix: str) -> list[str]:
         ("linear_num_value_heads", "linear_num_key_heads"),
     ):
         if text.get(whole) and text.get(part) and text[whole] % text[part]:
-            problems.append(f"{prefix}{whole}={text[whole]} is not a multiple of {part}={text[part]}")
+            problems.append(
+                f"{prefix}{whole}={text[whole]} is not a multiple of {part}={text[part]}"
+            )
     return problems
 
 
-def wrong_fields(values: Mapping[str, Any], kinds: Mapping[str, Kind], prefix: str = "") -> list[str]:
+def wrong_fields(
+    values: Mapping[str, Any], kinds: Mapping[str, Kind], prefix: str = ""
+) -> list[str]:
     return [
         f"{prefix}{name} is {shown(values[name])}, expected {kind.name}"
         for name, kind in kinds.items()

@@ -1,8 +1,9 @@
-"""Conversion between their tensors and our weights, a rule at a time: memory holds what one rule touches.
+"""Conversion between their tensors and our weights, a rule at a time: memory holds what one rule
+touches.
 
-`from_hf` and `to_hf` choose the rules and check everything that can be known without data; all problems come as one
-error. What they return is itself a source of tensors: to iterate over (into a new folder), or to read by name (into a
-model, without a folder in between).
+`from_hf` and `to_hf` choose the rules and check everything that can be known without data; all
+problems come as one error. What they return is itself a source of tensors: to iterate over (into a
+new folder), or to read by name (into a model, without a folder in between).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,9 @@ class Conversion:
             yield from self.run(step)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor. Reads all that its rule needs; in a model of layers that is the layer's own."""
+        """One tensor. Reads all that its rule needs; in a model of layers that is the layer's
+        own.
+        """
         return next(array for other, array in self.run(self.makers[name]) if other == name)
 
     @cached_property
@@ -58,7 +61,8 @@ class Conversion:
     def run(self, step: Bound) -> Iterator[tuple[str, np.ndarray]]:
         dtype = step_dtype(step, self.dtype, self.fixed)
         given = (self.read_input(name, dtype) for name in outputs(step, not self.outwards))
-        # Nothing here keeps an array that was handed over, so that it can be freed before the next one is made.
+        # Nothing here keeps an array that was handed over, so that it can be freed before the next
+        # one is made.
         made = step.to_theirs(list(given)) if self.outwards else popped(step.to_ours(given))
         for name in outputs(step, self.outwards):
             yield name, next(made)
@@ -67,7 +71,9 @@ class Conversion:
         return cast(self.source.read(name), self.source.tensors[name].cast(dtype).dtype)
 
 
-def step_dtype(step: Bound, dtype: np.dtype | None, fixed: Mapping[str, np.dtype]) -> np.dtype | None:
+def step_dtype(
+    step: Bound, dtype: np.dtype | None, fixed: Mapping[str, np.dtype]
+) -> np.dtype | None:
     """To which a step casts its floats, where all are to be `dtype`."""
     return None if dtype is None else fixed.get(step.ours[0], dtype)
 
@@ -89,17 +95,23 @@ def from_hf(
     ignored: Iterable[str] = (),
     dtype: np.dtype | None = None,
 ) -> Conversion:
-    """Their tensors as our weights. Of several rules for a weight, the first that finds its tensors is taken; tensors
-    that no rule takes are an error unless one of the regular expressions in `ignored` matches their whole name."""
+    """Their tensors as our weights. Of several rules for a weight, the first that finds its tensors
+    is taken; tensors that no rule takes are an error unless one of the regular expressions in
+    `ignored` matches their whole name."""
     shapes = {name: place.shape for name, place in places.items()}
     there = source.tensors
     bounds = applicable(rules, shapes)
 
     def fits(bound: Bound) -> bool:
         found = [there.get(name) for name in bound.theirs]
-        return all(one and one.shape == shape for one, shape in zip(found, bound.their_shapes, strict=True))
+        return all(
+            one and one.shape == shape for one, shape in zip(found, bound.their_shapes, strict=True)
+        )
 
-    steps = choose(bounds, [fits, lambda bound: all(name in there for name in bound.theirs), lambda bound: True])
+    steps = choose(
+        bounds,
+        [fits, lambda bound: all(name in there for name in bound.theirs), lambda bound: True],
+    )
     problems = unprovided(steps, shapes)
     for step in steps:
         for name, shape in zip(step.theirs, step.their_shapes, strict=True):
@@ -110,8 +122,11 @@ def from_hf(
             elif problem := wrong_dtype(name, there[name]):
                 problems.append(problem)
     used = {name for step in steps for name in step.theirs}
-    # A rule passed over for another may still explain a tensor, but its weights would be there twice.
-    problems += [f"{name} is not a tensor of this model" for name in unexpected(there, used, ignored)]
+    # A rule passed over for another may still explain a tensor, but its weights would be there
+    # twice.
+    problems += [
+        f"{name} is not a tensor of this model" for name in unexpected(there, used, ignored)
+    ]
     return conversion(source, steps, False, dtype, places, problems)
 
 
@@ -122,18 +137,23 @@ def to_hf(
     names: Collection[str] | None = None,
     dtype: np.dtype | None = None,
 ) -> Conversion:
-    """Our weights as their tensors. Of several rules for a weight, the first is taken, or the first whose tensors are
-    all among `names`: those of a checkpoint to be written again."""
+    """Our weights as their tensors. Of several rules for a weight, the first is taken, or the first
+    whose tensors are all among `names`: those of a checkpoint to be written again."""
     shapes = {name: place.shape for name, place in places.items()}
     check_weights(source, shapes)
     wanted = set(names or ())
-    steps = choose(applicable(rules, shapes), [lambda bound: wanted.issuperset(bound.theirs), lambda bound: True])
+    steps = choose(
+        applicable(rules, shapes),
+        [lambda bound: wanted.issuperset(bound.theirs), lambda bound: True],
+    )
     problems = unprovided(steps, shapes)
     writers: dict[str, Bound] = {}
     for step in steps:
         for name in step.theirs:
             if writers.setdefault(name, step) is not step:
-                problems.append(f"{name} would have to hold both {writers[name].ours[0]} and {step.ours[0]}")
+                problems.append(
+                    f"{name} would have to hold both {writers[name].ours[0]} and {step.ours[0]}"
+                )
     return conversion(source, steps, True, dtype, places, problems)
 
 
@@ -152,12 +172,20 @@ def conversion(
     fixed = {name: place.dtype for name, place in places.items() if place.fixed_dtype}
     for step in steps:
         inputs, wanted = outputs(step, not outwards), step_dtype(step, dtype, fixed)
-        kinds = {source.tensors[name].cast(wanted).dtype for name in inputs if name in source.tensors}
+        kinds = {
+            source.tensors[name].cast(wanted).dtype for name in inputs if name in source.tensors
+        }
         if len(kinds) > 1:
             kind_names = sorted(DTYPE_NAMES[kind] for kind in kinds)
-            problems.append(f"{inputs[0]} and {inputs[-1]} belong together and have dtypes {' and '.join(kind_names)}")
+            problems.append(
+                f"{inputs[0]} and {inputs[-1]} belong together and have dtypes {' and '.join(kind_names)}"
+            )
         if not problems:
-            made = zip(outputs(step, outwards), step.their_shapes if outwards else step.our_shapes, strict=True)
+            made = zip(
+                outputs(step, outwards),
+                step.their_shapes if outwards else step.our_shapes,
+                strict=True,
+            )
             tensors |= {name: Tensor(next(iter(kinds)), shape) for name, shape in made}
     refuse(source.title, list(dict.fromkeys(problems)))
     return Conversion(source, steps, outwards, dtype, fixed, tensors)
@@ -183,4 +211,8 @@ def choose(bounds: Sequence[Bound], wishes: Sequence[Callable[[Bound], bool]]) -
 
 def unprovided(steps: Iterable[Bound], shapes: Mapping[str, Shape]) -> list[str]:
     given = {name for step in steps for name in step.ours}
-    return [f"no rule is known for our {name} {list(shape)}" for name, shape in shapes.items() if name not in given]
+    return [
+        f"no rule is known for our {name} {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in given
+    ]

@@ -16,7 +16,12 @@ from maxtext.configs.types.attention import (
     Qwen3Next,
     SplashAttention,
 )
-from maxtext.configs.types.checkpointing import Checkpointing, ElasticTraining, EmergencyCheckpointing, OrbaxStorage
+from maxtext.configs.types.checkpointing import (
+    Checkpointing,
+    ElasticTraining,
+    EmergencyCheckpointing,
+    OrbaxStorage,
+)
 from maxtext.configs.types.data import (
     BadData,
     DataOrder,
@@ -81,7 +86,12 @@ from maxtext.configs.types.model import (
     YarnRope,
 )
 from maxtext.configs.types.moe import DeepSeekMoE, MoEGeneral, MoEKernels
-from maxtext.configs.types.multimodal import AudioEncoder, MultimodalGeneral, VisionProjector, VisionTower
+from maxtext.configs.types.multimodal import (
+    AudioEncoder,
+    MultimodalGeneral,
+    VisionProjector,
+    VisionTower,
+)
 from maxtext.configs.types.parallelism import (
     DcnParallelism,
     DilocoParams,
@@ -91,9 +101,24 @@ from maxtext.configs.types.parallelism import (
     PipelineParallelism,
     RematAndOffload,
 )
-from maxtext.configs.types.rl import RL, VLLM, Reward, RLDataset, RLEvaluation, RLHardware, SpecialTokens
+from maxtext.configs.types.rl import (
+    RL,
+    VLLM,
+    Reward,
+    RLDataset,
+    RLEvaluation,
+    RLHardware,
+    SpecialTokens,
+)
 from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo
-from maxtext.configs.types.training import AdamW, Distillation, FineTuning, Muon, Optimizer, TrainingLoop
+from maxtext.configs.types.training import (
+    AdamW,
+    Distillation,
+    FineTuning,
+    Muon,
+    Optimizer,
+    TrainingLoop,
+)
 
 
 class Settings(
@@ -180,7 +205,9 @@ class Settings(
     _architecture: Architecture = PrivateAttr(default_factory=Architecture)
 
     def source(self, key: str) -> Source:
-        """Where a key's value was set: default, file and line, model file, environment, command line, derived."""
+        """Where a key's value was set: default, file and line, model file, environment, command
+        line, derived.
+        """
         return self._sources[key]
 
     @property
@@ -193,7 +220,9 @@ GROUPS = cast(tuple[type[Group], ...], Settings.__bases__)
 
 
 class MaxTextConfig(Settings):
-    """A whole configuration, as `load` returns it: flat, frozen, and with every derived value computed."""
+    """A whole configuration, as `load` returns it: flat, frozen, and with every derived value
+    computed.
+    """
 
     emb_dim: int
     mlp_dim: int

@@ -128,7 +128,16 @@ class Qwen3Next(Group):
     partial_rotary_factor: float = 1.0
 
 
-one_of("attention", "autoselected", "dot_product", "flash", "cudnn_flash_jax", "cudnn_flash_te", "paged", "vllm_rpa")
+one_of(
+    "attention",
+    "autoselected",
+    "dot_product",
+    "flash",
+    "cudnn_flash_jax",
+    "cudnn_flash_te",
+    "paged",
+    "vllm_rpa",
+)
 in_range(1, None, "moba_chunk_size", "moba_topk", "ragged_block_size", "qk_clip_threshold")
 in_range(0, 1, "partial_rotary_factor")
 in_range(1, None, "gdn_conv_kernel_dim", "gdn_key_head_dim", "gdn_value_head_dim", "gdn_chunk_size")
@@ -136,7 +145,9 @@ in_range(1, None, "gdn_num_key_heads", "gdn_num_value_heads")
 in_range(1, None, "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
 in_range(1, None, "indexer_head_dim", "indexer_n_heads", "indexer_topk")
 in_range(0, None, "indexer_loss_scaling_factor", "global_num_kv_heads")
-in_range(1, None, "pagedattn_num_pages", "pagedattn_tokens_per_page", "pagedattn_pages_per_compute_block")
+in_range(
+    1, None, "pagedattn_num_pages", "pagedattn_tokens_per_page", "pagedattn_pages_per_compute_block"
+)
 in_range(
     1, None, "sa_block_q", "sa_block_kv", "sa_block_kv_compute", "sa_block_q_dkv", "sa_block_kv_dkv",
     "sa_block_kv_dkv_compute", "sa_block_q_dq", "sa_block_kv_dq",
@@ -146,13 +157,19 @@ for _layout in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
 
 
 def typed(c):
-    """Whether attention_type says what the layers see; a window that a block has anyway may be said again."""
+    """Whether attention_type says what the layers see; a window that a block has anyway may be said
+    again.
+    """
     if not attends(c) or c.architecture.layer_kinds or block(c) in PATTERNS:
         return False
     return sees(c) == {KINDS[c.attention_type]}
 
 
-acts_only(typed, "a decoder_block with attention that does not say itself what each layer sees", "attention_type")
+acts_only(
+    typed,
+    "a decoder_block with attention that does not say itself what each layer sees",
+    "attention_type",
+)
 acts_only(lambda c: "sliding" in sees(c), "attention_type=local_sliding, or a decoder_block with sliding layers",
           "sliding_window_size")  # fmt: skip
 acts_only(lambda c: "chunk" in sees(c), "attention_type=chunk, or a decoder_block with chunked layers",
@@ -160,16 +177,31 @@ acts_only(lambda c: "chunk" in sees(c), "attention_type=chunk, or a decoder_bloc
 acts_only(lambda c: rotates(c) and block(c) != "gemma4",
           "rotary positions, in a decoder_block other than gemma4 (which has local_ and global_rope_proportion)",
           "partial_rotary_factor")  # fmt: skip
-acts_only(attends, "a decoder_block with attention", "float32_qk_product", "float32_logits", "attn_logits_soft_cap")
+acts_only(
+    attends,
+    "a decoder_block with attention",
+    "float32_qk_product",
+    "float32_logits",
+    "attn_logits_soft_cap",
+)
 acts_only(plainly_attends, "attention other than MLA", "attention_sink", "use_qk_norm")
 acts_only(in_turn, "a decoder_block whose attention and MLP follow each other", "use_post_attn_norm",
           "use_post_ffw_norm")  # fmt: skip
-acts_only(lambda c: block(c) == "gemma4", "decoder_block=gemma4", "share_kv_projections", "global_num_kv_heads")
+acts_only(
+    lambda c: block(c) == "gemma4",
+    "decoder_block=gemma4",
+    "share_kv_projections",
+    "global_num_kv_heads",
+)
 acts_only(lambda c: block(c) == "llama4" and (c.nope_layer_interval > 0 or bool(c.architecture.rope_layers)),
           "decoder_block=llama4 and nope_layer_interval", "temperature_tuning")  # fmt: skip
 acts_only(lambda c: c.use_qk_clip, "use_qk_clip=true", "qk_clip_threshold")
 acts_only(lambda c: c.moba, "moba=true", "moba_chunk_size", "moba_topk")
-acts_only(lambda c: plainly_attends(c) and not c.moba, "attention other than MLA and MoBA", "use_ragged_attention")
+acts_only(
+    lambda c: plainly_attends(c) and not c.moba,
+    "attention other than MLA and MoBA",
+    "use_ragged_attention",
+)
 acts_only(lambda c: c.use_ragged_attention, "use_ragged_attention=true", "ragged_block_size")
 acts_only(latent, "attention_type=mla", "mla_naive_kvcache", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
           "qk_rope_head_dim", "v_head_dim")  # fmt: skip
@@ -182,9 +214,20 @@ acts_only(lambda c: block(c) in DELTA_NETS, "decoder_block=qwen3_next or qwen3_5
           "use_qk_norm_in_gdn")  # fmt: skip
 
 # Tensors that remat_policy=custom can keep only where they exist.
-acts_only(lambda c: attends(c) and not c.fused_qkv, "fused_qkv=false", "query_proj", "key_proj", "value_proj")
+acts_only(
+    lambda c: attends(c) and not c.fused_qkv,
+    "fused_qkv=false",
+    "query_proj",
+    "key_proj",
+    "value_proj",
+)
 acts_only(lambda c: c.fused_qkv, "fused_qkv=true", "qkv_proj")
-acts_only(lambda c: custom_remat(c) and latent(c), "remat_policy=custom and attention_type=mla", "kv_wa_proj", "mla_q")
+acts_only(
+    lambda c: custom_remat(c) and latent(c),
+    "remat_policy=custom and attention_type=mla",
+    "kv_wa_proj",
+    "mla_q",
+)
 acts_only(lambda c: custom_remat(c) and latent(c) and c.mla_naive_kvcache,
           "remat_policy=custom, attention_type=mla and mla_naive_kvcache=true", "mla_kv")  # fmt: skip
 acts_only(lambda c: custom_remat(c) and latent(c) and c.q_lora_rank > 0,
@@ -222,7 +265,11 @@ def global_heads_divide_evenly(c):
 def sliding_attention_has_a_window(c):
     if c.sliding_window_size or "sliding" not in sees(c):
         return None
-    who = "attention_type=local_sliding" if c.attention_type == "local_sliding" else f"decoder_block={block(c)}"
+    who = (
+        "attention_type=local_sliding"
+        if c.attention_type == "local_sliding"
+        else f"decoder_block={block(c)}"
+    )
     return f"{who} needs sliding_window_size: the number of tokens that a token sees in a sliding layer"
 
 
@@ -268,9 +315,7 @@ def qk_clip_needs_mla(c):
 @rule
 def delta_net_heads_divide_evenly(c):
     if c.gdn_num_value_heads % c.gdn_num_key_heads:
-        return (
-            f"gdn_num_value_heads={c.gdn_num_value_heads} is not a multiple of gdn_num_key_heads={c.gdn_num_key_heads}"
-        )
+        return f"gdn_num_value_heads={c.gdn_num_value_heads} is not a multiple of gdn_num_key_heads={c.gdn_num_key_heads}"
     return None
 
 

@@ -1,7 +1,7 @@
 """What the layers of each decoder_block are made of, for rules that ask whether a key would act.
 
-`models/` builds the layers; tests/trainers/test_no_silent_keys.py holds these facts against what is built. Functions
-look at settings that are not derived yet, and at the facts of a checkpoint.
+`models/` builds the layers; tests/trainers/test_no_silent_keys.py holds these facts against what is
+built. Functions look at settings that are not derived yet, and at the facts of a checkpoint.
 """
 
 from typing import Any
@@ -27,9 +27,27 @@ PATTERNS = {
     "llama4": {"chunk", "full"},
 }
 WINDOWED = ("mistral", "mixtral")  # all layers slide where there is a window
-KINDS = {"global": "full", "mla": "full", "local_sliding": "sliding", "chunk": "chunk", "full": "unmasked"}
-NORMS_QUERIES = ("gemma3", "gemma4", *DELTA_NETS)  # with or without use_qk_norm, and always with a scale
-SKIPS_POSITIONS = ("default", "llama2", "mistral", "mixtral", "gemma", "gpt3", "llama4")  # by nope_layer_interval
+KINDS = {
+    "global": "full",
+    "mla": "full",
+    "local_sliding": "sliding",
+    "chunk": "chunk",
+    "full": "unmasked",
+}
+NORMS_QUERIES = (
+    "gemma3",
+    "gemma4",
+    *DELTA_NETS,
+)  # with or without use_qk_norm, and always with a scale
+SKIPS_POSITIONS = (
+    "default",
+    "llama2",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "gpt3",
+    "llama4",
+)  # by nope_layer_interval
 
 
 def block(c: Any) -> str:
@@ -82,7 +100,9 @@ def dense_mlp(c: Any) -> bool:
 
 
 def layered(c: Any) -> bool:
-    """Whether a layer is a mixer and a feed-forward on a residual stream, to which memories and further layers fit."""
+    """Whether a layer is a mixer and a feed-forward on a residual stream, to which memories and
+    further layers fit.
+    """
     return attends(c) and block(c) != NARROW
 
 
@@ -92,7 +112,9 @@ def in_turn(c: Any) -> bool:
 
 
 def rotates(c: Any) -> bool:
-    return attends(c) and c.trainable_position_size < 0 and not c.use_untrainable_positional_embedding
+    return (
+        attends(c) and c.trainable_position_size < 0 and not c.use_untrainable_positional_embedding
+    )
 
 
 def custom_remat(c: Any) -> bool:

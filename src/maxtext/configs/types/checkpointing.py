@@ -65,7 +65,9 @@ class ElasticTraining(Group):
 
 
 in_range(1, None, "checkpoint_period", "max_num_checkpoints_to_keep")
-in_range(1, None, "checkpoint_storage_target_data_file_size_bytes", "checkpoint_storage_concurrent_gb")
+in_range(
+    1, None, "checkpoint_storage_target_data_file_size_bytes", "checkpoint_storage_concurrent_gb"
+)
 acts_only(
     lambda c: c.load_parameters_path or c.load_full_state_path,
     "a checkpoint to read: set load_parameters_path or load_full_state_path",
@@ -125,7 +127,11 @@ def zarr3_needs_ocdbt(c):
 def local_checkpoints_need_a_place_and_a_period(c):
     if not (c.enable_multi_tier_checkpointing or c.enable_emergency_checkpoint):
         return None
-    missing = [key for key in ("local_checkpoint_directory", "local_checkpoint_period") if not getattr(c, key)]
+    missing = [
+        key
+        for key in ("local_checkpoint_directory", "local_checkpoint_period")
+        if not getattr(c, key)
+    ]
     if missing:
         return f"multi-tier checkpointing also needs {' and '.join(missing)}"
     if c.local_checkpoint_period >= c.checkpoint_period:

@@ -115,12 +115,22 @@ class DataOrder(Group):
 
 
 one_of("grain_file_type", "arrayrecord", "parquet", "arrow", "tfrecord", "jsonl", "text")
-in_range(1, None, "vocab_size", "num_vocab_tiling", "num_epoch", "max_corpus_chars", "global_rampup_samples")
+in_range(
+    1,
+    None,
+    "vocab_size",
+    "num_vocab_tiling",
+    "num_epoch",
+    "max_corpus_chars",
+    "global_rampup_samples",
+)
 in_range(1, None, "max_segments_per_seq", "data_streams", special=(-1,))
 in_range(0, None, "per_device_batch_size", "eval_per_device_batch_size", "reuse_example_batch")
 in_range(0, None, "per_device_batch_size_start", "per_device_batch_size_increment")
 in_range(0, None, "expansion_factor_real_data", special=(-1.0,))
-in_range(1, None, "grain_shuffle_buffer_size", "grain_ram_budget_mb", "grain_data_source_max_workers")
+in_range(
+    1, None, "grain_shuffle_buffer_size", "grain_ram_budget_mb", "grain_data_source_max_workers"
+)
 in_range(0, None, "grain_worker_count", "grain_worker_count_eval", special=(-1,))
 in_range(1, None, "grain_per_worker_buffer_size", "grain_per_worker_buffer_size_eval")
 in_range(0, None, "grain_num_threads", "grain_num_threads_eval", "grain_prefetch_buffer_size")
@@ -173,8 +183,16 @@ def fractional_batches_fill_the_devices(c):
 def rampup_grows_to_the_full_batch(c):
     if not c.enable_rampup_batch_size:
         return None
-    start, step, full = c.per_device_batch_size_start, c.per_device_batch_size_increment, c.per_device_batch_size
-    if step <= 0 or start >= full or abs((full - start) / step - round((full - start) / step)) > 1e-6:
+    start, step, full = (
+        c.per_device_batch_size_start,
+        c.per_device_batch_size_increment,
+        c.per_device_batch_size,
+    )
+    if (
+        step <= 0
+        or start >= full
+        or abs((full - start) / step - round((full - start) / step)) > 1e-6
+    ):
         return (
             f"batch ramp-up from {start} by {step} does not end at per_device_batch_size={full}: "
             "choose per_device_batch_size_start below it, and an increment that divides the difference"
@@ -184,7 +202,9 @@ def rampup_grows_to_the_full_batch(c):
 
 @rule
 def rampup_counts_what_is_loaded(c):
-    if c.enable_rampup_batch_size and (c.expansion_factor_real_data > 0 or c.per_device_batch_size_start < 1):
+    if c.enable_rampup_batch_size and (
+        c.expansion_factor_real_data > 0 or c.per_device_batch_size_start < 1
+    ):
         return (
             "enable_rampup_batch_size works with whole sequences on every device: leave expansion_factor_real_data -1 "
             "and start from per_device_batch_size_start of at least 1"
@@ -202,7 +222,9 @@ def the_benchmark_is_packed(c):
 @derived_rule
 def reading_hosts_are_a_whole_part(c):
     factor = c.expansion_factor_real_data
-    if factor > 0 and (factor < 1 or factor != round(factor) or c.num_target_devices % round(factor)):
+    if factor > 0 and (
+        factor < 1 or factor != round(factor) or c.num_target_devices % round(factor)
+    ):
         return (
             f"expansion_factor_real_data={factor:g} does not divide {c.num_target_devices} devices: choose a whole "
             "number that does, or -1"

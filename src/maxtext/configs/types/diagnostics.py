@@ -102,7 +102,9 @@ class Tensorboard(Group):
     vertex_tensorboard_region: str | None = ""
 
 
-in_range(1, None, "profiler_steps", "stack_trace_interval_seconds", "goodput_upload_interval_seconds")
+in_range(
+    1, None, "profiler_steps", "stack_trace_interval_seconds", "goodput_upload_interval_seconds"
+)
 in_range(1, None, "step_deviation_interval_seconds", "heartbeat_reporting_interval_in_seconds")
 in_range(0, None, "skip_first_n_steps_for_profiler", "record_internal_nn_metrics")
 in_range(1, None, "profile_periodically_period", special=(-1,))

@@ -108,8 +108,12 @@ class DatasetType(str, Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "DatasetType | None":
-        """A dotted path, package.module:function, is a source of the user's own: a member without a name here."""
-        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value):
+        """A dotted path, package.module:function, is a source of the user's own: a member without a
+        name here.
+        """
+        if not isinstance(value, str) or not re.fullmatch(
+            r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", value
+        ):
             return None
         member = str.__new__(cls, value)
         member._name_, member._value_ = "CUSTOM", value

@@ -1,7 +1,8 @@
 """What every group of keys shares, and the registry of cross-checks.
 
-A rule is a small named function that looks at a loaded configuration and returns a sentence when something does not
-fit together, saying what to change, or None. It stands in the file of the group that it concerns.
+A rule is a small named function that looks at a loaded configuration and returns a sentence when
+something does not fit together, saying what to change, or None. It stands in the file of the group
+that it concerns.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +21,8 @@ class Group(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
         protected_namespaces=(),
-        defer_build=True,  # each group alone is rarely instantiated, and building 75 validators takes time
+        # each group alone is rarely instantiated, and building 75 validators takes time
+        defer_build=True,
     )
 
 
@@ -29,8 +31,8 @@ CHOSEN = ("file", "environment", "command line", "python")
 
 Rule = Callable[[Any], str | None]
 
-# Ranges of single keys, rules over what was set, which may rely on the ranges, and rules that also need the derived
-# values.
+# Ranges of single keys, rules over what was set, which may rely on the ranges, and rules that also
+# need the derived values.
 RANGES: list[Rule] = []
 RULES: list[Rule] = []
 DERIVED_RULES: list[Rule] = []
@@ -46,8 +48,12 @@ def derived_rule(function: Rule) -> Rule:
     return function
 
 
-def in_range(low: float | None, high: float | None, *keys: str, special: Iterable[float] = ()) -> None:
-    """Register one range a key: low <= value <= high, or one of the special values; None is always allowed."""
+def in_range(
+    low: float | None, high: float | None, *keys: str, special: Iterable[float] = ()
+) -> None:
+    """Register one range a key: low <= value <= high, or one of the special values; None is always
+    allowed.
+    """
 
     def bounded(key: str) -> Rule:
         def check(c: Any) -> str | None:
@@ -68,7 +74,9 @@ def in_range(low: float | None, high: float | None, *keys: str, special: Iterabl
 
 
 def acts_only(when: Callable[[Any], bool], need: str, *keys: str) -> None:
-    """Register one rule a key: a person who sets it away from its default must also have what it `need`s."""
+    """Register one rule a key: a person who sets it away from its default must also have what it
+    `need`s.
+    """
 
     def needed(key: str) -> Rule:
         def check(c: Any) -> str | None:

@@ -102,7 +102,9 @@ def sampling_has_its_parameter(c):
         return "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p, e.g. 0.95"
     if strategy == "topk" and c.decode_sampling_top_k < 1:
         return "decode_sampling_strategy=topk needs decode_sampling_top_k, e.g. 50"
-    if strategy == "composite" and (c.decode_sampling_nucleus_p <= 0 or c.decode_sampling_top_k < 1):
+    if strategy == "composite" and (
+        c.decode_sampling_nucleus_p <= 0 or c.decode_sampling_top_k < 1
+    ):
         return "decode_sampling_strategy=composite needs decode_sampling_top_k and decode_sampling_nucleus_p"
     return None
 
@@ -117,7 +119,10 @@ def axis_orders_are_permutations(c):
 
 @rule
 def benchmark_stages_are_known(c):
-    unknown = set(c.inference_microbenchmark_stages.replace(" ", "").split(",")) - {"prefill", "generate"}
+    unknown = set(c.inference_microbenchmark_stages.replace(" ", "").split(",")) - {
+        "prefill",
+        "generate",
+    }
     if unknown:
         return f"inference_microbenchmark_stages has unknown stages {', '.join(sorted(unknown))}: use prefill,generate"
     return None

@@ -164,14 +164,36 @@ class Engram(Group):
 
 
 in_range(
-    1, None, "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "base_num_decoder_layers"
+    1,
+    None,
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "base_mlp_dim",
+    "base_num_decoder_layers",
 )
-in_range(1, None, "head_dim", "max_position_embeddings", "original_max_position_embeddings", "rope_factor")
+in_range(
+    1,
+    None,
+    "head_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "rope_factor",
+)
 in_range(1, None, "rope_min_timescale", "rope_max_timescale")
 in_range(0, None, "beta_fast", "beta_slow")
-in_range(1, None, "trainable_position_size", "nope_layer_interval", "attention_output_dim", special=(-1,))
+in_range(
+    1, None, "trainable_position_size", "nope_layer_interval", "attention_output_dim", special=(-1,)
+)
 in_range(1, None, "local_rope_max_timescale", "global_rope_max_timescale", special=(-1,))
-in_range(0, None, "normalization_layer_epsilon", "dense_init_scale", "z_loss_multiplier", "rope_linear_scaling_factor")
+in_range(
+    0,
+    None,
+    "normalization_layer_epsilon",
+    "dense_init_scale",
+    "z_loss_multiplier",
+    "rope_linear_scaling_factor",
+)
 in_range(0, 1, "global_rope_proportion", "local_rope_proportion")
 in_range(1, None, "weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_update_step")
 in_range(2, None, "engram_max_ngram_size")
@@ -203,17 +225,27 @@ acts_only(lambda c: stretches(c) or (c.rope_type.value == "llama3.1" and c.sourc
 acts_only(yarn, "rope_type=yarn", "beta_fast", "beta_slow", "rope_truncate")
 acts_only(lambda c: yarn(c) and block(c) != "llama4", "rope_type=yarn, and not llama4, which always turns neighbours",
           "rope_interleave")  # fmt: skip
-acts_only(lambda c: yarn(c) and c.rope_factor > 1, "rope_type=yarn and a rope_factor above 1", "rope_attention_scaling")
+acts_only(
+    lambda c: yarn(c) and c.rope_factor > 1,
+    "rope_type=yarn and a rope_factor above 1",
+    "rope_attention_scaling",
+)
 acts_only(lambda c: yarn(c) and c.rope_factor > 1 and latent(c),
           "rope_type=yarn, a rope_factor above 1 and attention_type=mla", "mscale")  # fmt: skip
-acts_only(lambda c: rotates(c) and c.rope_type.value == "llama3.1", "rope_type=llama3.1", "rope_use_scale")
-acts_only(lambda c: rotates(c) and not stretches(c), "rope_type=default", "rope_linear_scaling_factor")
+acts_only(
+    lambda c: rotates(c) and c.rope_type.value == "llama3.1", "rope_type=llama3.1", "rope_use_scale"
+)
+acts_only(
+    lambda c: rotates(c) and not stretches(c), "rope_type=default", "rope_linear_scaling_factor"
+)
 acts_only(lambda c: rotates(c) and block(c) in ("gemma3", "gemma4"), "decoder_block=gemma3 or gemma4",
           "local_rope_max_timescale")  # fmt: skip
 acts_only(lambda c: rotates(c) and gemma4(c), "decoder_block=gemma4", "global_rope_max_timescale",
           "global_rope_proportion", "local_rope_proportion")  # fmt: skip
 acts_only(gemma4, "decoder_block=gemma4", "global_head_dim", "v_norm_with_scale")
-acts_only(lambda c: c.logits_via_embedding, "logits_via_embedding=true", "normalize_embedding_logits")
+acts_only(
+    lambda c: c.logits_via_embedding, "logits_via_embedding=true", "normalize_embedding_logits"
+)
 acts_only(plainly_attends, "attention other than MLA, whose sizes are q_lora_rank, kv_lora_rank, qk_nope_head_dim, "
           "qk_rope_head_dim and v_head_dim", "fused_qkv")  # fmt: skip
 acts_only(lambda c: not latent(c) or not attends(c), "attention other than MLA, whose sizes are qk_nope_head_dim, "
@@ -228,7 +260,12 @@ acts_only(lambda c: block(c) == NARROW, f"decoder_block={NARROW}", "attention_ou
 acts_only(lambda c: layered(c) and (c.enable_dropout or c.source("enable_dropout").kind in CHOSEN),
           "enable_dropout=true, and a decoder_block that drops (not simple, simple_mlp or qwen3_custom_moe)",
           "dropout_rate")  # fmt: skip
-acts_only(lambda c: c.mtp_num_layers > 0, "mtp_num_layers", "mtp_loss_scaling_factor", "mtp_eval_target_module")
+acts_only(
+    lambda c: c.mtp_num_layers > 0,
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "mtp_eval_target_module",
+)
 acts_only(lambda c: c.eval_interval > 0, "eval_interval", "mtp_eval_target_module")
 acts_only(lambda c: c.mhc_expansion_rate > 1, "mhc_expansion_rate above 1", "sinkhorn_iterations")
 acts_only(lambda c: bool(c.engram_layers), "engram_layers", "engram_num_heads", "engram_head_dim", "engram_vocab_bases",
@@ -240,7 +277,11 @@ acts_only(lambda c: len(c.mlp_activations) == 1 or (c.fused_mlp and dense_mlp(c)
           "mlpwi")  # fmt: skip
 acts_only(lambda c: attends(c) and len(c.mlp_activations) == 2 and (not c.fused_mlp or experts(c)),
           "two activations and fused_mlp=false", "mlpwi_0", "mlpwi_1")  # fmt: skip
-acts_only(lambda c: custom_remat(c) and bool(c.engram_layers), "remat_policy=custom and engram_layers", "engram")
+acts_only(
+    lambda c: custom_remat(c) and bool(c.engram_layers),
+    "remat_policy=custom and engram_layers",
+    "engram",
+)
 
 ACTIVATIONS = ("linear", "relu", "silu", "swish", "gelu", "gelu_exact", "sigmoid", "tanh")
 
@@ -267,7 +308,9 @@ def scale_is_a_power_of_two(c):
 def activations_are_known(c):
     unknown = [name for name in c.mlp_activations if name not in ACTIVATIONS]
     if unknown:
-        return f"mlp_activations has unknown names {', '.join(unknown)}: use {', '.join(ACTIVATIONS)}"
+        return (
+            f"mlp_activations has unknown names {', '.join(unknown)}: use {', '.join(ACTIVATIONS)}"
+        )
     if not 1 <= len(c.mlp_activations) <= 2:
         return "mlp_activations takes one name, or two for a gated MLP such as [silu, linear]"
     return None
@@ -285,9 +328,16 @@ def a_limit_is_on_a_gate_and_a_branch(c):
 
 @rule
 def mlp_width_is_of_some_mlp(c):
-    """Where every layer has experts, their width is base_moe_mlp_dim; base_mlp_dim may only repeat it."""
+    """Where every layer has experts, their width is base_moe_mlp_dim; base_mlp_dim may only repeat
+    it.
+    """
     chosen = c.source("base_mlp_dim").kind in CHOSEN
-    if chosen and experts(c) and not dense_layers(c) and c.base_moe_mlp_dim not in (-1, c.base_mlp_dim):
+    if (
+        chosen
+        and experts(c)
+        and not dense_layers(c)
+        and c.base_moe_mlp_dim not in (-1, c.base_mlp_dim)
+    ):
         return (
             f"base_mlp_dim={c.base_mlp_dim} ({c.source('base_mlp_dim')}) would do nothing: all layers have experts, "
             f"which are base_moe_mlp_dim={c.base_moe_mlp_dim} wide; leave one of the two out"
@@ -315,7 +365,11 @@ def rope_rotates_pairs(c):
 @rule
 def latent_attention_has_rotary_positions(c):
     if latent(c) and not rotates(c):
-        key = "trainable_position_size" if c.trainable_position_size > 0 else "use_untrainable_positional_embedding"
+        key = (
+            "trainable_position_size"
+            if c.trainable_position_size > 0
+            else "use_untrainable_positional_embedding"
+        )
         return f"{key} does not go with attention_type=mla, which has rotary positions built in: leave it out"
     return None
 
@@ -383,7 +437,13 @@ def sparsity_keeps_n_of_m(c):
 
 @rule
 def quantization_is_known(c):
-    if c.quantization and c.quantization.value not in ("int8", "int4", "fp8", "fp8_gpu", "fp8_full"):
+    if c.quantization and c.quantization.value not in (
+        "int8",
+        "int4",
+        "fp8",
+        "fp8_gpu",
+        "fp8_full",
+    ):
         return (
             f"quantization={c.quantization.value} is not in this version: use int8, fp8 or fp8_full to train, int8 or "
             "int4 for the weights of a model that is not trained"
@@ -433,7 +493,9 @@ def engram_has_a_vocabulary_for_each_order(c):
 
 @rule
 def engram_layers_exist(c):
-    pairs = block(c) == "gemma2" and not c.architecture.layer_kinds  # where base_num_decoder_layers counts pairs
+    pairs = (
+        block(c) == "gemma2" and not c.architecture.layer_kinds
+    )  # where base_num_decoder_layers counts pairs
     last = c.base_num_decoder_layers * (2 if pairs else 1) - 1
     outside = [layer for layer in c.engram_layers if not 0 <= layer <= last]
     if outside:

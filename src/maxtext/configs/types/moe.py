@@ -90,7 +90,9 @@ in_range(
 
 NEEDS_EXPERTS = f"num_experts above 1 in one of the decoder_blocks {', '.join(EXPERTS)}"
 
-acts_only(lambda c: block(c) in EXPERTS, f"one of the decoder_blocks {', '.join(EXPERTS)}", "num_experts")
+acts_only(
+    lambda c: block(c) in EXPERTS, f"one of the decoder_blocks {', '.join(EXPERTS)}", "num_experts"
+)
 acts_only(experts, NEEDS_EXPERTS, "num_experts_per_tok", "base_moe_mlp_dim", "capacity_factor", "ragged_buffer_factor",
           "load_balance_loss_weight", "use_random_routing", "norm_topk_prob", "float32_gate_logits",
           "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
@@ -112,7 +114,11 @@ acts_only(lambda c: dense_mlp(c) or block(c) == "gpt_oss",
           "an MLP beside or in place of experts (experts themselves have biases in gpt_oss)", "mlp_bias")  # fmt: skip
 acts_only(lambda c: c.sparse_matmul, "sparse_matmul=true", "ragged_buffer_factor", "use_custom_sort_vjp",
           "megablox", "use_ring_of_experts", "moe_fsdp_use_two_stage_all_gather")  # fmt: skip
-acts_only(lambda c: custom_remat(c) and experts(c), f"remat_policy=custom and {NEEDS_EXPERTS}", "moe_mlpwo")
+acts_only(
+    lambda c: custom_remat(c) and experts(c),
+    f"remat_policy=custom and {NEEDS_EXPERTS}",
+    "moe_mlpwo",
+)
 acts_only(lambda c: custom_remat(c) and experts(c) and len(c.mlp_activations) == 2,
           f"remat_policy=custom, two activations and {NEEDS_EXPERTS}", "moe_mlpwi_0", "moe_mlpwi_1")  # fmt: skip
 
@@ -120,7 +126,9 @@ acts_only(lambda c: custom_remat(c) and experts(c) and len(c.mlp_activations) ==
 @rule
 def tokens_choose_among_the_experts(c):
     if c.num_experts_per_tok > c.num_experts:
-        return f"num_experts_per_tok={c.num_experts_per_tok} is more than num_experts={c.num_experts}"
+        return (
+            f"num_experts_per_tok={c.num_experts_per_tok} is more than num_experts={c.num_experts}"
+        )
     return None
 
 
@@ -199,7 +207,9 @@ def a_ring_has_several_devices(c):
 
 @derived_rule
 def two_stages_have_two_axes(c):
-    if c.moe_fsdp_use_two_stage_all_gather and not (parts(c, "fsdp") > 1 and parts(c, "fsdp_transpose") > 1):
+    if c.moe_fsdp_use_two_stage_all_gather and not (
+        parts(c, "fsdp") > 1 and parts(c, "fsdp_transpose") > 1
+    ):
         return (
             "moe_fsdp_use_two_stage_all_gather=true would do nothing: it needs ici_fsdp_parallelism and "
             "ici_fsdp_transpose_parallelism above 1"

@@ -50,7 +50,10 @@ class LayoutAndSharding(Group):
     logical_axis_rules: Any = []
     data_sharding: Any = []
     context_sharding: str = "context"
-    input_data_sharding_logical_axes: list[str] = ["activation_embed_and_logits_batch", "activation_norm_length"]
+    input_data_sharding_logical_axes: list[str] = [
+        "activation_embed_and_logits_batch",
+        "activation_norm_length",
+    ]
     sharding_tolerance: float = 0.02
     shard_optimizer_over_data: bool = False
     internal_compile: bool = False
@@ -159,7 +162,13 @@ one_of(
 one_of("remat_policy_for_vit", "", "none", "full", "minimal")
 in_range(0, 1, "sharding_tolerance")
 in_range(1, None, "num_slices", special=(-1,))
-in_range(1, None, "inhomogeneous_layer_cycle_interval", "num_layers_per_pipeline_stage", "diloco_sync_period")
+in_range(
+    1,
+    None,
+    "inhomogeneous_layer_cycle_interval",
+    "num_layers_per_pipeline_stage",
+    "diloco_sync_period",
+)
 in_range(0, None, "param_scan_axis")
 in_range(0, None, "diloco_outer_lr", "diloco_outer_momentum")
 in_range(1, None, "num_pipeline_repeats", "num_pipeline_microbatches", special=(-1,))
@@ -171,12 +180,18 @@ acts_only(
 )  # fmt: skip
 
 
-acts_only(lambda c: c.shard_mode is ShardMode.EXPLICIT, "shard_mode=explicit", "remove_size_one_mesh_axis_from_type")
+acts_only(
+    lambda c: c.shard_mode is ShardMode.EXPLICIT,
+    "shard_mode=explicit",
+    "remove_size_one_mesh_axis_from_type",
+)
 
 
 @rule
 def explicit_sharding_has_its_limits(c):
-    """What works on whole matrices or keeps state apart from its weight has no single layout that a type could say."""
+    """What works on whole matrices or keeps state apart from its weight has no single layout that a
+    type could say.
+    """
     beyond = {
         "opt_type=muon": c.opt_type.value == "muon",
         "shard_optimizer_over_data": c.shard_optimizer_over_data,
@@ -302,7 +317,11 @@ def reordering_needs_balance(c):
 
 @derived_rule
 def every_mesh_axis_splits_something(c):
-    named = {axis for _, axes in c.logical_axis_rules for axis in ([axes] if isinstance(axes, str) else axes or ())}
+    named = {
+        axis
+        for _, axes in c.logical_axis_rules
+        for axis in ([axes] if isinstance(axes, str) else axes or ())
+    }
     sizes = zip(c.mesh_axes, c.ici_parallelism, c.dcn_parallelism, strict=True)
     idle = [axis for axis, ici, dcn in sizes if ici * dcn > 1 and axis not in named]
     if idle:
@@ -317,8 +336,13 @@ def every_mesh_axis_splits_something(c):
 def pipeline_divides_the_layers(c):
     if not c.using_pipeline_parallelism:
         return None
-    stages = c.ici_parallelism[c.mesh_axes.index("stage")] * c.dcn_parallelism[c.mesh_axes.index("stage")]
-    layers = c.num_decoder_layers if c.pipeline_parallel_layers == -1 else c.pipeline_parallel_layers
+    stages = (
+        c.ici_parallelism[c.mesh_axes.index("stage")]
+        * c.dcn_parallelism[c.mesh_axes.index("stage")]
+    )
+    layers = (
+        c.num_decoder_layers if c.pipeline_parallel_layers == -1 else c.pipeline_parallel_layers
+    )
     block = stages * c.num_layers_per_pipeline_stage
     if layers % block or (c.num_pipeline_repeats > 0 and layers != block * c.num_pipeline_repeats):
         return (

@@ -106,8 +106,17 @@ class SpecialTokens(Group):
     solution_end_token: str = "</answer>"
 
 
-in_range(0, 1, "trainer_devices_fraction", "sampler_devices_fraction", "hbm_utilization_vllm", "train_fraction")
-in_range(1, None, "num_generations", "num_iterations", "batch_size", "num_batches", "max_concurrency")
+in_range(
+    0,
+    1,
+    "trainer_devices_fraction",
+    "sampler_devices_fraction",
+    "hbm_utilization_vllm",
+    "train_fraction",
+)
+in_range(
+    1, None, "num_generations", "num_iterations", "batch_size", "num_batches", "max_concurrency"
+)
 in_range(0, None, "grpo_beta", "grpo_epsilon", "epsilon_high", "off_policy_steps")
 in_range(1, None, "train_micro_batch_size", "rollout_micro_batch_size", special=(-1,))
 

@@ -106,8 +106,26 @@ class Distillation(Group):
 in_range(1, None, "steps", "log_period", "skip_step_scaling_factor")
 in_range(1, None, "eval_interval", "eval_steps", "learning_rate_schedule_steps", special=(-1,))
 in_range(0, 1, "learning_rate_final_fraction", "warmup_steps_fraction", "wsd_decay_steps_fraction")
-in_range(0, 1, "adam_b1", "adam_b2", "muon_beta", "distill_alpha", "distill_alpha_end", "dpo_label_smoothing")
-in_range(0, None, "adam_eps", "adam_eps_root", "adam_weight_decay", "muon_weight_decay", "dpo_beta", "distill_beta")
+in_range(
+    0,
+    1,
+    "adam_b1",
+    "adam_b2",
+    "muon_beta",
+    "distill_alpha",
+    "distill_alpha_end",
+    "dpo_label_smoothing",
+)
+in_range(
+    0,
+    None,
+    "adam_eps",
+    "adam_eps_root",
+    "adam_weight_decay",
+    "muon_weight_decay",
+    "dpo_beta",
+    "distill_beta",
+)
 in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
 in_range(0, 0.99, "dropout_rate")
 
@@ -116,7 +134,10 @@ acts_only(lambda c: c.eval_interval > 0, "eval_interval", "eval_steps", "target_
 
 @rule
 def warmup_and_decay_fit_in_the_schedule(c):
-    if c.lr_schedule_type.value == "wsd" and c.warmup_steps_fraction + c.wsd_decay_steps_fraction > 1:
+    if (
+        c.lr_schedule_type.value == "wsd"
+        and c.warmup_steps_fraction + c.wsd_decay_steps_fraction > 1
+    ):
         return "warmup_steps_fraction + wsd_decay_steps_fraction is above 1: the two phases overlap"
     return None
 
@@ -136,7 +157,9 @@ def one_fine_tuning_method(c):
 
 @rule
 def temperature_is_positive(c):
-    if c.distill_temperature <= 0 or (c.distill_temperature_end is not None and c.distill_temperature_end <= 0):
+    if c.distill_temperature <= 0 or (
+        c.distill_temperature_end is not None and c.distill_temperature_end <= 0
+    ):
         return "distill_temperature and distill_temperature_end must be above 0"
     return None
 

@@ -1,8 +1,10 @@
-"""File formats as records by number, whatever the format: `open_files` gives the records of many files as one sequence.
+"""File formats as records by number, whatever the format: `open_files` gives the records of many
+files as one sequence.
 
-files: which files a key names · documents: many files as one sequence · interface: what a format is, and a bad record ·
-text, jsonl (lines), parquet and arrow (tables), tfrecord (crc32c) and array_record (example_file): one format each ·
-example: tf.train.Example as bytes and back · cache: open files and decoded blocks.
+files: which files a key names · documents: many files as one sequence · interface: what a format
+is, and a bad record · text, jsonl (lines), parquet and arrow (tables), tfrecord (crc32c) and
+array_record (example_file): one format each · example: tf.train.Example as bytes and back · cache:
+open files and decoded blocks.
 """
 
 from maxtext.input_pipeline.formats.documents import KINDS, Documents, open_files

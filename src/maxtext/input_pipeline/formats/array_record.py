@@ -1,4 +1,5 @@
-"""kind=arrayrecord: ArrayRecord files through the package array_record, which verifies the checksums.
+"""kind=arrayrecord: ArrayRecord files through the package array_record, which verifies the
+checksums.
 
 Files written with group_size above 1 are decompressed a group at a time: a group is a block then.
 """
@@ -14,7 +15,9 @@ from maxtext.input_pipeline.formats.cache import Caches
 from maxtext.input_pipeline.formats.example_file import ExampleFile
 from maxtext.input_pipeline.formats.interface import BadFile, gone
 
-OPTIONS = dict(options="readahead_buffer_size:0", file_reader_buffer_size=2**15)  # for records in any order
+OPTIONS = dict(
+    options="readahead_buffer_size:0", file_reader_buffer_size=2**15
+)  # for records in any order
 
 
 class ArrayRecords(ExampleFile):
@@ -34,7 +37,9 @@ class ArrayRecords(ExampleFile):
             return self.read_range(index, index + 1)[0]
         first = index // self.group * self.group
         last = min(first + self.group, self.count)
-        group = self.caches.blocks.get((self.path, first), lambda: Group(self.read_range(first, last)))
+        group = self.caches.blocks.get(
+            (self.path, first), lambda: Group(self.read_range(first, last))
+        )
         return group.records[index - first]
 
     def read_range(self, first: int, last: int) -> list[bytes]:
@@ -43,7 +48,9 @@ class ArrayRecords(ExampleFile):
             return reader.read(list(range(first, last)))
         except RuntimeError as error:
             if not os.access(self.path, os.R_OK):
-                raise gone(self.path, FileNotFoundError("it is not there or not readable")) from error
+                raise gone(
+                    self.path, FileNotFoundError("it is not there or not readable")
+                ) from error
             reason = re.split(r"[(;,]", str(error))[0].strip()
             raise ValueError(f"its data is damaged ({reason})") from error
 

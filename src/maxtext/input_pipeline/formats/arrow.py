@@ -1,7 +1,8 @@
-"""kind=arrow: Arrow IPC files and streams (what `save_to_disk` of the package datasets writes), mapped into memory.
+"""kind=arrow: Arrow IPC files and streams (what `save_to_disk` of the package datasets writes),
+mapped into memory.
 
-A record batch is a block. Nothing is decoded, but a batch is looked through once before its rows are given out, since
-the format has no checksums and a damaged offset would point anywhere.
+A record batch is a block. Nothing is decoded, but a batch is looked through once before its rows
+are given out, since the format has no checksums and a damaged offset would point anywhere.
 """
 
 import os
@@ -24,9 +25,13 @@ class ArrowRows(TableFile):
             names = list(batches.schema.names)
             counts = [batches.read(number).num_rows for number in range(len(batches))]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # the system's, not one about what is inside
+            if (
+                isinstance(error, OSError) and error.errno is not None
+            ):  # the system's, not one about what is inside
                 raise
-            raise BadFile(f"is not an Arrow file or stream, or is damaged ({first_line(error)})") from error
+            raise BadFile(
+                f"is not an Arrow file or stream, or is damaged ({first_line(error)})"
+            ) from error
         super().__init__(path, columns, caches, names, counts)
 
     def __getitem__(self, index: int) -> Record:

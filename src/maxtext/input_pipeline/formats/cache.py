@@ -1,7 +1,7 @@
 """The last few open files and decoded blocks, shared by all the files of a dataset and all threads.
 
-A dataset may have more files than a process may hold open, and more blocks than memory. When several threads ask for
-the same thing, one makes it and the others wait for it.
+A dataset may have more files than a process may hold open, and more blocks than memory. When
+several threads ask for the same thing, one makes it and the others wait for it.
 """
 
 import threading
@@ -25,9 +25,13 @@ class Entry:
 
 
 class Cache:
-    """At most `count` values and, if `weigh` tells the size of one, about `limit` bytes. It pickles empty."""
+    """At most `count` values and, if `weigh` tells the size of one, about `limit` bytes. It pickles
+    empty.
+    """
 
-    def __init__(self, count: int, limit: int | None = None, weigh: Callable[[Any], int] | None = None):
+    def __init__(
+        self, count: int, limit: int | None = None, weigh: Callable[[Any], int] | None = None
+    ):
         self.count, self.limit, self.weigh = count, limit, weigh
         self.lock = threading.Lock()
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
@@ -53,7 +57,9 @@ class Cache:
 
     def drop_oldest(self) -> None:
         held = sum(entry.nbytes for entry in self.entries.values()) if self.limit else 0
-        while len(self.entries) > self.count or (len(self.entries) > KEPT and held > (self.limit or 0)):
+        while len(self.entries) > self.count or (
+            len(self.entries) > KEPT and held > (self.limit or 0)
+        ):
             held -= self.entries.popitem(last=False)[1].nbytes
 
     def __reduce__(self) -> tuple:

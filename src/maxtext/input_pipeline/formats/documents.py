@@ -1,7 +1,7 @@
 """All files of a dataset as one sequence of records, in the order of the files.
 
-Every file is looked at before training starts, by several threads: its index, its kind, its columns. What is wrong is
-said about all files at once.
+Every file is looked at before training starts, by several threads: its index, its kind, its
+columns. What is wrong is said about all files at once.
 """
 
 import contextlib
@@ -65,9 +65,12 @@ class Documents:
         blocks = [file.blocks for file in self.files]
         if all(one is None for one in blocks):
             return None
-        # Beside files in blocks (compressed ones), a record that costs the same anywhere is a block of its own.
+        # Beside files in blocks (compressed ones), a record that costs the same anywhere is a block
+        # of its own.
         parts = zip(self.files, blocks, strict=True)
-        return np.concatenate([np.ones(len(file), np.int64) if one is None else one for file, one in parts])
+        return np.concatenate(
+            [np.ones(len(file), np.int64) if one is None else one for file, one in parts]
+        )
 
     @property
     def sizes(self) -> np.ndarray | None:
@@ -94,11 +97,15 @@ class Documents:
 
 
 def open_files(paths: Sequence[str], kind: str, columns: Sequence[str], threads: int) -> Documents:
-    """The records of all files with the wanted columns (none named: all), or one ConfigError about every bad file.
+    """The records of all files with the wanted columns (none named: all), or one ConfigError about
+    every bad file.
 
-    Every stream of a process opens the same files: they are indexed once, but each keeps its own blocks in memory."""
+    Every stream of a process opens the same files: they are indexed once, but each keeps its own
+    blocks in memory."""
     if kind not in KINDS:
-        raise ConfigError(f"there is no kind of file called {kind!r}: choose from {', '.join(KINDS)}")
+        raise ConfigError(
+            f"there is no kind of file called {kind!r}: choose from {', '.join(KINDS)}"
+        )
     return indexed(tuple(paths), written(paths), kind, tuple(columns), threads).apart()
 
 
@@ -113,7 +120,9 @@ def written(paths: Sequence[str]) -> int:
 
 
 @lru_cache(4)
-def indexed(paths: tuple[str, ...], version: int, kind: str, columns: tuple[str, ...], threads: int) -> Documents:
+def indexed(
+    paths: tuple[str, ...], version: int, kind: str, columns: tuple[str, ...], threads: int
+) -> Documents:
     caches = Caches()
 
     def open_file(path: str) -> Format | str:
@@ -132,11 +141,19 @@ def indexed(paths: tuple[str, ...], version: int, kind: str, columns: tuple[str,
             opened = list(executor.map(open_file, paths))
             problems = [one for one in opened if isinstance(one, str)]
             if problems:
-                more = [f"and {len(problems) - NAMED} more files like these"] if len(problems) > NAMED else []
+                more = (
+                    [f"and {len(problems) - NAMED} more files like these"]
+                    if len(problems) > NAMED
+                    else []
+                )
                 raise ConfigError(*problems[:NAMED], *more)
             documents = Documents([one for one in opened if not isinstance(one, str)])
     if not len(documents) or not documents.nbytes:
-        raise ConfigError(f"all {len(paths)} files are empty, among them {paths[0]}" if paths else "no files to read")
+        raise ConfigError(
+            f"all {len(paths)} files are empty, among them {paths[0]}"
+            if paths
+            else "no files to read"
+        )
     return documents
 
 
@@ -147,7 +164,9 @@ def missing_column(path: str, file: Format, columns: Sequence[str]) -> str | Non
     missing = [name for name in columns if name not in names]
     if not missing:
         return None
-    listed = ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+    listed = ", ".join(names[:LISTED]) + (
+        f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    )
     return (
         f"{path} has no column {missing[0]!r}, only {listed}: name the column to read in train_data_columns, "
         "or in eval_data_columns for evaluation"

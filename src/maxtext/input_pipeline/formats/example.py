@@ -1,7 +1,8 @@
 """tf.train.Example without TensorFlow: the message is described here, protobuf reads and writes it.
 
-A feature is a list of bytes, of floats or of integers. Numbers become arrays. A single value of bytes stays alone, more
-of them are a list. A column that is asked for by name is text, so its bytes have to be UTF-8.
+A feature is a list of bytes, of floats or of integers. Numbers become arrays. A single value of
+bytes stays alone, more of them are a list. A column that is asked for by name is text, so its bytes
+have to be UTF-8.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import numpy as np
 
 from maxtext.input_pipeline.formats.interface import Record, choose
 
-PACKAGE = "maxtext.example"  # a name of our own: TensorFlow may be in the same process with its description
+# a name of our own: TensorFlow may be in the same process with its description
+PACKAGE = "maxtext.example"
 
 
 @cache
@@ -20,15 +22,27 @@ def example_class() -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="maxtext/example.proto", package=PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="maxtext/example.proto", package=PACKAGE, syntax="proto3"
+    )
 
-    def add(message: Any, name: str, number: int, kind: int, repeated: bool = False, of: str = "") -> Any:
+    def add(
+        message: Any, name: str, number: int, kind: int, repeated: bool = False, of: str = ""
+    ) -> Any:
         label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
         return message.field.add(
-            name=name, number=number, type=kind, label=label, type_name=f".{PACKAGE}.{of}" if of else None
+            name=name,
+            number=number,
+            type=kind,
+            label=label,
+            type_name=f".{PACKAGE}.{of}" if of else None,
         )
 
-    lists = {"BytesList": kinds.TYPE_BYTES, "FloatList": kinds.TYPE_FLOAT, "Int64List": kinds.TYPE_INT64}
+    lists = {
+        "BytesList": kinds.TYPE_BYTES,
+        "FloatList": kinds.TYPE_FLOAT,
+        "Int64List": kinds.TYPE_INT64,
+    }
     for name, kind in lists.items():
         add(file.message_type.add(name=name), "value", 1, kind, repeated=True)
     feature = file.message_type.add(name="Feature")
@@ -49,7 +63,9 @@ def example_class() -> Any:
 
 
 def decode_example(data: bytes, columns: Sequence[str] = ()) -> Record:
-    """The features of an Example, or the wanted columns as text and numbers. ValueError says why there are none."""
+    """The features of an Example, or the wanted columns as text and numbers. ValueError says why
+    there are none.
+    """
     from google.protobuf.message import DecodeError
 
     try:
@@ -58,7 +74,10 @@ def decode_example(data: bytes, columns: Sequence[str] = ()) -> Record:
         raise ValueError("its data is not a tf.train.Example") from error
     if not columns:
         return {name: values_of(feature[name]) for name in feature}
-    return choose({name: text_of(name, values_of(feature[name])) for name in columns if name in feature}, columns)
+    return choose(
+        {name: text_of(name, values_of(feature[name])) for name in columns if name in feature},
+        columns,
+    )
 
 
 def values_of(feature: Any) -> Any:
@@ -88,8 +107,12 @@ def encode_example(record: Record) -> bytes:
     for name, value in record.items():
         feature = example.features.feature[name]
         values = value if isinstance(value, list | tuple | np.ndarray) else [value]
-        if all(isinstance(one, str | bytes) for one in values) and not isinstance(values, np.ndarray):
-            feature.bytes_list.value.extend(one.encode() if isinstance(one, str) else one for one in values)
+        if all(isinstance(one, str | bytes) for one in values) and not isinstance(
+            values, np.ndarray
+        ):
+            feature.bytes_list.value.extend(
+                one.encode() if isinstance(one, str) else one for one in values
+            )
             continue
         numbers = np.asarray(values)
         if numbers.ndim != 1 or numbers.dtype.kind not in "biuf":

@@ -1,4 +1,6 @@
-"""Files of tf.train.Example: what TFRecord and ArrayRecord files share; how the bytes of one are read is theirs."""
+"""Files of tf.train.Example: what TFRecord and ArrayRecord files share; how the bytes of one are
+read is theirs.
+"""
 
 import os
 from abc import ABC, abstractmethod

@@ -1,9 +1,9 @@
 """Which files a key of paths names, and of which kind a file is by its name.
 
-Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which `**` goes through
-folders. As in a shell, names that start with a dot are left out unless they are named. The documents are the files
-in sorted order, each once, however often it is named. `{stdlib}` stands for the folder of the Python standard library,
-a text that every machine has.
+Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which
+`**` goes through folders. As in a shell, names that start with a dot are left out unless they are
+named. The documents are the files in sorted order, each once, however often it is named. `{stdlib}`
+stands for the folder of the Python standard library, a text that every machine has.
 """
 
 import glob
@@ -33,7 +33,11 @@ def find_files(key: str, value: str) -> list[str]:
             problems.append(f"{key}: the directory {part} has no files")
         elif not files:
             problems.append(f"{key}: {part} does not exist or is not a file")
-        problems += [f"{key}: {file} cannot be read, check its permissions" for file in files if not readable(file)]
+        problems += [
+            f"{key}: {file} cannot be read, check its permissions"
+            for file in files
+            if not readable(file)
+        ]
         found.update(files)
     if not found and not problems:
         problems.append(f"{key} is empty: name the files to read")
@@ -51,7 +55,9 @@ def files_of(path: str) -> list[str]:
     for match in matches:
         below = os.path.join(glob.escape(match), "**")
         candidates = glob.glob(below, recursive=True) if os.path.isdir(match) else [match]
-        files += [os.path.normpath(candidate) for candidate in candidates if os.path.isfile(candidate)]
+        files += [
+            os.path.normpath(candidate) for candidate in candidates if os.path.isfile(candidate)
+        ]
     return files
 
 
@@ -60,6 +66,8 @@ def readable(path: str) -> bool:
 
 
 def kind_of(path: str) -> str | None:
-    """The kind that the name says, also of `a.jsonl.gz` and `a.tfrecord-00000-of-00008`; None: it says nothing."""
+    """The kind that the name says, also of `a.jsonl.gz` and `a.tfrecord-00000-of-00008`; None: it
+    says nothing.
+    """
     name = re.sub(r"-\d+-of-\d+$", "", os.path.basename(path)).removesuffix(".gz")
     return KIND_OF_SUFFIX.get(name.rpartition(".")[2].lower()) if "." in name else None

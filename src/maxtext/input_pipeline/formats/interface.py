@@ -1,10 +1,12 @@
-"""What a file format is to the pipeline: records by number, and what is said about those that cannot be read.
+"""What a file format is to the pipeline: records by number, and what is said about those that
+cannot be read.
 
-A record is a dictionary of columns. Text is `str`, a list of numbers is an array where the format knows its type (a
-list in JSON), nested values are lists and dictionaries. A record has the wanted columns, or all if none were named.
+A record is a dictionary of columns. Text is `str`, a list of numbers is an array where the format
+knows its type (a list in JSON), nested values are lists and dictionaries. A record has the wanted
+columns, or all if none were named.
 
-Formats are read by several threads at once and are sent to other processes: they pickle without what they hold open,
-and open it again when it is asked for.
+Formats are read by several threads at once and are sent to other processes: they pickle without
+what they hold open, and open it again when it is asked for.
 """
 
 import os
@@ -24,7 +26,8 @@ HEAD = 16  # records that are looked at to know the columns of a file without a 
 class BadRecord(Exception):
     """A record that cannot be read. `place` is where in the file, a number is that of a record.
 
-    Lines count from 1, as in an editor; rows and records from 0, as in Python. `details`: as in UserError.
+    Lines count from 1, as in an editor; rows and records from 0, as in Python. `details`: as in
+    UserError.
     """
 
     details = ""
@@ -39,7 +42,9 @@ class BadRecord(Exception):
 
 
 class BadFile(Exception):
-    """A file that is not of its kind, or is damaged as a whole. The message follows the name of the file."""
+    """A file that is not of its kind, or is damaged as a whole. The message follows the name of the
+    file.
+    """
 
 
 class Format(Protocol):
@@ -48,14 +53,18 @@ class Format(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
-        """The record, by any thread. Raises BadRecord where it cannot be read, IndexError past the end."""
+        """The record, by any thread. Raises BadRecord where it cannot be read, IndexError past the
+        end.
+        """
 
     def where(self, index: int) -> tuple[str, str]:
         """The file and the place in it, as in BadRecord."""
 
     @property
     def blocks(self) -> np.ndarray | None:
-        """How many records follow each other in each part that is read at once; None: any record costs the same."""
+        """How many records follow each other in each part that is read at once; None: any record
+        costs the same.
+        """
 
     @property
     def sizes(self) -> np.ndarray | None:
@@ -80,7 +89,11 @@ def check_index(index: int, length: int) -> None:
 
 def choose(record: Record, wanted: Sequence[str]) -> Record:
     """The wanted columns of a record, or ValueError with the reason why it does not have them."""
-    chosen = {name: record[name] for name in wanted if record.get(name) is not None} if wanted else record
+    chosen = (
+        {name: record[name] for name in wanted if record.get(name) is not None}
+        if wanted
+        else record
+    )
     if len(chosen) < len(wanted):
         missing = next(name for name in wanted if name not in chosen)
         state = "is null" if missing in record else "is missing"
@@ -89,16 +102,24 @@ def choose(record: Record, wanted: Sequence[str]) -> Record:
 
 
 def gone(path: str, error: OSError) -> UserError:
-    """For a file that was there at the start of the run: this is not one bad record that may be left out."""
-    return UserError(f"{path} cannot be read any more ({error.strerror or error}): put it back and resume the run")
+    """For a file that was there at the start of the run: this is not one bad record that may be
+    left out.
+    """
+    return UserError(
+        f"{path} cannot be read any more ({error.strerror or error}): put it back and resume the run"
+    )
 
 
 def shrunk(path: str) -> UserError:
-    return UserError(f"{path} has become shorter while the run reads it: put it back and resume the run")
+    return UserError(
+        f"{path} has become shorter while the run reads it: put it back and resume the run"
+    )
 
 
 class OpenFile:
-    """Bytes of a file by position. It is closed when the last thread that reads from it lets it go."""
+    """Bytes of a file by position. It is closed when the last thread that reads from it lets it
+    go.
+    """
 
     def __init__(self, path: str):
         self.path = path

@@ -1,8 +1,8 @@
-"""kind=jsonl: a line is a JSON object of columns; kind=lines: it is plain text. Blank lines are no records, the last
-line needs no end.
+"""kind=jsonl: a line is a JSON object of columns; kind=lines: it is plain text. Blank lines are no
+records, the last line needs no end.
 
-A file compressed with gzip (by its first bytes, not its name) is one block: it is decompressed as a whole when one of
-its records is touched.
+A file compressed with gzip (by its first bytes, not its name) is one block: it is decompressed as a
+whole when one of its records is touched.
 """
 
 import gzip
@@ -46,12 +46,18 @@ class JsonLines:
         self.lines.head.clear()
 
     def chunks(self) -> Iterator[bytes]:
-        with gzip.open(self.path, "rb") if self.compressed else open(self.path, "rb", buffering=0) as file:
+        with (
+            gzip.open(self.path, "rb")
+            if self.compressed
+            else open(self.path, "rb", buffering=0) as file
+        ):
             while chunk := file.read(CHUNK):
                 yield chunk
 
     def look(self) -> list[str] | None:
-        """The columns of the first records that can be read; no such record means that this is another kind of file."""
+        """The columns of the first records that can be read; no such record means that this is
+        another kind of file.
+        """
         names: dict[str, None] = {}
         reasons = []
         for line in self.lines.head:
@@ -60,7 +66,9 @@ class JsonLines:
             except ValueError as error:
                 reasons.append(str(error))
         if reasons and len(reasons) == len(self.lines.head):
-            raise BadFile(f"is not a file of JSON lines (line {self.lines.number(0)}: {reasons[0]})")
+            raise BadFile(
+                f"is not a file of JSON lines (line {self.lines.number(0)}: {reasons[0]})"
+            )
         return list(names)
 
     def __len__(self) -> int:
@@ -87,7 +95,9 @@ class JsonLines:
             with gzip.open(self.path, "rb") as file:
                 return file.read()
         except (OSError, EOFError, zlib.error) as error:  # it could be read at the start
-            raise gone(self.path, error if isinstance(error, OSError) else OSError(str(error))) from error
+            raise gone(
+                self.path, error if isinstance(error, OSError) else OSError(str(error))
+            ) from error
 
     def where(self, index: int) -> tuple[str, str]:
         return self.path, f"line {self.lines.number(index)}"
@@ -109,13 +119,17 @@ class JsonLines:
 
 
 class TextLines(JsonLines):
-    """kind=lines: a line is a document, whatever the name of its column. Bytes that are not UTF-8 become U+FFFD."""
+    """kind=lines: a line is a document, whatever the name of its column. Bytes that are not UTF-8
+    become U+FFFD.
+    """
 
     def look(self) -> None:
         return None
 
     def record(self, line: bytes) -> Record:
-        return dict.fromkeys(self.wanted or ("text",), line.rstrip(b"\r\n").decode("utf-8", errors="replace"))
+        return dict.fromkeys(
+            self.wanted or ("text",), line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+        )
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -125,7 +139,9 @@ def parse(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError(f"invalid UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"invalid JSON ({error.msg} at character {error.pos} of the line)") from error
+        raise ValueError(
+            f"invalid JSON ({error.msg} at character {error.pos} of the line)"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
         raise ValueError(f"invalid JSON ({error})") from error
     if not isinstance(value, dict):

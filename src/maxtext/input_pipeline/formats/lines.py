@@ -1,4 +1,6 @@
-"""Where the lines of a file begin, found once in a fast pass over its bytes. Lines of white space do not count."""
+"""Where the lines of a file begin, found once in a fast pass over its bytes. Lines of white space
+do not count.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -11,7 +13,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it at the start of a file 
 
 @dataclass
 class Lines:
-    """Line `i` is the bytes from `offsets[i]` to `offsets[i + 1]`, with its line end and any blank lines after it."""
+    """Line `i` is the bytes from `offsets[i]` to `offsets[i + 1]`, with its line end and any blank
+    lines after it.
+    """
 
     offsets: np.ndarray  # [lines + 1]
     blanks: np.ndarray  # for each blank line, how many others are before it
@@ -37,8 +41,12 @@ def find_lines(chunks: Iterable[bytes], head: int) -> Lines:
             ends = np.append(ends, len(data))
         starts = np.concatenate([[mark], ends[:-1]])
         # A mark and nothing else leaves a start past the end.
-        white = np.flatnonzero(np.isin(array[np.minimum(starts, len(array) - 1)], np.frombuffer(WHITE, np.uint8)))
-        blank = np.array([line for line in white if not data[starts[line] : ends[line]].strip(WHITE)], np.int64)
+        white = np.flatnonzero(
+            np.isin(array[np.minimum(starts, len(array) - 1)], np.frombuffer(WHITE, np.uint8))
+        )
+        blank = np.array(
+            [line for line in white if not data[starts[line] : ends[line]].strip(WHITE)], np.int64
+        )
         blanks.append(total + blank - np.arange(len(blank)))
         kept = np.delete(starts, blank)
         for start in kept[: head - len(first)]:

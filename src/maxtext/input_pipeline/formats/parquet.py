@@ -1,7 +1,7 @@
 """kind=parquet: a row group is decoded as a whole, the wanted columns only, and kept for a while.
 
-Checksums of pages are verified where the writer made them. A page that cannot be decoded makes the rows of its row
-group bad records.
+Checksums of pages are verified where the writer made them. A page that cannot be decoded makes the
+rows of its row group bad records.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,17 @@ from maxtext.input_pipeline.formats.tables import Rows, TableFile, damaged, firs
 
 class ParquetRows(TableFile):
     def __init__(self, path: str, columns: Sequence[str], caches: Caches):
-        pyarrow, parquet = require("pyarrow", "reading parquet"), require("pyarrow.parquet", "reading parquet")
+        pyarrow, parquet = (
+            require("pyarrow", "reading parquet"),
+            require("pyarrow.parquet", "reading parquet"),
+        )
         try:
             with parquet.ParquetFile(path) as file:
                 metadata, names = file.metadata, file.schema_arrow.names
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # the system's, not one about what is inside
+            if (
+                isinstance(error, OSError) and error.errno is not None
+            ):  # the system's, not one about what is inside
                 raise
             raise BadFile(f"is not a parquet file, or is damaged ({first_line(error)})") from error
         counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
@@ -28,11 +33,17 @@ class ParquetRows(TableFile):
         self.decoded = decoded_bytes(metadata, self.read_columns)
 
     def load(self, number: int) -> Rows:
-        pyarrow, parquet = require("pyarrow", "reading parquet"), require("pyarrow.parquet", "reading parquet")
+        pyarrow, parquet = (
+            require("pyarrow", "reading parquet"),
+            require("pyarrow.parquet", "reading parquet"),
+        )
         try:
-            # The parsed footer is shared, the reader is not: nothing promises that one may be used by many threads.
+            # The parsed footer is shared, the reader is not: nothing promises that one may be used
+            # by many threads.
             metadata = self.caches.files.get(self.path, lambda: parquet.read_metadata(self.path))
-            with parquet.ParquetFile(self.path, metadata=metadata, page_checksum_verification=True) as file:
+            with parquet.ParquetFile(
+                self.path, metadata=metadata, page_checksum_verification=True
+            ) as file:
                 table = file.read_row_group(number, columns=self.read_columns, use_threads=False)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -43,6 +54,10 @@ class ParquetRows(TableFile):
 
 def decoded_bytes(metadata: Any, names: Sequence[str]) -> int:
     """Of the columns of these names and the columns in them, as the footer says."""
-    places = [at for at in range(metadata.num_columns) if metadata.schema.column(at).path.split(".")[0] in names]
+    places = [
+        at
+        for at in range(metadata.num_columns)
+        if metadata.schema.column(at).path.split(".")[0] in names
+    ]
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     return sum(group.column(at).total_uncompressed_size for group in groups for at in places)

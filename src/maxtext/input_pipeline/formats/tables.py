@@ -13,14 +13,18 @@ from maxtext.input_pipeline.formats.cache import Caches
 from maxtext.input_pipeline.formats.interface import BadFile, BadRecord, Record, check_index, choose
 
 LISTS = ("list<", "large_list<", "fixed_size_list<")
-NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {"halffloat", "float", "double"}
+NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {
+    "halffloat",
+    "float",
+    "double",
+}
 
 
 class Rows:
     """A block of rows in memory, or in a mapped file. `reason`: why none of them can be read.
 
-    A damaged offset would send a reader outside of the memory of a column. So all rows are looked at together, and one
-    by one where something is wrong.
+    A damaged offset would send a reader outside of the memory of a column. So all rows are looked
+    at together, and one by one where something is wrong.
     """
 
     def __init__(self, columns: dict[str, Any], reason: str = ""):
@@ -45,8 +49,13 @@ class Rows:
                 return scalar.values.to_numpy(zero_copy_only=False)
             return scalar.as_py()
         except UnicodeDecodeError as error:
-            raise ValueError(f"the column {name!r} has invalid UTF-8 at byte {error.start}") from error
-        except (ValueError, IndexError) as error:  # what pyarrow raises for damaged data is one of these
+            raise ValueError(
+                f"the column {name!r} has invalid UTF-8 at byte {error.start}"
+            ) from error
+        except (
+            ValueError,
+            IndexError,
+        ) as error:  # what pyarrow raises for damaged data is one of these
             raise ValueError(f"the column {name!r} is damaged ({error})") from error
 
 
@@ -63,7 +72,9 @@ def is_list_of_numbers(kind: Any) -> bool:
 
 
 def damaged(error: Exception) -> Rows:
-    """A block that cannot be decoded. It is kept like any other, or each of its rows would decode it again."""
+    """A block that cannot be decoded. It is kept like any other, or each of its rows would decode
+    it again.
+    """
     return Rows({}, reason=f"its block of rows is damaged ({first_line(error)})")
 
 
@@ -76,7 +87,14 @@ class TableFile(ABC):
 
     sizes = None
 
-    def __init__(self, path: str, wanted: Sequence[str], caches: Caches, names: list[str], counts: Sequence[int]):
+    def __init__(
+        self,
+        path: str,
+        wanted: Sequence[str],
+        caches: Caches,
+        names: list[str],
+        counts: Sequence[int],
+    ):
         """`counts`: the rows of each block."""
         if len(set(names)) < len(names):
             raise BadFile(f"has two columns of the same name among {', '.join(names)}")

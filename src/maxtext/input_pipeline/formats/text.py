@@ -1,4 +1,6 @@
-"""kind=text: a file is one document, whatever the name of its column. Bytes that are not UTF-8 become U+FFFD."""
+"""kind=text: a file is one document, whatever the name of its column. Bytes that are not UTF-8
+become U+FFFD.
+"""
 
 import os
 from collections.abc import Sequence
@@ -11,14 +13,18 @@ from maxtext.input_pipeline.formats.interface import Record, check_index, gone
 
 
 class TextFiles:
-    """All the files together: there may be many, and nothing but the size is to be known about each."""
+    """All the files together: there may be many, and nothing but the size is to be known about
+    each.
+    """
 
     blocks = None
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str], executor: Executor):
         self.paths, self.names = list(paths), list(columns) or ["text"]
         try:
-            self.sizes = np.fromiter(executor.map(os.path.getsize, self.paths), np.int64, len(self.paths))
+            self.sizes = np.fromiter(
+                executor.map(os.path.getsize, self.paths), np.int64, len(self.paths)
+            )
         except OSError as error:
             raise ConfigError(f"{error.filename} cannot be read ({error.strerror})") from error
 

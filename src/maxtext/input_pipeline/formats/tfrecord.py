@@ -1,8 +1,9 @@
 """kind=tfrecord: TFRecord files without TensorFlow.
 
-A record is its length (8 bytes), the checksum of the length, the data, and the checksum of the data. The lengths are
-walked through once at the start and all their checksums are verified, so that a file that was cut, or is of another
-kind, is known before training. The checksum of the data is verified whenever a record is read (crc32c.py).
+A record is its length (8 bytes), the checksum of the length, the data, and the checksum of the
+data. The lengths are walked through once at the start and all their checksums are verified, so that
+a file that was cut, or is of another kind, is known before training. The checksum of the data is
+verified whenever a record is read (crc32c.py).
 """
 
 import mmap
@@ -52,7 +53,9 @@ def walk(path: str) -> np.ndarray:
     parts, offset, count = [], 0, 0
     with open(path, "rb") as file:
         if file.read(len(GZIP)) == GZIP:
-            raise BadFile("is compressed, so its records cannot be read one by one: decompress it with gunzip")
+            raise BadFile(
+                "is compressed, so its records cannot be read one by one: decompress it with gunzip"
+            )
         # An empty file cannot be mapped.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
     while mapped is not None and offset < size:
@@ -63,11 +66,15 @@ def walk(path: str) -> np.ndarray:
             lengths.append(length)
             checksums.append(checksum)
             offset += length + FRAME
-        wrong = np.flatnonzero(masked_of_lengths(np.array(lengths, np.uint64)) != np.array(checksums, np.uint32))
+        wrong = np.flatnonzero(
+            masked_of_lengths(np.array(lengths, np.uint64)) != np.array(checksums, np.uint32)
+        )
         if len(wrong) and count + wrong[0] == 0:
             raise BadFile("is not a TFRecord file (the checksum of its first length is wrong)")
         if len(wrong):
-            raise BadFile(f"is damaged at record {count + wrong[0]}, whose length has a wrong checksum: copy it again")
+            raise BadFile(
+                f"is damaged at record {count + wrong[0]}, whose length has a wrong checksum: copy it again"
+            )
         if offset > size or not begins:
             raise BadFile(f"ends within record {count + max(len(begins) - 1, 0)}: copy it again")
         parts.append(np.array(begins, kind))

@@ -1,10 +1,13 @@
-"""Attention over arrays: `attend` with a named back end, or with the fastest that can do what is asked.
+"""Attention over arrays: `attend` with a named back end, or with the fastest that can do what is
+asked.
 
 dot_product: einsums and a softmax, everywhere and for everything; memory quadratic in the length.
-flash: the splash kernel on TPUs; lengths that are multiples of 128, positions by index, no selection of keys.
-cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no sinks, no selection, positions by index.
+flash: the splash kernel on TPUs; lengths that are multiples of 128, positions by index, no
+selection of keys. cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no
+sinks, no selection, positions by index.
 
-`compute` is `attend` from gathered `Inputs`, from which `max_logits` and `mean_weights` are had as well.
+`compute` is `attend` from gathered `Inputs`, from which `max_logits` and `mean_weights` are had as
+well.
 """
 
 from maxtext.kernels.attention.checks import checked

@@ -1,6 +1,7 @@
 """Mistakes of the caller of attention, found before a kernel says something obscure about them.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
+value size.
 """
 
 from dataclasses import replace
@@ -12,7 +13,9 @@ from maxtext.kernels.attention.request import Inputs
 
 
 def checked(inputs: Inputs) -> Inputs:
-    """The same call with what it leaves open filled in and what says nothing left out; an error if it is malformed."""
+    """The same call with what it leaves open filled in and what says nothing left out; an error if
+    it is malformed.
+    """
     check_shapes(inputs)
     if inputs.k_segments is None:
         inputs = replace(inputs, k_segments=inputs.q_segments)
@@ -44,7 +47,9 @@ def check_shapes(inputs: Inputs) -> None:
     )
     for name, array, shape in expected:
         if array is not None and array.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)} for q {list(q.shape)}, not {list(array.shape)}")
+            raise ValueError(
+                f"{name} must be {list(shape)} for q {list(q.shape)}, not {list(array.shape)}"
+            )
     if q_heads % k_heads:
         raise ValueError(f"{q_heads} query heads are not a multiple of {k_heads} key/value heads")
     selected = inputs.selected

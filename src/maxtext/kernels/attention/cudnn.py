@@ -1,25 +1,30 @@
-"""cuDNN's flash attention on NVIDIA GPUs, through the public `jax.nn.dot_product_attention`, and for packed rows what
-lies below it.
+"""cuDNN's flash attention on NVIDIA GPUs, through the public `jax.nn.dot_product_attention`, and
+for packed rows what lies below it.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
+value size.
 
-Causal and window masks are cuDNN's own: it skips what they hide. JAX's window counts the keys before the query's own,
-so ours (i - window < j <= i) is local_window_size = (window - 1, 0), always with is_causal: without it JAX tells cuDNN
-only the left bound, and a query sees its future (jax-ml/jax#39576).
+Causal and window masks are cuDNN's own: it skips what they hide. JAX's window counts the keys
+before the query's own, so ours (i - window < j <= i) is local_window_size = (window - 1, 0), always
+with is_causal: without it JAX tells cuDNN only the left bound, and a query sees its future
+(jax-ml/jax#39576).
 
-Segments: from Hopper on, cuDNN takes the places where they begin, and computes what lies inside them alone. It must be
-told how many there may be; each costs a little work, and a number for each query and head that is kept for the backward
-pass, whether it is there or not. So this is done where a row's segments are bounded, and by few (`most_packed`). JAX
-has it in a private module. Padding is a segment like others: what lies in none is not written, and could be anything.
-Else there is a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size that JAX
-makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is quadratic memory: with causal
-attention, rows that only have padding at the end need no segments at all, since no real token sees what follows it.
+Segments: from Hopper on, cuDNN takes the places where they begin, and computes what lies inside
+them alone. It must be told how many there may be; each costs a little work, and a number for each
+query and head that is kept for the backward pass, whether it is there or not. So this is done where
+a row's segments are bounded, and by few (`most_packed`). JAX has it in a private module. Padding is
+a segment like others: what lies in none is not written, and could be anything. Else there is a
+dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size that
+JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is
+quadratic memory: with causal attention, rows that only have padding at the end need no segments at
+all, since no real token sees what follows it.
 
-Chunks of attention that divide the length are folded into the batch. Head sizes that differ are padded with zeros to
-the larger, which changes no product: the public function asks for equal ones.
+Chunks of attention that divide the length are folded into the batch. Head sizes that differ are
+padded with zeros to the larger, which changes no product: the public function asks for equal ones.
 
-Precision: cuDNN multiplies bfloat16 or float16 exactly, accumulates and keeps logits in float32: float32_logits and
-float32_product ask for nothing more. The softmax weights are rounded to the input dtype for the second product.
+Precision: cuDNN multiplies bfloat16 or float16 exactly, accumulates and keeps logits in float32:
+float32_logits and float32_product ask for nothing more. The softmax weights are rounded to the
+input dtype for the second product.
 """
 
 import jax
@@ -30,26 +35,34 @@ from maxtext.common.gpu import target_capability
 from maxtext.kernels.attention.masks import hide_blind_queries, mask
 from maxtext.kernels.attention.request import Inputs, Request, Visibility
 
-# JAX's name of the forward computation. Rematerialization that keeps its outputs need not run it again: the backward
-# one needs a statistic of each query, too, which has no name of ours.
+# JAX's name of the forward computation. Rematerialization that keeps its outputs need not run it
+# again: the backward one needs a statistic of each query, too, which has no name of ours.
 FORWARD = "dot_product_attention_fwd_wrapper"
 
 # The largest head size whose backward pass cuDNN has, by major compute capability.
-# https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html, support matrix of cuDNN 9.18:
-# Ampere and Ada 128, Hopper 256, Blackwell 128 (and two pairs of sizes beyond it that padding would not keep).
+# https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html, support
+# matrix of cuDNN 9.18: Ampere and Ada 128, Hopper 256, Blackwell 128 (and two pairs of sizes beyond
+# it that padding would not keep).
 LARGEST_HEAD = {8: 128, 9: 256}
 LARGEST_HEAD_ELSEWHERE = 128
-# Tokens of a row for each segment that it may have: with fewer, a mask is as fast. One row of 8192 tokens and 32 heads,
-# forward and backward on an H200: 1.2 ms for 16 segments, 3.7 ms for 128, 8.3 ms with a mask; 12 rows of 2048 tokens
-# and 16 heads: 1.6 ms for 16, 2.2 ms for 32, 5.8 ms for 128, 3.2 ms with a mask.
+# Tokens of a row for each segment that it may have: with fewer, a mask is as fast. One row of 8192
+# tokens and 32 heads, forward and backward on an H200: 1.2 ms for 16 segments, 3.7 ms for 128, 8.3
+# ms with a mask; 12 rows of 2048 tokens and 16 heads: 1.6 ms for 16, 2.2 ms for 32, 5.8 ms for 128,
+# 3.2 ms with a mask.
 TOKENS_OF_SEGMENT = 32
 MOST_OFFSET = 2**31  # JAX counts the numbers of all queries before a segment in 32 bits
-RIGHT_OFFSETS = (0, 11, 2)  # the JAX whose offsets are right where heads share keys, jax-ml/jax#39521
+RIGHT_OFFSETS = (
+    0,
+    11,
+    2,
+)  # the JAX whose offsets are right where heads share keys, jax-ml/jax#39521
 
 
 def supports(request: Request) -> str | None:
     """None, or why cuDNN cannot do it."""
-    capability = request.capability or "9.0"  # not known when compiling for a machine that is not here
+    capability = (
+        request.capability or "9.0"
+    )  # not known when compiling for a machine that is not here
     if request.platform != "gpu":
         return f"it needs a GPU, and this is a {request.platform.upper()}"
     if not capability.replace(".", "").isdigit():
@@ -94,7 +107,9 @@ def run(inputs: Inputs) -> Array:
     window = None if visibility.window is None else (visibility.window - 1, 0)
     visible = None
     if inputs.q_segments is not None:
-        visible = mask(inputs)  # holds the window too: cuDNN before 9.10.2 takes no window next to a dense mask
+        visible = mask(
+            inputs
+        )  # holds the window too: cuDNN before 9.10.2 takes no window next to a dense mask
         assert visible is not None
         visible, window = visible[:, None], None
     output = jax.nn.dot_product_attention(
@@ -111,8 +126,8 @@ def run(inputs: Inputs) -> Array:
 
 
 def most_packed(length: int, head_size: int) -> int:
-    """How many segments a row may have so that it pays to tell cuDNN of them: what is kept is then no larger than the
-    output, of 16 bits."""
+    """How many segments a row may have so that it pays to tell cuDNN of them: what is kept is then
+    no larger than the output, of 16 bits."""
     major = int(target_capability().split(".")[0])
     return min(length // TOKENS_OF_SEGMENT, head_size // 2) if major >= 9 else 0
 
@@ -144,14 +159,18 @@ def run_packed(inputs: Inputs) -> Array:
 
 
 def runs(segments: Array, most: int) -> tuple[Array, Array, Array]:
-    """Where runs of equal segments [B, S] begin, [B, most + 1], and how long they are, [B, most], both filled up with
-    -1; and whether a row has no more than `most`, [B]."""
+    """Where runs of equal segments [B, S] begin, [B, most + 1], and how long they are, [B, most],
+    both filled up with -1; and whether a row has no more than `most`, [B]."""
     rows, length = segments.shape
-    begins = jnp.concatenate([jnp.ones((rows, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+    begins = jnp.concatenate(
+        [jnp.ones((rows, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1
+    )
     number = jnp.cumsum(begins, axis=1) - 1
     place = jnp.where(begins & (number < most), number, most + 1)  # out of bounds: not written
     starts = jnp.full((rows, most + 1), -1, jnp.int32)
-    starts = starts.at[jnp.arange(rows)[:, None], place].set(jnp.arange(length, dtype=jnp.int32), mode="drop")
+    starts = starts.at[jnp.arange(rows)[:, None], place].set(
+        jnp.arange(length, dtype=jnp.int32), mode="drop"
+    )
     ends = jnp.where(starts[:, 1:] < 0, length, starts[:, 1:])
     lengths = jnp.where(starts[:, :-1] < 0, -1, ends - starts[:, :-1])
     return starts, lengths, number[:, -1] < most

@@ -1,8 +1,10 @@
-"""Which back end computes attention: `attend` runs the one that was named, or chooses and says so once.
+"""Which back end computes attention: `attend` runs the one that was named, or chooses and says so
+once.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
-A back end is two functions: `supports(request)` gives None or a reason in words, `run(inputs)` the output. A named back
-end that does not support the request is an error: nothing falls back in silence.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
+value size. A back end is two functions: `supports(request)` gives None or a reason in words,
+`run(inputs)` the output. A named back end that does not support the request is an error: nothing
+falls back in silence.
 """
 
 import functools
@@ -67,20 +69,23 @@ def attend(
 ) -> Array:
     """softmax(scale * q k + mask) v, as [B, S, H, Dv] in q's dtype.
 
-    q [B, S, H, D], k [B, T, K, D], v [B, T, K, Dv], one dtype; query head h uses key/value head h // (H / K).
-    q_positions [B, S], k_positions [B, T]: what `visibility` compares; None is the index, 0..S-1 and 0..T-1. Give them
+    q [B, S, H, D], k [B, T, K, D], v [B, T, K, Dv], one dtype; query head h uses key/value head h
+    // (H / K). q_positions [B, S], k_positions [B, T]: what `visibility` compares; None is the
+    index, 0..S-1 and 0..T-1. Give them
         only where the index would be wrong: packed rows need none for causal attention or a window (inside a segment
         the differences are the same), and the fast back ends take none.
-    q_segments [B, S], k_segments [B, T]: tokens see only their own segment. Segment 0 is padding: it sees nothing and
+    q_segments [B, S], k_segments [B, T]: tokens see only their own segment. Segment 0 is padding:
+    it sees nothing and
         yields 0. k_segments None is q_segments.
-    most_segments: how many runs of equal q_segments a row has at most, padding among them, which some back ends need to
+    most_segments: how many runs of equal q_segments a row has at most, padding among them, which
+    some back ends need to
         be fast; 0: not known. Rows that have more become not-a-number where it was needed.
-    soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask.
-    sinks [H]: a learned logit in the denominator of each head's softmax.
-    selected [B, 1 or H, S, T]: True for keys that a query may see, beside what visibility and segments ask.
-    float32_logits, float32_product: see dot_product; the other back ends always do as much.
-    block_sizes: tiles of the flash back end; others have none to set.
-    backend: a name in BACKENDS, or "autoselected". platform: of the default JAX backend unless given.
+    soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask. sinks
+    [H]: a learned logit in the denominator of each head's softmax. selected [B, 1 or H, S, T]: True
+    for keys that a query may see, beside what visibility and segments ask. float32_logits,
+    float32_product: see dot_product; the other back ends always do as much. block_sizes: tiles of
+    the flash back end; others have none to set. backend: a name in BACKENDS, or "autoselected".
+    platform: of the default JAX backend unless given.
     """
     inputs = Inputs(
         q=q,
@@ -136,7 +141,9 @@ def announce(request: Request) -> str:
 def demand(name: str, request: Request) -> Backend:
     """The named back end, or an error that says what it cannot do and what to use."""
     if name not in BACKENDS:
-        raise ConfigError(f"There is no attention back end {name}; use {AUTOSELECTED}, {', '.join(BACKENDS)}.")
+        raise ConfigError(
+            f"There is no attention back end {name}; use {AUTOSELECTED}, {', '.join(BACKENDS)}."
+        )
     reason = BACKENDS[name].supports(request)
     if reason is not None:
         raise ConfigError(
@@ -168,7 +175,8 @@ def request_of(inputs: Inputs, platform: str) -> Request:
 def try_backends() -> Iterator[tuple[str, str]]:
     """(name, what happened) for each back end on a small causal problem whose answer is known.
 
-    Equal keys weigh every visible value the same, so with value t at token t, query i must give the mean of 0..i.
+    Equal keys weigh every visible value the same, so with value t at token t, query i must give the
+    mean of 0..i.
     """
     length = 128
     keys = jnp.ones((1, length, 2, 128), jnp.bfloat16)
@@ -179,8 +187,13 @@ def try_backends() -> Iterator[tuple[str, str]]:
             yield backend.name, f"not here: it needs a {str(backend.platform).upper()}"
             continue
         try:
-            output = attend(keys, keys, values, backend=backend.name, visibility=Visibility(), scale=0.1)
+            output = attend(
+                keys, keys, values, backend=backend.name, visibility=Visibility(), scale=0.1
+            )
             wrong = np.abs(np.asarray(output, np.float32) - token[:, None, None] / 2).max()
-            yield backend.name, "works" if wrong < 1 else f"fails: its output is wrong by {wrong:.3g}"
+            yield (
+                backend.name,
+                "works" if wrong < 1 else f"fails: its output is wrong by {wrong:.3g}",
+            )
         except Exception as error:  # any failure of a trial is the finding
             yield backend.name, f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"

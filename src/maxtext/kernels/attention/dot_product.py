@@ -1,13 +1,15 @@
-"""Attention as two einsums and a softmax, for any platform and any request: the definition the other back ends match.
+"""Attention as two einsums and a softmax, for any platform and any request: the definition the
+other back ends match.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, G = H / K, D head size, Dv value size.
-Logits are [B, K, G, S, T], without G where it is 1, so this is the back end with the largest memory. Keys and values
-are never repeated.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, G = H / K, D head
+size, Dv value size. Logits are [B, K, G, S, T], without G where it is 1, so this is the back end
+with the largest memory. Keys and values are never repeated.
 
-Precision: products accumulate in float32. The product of queries and keys is rounded to the dtype of the inputs, unless
-float32_logits keeps it in float32, or float32_product casts queries and keys to float32 first (the result is the same
-where the hardware multiplies bfloat16 exactly, and is float32 either way). Scale, soft cap, mask, softmax and sinks are
-always float32. The weights are rounded to the dtype of the values for the second product.
+Precision: products accumulate in float32. The product of queries and keys is rounded to the dtype
+of the inputs, unless float32_logits keeps it in float32, or float32_product casts queries and keys
+to float32 first (the result is the same where the hardware multiplies bfloat16 exactly, and is
+float32 either way). Scale, soft cap, mask, softmax and sinks are always float32. The weights are
+rounded to the dtype of the values for the second product.
 """
 
 import jax
@@ -31,20 +33,25 @@ def run(inputs: Inputs) -> Array:
     logits = masked_logits(inputs)
     weights = jax.nn.softmax(logits, axis=-1)
     if inputs.sinks is not None:
-        # With a sink s the denominator is e^s larger: every weight shrinks by sum / (sum + e^s) = sigmoid(log sum - s).
+        # With a sink s the denominator is e^s larger: every weight shrinks by sum / (sum + e^s) =
+        # sigmoid(log sum - s).
         sinks = inputs.sinks.astype(jnp.float32).reshape(*logits.shape[1:-2], 1, 1)
         weights *= jax.nn.sigmoid(jax.nn.logsumexp(logits, axis=-1, keepdims=True) - sinks)
     weights = weights.astype(inputs.v.dtype)
     if q_heads == k_heads:
         output = jnp.einsum("bkst,btkv->bskv", weights, inputs.v)
     else:
-        output = jnp.einsum("bkgst,btkv->bskgv", weights, inputs.v).reshape(batch, q_length, q_heads, value_size)
+        output = jnp.einsum("bkgst,btkv->bskgv", weights, inputs.v).reshape(
+            batch, q_length, q_heads, value_size
+        )
     output = output.astype(inputs.q.dtype)
     return hide_blind_queries(output, inputs)
 
 
 def masked_logits(inputs: Inputs) -> Array:
-    """What enters the softmax, in float32: [B, K, S, T], or [B, K, G, S, T] where query heads share keys."""
+    """What enters the softmax, in float32: [B, K, S, T], or [B, K, G, S, T] where query heads share
+    keys.
+    """
     batch, q_length, q_heads, head_size = inputs.q.shape
     k_heads = inputs.k.shape[2]
     groups = q_heads // k_heads

@@ -1,17 +1,22 @@
-"""Flash attention on TPUs: the splash kernel that ships with JAX, one call a batch row, heads grouped by the kernel.
+"""Flash attention on TPUs: the splash kernel that ships with JAX, one call a batch row, heads
+grouped by the kernel.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv value size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
+value size.
 
-The kernel skips the blocks that the causal, window or chunk mask hides, and applies segment ids inside the others; it
-has a soft cap and sinks. It sees equal segment ids wherever they are, so padding (segment 0) would see padding: those
-queries are set to zero afterwards, and so is any query without a visible key.
+The kernel skips the blocks that the causal, window or chunk mask hides, and applies segment ids
+inside the others; it has a soft cap and sinks. It sees equal segment ids wherever they are, so
+padding (segment 0) would see padding: those queries are set to zero afterwards, and so is any query
+without a visible key.
 
-Precision: the kernel has no scale, so queries are scaled first, in float32, and rounded back to their dtype. Products
-accumulate in float32, logits, softmax and weights are float32: float32_logits asks for nothing more, nor does
-float32_product, since float32 holds the product of two bfloat16 numbers exactly. Sinks are rounded to the dtype of the
-queries, because the kernel returns their gradient in it.
+Precision: the kernel has no scale, so queries are scaled first, in float32, and rounded back to
+their dtype. Products accumulate in float32, logits, softmax and weights are float32: float32_logits
+asks for nothing more, nor does float32_product, since float32 holds the product of two bfloat16
+numbers exactly. Sinks are rounded to the dtype of the queries, because the kernel returns their
+gradient in it.
 
-A GPU has no flash back end yet. `interpret=True` runs the kernel's program on any platform, slowly, for tests.
+A GPU has no flash back end yet. `interpret=True` runs the kernel's program on any platform, slowly,
+for tests.
 """
 
 from collections.abc import Callable
@@ -49,8 +54,8 @@ def run(inputs: Inputs, interpret: bool = False) -> Array:
 
 
 def make_kernel(inputs: Inputs, heads: int, shards: int = 1, interpret: bool = False):
-    """The kernel for all queries and `heads` of their heads. It holds its mask as arrays; where queries are cut into
-    `shards`, each works with a part of them (see layers/attend.py)."""
+    """The kernel for all queries and `heads` of their heads. It holds its mask as arrays; where
+    queries are cut into `shards`, each works with a part of them (see layers/attend.py)."""
     # Imported here: Pallas takes a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -61,7 +66,8 @@ def make_kernel(inputs: Inputs, heads: int, shards: int = 1, interpret: bool = F
         attn_logits_soft_cap=inputs.soft_cap,
         head_shards=1,
         q_seq_shards=shards,
-        residual_checkpoint_name="context",  # what rematerialization keeps under that name, the backward kernels use
+        # what rematerialization keeps under that name, the backward kernels use
+        residual_checkpoint_name="context",
         interpret=interpret,
     )
 
@@ -79,13 +85,20 @@ def run_kernel(kernel: Callable[..., Array], inputs: Inputs) -> Array:
     return settled_rows(kernel, *heads_first, segments, sinks).swapaxes(1, 2)
 
 
-def rows(kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None) -> Array:
-    return jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))(q, k, v, segments, sinks)
+def rows(
+    kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None
+) -> Array:
+    return jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))(
+        q, k, v, segments, sinks
+    )
 
 
-def settle(kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None) -> tuple:
-    """The result, and the way back with all that it keeps. That is ready before the result is used: the kernel writes
-    the logarithm of each query's sum 128 times, and XLA may keep them all until the backward kernels ask for one."""
+def settle(
+    kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None
+) -> tuple:
+    """The result, and the way back with all that it keeps. That is ready before the result is used:
+    the kernel writes the logarithm of each query's sum 128 times, and XLA may keep them all until
+    the backward kernels ask for one."""
 
     def run(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
         return rows(kernel, q, k, v, segments, sinks)
@@ -119,8 +132,9 @@ def splash_mask(visibility: Visibility, q_length: int, k_length: int):
 
 
 def ordered_mask(shape: tuple[int, int], visibility: Visibility):
-    """A mask that the kernel has no class for: chunks, or tokens in an order of their own. The kernel looks at it block
-    by block and keeps equal blocks once, so a chunk that is a multiple of the block size costs one triangle."""
+    """A mask that the kernel has no class for: chunks, or tokens in an order of their own. The
+    kernel looks at it block by block and keeps equal blocks once, so a chunk that is a multiple of
+    the block size costs one triangle."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     class OrderedMask(splash.Mask):
@@ -132,7 +146,10 @@ def ordered_mask(shape: tuple[int, int], visibility: Visibility):
             return shape
 
         def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-            rows, columns = (visibility.positions(length)[part] for part, length in zip(index, shape, strict=True))
+            rows, columns = (
+                visibility.positions(length)[part]
+                for part, length in zip(index, shape, strict=True)
+            )
             rows, columns = rows[:, None], columns[None, :]
             visible = columns <= rows
             if visibility.window is not None:
@@ -141,7 +158,8 @@ def ordered_mask(shape: tuple[int, int], visibility: Visibility):
                 visible &= rows // visibility.chunk == columns // visibility.chunk
             return visible
 
-        # Equal masks are processed once: for all heads, and by the cache that spares every further layer.
+        # Equal masks are processed once: for all heads, and by the cache that spares every further
+        # layer.
         def __eq__(self, other: object) -> bool:
             return getattr(other, "key", None) == self.key
 
@@ -174,4 +192,6 @@ def splash_blocks(sizes: BlockSizes, q_length: int, k_length: int):
 def fitting(size: int, length: int) -> int:
     """The largest multiple of 128 up to `size` that divides `length`, itself a multiple of 128."""
     tiles = length // TILE
-    return TILE * max(count for count in range(1, min(size // TILE, tiles) + 1) if tiles % count == 0)
+    return TILE * max(
+        count for count in range(1, min(size // TILE, tiles) + 1) if tiles % count == 0
+    )

@@ -1,8 +1,8 @@
 """Boolean masks from positions, segments and scores, and the queries that see no key at all.
 
-Shapes: B batch, S query length, T key length, H query heads. A mask is [S, T] when it is the same for the whole batch
-(an iota that XLA fuses into its consumer), [B, S, T] when positions or segments differ by row, [B, 1 or H, S, T] with a
-selection of keys, and None when everything is visible.
+Shapes: B batch, S query length, T key length, H query heads. A mask is [S, T] when it is the same
+for the whole batch (an iota that XLA fuses into its consumer), [B, S, T] when positions or segments
+differ by row, [B, 1 or H, S, T] with a selection of keys, and None when everything is visible.
 """
 
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ def mask(inputs: Inputs) -> Array | None:
 
 
 def mask_by_head(inputs: Inputs) -> Array | None:
-    """True where a query may see a key, for all reasons together: [S, T], [B, 1, S, T] or [B, H, S, T]."""
+    """True where a query may see a key, for all reasons together: [S, T], [B, 1, S, T] or [B, H, S,
+    T].
+    """
     visible = mask(inputs)
     if visible is not None and visible.ndim == 3:
         visible = visible[:, None]
@@ -48,11 +50,17 @@ def position_mask(inputs: Inputs) -> Array | None:
 def positions(given: Array | None, length: int, visibility: Visibility) -> Array:
     if given is not None:
         return given
-    return lax.iota(jnp.int32, length) if visibility.order is None else jnp.asarray(visibility.positions(length))
+    return (
+        lax.iota(jnp.int32, length)
+        if visibility.order is None
+        else jnp.asarray(visibility.positions(length))
+    )
 
 
 def largest(scores: Array, count: int) -> Array:
-    """True for the `count` largest of the last dimension, exactly as many: of equal ones, the first."""
+    """True for the `count` largest of the last dimension, exactly as many: of equal ones, the
+    first.
+    """
     cut = lax.top_k(scores, count)[0][..., -1:]
     above, equal = scores > cut, scores == cut
     # Comparisons and a running count instead of a scatter of indices, which is slow on TPUs.
@@ -63,14 +71,17 @@ def largest(scores: Array, count: int) -> Array:
 def hide_blind_queries(output: Array, inputs: Inputs) -> Array:
     """Set to zero the [B, S, H, ...] output of every query that sees no key.
 
-    A softmax over no key is undefined and each kernel makes something else of it: an average of values, or worse. Doing
-    it at the output also stops the gradient: it reaches the kernel as zeros, and leaves it as zeros.
+    A softmax over no key is undefined and each kernel makes something else of it: an average of
+    values, or worse. Doing it at the output also stops the gradient: it reaches the kernel as
+    zeros, and leaves it as zeros.
     """
     seeing = seeing_queries(inputs)
     if seeing is None:
         return output
     batched = seeing if seeing.ndim > 1 else seeing[None]
-    return jnp.where(batched.reshape(batched.shape + (1,) * (output.ndim - batched.ndim)), output, 0)
+    return jnp.where(
+        batched.reshape(batched.shape + (1,) * (output.ndim - batched.ndim)), output, 0
+    )
 
 
 def seeing_queries(inputs: Inputs) -> Array | None:

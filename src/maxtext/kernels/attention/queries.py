@@ -1,4 +1,5 @@
-"""Work that goes query by query, done for a few queries at a time, so that its largest arrays never exist as a whole.
+"""Work that goes query by query, done for a few queries at a time, so that its largest arrays never
+exist as a whole.
 
 Shapes: B batch, S query length.
 """
@@ -16,9 +17,11 @@ Tree = Any
 
 
 def map_queries(function: Callable[[Tree], Array], arrays: Tree, block: int = BLOCK) -> Array:
-    """function(arrays), where arrays are [B, S, ...] and so is the result, `block` queries at a time.
+    """function(arrays), where arrays are [B, S, ...] and so is the result, `block` queries at a
+    time.
 
-    A block takes every n-th query: where the sequence is split over devices, each has a part of every block.
+    A block takes every n-th query: where the sequence is split over devices, each has a part of
+    every block.
     """
     length = jax.tree.leaves(arrays)[0].shape[1]
     steps = length // block
@@ -27,7 +30,9 @@ def map_queries(function: Callable[[Tree], Array], arrays: Tree, block: int = BL
     whole = steps * block
 
     def split(array: Array) -> Array:
-        return jnp.moveaxis(array[:, :whole].reshape(array.shape[0], block, steps, *array.shape[2:]), 2, 0)
+        return jnp.moveaxis(
+            array[:, :whole].reshape(array.shape[0], block, steps, *array.shape[2:]), 2, 0
+        )
 
     mapped = jnp.moveaxis(jax.lax.map(function, jax.tree.map(split, arrays)), 0, 2)
     mapped = mapped.reshape(mapped.shape[0], whole, *mapped.shape[3:])

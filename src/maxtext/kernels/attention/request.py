@@ -1,10 +1,12 @@
-"""What an attention call asks for: which keys are visible, the tile sizes, the static facts, and the arrays.
+"""What an attention call asks for: which keys are visible, the tile sizes, the static facts, and
+the arrays.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads (H is a multiple of K), D head size of
-queries and keys, Dv head size of values.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads (H is a multiple of
+K), D head size of queries and keys, Dv head size of values.
 
-`Visibility`, `BlockSizes` and `Request` are static and hashable: a back end says from a `Request` alone whether it can
-do the job. `Inputs` holds the arrays with the same options, for the back end that was chosen.
+`Visibility`, `BlockSizes` and `Request` are static and hashable: a back end says from a `Request`
+alone whether it can do the job. `Inputs` holds the arrays with the same options, for the back end
+that was chosen.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ class Visibility:
     """Which keys a query may see, before segments. Position i sees position j when
 
     causal: j <= i; window: also i - window < j; chunk: also floor(i / chunk) == floor(j / chunk).
-    order: where tokens stand in an order of their own; their positions, unless given, are those before it.
+    order: where tokens stand in an order of their own; their positions, unless given, are those
+    before it.
     """
 
     causal: bool = True
@@ -42,18 +45,26 @@ class Visibility:
                 raise ConfigError(f"The {name} of attention must be at least 1, not {size}.")
 
     def within(self, length: int) -> "Visibility":
-        """The same visibility for positions 0..length-1: a window or chunk that covers them all says nothing."""
+        """The same visibility for positions 0..length-1: a window or chunk that covers them all
+        says nothing.
+        """
         if max(self.window or 0, self.chunk or 0) >= length:
             return Visibility(causal=True, order=self.order)
         return self
 
     def positions(self, length: int) -> np.ndarray:
         """[length], of the tokens as they stand."""
-        return np.arange(length, dtype=np.int32) if self.order is None else self.order.tokens(length)
+        return (
+            np.arange(length, dtype=np.int32) if self.order is None else self.order.tokens(length)
+        )
 
     def describe(self) -> str:
         words = self.describe_mask()
-        return words if self.order is None else f"{words} in {self.order.kind} order over {self.order.shards} shards"
+        return (
+            words
+            if self.order is None
+            else f"{words} in {self.order.kind} order over {self.order.shards} shards"
+        )
 
     def describe_mask(self) -> str:
         if self.window is not None:
@@ -65,12 +76,14 @@ class Visibility:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Tiles of the flash kernel, in tokens. Each is an upper bound: the kernel takes the largest multiple of 128 that
-    divides the length (for a `_compute` size: its memory block) and is not above it. They change speed, not results.
+    """Tiles of the flash kernel, in tokens. Each is an upper bound: the kernel takes the largest
+    multiple of 128 that divides the length (for a `_compute` size: its memory block) and is not
+    above it. They change speed, not results.
 
-    The forward kernel uses q, kv, kv_compute; the backward one for keys and values q_dkv, kv_dkv, kv_dkv_compute; the
-    backward one for queries q_dq, kv_dq, unless `use_fused_bwd` computes all three gradients in one kernel.
-    A layout says which axis of that operand is contiguous in memory inside the kernel.
+    The forward kernel uses q, kv, kv_compute; the backward one for keys and values q_dkv, kv_dkv,
+    kv_dkv_compute; the backward one for queries q_dq, kv_dq, unless `use_fused_bwd` computes all
+    three gradients in one kernel. A layout says which axis of that operand is contiguous in memory
+    inside the kernel.
     """
 
     q: int = 512
@@ -89,10 +102,14 @@ class BlockSizes:
     def __post_init__(self) -> None:
         for name in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"):
             if getattr(self, name) < TILE:
-                raise ConfigError(f"Attention block size {name} must be at least {TILE}, not {getattr(self, name)}.")
+                raise ConfigError(
+                    f"Attention block size {name} must be at least {TILE}, not {getattr(self, name)}."
+                )
         for name in ("q_layout", "k_layout", "v_layout"):
             if getattr(self, name) not in LAYOUTS:
-                raise ConfigError(f"Attention {name} must be {' or '.join(LAYOUTS)}, not {getattr(self, name)}.")
+                raise ConfigError(
+                    f"Attention {name} must be {' or '.join(LAYOUTS)}, not {getattr(self, name)}."
+                )
 
 
 @dataclass(frozen=True)
@@ -117,8 +134,16 @@ class Request:
 
     @property
     def shape(self) -> str:
-        heads = f"{self.q_heads}" if self.q_heads == self.k_heads else f"{self.q_heads} over {self.k_heads}"
-        size = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size}/{self.value_size}"
+        heads = (
+            f"{self.q_heads}"
+            if self.q_heads == self.k_heads
+            else f"{self.q_heads} over {self.k_heads}"
+        )
+        size = (
+            f"{self.head_size}"
+            if self.head_size == self.value_size
+            else f"{self.head_size}/{self.value_size}"
+        )
         return f"{self.q_length} x {self.k_length} tokens, {heads} heads of {size}"
 
     def describe(self) -> str:
@@ -143,8 +168,12 @@ class Inputs:
     q_positions: Array | None = None  # [B, S]
     k_positions: Array | None = None  # [B, T]
     q_segments: Array | None = None  # [B, S]
-    k_segments: Array | None = None  # [B, T]; the very object q_segments where queries and keys share them
-    most_segments: int = 0  # runs of equal segments in a row, padding among them, at most; 0: not known
+    k_segments: Array | None = (
+        None  # [B, T]; the very object q_segments where queries and keys share them
+    )
+    most_segments: int = (
+        0  # runs of equal segments in a row, padding among them, at most; 0: not known
+    )
     soft_cap: float | None = None
     sinks: Array | None = None  # [H]
     selected: Array | None = None  # [B, 1 or H, S, T]

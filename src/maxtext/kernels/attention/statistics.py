@@ -1,7 +1,9 @@
-"""What attention does inside, for those who ask: its largest logits, and how it weighs the keys. No gradient.
+"""What attention does inside, for those who ask: its largest logits, and how it weighs the keys. No
+gradient.
 
-Shapes: B batch, S query length, T key length, H query heads. Both repeat the product of queries and keys beside the
-back end that attends, whichever that is, a block of queries at a time: the memory of all logits is never taken.
+Shapes: B batch, S query length, T key length, H query heads. Both repeat the product of queries and
+keys beside the back end that attends, whichever that is, a block of queries at a time: the memory
+of all logits is never taken.
 """
 
 from collections.abc import Callable
@@ -19,8 +21,8 @@ from maxtext.kernels.attention.request import Inputs
 
 
 def max_logits(inputs: Inputs) -> Array:
-    """[H], the largest logit of each head as it enters the softmax, over all rows, queries and the keys that they see;
-    minus infinity where nothing is seen."""
+    """[H], the largest logit of each head as it enters the softmax, over all rows, queries and the
+    keys that they see; minus infinity where nothing is seen."""
 
     def largest(part: Inputs) -> Array:
         return by_head(masked_logits(part), part).max(axis=-1).swapaxes(1, 2)
@@ -30,9 +32,11 @@ def max_logits(inputs: Inputs) -> Array:
 
 
 def mean_weights(inputs: Inputs) -> Array:
-    """[B, S, T], the softmax over the visible keys, averaged over heads; a query that sees nothing weighs nothing.
+    """[B, S, T], the softmax over the visible keys, averaged over heads; a query that sees nothing
+    weighs nothing.
 
-    Each head's weights have the sum 1, so this is the sum over heads divided by its own sum. Sinks are left out.
+    Each head's weights have the sum 1, so this is the sum over heads divided by its own sum. Sinks
+    are left out.
     """
 
     def weights(part: Inputs) -> Array:
@@ -50,8 +54,11 @@ def by_head(array: Array, inputs: Inputs) -> Array:
 
 def by_block(function: Callable[[Inputs], Array], inputs: Inputs) -> Array:
     """function(inputs), [B, S, ...], computed for some of the queries and all keys at a time."""
-    inputs = checked(replace(inputs, q=jax.lax.stop_gradient(inputs.q), k=jax.lax.stop_gradient(inputs.k)))
-    # A block does not know its place in the row, so the index that absent positions mean is written out.
+    inputs = checked(
+        replace(inputs, q=jax.lax.stop_gradient(inputs.q), k=jax.lax.stop_gradient(inputs.k))
+    )
+    # A block does not know its place in the row, so the index that absent positions mean is written
+    # out.
     q_positions = jnp.broadcast_to(
         positions(inputs.q_positions, inputs.q.shape[1], inputs.visibility), inputs.q.shape[:2]
     )
@@ -60,6 +67,8 @@ def by_block(function: Callable[[Inputs], Array], inputs: Inputs) -> Array:
     def part(arrays: tuple[Array, Array, Array | None, Array | None]) -> Array:
         q, q_positions, q_segments, selected = arrays
         selected = None if selected is None else selected.swapaxes(1, 2)
-        return function(replace(inputs, q=q, q_positions=q_positions, q_segments=q_segments, selected=selected))
+        return function(
+            replace(inputs, q=q, q_positions=q_positions, q_segments=q_segments, selected=selected)
+        )
 
     return map_queries(part, (inputs.q, q_positions, inputs.q_segments, selected))

@@ -1,16 +1,19 @@
-"""bfloat16 matrix-vector products of a decode step with one sequence, fused with what stands before and after them.
+"""bfloat16 matrix-vector products of a decode step with one sequence, fused with what stands before
+and after them.
 
-With one token, a layer is a few products that take as long as their weights take to read, and around them norms,
-rotations and sums that take as long as a launch. With n = rms_norm(x) · (scale + offset):
+With one token, a layer is a few products that take as long as their weights take to read, and
+around them norms, rotations and sums that take as long as a launch. With n = rms_norm(x) · (scale +
+offset):
 
     norm_gate_up      act(n w_gate) · (n w_up)
     norm_qkv_rope     RoPE(n w_q), RoPE(n w_k), n w_v
     gemv_add          residual + x w
     gemv              x w
 
-Pallas kernels for NVIDIA GPUs, by Triton. Weights are transposed, [N, K]: what is summed lies side by side. A program
-has a few columns of all of K, or the same columns of two weights that belong together. The norm's factor is one number,
-so it multiplies the product at the end. Sums are in float32; tiles are what was fastest on an H200.
+Pallas kernels for NVIDIA GPUs, by Triton. Weights are transposed, [N, K]: what is summed lies side
+by side. A program has a few columns of all of K, or the same columns of two weights that belong
+together. The norm's factor is one number, so it multiplies the product at the end. Sums are in
+float32; tiles are what was fastest on an H200.
 
 Shapes: K inputs, N outputs, H query heads, G key/value heads, D head size.
 """
@@ -54,7 +57,9 @@ DEPTH_MULTIPLE, COLUMN_MULTIPLE = 512, 16  # of K and N
 
 def supports(depth: int, columns: int, dtype: Any) -> bool:
     """Whether x [depth] and a weight [columns, depth] of `dtype` can be multiplied here."""
-    aligned = depth % DEPTH_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and depth * columns <= 2**31
+    aligned = (
+        depth % DEPTH_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and depth * columns <= 2**31
+    )
     return aligned and jnp.dtype(dtype) == jnp.bfloat16
 
 
@@ -84,9 +89,16 @@ def norm_gate_up(
 
 
 def norm_qkv_rope(
-    x: NormedInput, weights_T: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False
+    x: NormedInput,
+    weights_T: Array,
+    cos: Array,
+    sin: Array,
+    heads: tuple[int, int],
+    interpret: bool = False,
 ) -> list[Array]:
-    """q [H, D], k and v [G, D]; `heads` is (H, G); weights_T [(H + 2 G) D, K]; cos and sin [D / 2]."""
+    """q [H, D], k and v [G, D]; `heads` is (H, G); weights_T [(H + 2 G) D, K]; cos and sin [D /
+    2].
+    """
     tiles = pair_tiles(x)
     query_heads, kv_heads = heads
     half = cos.shape[0]
@@ -183,8 +195,8 @@ def gemv_call(
     out_shape: Any,
     more_specs: Any = (),
 ) -> Any:
-    """Run `finish(*sums, *more_refs, *out_refs)` with a program's products, one for each of `block_indices`: which
-    block of columns of `weights_T` it has."""
+    """Run `finish(*sums, *more_refs, *out_refs)` with a program's products, one for each of
+    `block_indices`: which block of columns of `weights_T` it has."""
     depth = weights_T.shape[1]
     block_depth = math.gcd(tiles.depth, depth)
     vectors = [x.x, x.scale] if isinstance(x, NormedInput) else [x]
@@ -218,7 +230,9 @@ def gemv_call(
 def products(
     vectors: Any, weights_T: Any, block_depth: int, unrolled: bool, norm: tuple[float, float] | None
 ) -> list[Array]:
-    """In a program: [columns] for each block [columns, K] of weights. `norm` is (epsilon, offset)."""
+    """In a program: [columns] for each block [columns, K] of weights. `norm` is (epsilon,
+    offset).
+    """
     columns, depth = weights_T[0].shape
     steps = depth // block_depth
 
@@ -230,9 +244,15 @@ def products(
         if norm is not None:
             squares += x * x
             x *= vectors[1][at].astype(jnp.float32) + norm[1]
-        return squares, *(total + tile.astype(jnp.float32) * x[None] for total, tile in zip(totals, tiles, strict=True))
+        return squares, *(
+            total + tile.astype(jnp.float32) * x[None]
+            for total, tile in zip(totals, tiles, strict=True)
+        )
 
-    carry = jnp.zeros((block_depth,), jnp.float32), *(jnp.zeros((columns, block_depth)) for _ in weights_T)
+    carry = (
+        jnp.zeros((block_depth,), jnp.float32),
+        *(jnp.zeros((columns, block_depth)) for _ in weights_T),
+    )
     if unrolled:  # all is read before the first is used
         for step in range(steps):
             carry = add(step, carry)

@@ -1,11 +1,14 @@
-"""Paged attention of a decode step: one new token a sequence, over its pages in place, as far as they are filled.
+"""Paged attention of a decode step: one new token a sequence, over its pages in place, as far as
+they are filled.
 
-A Pallas kernel for NVIDIA GPUs, by Triton. The keys of a sequence are split into `splits` spans, each read by a program
-of its own for each key/value head, so that one long sequence keeps the whole chip busy; a second kernel combines the
-spans (as in Flash-Decoding). The program whose span has the position of the new token also writes it to its page;
-nobody reads it there, since every program has the new token as an input.
+A Pallas kernel for NVIDIA GPUs, by Triton. The keys of a sequence are split into `splits` spans,
+each read by a program of its own for each key/value head, so that one long sequence keeps the whole
+chip busy; a second kernel combines the spans (as in Flash-Decoding). The program whose span has the
+position of the new token also writes it to its page; nobody reads it there, since every program has
+the new token as an input.
 
-Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, P pages of `page` tokens, C table columns.
+Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, P pages of `page` tokens,
+C table columns.
 """
 
 import functools
@@ -30,7 +33,9 @@ COMBINED_ELEMENTS = 4096  # of spans, at a time
 SHARED_BYTES = 96 * 1024  # for all of them, which every such GPU has
 
 
-def supports(head_dim: int, page: int, dtype: str, platform: str, capability: str = "9.0") -> str | None:
+def supports(
+    head_dim: int, page: int, dtype: str, platform: str, capability: str = "9.0"
+) -> str | None:
     """None, or a reason in words."""
     if platform != "gpu":
         return f"it is a kernel for NVIDIA GPUs, and this is a {platform.upper()}"
@@ -63,9 +68,10 @@ def paged_attention(
 ) -> tuple[Array, dict[str, Array]]:
     """The attention output [B, H, D], and the pool with the new tokens in it.
 
-    q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is [P, page, K, D]; integers have
-    "key_scale" and "value_scale", [B] or [B, K], too; table [B, C]; positions [B] of the new tokens, -1 for an idle
-    row, whose output is 0. `block`: tokens that a program reads at a time, or the largest divisor of a page below it.
+    q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is [P, page,
+    K, D]; integers have "key_scale" and "value_scale", [B] or [B, K], too; table [B, C]; positions
+    [B] of the new tokens, -1 for an idle row, whose output is 0. `block`: tokens that a program
+    reads at a time, or the largest divisor of a page below it.
     """
     batch, heads, size = q.shape
     pages, page, groups, _ = pool["key"].shape
@@ -77,7 +83,9 @@ def paged_attention(
     stages = max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, size, pool["key"].dtype)))
     tiles = table.shape[1] * page // block
     splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, batch * groups)))
-    flat_pool = {name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()}
+    flat_pool = {
+        name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()
+    }
 
     def by_head(first: int | None, array: Array, index: Any) -> pl.BlockSpec:
         """One head of what heads have each, all of what they share."""
@@ -119,9 +127,17 @@ def paged_attention(
         interpret=interpret,
         name="paged_attention",
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
-    )(q.reshape(batch, groups, group, size), table, positions, *(new[name] for name in pool), *flat_pool.values())
+    )(
+        q.reshape(batch, groups, group, size),
+        table,
+        positions,
+        *(new[name] for name in pool),
+        *flat_pool.values(),
+    )
     whole = combine_spans(context, largest, total, sinks, q.dtype, interpret)
-    after = {name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)}
+    after = {
+        name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)
+    }
     return whole.reshape(q.shape), after
 
 
@@ -133,7 +149,9 @@ def tile_bytes(block: int, head_dim: int, dtype: Any) -> int:
 def combine_spans(
     context: Array, largest: Array, total: Array, sinks: Array | None, dtype: Any, interpret: bool
 ) -> Array:
-    """The spans' outputs [B, K, splits, G, D] combined by their softmax sums, [B, K, G, D] in `dtype`."""
+    """The spans' outputs [B, K, splits, G, D] combined by their softmax sums, [B, K, G, D] in
+    `dtype`.
+    """
     batch, groups, splits, group, size = context.shape
     by_span = pl.BlockSpec((None, None, splits, None), lambda b, k, g: (b, k, 0, g))
     by_head = pl.BlockSpec((1,), lambda b, k, g: (k * group + g,))
@@ -154,7 +172,9 @@ def combine_spans(
     )(context, largest, total, *([] if sinks is None else [sinks.astype(jnp.float32)]))
 
 
-def combine_program(context_ref: Any, largest_ref: Any, total_ref: Any, *refs: Any, splits: int) -> None:
+def combine_program(
+    context_ref: Any, largest_ref: Any, total_ref: Any, *refs: Any, splits: int
+) -> None:
     *sinks, out_ref = refs
     size = context_ref.shape[1]
     many = min(pl.next_power_of_2(splits), max(1, COMBINED_ELEMENTS // size))
@@ -179,9 +199,11 @@ def combine_program(context_ref: Any, largest_ref: Any, total_ref: Any, *refs: A
     out_ref[...] = jnp.where(whole > 0, sums / jnp.maximum(whole, 1e-30), 0).astype(out_ref.dtype)
 
 
-def split_qkv_rope(x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False) -> list[Array]:
-    """q [B, H, D], k and v [B, K, D] of merged projections x [B, (H + 2 K) D], with RoPE by cos and sin [B, D / 2] on
-    q and k. One kernel, where XLA makes three."""
+def split_qkv_rope(
+    x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False
+) -> list[Array]:
+    """q [B, H, D], k and v [B, K, D] of merged projections x [B, (H + 2 K) D], with RoPE by cos and
+    sin [B, D / 2] on q and k. One kernel, where XLA makes three."""
     queries, groups = heads
     half = cos.shape[1]
 
@@ -196,7 +218,9 @@ def split_qkv_rope(x: Array, cos: Array, sin: Array, heads: tuple[int, int], int
         run,
         grid=(len(x), queries + 2 * groups),
         in_specs=[pl.BlockSpec((None, 2 * half), lambda b, h: (b, h)), angles, angles],
-        out_specs=[pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts],
+        out_specs=[
+            pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts
+        ],
         out_shape=[jax.ShapeDtypeStruct((len(x), count, 2 * half), x.dtype) for count in counts],
         interpret=interpret,
         name="split_qkv_rope",
@@ -205,14 +229,22 @@ def split_qkv_rope(x: Array, cos: Array, sin: Array, heads: tuple[int, int], int
 
 
 def store_head(
-    outs: Any, heads: tuple[int, int], head: Array, columns: Any, halves: Any, cos: Array, sin: Array
+    outs: Any,
+    heads: tuple[int, int],
+    head: Array,
+    columns: Any,
+    halves: Any,
+    cos: Array,
+    sin: Array,
 ) -> None:
-    """In a program: store the halves of one head out of H + 2 K, or the same columns of both, in q, k or v; with RoPE
-    if it is a query or key."""
+    """In a program: store the halves of one head out of H + 2 K, or the same columns of both, in q,
+    k or v; with RoPE if it is a query or key."""
     (first, second), (queries, groups) = halves, heads
     rotated = (first * cos - second * sin, second * cos + first * sin)
     begins = (0, queries, queries + groups, queries + 2 * groups)
-    for out_ref, begin, end, pair in zip(outs, begins, begins[1:], (rotated, rotated, (first, second)), strict=False):
+    for out_ref, begin, end, pair in zip(
+        outs, begins, begins[1:], (rotated, rotated, (first, second)), strict=False
+    ):
 
         @pl.when((head >= begin) & (head < end))
         def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
@@ -234,10 +266,11 @@ def attention_span(
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """One span of a sequence for one key/value head: the weighted sum of its values, its largest logit, and the sum of
-    its softmax weights."""
+    """One span of a sequence for one key/value head: the weighted sum of its values, its largest
+    logit, and the sum of its softmax weights."""
     news, pools = (
-        dict(zip(names, part, strict=True)) for part in (refs[: len(names)], refs[len(names) : -len(names) - 3])
+        dict(zip(names, part, strict=True))
+        for part in (refs[: len(names)], refs[len(names) : -len(names) - 3])
     )
     context_ref, largest_ref, total_ref, *written = refs[-len(names) - 3 :]
     row = jnp.arange(rows)
@@ -245,7 +278,9 @@ def attention_span(
     position = position_ref[0]
     span = pl.cdiv(position // block + 1, splits)  # in tiles, for this row
     first = pl.program_id(2) * span
-    last = jnp.minimum(first + span, (position + block - 1) // block)  # what is before the new token
+    last = jnp.minimum(
+        first + span, (position + block - 1) // block
+    )  # what is before the new token
     mine = (position >= 0) & (position // block >= first) & (position // block < first + span)
 
     def soft_capped(logits: Array) -> Array:
@@ -258,7 +293,9 @@ def attention_span(
     def read(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         context, largest, total = carry
         k_positions = tile * block + jnp.arange(block)
-        slots = table_ref[tile * block // page] * page + k_positions % page  # a tile is within one page
+        slots = (
+            table_ref[tile * block // page] * page + k_positions % page
+        )  # a tile is within one page
         logits = triton.dot(q, pools["key"][slots, :].astype(q.dtype), trans_b=True) * scale
         logits = soft_capped(scaled(logits, pools, "key", slots))
         visible = k_positions < position
@@ -268,7 +305,9 @@ def attention_span(
         decay = jnp.exp(largest - above)
         total = total * decay + weights.sum(axis=1)
         weights = scaled(weights, pools, "value", slots).astype(q.dtype)
-        context = context * decay[:, None] + triton.dot(weights, pools["value"][slots, :].astype(q.dtype))
+        context = context * decay[:, None] + triton.dot(
+            weights, pools["value"][slots, :].astype(q.dtype)
+        )
         return context, above, total
 
     one = {name: news[name][...] for name in ("key", "value")}
@@ -283,7 +322,11 @@ def attention_span(
     context, largest, total = jax.lax.fori_loop(first, last, read, alone)
     known = row < group
     column = jnp.arange(q.shape[1])
-    triton.store(context_ref.at[row[:, None], column[None, :]], context, mask=known[:, None] & (column >= 0)[None, :])
+    triton.store(
+        context_ref.at[row[:, None], column[None, :]],
+        context,
+        mask=known[:, None] & (column >= 0)[None, :],
+    )
     triton.store(largest_ref.at[row], largest, mask=known)
     triton.store(total_ref.at[row], total, mask=known)
     written_position = jnp.maximum(position, 0)

@@ -1,14 +1,17 @@
-"""bfloat16 x int8 matrix products with few rows, as decoding has them: reading the weights is what takes the time.
+"""bfloat16 x int8 matrix products with few rows, as decoding has them: reading the weights is what
+takes the time.
 
-Pallas kernels for NVIDIA GPUs, by Triton. Weights are transposed, [N, K]: what is summed lies side by side.
+Pallas kernels for NVIDIA GPUs, by Triton. Weights are transposed, [N, K]: what is summed lies side
+by side.
 
-One row is made integers, too, so that weights need no conversion: each four neighbours share a power of two, and each
-is a whole number of 15 bits of it, in two bytes (`split_bytes`). That is exact for bfloat16 unless a neighbour is 64
-times as large, and then off by less than 1/8192 of that neighbour. dp4a sums four products of bytes in one instruction.
-One program may multiply by several weights.
+One row is made integers, too, so that weights need no conversion: each four neighbours share a
+power of two, and each is a whole number of 15 bits of it, in two bytes (`split_bytes`). That is
+exact for bfloat16 unless a neighbour is 64 times as large, and then off by less than 1/8192 of that
+neighbour. dp4a sums four products of bytes in one instruction. One program may multiply by several
+weights.
 
-Several rows are padded to sixteen for tensor cores. The weights become floats in registers by their bits, since a GPU
-converts integers slowly. The sum is split into spans that are added up outside.
+Several rows are padded to sixteen for tensor cores. The weights become floats in registers by their
+bits, since a GPU converts integers slowly. The sum is split into spans that are added up outside.
 
 Tiles are what was fastest on an H200; for float weights the compiler's own products are as fast.
 
@@ -37,8 +40,12 @@ ROWS_COLUMNS, ROWS_DEPTH = 64, 128  # of a tile for several rows
 MAX_SPANS = 8
 BIAS = 2.0**23 + 128
 SHIFT = 13  # by which a value of one row is scaled: the largest of four becomes one of 14 bits
-MIN_EXPONENT, MAX_EXPONENT = SHIFT + 1, 254  # of four values, so that all powers of two are normal numbers
-# Four weights times the high bytes, then the low ones of x; one sum for four, times their power of two.
+MIN_EXPONENT, MAX_EXPONENT = (
+    SHIFT + 1,
+    254,
+)  # of four values, so that all powers of two are normal numbers
+# Four weights times the high bytes, then the low ones of x; one sum for four, times their power of
+# two.
 DP4A = """{ .reg .b32 sum, power; .reg .f32 value, scale;
 dp4a.s32.s32 sum, $4, $5, 0; shl.b32 sum, sum, 8; dp4a.s32.s32 sum, $4, $6, sum; cvt.rn.f32.s32 value, sum;
 shl.b32 power, $7, 23; mov.b32 scale, power; fma.rn.f32 $0, value, scale, $8;
@@ -56,7 +63,9 @@ def supports(rows: int, depth: int, width: int, dtype: Any) -> bool:
     return fits and rows <= MAX_ROWS and jnp.dtype(dtype) == jnp.bfloat16
 
 
-def small_batch_matmul(x: Array, weights_T: Sequence[Array], interpret: bool = False) -> list[Array]:
+def small_batch_matmul(
+    x: Array, weights_T: Sequence[Array], interpret: bool = False
+) -> list[Array]:
     """[M, N] in float32 for each weight; x [M, K], weights_T [N, K] of int8."""
     if x.shape[0] == 1:
         return [out[None] for out in gemv_int8(x[0], weights_T, interpret)]
@@ -74,15 +83,22 @@ def gemv_int8(x: Array, weights_T: Sequence[Array], interpret: bool) -> list[Arr
 
     indices = [block_index(weight) for weight in range(len(weights_T))]
     return pl.pallas_call(
-        functools.partial(gemv_program, firsts=firsts, block_depth=block_depth, interpret=interpret),
+        functools.partial(
+            gemv_program, firsts=firsts, block_depth=block_depth, interpret=interpret
+        ),
         grid=(firsts[-1],),
         in_specs=[
             pl.BlockSpec((x.size,), lambda n: (0,)),
             pl.BlockSpec((x.size,), lambda n: (0,)),
             pl.BlockSpec((x.size,), lambda n: (0,)),
-            *(pl.BlockSpec((COLUMNS, x.size), lambda n, index=index: (index(n), 0)) for index in indices),
+            *(
+                pl.BlockSpec((COLUMNS, x.size), lambda n, index=index: (index(n), 0))
+                for index in indices
+            ),
         ],
-        out_specs=[pl.BlockSpec((COLUMNS,), lambda n, index=index: (index(n),)) for index in indices],
+        out_specs=[
+            pl.BlockSpec((COLUMNS,), lambda n, index=index: (index(n),)) for index in indices
+        ],
         out_shape=[jax.ShapeDtypeStruct(weight_T.shape[:1], jnp.float32) for weight_T in weights_T],
         interpret=interpret,
         name="decode_gemv_int8",
@@ -91,8 +107,9 @@ def gemv_int8(x: Array, weights_T: Sequence[Array], interpret: bool) -> list[Arr
 
 
 def split_bytes(x: Array) -> tuple[Array, ...]:
-    """x [K] as bytes [K]: high ones, low ones, and powers. x is (256 high + low) * 2^(power - 127) with the power of
-    the first of its four neighbours; the other three powers are zero. Infinity and NaN have a power of infinity."""
+    """x [K] as bytes [K]: high ones, low ones, and powers. x is (256 high + low) * 2^(power - 127)
+    with the power of the first of its four neighbours; the other three powers are zero. Infinity
+    and NaN have a power of infinity."""
     quads = x.astype(jnp.float32).reshape(-1, 4)
     # No reduction, which would be a program of its own.
     largest = functools.reduce(jnp.maximum, [jnp.abs(quads[:, i : i + 1]) for i in range(4)])
@@ -109,7 +126,13 @@ def split_bytes(x: Array) -> tuple[Array, ...]:
 
 
 def gemv_program(
-    high_ref: Any, low_ref: Any, power_ref: Any, *refs: Any, firsts: Sequence[int], block_depth: int, interpret: bool
+    high_ref: Any,
+    low_ref: Any,
+    power_ref: Any,
+    *refs: Any,
+    firsts: Sequence[int],
+    block_depth: int,
+    interpret: bool,
 ) -> None:
     """Each program has columns of one weight."""
     number = pl.program_id(0)
@@ -130,16 +153,26 @@ def gemv_program(
             out_ref[...] = total.sum(axis=1)
 
 
-def add_dp4a(total: Array, tile: Array, high: Array, low: Array, powers: Array, interpret: bool) -> Array:
-    """total [COLUMNS, block_depth] plus the sums of each four products, at the first of the four."""
+def add_dp4a(
+    total: Array, tile: Array, high: Array, low: Array, powers: Array, interpret: bool
+) -> Array:
+    """total [COLUMNS, block_depth] plus the sums of each four products, at the first of the
+    four.
+    """
     if interpret:
         whole = tile.astype(jnp.int32) * (high.astype(jnp.int32) * 256 + low.astype(jnp.int32))
-        scale = jax.lax.bitcast_convert_type((powers.astype(jnp.int32) & 255)[::4] << 23, jnp.float32)
+        scale = jax.lax.bitcast_convert_type(
+            (powers.astype(jnp.int32) & 255)[::4] << 23, jnp.float32
+        )
         sums = whole.reshape(len(tile), -1, 4).sum(axis=-1).astype(jnp.float32) * scale
         return total.at[:, ::4].add(sums)
     [total] = triton.elementwise_inline_asm(
         DP4A,
-        args=[tile, *(jnp.broadcast_to(part[None], tile.shape) for part in (high, low, powers)), total],
+        args=[
+            tile,
+            *(jnp.broadcast_to(part[None], tile.shape) for part in (high, low, powers)),
+            total,
+        ],
         constraints="=f,=f,=f,=f,r,r,r,r,f,f,f,f",
         pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, jnp.float32)],
@@ -167,14 +200,18 @@ def matmul_rows(x: Array, weight_T: Array, interpret: bool) -> Array:
     return sums.sum(axis=0).T[:count]
 
 
-def matmul_program(x_ref: Any, weight_ref: Any, out_ref: Any, *, rows: int, span: int, interpret: bool) -> None:
+def matmul_program(
+    x_ref: Any, weight_ref: Any, out_ref: Any, *, rows: int, span: int, interpret: bool
+) -> None:
     first = pl.program_id(1) * span
     row = jnp.minimum(jnp.arange(rows), x_ref.shape[0] - 1)  # the last row pads the block
 
     def add(step: Array, total: Array) -> Array:
         at = pl.ds(first + step * ROWS_DEPTH, ROWS_DEPTH)
         x = x_ref[row, at]
-        return total + triton.dot(to_floats(weight_ref[:, at], interpret).astype(x.dtype), x, trans_b=True)
+        return total + triton.dot(
+            to_floats(weight_ref[:, at], interpret).astype(x.dtype), x, trans_b=True
+        )
 
     zeros = jnp.zeros((ROWS_COLUMNS, rows), jnp.float32)
     out_ref[...] = jax.lax.fori_loop(0, span // ROWS_DEPTH, add, zeros)

@@ -1,1 +1,3 @@
-"""Training in fp8: quantizers, matrix products over quantized operands, and layers fused with them."""
+"""Training in fp8: quantizers, matrix products over quantized operands, and layers fused with
+them.
+"""

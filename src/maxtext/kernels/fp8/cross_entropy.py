@@ -2,8 +2,8 @@
 
     logits = x w;   loss = logsumexp(logits) - logits[target]
 
-No probability is above one, so the scales of dlogits are known from the cotangents, and dlogits is quantized in the
-pass that computes it.
+No probability is above one, so the scales of dlogits are known from the cotangents, and dlogits is
+quantized in the pass that computes it.
 
 Shapes: T tokens, E embedding, V vocabulary.
 """
@@ -30,11 +30,15 @@ from maxtext.kernels.triton import cross_entropy as rows
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def head_cross_entropy(x: Array, weight: Array, targets: Array, dtype: Any) -> tuple[Array, Array]:
-    """(loss, log of the partition sum) [...] of x [..., E] times weight [E, V], in `dtype`, at targets [...]."""
+    """(loss, log of the partition sum) [...] of x [..., E] times weight [E, V], in `dtype`, at
+    targets [...].
+    """
     return head_cross_entropy_forward(x, weight, targets, dtype)[0]
 
 
-def head_cross_entropy_forward(x: Array, weight: Array, targets: Array, dtype: Any) -> tuple[Any, Any]:
+def head_cross_entropy_forward(
+    x: Array, weight: Array, targets: Array, dtype: Any
+) -> tuple[Any, Any]:
     x_fp8, x_scale, _ = quantize_rowwise([flatten_2d(x, x.ndim - 1)], E4M3)
     (logits,), residuals = matmul_forward(x_fp8, x_scale, [weight], accum_dtype(dtype))
     flat = targets.reshape(-1)
@@ -44,14 +48,20 @@ def head_cross_entropy_forward(x: Array, weight: Array, targets: Array, dtype: A
     return tuple(output.reshape(targets.shape) for output in outputs), saved
 
 
-def head_cross_entropy_backward(dtype: Any, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
+def head_cross_entropy_backward(
+    dtype: Any, saved: Any, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
     residuals, logits, targets, largest, log_sum, x, weight = saved
     dloss, dpartition = (cotangent.reshape(-1) for cotangent in cotangents)
     scale = scale_from_amax(jnp.abs(dloss) + jnp.abs(dpartition), E5M2)
     factors = -dloss / scale, (dloss + dpartition) / scale
     logit_scale = residuals.x_scale * residuals.weight_scale
-    dlogits_fp8 = rows.logits_backward(logits, targets, largest, log_sum, *factors, E5M2, logit_scale)
-    dx, [dweight] = matmul_backward(residuals, [dlogits_fp8], scale, accum_dtype(x.dtype), [weight.dtype])
+    dlogits_fp8 = rows.logits_backward(
+        logits, targets, largest, log_sum, *factors, E5M2, logit_scale
+    )
+    dx, [dweight] = matmul_backward(
+        residuals, [dlogits_fp8], scale, accum_dtype(x.dtype), [weight.dtype]
+    )
     return rescale(dx, scale * residuals.weight_scale, x.dtype).reshape(x.shape[1:]), dweight, None
 
 

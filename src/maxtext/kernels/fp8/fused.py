@@ -1,11 +1,12 @@
-"""Sublayers in fp8 on one NVIDIA GPU, where norms, gates, RoPE and residual sums are part of the quantizing passes.
+"""Sublayers in fp8 on one NVIDIA GPU, where norms, gates, RoPE and residual sums are part of the
+quantizing passes.
 
     norm_qkv        q, k, v = RoPE(n w_q), RoPE(n w_k), n w_v                n = rms_norm(x) · scale
     norm_mlp        y = (act(n w_gate) · (n w_up)) w_down
     out_norm_mlp    x' = x + context w_out;  y = norm_mlp(x')
 
-Each also returns the residual that it read, x or x': its gradient then arrives here and is added in the same pass as
-the norm's. Shapes must be as `matmul.supports` wants them.
+Each also returns the residual that it read, x or x': its gradient then arrives here and is added in
+the same pass as the norm's. Shapes must be as `matmul.supports` wants them.
 
 Shapes: T tokens ([...] flattened), E embedding, F MLP width, H heads, D head size.
 """
@@ -44,7 +45,9 @@ MAX_SLOPE = 1.2  # of any activation that the kernels support; and none of them 
 Weights = tuple[Array, ...]
 CosSin = tuple[Array, ...]  # cosines and sines, or nothing
 ApplyRope = Callable[[Array, Array, Array], Array]
-Tag = Callable[[Array], Array]  # marks an intermediate for the caller, for example as one to be saved
+Tag = Callable[
+    [Array], Array
+]  # marks an intermediate for the caller, for example as one to be saved
 
 
 class NormResiduals(NamedTuple):
@@ -57,26 +60,45 @@ class NormResiduals(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def norm_qkv(
-    x: Array, norm: Array, weights: Weights, cos_sin: CosSin, apply_rope: ApplyRope | None, epsilon: float, dtype: Any
+    x: Array,
+    norm: Array,
+    weights: Weights,
+    cos_sin: CosSin,
+    apply_rope: ApplyRope | None,
+    epsilon: float,
+    dtype: Any,
 ) -> tuple[Array, Weights]:
     """x [..., E], and rms_norm(x) · norm times each of weights [E, H_i, D].
 
-    With `cos_sin`, [..., 1, D/2] each, all but the last of the products are rotated by `apply_rope`; in the backward
-    pass the inverse rotation is part of the quantizer.
+    With `cos_sin`, [..., 1, D/2] each, all but the last of the products are rotated by
+    `apply_rope`; in the backward pass the inverse rotation is part of the quantizer.
     """
     return norm_qkv_forward(x, norm, weights, cos_sin, apply_rope, epsilon, dtype)[0]
 
 
 def norm_qkv_forward(
-    x: Array, norm: Array, weights: Weights, cos_sin: CosSin, apply_rope: ApplyRope | None, epsilon: float, dtype: Any
+    x: Array,
+    norm: Array,
+    weights: Weights,
+    cos_sin: CosSin,
+    apply_rope: ApplyRope | None,
+    epsilon: float,
+    dtype: Any,
 ) -> tuple[Any, Any]:
     x_fp8, scale, norm_residuals = quantize_normed(x, norm, epsilon)
-    products, residuals = matmul_forward(x_fp8, scale, [flatten_2d(w, 1) for w in weights], accum_dtype(dtype))
+    products, residuals = matmul_forward(
+        x_fp8, scale, [flatten_2d(w, 1) for w in weights], accum_dtype(dtype)
+    )
     shapes = [(*x.shape[:-1], *w.shape[1:]) for w in weights]
     shaped = [y.astype(dtype).reshape(shape) for y, shape in zip(products, shapes, strict=True)]
     if apply_rope is not None:
         shaped[:-1] = [apply_rope(y, *cos_sin) for y in shaped[:-1]]
-    return (x, tuple(shaped)), (residuals, norm_residuals, cos_sin, tuple(map(shape_residual, weights)))
+    return (x, tuple(shaped)), (
+        residuals,
+        norm_residuals,
+        cos_sin,
+        tuple(map(shape_residual, weights)),
+    )
 
 
 def norm_qkv_backward(
@@ -92,7 +114,9 @@ def norm_qkv_backward(
         halves = [dy.reshape(tokens, dy.shape[-2], 2, -1) for dy in dys]
         angles = [angle.reshape(tokens, -1) for angle in cos_sin]
         dy_fp8, dy_scale, _ = rowwise.quantize_rowwise(halves, E5M2, angles)
-    dn, dws = merged_matmul_backward(residuals, dy_fp8, dy_scale, accum_dtype(dresidual.dtype), dtypes)
+    dn, dws = merged_matmul_backward(
+        residuals, dy_fp8, dy_scale, accum_dtype(dresidual.dtype), dtypes
+    )
     dx, dnorm, _ = norm_backward(norm_residuals, dn, dresidual, dy_scale * residuals.weight_scale)
     return dx, dnorm, tuple(dw.reshape(shape) for dw, shape in zip(dws, shapes, strict=True)), None
 
@@ -108,7 +132,9 @@ def quantize_normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array
 
 
 def scale_of_normed(norm: Array) -> Array:
-    """One scale for all tokens, known before they are normed: no element of a normed row exceeds √E · max|norm|."""
+    """One scale for all tokens, known before they are normed: no element of a normed row exceeds √E
+    · max|norm|.
+    """
     return scale_from_amax(math.sqrt(len(norm)) * jnp.max(jnp.abs(norm.astype(jnp.float32))), E4M3)
 
 
@@ -117,28 +143,47 @@ def norm_backward(
 ) -> tuple[Array, Array, Array]:
     """dx of the norm plus `dresidual`, dnorm, and amax(|dx|) [T], from dn times row_factor [T]."""
     flat = dresidual.reshape(residuals.x.shape)
-    dx, dnorm, amax = rms_norm_rows_backward(residuals.x, dn, flat, residuals.inverse_rms, residuals.scale, row_factor)
+    dx, dnorm, amax = rms_norm_rows_backward(
+        residuals.x, dn, flat, residuals.inverse_rms, residuals.scale, row_factor
+    )
     return dx.reshape(dresidual.shape), dnorm, amax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def norm_mlp(
-    x: Array, norm: Array, weights: Weights, epsilon: float, activation: Activation, tags: tuple[Tag, Tag], dtype: Any
+    x: Array,
+    norm: Array,
+    weights: Weights,
+    epsilon: float,
+    activation: Activation,
+    tags: tuple[Tag, Tag],
+    dtype: Any,
 ) -> tuple[Array, Array]:
-    """x [..., E], and (activation(n gate) · (n up)) down of n = rms_norm(x) · norm; weights [E, F], [E, F], [F, E].
-    `tags` are applied to n gate and n up."""
+    """x [..., E], and (activation(n gate) · (n up)) down of n = rms_norm(x) · norm; weights [E, F],
+    [E, F], [F, E]. `tags` are applied to n gate and n up."""
     return norm_mlp_forward(x, norm, weights, epsilon, activation, tags, dtype)[0]
 
 
 def norm_mlp_forward(
-    x: Array, norm: Array, weights: Weights, epsilon: float, activation: Activation, tags: tuple[Tag, Tag], dtype: Any
+    x: Array,
+    norm: Array,
+    weights: Weights,
+    epsilon: float,
+    activation: Activation,
+    tags: tuple[Tag, Tag],
+    dtype: Any,
 ) -> tuple[Any, Any]:
     y, saved = mlp_forward(*quantize_normed(x, norm, epsilon), weights, activation, tags, dtype)
     return (x, y.reshape(x.shape)), saved
 
 
 def norm_mlp_backward(
-    epsilon: float, activation: Activation, tags: tuple[Tag, Tag], dtype: Any, saved: Any, cotangents: Any
+    epsilon: float,
+    activation: Activation,
+    tags: tuple[Tag, Tag],
+    dtype: Any,
+    saved: Any,
+    cotangents: Any,
 ) -> tuple[Array, Array, Weights]:
     dx, dnorm, dweights, _ = mlp_backward(activation, saved, cotangents)
     return dx, dnorm, dweights
@@ -162,10 +207,19 @@ def mlp_forward(
     h_fp8, h_scale = rowwise.quantize_gated_rows(gate, up, activation, E4M3)
     (y,), down_residuals = matmul_forward(h_fp8, h_scale, weights[2:], accum_dtype(dtype))
     y = rescale(y, h_scale * down_residuals.weight_scale, dtype)
-    return y, (residuals, down_residuals, gate, up, norm_residuals, tuple(map(shape_residual, weights)))
+    return y, (
+        residuals,
+        down_residuals,
+        gate,
+        up,
+        norm_residuals,
+        tuple(map(shape_residual, weights)),
+    )
 
 
-def mlp_backward(activation: Activation, saved: Any, cotangents: Any) -> tuple[Array, Array, Weights, Array]:
+def mlp_backward(
+    activation: Activation, saved: Any, cotangents: Any
+) -> tuple[Array, Array, Weights, Array]:
     """dx, dnorm, dweights, and amax(|dx|) [T]."""
     residuals, down_residuals, gate, up, norm_residuals, weights = saved
     dresidual, dy = cotangents
@@ -175,16 +229,23 @@ def mlp_backward(activation: Activation, saved: Any, cotangents: Any) -> tuple[A
     bound = gate_gradient_scale(residuals, down_residuals, jnp.sqrt(squares))
     dgates_fp8 = rowwise.gated_backward_rows(gate, up, dh, 1 / bound, activation, E5M2)
     dgate_scale = dy_scale * down_residuals.weight_scale * bound
-    dn, dgate_up = matmul_backward(residuals, dgates_fp8, dgate_scale, accum_dtype(dresidual.dtype), dtypes[:2])
-    dx, dnorm, amax = norm_backward(norm_residuals, dn, dresidual, dgate_scale * residuals.weight_scale)
+    dn, dgate_up = matmul_backward(
+        residuals, dgates_fp8, dgate_scale, accum_dtype(dresidual.dtype), dtypes[:2]
+    )
+    dx, dnorm, amax = norm_backward(
+        norm_residuals, dn, dresidual, dgate_scale * residuals.weight_scale
+    )
     return dx, dnorm, (*dgate_up, *ddown), amax
 
 
-def gate_gradient_scale(residuals: MatmulResiduals, down_residuals: MatmulResiduals, dy_norms: Array) -> Array:
+def gate_gradient_scale(
+    residuals: MatmulResiduals, down_residuals: MatmulResiduals, dy_norms: Array
+) -> Array:
     """Scales [T] for dgate and dup, before they are computed, from the norms [T] of dy_fp8.
 
-    By Cauchy-Schwarz, |dh| <= |dy| · max row norm of w_down, and the gate and up products are bounded likewise. The
-    bound may be some thousand times too large, which leaves e5m2 eighteen powers of two at full precision.
+    By Cauchy-Schwarz, |dh| <= |dy| · max row norm of w_down, and the gate and up products are
+    bounded likewise. The bound may be some thousand times too large, which leaves e5m2 eighteen
+    powers of two at full precision.
     """
     largest = float(jnp.finfo(E4M3).max)
     inputs = len(residuals.weights_fp8[0])
@@ -209,8 +270,9 @@ def out_norm_mlp(
 ) -> tuple[Array, Array]:
     """x' = x [..., E] + context [..., H, D] times out [H, D, E], and `norm_mlp` of x'.
 
-    The residual sum is part of the norm's pass, and that pass also finds the scale of the sum's gradient, one for all
-    tokens. The first of `tags` is applied to the product with `out`, before it is scaled.
+    The residual sum is part of the norm's pass, and that pass also finds the scale of the sum's
+    gradient, one for all tokens. The first of `tags` is applied to the product with `out`, before
+    it is scaled.
     """
     return out_norm_mlp_forward(x, context, out, norm, weights, epsilon, activation, tags, dtype)[0]
 
@@ -229,11 +291,18 @@ def out_norm_mlp_forward(
     row_dims = x.ndim - 1
     context_fp8, context_scale, _ = quantize_rowwise([flatten_2d(context, row_dims)], E4M3)
     weights_2d = [flatten_2d(out, out.ndim - 1)]
-    (product,), residuals = matmul_forward(context_fp8, context_scale, weights_2d, accum_dtype(dtype))
+    (product,), residuals = matmul_forward(
+        context_fp8, context_scale, weights_2d, accum_dtype(dtype)
+    )
     product, scale = tags[0](product), scale_of_normed(norm)
-    row_factor, norm_factor = context_scale * residuals.weight_scale, norm.astype(jnp.float32) / scale
+    row_factor, norm_factor = (
+        context_scale * residuals.weight_scale,
+        norm.astype(jnp.float32) / scale,
+    )
     flat = flatten_2d(x, row_dims)
-    total, n_fp8, inverse_rms = add_rms_norm_rows(flat, product, row_factor, norm_factor, epsilon, E4M3)
+    total, n_fp8, inverse_rms = add_rms_norm_rows(
+        flat, product, row_factor, norm_factor, epsilon, E4M3
+    )
     norm_residuals = NormResiduals(total, norm, inverse_rms)
     y, saved = mlp_forward(n_fp8, scale, norm_residuals, weights, activation, tags[1:], dtype)
     outputs = total.reshape(x.shape), y.reshape(x.shape)
@@ -241,12 +310,19 @@ def out_norm_mlp_forward(
 
 
 def out_norm_mlp_backward(
-    epsilon: float, activation: Activation, tags: tuple[Tag, Tag, Tag], dtype: Any, saved: Any, cotangents: Any
+    epsilon: float,
+    activation: Activation,
+    tags: tuple[Tag, Tag, Tag],
+    dtype: Any,
+    saved: Any,
+    cotangents: Any,
 ) -> tuple[Array, Array, Array, Array, Weights]:
     residuals, mlp_saved, context, out = saved
     dx, dnorm, dweights, amax = mlp_backward(activation, mlp_saved, cotangents)
     flat, scale = flatten_2d(dx, dx.ndim - 1), scale_from_amax(jnp.max(amax), E5M2)
-    dcontext, [dout] = one_scale_matmul_backward(residuals, [flat], scale, accum_dtype(context.dtype), [out.dtype])
+    dcontext, [dout] = one_scale_matmul_backward(
+        residuals, [flat], scale, accum_dtype(context.dtype), [out.dtype]
+    )
     dcontext = dcontext.astype(context.dtype).reshape(context.shape[1:])
     return dx, dcontext, dout.reshape(out.shape[1:]), dnorm, dweights
 

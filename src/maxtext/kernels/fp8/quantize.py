@@ -3,8 +3,8 @@
     x ≈ qvalue · scale,   scale = the least power of two with amax(|x|) / scale within the format   (fp8)
                           scale = amax(|x|) / 127                                                   (int8)
 
-A scale covers a whole tensor, or what lies along some axes. A power of two changes no digit of a significand, so fp8
-products may be scaled before or after they are rounded.
+A scale covers a whole tensor, or what lies along some axes. A power of two changes no digit of a
+significand, so fp8 products may be scaled before or after they are rounded.
 """
 
 import functools
@@ -18,7 +18,9 @@ from jax import Array
 
 E4M3 = jnp.float8_e4m3fn  # activations and weights: more digits
 E5M2 = jnp.float8_e5m2  # gradients: more range
-SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # also of rows of zeros, which then count for nothing
+SMALLEST_SCALE = float(
+    jnp.finfo(jnp.float32).tiny
+)  # also of rows of zeros, which then count for nothing
 
 
 class QuantizedTensor(NamedTuple):
@@ -32,12 +34,15 @@ def quantize(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Quantiz
     """With one scale, or one for what lies along `axes`."""
     scale = amax_scale(x, dtype, axes)
     x = x.astype(jnp.float32) / (scale if axes is None else jnp.expand_dims(scale, tuple(axes)))
-    return QuantizedTensor((jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype), scale)
+    return QuantizedTensor(
+        (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype), scale
+    )
 
 
 def amax_scale(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array:
     """The scale that brings amax(|x|), of all or along `axes`, within the format."""
-    # The reduced dimensions are dropped: with size 1, XLA:GPU of jax 0.11.2 ended with an internal error.
+    # The reduced dimensions are dropped: with size 1, XLA:GPU of jax 0.11.2 ended with an internal
+    # error.
     amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes if axes is None else tuple(axes))
     if not jnp.issubdtype(dtype, jnp.integer):
         return scale_from_amax(amax, dtype)
@@ -51,14 +56,18 @@ def scale_from_amax(amax: Array, dtype: Any) -> Array:
 
 
 def ceil_power_of_two(x: Array) -> Array:
-    """The least power of two that is not below x >= 0, in float32; infinity and NaN stay as they are."""
+    """The least power of two that is not below x >= 0, in float32; infinity and NaN stay as they
+    are.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     rounded_up = (bits + 0x007FFFFF) & 0x7F800000
     return jnp.where(x < jnp.inf, jax.lax.bitcast_convert_type(rounded_up, jnp.float32), x)
 
 
 def quantize_rows(arrays: Sequence[Array], row_dims: int, dtype: Any) -> tuple[list[Array], Array]:
-    """fp8 values of arrays that share their first `row_dims` dimensions, and one scale for each index into these."""
+    """fp8 values of arrays that share their first `row_dims` dimensions, and one scale for each
+    index into these.
+    """
     scales = [amax_scale(x, dtype, range(row_dims, x.ndim)) for x in arrays]
     scale = functools.reduce(jnp.maximum, scales)
     return [rescale(x.astype(jnp.float32), 1 / scale, dtype) for x in arrays], scale
@@ -78,7 +87,9 @@ def relative_scales(scales: Array) -> tuple[Array, Array]:
 
 def rescale(x: Array, scale: Array, dtype: Any) -> Array:
     """x · scale in `dtype`; the dimensions of `scale` are the first ones of x."""
-    return (x * scale.astype(x.dtype).reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))).astype(dtype)
+    return (x * scale.astype(x.dtype).reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))).astype(
+        dtype
+    )
 
 
 def accum_dtype(dtype: Any) -> Any:
@@ -87,10 +98,14 @@ def accum_dtype(dtype: Any) -> Any:
 
 
 def contract(
-    lhs: Array, rhs: Array, axes: tuple[Sequence[int], Sequence[int]], dtype: Any, scale: Array | None = None
+    lhs: Array,
+    rhs: Array,
+    axes: tuple[Sequence[int], Sequence[int]],
+    dtype: Any,
+    scale: Array | None = None,
 ) -> Array:
-    """The product summed over `axes` of each operand. With one `scale` for all of it: written like this, XLA:GPU makes
-    the conversions and the scaling part of the fp8 matmul."""
+    """The product summed over `axes` of each operand. With one `scale` for all of it: written like
+    this, XLA:GPU makes the conversions and the scaling part of the fp8 matmul."""
     dimensions = ((tuple(axes[0]), tuple(axes[1])), ((), ()))
     if scale is not None:
         lhs, rhs = lhs.astype(dtype) * scale.astype(dtype), rhs.astype(dtype)
@@ -98,12 +113,16 @@ def contract(
 
 
 def sum_products(products: Sequence[Array]) -> Array:
-    """Their sum, with the later product first: XLA:GPU then makes each addition the epilogue of a matmul."""
+    """Their sum, with the later product first: XLA:GPU then makes each addition the epilogue of a
+    matmul.
+    """
     return functools.reduce(lambda total, product: product + total, products)
 
 
 def shape_residual(x: Array) -> Array:
-    """An array without elements that carries x's shape (behind a leading 0) and dtype to a backward pass."""
+    """An array without elements that carries x's shape (behind a leading 0) and dtype to a backward
+    pass.
+    """
     return jnp.zeros((0, *x.shape), x.dtype)
 
 

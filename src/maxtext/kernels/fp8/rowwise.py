@@ -1,8 +1,9 @@
 """Row-wise quantizers and transposes for fp8, by Triton.
 
-An fp8 matmul of NVIDIA's contracts the last dimension of both operands, and each tensor is in two matmuls that contract
-different ones. So it is needed as it is and transposed. The scale of a row depends on that row alone: a program reads
-rows whole, finds their scales and writes fp8. `transpose_fp8` transposes what it wrote.
+An fp8 matmul of NVIDIA's contracts the last dimension of both operands, and each tensor is in two
+matmuls that contract different ones. So it is needed as it is and transposed. The scale of a row
+depends on that row alone: a program reads rows whole, finds their scales and writes fp8.
+`transpose_fp8` transposes what it wrote.
 
     quantize_rowwise          x_fp8 = x / scale,                   scale [T] = amax scale of each row
     quantize_gated_rows       h_fp8 = act(gate) · up / scale
@@ -27,20 +28,28 @@ from maxtext.kernels.fp8.quantize import scale_from_amax
 from maxtext.kernels.triton.rowwise import TILE, column_tiles, rowwise_call
 
 Activation = Callable[[Array], Array]
-IndexedTile = tuple[tuple[Any, ...], Array]  # where a tile belongs in the output, and its values in float32
+IndexedTile = tuple[
+    tuple[Any, ...], Array
+]  # where a tile belongs in the output, and its values in float32
 
 
 def quantize_rowwise(
     matrices: Sequence[Array], dtype: Any, cos_sin: Sequence[Array] = (), interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Matrices [T, C_i] side by side in fp8 [T, sum C_i], the scales [T], and the sums of squares [T] of x / scale.
+    """Matrices [T, C_i] side by side in fp8 [T, sum C_i], the scales [T], and the sums of squares
+    [T] of x / scale.
 
-    With `cos_sin`, [T, D/2] each, the matrices are [T, H_i, 2, D/2] and all but the last are rotated by the inverse
-    RoPE first: gradients of rotated queries and keys become those of the projections.
+    With `cos_sin`, [T, D/2] each, the matrices are [T, H_i, 2, D/2] and all but the last are
+    rotated by the inverse RoPE first: gradients of rotated queries and keys become those of the
+    projections.
     """
 
     def program(*refs: Any) -> None:
-        inputs, angles, (out, scale, squares) = refs[: len(matrices)], refs[len(matrices) : -3], refs[-3:]
+        inputs, angles, (out, scale, squares) = (
+            refs[: len(matrices)],
+            refs[len(matrices) : -3],
+            refs[-3:],
+        )
         cos, sin = (ref[...][:, None] for ref in angles) if angles else (None, None)
         tiles: list[IndexedTile] = []
         start = 0
@@ -84,12 +93,20 @@ def quantize_gated_rows(
         write_quantized(tiles, out, scale)
 
     out = jax.ShapeDtypeStruct(gate.shape, dtype)
-    h_fp8, scale = rowwise_call(program, [gate, up], [], [out], 1, interpret=interpret, name="fp8_quantize_gated_rows")
+    h_fp8, scale = rowwise_call(
+        program, [gate, up], [], [out], 1, interpret=interpret, name="fp8_quantize_gated_rows"
+    )
     return h_fp8, scale
 
 
 def gated_backward_rows(
-    gate: Array, up: Array, dh: Array, factor: Array, activation: Activation, dtype: Any, interpret: bool = False
+    gate: Array,
+    up: Array,
+    dh: Array,
+    factor: Array,
+    activation: Activation,
+    dtype: Any,
+    interpret: bool = False,
 ) -> list[Array]:
     """dgate and dup [T, C] in fp8 of h = activation(gate) · up, from dh times factor [T]."""
 
@@ -103,13 +120,23 @@ def gated_backward_rows(
 
     outs = [jax.ShapeDtypeStruct(gate.shape, dtype)] * 2
     return rowwise_call(
-        program, [gate, up, dh, factor], [], outs, 0, interpret=interpret, name="fp8_gated_backward_rows"
+        program,
+        [gate, up, dh, factor],
+        [],
+        outs,
+        0,
+        interpret=interpret,
+        name="fp8_gated_backward_rows",
     )
 
 
 def write_quantized(tiles: Sequence[IndexedTile], out: Any, scale_ref: Any) -> list[Array]:
-    """In a program: write the tiles of some rows in fp8 and the rows' scales. Returns the tiles over their scale."""
-    scale = scale_from_amax(functools.reduce(jnp.maximum, [amax(tile) for _, tile in tiles]), out.dtype)
+    """In a program: write the tiles of some rows in fp8 and the rows' scales. Returns the tiles
+    over their scale.
+    """
+    scale = scale_from_amax(
+        functools.reduce(jnp.maximum, [amax(tile) for _, tile in tiles]), out.dtype
+    )
     scale_ref[...] = scale
     scaled = [tile * (1 / scale).reshape(-1, *[1] * (tile.ndim - 1)) for _, tile in tiles]
     for (index, _), tile in zip(tiles, scaled, strict=True):
@@ -169,14 +196,19 @@ def quantize_and_transpose(
     factors = [] if row_factor is None else [row_factor]
     x_fp8, x_fp8_T = pl.pallas_call(
         program,
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, columns), (columns, rows))],
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, columns), (columns, rows))
+        ],
         grid=(rows // TILE, columns // TILE),
         in_specs=[
             pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)),
             pl.BlockSpec((1,), lambda i, j: (0,)),
             *[pl.BlockSpec((TILE,), lambda i, j: (i,))] * len(factors),
         ],
-        out_specs=[pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)), pl.BlockSpec((TILE, TILE), lambda i, j: (j, i))],
+        out_specs=[
+            pl.BlockSpec((TILE, TILE), lambda i, j: (i, j)),
+            pl.BlockSpec((TILE, TILE), lambda i, j: (j, i)),
+        ],
         compiler_params=triton.CompilerParams(num_warps=8),
         interpret=interpret,
         name="fp8_quantize_and_transpose",

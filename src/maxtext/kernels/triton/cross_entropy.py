@@ -3,8 +3,8 @@
     log_sums           largest = max(logits);  log_sum = log Σ exp(logits - largest);  target logit - largest
     logits_backward    dlogits = softmax(logits) · factor + onehot(target) · target_factor
 
-A program keeps a running maximum and sum in each of its lanes and reduces over lanes at the end. dlogits is written in
-any dtype: for a head in fp8, in fp8.
+A program keeps a running maximum and sum in each of its lanes and reduces over lanes at the end.
+dlogits is written in any dtype: for a head in fp8, in fp8.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from maxtext.kernels.triton.rowwise import TILE, column_tiles, floor_power_of_two, rowwise_call, supports_triton
+from maxtext.kernels.triton.rowwise import (
+    TILE,
+    column_tiles,
+    floor_power_of_two,
+    rowwise_call,
+    supports_triton,
+)
 
 MAX_LANES = 2048
 LOGITS_PER_UPDATE = 4  # that a lane reads before it rescales its sum
@@ -28,14 +34,20 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 def supports(tokens: int, vocabulary: int, platform: str | None) -> bool:
     """Whole tiles, and 32-bit offsets."""
-    return supports_triton(platform) and not tokens % TILE and not vocabulary % TILE and tokens * vocabulary < 2**31
+    return (
+        supports_triton(platform)
+        and not tokens % TILE
+        and not vocabulary % TILE
+        and tokens * vocabulary < 2**31
+    )
 
 
 def log_sums(
     logits: Array, targets: Array, row_factor: Array | None = None, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Of logits [T, V] times row_factor [T], each [T]: the largest, the log of the sum of exponentials relative to it,
-    and the target's relative to it, too (0 where the target is outside of the vocabulary)."""
+    """Of logits [T, V] times row_factor [T], each [T]: the largest, the log of the sum of
+    exponentials relative to it, and the target's relative to it, too (0 where the target is outside
+    of the vocabulary)."""
 
     def program(logits: Any, targets: Any, *refs: Any) -> None:
         *factors, largest, log_sum, target_logit = refs
@@ -44,7 +56,9 @@ def log_sums(
         lanes = min(MAX_LANES, floor_power_of_two(vocabulary))
 
         def read(start: int) -> Array:
-            overlap = max(start + lanes - vocabulary, 0)  # the last read starts earlier, to end within the row
+            overlap = max(
+                start + lanes - vocabulary, 0
+            )  # the last read starts earlier, to end within the row
             x = scaled(logits[:, pl.ds(start - overlap, lanes)], factors)
             if not overlap:
                 return x
@@ -69,7 +83,13 @@ def log_sums(
 
     factors = [] if row_factor is None else [row_factor]
     largest, log_sum, target_logit = rowwise_call(
-        program, [logits, targets, *factors], [], [], 3, interpret=interpret, name="cross_entropy_log_sums"
+        program,
+        [logits, targets, *factors],
+        [],
+        [],
+        3,
+        interpret=interpret,
+        name="cross_entropy_log_sums",
     )
     return largest, log_sum, target_logit
 
@@ -85,11 +105,17 @@ def logits_backward(
     row_factor: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """dlogits [T, V] in `dtype`: probabilities times factor [T], plus target_factor [T] at the target. `largest` and
-    `log_sum` are those of `log_sums`."""
+    """dlogits [T, V] in `dtype`: probabilities times factor [T], plus target_factor [T] at the
+    target. `largest` and `log_sum` are those of `log_sums`."""
 
     def program(
-        logits: Any, targets: Any, largest: Any, log_sum: Any, target_factor: Any, factor: Any, *refs: Any
+        logits: Any,
+        targets: Any,
+        largest: Any,
+        log_sum: Any,
+        target_factor: Any,
+        factor: Any,
+        *refs: Any,
     ) -> None:
         *row_factors, out = refs
         target, top, rest = (ref[...][:, None] for ref in (targets, largest, log_sum))
@@ -97,16 +123,26 @@ def logits_backward(
         for columns in column_tiles(logits.shape[1], BACKWARD_COLUMNS):
             probability = jnp.exp(scaled(logits[:, columns], row_factors) - top - rest)
             token = jax.lax.broadcasted_iota(jnp.int32, probability.shape, 1) + columns.start
-            out[:, columns] = (probability * everywhere + jnp.where(token == target, at_target, 0.0)).astype(dtype)
+            out[:, columns] = (
+                probability * everywhere + jnp.where(token == target, at_target, 0.0)
+            ).astype(dtype)
 
     row_factors = [] if row_factor is None else [row_factor]
     vectors = [targets, largest, log_sum, target_factor, factor, *row_factors]
     out = jax.ShapeDtypeStruct(logits.shape, dtype)
     [dlogits] = rowwise_call(
-        program, [logits, *vectors], [], [out], 0, interpret=interpret, name="cross_entropy_backward"
+        program,
+        [logits, *vectors],
+        [],
+        [out],
+        0,
+        interpret=interpret,
+        name="cross_entropy_backward",
     )
     return dlogits
 
 
 def scaled(x: Array, factors: list[Any]) -> Array:
-    return functools.reduce(lambda x, factor: x * factor[...][:, None], factors, x.astype(jnp.float32))
+    return functools.reduce(
+        lambda x, factor: x * factor[...][:, None], factors, x.astype(jnp.float32)
+    )

@@ -21,7 +21,9 @@ BACKWARD_ROWS = 64  # of a backward program, one block after the other: it sums 
 BACKWARD_ELEMENTS = 4096  # of one row, or of several, that it has at a time
 
 
-def rms_norm_rows(x: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False) -> tuple[Array, Array]:
+def rms_norm_rows(
+    x: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False
+) -> tuple[Array, Array]:
     """n [T, C] in `dtype` of x [T, C] and scale [C], and inverse_rms [T]."""
 
     def program(x: Any, scale: Any, out: Any, inverse_rms: Any) -> None:
@@ -29,16 +31,26 @@ def rms_norm_rows(x: Array, scale: Array, epsilon: float, dtype: Any, interpret:
         write_normed(tiles, scale, epsilon, out, inverse_rms)
 
     out = jax.ShapeDtypeStruct(x.shape, dtype)
-    normed, inverse_rms = rowwise_call(program, [x], [scale], [out], 1, interpret=interpret, name="rms_norm_rows")
+    normed, inverse_rms = rowwise_call(
+        program, [x], [scale], [out], 1, interpret=interpret, name="rms_norm_rows"
+    )
     return normed, inverse_rms
 
 
 def add_rms_norm_rows(
-    x: Array, y: Array, row_factor: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False
+    x: Array,
+    y: Array,
+    row_factor: Array,
+    scale: Array,
+    epsilon: float,
+    dtype: Any,
+    interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """x + y · row_factor, all [T, C] but row_factor [T], and `rms_norm_rows` of the sum."""
 
-    def program(x: Any, y: Any, row_factor: Any, scale: Any, total: Any, out: Any, inverse_rms: Any) -> None:
+    def program(
+        x: Any, y: Any, row_factor: Any, scale: Any, total: Any, out: Any, inverse_rms: Any
+    ) -> None:
         tiles = []
         for columns in column_tiles(x.shape[1]):
             added = y[:, columns].astype(jnp.float32) * row_factor[...][:, None]
@@ -54,13 +66,17 @@ def add_rms_norm_rows(
     return total, normed, inverse_rms
 
 
-def write_normed(tiles: list[Array], scale: Any, epsilon: float, out: Any, inverse_rms: Any) -> None:
+def write_normed(
+    tiles: list[Array], scale: Any, epsilon: float, out: Any, inverse_rms: Any
+) -> None:
     """In a program: the norm of some rows, given in tiles."""
     squares = functools.reduce(operator.add, [jnp.sum(jnp.square(tile), axis=1) for tile in tiles])
     factor = jax.lax.rsqrt(squares / out.shape[1] + epsilon)
     inverse_rms[...] = factor
     for tile, columns in zip(tiles, column_tiles(out.shape[1]), strict=True):
-        out[:, columns] = (tile * factor[:, None] * scale[columns].astype(jnp.float32)[None]).astype(out.dtype)
+        out[:, columns] = (
+            tile * factor[:, None] * scale[columns].astype(jnp.float32)[None]
+        ).astype(out.dtype)
 
 
 def rms_norm_rows_backward(
@@ -72,7 +88,9 @@ def rms_norm_rows_backward(
     row_factor: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """dx [T, C] of the norm plus `dresidual` [T, C], dscale [C], and amax(|dx|) [T]; dn is times row_factor [T]."""
+    """dx [T, C] of the norm plus `dresidual` [T, C], dscale [C], and amax(|dx|) [T]; dn is times
+    row_factor [T].
+    """
     num_rows, num_columns = x.shape
     tiles = column_tiles(num_columns)
     block_rows = max(1, min(BACKWARD_ROWS, BACKWARD_ELEMENTS // floor_power_of_two(num_columns)))
@@ -88,16 +106,26 @@ def rms_norm_rows_backward(
             dns = [dn[rows, columns].astype(jnp.float32) for columns in tiles]
             for factor in factors:
                 dns = [tile * factor[rows][:, None] for tile in dns]
-            dunits = [tile * scale[columns].astype(jnp.float32)[None] for tile, columns in zip(dns, tiles, strict=True)]
-            dots = [jnp.sum(dunit * unit, axis=1) for dunit, unit in zip(dunits, units, strict=True)]
+            dunits = [
+                tile * scale[columns].astype(jnp.float32)[None]
+                for tile, columns in zip(dns, tiles, strict=True)
+            ]
+            dots = [
+                jnp.sum(dunit * unit, axis=1) for dunit, unit in zip(dunits, units, strict=True)
+            ]
             mean = (functools.reduce(operator.add, dots) / num_columns)[:, None]
             maxima = []
             for unit, dunit, columns in zip(units, dunits, tiles, strict=True):
-                tile = inverse * (dunit - unit * mean) + dresidual[rows, columns].astype(jnp.float32)
+                tile = inverse * (dunit - unit * mean) + dresidual[rows, columns].astype(
+                    jnp.float32
+                )
                 dx[rows, columns] = tile.astype(dx.dtype)
                 maxima.append(jnp.max(jnp.abs(tile), axis=1))
             amax[rows] = functools.reduce(jnp.maximum, maxima)
-            return [total + jnp.sum(tile * unit, axis=0) for total, tile, unit in zip(dscales, dns, units, strict=True)]
+            return [
+                total + jnp.sum(tile * unit, axis=0)
+                for total, tile, unit in zip(dscales, dns, units, strict=True)
+            ]
 
         zeros = [jnp.zeros((columns.size,), jnp.float32) for columns in tiles]
         totals = jax.lax.fori_loop(0, BACKWARD_ROWS // block_rows, step, zeros)
@@ -116,7 +144,9 @@ def rms_norm_rows_backward(
             jax.ShapeDtypeStruct((num_rows,), jnp.float32),
         ],
         grid=(programs,),
-        in_specs=[matrix] * 3 + [vector, pl.BlockSpec((num_columns,), lambda i: (0,))] + [vector] * len(factors),
+        in_specs=[matrix] * 3
+        + [vector, pl.BlockSpec((num_columns,), lambda i: (0,))]
+        + [vector] * len(factors),
         out_specs=[matrix, pl.BlockSpec((1, num_columns), lambda i: (i, 0)), vector],
         compiler_params=triton.CompilerParams(num_warps=num_warps),
         interpret=interpret,

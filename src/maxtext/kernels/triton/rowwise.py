@@ -1,4 +1,5 @@
-"""How Triton programs share the rows of a matrix: each reads some rows whole, in tiles of power-of-two width.
+"""How Triton programs share the rows of a matrix: each reads some rows whole, in tiles of
+power-of-two width.
 
 Shapes: T rows, C columns.
 """
@@ -35,8 +36,8 @@ def rowwise_call(
 ) -> list[jax.Array]:
     """Run `program(*matrix_refs, *vector_refs, *out_refs, *row_out_refs)` over blocks of rows.
 
-    A block has some rows of each of `matrices` ([T, ...]) and of `outs`, all of each of `vectors` ([C]), and the same
-    rows of `row_outs` further outputs, [T] in float32.
+    A block has some rows of each of `matrices` ([T, ...]) and of `outs`, all of each of `vectors`
+    ([C]), and the same rows of `row_outs` further outputs, [T] in float32.
     """
     num_rows = len(matrices[0])
     columns = max(sum(x.size // num_rows for x in arrays) for arrays in (matrices, outs))
@@ -49,7 +50,10 @@ def rowwise_call(
         program,
         out_shape=[*outs, *[jax.ShapeDtypeStruct((num_rows,), jnp.float32)] * row_outs],
         grid=(num_rows // block_rows,),
-        in_specs=[*map(rows_of, matrices), *(pl.BlockSpec(x.shape, lambda i: (0,)) for x in vectors)],
+        in_specs=[
+            *map(rows_of, matrices),
+            *(pl.BlockSpec(x.shape, lambda i: (0,)) for x in vectors),
+        ],
         out_specs=[*map(rows_of, outs), *[pl.BlockSpec((block_rows,), lambda i: (i,))] * row_outs],
         compiler_params=triton.CompilerParams(num_warps=num_warps),
         interpret=interpret,

@@ -63,7 +63,9 @@ def read_deepseek2(hf: Json) -> Reading:
     if method == "greedy":
         reading.keys |= {"n_routing_groups": -1, "topk_routing_group": -1}
     elif method != "group_limited_greedy":
-        raise UserError(f"config.json: topk_method={method!r} is not supported: greedy and group_limited_greedy are")
+        raise UserError(
+            f"config.json: topk_method={method!r} is not supported: greedy and group_limited_greedy are"
+        )
     reading.keys |= {"routed_score_func": "softmax"}
     return reading
 
@@ -93,11 +95,16 @@ def write_shared(config: MaxTextConfig) -> Json:
     specs = layers(config)
     parameters = their_rope(specs[0].attention.rope)
     plain = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-    extra = (specs[0].attention.scale / plain) ** 0.5  # the temperature whose square is on the scale
+    extra = (
+        specs[0].attention.scale / plain
+    ) ** 0.5  # the temperature whose square is on the scale
     if abs(extra - 1) > 1e-9:
         if parameters["rope_type"] != "yarn":
-            raise UserError("a softmax scale of its own needs rope_type=yarn in a DeepSeek config.json")
-        # Their scale is what attention_factor does not say: (0.1 m ln factor + 1)², m = mscale_all_dim.
+            raise UserError(
+                "a softmax scale of its own needs rope_type=yarn in a DeepSeek config.json"
+            )
+        # Their scale is what attention_factor does not say: (0.1 m ln factor + 1)², m =
+        # mscale_all_dim.
         parameters["mscale_all_dim"] = (extra - 1) / (yarn_temperature(parameters["factor"]) - 1)
     dense = next((i for i, spec in enumerate(specs) if hasattr(spec.mlp, "router")), len(specs))
     written = dense_config(config) | {
@@ -180,7 +187,9 @@ def layer_rules() -> list[Rule]:
 
 
 def ahead_rules(config: MaxTextConfig) -> list[Rule]:
-    """Of the layers that predict further tokens (mtp_num_layers): with them the numbering goes on."""
+    """Of the layers that predict further tokens (mtp_num_layers): with them the numbering goes
+    on.
+    """
     rules = []
     for layer in range(config.mtp_num_layers):
         theirs, ours = f"model.layers.{config.num_decoder_layers + layer}.", f"mtp/layers/{layer}/"
@@ -188,14 +197,20 @@ def ahead_rules(config: MaxTextConfig) -> list[Rule]:
         for their_norm, our_norm in AHEAD_NORMS.items():
             rules.append(Rule(f"{theirs}{their_norm}.weight", f"{ours}{our_norm}/scale", "e -> e"))
         for rule in layer_rules():
-            their_names = tuple(name.replace("model.layers.{i}.", theirs) for name in rule.their_names)
-            our_names = tuple(name.replace("layers/{i}/", f"{ours}block/") for name in rule.our_names)
+            their_names = tuple(
+                name.replace("model.layers.{i}.", theirs) for name in rule.their_names
+            )
+            our_names = tuple(
+                name.replace("layers/{i}/", f"{ours}block/") for name in rule.our_names
+            )
             rules.append(replace(rule, theirs=their_names, ours=our_names))
     return rules
 
 
 def ignored_layers(config: MaxTextConfig) -> tuple[str, ...]:
-    """Layers beyond those of the model; and in those that predict further tokens, the copies of embedding and head."""
+    """Layers beyond those of the model; and in those that predict further tokens, the copies of
+    embedding and head.
+    """
     known = "|".join(map(str, range(config.num_decoder_layers + config.mtp_num_layers)))
     return (
         rf"model\.layers\.(?!({known})\.)\d+\..*",

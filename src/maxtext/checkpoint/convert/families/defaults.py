@@ -1,6 +1,8 @@
-"""What an entry means that a config.json leaves out: the value that transformers' class of that model_type has.
+"""What an entry means that a config.json leaves out: the value that transformers' class of that
+model_type has.
 
-Folders of models with images are the common case: their text_config holds what differs from the class, and no more.
+Folders of models with images are the common case: their text_config holds what differs from the
+class, and no more.
 """
 
 from typing import Any
@@ -8,7 +10,9 @@ from typing import Any
 Json = dict[str, Any]
 
 
-def sizes(vocabulary: int, width: int, mlp: int, layers: int, heads: int, length: int, **own: Any) -> Json:
+def sizes(
+    vocabulary: int, width: int, mlp: int, layers: int, heads: int, length: int, **own: Any
+) -> Json:
     return {
         "vocab_size": vocabulary,
         "hidden_size": width,
@@ -24,7 +28,11 @@ def sizes(vocabulary: int, width: int, mlp: int, layers: int, heads: int, length
 GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
 }
 LATENT = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,

@@ -30,7 +30,11 @@ from maxtext.models.registry import layers
 
 
 def gemma_keys(hf: Json, block: str) -> Json:
-    if hf.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision" is of images alone
+    if hf.get("use_bidirectional_attention") not in (
+        None,
+        False,
+        "vision",
+    ):  # "vision" is of images alone
         raise UserError("config.json: use_bidirectional_attention of text is not supported")
     keys = dense_keys(hf, block)
     # The first releases wrote gelu and meant its tanh form.
@@ -89,7 +93,9 @@ def scalar(scale: float) -> int:
     """Their way to say a softmax scale, which takes whole numbers."""
     value = round(scale**-2)
     if abs(value**-0.5 - scale) > 1e-9:
-        raise UserError(f"a softmax scale of {scale} is not 1/√n of a whole n, as Gemma's config.json needs")
+        raise UserError(
+            f"a softmax scale of {scale} is not 1/√n of a whole n, as Gemma's config.json needs"
+        )
     return value
 
 
@@ -99,7 +105,9 @@ def sandwich_rules(config: MaxTextConfig) -> list[Rule]:
 
 def read_gemma3(hf: Json) -> Reading:
     parameters = hf.get("rope_parameters") or {}
-    if "full_attention" not in parameters:  # as published: two bases and a scaling of the global one
+    if (
+        "full_attention" not in parameters
+    ):  # as published: two bases and a scaling of the global one
         scaling = dict(hf.get("rope_scaling") or {})
         scaling.setdefault("rope_type", scaling.pop("type", "default"))
         parameters = {
@@ -142,8 +150,12 @@ def read_gemma4(hf: Json) -> Reading:
     if shares and hf.get("num_global_key_value_heads"):
         wide["num_key_value_heads"] = hf["num_global_key_value_heads"]
     # Layers are numbered 0, 1, … or, in models of more than ten, 00, 01, …
-    own = hf.get("per_layer_config") and {int(number): layer for number, layer in hf["per_layer_config"].items()}
-    each = [wide if own is None else own.get(i, {}) for i, kind in enumerate(listed) if kind == "full"]
+    own = hf.get("per_layer_config") and {
+        int(number): layer for number, layer in hf["per_layer_config"].items()
+    }
+    each = [
+        wide if own is None else own.get(i, {}) for i, kind in enumerate(listed) if kind == "full"
+    ]
     if any(layer != each[0] for layer in each) or any(
         own.get(i) for i, kind in enumerate(listed) if own and kind != "full"
     ):
@@ -212,7 +224,9 @@ def gemma4_rules(config: MaxTextConfig) -> list[Rule]:
         Rule(f"{layer}router.proj.weight", f"{ours}sparse/router/kernel", "x e -> e x"),
         Rule(f"{layer}router.scale", f"{ours}sparse/router/scale", "e -> e"),
         Rule(f"{layer}router.per_expert_scale", f"{ours}sparse/router/expert_scale", "x -> x"),
-        *packed_expert_rules(f"{layer}experts.", f"{ours}sparse/", "x (b m) e -> b x e m", "x e m -> x m e"),
+        *packed_expert_rules(
+            f"{layer}experts.", f"{ours}sparse/", "x (b m) e -> b x e m", "x e m -> x m e"
+        ),
     ]
 
 

@@ -80,7 +80,10 @@ def read_llama4(hf: Json) -> Reading:
     rope = one_rope(hf, interleave=True)
     count, step = hf["num_hidden_layers"], hf["interleave_moe_layer_step"]
     interval = hf["no_rope_layer_interval"]
-    turns = [bool(turn) for turn in hf.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]]
+    turns = [
+        bool(turn)
+        for turn in hf.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    ]
     moe = hf.get("moe_layers")
     experts = [i in moe if moe is not None else (i + 1) % step == 0 for i in range(count)]
     keys = dense_keys(hf, "llama4")

@@ -51,7 +51,10 @@ def read_gpt_oss(hf: Json) -> Reading:
         "attention_sink": True,
         "sliding_window_size": hf["sliding_window"] or 0,
     }
-    return Reading(keys | rope.keys, {"layer_kinds": kinds(hf, lambda i: "full" if i % 2 else "sliding")} | rope.facts)
+    return Reading(
+        keys | rope.keys,
+        {"layer_kinds": kinds(hf, lambda i: "full" if i % 2 else "sliding")} | rope.facts,
+    )
 
 
 def write_gpt_oss(config: MaxTextConfig) -> Json:
@@ -90,7 +93,10 @@ def read_olmo3(hf: Json) -> Reading:
     ropes = {"full": rope_fields(hf, full), "sliding": rope_fields(hf, sliding)}
     keys = dense_keys(hf, "olmo3") | rope_keys(ropes["full"])
     keys |= {"use_qk_norm": True, "sliding_window_size": hf["sliding_window"] or 0}
-    return Reading(keys, {"layer_kinds": kinds(hf, lambda i: "sliding" if (i + 1) % 4 else "full"), "rope": ropes})
+    return Reading(
+        keys,
+        {"layer_kinds": kinds(hf, lambda i: "sliding" if (i + 1) % 4 else "full"), "rope": ropes},
+    )
 
 
 def write_olmo3(config: MaxTextConfig) -> Json:
@@ -101,17 +107,27 @@ def write_olmo3(config: MaxTextConfig) -> Json:
     return dense_config(config) | {
         "layer_types": their_kinds(config),
         "sliding_window": config.sliding_window_size,
-        "rope_parameters": {kind: ropes.get(kind, only) for kind in ("full_attention", "sliding_attention")},
+        "rope_parameters": {
+            kind: ropes.get(kind, only) for kind in ("full_attention", "sliding_attention")
+        },
     }
 
 
 def olmo3_rules(config: MaxTextConfig) -> list[Rule]:
-    outputs = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_mlp_norm"}
+    outputs = {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    }
     return outer_rules() + norm_rules(outputs) + attention_rules(config) + mlp_rules()
 
 
 def read_gpt2(hf: Json) -> Reading:
-    need(hf, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    need(
+        hf,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        add_cross_attention=False,
+    )
     width, heads = hf["n_embd"], hf["n_head"]
     keys = {
         "decoder_block": "gpt3",
@@ -163,8 +179,18 @@ def gpt2_rules(config: MaxTextConfig) -> list[Rule]:
         Rule("lm_head.weight", "head/kernel", "v e -> e v"),
         Rule(f"{layer}attn.c_attn.weight", f"{ours}attention/qkv/kernel", "e (g k d) -> e k g d"),
         Rule(f"{layer}attn.c_attn.bias", f"{ours}attention/qkv/bias", "(g k d) -> k g d"),
-        Rule(f"{layer}attn.c_attn.weight", tuple(f"{part}/kernel" for part in parts), "e (h d) -> e h d", join=1),
-        Rule(f"{layer}attn.c_attn.bias", tuple(f"{part}/bias" for part in parts), "(h d) -> h d", join=0),
+        Rule(
+            f"{layer}attn.c_attn.weight",
+            tuple(f"{part}/kernel" for part in parts),
+            "e (h d) -> e h d",
+            join=1,
+        ),
+        Rule(
+            f"{layer}attn.c_attn.bias",
+            tuple(f"{part}/bias" for part in parts),
+            "(h d) -> h d",
+            join=0,
+        ),
         Rule(f"{layer}attn.c_proj.weight", f"{ours}attention/out/kernel", "(h d) e -> h d e"),
         Rule(f"{layer}attn.c_proj.bias", f"{ours}attention/out/bias", "e -> e"),
     ]

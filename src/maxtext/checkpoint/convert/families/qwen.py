@@ -31,13 +31,17 @@ def window(hf: Json) -> int:
 
 def read_shared(hf: Json, block: str) -> Reading:
     rope = one_rope(hf)
-    return Reading(dense_keys(hf, block) | rope.keys | {"sliding_window_size": window(hf)}, rope.facts)
+    return Reading(
+        dense_keys(hf, block) | rope.keys | {"sliding_window_size": window(hf)}, rope.facts
+    )
 
 
 def read_dense(hf: Json, block: str) -> Reading:
     reading = read_shared(hf, block)
     last = hf["max_window_layers"]
-    reading.facts["layer_kinds"] = kinds(hf, lambda i: "sliding" if window(hf) and i >= last else "full")
+    reading.facts["layer_kinds"] = kinds(
+        hf, lambda i: "sliding" if window(hf) and i >= last else "full"
+    )
     return reading
 
 
@@ -88,7 +92,10 @@ def read_qwen3_moe(hf: Json) -> Reading:
     reading = read_shared(hf, "qwen3_moe")
     reading.keys |= expert_keys(hf) | {"use_qk_norm": True}
     kind = "sliding" if window(hf) else "full"
-    reading.facts |= {"layer_kinds": [kind] * hf["num_hidden_layers"], "moe_layers": sparse_layers(hf)}
+    reading.facts |= {
+        "layer_kinds": [kind] * hf["num_hidden_layers"],
+        "moe_layers": sparse_layers(hf),
+    }
     return reading
 
 
@@ -99,7 +106,9 @@ def write_experts(config: MaxTextConfig) -> Json:
         "num_experts_per_tok": config.num_experts_per_tok,
         "norm_topk_prob": config.norm_topk_prob,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, layer in enumerate(layers(config)) if not hasattr(layer.mlp, "router")],
+        "mlp_only_layers": [
+            i for i, layer in enumerate(layers(config)) if not hasattr(layer.mlp, "router")
+        ],
     }
 
 
@@ -134,18 +143,27 @@ def read_delta(hf: Json, block: str) -> Reading:
         "gdn_num_value_heads": hf["linear_num_value_heads"],
     }
     interval = hf.get("full_attention_interval", 4)
-    return Reading(keys, {"layer_kinds": kinds(hf, lambda i: "linear" if (i + 1) % interval else "full")} | rope.facts)
+    return Reading(
+        keys,
+        {"layer_kinds": kinds(hf, lambda i: "linear" if (i + 1) % interval else "full")}
+        | rope.facts,
+    )
 
 
 def read_sparse_delta(hf: Json, block: str) -> Reading:
     reading = read_delta(hf, block)
     reading.keys |= expert_keys(hf) | {"shared_experts": 1}
-    reading.facts |= {"shared_expert_dim": hf["shared_expert_intermediate_size"], "moe_layers": sparse_layers(hf)}
+    reading.facts |= {
+        "shared_expert_dim": hf["shared_expert_intermediate_size"],
+        "moe_layers": sparse_layers(hf),
+    }
     return reading
 
 
 def write_delta(config: MaxTextConfig) -> Json:
-    attending = next((layer.attention for layer in layers(config) if hasattr(layer.attention, "rope")), None)
+    attending = next(
+        (layer.attention for layer in layers(config) if hasattr(layer.attention, "rope")), None
+    )
     return dense_config(config) | {
         "linear_conv_kernel_dim": config.gdn_conv_kernel_dim,
         "linear_key_head_dim": config.gdn_key_head_dim,
@@ -158,14 +176,20 @@ def write_delta(config: MaxTextConfig) -> Json:
 
 
 def write_sparse_delta(config: MaxTextConfig) -> Json:
-    shared = [layer.mlp.shared.width for layer in layers(config) if getattr(layer.mlp, "shared", None)]
+    shared = [
+        layer.mlp.shared.width for layer in layers(config) if getattr(layer.mlp, "shared", None)
+    ]
     width = shared[0] if shared else 0
     return write_delta(config) | write_experts(config) | {"shared_expert_intermediate_size": width}
 
 
 def delta_rules(config: MaxTextConfig, projections: list[Rule]) -> list[Rule]:
     """Every layer's rules; a Gated DeltaNet's projections differ between the two families."""
-    net, attention, ours = "model.layers.{i}.linear_attn.", "model.layers.{i}.self_attn.", "layers/{i}/attention/"
+    net, attention, ours = (
+        "model.layers.{i}.linear_attn.",
+        "model.layers.{i}.self_attn.",
+        "layers/{i}/attention/",
+    )
     channels = tuple(f"{ours}conv_{name}" for name in ("query", "key", "value"))
     attends = [hasattr(layer.attention, "rope") for layer in layers(config)]
     attending = [
@@ -176,8 +200,17 @@ def delta_rules(config: MaxTextConfig, projections: list[Rule]) -> list[Rule]:
             "(h w) e -> e h w",
             join="w",
         ),
-        Rule(f"{attention}q_proj.bias", (f"{ours}query/bias", f"{ours}output_gate/bias"), "(h w) -> h w", join="w"),
-        *[rule for rule in attention_rules(config) if not any("q_proj" in name for name in rule.their_names)],
+        Rule(
+            f"{attention}q_proj.bias",
+            (f"{ours}query/bias", f"{ours}output_gate/bias"),
+            "(h w) -> h w",
+            join="w",
+        ),
+        *[
+            rule
+            for rule in attention_rules(config)
+            if not any("q_proj" in name for name in rule.their_names)
+        ],
     ]
     nets = [
         *projections,

@@ -24,7 +24,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Table:
-    architectures: tuple[str, ...]  # the first is written; those after it hold the same text model, or the same tensors
+    architectures: tuple[
+        str, ...
+    ]  # the first is written; those after it hold the same text model, or the same tensors
     model_type: str
     block: str  # decoder_block
     read: Callable[[Json], Reading]  # of a config.json with the defaults of its class
@@ -32,7 +34,9 @@ class Table:
     rules: Callable[[Any], list[Rule]]
     suits: Callable[[Any], bool] = lambda config: True  # among the tables of one decoder_block
     ignored: tuple[str, ...] = ()  # tensors that transformers leaves out as well
-    ignored_in: Callable[[Any], tuple[str, ...]] = lambda config: ()  # likewise, where the configuration says which
+    ignored_in: Callable[[Any], tuple[str, ...]] = (
+        lambda config: ()
+    )  # likewise, where the configuration says which
 
 
 ACTIVATIONS = {
@@ -53,7 +57,9 @@ KINDS = {
 
 def activation(name: str) -> str:
     if name not in ACTIVATIONS:
-        raise UserError(f"config.json: the activation {name!r} is not supported: use one of {', '.join(ACTIVATIONS)}")
+        raise UserError(
+            f"config.json: the activation {name!r} is not supported: use one of {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
@@ -68,7 +74,9 @@ def their_activation(config: MaxTextConfig) -> str:
 
 
 def need(hf: Json, **values: Any) -> None:
-    """Refuse a config.json that asks for what we do not compute; an absent or null entry is as the value given."""
+    """Refuse a config.json that asks for what we do not compute; an absent or null entry is as the
+    value given.
+    """
     for name, value in values.items():
         if hf.get(name) not in (value, None):
             raise UserError(f"config.json: {name}={hf[name]!r} is not supported, only {value!r}")
@@ -81,7 +89,9 @@ def kinds(hf: Json, default: Callable[[int], str] | None = None) -> list[str] | 
         return [default(i) for i in range(hf["num_hidden_layers"])] if default else None
     unknown = sorted(set(listed) - set(KINDS))
     if unknown:
-        raise UserError(f"config.json: layer_types has {', '.join(unknown)}: supported are {', '.join(KINDS)}")
+        raise UserError(
+            f"config.json: layer_types has {', '.join(unknown)}: supported are {', '.join(KINDS)}"
+        )
     return [KINDS[name] for name in listed]
 
 
@@ -98,7 +108,10 @@ def dense_keys(hf: Json, block: str) -> Json:
         "base_mlp_dim": hf["intermediate_size"],
         "base_num_decoder_layers": hf["num_hidden_layers"],
         "vocab_size": hf["vocab_size"],
-        "mlp_activations": [activation(hf.get("hidden_act") or hf.get("hidden_activation") or "silu"), "linear"],
+        "mlp_activations": [
+            activation(hf.get("hidden_act") or hf.get("hidden_activation") or "silu"),
+            "linear",
+        ],
         "normalization_layer_epsilon": hf["rms_norm_eps"],
         "logits_via_embedding": hf.get("tie_word_embeddings", False),
         "normalize_embedding_logits": False,
@@ -110,7 +123,9 @@ def dense_keys(hf: Json, block: str) -> Json:
 
 
 def dense_config(config: MaxTextConfig, hidden_act: str | None = None) -> Json:
-    """The entries of config.json that nearly all families state alike; `hidden_act` where it is not the key's."""
+    """The entries of config.json that nearly all families state alike; `hidden_act` where it is not
+    the key's.
+    """
     count = len(layers(config))
     return {
         "hidden_size": config.emb_dim,
@@ -137,23 +152,35 @@ def rope_parameters(hf: Json) -> Json:
     return scaling | {"rope_theta": hf.get("rope_theta", 10_000.0)}
 
 
-def rope_fields(hf: Json, parameters: Json, fraction: float = 1.0, interleave: bool = False) -> Json:
+def rope_fields(
+    hf: Json, parameters: Json, fraction: float = 1.0, interleave: bool = False
+) -> Json:
     """The fields of a RopeSpec that compute what transformers does with these parameters."""
     kind = parameters.get("rope_type", "default")
-    kind = "default" if kind == "mrope" else kind  # the three positions of a text token are the same
+    kind = (
+        "default" if kind == "mrope" else kind
+    )  # the three positions of a text token are the same
     theta = parameters.get("rope_theta") or hf.get("rope_theta") or 10_000.0
     fields: Json = {
         "max_timescale": float(theta),
-        "fraction": float(parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or fraction),
+        "fraction": float(
+            parameters.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or fraction
+        ),
         "interleave": interleave,
     }
-    original = parameters.get("original_max_position_embeddings") or hf.get("max_position_embeddings")
+    original = parameters.get("original_max_position_embeddings") or hf.get(
+        "max_position_embeddings"
+    )
     if kind == "linear":
         fields["linear_factor"] = float(parameters["factor"])
     elif kind == "proportional":
         fields |= {"proportional": True, "linear_factor": float(parameters.get("factor", 1.0))}
     elif kind == "llama3":
-        fields |= {"kind": "llama3.1", "factor": float(parameters["factor"]), "original_length": original}
+        fields |= {
+            "kind": "llama3.1",
+            "factor": float(parameters["factor"]),
+            "original_length": original,
+        }
         fields["low_frequency_factor"] = float(parameters["low_freq_factor"])
         fields["high_frequency_factor"] = float(parameters["high_freq_factor"])
     elif kind == "yarn":
@@ -185,7 +212,10 @@ def yarn_temperature(factor: float, scale: float = 1.0) -> float:
 
 def rope_keys(fields: Json) -> Json:
     """The keys that say the same, as far as their types can."""
-    keys: Json = {"rope_type": fields.get("kind", "default"), "partial_rotary_factor": fields["fraction"]}
+    keys: Json = {
+        "rope_type": fields.get("kind", "default"),
+        "partial_rotary_factor": fields["fraction"],
+    }
     if fields["max_timescale"].is_integer():
         keys["rope_max_timescale"] = int(fields["max_timescale"])
     if fields.get("linear_factor", 1.0) != 1.0:
@@ -200,9 +230,13 @@ def rope_keys(fields: Json) -> Json:
 def their_rope(spec: RopeSpec | None) -> Json:
     """Their rotary parameters of a RopeSpec."""
     if spec is None:
-        raise UserError("a model without rotary positions has no place in a Hugging Face config.json of this family")
+        raise UserError(
+            "a model without rotary positions has no place in a Hugging Face config.json of this family"
+        )
     if spec.min_timescale != 1:
-        raise UserError("rope_min_timescale other than 1 has no place in a Hugging Face config.json")
+        raise UserError(
+            "rope_min_timescale other than 1 has no place in a Hugging Face config.json"
+        )
     parameters: Json = {"rope_type": "default", "rope_theta": float(spec.max_timescale)}
     if spec.proportional:
         parameters |= {"rope_type": "proportional", "factor": spec.linear_factor}
@@ -211,12 +245,19 @@ def their_rope(spec: RopeSpec | None) -> Json:
     if spec.fraction != 1 or spec.proportional:
         parameters["partial_rotary_factor"] = spec.fraction
     if spec.kind in ("llama3.1", "yarn"):
-        parameters |= {"factor": float(spec.factor), "original_max_position_embeddings": spec.original_length}
+        parameters |= {
+            "factor": float(spec.factor),
+            "original_max_position_embeddings": spec.original_length,
+        }
     if spec.kind == "llama3.1":
         parameters |= {"rope_type": "llama3", "low_freq_factor": spec.low_frequency_factor}
         parameters["high_freq_factor"] = spec.high_frequency_factor
     if spec.kind == "yarn":
-        parameters |= {"rope_type": "yarn", "beta_fast": spec.beta_fast, "beta_slow": spec.beta_slow}
+        parameters |= {
+            "rope_type": "yarn",
+            "beta_fast": spec.beta_fast,
+            "beta_slow": spec.beta_slow,
+        }
         parameters |= {"truncate": spec.truncate, "attention_factor": spec.magnitude}
     return parameters
 
@@ -232,7 +273,15 @@ def their_kinds(config: MaxTextConfig) -> list[str]:
     names = []
     for layer in layers(config):
         seen = getattr(layer.attention, "visibility", None)
-        kind = "linear" if seen is None else "sliding" if seen.window else "chunk" if seen.chunk else "full"
+        kind = (
+            "linear"
+            if seen is None
+            else "sliding"
+            if seen.window
+            else "chunk"
+            if seen.chunk
+            else "full"
+        )
         names.append(next(theirs for theirs, ours in KINDS.items() if ours == kind))
     return names
 
@@ -265,7 +314,10 @@ def outer_rules(prefix: str = "model.") -> list[Rule]:
 
 def norm_rules(names: dict[str, str], prefix: str = "model.layers.{i}.") -> list[Rule]:
     """Norms of a layer, their names -> ours."""
-    return [Rule(f"{prefix}{theirs}.weight", f"layers/{{i}}/{ours}/scale", "e -> e") for theirs, ours in names.items()]
+    return [
+        Rule(f"{prefix}{theirs}.weight", f"layers/{{i}}/{ours}/scale", "e -> e")
+        for theirs, ours in names.items()
+    ]
 
 
 PRE_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -277,7 +329,9 @@ SANDWICH_NORMS = {
 }
 
 
-def attention_rules(config: MaxTextConfig, prefix: str = "model.layers.{i}.self_attn.") -> list[Rule]:
+def attention_rules(
+    config: MaxTextConfig, prefix: str = "model.layers.{i}.self_attn."
+) -> list[Rule]:
     ours = "layers/{i}/attention/"
     rules = [
         Rule(f"{prefix}o_proj.weight", f"{ours}out/kernel", "e (h d) -> h d e"),
@@ -287,7 +341,9 @@ def attention_rules(config: MaxTextConfig, prefix: str = "model.layers.{i}.self_
         Rule(f"{prefix}sinks", f"{ours}sinks", "h -> h"),
     ]
     for theirs, name in (("q", "query"), ("k", "key"), ("v", "value")):
-        rules.append(Rule(f"{prefix}{theirs}_proj.weight", f"{ours}{name}/kernel", "(h d) e -> e h d"))
+        rules.append(
+            Rule(f"{prefix}{theirs}_proj.weight", f"{ours}{name}/kernel", "(h d) e -> e h d")
+        )
         rules.append(Rule(f"{prefix}{theirs}_proj.bias", f"{ours}{name}/bias", "(h d) -> h d"))
     split = tuple(f"{prefix}{theirs}_proj" for theirs in "qkv")
     sizes = (config.num_query_heads // config.num_kv_heads, 1, 1)
@@ -310,9 +366,13 @@ def mlp_rules(theirs: str = "model.layers.{i}.mlp.", ours: str = "layers/{i}/mlp
 
 
 def expert_rules(
-    theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), ours: str = "layers/{i}/mlp/"
+    theirs: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ours: str = "layers/{i}/mlp/",
 ) -> list[Rule]:
-    """One tensor an expert and branch, as checkpoints are published; or all experts in two, as newer classes save."""
+    """One tensor an expert and branch, as checkpoints are published; or all experts in two, as
+    newer classes save.
+    """
     each = [
         Rule(f"{theirs}{{x}}.{name}.weight", f"{ours}experts/{branch}/kernel", "x o n -> x n o")
         for name, branch in zip(names, ("wi_0", "wi_1", "wo"), strict=True)
