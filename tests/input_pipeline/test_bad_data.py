@@ -11,7 +11,7 @@ import pytest
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import Share, Split, custom, make_train_iterator
+from maxtext.input_pipeline import ShardSpec, Split, custom, make_train_iterator
 from maxtext.input_pipeline.sources import make_iterator
 from tests.input_pipeline.corpora import SOURCES, example, write_tfrecords
 
@@ -216,7 +216,7 @@ def test_tokens_must_be_in_the_vocabulary(make_config, tmp_path):
 def test_more_streams_than_documents(make_config, tmp_path):
     config = make_config(**lines_with(tmp_path))
     with pytest.raises(ConfigError, match="20 documents for 21 streams"):
-        make_iterator(config, Split.TRAIN, Share(1, 0, 21))
+        make_iterator(config, Split.TRAIN, ShardSpec(1, index=0, count=21))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_hf_does_not_read_the_current_folder(make_config, tmp_path, monkeypatch)
         make_train_iterator(make_config(**settings))
     config = make_config(**settings, hf_train_files="a.jsonl", hf_eval_split="train")
     with pytest.raises(ConfigError, match="name the files in hf_eval_files"):
-        make_iterator(config, Split.EVAL, Share(1))
+        make_iterator(config, Split.EVAL, ShardSpec(1))
 
 
 def test_hf_lists_the_columns_of_a_stream_that_says_none(make_config, tmp_path):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import Share, Split, make_train_iterator, open_streams
+from maxtext.input_pipeline import ShardSpec, Split, make_train_iterator, open_streams
 from maxtext.input_pipeline.sources import make_iterator
 from tests.input_pipeline.corpora import SOURCES
 
@@ -106,7 +106,7 @@ def test_resume_is_exact(configured, source, packing):
 def test_two_hosts_see_every_document_once_an_epoch(configured, source, packing):
     config = configured(source, packing)
     halves = [
-        pairs(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2)))
+        pairs(make_iterator(config, Split.TRAIN, ShardSpec(rows=1, index=index, count=2)))
         for index in (0, 1)
     ]
     assert halves[0] + halves[1] == expected(words(), 2)

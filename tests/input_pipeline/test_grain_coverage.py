@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import Share, Split, make_eval_iterator, make_train_iterator
+from maxtext.input_pipeline import ShardSpec, Split, make_eval_iterator, make_train_iterator
 from maxtext.input_pipeline.sources import make_iterator
 
 pytestmark = pytest.mark.usefixtures("few_open_rows")
@@ -53,7 +53,9 @@ def test_every_document_once_an_epoch_over_two_processes(make_config, write, pac
         **with_packing(packing),
     )
     seen = [
-        Counter(segments(make_iterator(config, Split.TRAIN, Share(rows=1, index=index, count=2))))
+        Counter(
+            segments(make_iterator(config, Split.TRAIN, ShardSpec(rows=1, index=index, count=2)))
+        )
         for index in (0, 1)
     ]
     assert seen[0] + seen[1] == Counter(dict.fromkeys(documents, 3))
@@ -72,7 +74,8 @@ def test_each_epoch_has_an_order_and_a_division_of_its_own(make_config, write):
         grain_shuffle_buffer_size=1,
     )
     seen = [
-        list(segments(make_iterator(config, Split.TRAIN, Share(1, index, 2)))) for index in (0, 1)
+        list(segments(make_iterator(config, Split.TRAIN, ShardSpec(1, index=index, count=2))))
+        for index in (0, 1)
     ]
     for epoch in (slice(0, 10), slice(10, 20)):
         assert sorted(seen[0][epoch] + seen[1][epoch]) == sorted(documents)

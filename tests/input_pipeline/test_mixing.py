@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from maxtext.input_pipeline import Share, Split
+from maxtext.input_pipeline import ShardSpec, Split
 from maxtext.input_pipeline.mixing import documents_read
 from maxtext.input_pipeline.sources import make_iterator
 
@@ -26,7 +26,7 @@ def read(config, split, count=1):
     return Counter(
         bytes(int(token) - 3 for token in row if token > 2).decode()
         for index in range(count)
-        for batch in make_iterator(config, split, Share(1, index, count))
+        for batch in make_iterator(config, split, ShardSpec(1, index=index, count=count))
         for row in batch["targets"]
     )
 

@@ -11,7 +11,7 @@ import pytest
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
 from maxtext.input_pipeline import (
-    Share,
+    ShardSpec,
     Split,
     make_eval_iterator,
     make_train_iterator,
@@ -122,7 +122,10 @@ def test_resume_is_exact_after_every_batch(corpus):
 def test_two_streams_have_every_instance_once_an_epoch(corpus, shuffle):
     arrays = shards((13 * LENGTH, 18 * LENGTH + 2))
     config = corpus(arrays, enable_data_shuffling=shuffle, num_epoch=3)
-    seen = [rows(make_iterator(config, Split.TRAIN, Share(1, index, 2))) for index in (0, 1)]
+    seen = [
+        rows(make_iterator(config, Split.TRAIN, ShardSpec(1, index=index, count=2)))
+        for index in (0, 1)
+    ]
     assert [len(part) for part in seen] == [3 * 16, 3 * 15]
     first = Counter(int(row[0]) for row in seen[0][:16] + seen[1][:15])
     assert first == Counter(int(tokens[0]) for tokens in instances(arrays))

@@ -10,7 +10,7 @@ import pytest
 from maxtext.input_pipeline import make_train_iterator
 from maxtext.input_pipeline.formats import cache
 from maxtext.input_pipeline.formats.parquet import ParquetRows
-from maxtext.input_pipeline.interface import Share
+from maxtext.input_pipeline.interface import ShardSpec
 from maxtext.input_pipeline.order import PERMUTATIONS, one_epoch, pieces
 
 
@@ -33,14 +33,16 @@ def test_pieces_cover_every_document_once_in_order():
 
 def test_a_million_blocks():
     blocks = np.full(10**6, 100)
-    order = one_epoch(10**8, blocks, Share(1, 3, 8), seed=1)
+    order = one_epoch(10**8, blocks, ShardSpec(1, index=3, count=8), seed=1)
     found = [order[place] for place in range(2000)]
     assert len(set(found)) == 2000
     assert len(order) > 10**7
 
 
 def test_streams_share_an_order():
-    streams = [one_epoch(1000, None, Share(1, number, 4), seed=11) for number in range(4)]
+    streams = [
+        one_epoch(1000, None, ShardSpec(1, index=number, count=4), seed=11) for number in range(4)
+    ]
     seen = [stream[place] for stream in streams for place in range(len(stream))]
     assert sorted(seen) == list(range(1000))
     # Kept once, under a key that no other test uses, and only while a stream needs it.
@@ -50,8 +52,8 @@ def test_streams_share_an_order():
     assert (1000, 11, 0) not in PERMUTATIONS
 
 
-@pytest.mark.parametrize("share", [Share(1), Share(1, 1, 2)])
-def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch, share):
+@pytest.mark.parametrize("shard", [ShardSpec(1), ShardSpec(1, index=1, count=2)])
+def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch, shard):
     """Files of one row group each, as pyarrow writes them, of which the cache holds three."""
     text, rows, files = "x" * 1000, 200, 12
     monkeypatch.setattr(cache, "DECODED_BYTES", 3 * rows * len(text))
@@ -67,5 +69,5 @@ def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch,
         grain_train_files=str(tmp_path), grain_file_type="parquet", enable_data_shuffling=True, packing=False,
         grain_num_threads=4,
     )  # fmt: skip
-    assert sum(1 for _ in make_train_iterator(config, share)) == files * rows // share.count
+    assert sum(1 for _ in make_train_iterator(config, shard)) == files * rows // shard.count
     assert len(loads) <= 2.5 * files

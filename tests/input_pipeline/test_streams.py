@@ -11,7 +11,7 @@ from maxtext.common.errors import UserError
 from maxtext.input_pipeline import (
     FIELDS,
     BatchIterator,
-    Share,
+    ShardSpec,
     Split,
     Streams,
     join_states,
@@ -24,7 +24,7 @@ from maxtext.input_pipeline.streams import RowBuffer
 class Counting(BatchIterator):
     """Row n of stream v says 100 v + n; `length` rows, `size` at a time."""
 
-    def __init__(self, number, count, beside, whole_window=False, length=10**9, size=1):
+    def __init__(self, number, count, local_streams, full_window=False, length=10**9, size=1):
         self.number, self.length, self.size, self.row = number, length, size, 0
 
     def __next__(self):
@@ -45,7 +45,7 @@ class Counting(BatchIterator):
 
 
 def of_size(size, length=10**9):
-    return lambda *share: Counting(*share, length, size)
+    return lambda *shard: Counting(*shard, length, size)
 
 
 def streams_of(count, rows, make=Counting, held=None, **more):
@@ -157,7 +157,7 @@ def test_used_rows_that_are_gone_are_refused():
 
 
 def test_in_several_processes_the_first_stream_that_ends_is_the_end():
-    streams = streams_of(2, 2, lambda *share: Counting(*share, 2 + share[0]), alone=False)
+    streams = streams_of(2, 2, lambda *shard: Counting(*shard, 2 + shard[0]), alone=False)
     assert rows(streams) == [0, 100]
     assert rows(streams) == [1, 101]
     with pytest.raises(StopIteration):
@@ -170,8 +170,8 @@ def test_one_process_goes_on_with_the_streams_that_are_left():
     """
     lengths = [2, 7, 4]
 
-    def make(*share):
-        return Counting(*share, lengths[share[0]], 3)
+    def make(*shard):
+        return Counting(*shard, lengths[shard[0]], 3)
 
     deal, left = (
         [],
@@ -195,7 +195,7 @@ def test_one_process_goes_on_with_the_streams_that_are_left():
 
 
 def test_evaluation_goes_on_until_all_have_ended():
-    streams = streams_of(2, 2, lambda *share: Counting(*share, 1 + share[0]), pad=True)
+    streams = streams_of(2, 2, lambda *shard: Counting(*shard, 1 + shard[0]), pad=True)
     for _ in range(2):
         assert rows(streams) == [0, 100]
         assert rows(streams) == [0, 101]  # padding is zeros
@@ -205,7 +205,7 @@ def test_evaluation_goes_on_until_all_have_ended():
 
 
 def test_padding_is_in_the_place_of_its_stream():
-    streams = streams_of(3, 6, lambda *share: Counting(*share, [5, 1, 3][share[0]], 2), pad=True)
+    streams = streams_of(3, 6, lambda *shard: Counting(*shard, [5, 1, 3][shard[0]], 2), pad=True)
     assert rows(streams) == [0, 1, 100, 0, 200, 201]
     assert rows(streams) == [2, 3, 0, 0, 202, 0]
     assert rows(streams) == [4, 0, 0, 0, 0, 0]
@@ -221,8 +221,10 @@ def test_streams_of_text_cover_every_document_once(make_config, write):
         grain_train_files=write(*documents), packing=False, max_target_length=32, num_epoch=1
     )
 
-    def make(number, count, beside, whole_window):
-        return sources.make_train_iterator(config, Share(1, number, count, least=1))
+    def make(number, count, local_streams, full_window):
+        return sources.make_train_iterator(
+            config, ShardSpec(1, index=number, count=count, min_rows=1)
+        )
 
     assert (
         sources.most_streams(config, Split.TRAIN) == 1

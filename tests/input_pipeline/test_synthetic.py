@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import FIELDS, Share, Split, make_eval_iterator, make_train_iterator
+from maxtext.input_pipeline import FIELDS, ShardSpec, Split, make_eval_iterator, make_train_iterator
 from maxtext.input_pipeline.sources import make_iterator
 
 
@@ -38,14 +38,14 @@ def test_all_ids_and_no_others_come_up(config):
 def test_batches_depend_on_seed_process_split_and_step(config):
     other_seed = config.model_copy(update={"data_shuffle_seed": 1})
     streams = [
-        make_iterator(config, Split.TRAIN, Share(2)),
-        make_iterator(other_seed, Split.TRAIN, Share(2)),
-        make_iterator(config, Split.TRAIN, Share(2, index=1, count=2)),
-        make_iterator(config, Split.EVAL, Share(2)),
+        make_iterator(config, Split.TRAIN, ShardSpec(2)),
+        make_iterator(other_seed, Split.TRAIN, ShardSpec(2)),
+        make_iterator(config, Split.TRAIN, ShardSpec(2, index=1, count=2)),
+        make_iterator(config, Split.EVAL, ShardSpec(2)),
     ]
     batches = [next(stream)["inputs"].tobytes() for stream in streams for _ in range(3)]
     assert len(set(batches)) == 12
-    assert next(make_iterator(config, Split.TRAIN, Share(2)))["inputs"].tobytes() == batches[0]
+    assert next(make_iterator(config, Split.TRAIN, ShardSpec(2)))["inputs"].tobytes() == batches[0]
 
 
 def test_the_position_is_the_row(config):
@@ -62,7 +62,7 @@ def test_the_position_is_the_row(config):
 
 
 def test_rows_do_not_depend_on_the_batch_size(config):
-    small, large = (make_iterator(config, Split.TRAIN, Share(rows)) for rows in (2, 6))
+    small, large = (make_iterator(config, Split.TRAIN, ShardSpec(rows)) for rows in (2, 6))
     np.testing.assert_array_equal(
         np.concatenate([next(small)["inputs"] for _ in range(3)]), next(large)["inputs"]
     )

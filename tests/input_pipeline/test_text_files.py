@@ -5,7 +5,13 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import Share, Split, make_eval_iterator, make_train_iterator, pipeline
+from maxtext.input_pipeline import (
+    ShardSpec,
+    Split,
+    make_eval_iterator,
+    make_train_iterator,
+    pipeline,
+)
 from maxtext.input_pipeline.formats import find_files
 from maxtext.input_pipeline.sources import make_iterator
 
@@ -111,7 +117,7 @@ def test_too_few_documents_without_packing(make_config, write):
 def test_fewer_documents_than_streams(make_config, write):
     config = make_config(grain_train_files=write("abc", "de"))
     with pytest.raises(ConfigError, match="2 documents for 3 streams"):
-        make_iterator(config, Split.TRAIN, Share(rows=1, index=0, count=3))
+        make_iterator(config, Split.TRAIN, ShardSpec(rows=1, index=0, count=3))
 
 
 def test_evaluation_without_a_pair(make_config, write):
@@ -136,7 +142,7 @@ def test_what_does_not_fit(make_config, write, update, said):
 def test_large_files_are_read_ahead_one_by_one(make_config):
     config = make_config(grain_num_threads=4, grain_prefetch_buffer_size=6, grain_ram_budget_mb=10)
 
-    def ahead(*megabytes, packet=1, known=True, beside=1):
+    def ahead(*megabytes, packet=1, known=True, local_streams=1):
         sizes = np.array(megabytes) * 2**20
         facts = {
             "sizes": sizes if known else None,
@@ -145,7 +151,7 @@ def test_large_files_are_read_ahead_one_by_one(make_config):
         }
         documents = type("Documents", (), facts)()
         options = pipeline.read_options(
-            config, Split.TRAIN, [pipeline.Part(documents)], packet, beside
+            config, Split.TRAIN, [pipeline.Part(documents)], packet, local_streams
         )
         return options.prefetch_buffer_size, options.num_threads
 
@@ -153,5 +159,5 @@ def test_large_files_are_read_ahead_one_by_one(make_config):
     assert ahead(1, 1, 1, packet=2) == (3, 3)
     assert ahead(4, 1, 4, 4, 1) == (2, 2)  # 4 + 4 + 4 is too much
     assert ahead(100, 1) == (1, 1)
-    assert ahead(4, 1, 4, 4, 1, beside=2) == (1, 1)
+    assert ahead(4, 1, 4, 4, 1, local_streams=2) == (1, 1)
     assert ahead(2, 2, 2, known=False) == (5, 4)  # by the mean

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.input_pipeline import Share, Split, Streams, workers
+from maxtext.input_pipeline import ShardSpec, Split, Streams, workers
 from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.input_pipeline.workers import Workers, stream_opener, worker_count
@@ -33,11 +33,11 @@ def config(make_config, write):
 
 
 def streams(open_stream):
-    return Streams(lambda *share: open_stream(Share(2, *share[:3])), 3, lambda step: 6, [6])
+    return Streams(lambda *shard: open_stream(ShardSpec(2, *shard[:3])), 3, lambda step: 6, [6])
 
 
 def here(config):
-    return streams(lambda share: make_iterator(config, Split.TRAIN, share))
+    return streams(lambda shard: make_iterator(config, Split.TRAIN, shard))
 
 
 def alive(process):
@@ -78,21 +78,21 @@ def test_errors_are_those_of_the_source(config):
         config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN
     )
     with pytest.raises(ConfigError, match="grain_train_files: /nowhere does not exist"):
-        open_stream(Share(1))
+        open_stream(ShardSpec(1))
     with pytest.raises(ConfigError, match="but one batch needs 80000"):
-        stream_opener(config, Split.TRAIN)(Share(10**4))
-    assert stream_opener(config, Split.EVAL)(Share(1)) is None
+        stream_opener(config, Split.TRAIN)(ShardSpec(10**4))
+    assert stream_opener(config, Split.EVAL)(ShardSpec(1)) is None
 
 
 def test_of_streams_that_cannot_be_opened_at_once_the_error_is_heard(config):
     """Six threads ask one worker, which ends when the last has its answer."""
     open_stream = stream_opener(config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN)
     with pytest.raises(ConfigError, match="but one batch needs 80000"):
-        Streams(lambda *share: open_stream(Share(10**4, *share[:3])), 6, lambda step: 6, [6])
+        Streams(lambda *shard: open_stream(ShardSpec(10**4, *shard[:3])), 6, lambda step: 6, [6])
 
 
 def test_a_worker_that_dies_is_noticed(config):
-    stream = Workers(1).open(config, Split.TRAIN, Share(1))
+    stream = Workers(1).open(config, Split.TRAIN, ShardSpec(1))
     next(stream)
     stream.worker.process.kill()
     stream.worker.process.wait()
@@ -107,8 +107,8 @@ def test_workers_end_with_their_process(config, tmp_path):
     (tmp_path / "config").write_bytes(pickle.dumps(config))
     script = (
         "import pickle, sys, time\n"
-        "from maxtext.input_pipeline import Share, Split, stream_opener\n"
-        f"stream = stream_opener(pickle.load(open({str(tmp_path / 'config')!r}, 'rb')), Split.TRAIN)(Share(1))\n"
+        "from maxtext.input_pipeline import ShardSpec, Split, stream_opener\n"
+        f"stream = stream_opener(pickle.load(open({str(tmp_path / 'config')!r}, 'rb')), Split.TRAIN)(ShardSpec(1))\n"
         "print(stream.worker.process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import Share, Split, pipeline
+from maxtext.input_pipeline import ShardSpec, Split, pipeline
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.trainers.feed import TrainFeed
 from maxtext.trainers.setup import Setup
@@ -35,7 +35,7 @@ def taken(feed):
 
 
 def stream(config, rows):
-    return [batch[FIELD] for batch in make_iterator(config, Split.TRAIN, Share(rows))]
+    return [batch[FIELD] for batch in make_iterator(config, Split.TRAIN, ShardSpec(rows))]
 
 
 def test_one_device_has_one_stream(configure, words):

@@ -5,7 +5,7 @@ next.
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import Share, Split
+from maxtext.input_pipeline import ShardSpec, Split
 from maxtext.input_pipeline.sources import make_iterator
 from tests.trainers.test_families import DELTA, EXPERTS, LATENT, SGD, WINDOW, kinds
 
@@ -46,7 +46,7 @@ def batch_of(bench, files, rows, **how):
             "generate_padding_batch_train": True, "enable_data_shuffling": False, **how,
         }
     )  # fmt: skip
-    iterator = make_iterator(config, Split.TRAIN, Share(rows))
+    iterator = make_iterator(config, Split.TRAIN, ShardSpec(rows))
     batch = next(iterator)
     assert next(iterator, None) is None
     return batch

@@ -4,13 +4,13 @@ interface: what a batch and its iterator are · sources: the registry of dataset
 random tokens · grain_source, hf_source, tfds_source, c4_mlperf, custom: where documents are
 (formats/: files as records), then pipeline (order, mixing → loading, encode → sequences → packing →
 grain_batches) · olmo: rows of tokens · streams: batches dealt from data streams, whoever loads them
-· loader: the data streams of a run · workers: streams in other processes (programs) · background:
+· loader: the data streams of a run · workers: streams in other processes (programs) · prefetch:
 prefetch · prepare, shards: tokens written ahead of training.
 """
 
-from maxtext.input_pipeline.background import prefetch
-from maxtext.input_pipeline.interface import FIELDS, Batch, BatchIterator, Share, Source, Split
+from maxtext.input_pipeline.interface import FIELDS, Batch, BatchIterator, ShardSpec, Source, Split
 from maxtext.input_pipeline.loader import open_streams
+from maxtext.input_pipeline.prefetch import prefetch
 from maxtext.input_pipeline.sources import (
     SOURCES,
     make_eval_iterator,
@@ -25,7 +25,7 @@ __all__ = [
     "SOURCES",
     "Batch",
     "BatchIterator",
-    "Share",
+    "ShardSpec",
     "Source",
     "Split",
     "Streams",

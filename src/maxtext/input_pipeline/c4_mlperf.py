@@ -7,15 +7,15 @@ the column `ids` or that of eval_data_columns.
 """
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import document_batches, most_streams_of
 from maxtext.input_pipeline.tfds_source import part_of
 
 
-def c4_mlperf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def c4_mlperf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     config = as_benchmark(config, split)
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, share, [part_of(config, split)], key)
+    return document_batches(config, split, shard, [part_of(config, split)], key)
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:

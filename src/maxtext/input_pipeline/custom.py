@@ -17,7 +17,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import BadRecord, Record
-from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
 
 TYPICAL_BYTES = 4096  # of a document, for which only the user's function knows
@@ -58,11 +58,11 @@ class CustomDocuments:
         return None
 
 
-def custom_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def custom_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     documents = documents_of(config, split)
     if documents is None:
         return None
-    return document_batches(config, split, share, [Part(documents)], "dataset_type")
+    return document_batches(config, split, shard, [Part(documents)], "dataset_type")
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:

@@ -9,15 +9,15 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Documents, find_files, open_files
-from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.mixture import mixture_of
 from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
 
 
-def grain_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def grain_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     parts = parts_of(config, split)
     return (
-        document_batches(config, split, share, parts, f"grain_{split.value}_files")
+        document_batches(config, split, shard, parts, f"grain_{split.value}_files")
         if parts
         else None
     )

@@ -22,7 +22,7 @@ from maxtext.common.extras import require
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
-from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import (
     Part,
     document_batches,
@@ -40,23 +40,23 @@ LOADING = threading.Lock()
 LOADERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "lines"}
 
 
-def hf_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return None
     if is_local(config, split, files):
         return document_batches(
-            config, split, share, [local_part(config, split, files)], f"hf_{split.value}_files"
+            config, split, shard, [local_part(config, split, files)], f"hf_{split.value}_files"
         )
     seed = shuffle_seed(config, split)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     records: grain.IterDataset = Streamed(
-        lambda: open_stream(config, split, share), config.hf_path, epochs
+        lambda: open_stream(config, split, shard), config.hf_path, epochs
     )
     if seed is not None:
-        records = WindowShuffle(records, share.window(RECORD_WINDOW), seed)
+        records = WindowShuffle(records, shard.window(RECORD_WINDOW), seed)
     made_by = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
-    return record_batches(config, split, share, records, config.hf_path, made_by)
+    return record_batches(config, split, shard, records, config.hf_path, made_by)
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:
@@ -64,7 +64,7 @@ def most_streams(config: MaxTextConfig, split: Split) -> int:
     if is_local(config, split, files):
         return most_streams_of([local_part(config, split, files)])
     # Each stream reads shards of its own; with more streams than shards each would read everything.
-    return max(open_stream(config, split, Share(1)).num_shards, 1)
+    return max(open_stream(config, split, ShardSpec(1)).num_shards, 1)
 
 
 def supports_streams(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
@@ -120,7 +120,7 @@ def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
     )
 
 
-def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
+def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
     """The `datasets` stream of a share's records."""
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
     files, names = named_files(config, split), data_columns(config, split)
@@ -150,9 +150,9 @@ def open_stream(config: MaxTextConfig, split: Split, share: Share) -> Any:
             f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only {', '.join(columns)}"
         )
     stream = stream.select_columns(names)
-    if share.count > 1:
+    if shard.count > 1:
         stream = require("datasets.distributed", "dataset_type=hf").split_dataset_by_node(
-            stream, rank=share.index, world_size=share.count
+            stream, rank=shard.index, world_size=shard.count
         )
     return stream
 

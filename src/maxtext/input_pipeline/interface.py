@@ -23,8 +23,13 @@ Batch = dict[str, np.ndarray]
 State = dict[str, Any]
 
 FIELDS = (
-    "inputs", "inputs_position", "inputs_segmentation", "targets", "targets_position", "targets_segmentation",
-)  # fmt: skip
+    "inputs",
+    "inputs_position",
+    "inputs_segmentation",
+    "targets",
+    "targets_position",
+    "targets_segmentation",
+)
 
 
 class Split(str, Enum):
@@ -33,23 +38,27 @@ class Split(str, Enum):
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one data stream loads: `rows` at a time, from its part (`index` of `count`) of the
-    documents. `beside`: how many streams this process loads at once, and shares its threads among.
-    `least` 0: every batch has `rows` rows. Else the last may have fewer, and it is an error if the
-    data has fewer than `least` rows in all. `whole_window`: it mixes as many rows as the run
-    should, not its part of them; so did older versions, whose positions mean nothing else."""
+class ShardSpec:
+    """What one data stream loads: batches of `rows` rows from shard `index` of `count` of the
+    documents.
+
+    `local_streams` is the number of streams that this process loads at once; they share its
+    threads. If `min_rows` is 0, every batch has `rows` rows. Otherwise the last batch may have
+    fewer, and data with fewer than `min_rows` rows in all is an error. `full_window` gives each
+    stream the shuffle window of the whole run instead of its part of it, as positions saved by
+    older versions require.
+    """
 
     rows: int
     index: int = 0
     count: int = 1
-    beside: int = 1
-    least: int = 0
-    whole_window: bool = False
+    local_streams: int = 1
+    min_rows: int = 0
+    full_window: bool = False
 
     def window(self, size: int) -> int:
-        """The part of this stream of a window of `size` that is mixed."""
-        return size if self.whole_window else -(-size // self.count)
+        """The shuffle window of this stream if that of the whole run has `size` rows."""
+        return size if self.full_window else -(-size // self.count)
 
 
 class BatchIterator(ABC):
@@ -84,7 +93,7 @@ class Source(Protocol):
     """
 
     def __call__(
-        self, config: MaxTextConfig, split: Split, share: Share
+        self, config: MaxTextConfig, split: Split, shard: ShardSpec
     ) -> BatchIterator | None: ...
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import BatchIterator, Share, Split, keeps_last
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split, keeps_last
 from maxtext.input_pipeline.sources import supports_streams
 from maxtext.input_pipeline.streams import Streams, stream_count
 from maxtext.input_pipeline.workers import stream_opener
@@ -37,12 +37,20 @@ def open_streams(
     keep_last = keeps_last(config, split)
     full = sizes[-1]
 
-    def make(index: int, count: int, beside: int, whole_window: bool) -> BatchIterator:
-        least = max(full // count, 1)
-        loaded = max(least, min(LOADED_TOKENS // config.max_target_length, LOADED_ROWS))
-        loaded = least if config.reuse_example_batch else loaded
-        share = Share(loaded, index, count, beside, 1 if keep_last else least, whole_window)
-        iterator = open_stream(share)
+    def make(index: int, count: int, local_streams: int, full_window: bool) -> BatchIterator:
+        min_rows = max(full // count, 1)
+        loaded = max(min_rows, min(LOADED_TOKENS // config.max_target_length, LOADED_ROWS))
+        loaded = min_rows if config.reuse_example_batch else loaded
+        iterator = open_stream(
+            ShardSpec(
+                rows=loaded,
+                index=index,
+                count=count,
+                local_streams=local_streams,
+                min_rows=1 if keep_last else min_rows,
+                full_window=full_window,
+            )
+        )
         if iterator is None:
             raise NoData
         return iterator

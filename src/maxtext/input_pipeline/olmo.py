@@ -17,7 +17,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split, keeps_last
+from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Split, keeps_last
 from maxtext.input_pipeline.olmo_index import Index, read_index, remapped, token_offsets
 from maxtext.input_pipeline.order import one_epoch
 from maxtext.input_pipeline.packing import to_batches
@@ -25,7 +25,7 @@ from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, shuffle_seed
 from maxtext.input_pipeline.repetition import is_repetitive
 
 
-def olmo_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     if split is Split.EVAL:
         return None
     length = config.max_target_length
@@ -38,18 +38,18 @@ def olmo_source(config: MaxTextConfig, split: Split, share: Share) -> BatchItera
     here = remapped(index, config.olmo_path_remap_from, config.olmo_path_remap_to)
     read = ReadInstance(here, token_offsets(here), config.vocab_size)
     seed, keep_last = shuffle_seed(config, split), keeps_last(config, split)
-    order = one_epoch(index.instances, None, share, seed)
-    if len(order) * config.num_epoch < (share.least or (1 if keep_last else share.rows)):
-        raise too_little(config, index, share)
+    order = one_epoch(index.instances, None, shard, seed)
+    if len(order) * config.num_epoch < (shard.min_rows or (1 if keep_last else shard.rows)):
+        raise too_little(config, index, shard)
     rows = (
         order.repeat(config.num_epoch).map(read).map(ToRow(length, config.olmo_apply_ngram_filter))
     )
     return GrainBatches(
-        to_batches(rows.to_iter_dataset(read_options(config, share)), share, keep_last),
+        to_batches(rows.to_iter_dataset(read_options(config, shard)), shard, keep_last),
         made_by={
             "dataset_type": config.dataset_type.value,
-            "stream": share.index,
-            "streams": share.count,
+            "stream": shard.index,
+            "streams": shard.count,
             "index": index.fingerprint,
             "data_shuffle_seed": seed,
         },
@@ -68,22 +68,22 @@ def open_index(config: MaxTextConfig) -> Index:
     return read_index(config.olmo_index_path)
 
 
-def read_options(config: MaxTextConfig, share: Share) -> grain.ReadOptions:
+def read_options(config: MaxTextConfig, shard: ShardSpec) -> grain.ReadOptions:
     """Threads and rows read ahead, within this stream's part of grain_ram_budget_mb."""
     row_bytes = (
         2 * config.max_target_length * np.dtype(np.int32).itemsize
     )  # rows share the arrays of the other fields
     fits = max(config.grain_ram_budget_mb * 2**20 // row_bytes, 1)
     threads, ahead = config.grain_num_threads, min(config.grain_prefetch_buffer_size, fits)
-    threads, ahead = -(-threads // share.beside), -(-ahead // share.beside)
+    threads, ahead = -(-threads // shard.local_streams), -(-ahead // shard.local_streams)
     return grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
 
 
-def too_little(config: MaxTextConfig, index: Index, share: Share) -> ConfigError:
-    where = f" for each of {share.count} streams" if share.count > 1 else ""
+def too_little(config: MaxTextConfig, index: Index, shard: ShardSpec) -> ConfigError:
+    where = f" for each of {shard.count} streams" if shard.count > 1 else ""
     return ConfigError(
         f"olmo_index_path={config.olmo_index_path} has {index.instances} instances, and num_epoch={config.num_epoch}, "
-        f"but one batch needs {share.least or share.rows}{where}: add shards, raise num_epoch, or lower "
+        f"but one batch needs {shard.min_rows or shard.rows}{where}: add shards, raise num_epoch, or lower "
         "per_device_batch_size"
     )
 

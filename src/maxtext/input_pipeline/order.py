@@ -22,7 +22,7 @@ import grain
 import numpy as np
 
 from maxtext.input_pipeline.formats import cache
-from maxtext.input_pipeline.interface import Share
+from maxtext.input_pipeline.interface import ShardSpec
 
 WINDOW = 8  # blocks whose documents are mixed, at most
 PERMUTED = (
@@ -37,17 +37,17 @@ PERMUTATIONS_LOCK = threading.Lock()
 
 
 def one_epoch(
-    count: int, blocks: np.ndarray | None, share: Share, seed: int | None, block_bytes: int = 0
+    count: int, blocks: np.ndarray | None, shard: ShardSpec, seed: int | None, block_bytes: int = 0
 ) -> grain.MapDataset:
     """Indices of this stream's documents; `repeat` continues with the orders of further epochs.
     `seed` None: sorted. `block_bytes`: of all blocks in memory."""
     if seed is not None and blocks is not None:
-        return BlockOrder(blocks, share, seed, blocks_together(blocks, block_bytes))
+        return BlockOrder(blocks, shard, seed, blocks_together(blocks, block_bytes))
     everything = grain.MapDataset.range(count)
     if seed is not None:
         everything = Shuffled(count, seed) if count <= PERMUTED else everything.shuffle(seed)
     # Shared out after the shuffle: in each epoch the streams together have every document once.
-    return everything[share.index :: share.count]
+    return everything[shard.index :: shard.count]
 
 
 class EpochOrder(grain.MapDataset):
@@ -98,11 +98,11 @@ def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class BlockOrder(EpochOrder):
-    def __init__(self, blocks: np.ndarray, share: Share, seed: int, window: int = WINDOW):
+    def __init__(self, blocks: np.ndarray, shard: ShardSpec, seed: int, window: int = WINDOW):
         super().__init__()
-        self.seed, self.index, self.window = seed, share.index, window
-        starts, sizes = pieces(blocks, PIECES * share.count)
-        mine = np.random.default_rng([seed, 0]).permutation(len(sizes))[share.index :: share.count]
+        self.seed, self.index, self.window = seed, shard.index, window
+        starts, sizes = pieces(blocks, PIECES * shard.count)
+        mine = np.random.default_rng([seed, 0]).permutation(len(sizes))[shard.index :: shard.count]
         self.starts, self.sizes = starts[mine], sizes[mine]
         self.count = int(self.sizes.sum())
         self.blocks = lru_cache(2)(self.blocks_of)
@@ -148,11 +148,11 @@ def streams_within(blocks: np.ndarray | None, block_bytes: int) -> int:
     return cache.DECODED_BYTES // max(2 * blocks_together(blocks, block_bytes) * each, 1)
 
 
-def pieces(blocks: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
+def pieces(blocks: np.ndarray, min_pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """First document and number of documents of each block, after large ones are divided so that
-    there are `least`.
+    there are `min_pieces`.
     """
-    most = max(int(blocks.sum()) // least, 1)
+    most = max(int(blocks.sum()) // min_pieces, 1)
     parts = -(-blocks // most)
     block = np.repeat(np.arange(len(blocks)), parts)
     place = np.arange(len(block)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -16,7 +16,7 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline.interface import FIELDS, Batch, Share, check_position
+from maxtext.input_pipeline.interface import FIELDS, Batch, ShardSpec, check_position
 from maxtext.input_pipeline.sequences import TokenPairs
 
 # Rows that first_fit and best_fit fill at a time: more leave less padding, and cost memory and a
@@ -193,10 +193,11 @@ def pad_row(sequence: TokenPairs, length: int) -> Batch:
     return row_of(inputs, targets, position, segmentation)
 
 
-def to_batches(rows: grain.IterDataset, share: Share, keep_last: bool) -> grain.IterDataset:
-    """Batches of `share.rows`. With `share.least` the rows left over make a smaller one; without it
-    they are dropped, or with `keep_last` make one that is filled up with rows of padding."""
-    if share.least or not keep_last:
-        return rows.batch(share.rows, drop_remainder=not share.least)
-    fill_up: Any = partial(grain.experimental.batch_and_pad, batch_size=share.rows)
-    return rows.batch(share.rows, batch_fn=fill_up)
+def to_batches(rows: grain.IterDataset, shard: ShardSpec, keep_last: bool) -> grain.IterDataset:
+    """Batches of `shard.rows` rows. With `shard.min_rows` the remaining rows make a smaller batch.
+    Without it they are dropped or, with `keep_last`, padded to a full batch.
+    """
+    if shard.min_rows or not keep_last:
+        return rows.batch(shard.rows, drop_remainder=not shard.min_rows)
+    batch_and_pad: Any = partial(grain.experimental.batch_and_pad, batch_size=shard.rows)
+    return rows.batch(shard.rows, batch_fn=batch_and_pad)

@@ -21,7 +21,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.formats import Format
 from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import Share, Split, keeps_last
+from maxtext.input_pipeline.interface import ShardSpec, Split, keeps_last
 from maxtext.input_pipeline.loading import PACKET, BadRecords, EncodeRecords, Load, packet_size
 from maxtext.input_pipeline.mixing import documents_read, mix
 from maxtext.input_pipeline.order import one_epoch, streams_within
@@ -54,24 +54,24 @@ def most_streams_of(parts: Sequence[Part]) -> int:
 
 
 def document_batches(
-    config: MaxTextConfig, split: Split, share: Share, parts: Sequence[Part], named_by: str
+    config: MaxTextConfig, split: Split, shard: ShardSpec, parts: Sequence[Part], named_by: str
 ) -> GrainBatches:
     """`named_by`: the key that the user would change for other data."""
     encoder, bad = shared_encoder(config, split), BadRecords(config.max_bad_records)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     seed = shuffle_seed(config, split)
-    few = [part for part in parts if len(part.documents) < share.count]
+    few = [part for part in parts if len(part.documents) < shard.count]
     if few:
         raise ConfigError(
-            f"{named_by} has {len(few[0].documents)} documents for {share.count} streams, and each reads its own: "
+            f"{named_by} has {len(few[0].documents)} documents for {shard.count} streams, and each reads its own: "
             "lower data_streams, or if the run began with other files, name those or start under a new run_name"
         )
     orders = [
-        one_epoch(len(part.documents), part.documents.blocks, share, seed, part.documents.decoded)
+        one_epoch(len(part.documents), part.documents.blocks, shard, seed, part.documents.decoded)
         for part in parts
     ]
     size = min(packet_size(part.documents) for part in parts)
-    options = read_options(config, split, parts, size, share.beside)
+    options = read_options(config, split, parts, size, shard.local_streams)
     if len(parts) == 1:
         # Packets end with the epoch, so that a position in them means the same whatever num_epoch
         # is.
@@ -81,14 +81,14 @@ def document_batches(
         mixed = mix(
             orders, [part.weight for part in parts], epochs, config.mixture_stopping_strategy
         )
-        if share.index == 0:
+        if shard.index == 0:
             report_mixture(config, parts, named_by)
         loaded = mixed.batch(size, batch_fn=list).map(
             LoadMixed([Load(part.documents, encoder, bad) for part in parts])
         )
     made_by: dict[str, Any] = {
-        "stream": share.index,
-        "streams": share.count,
+        "stream": shard.index,
+        "streams": shard.count,
         "documents": sum(len(part.documents) for part in parts),
         "packet": size,
         **encoder.adds(),
@@ -96,14 +96,14 @@ def document_batches(
     if len(parts) > 1:
         made_by["mixture"] = [[len(part.documents), part.weight] for part in parts]
     return to_token_batches(
-        config, split, share, loaded.to_iter_dataset(options), made_by, named_by
+        config, split, shard, loaded.to_iter_dataset(options), made_by, named_by
     )
 
 
 def record_batches(
     config: MaxTextConfig,
     split: Split,
-    share: Share,
+    shard: ShardSpec,
     records: grain.IterDataset,
     named_by: str,
     made_by: dict[str, Any],
@@ -114,14 +114,14 @@ def record_batches(
     encoder = shared_encoder(config, split)
     encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records))
     packets = records.batch(PACKET, batch_fn=list).map(encode)
-    made_by = {"stream": share.index, "streams": share.count, **made_by, **encoder.adds()}
-    return to_token_batches(config, split, share, packets, made_by, named_by)
+    made_by = {"stream": shard.index, "streams": shard.count, **made_by, **encoder.adds()}
+    return to_token_batches(config, split, shard, packets, made_by, named_by)
 
 
 def to_token_batches(
     config: MaxTextConfig,
     split: Split,
-    share: Share,
+    shard: ShardSpec,
     packets: grain.IterDataset,
     made_by: dict[str, Any],
     named_by: str,
@@ -133,7 +133,7 @@ def to_token_batches(
         packets, ToSequences(length, long_documents(config, packing))
     )
     rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
-    window = share.window(config.grain_shuffle_buffer_size) if seed is not None else 1
+    window = shard.window(config.grain_shuffle_buffer_size) if seed is not None else 1
     # The rows of a long document follow each other; mixed, they do not make a batch of their own.
     if seed is not None and window > 1:
         rows = WindowShuffle(rows, window, seed)
@@ -147,10 +147,10 @@ def to_token_batches(
         "max_target_length": length,
         "use_truncation": config.use_truncation,
     }
-    iterator = GrainBatches(to_batches(rows, share, keeps_last(config, split)), made_by)
-    if iterator.first_rows < max(share.least, 1):
+    iterator = GrainBatches(to_batches(rows, shard, keeps_last(config, split)), made_by)
+    if iterator.first_rows < max(shard.min_rows, 1):
         iterator.close()
-        raise too_little(config, split, share, packets, named_by)
+        raise too_little(config, split, shard, packets, named_by)
     return iterator
 
 
@@ -196,7 +196,7 @@ class LoadMixed:
 
 
 def read_options(
-    config: MaxTextConfig, split: Split, parts: Sequence[Part], packet: int, beside: int
+    config: MaxTextConfig, split: Split, parts: Sequence[Part], packet: int, local_streams: int
 ) -> grain.ReadOptions:
     """Threads and packets read ahead, within this stream's part of grain_ram_budget_mb."""
     if split is Split.TRAIN:
@@ -204,9 +204,9 @@ def read_options(
     else:
         threads, ahead = config.grain_num_threads_eval, config.grain_prefetch_buffer_size_eval
     # A batch takes from one stream after the other, so each has some packets ready.
-    threads = min(threads, max(-(-threads // beside), STREAM_PACKETS))
-    ahead = min(ahead, max(-(-ahead // beside), STREAM_PACKETS * packet))
-    budget = config.grain_ram_budget_mb * 2**20 // beside
+    threads = min(threads, max(-(-threads // local_streams), STREAM_PACKETS))
+    ahead = min(ahead, max(-(-ahead // local_streams), STREAM_PACKETS * packet))
+    budget = config.grain_ram_budget_mb * 2**20 // local_streams
     fits = max(min(documents_within(part.documents, budget, ahead) for part in parts), 1)
     if fits < ahead:
         LOGGER.info(
@@ -242,14 +242,14 @@ def long_documents(config: MaxTextConfig, packing: str | None) -> Long:
 
 
 def too_little(
-    config: MaxTextConfig, split: Split, share: Share, packets: Any, named_by: str
+    config: MaxTextConfig, split: Split, shard: ShardSpec, packets: Any, named_by: str
 ) -> ConfigError:
     """The error for data that makes no batch, with the numbers that show why."""
     pairs = [max(len(tokens) - 1, 0) for packet in packets for tokens in packet]
-    length, least = config.max_target_length, share.least or share.rows
+    length, min_rows = config.max_target_length, shard.min_rows or shard.rows
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used
-    where = f" for stream {share.index} of {share.count}" if share.count > 1 else ""
+    where = f" for stream {shard.index} of {shard.count}" if shard.count > 1 else ""
     if split is Split.EVAL or not used:
         return ConfigError(
             f"{named_by} has no document of two tokens or more{where}, so nothing to predict"
@@ -260,6 +260,6 @@ def too_little(
     )
     return ConfigError(
         f"{named_by} has {used} tokens{unpacked} in num_epoch={config.num_epoch}{where}, but one batch needs "
-        f"{least * length} ({least} sequences of max_target_length={length}): {rescue}add text, "
+        f"{min_rows * length} ({min_rows} sequences of max_target_length={length}): {rescue}add text, "
         "raise num_epoch, or lower per_device_batch_size or max_target_length"
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import BatchIterator, Share, Source, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Source, Split
 from maxtext.input_pipeline.reuse import ReusedBatch
 
 # value of dataset_type -> module:function that makes its batches
@@ -27,28 +27,30 @@ SOURCES = {
 CUSTOM = "maxtext.input_pipeline.custom:custom_source"
 
 
-def make_train_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator:
+def make_train_iterator(config: MaxTextConfig, shard: ShardSpec | None = None) -> BatchIterator:
     """The training batches, or a stream's share of them."""
     iterator = make_iterator(
-        config, Split.TRAIN, share or Share(whole(config.global_batch_size_to_load))
+        config, Split.TRAIN, shard or ShardSpec(whole(config.global_batch_size_to_load))
     )
     assert iterator is not None, "a source has training data, or says what is missing"
     return iterator
 
 
-def make_eval_iterator(config: MaxTextConfig, share: Share | None = None) -> BatchIterator | None:
+def make_eval_iterator(
+    config: MaxTextConfig, shard: ShardSpec | None = None
+) -> BatchIterator | None:
     """The evaluation batches, or a stream's share of them; None when no evaluation data is
     named.
     """
     return make_iterator(
-        config, Split.EVAL, share or Share(whole(config.global_batch_size_to_load_eval))
+        config, Split.EVAL, shard or ShardSpec(whole(config.global_batch_size_to_load_eval))
     )
 
 
-def make_iterator(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def make_iterator(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     module, name = source_of(config)
     source: Source = getattr(module, name)
-    iterator = source(config, split, share)
+    iterator = source(config, split, shard)
     return (
         ReusedBatch(iterator)
         if iterator and config.reuse_example_batch and split is Split.TRAIN

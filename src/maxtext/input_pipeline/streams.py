@@ -28,7 +28,7 @@ OPENED_AT_ONCE = 16
 # layouts of a batch that are looked at to find the streams of a process; if there are more, it
 # takes all
 LAYOUTS = 4096
-# Of index, count, how many streams this process loads, and whole_window (see Share)
+# Of index, count, local_streams, full_window (see ShardSpec)
 MakeStream = Callable[[int, int, int, bool], BatchIterator]
 
 
@@ -138,7 +138,7 @@ class Streams(BatchIterator):
         self.held = lru_cache(None)(held or np.arange)
         self.pad, self.alone = pad, alone
         self.first = self.step = 0
-        self.whole_window = False
+        self.full_window = False
         self.streams = self.open()
 
     def needed(self) -> Collection[int]:
@@ -164,7 +164,7 @@ class Streams(BatchIterator):
         with ThreadPoolExecutor(max(1, min(len(numbers), OPENED_AT_ONCE))) as executor:
             opening = {
                 number: executor.submit(
-                    self.make, number, self.count, len(numbers), self.whole_window
+                    self.make, number, self.count, len(numbers), self.full_window
                 )
                 for number in numbers
             }
@@ -256,7 +256,7 @@ class Streams(BatchIterator):
     def get_state(self) -> State:
         streams = {str(number): stream.get_state() for number, stream in self.streams.items()}
         state = {"count": self.count, "first": self.first, "step": self.step, "streams": streams}
-        return state | ({"whole_window": True} if self.whole_window else {})
+        return state | ({"whole_window": True} if self.full_window else {})
 
     def set_state(self, state: State) -> None:
         saved = state["streams"]
@@ -266,10 +266,10 @@ class Streams(BatchIterator):
             state["step"] if "step" in state else next((one["step"] for one in saved.values()), 0)
         )
         self.first = state.get("first", 0)
-        opened = self.count, self.whole_window
+        opened = self.count, self.full_window
         self.count = state["count"]
-        self.whole_window = self.count > 1 and state.get("whole_window", "first" not in state)
-        if (self.count, self.whole_window) != opened or set(self.needed()) - set(self.streams):
+        self.full_window = self.count > 1 and state.get("whole_window", "first" not in state)
+        if (self.count, self.full_window) != opened or set(self.needed()) - set(self.streams):
             self.close()
             self.streams = self.open()
         with ThreadPoolExecutor(max(1, min(len(self.streams), OPENED_AT_ONCE))) as executor:

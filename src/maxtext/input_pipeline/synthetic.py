@@ -8,16 +8,24 @@ import sys
 import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split, State, seal, unseal
+from maxtext.input_pipeline.interface import (
+    Batch,
+    BatchIterator,
+    ShardSpec,
+    Split,
+    State,
+    seal,
+    unseal,
+)
 
 MADE_BY = {"dataset_type": "synthetic"}
 
 
-def synthetic_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator:
+def synthetic_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator:
     seeds = np.random.SeedSequence([config.data_shuffle_seed % 2**32, list(Split).index(split)])
     key = seeds.generate_state(2, np.uint64)
     return SyntheticBatches(
-        key, share.index, share.rows, config.max_target_length, config.vocab_size
+        key, shard.index, shard.rows, config.max_target_length, config.vocab_size
     )
 
 

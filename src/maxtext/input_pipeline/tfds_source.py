@@ -16,16 +16,16 @@ from maxtext.common.files import is_remote, path_problem
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Documents, Record, open_files
-from maxtext.input_pipeline.interface import BatchIterator, Share, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
 
 # the library's names of file formats, and ours
 KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
 
 
-def tfds_source(config: MaxTextConfig, split: Split, share: Share) -> BatchIterator | None:
+def tfds_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, share, [part_of(config, split)], key)
+    return document_batches(config, split, shard, [part_of(config, split)], key)
 
 
 def most_streams(config: MaxTextConfig, split: Split) -> int:

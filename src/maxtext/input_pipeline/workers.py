@@ -16,8 +16,8 @@ from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.background import prefetch
-from maxtext.input_pipeline.interface import Batch, BatchIterator, Share, Split, State
+from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Split, State
+from maxtext.input_pipeline.prefetch import prefetch
 from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.tokenizers.text import cores
@@ -32,7 +32,9 @@ def worker_count(config: MaxTextConfig, split: Split) -> int:
     return wanted if wanted >= 0 else max(min(cores(), config.grain_ram_budget_mb // WORKER_MB), 1)
 
 
-def stream_opener(config: MaxTextConfig, split: Split) -> Callable[[Share], BatchIterator | None]:
+def stream_opener(
+    config: MaxTextConfig, split: Split
+) -> Callable[[ShardSpec], BatchIterator | None]:
     """What makes a stream: here, or in the configured number of workers."""
     count = worker_count(config, split)
     return partial(Workers(count).open if count else make_iterator, config, split)
@@ -48,7 +50,7 @@ class Workers:
         self.opened = 0
         self.lock = threading.Lock()
 
-    def open(self, config: MaxTextConfig, split: Split, share: Share) -> "RemoteBatches | None":
+    def open(self, config: MaxTextConfig, split: Split, shard: ShardSpec) -> "RemoteBatches | None":
         with self.lock:  # streams are opened by several threads
             place = self.opened % len(self.workers)
             self.opened += 1
@@ -56,7 +58,7 @@ class Workers:
             if worker is None or worker.closed:
                 worker = self.workers[place] = Worker(self.lock)
             number = worker.promise()
-        return worker.open(number, config, split, share)
+        return worker.open(number, config, split, shard)
 
 
 class Worker:
@@ -76,11 +78,11 @@ class Worker:
         return number
 
     def open(
-        self, number: int, config: MaxTextConfig, split: Split, share: Share
+        self, number: int, config: MaxTextConfig, split: Split, shard: ShardSpec
     ) -> "RemoteBatches | None":
         state = None
         try:
-            state = self.ask("open", number, config, split, share)
+            state = self.ask("open", number, config, split, shard)
         finally:
             if state is None:
                 self.forget(number)
@@ -148,8 +150,10 @@ class Served:
     def __init__(self) -> None:
         self.streams: dict[int, BatchIterator] = {}
 
-    def open(self, number: int, config: MaxTextConfig, split: Split, share: Share) -> State | None:
-        iterator = make_iterator(config, split, share)
+    def open(
+        self, number: int, config: MaxTextConfig, split: Split, shard: ShardSpec
+    ) -> State | None:
+        iterator = make_iterator(config, split, shard)
         if iterator is None:
             return None
         train = split is Split.TRAIN

@@ -15,10 +15,10 @@ def prefetch(iterator: BatchIterator, depth: int) -> BatchIterator:
     """The same batches, up to `depth` of them prepared in advance; 0 leaves the iterator as it
     is.
     """
-    return BackgroundIterator(iterator, depth) if depth > 0 else iterator
+    return PrefetchIterator(iterator, depth) if depth > 0 else iterator
 
 
-class BackgroundIterator(BatchIterator):
+class PrefetchIterator(BatchIterator):
     """While the thread runs it alone touches the inner iterator; whatever moves the position stops
     it first.
     """
