@@ -37,7 +37,7 @@ def attentions(path, *words):
 
 def test_facts_reach_the_layers(file):
     specs = attentions(file)
-    assert [spec.visibility.window for spec in specs] == [None, 8, None]
+    assert [spec.mask.window for spec in specs] == [None, 8, None]
     assert [spec.rope.max_timescale for spec in specs] == [50.5, 7.25, 50.5]
     assert {spec.scale for spec in specs} == {0.25}
 

@@ -9,7 +9,7 @@ import pytest
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request
 from maxtext.inference.serving import make_scheduler
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
@@ -26,7 +26,7 @@ LARGEST = {"int8": 127, "int4": 7}
 def test_what_is_read_is_what_was_written_to_half_a_step(dtype, by_head, window):
     """A step is the largest magnitude of a token, or of a head of it, over the largest integer."""
     size = CacheSize(2, 8, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
-    cache = kept(Visibility(window=window), size, key=(3, 4))
+    cache = kept(AttentionMask(window=window), size, key=(3, 4))
     random = np.random.default_rng(0)
     tokens = (random.normal(size=(2, 8, 3, 4)) * np.exp(random.normal(size=(2, 8, 3, 1)))).astype(
         np.float32
@@ -68,9 +68,9 @@ def test_windows_of_integers_in_random_pieces(dtype, by_head, limit):
     """
     random = np.random.default_rng(1)
     length, rows, heads, dim = 24, 2, 3, 4
-    visibility = Visibility(window=5) if limit == "window" else Visibility(chunk=5)
+    mask = AttentionMask(window=5) if limit == "window" else AttentionMask(chunk=5)
     size = CacheSize(rows, length, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
-    cache = kept(visibility, size, key=(heads, dim), value=(heads, dim))
+    cache = kept(mask, size, key=(heads, dim), value=(heads, dim))
     for _ in range(2):  # in the same slots, one after the other
         k, v, q = (
             random.normal(size=(rows, length, heads, dim)).astype(np.float32) for _ in range(3)

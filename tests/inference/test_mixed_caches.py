@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxtext.inference.serving import make_scheduler
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.cache import PAGES, POSITION
 from maxtext.layers.gated_delta_net import STATE
@@ -45,7 +45,7 @@ def mixed(monkeypatch):
         specs = family.layers(config)
         full = specs[3]
         assert isinstance(full.attention, AttentionSpec)
-        specs[1] = replace(full, attention=replace(full.attention, visibility=Visibility(window=5)))
+        specs[1] = replace(full, attention=replace(full.attention, mask=AttentionMask(window=5)))
         return specs
 
     monkeypatch.setitem(registry.FAMILIES, "qwen3_next", replace(family, layers=layers))

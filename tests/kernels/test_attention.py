@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from maxtext.kernels.attention import BlockSizes, Inputs, Visibility, attend, cudnn
+from maxtext.kernels.attention import AttentionInputs, AttentionMask, BlockSizes, attend, cudnn
 from maxtext.kernels.attention import flash as flash_module
 from maxtext.kernels.attention.flash import fitting, ordered_mask
 from tests.compiling import FAST_COMPILE
@@ -25,28 +25,28 @@ SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], 
 
 
 def problem(
-    batch=2, q_length=12, k_length=None, q_heads=4, k_heads=2, head_size=8, value_size=None, seed=0
+    batch=2, q_length=12, k_length=None, q_heads=4, k_heads=2, head_dim=8, v_head_dim=None, seed=0
 ):
     """q, k, v and the gradient that comes back to the output, in float64."""
-    k_length, value_size = k_length or q_length, value_size or head_size
+    k_length, v_head_dim = k_length or q_length, v_head_dim or head_dim
     draw = np.random.default_rng(seed).normal
-    q = draw(size=(batch, q_length, q_heads, head_size))
-    k = draw(size=(batch, k_length, k_heads, head_size))
-    v = draw(size=(batch, k_length, k_heads, value_size))
-    return q, k, v, draw(size=(batch, q_length, q_heads, value_size))
+    q = draw(size=(batch, q_length, q_heads, head_dim))
+    k = draw(size=(batch, k_length, k_heads, head_dim))
+    v = draw(size=(batch, k_length, k_heads, v_head_dim))
+    return q, k, v, draw(size=(batch, q_length, q_heads, v_head_dim))
 
 
-def visible(visibility, q_positions, k_positions, q_segments=None, k_segments=None):
+def visible(mask, q_positions, k_positions, q_segments=None, k_segments=None):
     """The definition, one pair at a time: [B, S, T] from positions [B, S], [B, T]."""
     batch, q_length = q_positions.shape
     result = np.zeros((batch, q_length, k_positions.shape[1]), bool)
     for b, s, t in np.ndindex(result.shape):
         i, j = int(q_positions[b, s]), int(k_positions[b, t])
-        sees = j <= i or not visibility.causal
-        if visibility.window is not None:
-            sees &= i - visibility.window < j
-        if visibility.chunk is not None:
-            sees &= np.floor(i / visibility.chunk) == np.floor(j / visibility.chunk)
+        sees = j <= i or not mask.causal
+        if mask.window is not None:
+            sees &= i - mask.window < j
+        if mask.chunk is not None:
+            sees &= np.floor(i / mask.chunk) == np.floor(j / mask.chunk)
         if q_segments is not None:
             sees &= q_segments[b, s] == k_segments[b, t] and q_segments[b, s] != 0
         result[b, s, t] = sees
@@ -57,7 +57,7 @@ def index(batch, length):
     return np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
 
 
-def reference(q, k, v, gradient, mask, soft_cap=None, sinks=None):
+def reference(q, k, v, gradient, dense_mask, soft_cap=None, sinks=None):
     """Output and gradients of q, k, v (and sinks) in float64: softmax by hand in numpy, its
     derivative written out.
     """
@@ -65,7 +65,7 @@ def reference(q, k, v, gradient, mask, soft_cap=None, sinks=None):
     k_all, v_all = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
     raw = SCALE * np.einsum("bshd,bthd->bhst", q, k_all)
     logits = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
-    exponentials = np.exp(logits) * mask[:, None]
+    exponentials = np.exp(logits) * dense_mask[:, None]
     sink = np.zeros(q.shape[2]) if sinks is None else np.exp(sinks)
     total = exponentials.sum(-1) + sink[None, :, None]
     weights = exponentials / np.where(total == 0, 1, total)[..., None]
@@ -89,17 +89,17 @@ def reference(q, k, v, gradient, mask, soft_cap=None, sinks=None):
     return [output, d_q, d_k, d_v, -(sink_weight * mean[..., 0]).sum((0, 2))]
 
 
-def torch_reference(q, k, v, gradient, mask):
+def torch_reference(q, k, v, gradient, dense_mask):
     tensors = [torch.tensor(array).transpose(1, 2).requires_grad_() for array in (q, k, v)]
     output = torch.nn.functional.scaled_dot_product_attention(
-        *tensors, attn_mask=torch.tensor(mask[:, None]), scale=SCALE, enable_gqa=True
+        *tensors, attn_mask=torch.tensor(dense_mask[:, None]), scale=SCALE, enable_gqa=True
     )
     gradients = torch.autograd.grad(output, tensors, torch.tensor(gradient).transpose(1, 2))
     return [tensor.detach().transpose(1, 2).numpy() for tensor in (output, *gradients)]
 
 
 def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
-    """Output and gradients of `attend` on dot_product, or of a back end's own `run` on Inputs."""
+    """Output and gradients of `attend` on dot_product, or of a back end's own `run` on AttentionInputs."""
     options = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
     }
@@ -108,7 +108,7 @@ def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
 
     def compute(q, k, v, sinks=None):
         if run is not None:
-            return run(Inputs(q, k, v, scale=SCALE, sinks=sinks, **options))
+            return run(AttentionInputs(q, k, v, scale=SCALE, sinks=sinks, **options))
         return attend(q, k, v, backend="dot_product", scale=SCALE, sinks=sinks, **options)
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -132,87 +132,85 @@ def assert_close(actual, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("visibility", "k_heads"),
+    ("mask", "k_heads"),
     [
-        (Visibility(), 4),
-        (Visibility(), 2),
-        (Visibility(), 1),
-        (Visibility(causal=False), 2),
-        (Visibility(window=3), 2),
-        (Visibility(chunk=5), 2),
+        (AttentionMask(), 4),
+        (AttentionMask(), 2),
+        (AttentionMask(), 1),
+        (AttentionMask(causal=False), 2),
+        (AttentionMask(window=3), 2),
+        (AttentionMask(chunk=5), 2),
     ],
     ids=str,
 )
-def test_dot_product_matches_torch(visibility, k_heads):
+def test_dot_product_matches_torch(mask, k_heads):
     case = problem(q_heads=4, k_heads=k_heads)
-    mask = visible(visibility, index(2, 12), index(2, 12))
-    expected = torch_reference(*case, mask)
-    assert_close(ours(*case, visibility=visibility), expected)
+    dense_mask = visible(mask, index(2, 12), index(2, 12))
+    expected = torch_reference(*case, dense_mask)
+    assert_close(ours(*case, mask=mask), expected)
     assert_close(
-        expected, reference(*case, mask), 1e-12
+        expected, reference(*case, dense_mask), 1e-12
     )  # the numpy reference used below is torch's, too
 
 
 def test_dot_product_with_other_lengths_and_value_size_matches_torch():
-    case = problem(q_length=5, k_length=9, value_size=6)
-    for visibility in (Visibility(), Visibility(causal=False)):
-        expected = torch_reference(*case, visible(visibility, index(2, 5), index(2, 9)))
-        assert_close(ours(*case, visibility=visibility), expected)
+    case = problem(q_length=5, k_length=9, v_head_dim=6)
+    for mask in (AttentionMask(), AttentionMask(causal=False)):
+        expected = torch_reference(*case, visible(mask, index(2, 5), index(2, 9)))
+        assert_close(ours(*case, mask=mask), expected)
 
 
 @pytest.mark.parametrize(
-    "visibility",
-    [Visibility(), Visibility(causal=False), Visibility(window=3), Visibility(chunk=4)],
+    "mask",
+    [AttentionMask(), AttentionMask(causal=False), AttentionMask(window=3), AttentionMask(chunk=4)],
     ids=str,
 )
 @pytest.mark.parametrize(
     ("soft_cap", "with_sinks"), [(None, False), (1.5, False), (None, True), (1.5, True)]
 )
-def test_segments_soft_cap_and_sinks(visibility, soft_cap, with_sinks):
+def test_segments_soft_cap_and_sinks(mask, soft_cap, with_sinks):
     case = problem()
     sinks = np.array([-1.0, 0.0, 0.5, 2.0]) if with_sinks else None
-    mask = visible(visibility, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)
-    expected = reference(*case, mask, soft_cap, sinks)
-    actual = ours(*case, sinks=sinks, visibility=visibility, q_segments=SEGMENTS, soft_cap=soft_cap)
+    dense_mask = visible(mask, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)
+    expected = reference(*case, dense_mask, soft_cap, sinks)
+    actual = ours(*case, sinks=sinks, mask=mask, q_segments=SEGMENTS, soft_cap=soft_cap)
     assert_close(actual, expected)
 
 
 def test_segments_of_keys_may_be_their_own_array():
     case = problem()
     expected = reference(
-        *case, visible(Visibility(), index(2, 12), index(2, 12), SEGMENTS, SEGMENTS[:, ::-1])
+        *case, visible(AttentionMask(), index(2, 12), index(2, 12), SEGMENTS, SEGMENTS[:, ::-1])
     )
-    actual = ours(*case, visibility=Visibility(), q_segments=SEGMENTS, k_segments=SEGMENTS[:, ::-1])
+    actual = ours(*case, mask=AttentionMask(), q_segments=SEGMENTS, k_segments=SEGMENTS[:, ::-1])
     assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
-    "visibility", [Visibility(), Visibility(window=3), Visibility(chunk=4)], ids=str
+    "mask", [AttentionMask(), AttentionMask(window=3), AttentionMask(chunk=4)], ids=str
 )
-def test_positions_decide_what_is_visible(visibility):
+def test_positions_decide_what_is_visible(mask):
     case = problem(q_length=3, k_length=12)
     q_positions = np.array(
         [[7, 8, 9], [0, 3, 30]], np.int32
     )  # decoding: one row sees only key 0, one query none
     k_positions = np.array([np.arange(12), np.roll(np.arange(12), 5)], np.int32)
-    expected = reference(*case, visible(visibility, q_positions, k_positions))
+    expected = reference(*case, visible(mask, q_positions, k_positions))
     assert_close(
-        ours(*case, visibility=visibility, q_positions=q_positions, k_positions=k_positions),
+        ours(*case, mask=mask, q_positions=q_positions, k_positions=k_positions),
         expected,
     )
-    only_queries = reference(*case, visible(visibility, q_positions, index(2, 12)))
-    assert_close(ours(*case, visibility=visibility, q_positions=q_positions), only_queries)
+    only_queries = reference(*case, visible(mask, q_positions, index(2, 12)))
+    assert_close(ours(*case, mask=mask, q_positions=q_positions), only_queries)
 
 
 def test_packed_rows_need_no_positions_for_causal_and_window():
     restarting = np.array(
         [[*range(5), *range(4), *range(3)], [*range(2), *range(6), *range(4)]], np.int32
     )
-    for visibility in (Visibility(), Visibility(window=3)):
-        by_position = visible(visibility, restarting, restarting, SEGMENTS, SEGMENTS)
-        assert (
-            by_position == visible(visibility, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)
-        ).all()
+    for mask in (AttentionMask(), AttentionMask(window=3)):
+        by_position = visible(mask, restarting, restarting, SEGMENTS, SEGMENTS)
+        assert (by_position == visible(mask, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -221,10 +219,10 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(dtype, with_sinks)
     case = problem()
     q_segments = np.array([[0] * 12, [1, 1, 0, 0, 5, 1, 1, 1, 1, 1, 1, 1]], np.int32)
     k_segments = np.array([[0] * 12, [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    blind = ~visible(Visibility(), index(2, 12), index(2, 12), q_segments, k_segments).any(-1)
+    blind = ~visible(AttentionMask(), index(2, 12), index(2, 12), q_segments, k_segments).any(-1)
     assert blind.sum() == 15  # a whole row, two of padding, and segment 5 that has no key
     output, d_q, d_k, d_v, *d_sinks = ours(
-        *case, sinks=np.zeros(4) if with_sinks else None, dtype=dtype, visibility=Visibility(),
+        *case, sinks=np.zeros(4) if with_sinks else None, dtype=dtype, mask=AttentionMask(),
         q_segments=q_segments, k_segments=k_segments,
     )  # fmt: skip
     for array in (output, d_q, d_k, d_v, *d_sinks):
@@ -238,12 +236,12 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(dtype, with_sinks)
 def test_the_output_of_low_precision_inputs():
     """In bfloat16, the flags that keep more of the logits bring the output closer to float64."""
     q, k, v, gradient = (
-        np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64) for array in problem(head_size=64)
+        np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64) for array in problem(head_dim=64)
     )
-    expected = reference(q, k, v, gradient, visible(Visibility(), index(2, 12), index(2, 12)))[0]
+    expected = reference(q, k, v, gradient, visible(AttentionMask(), index(2, 12), index(2, 12)))[0]
 
     def error(**flags):
-        output = ours(q, k, v, gradient, dtype=jnp.bfloat16, visibility=Visibility(), **flags)[0]
+        output = ours(q, k, v, gradient, dtype=jnp.bfloat16, mask=AttentionMask(), **flags)[0]
         assert output.dtype == jnp.bfloat16
         return np.abs(np.asarray(output, np.float64) - expected).mean()
 
@@ -257,7 +255,7 @@ def test_plain_causal_attention_builds_no_mask_of_the_batch():
     program = str(
         jax.make_jaxpr(
             lambda q, k, v: attend(
-                q, k, v, backend="dot_product", visibility=Visibility(), scale=SCALE
+                q, k, v, backend="dot_product", mask=AttentionMask(), scale=SCALE
             )
         )(*case)
     )
@@ -278,15 +276,17 @@ SINKS = np.array([-1.0, 0.0, 0.5, 2.0])
 
 
 @pytest.mark.parametrize(
-    ("visibility", "options"),
+    ("mask", "options"),
     [
-        (Visibility(window=100), {"q_segments": LONG_SEGMENTS, "soft_cap": 1.5, "sinks": SINKS}),
-        pytest.param(Visibility(chunk=96), {"block_sizes": SMALL_BLOCKS}, marks=pytest.mark.slow),
+        (AttentionMask(window=100), {"q_segments": LONG_SEGMENTS, "soft_cap": 1.5, "sinks": SINKS}),
         pytest.param(
-            Visibility(causal=False), {"q_segments": LONG_SEGMENTS}, marks=pytest.mark.slow
+            AttentionMask(chunk=96), {"block_sizes": SMALL_BLOCKS}, marks=pytest.mark.slow
         ),
         pytest.param(
-            Visibility(),
+            AttentionMask(causal=False), {"q_segments": LONG_SEGMENTS}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            AttentionMask(),
             {
                 "block_sizes": replace(
                     SMALL_BLOCKS, use_fused_bwd=True, kv_dkv=256, k_layout="SEQ_MINOR"
@@ -297,46 +297,46 @@ SINKS = np.array([-1.0, 0.0, 0.5, 2.0])
     ],
     ids=["window-segments-cap-sinks", "chunk", "all-to-all-segments", "fused-backward"],
 )
-def test_flash_matches_the_reference(visibility, options):
-    case = problem(batch=1, q_length=256, q_heads=4, k_heads=2, head_size=16, value_size=8)
+def test_flash_matches_the_reference(mask, options):
+    case = problem(batch=1, q_length=256, q_heads=4, k_heads=2, head_dim=16, v_head_dim=8)
     options = {"block_sizes": SMALL_BLOCKS, **options}
     segments = options.get("q_segments")
-    mask = visible_fast(visibility, 256, segments)
-    expected = reference(*case, mask, options.get("soft_cap"), options.get("sinks"))
-    actual = ours(*case, run=interpreted, visibility=visibility, k_segments=segments, **options)
+    dense_mask = visible_fast(mask, 256, segments)
+    expected = reference(*case, dense_mask, options.get("soft_cap"), options.get("sinks"))
+    actual = ours(*case, run=interpreted, mask=mask, k_segments=segments, **options)
     assert_close(actual, expected, 2e-5)
 
 
-def visible_fast(visibility, length, segments):
+def visible_fast(mask, length, segments):
     i, j = np.arange(length)[:, None], np.arange(length)[None, :]
-    mask = (j <= i) | (not visibility.causal)
-    if visibility.window:
-        mask &= j > i - visibility.window
-    if visibility.chunk:
-        mask &= i // visibility.chunk == j // visibility.chunk
+    dense_mask = (j <= i) | (not mask.causal)
+    if mask.window:
+        dense_mask &= j > i - mask.window
+    if mask.chunk:
+        dense_mask &= i // mask.chunk == j // mask.chunk
     if segments is None:
-        return mask[None]
-    return mask & (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
+        return dense_mask[None]
+    return dense_mask & (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
 
 
 def test_flash_zeroes_queries_whose_segment_has_no_key():
-    q, k, v, _ = problem(batch=1, q_length=128, head_size=16)
+    q, k, v, _ = problem(batch=1, q_length=128, head_dim=16)
     q_segments = jnp.asarray(np.repeat([[1, 7]], [64, 64], axis=1), jnp.int32)
-    inputs = Inputs(
-        jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), Visibility(), SCALE,
+    inputs = AttentionInputs(
+        jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), AttentionMask(), SCALE,
         q_segments=q_segments, k_segments=jnp.ones((1, 128), jnp.int32),
     )  # fmt: skip
     output = np.asarray(interpreted(inputs))
     assert not output[:, 64:].any()
-    mask = visible_fast(Visibility(), 128, np.ones((1, 128), np.int32))
-    expected = reference(q, k, v, np.zeros_like(q), mask)[0]
+    dense_mask = visible_fast(AttentionMask(), 128, np.ones((1, 128), np.int32))
+    expected = reference(q, k, v, np.zeros_like(q), dense_mask)[0]
     np.testing.assert_allclose(output[:, :64], expected[:, :64], atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "visibility", [Visibility(), Visibility(window=100), Visibility(chunk=96)], ids=str
+    "mask", [AttentionMask(), AttentionMask(window=100), AttentionMask(chunk=96)], ids=str
 )
-def test_flash_lowers_for_a_tpu_without_one(visibility):
+def test_flash_lowers_for_a_tpu_without_one(mask):
     """Pallas turns the kernels into Mosaic programs on any machine: one forward, one for dk and dv,
     one for dq.
     """
@@ -348,7 +348,7 @@ def test_flash_lowers_for_a_tpu_without_one(visibility):
 
     def loss(q, k, v, segments, sinks):
         options = {
-            "visibility": visibility,
+            "mask": mask,
             "q_segments": segments,
             "sinks": sinks,
             "soft_cap": 50.0,
@@ -365,13 +365,13 @@ def test_flash_lowers_for_a_tpu_without_one(visibility):
 
 
 def test_chunk_mask_is_read_by_blocks_and_equal_by_value():
-    mask = ordered_mask((256, 256), Visibility(chunk=96))
-    block = mask[slice(128, 256), slice(0, 128)]
-    expected = visible_fast(Visibility(chunk=96), 256, None)[0]
+    dense_mask = ordered_mask((256, 256), AttentionMask(chunk=96))
+    block = dense_mask[slice(128, 256), slice(0, 128)]
+    expected = visible_fast(AttentionMask(chunk=96), 256, None)[0]
     assert (block == expected[128:256, 0:128]).all()
-    assert mask == ordered_mask((256, 256), Visibility(chunk=96))
-    assert hash(mask) == hash(ordered_mask((256, 256), Visibility(chunk=96)))
-    assert mask != ordered_mask((256, 256), Visibility(chunk=97))
+    assert dense_mask == ordered_mask((256, 256), AttentionMask(chunk=96))
+    assert hash(dense_mask) == hash(ordered_mask((256, 256), AttentionMask(chunk=96)))
+    assert dense_mask != ordered_mask((256, 256), AttentionMask(chunk=97))
 
 
 @pytest.mark.parametrize(
@@ -398,27 +398,25 @@ def without_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visibility", "segments"),
+    ("mask", "segments"),
     [
-        (Visibility(), None),
-        (Visibility(causal=False), SEGMENTS),
-        (Visibility(window=1), None),
-        (Visibility(window=3), None),
-        (Visibility(window=3), SEGMENTS),
-        (Visibility(chunk=4), None),
-        (Visibility(chunk=4), SEGMENTS),
+        (AttentionMask(), None),
+        (AttentionMask(causal=False), SEGMENTS),
+        (AttentionMask(window=1), None),
+        (AttentionMask(window=3), None),
+        (AttentionMask(window=3), SEGMENTS),
+        (AttentionMask(chunk=4), None),
+        (AttentionMask(chunk=4), SEGMENTS),
     ],
 )
-def test_cudnn_is_asked_for_the_right_thing(without_cudnn, visibility, segments):
-    case = problem(value_size=6)
-    mask = visible(visibility, index(2, 12), index(2, 12), segments, segments)
-    actual = ours(
-        *case, run=cudnn.run, visibility=visibility, q_segments=segments, k_segments=segments
-    )
-    assert_close(actual, reference(*case, mask))
+def test_cudnn_is_asked_for_the_right_thing(without_cudnn, mask, segments):
+    case = problem(v_head_dim=6)
+    dense_mask = visible(mask, index(2, 12), index(2, 12), segments, segments)
+    actual = ours(*case, run=cudnn.run, mask=mask, q_segments=segments, k_segments=segments)
+    assert_close(actual, reference(*case, dense_mask))
 
 
 def test_cudnn_pads_queries_and_keys_to_larger_values(without_cudnn):
-    case = problem(head_size=8, value_size=16)
-    expected = reference(*case, visible(Visibility(), index(2, 12), index(2, 12)))
-    assert_close(ours(*case, run=cudnn.run, visibility=Visibility()), expected)
+    case = problem(head_dim=8, v_head_dim=16)
+    expected = reference(*case, visible(AttentionMask(), index(2, 12), index(2, 12)))
+    assert_close(ours(*case, run=cudnn.run, mask=AttentionMask()), expected)

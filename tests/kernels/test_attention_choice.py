@@ -11,17 +11,17 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
     BACKENDS,
+    AttentionMask,
+    AttentionRequest,
     BlockSizes,
-    Request,
-    Visibility,
     attend,
-    choose,
+    fastest_backend,
     try_backends,
 )
 from maxtext.kernels.attention.dispatch import announce
 
 SCALE = 0.3
-GPU = Request("gpu", "bfloat16", 256, 256, 8, 2, 128, 128, capability="9.0")
+GPU = AttentionRequest("gpu", "bfloat16", 256, 256, 8, 2, 128, 128, capability="9.0")
 TPU = replace(GPU, platform="tpu", capability="")
 CPU = replace(TPU, platform="cpu")
 
@@ -31,10 +31,10 @@ CPU = replace(TPU, platform="cpu")
     [
         ({"platform": "cpu"}, "needs a GPU"),
         ({"dtype": "float32"}, "float32"),
-        ({"head_size": 264}, "head size"),
-        ({"head_size": 100, "value_size": 100}, "head size"),
-        ({"head_size": 192, "capability": "8.0"}, "up to 128"),
-        ({"head_size": 192, "capability": "10.0"}, "up to 128"),
+        ({"head_dim": 264}, "head size"),
+        ({"head_dim": 100, "v_head_dim": 100}, "head size"),
+        ({"head_dim": 192, "capability": "8.0"}, "up to 128"),
+        ({"head_dim": 192, "capability": "10.0"}, "up to 128"),
         ({"capability": "7.5"}, "7.5"),
         ({"capability": "gfx942"}, "NVIDIA"),
         ({"soft_cap": 50.0}, "soft cap"),
@@ -42,15 +42,15 @@ CPU = replace(TPU, platform="cpu")
         ({"has_selection": True}, "selection"),
         ({"custom_positions": True}, "positions"),
         ({"q_length": 128}, "128 and 256"),
-        ({"q_length": 1, "visibility": Visibility(causal=False)}, "single query"),
-        ({"visibility": Visibility(chunk=100)}, "chunks of 100"),
+        ({"q_length": 1, "mask": AttentionMask(causal=False)}, "single query"),
+        ({"mask": AttentionMask(chunk=100)}, "chunks of 100"),
         ({"has_segments": True, "q_length": 255, "k_length": 255}, "even"),
     ],
 )
 def test_what_cudnn_cannot_do_goes_to_dot_product(change, word):
     request = replace(GPU, **change)
     assert word in BACKENDS["cudnn_flash_jax"].supports(request)
-    assert choose(request) == "dot_product"
+    assert fastest_backend(request) == "dot_product"
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_what_cudnn_cannot_do_goes_to_dot_product(change, word):
     [
         {},
         {"dtype": "float16"},
-        {"head_size": 256, "value_size": 256},
-        {"head_size": 192},  # MLA
-        {"visibility": Visibility(window=64)},
-        {"visibility": Visibility(chunk=64)},
-        {"visibility": Visibility(causal=False), "q_length": 128},
+        {"head_dim": 256, "v_head_dim": 256},
+        {"head_dim": 192},  # MLA
+        {"mask": AttentionMask(window=64)},
+        {"mask": AttentionMask(chunk=64)},
+        {"mask": AttentionMask(causal=False), "q_length": 128},
         {"has_segments": True},
         {"capability": ""},
     ],
 )
 def test_what_cudnn_can_do_goes_to_it(change):
-    assert choose(replace(GPU, **change)) == "cudnn_flash_jax"
+    assert fastest_backend(replace(GPU, **change)) == "cudnn_flash_jax"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_cudnn_can_do_goes_to_it(change):
 def test_what_flash_cannot_do(change, word):
     request = replace(TPU, **change)
     assert word in BACKENDS["flash"].supports(request)
-    assert choose(request) != "flash"
+    assert fastest_backend(request) != "flash"
 
 
 @pytest.mark.parametrize(
@@ -98,18 +98,18 @@ def test_what_flash_cannot_do(change, word):
             "soft_cap": 50.0,
             "has_sinks": True,
             "has_segments": True,
-            "visibility": Visibility(chunk=100),
+            "mask": AttentionMask(chunk=100),
         },
-        {"head_size": 192},
-        {"visibility": Visibility(causal=False), "q_length": 128},
+        {"head_dim": 192},
+        {"mask": AttentionMask(causal=False), "q_length": 128},
     ],
 )
 def test_what_flash_can_do_goes_to_it(change):
-    assert choose(replace(TPU, **change)) == "flash"
+    assert fastest_backend(replace(TPU, **change)) == "flash"
 
 
 def test_a_cpu_gets_dot_product_which_supports_everything():
-    assert choose(CPU) == "dot_product"
+    assert fastest_backend(CPU) == "dot_product"
     anything = replace(
         CPU,
         dtype="float64",
@@ -122,10 +122,10 @@ def test_a_cpu_gets_dot_product_which_supports_everything():
     assert BACKENDS["dot_product"].supports(anything) is None
 
 
-def arrays(length=12, q_heads=4, k_heads=2, head_size=8):
+def arrays(length=12, q_heads=4, k_heads=2, head_dim=8):
     draw = np.random.default_rng(0).normal
     return [
-        jnp.asarray(draw(size=(2, length, heads, head_size)), jnp.float32)
+        jnp.asarray(draw(size=(2, length, heads, head_dim)), jnp.float32)
         for heads in (q_heads, k_heads, k_heads)
     ]
 
@@ -133,7 +133,7 @@ def arrays(length=12, q_heads=4, k_heads=2, head_size=8):
 @pytest.mark.parametrize("backend", ["flash", "cudnn_flash_jax"])
 def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend):
     with pytest.raises(ConfigError) as caught:
-        attend(*arrays(), backend=backend, visibility=Visibility(), scale=SCALE, platform="cpu")
+        attend(*arrays(), backend=backend, mask=AttentionMask(), scale=SCALE, platform="cpu")
     (sentence,) = caught.value.problems
     assert backend in sentence
     assert "use dot_product or autoselected" in sentence
@@ -144,7 +144,7 @@ def test_an_error_on_another_platform_names_what_is_best_there():
         attend(
             *arrays(length=128),
             backend="cudnn_flash_jax",
-            visibility=Visibility(),
+            mask=AttentionMask(),
             scale=SCALE,
             platform="tpu",
         )
@@ -160,7 +160,7 @@ def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend,
             k,
             v,
             backend=backend,
-            visibility=Visibility(),
+            mask=AttentionMask(),
             scale=SCALE,
             platform=platform,
             selected=selected,
@@ -169,18 +169,21 @@ def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend,
     assert sentence == (
         f"Attention back end {backend} cannot do this: it takes no selection of keys; use dot_product or autoselected."
     )
-    assert choose(replace(TPU if platform == "tpu" else GPU, has_selection=True)) == "dot_product"
+    assert (
+        fastest_backend(replace(TPU if platform == "tpu" else GPU, has_selection=True))
+        == "dot_product"
+    )
 
 
 def test_an_unknown_back_end_lists_the_known():
     with pytest.raises(ConfigError, match="dot_product, flash, cudnn_flash_jax"):
-        attend(*arrays(), backend="flesh", visibility=Visibility(), scale=SCALE)
+        attend(*arrays(), backend="flesh", mask=AttentionMask(), scale=SCALE)
 
 
 def test_autoselected_computes_and_logs_once(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
     q, k, v = arrays(length=13)  # a length no other test has asked for
-    options = {"visibility": Visibility(), "scale": SCALE, "platform": "cpu"}
+    options = {"mask": AttentionMask(), "scale": SCALE, "platform": "cpu"}
     with caplog.at_level(logging.INFO, logger="maxtext"):
         output = attend(q, k, v, backend="autoselected", **options)
         attend(q, k, v, backend="autoselected", **options)
@@ -202,11 +205,11 @@ def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
     monkeypatch.setitem(
         BACKENDS,
         "dot_product",
-        replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.visibility)),
+        replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.mask)),
     )
-    for visibility in (Visibility(window=12), Visibility(chunk=12), Visibility(window=11)):
-        attend(*arrays(), backend="dot_product", visibility=visibility, scale=SCALE)
-    assert seen == [Visibility(), Visibility(), Visibility(window=11)]
+    for mask in (AttentionMask(window=12), AttentionMask(chunk=12), AttentionMask(window=11)):
+        attend(*arrays(), backend="dot_product", mask=mask, scale=SCALE)
+    assert seen == [AttentionMask(), AttentionMask(), AttentionMask(window=11)]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
 )
 def test_impossible_visibility(options):
     with pytest.raises(ConfigError):
-        Visibility(**options)
+        AttentionMask(**options)
 
 
 @pytest.mark.parametrize("options", [{"q": 64}, {"kv_layout": "x"}, {"k_layout": "ROW_MAJOR"}])
@@ -238,9 +241,9 @@ def test_impossible_block_sizes(options):
 )
 def test_shapes_are_checked(options, word):
     with pytest.raises(ValueError, match=word):
-        attend(*arrays(), backend="dot_product", visibility=Visibility(), scale=SCALE, **options)
+        attend(*arrays(), backend="dot_product", mask=AttentionMask(), scale=SCALE, **options)
     with pytest.raises(ValueError, match="multiple"):
-        attend(*arrays(q_heads=3), backend="dot_product", visibility=Visibility(), scale=SCALE)
+        attend(*arrays(q_heads=3), backend="dot_product", mask=AttentionMask(), scale=SCALE)
 
 
 def test_every_back_end_is_tried_here():

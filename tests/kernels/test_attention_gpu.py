@@ -11,53 +11,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import BACKENDS, Visibility, attend, try_backends
+from maxtext.kernels.attention import BACKENDS, AttentionMask, attend, try_backends
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 
 LENGTH = 256
 PADDED = np.array([[1] * 100 + [2] * 130 + [0] * 26, [3] * 256], np.int32)
 CASES = {
-    "causal": {"visibility": Visibility()},
-    "all to all": {"visibility": Visibility(causal=False)},
-    "window of 1": {"visibility": Visibility(window=1)},
-    "window of 2": {"visibility": Visibility(window=2)},
-    "window of 100": {"visibility": Visibility(window=100)},
-    "chunk": {"visibility": Visibility(chunk=64)},
-    "segments": {"visibility": Visibility(), "q_segments": PADDED},
-    "segments of all to all": {"visibility": Visibility(causal=False), "q_segments": PADDED},
-    "segments in a window": {"visibility": Visibility(window=100), "q_segments": PADDED},
-    "segments in chunks": {"visibility": Visibility(chunk=64), "q_segments": PADDED},
-    "packed": {"visibility": Visibility(), "q_segments": PADDED, "most_segments": 3},
-    "packed, with room": {"visibility": Visibility(), "q_segments": PADDED, "most_segments": 8},
+    "causal": {"mask": AttentionMask()},
+    "all to all": {"mask": AttentionMask(causal=False)},
+    "window of 1": {"mask": AttentionMask(window=1)},
+    "window of 2": {"mask": AttentionMask(window=2)},
+    "window of 100": {"mask": AttentionMask(window=100)},
+    "chunk": {"mask": AttentionMask(chunk=64)},
+    "segments": {"mask": AttentionMask(), "q_segments": PADDED},
+    "segments of all to all": {"mask": AttentionMask(causal=False), "q_segments": PADDED},
+    "segments in a window": {"mask": AttentionMask(window=100), "q_segments": PADDED},
+    "segments in chunks": {"mask": AttentionMask(chunk=64), "q_segments": PADDED},
+    "packed": {"mask": AttentionMask(), "q_segments": PADDED, "max_segments": 3},
+    "packed, with room": {"mask": AttentionMask(), "q_segments": PADDED, "max_segments": 8},
     "packed all to all": {
-        "visibility": Visibility(causal=False),
+        "mask": AttentionMask(causal=False),
         "q_segments": PADDED,
-        "most_segments": 3,
+        "max_segments": 3,
     },
     "packed in a window": {
-        "visibility": Visibility(window=100),
+        "mask": AttentionMask(window=100),
         "q_segments": PADDED,
-        "most_segments": 3,
+        "max_segments": 3,
     },
     "packed in chunks": {
-        "visibility": Visibility(chunk=128),
+        "mask": AttentionMask(chunk=128),
         "q_segments": PADDED,
-        "most_segments": 3,
+        "max_segments": 3,
     },
     "own segments of keys": {
-        "visibility": Visibility(),
+        "mask": AttentionMask(),
         "q_segments": PADDED,
         "k_segments": PADDED[::-1].copy(),
     },
 }
 
 
-def draw(q_heads, k_heads, head_size, value_size, dtype=jnp.bfloat16):
+def draw(q_heads, k_heads, head_dim, v_head_dim, dtype=jnp.bfloat16):
     normal = np.random.default_rng(0).normal
     shapes = (
-        (2, LENGTH, q_heads, head_size), (2, LENGTH, k_heads, head_size),
-        (2, LENGTH, k_heads, value_size), (2, LENGTH, q_heads, value_size),
+        (2, LENGTH, q_heads, head_dim), (2, LENGTH, k_heads, head_dim),
+        (2, LENGTH, k_heads, v_head_dim), (2, LENGTH, q_heads, v_head_dim),
     )  # fmt: skip
     return [jnp.asarray(normal(size=shape), dtype) for shape in shapes]
 
@@ -113,15 +113,15 @@ def test_cudnn_matches_dot_product(case):
     ],
 )
 def test_heads_and_sizes(heads):
-    compare(draw(*heads), visibility=Visibility())
+    compare(draw(*heads), mask=AttentionMask())
 
 
 def test_float16():
-    compare(draw(4, 2, 64, 64, jnp.float16), visibility=Visibility(window=100))
+    compare(draw(4, 2, 64, 64, jnp.float16), mask=AttentionMask(window=100))
 
 
 def test_padding_gives_zero_and_no_gradient():
-    output, d_q, d_k, d_v = compare(draw(4, 2, 64, 64), visibility=Visibility(), q_segments=PADDED)
+    output, d_q, d_k, d_v = compare(draw(4, 2, 64, 64), mask=AttentionMask(), q_segments=PADDED)
     for array in (output, d_q, d_k, d_v):
         assert not array[PADDED == 0].any()
 
@@ -130,23 +130,23 @@ def test_packed_rows_of_more_segments_than_said_are_not_numbers():
     output, *_ = compute(
         "cudnn_flash_jax",
         draw(4, 2, 64, 64),
-        visibility=Visibility(),
+        mask=AttentionMask(),
         q_segments=PADDED,
-        most_segments=2,
+        max_segments=2,
     )
     assert np.isnan(output[0, PADDED[0] != 0]).all()
     assert np.isfinite(output[1]).all()
 
 
 def test_packed_with_heads_of_two_sizes():
-    compare(draw(4, 4, 192, 128), visibility=Visibility(), q_segments=PADDED, most_segments=4)
+    compare(draw(4, 4, 192, 128), mask=AttentionMask(), q_segments=PADDED, max_segments=4)
 
 
 def test_autoselected_takes_cudnn_here():
     assert dict(try_backends())["cudnn_flash_jax"] == "works"
     arrays = draw(4, 2, 64, 64)
     taken = jax.jit(
-        lambda q, k, v: attend(q, k, v, backend="autoselected", visibility=Visibility(), scale=0.1)
+        lambda q, k, v: attend(q, k, v, backend="autoselected", mask=AttentionMask(), scale=0.1)
     ).lower(*arrays[:3])
     assert "cudnn" in taken.as_text()
     assert BACKENDS["cudnn_flash_jax"].platform == "gpu"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as private
 
-from maxtext.kernels.attention import Visibility, attend
+from maxtext.kernels.attention import AttentionMask, attend
 from maxtext.kernels.attention.cudnn import runs
 
 PRIMITIVE = "dot_product_attention_fwd"
@@ -47,9 +47,9 @@ def test_rows_of_few_segments_need_no_mask(monkeypatch, most, heads, packed):
     segments = jax.ShapeDtypeStruct((3, 256), jnp.int32)
 
     def run(q, k, v, segments):
-        options = {"q_segments": segments, "most_segments": most, "platform": "gpu"}
+        options = {"q_segments": segments, "max_segments": most, "platform": "gpu"}
         return attend(
-            q, k, v, backend="cudnn_flash_jax", visibility=Visibility(), scale=0.1, **options
+            q, k, v, backend="cudnn_flash_jax", mask=AttentionMask(), scale=0.1, **options
         )
 
     text = str(jax.make_jaxpr(run)(q, k, k, segments))

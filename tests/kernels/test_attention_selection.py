@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.attention import (
-    Inputs,
-    Visibility,
+    AttentionInputs,
+    AttentionMask,
     attend,
     map_queries,
     max_logits,
@@ -93,15 +93,15 @@ def test_selected_keys(k_heads, by_head, window, segments):
     assert not expected[0, 3].any()
     assert expected[0, 4].all()
 
-    def compute(q, k, v):
+    def run_attention(q, k, v):
         return attend(
-            q, k, v, backend="dot_product", visibility=Visibility(window=window), scale=SCALE,
+            q, k, v, backend="dot_product", mask=AttentionMask(window=window), scale=SCALE,
             q_segments=None if segments is None else jnp.asarray(segments), selected=jnp.asarray(selected),
         )  # fmt: skip
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(*arrays):
-        output, pull = jax.vjp(compute, *arrays)
+        output, pull = jax.vjp(run_attention, *arrays)
         return output, pull(jnp.ones_like(output))
 
     output, gradients = run(*(jnp.asarray(array, jnp.float32) for array in (q, k, v)))
@@ -122,7 +122,7 @@ def test_selection_without_other_reasons():
         k,
         v,
         backend="autoselected",
-        visibility=Visibility(causal=False),
+        mask=AttentionMask(causal=False),
         scale=SCALE,
         selected=jnp.asarray(selected),
     )
@@ -146,7 +146,7 @@ def test_largest_logits_and_mean_weights(length, by_head, packed):
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(*arrays):
-        inputs = Inputs(*arrays, Visibility(window=5), SCALE, **options)
+        inputs = AttentionInputs(*arrays, AttentionMask(window=5), SCALE, **options)
         return max_logits(inputs), mean_weights(inputs)
 
     found_logits, found_weights = run(*(jnp.asarray(array, jnp.float32) for array in (q, k, v)))
@@ -160,7 +160,7 @@ def test_statistics_have_no_gradient_and_mind_positions():
 
     def found(q, k):
         return max_logits(
-            Inputs(q, k, v, Visibility(), SCALE, q_positions=turned, k_positions=turned)
+            AttentionInputs(q, k, v, AttentionMask(), SCALE, q_positions=turned, k_positions=turned)
         )
 
     logits, _ = reference(np.asarray(q), np.asarray(k), np.triu(np.ones((12, 12), bool)))
@@ -172,7 +172,9 @@ def test_statistics_have_no_gradient_and_mind_positions():
 
 def test_largest_logit_of_nothing():
     q, k, v = (jnp.asarray(array, jnp.float32) for array in problem())
-    nothing = Inputs(q, k, v, Visibility(), SCALE, q_segments=jnp.zeros((2, 12), jnp.int32))
+    nothing = AttentionInputs(
+        q, k, v, AttentionMask(), SCALE, q_segments=jnp.zeros((2, 12), jnp.int32)
+    )
     assert (np.asarray(max_logits(nothing)) == -np.inf).all()
     assert not mean_weights(nothing).any()
 

@@ -12,25 +12,23 @@ import numpy as np
 from maxtext.common.order import Order
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.kernels.attention import Inputs, Visibility, checked, compute
+from maxtext.kernels.attention import AttentionInputs, AttentionMask, run_attention, validate_inputs
 from maxtext.layers.attend import flash_on_shards
 from maxtext.sharding import AxisRules, make_mesh
 
 LENGTH = 256
 
 
-def inputs(heads, kv_heads, visibility, segments):
+def inputs(heads, kv_heads, mask, segments):
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (2, LENGTH, heads, 128))
     k, v = (jax.random.normal(key, (2, LENGTH, kv_heads, 128)) for key in keys[1:3])
     ids = None
     if segments:  # two documents and padding, in the order of the tokens
         ids = jnp.asarray(
-            np.repeat([[1, 2, 0], [1, 2, 2]], [100, 140, 16], axis=1)[
-                :, visibility.positions(LENGTH)
-            ]
+            np.repeat([[1, 2, 0], [1, 2, 2]], [100, 140, 16], axis=1)[:, mask.positions(LENGTH)]
         )
-    return Inputs(q, k, v, visibility, scale=0.1, q_segments=ids, k_segments=ids)
+    return AttentionInputs(q, k, v, mask, scale=0.1, q_segments=ids, k_segments=ids)
 
 
 def errors(case):
@@ -40,9 +38,9 @@ def errors(case):
     )
     rules = AxisRules.of(config, make_mesh(config, jax.devices()[: config.num_target_devices]))
     order = Order("dual_chunk_swap", case["balanced"]) if case.get("balanced") else None
-    visibility = Visibility(window=case.get("window"), order=order)
-    given = checked(
-        inputs(case["heads"], case["kv_heads"], visibility, case.get("segments", False))
+    mask = AttentionMask(window=case.get("window"), order=order)
+    given = validate_inputs(
+        inputs(case["heads"], case["kv_heads"], mask, case.get("segments", False))
     )
 
     def output(run, q, k, v):
@@ -59,7 +57,7 @@ def errors(case):
         return [mixed, *gradients]
 
     ours = both(lambda given: flash_on_shards(rules, given, interpret=True))
-    theirs = both(lambda given: compute(given, "dot_product"))
+    theirs = both(lambda given: run_attention(given, "dot_product"))
     return [
         float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)
     ]

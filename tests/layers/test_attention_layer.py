@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOss
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from maxtext.common import noise
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import Attention, AttentionSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.norms import NormSpec
@@ -28,7 +28,7 @@ SIZE, LENGTH, HEAD = 24, 9, 8
 
 def template(heads, groups, **options):
     spec = AttentionSpec(
-        heads, groups, HEAD, HEAD**-0.5, options.pop("visibility", Visibility()), **options
+        heads, groups, HEAD, HEAD**-0.5, options.pop("mask", AttentionMask()), **options
     )
     return Template.of(
         lambda: Attention(Maker(noise.seed_key(0), "float32"), spec, SIZE, "float32")
@@ -186,7 +186,7 @@ def test_sinks_biases_and_window_of_gpt_oss():
     )
     visible = np.array([[i - 3 < j <= i for j in range(LENGTH)] for i in range(LENGTH)])
     ours = template(
-        4, 2, rope=rope, bias=True, out_bias=True, sinks=True, visibility=Visibility(window=3)
+        4, 2, rope=rope, bias=True, out_bias=True, sinks=True, mask=AttentionMask(window=3)
     )
     expected = their_output(layer, GptOssRotaryEmbedding(config), x, visible)
     np.testing.assert_allclose(

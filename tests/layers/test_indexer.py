@@ -18,7 +18,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 )
 
 from maxtext.common import noise
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mla import MlaSpec
@@ -38,7 +38,7 @@ ROWS = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (BATCH, LENGTH))
 def mla_spec(topk=TOP, latent=False, **options):
     indexer = IndexerSpec(INDEX_HEADS, INDEX_DIM, ROPE, RopeSpec(), topk, **options)
     return MlaSpec(
-        HEADS, RANK, NOPE, ROPE, VALUE, SCALE, RopeSpec(interleave=True), NormSpec(epsilon=1e-6), Visibility(),
+        HEADS, RANK, NOPE, ROPE, VALUE, SCALE, RopeSpec(interleave=True), NormSpec(epsilon=1e-6), AttentionMask(),
         query_rank=QUERY_RANK, indexer=indexer, latent=latent,
     )  # fmt: skip
 

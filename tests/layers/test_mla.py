@@ -24,7 +24,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from maxtext.common import noise
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mla import MlaSpec
@@ -60,7 +60,7 @@ def mla_spec(query_rank=QUERY_RANK, yarn=False, interleave=True, **options):
     if yarn:
         scale *= (0.1 * MSCALE * math.log(FACTOR) + 1) ** 2
     return MlaSpec(
-        HEADS, RANK, NOPE, ROPE, VALUE, scale, rope_spec(yarn, interleave), NormSpec(epsilon=1e-6), Visibility(),
+        HEADS, RANK, NOPE, ROPE, VALUE, scale, rope_spec(yarn, interleave), NormSpec(epsilon=1e-6), AttentionMask(),
         query_rank=query_rank, **options,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common import noise
-from maxtext.kernels.attention import Visibility, attend, cudnn
+from maxtext.kernels.attention import AttentionMask, attend, cudnn
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import Block, LayerSpec
 from maxtext.layers.inputs import LayerInputs
@@ -27,11 +27,11 @@ SIZE, LENGTH, HEAD = 16, 6, 4
 jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 
 LOCAL = LayerSpec(
-    SIZE, AttentionSpec(4, 2, HEAD, HEAD**-0.5, Visibility(window=3), RopeSpec()), MlpSpec(24), NormSpec(),
+    SIZE, AttentionSpec(4, 2, HEAD, HEAD**-0.5, AttentionMask(window=3), RopeSpec()), MlpSpec(24), NormSpec(),
     dropout_rate=0.3,
 )  # fmt: skip
 GLOBAL = LayerSpec(
-    SIZE, AttentionSpec(2, 2, HEAD, HEAD**-0.5, Visibility(), bias=True, out_bias=True),
+    SIZE, AttentionSpec(2, 2, HEAD, HEAD**-0.5, AttentionMask(), bias=True, out_bias=True),
     MlpSpec(20, ("gelu",), bias=True), NormSpec("layer"), dropout_rate=0.3,
 )  # fmt: skip
 PATTERNS = {
@@ -218,7 +218,7 @@ def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypa
     def layer(q):
         q = checkpoint_name(jnp.sin(q), "query_proj")
         mixed = attend(
-            q, q, q, backend="cudnn_flash_jax", visibility=Visibility(), scale=1.0, platform="gpu"
+            q, q, q, backend="cudnn_flash_jax", mask=AttentionMask(), scale=1.0, platform="gpu"
         )
         return jnp.sum(
             jnp.square(checkpoint_name(checkpoint_name(mixed, "context"), "attention_out"))

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import Moba
 from maxtext.models import make_template
 from maxtext.models.counts import (
@@ -245,43 +245,45 @@ def test_simple_blocks():
     assert forward_flops_per_token(two) == 3 * 2 * 2 * 64 * 96 + 2 * 64 * 100
 
 
-VISIBILITIES = [
-    Visibility(), Visibility(causal=False), Visibility(window=1), Visibility(window=5), Visibility(window=16),
-    Visibility(window=40), Visibility(chunk=1), Visibility(chunk=5), Visibility(chunk=8), Visibility(chunk=40),
-]  # fmt: skip
+MASKS = [
+    AttentionMask(),
+    AttentionMask(causal=False),
+    AttentionMask(window=1),
+    AttentionMask(window=5),
+    AttentionMask(window=16),
+    AttentionMask(window=40),
+    AttentionMask(chunk=1),
+    AttentionMask(chunk=5),
+    AttentionMask(chunk=8),
+    AttentionMask(chunk=40),
+]
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 23])
-@pytest.mark.parametrize("visibility", VISIBILITIES, ids=Visibility.describe)
-def test_visible_keys_by_brute_force(visibility, length):
+@pytest.mark.parametrize("mask", MASKS, ids=AttentionMask.describe)
+def test_visible_keys_by_brute_force(mask, length):
     count = 0
     for i in range(length):
         for j in range(length):
-            sees = not visibility.causal or j <= i
-            sees &= visibility.window is None or i - visibility.window < j
-            sees &= visibility.chunk is None or i // visibility.chunk == j // visibility.chunk
+            sees = not mask.causal or j <= i
+            sees &= mask.window is None or i - mask.window < j
+            sees &= mask.chunk is None or i // mask.chunk == j // mask.chunk
             count += sees
-    assert visible_keys(visibility, length) == pytest.approx(count / length, rel=1e-12)
+    assert visible_keys(mask, length) == pytest.approx(count / length, rel=1e-12)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100])
-@pytest.mark.parametrize("visibility", VISIBILITIES, ids=Visibility.describe)
-def test_no_more_than_so_many_keys(visibility, most):
+@pytest.mark.parametrize("mask", MASKS, ids=AttentionMask.describe)
+def test_no_more_than_so_many_keys(mask, most):
     length, count = 23, 0
     for i in range(length):
-        sees = range(length) if not visibility.causal else range(i + 1)
-        sees = [j for j in sees if visibility.window is None or i - visibility.window < j]
+        sees = range(length) if not mask.causal else range(i + 1)
+        sees = [j for j in sees if mask.window is None or i - mask.window < j]
         count += min(
             most,
-            len(
-                [
-                    j
-                    for j in sees
-                    if visibility.chunk is None or i // visibility.chunk == j // visibility.chunk
-                ]
-            ),
+            len([j for j in sees if mask.chunk is None or i // mask.chunk == j // mask.chunk]),
         )
-    assert visible_keys(visibility, length, most) == pytest.approx(count / length, rel=1e-12)
+    assert visible_keys(mask, length, most) == pytest.approx(count / length, rel=1e-12)
 
 
 @pytest.mark.parametrize("length", [1, 8, 23, 32])

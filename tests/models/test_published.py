@@ -306,14 +306,14 @@ def test_rotations_scales_and_windows_are_those_of_transformers(name):
             continue
         module = layer.self_attn
         assert ours.scale == pytest.approx(module.scaling, rel=1e-12)
-        assert ours.visibility.window == getattr(module, "sliding_window", None)
+        assert ours.mask.window == getattr(module, "sliding_window", None)
         if name.startswith("llama4"):
             assert (ours.rope is not None) == bool(module.use_rope)
             chunked = model.config.layer_types[number] == "chunked_attention"
-            assert ours.visibility.chunk == (model.config.attention_chunk_size if chunked else None)
+            assert ours.mask.chunk == (model.config.attention_chunk_size if chunked else None)
         if ours.rope is None:
             continue
-        kind = "sliding_attention_" if ours.visibility.window else "full_attention_"
+        kind = "sliding_attention_" if ours.mask.window else "full_attention_"
         kind = kind if hasattr(rotary, f"{kind}inv_freq") else ""
         expected = getattr(rotary, f"{kind}inv_freq").numpy()
         np.testing.assert_allclose(frequencies(ours.rope, turned_size(ours)), expected, rtol=2e-6)

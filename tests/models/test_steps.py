@@ -13,7 +13,7 @@ import pytest
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_words
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import PAGES, POSITION, CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import empty_caches, make_template
@@ -153,7 +153,7 @@ def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
 
 def test_a_ring_keeps_the_last():
     """Places are positions modulo their number; what is no token is not written."""
-    cache = kept(Visibility(window=4), CacheSize(2, 9, jnp.float32), key=(1,))
+    cache = kept(AttentionMask(window=4), CacheSize(2, 9, jnp.float32), key=(1,))
     assert PAGES not in cache
 
     def tokens(*positions):

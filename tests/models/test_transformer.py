@@ -226,7 +226,6 @@ def test_patterns_are_found():
     whole, rest = segments(configuration(*words))
     assert (len(whole.pattern), whole.repeats, len(rest.pattern), rest.repeats) == (6, 3, 1, 2)
     windows = [
-        spec.attention.visibility.window
-        for spec in [*whole.pattern * whole.repeats, *rest.pattern * 2]
+        spec.attention.mask.window for spec in [*whole.pattern * whole.repeats, *rest.pattern * 2]
     ]
     assert windows == ([4] * 5 + [None]) * 3 + [4] * 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxtext.common import noise
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mla import MlaSpec
 from maxtext.layers.norms import NormSpec
@@ -24,7 +24,7 @@ BATCH, LENGTH, SIZE, HEADS, NOPE, ROPE, VALUE = 2, 9, 16, 4, 6, 4, 5
 
 def template(query_rank):
     spec = MlaSpec(
-        HEADS, 8, NOPE, ROPE, VALUE, 0.4, RopeSpec(interleave=True), NormSpec(), Visibility(),
+        HEADS, 8, NOPE, ROPE, VALUE, 0.4, RopeSpec(interleave=True), NormSpec(), AttentionMask(),
         query_rank=query_rank, report_max_logits=True,
     )  # fmt: skip
     return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32"))

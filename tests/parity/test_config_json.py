@@ -149,7 +149,7 @@ def test_an_entry_left_out_is_the_default_of_their_class(table):
         (
             "llama3.1-8b",
             {"attention_type": "local_sliding"} | WINDOW,
-            "attention.visibility.window=5",
+            "attention.mask.window=5",
         ),
         (
             "llama3.1-8b",

@@ -186,7 +186,7 @@ class Programs:
             fresh=fresh,
             table=prompts.table,
             reach=reach,
-            most_segments=most,
+            max_segments=most,
         )
         scores, caches = self.scorer.of_prompts(
             weights, state.caches, prompts.ids, inputs, prompts.slots
@@ -396,7 +396,7 @@ class Engine:
         if len(plain) < len(mixers) or backend(config) != attention.AUTOSELECTED:
             return False
         requests = [mixer.request(PACKED, config.dtype.value, platform(rules)) for mixer in plain]
-        return all(attention.choose(request) != "dot_product" for request in requests)
+        return all(attention.fastest_backend(request) != "dot_product" for request in requests)
 
     @cached_property
     def row_counts(self) -> tuple[int, ...]:

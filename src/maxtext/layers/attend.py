@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from maxtext.common.gpu import gpu_capability, target_capability
 from maxtext.kernels.attention import (
-    Inputs,
-    Request,
-    Visibility,
-    backend_for,
-    checked,
-    compute,
+    AttentionInputs,
+    AttentionMask,
+    AttentionRequest,
     flash,
-    hide_blind_queries,
+    run_attention,
+    select_backend,
+    validate_inputs,
+    zero_fully_masked_queries,
 )
 from maxtext.kernels.decode import paged_attention
 from maxtext.layers.inputs import LayerInputs
@@ -33,8 +33,8 @@ Arrays = dict[str, jax.Array]
 QUERY = ("activation_batch_attn", "activation_length_attn", "activation_heads", None)
 
 
-def attend(inputs: Inputs, backend: str) -> jax.Array:
-    """[B, S, H, Dv], as `kernels.attention.compute`."""
+def attend(inputs: AttentionInputs, backend: str) -> jax.Array:
+    """[B, S, H, Dv], as `kernels.attention.run_attention`."""
     rules = active_rules()
     kind = (
         None if rules is None else platform(rules)
@@ -42,22 +42,20 @@ def attend(inputs: Inputs, backend: str) -> jax.Array:
     several = current()
     if several is not None:
         inputs = replace(
-            inputs, most_segments=0
+            inputs, max_segments=0
         )  # JAX splits masks over devices; places of segments it may not
-    if several is None or not backend_for(checked(inputs), backend, kind).opaque:
-        return compute(inputs, backend, kind)
-    return flash_on_shards(several, checked(inputs))
+    if several is None or not select_backend(validate_inputs(inputs), backend, kind).opaque:
+        return run_attention(inputs, backend, kind)
+    return flash_on_shards(several, validate_inputs(inputs))
 
 
 def packed_request(
-    platform: str, dtype: str, length: int, sizes: tuple[int, int, int, int], visibility: Visibility
-) -> Request:
+    platform: str, dtype: str, length: int, sizes: tuple[int, int, int, int], mask: AttentionMask
+) -> AttentionRequest:
     """What attention over packed rows of so many tokens asks for; `sizes`: heads of queries and of
     keys, and how large those of keys and of values are."""
-    request = Request(platform, dtype, length, length, *sizes, visibility, has_segments=True)
-    return replace(
-        request, custom_positions=visibility.chunk is not None, capability=gpu_capability()
-    )
+    request = AttentionRequest(platform, dtype, length, length, *sizes, mask, has_segments=True)
+    return replace(request, custom_positions=mask.chunk is not None, capability=gpu_capability())
 
 
 def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
@@ -85,7 +83,9 @@ def attend_pages(
     return mixed[:, None], after
 
 
-def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -> jax.Array:
+def flash_on_shards(
+    rules: AxisRules, inputs: AttentionInputs, interpret: bool = False
+) -> jax.Array:
     batch, length, heads, _ = rules.axes_of(QUERY, inputs.q.shape)
     among = math.prod(rules.mesh.shape[axis] for axis in heads)
     if inputs.k.shape[2] % among:  # each device's query heads must find their keys there
@@ -120,4 +120,4 @@ def flash_on_shards(rules: AxisRules, inputs: Inputs, interpret: bool = False) -
         (batch, length, heads, ()),
         check=False,  # JAX cannot tell what differs inside a kernel
     )
-    return hide_blind_queries(mixed, inputs)
+    return zero_fully_masked_queries(mixed, inputs)

@@ -11,7 +11,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import AUTOSELECTED, BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.attention import (
+    AUTOSELECTED,
+    AttentionInputs,
+    AttentionMask,
+    AttentionRequest,
+    BlockSizes,
+)
 from maxtext.kernels.decode import paged_attention
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages, packed_request
@@ -61,7 +67,7 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     scale: float
-    visibility: Visibility
+    mask: AttentionMask
     rope: RopeSpec | None = None
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
@@ -95,12 +101,12 @@ class AttentionSpec:
         if self.moba is not None:
             return None
         each = (self.kv_heads, self.head_dim)
-        return kept(self.visibility, size, **{KEY: each, VALUE: each})
+        return kept(self.mask, size, **{KEY: each, VALUE: each})
 
-    def request(self, length: int, dtype: str, platform: str) -> Request:
+    def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
         """What attention over packed rows of so many tokens asks for."""
         sizes = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
-        found = packed_request(platform, dtype, length, sizes, self.visibility)
+        found = packed_request(platform, dtype, length, sizes, self.mask)
         return replace(
             found, soft_cap=self.soft_cap, has_sinks=self.sinks, has_selection=self.moba is not None
         )
@@ -182,7 +188,7 @@ class Attention(nnx.Module):
         return x if self.spec.rope is None else rotate(x, positions, self.spec.rope)
 
     def select(self, q: jax.Array, k: jax.Array, inputs: LayerInputs) -> jax.Array | None:
-        """Which keys a query may see beside what visibility says."""
+        """Which keys a query may see besides what the mask allows."""
         if self.spec.moba is None:
             return None
         return moba_selection(
@@ -309,12 +315,12 @@ class Attention(nnx.Module):
         aux: Aux = {}
         if inputs.cache is not None:
             seen, aux["cache"] = extended(inputs, seen)
-        attention = Inputs(
+        attention = AttentionInputs(
             q=q,
             k=seen[KEY],
             v=seen[VALUE],
             scale=spec.scale,
-            **sight(spec.visibility, inputs, seen),
+            **sight(spec.mask, inputs, seen),
             selected=self.select(q, new[KEY], inputs),
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),

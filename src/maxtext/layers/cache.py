@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.kernels.quantized import dequantize, quantize
 from maxtext.layers.inputs import Cache, LayerInputs
 from maxtext.sharding import constrain
@@ -44,11 +44,11 @@ class CacheSize:
     scale_by_head: bool = False  # a scale for each head of a token
 
 
-def kept(visibility: Visibility, size: CacheSize, **sizes: tuple[int, ...]) -> Cache:
+def kept(mask: AttentionMask, size: CacheSize, **sizes: tuple[int, ...]) -> Cache:
     """An empty cache for named arrays, of which one token has so much, and a query sees so many
     tokens at most.
     """
-    places = min(size.length, visibility.window or size.length, visibility.chunk or size.length)
+    places = min(size.length, mask.window or size.length, mask.chunk or size.length)
     if places < size.length:
         return arrays(size.slots, places, size, sizes) | {
             POSITION: jnp.full((size.slots, places), -1, jnp.int32)
@@ -198,27 +198,27 @@ def laid_out(name: str, array: jax.Array) -> jax.Array:
     return constrain(array, "cache_batch", "cache_sequence", *each[: array.ndim - 2])
 
 
-def sight(visibility: Visibility, inputs: LayerInputs, seen: Arrays) -> dict[str, Any]:
+def sight(mask: AttentionMask, inputs: LayerInputs, seen: Arrays) -> dict[str, Any]:
     """Who sees whom, as attention is told: by the order of the row, or by positions where a cache
     holds the keys.
     """
     if inputs.cache is not None and not inputs.fresh:
         return {
-            "visibility": visibility,
+            "mask": mask,
             "q_positions": inputs.positions,
             "k_positions": seen[POSITION],
             "q_segments": (inputs.positions >= 0).astype(jnp.int32),
             "k_segments": (seen[POSITION] >= 0).astype(jnp.int32),
         }
     # Windows may be measured in the row; chunks start anew with each document.
-    by_chunk = inputs.positions if visibility.chunk else None
+    by_chunk = inputs.positions if mask.chunk else None
     return {
-        "visibility": replace(visibility, order=inputs.order),
+        "mask": replace(mask, order=inputs.order),
         "q_positions": by_chunk,
         "k_positions": by_chunk,
         "q_segments": inputs.segments,
         "k_segments": inputs.segments,
-        "most_segments": inputs.most_segments,
+        "max_segments": inputs.max_segments,
     }
 
 

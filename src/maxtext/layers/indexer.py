@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import (
-    Inputs,
+    AttentionInputs,
+    dense_head_mask,
+    dense_mask,
     largest_keys,
     map_queries,
-    mask,
-    mask_by_head,
     mean_weights,
     ties_depend_on_length,
 )
@@ -83,12 +83,12 @@ class Indexer(nnx.Module):
 
     def __call__(
         self,
-        attention: Inputs,
+        attention: AttentionInputs,
         x: jax.Array,
         query_latent: jax.Array,
         keys: jax.Array,
         inputs: LayerInputs,
-    ) -> tuple[Inputs, Aux]:
+    ) -> tuple[AttentionInputs, Aux]:
         """The attention with its keys chosen, and the loss, if any. x [B, S, E], query_latent [B,
         S, R]; keys [B, T, D] of all tokens that may be seen, from `keys`."""
         spec = self.spec
@@ -100,7 +100,7 @@ class Indexer(nnx.Module):
         )
         if choosing:
             chosen = constrain(
-                largest_keys(hide(scores, mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
+                largest_keys(hide(scores, dense_mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
                 "activation_batch_attn", None, "activation_length_attn", "activation_kv_length",
             )  # fmt: skip
             attention = replace(attention, selected=chosen)
@@ -146,11 +146,11 @@ def hide(scores: jax.Array, visible: jax.Array | None, value: float) -> jax.Arra
     return scores if visible is None else jnp.where(visible, scores, value)
 
 
-def divergence(scores: jax.Array, attention: Inputs) -> jax.Array:
+def divergence(scores: jax.Array, attention: AttentionInputs) -> jax.Array:
     """KL(weights of the attention ‖ softmax(scores)) over the keys that each query sees, the mean
     over real tokens.
     """
-    visible = mask_by_head(attention)
+    visible = dense_head_mask(attention)
     if visible is not None and visible.ndim == 4:
         visible = visible[:, 0]  # one choice for all heads
     target = mean_weights(attention)

@@ -33,7 +33,7 @@ class LayerInputs:
     aligned: bool = field(
         default=False, metadata={"static": True}
     )  # row b of the batch has page b of the cache
-    most_segments: int = field(
+    max_segments: int = field(
         default=0, metadata={"static": True}
     )  # of a row, padding is one; 0: not known
     reach: int = field(

@@ -24,7 +24,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import BlockSizes, Inputs, Request, Visibility, max_logits
+from maxtext.kernels.attention import (
+    AttentionInputs,
+    AttentionMask,
+    AttentionRequest,
+    BlockSizes,
+    max_logits,
+)
 from maxtext.layers.attend import attend, packed_request
 from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
 from maxtext.layers.indexer import IndexerSpec
@@ -54,7 +60,7 @@ class MlaSpec:
     scale: float  # of the logits, with YaRN's correction in it
     rope: RopeSpec
     norm: NormSpec  # of both latents
-    visibility: Visibility
+    mask: AttentionMask
     query_rank: int = 0  # 0: queries come straight from the input
     bias: bool = False  # of the projections to the latents and of the output
     soft_cap: float | None = None
@@ -93,14 +99,14 @@ class MlaSpec:
             }
         if self.indexer:
             sizes[INDEX_KEY] = (self.indexer.head_dim,)
-        return kept(self.visibility, size, **sizes)
+        return kept(self.mask, size, **sizes)
 
-    def request(self, length: int, dtype: str, platform: str) -> Request:
+    def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
         """What attention over packed rows of so many tokens asks for."""
         sizes = (self.heads, self.heads, self.nope_dim + self.rope_dim, self.value_dim)
         if self.latent:
             sizes = (self.heads, 1, self.kv_rank + self.rope_dim, self.kv_rank)
-        found = packed_request(platform, dtype, length, sizes, self.visibility)
+        found = packed_request(platform, dtype, length, sizes, self.mask)
         return replace(found, soft_cap=self.soft_cap, has_selection=self.indexer is not None)
 
 
@@ -151,12 +157,12 @@ class Mla(nnx.Module):
         k, v = (
             self.absorbed(seen[LATENT], seen[KEY_ROPE]) if spec.latent else (seen[KEY], seen[VALUE])
         )
-        attention = Inputs(
+        attention = AttentionInputs(
             q=q,
             k=k,
             v=v,
             scale=spec.scale,
-            **sight(spec.visibility, inputs, seen),
+            **sight(spec.mask, inputs, seen),
             soft_cap=spec.soft_cap,
             float32_logits=spec.float32_logits,
             float32_product=spec.float32_product,

@@ -7,7 +7,7 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.kernels.attention import BlockSizes, Visibility
+from maxtext.kernels.attention import AttentionMask, BlockSizes
 from maxtext.layers.attention import AttentionSpec, Moba
 from maxtext.layers.block import LayerSpec
 from maxtext.layers.engram import EngramSpec
@@ -86,16 +86,16 @@ def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -
     return replace(spec, **changes)
 
 
-def visibility(config: MaxTextConfig, kind: str | None = None) -> Visibility:
+def attention_mask(config: MaxTextConfig, kind: str | None = None) -> AttentionMask:
     """What a kind of layer sees; attention_type names the kinds of models whose layers are all
     alike.
     """
     kind = kind or KINDS[config.attention_type]
     if kind == "sliding":
-        return Visibility(window=config.sliding_window_size)
+        return AttentionMask(window=config.sliding_window_size)
     if kind == "chunk":
-        return Visibility(chunk=config.chunk_attn_window_size)
-    return Visibility(causal=kind != "unmasked")
+        return AttentionMask(chunk=config.chunk_attn_window_size)
+    return AttentionMask(causal=kind != "unmasked")
 
 
 def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: Any) -> AttentionSpec:
@@ -105,7 +105,7 @@ def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: An
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         scale=config.architecture.softmax_scale or 1 / math.sqrt(config.head_dim),
-        visibility=visibility(config, kind),
+        mask=attention_mask(config, kind),
         rope=rope_spec(config, kind or "full"),
         bias=config.attention_bias,
         out_bias=config.attention_bias,

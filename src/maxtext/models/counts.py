@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.kernels.attention import Visibility
+from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import AttentionSpec, Moba
 from maxtext.layers.engram import EngramSpec
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
@@ -82,16 +82,16 @@ def part_of(path: Sequence[str]) -> str:
     return next((part for part, marks in PARTS.items() if names.intersection(marks)), "other")
 
 
-def visible_keys(visibility: Visibility, length: int, most: int | None = None) -> float:
+def visible_keys(mask: AttentionMask, length: int, most: int | None = None) -> float:
     """The mean number of keys that a token of a sequence sees; `most`: no token sees more."""
     most = length if most is None else most
-    if not visibility.causal:
+    if not mask.causal:
         return min(length, most)
-    if visibility.window:
-        return ramp(length, min(visibility.window, most)) / length
-    if visibility.chunk:
-        whole, rest = divmod(length, visibility.chunk)  # chunks that each start anew
-        return (whole * ramp(visibility.chunk, most) + ramp(rest, most)) / length
+    if mask.window:
+        return ramp(length, min(mask.window, most)) / length
+    if mask.chunk:
+        whole, rest = divmod(length, mask.chunk)  # chunks that each start anew
+        return (whole * ramp(mask.chunk, most) + ramp(rest, most)) / length
     return ramp(length, most) / length
 
 
@@ -106,7 +106,7 @@ def moba_keys(moba: Moba, length: int) -> tuple[float, float]:
     from.
     """
     whole, rest = divmod(length, moba.chunk)
-    own = visible_keys(Visibility(chunk=moba.chunk), length)
+    own = visible_keys(AttentionMask(chunk=moba.chunk), length)
     tokens = [moba.chunk] * whole + [rest]
     before = sum(place * count for place, count in enumerate(tokens)) / length
     kept = sum(min(place, moba.top - 1) * count for place, count in enumerate(tokens)) / length
@@ -160,7 +160,7 @@ def _(spec: AttentionSpec, size: int, length: int) -> float:
     if spec.moba:
         seen, weighed = moba_keys(spec.moba, length)
     else:
-        seen, weighed = visible_keys(spec.visibility, length), 0.0
+        seen, weighed = visible_keys(spec.mask, length), 0.0
     return projections + spec.query_heads * spec.head_dim * (4 * seen + 2 * weighed)
 
 
@@ -170,7 +170,7 @@ def _(spec: MlaSpec, size: int, length: int) -> float:
     projections = size * query if not spec.query_rank else spec.query_rank * (size + query)
     projections += size * (spec.kv_rank + spec.rope_dim) + spec.heads * spec.value_dim * size
     projections += spec.kv_rank * spec.heads * (spec.nope_dim + spec.value_dim)
-    seen = visible_keys(spec.visibility, length)
+    seen = visible_keys(spec.mask, length)
     scoring = 0.0
     if spec.indexer and scores_keys(spec.indexer, length):
         projections += spec.indexer.heads * (spec.query_rank * spec.indexer.head_dim + size)
@@ -179,7 +179,7 @@ def _(spec: MlaSpec, size: int, length: int) -> float:
             2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * seen
         )  # products with keys, their weighted sum
         if spec.indexer.selecting:
-            seen = visible_keys(spec.visibility, length, spec.indexer.topk)
+            seen = visible_keys(spec.mask, length, spec.indexer.topk)
     width = spec.nope_dim + spec.rope_dim + spec.value_dim
     if spec.latent:
         width = 2 * spec.kv_rank + spec.rope_dim

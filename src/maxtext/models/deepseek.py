@@ -10,6 +10,7 @@ from maxtext.layers.block import LayerSpec
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.mla import MlaSpec
 from maxtext.models.common import (
+    attention_mask,
     attention_spec,
     backend,
     block_sizes,
@@ -19,7 +20,6 @@ from maxtext.models.common import (
     norm_spec,
     rope_spec,
     router_spec,
-    visibility,
 )
 
 LATENT_EPSILON = 1e-6  # of the norms inside attention, whatever the other norms have
@@ -55,7 +55,7 @@ def mla_spec(config: MaxTextConfig) -> MlaSpec:
         rope=rope_spec(config),
         norm=norm_spec(config, epsilon=LATENT_EPSILON),
         bias=config.attention_bias,
-        visibility=visibility(config),
+        mask=attention_mask(config),
         soft_cap=config.attn_logits_soft_cap or None,
         backend=backend(config),
         float32_logits=config.float32_logits,

@@ -82,7 +82,7 @@ def most_counted(setup: Setup) -> int:
     requests = [spec.request(*sizes) for spec in specs if isinstance(spec, AttentionSpec | MlaSpec)]
     able = [request for request in requests if cudnn.supports(request) is None]
     most = [
-        cudnn.most_packed(request.q_length, max(request.head_size, request.value_size))
+        cudnn.max_packed_segments(request.q_length, max(request.head_dim, request.v_head_dim))
         for request in able
     ]
     limit = max(most, default=1) - 1  # one is the padding after them

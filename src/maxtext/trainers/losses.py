@@ -92,7 +92,7 @@ def language_model_losses(
     model = bound(config, template, weights)
     # With the padding after them. See compiled.py, which sees to it that rows have no more.
     most = 0 if config.max_segments_per_seq < 0 else config.max_segments_per_seq + 1
-    inputs = replace(layer_inputs(config, batch, key), most_segments=most)
+    inputs = replace(layer_inputs(config, batch, key), max_segments=most)
     x, reports = model.run(batch["inputs"], inputs)
     around = {
         name: tree for name, tree in weights.items() if name != "layers"

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.attention import Visibility, attend
+from maxtext.kernels.attention import AttentionMask, attend
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.kernels.quantized import dequantize, quantize
 
@@ -53,7 +53,7 @@ def expected(q, pool, table, **options):
     )
     positions = jnp.asarray(POSITIONS)[:, None]
     return attend(
-        q[:, None].astype(jnp.float32), k, v, backend="dot_product", visibility=Visibility(), scale=0.3,
+        q[:, None].astype(jnp.float32), k, v, backend="dot_product", mask=AttentionMask(), scale=0.3,
         q_positions=positions, k_positions=jnp.broadcast_to(jnp.arange(REACH), (BATCH, REACH)),
         q_segments=(positions >= 0).astype(jnp.int32), k_segments=jnp.ones((BATCH, REACH), jnp.int32), **options,
     )[:, 0]  # fmt: skip
@@ -231,7 +231,7 @@ def test_spans_as_one(monkeypatch, splits, sinks):
     seen = random.random((2, 2, splits, 1)) < 0.7
     seen[:, :, 0] = True
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    largest = np.where(seen, logits.max(-1), decode.HIDDEN)
+    largest = np.where(seen, logits.max(-1), decode.MASK_VALUE)
     total = np.where(seen, weights.sum(-1), 0)
     mixed = np.where(seen[..., None], (weights[..., None] * values).sum(-2), 0)
     sink = random.normal(size=6) if sinks else None

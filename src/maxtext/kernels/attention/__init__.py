@@ -6,47 +6,52 @@ flash: the splash kernel on TPUs; lengths that are multiples of 128, positions b
 selection of keys. cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no
 sinks, no selection, positions by index.
 
-`compute` is `attend` from gathered `Inputs`, from which `max_logits` and `mean_weights` are had as
+`run_attention` is `attend` from gathered `AttentionInputs`, from which `max_logits` and `mean_weights` are had as
 well.
 """
 
-from maxtext.kernels.attention.checks import checked
+from maxtext.kernels.attention.checks import validate_inputs
 from maxtext.kernels.attention.dispatch import (
     AUTOSELECTED,
     BACKENDS,
     Backend,
     attend,
-    backend_for,
-    choose,
-    compute,
+    fastest_backend,
+    run_attention,
+    select_backend,
     try_backends,
 )
-from maxtext.kernels.attention.masks import hide_blind_queries, mask, mask_by_head
+from maxtext.kernels.attention.masks import dense_head_mask, dense_mask, zero_fully_masked_queries
 from maxtext.kernels.attention.queries import map_queries
-from maxtext.kernels.attention.request import BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.attention.request import (
+    AttentionInputs,
+    AttentionMask,
+    AttentionRequest,
+    BlockSizes,
+)
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
 from maxtext.kernels.attention.ties import largest_keys, ties_depend_on_length
 
 __all__ = [
     "AUTOSELECTED",
     "BACKENDS",
+    "AttentionInputs",
+    "AttentionMask",
+    "AttentionRequest",
     "Backend",
     "BlockSizes",
-    "Inputs",
-    "Request",
-    "Visibility",
     "attend",
-    "backend_for",
-    "checked",
-    "choose",
-    "compute",
-    "hide_blind_queries",
+    "dense_head_mask",
+    "dense_mask",
+    "fastest_backend",
     "largest_keys",
     "map_queries",
-    "mask",
-    "mask_by_head",
     "max_logits",
     "mean_weights",
+    "run_attention",
+    "select_backend",
     "ties_depend_on_length",
     "try_backends",
+    "validate_inputs",
+    "zero_fully_masked_queries",
 ]

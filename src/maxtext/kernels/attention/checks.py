@@ -9,36 +9,36 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.attention.request import Inputs
+from maxtext.kernels.attention.request import AttentionInputs
 
 
-def checked(inputs: Inputs) -> Inputs:
+def validate_inputs(inputs: AttentionInputs) -> AttentionInputs:
     """The same call with what it leaves open filled in and what says nothing left out; an error if
     it is malformed.
     """
     check_shapes(inputs)
     if inputs.k_segments is None:
         inputs = replace(inputs, k_segments=inputs.q_segments)
-    if not inputs.visibility.causal:
+    if not inputs.mask.causal:
         inputs = replace(inputs, q_positions=None, k_positions=None)  # nothing compares them
     if not inputs.custom_positions:
         longest = max(inputs.q.shape[1], inputs.k.shape[1])
-        inputs = replace(inputs, visibility=inputs.visibility.within(longest))
+        inputs = replace(inputs, mask=inputs.mask.within(longest))
     return inputs
 
 
-def check_shapes(inputs: Inputs) -> None:
+def check_shapes(inputs: AttentionInputs) -> None:
     q, k, v = inputs.q, inputs.k, inputs.v
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
-    batch, q_length, q_heads, head_size = q.shape
-    _, k_length, k_heads, value_size = v.shape
+    batch, q_length, q_heads, head_dim = q.shape
+    _, k_length, k_heads, v_head_dim = v.shape
     if inputs.k_segments is not None and inputs.q_segments is None:
         raise ValueError("k_segments need q_segments")
     k_segments = inputs.q_segments if inputs.k_segments is None else inputs.k_segments
     expected: tuple[tuple[str, Array | None, tuple[int, ...]], ...] = (
-        ("k", k, (batch, k_length, k_heads, head_size)),
-        ("v", v, (batch, k_length, k_heads, value_size)),
+        ("k", k, (batch, k_length, k_heads, head_dim)),
+        ("v", v, (batch, k_length, k_heads, v_head_dim)),
         ("q_positions", inputs.q_positions, (batch, q_length)),
         ("k_positions", inputs.k_positions, (batch, k_length)),
         ("q_segments", inputs.q_segments, (batch, q_length)),

@@ -12,7 +12,7 @@ with is_causal: without it JAX tells cuDNN only the left bound, and a query sees
 Segments: from Hopper on, cuDNN takes the places where they begin, and computes what lies inside
 them alone. It must be told how many there may be; each costs a little work, and a number for each
 query and head that is kept for the backward pass, whether it is there or not. So this is done where
-a row's segments are bounded, and by few (`most_packed`). JAX has it in a private module. Padding is
+a row's segments are bounded, and by few (`max_packed_segments`). JAX has it in a private module. Padding is
 a segment like others: what lies in none is not written, and could be anything. Else there is a
 dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size that
 JAX makes cuDNN write. It is far less than the [B, H, S, T] logits of dot_product, but it is
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxtext.common.gpu import target_capability
-from maxtext.kernels.attention.masks import hide_blind_queries, mask
-from maxtext.kernels.attention.request import Inputs, Request, Visibility
+from maxtext.kernels.attention.masks import dense_mask, zero_fully_masked_queries
+from maxtext.kernels.attention.request import AttentionInputs, AttentionMask, AttentionRequest
 
 # JAX's name of the forward computation. Rematerialization that keeps its outputs need not run it
 # again: the backward one needs a statistic of each query, too, which has no name of ours.
@@ -58,7 +58,7 @@ RIGHT_OFFSETS = (
 )  # the JAX whose offsets are right where heads share keys, jax-ml/jax#39521
 
 
-def supports(request: Request) -> str | None:
+def supports(request: AttentionRequest) -> str | None:
     """None, or why cuDNN cannot do it."""
     capability = (
         request.capability or "9.0"
@@ -73,41 +73,41 @@ def supports(request: Request) -> str | None:
     if request.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, not {request.dtype}"
     largest = LARGEST_HEAD.get(major, LARGEST_HEAD_ELSEWHERE)
-    head_size = max(request.head_size, request.value_size)
-    if head_size > largest or head_size % 8:
-        return f"its head size is a multiple of 8 up to {largest} on this GPU, not {head_size}"
+    head_dim = max(request.head_dim, request.v_head_dim)
+    if head_dim > largest or head_dim % 8:
+        return f"its head size is a multiple of 8 up to {largest} on this GPU, not {head_dim}"
     if request.soft_cap is not None:
         return "it has no soft cap"
     if request.has_sinks:
         return "it has no sinks"
     if request.has_selection:
         return "it takes no selection of keys"
-    if request.custom_positions or request.visibility.order is not None:
+    if request.custom_positions or request.mask.order is not None:
         return "it counts positions from 0 and takes no others"
-    if request.visibility.causal and request.q_length != request.k_length:
+    if request.mask.causal and request.q_length != request.k_length:
         return f"its causal mask needs as many queries as keys, not {request.q_length} and {request.k_length}"
     if request.q_length == 1:
         return "it has no gradient for a single query"
-    if request.visibility.chunk is not None and request.q_length % request.visibility.chunk:
-        return f"chunks of {request.visibility.chunk} do not divide {request.q_length} tokens"
+    if request.mask.chunk is not None and request.q_length % request.mask.chunk:
+        return f"chunks of {request.mask.chunk} do not divide {request.q_length} tokens"
     if request.has_segments and (request.q_length % 2 or request.k_length % 2):
         return "with segments it needs even lengths"
     return None
 
 
-def run(inputs: Inputs) -> Array:
-    if inputs.visibility.chunk is not None:
-        return run_chunks(inputs, inputs.visibility.chunk)
+def run(inputs: AttentionInputs) -> Array:
+    if inputs.mask.chunk is not None:
+        return run_chunks(inputs, inputs.mask.chunk)
     if inputs.q_segments is not None and inputs.is_self_attention and inputs.q.size < MOST_OFFSET:
         sizes = inputs.q.shape[1], max(inputs.q.shape[-1], inputs.v.shape[-1])
-        if 0 < inputs.most_segments <= most_packed(*sizes):
+        if 0 < inputs.max_segments <= max_packed_segments(*sizes):
             return run_packed(inputs)
     size = max(inputs.q.shape[-1], inputs.v.shape[-1])
-    visibility = inputs.visibility
-    window = None if visibility.window is None else (visibility.window - 1, 0)
+    mask = inputs.mask
+    window = None if mask.window is None else (mask.window - 1, 0)
     visible = None
     if inputs.q_segments is not None:
-        visible = mask(
+        visible = dense_mask(
             inputs
         )  # holds the window too: cuDNN before 9.10.2 takes no window next to a dense mask
         assert visible is not None
@@ -118,21 +118,21 @@ def run(inputs: Inputs) -> Array:
         pad_heads(inputs.v, size),
         mask=visible,
         scale=inputs.scale,
-        is_causal=visibility.causal,
+        is_causal=mask.causal,
         local_window_size=window,
         implementation="cudnn",
     )
-    return hide_blind_queries(output[..., : inputs.v.shape[-1]], inputs)
+    return zero_fully_masked_queries(output[..., : inputs.v.shape[-1]], inputs)
 
 
-def most_packed(length: int, head_size: int) -> int:
+def max_packed_segments(length: int, head_dim: int) -> int:
     """How many segments a row may have so that it pays to tell cuDNN of them: what is kept is then
     no larger than the output, of 16 bits."""
     major = int(target_capability().split(".")[0])
-    return min(length // TOKENS_OF_SEGMENT, head_size // 2) if major >= 9 else 0
+    return min(length // TOKENS_OF_SEGMENT, head_dim // 2) if major >= 9 else 0
 
 
-def run_packed(inputs: Inputs) -> Array:
+def run_packed(inputs: AttentionInputs) -> Array:
     from jax._src.cudnn import fused_attention_stablehlo as private
 
     size = max(inputs.q.shape[-1], inputs.v.shape[-1])
@@ -140,7 +140,7 @@ def run_packed(inputs: Inputs) -> Array:
     if jax.__version_info__ < RIGHT_OFFSETS:
         k, v = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
     assert inputs.q_segments is not None
-    starts, lengths, fits = runs(inputs.q_segments, inputs.most_segments)
+    starts, lengths, fits = runs(inputs.q_segments, inputs.max_segments)
     masks = private.MaskType
     output = private.dot_product_attention(
         q,
@@ -151,11 +151,11 @@ def run_packed(inputs: Inputs) -> Array:
         q_offsets=starts,
         kv_offsets=starts,
         scale=inputs.scale,
-        mask_type=masks.PADDING_CAUSAL if inputs.visibility.causal else masks.PADDING,
-        sliding_window_length=inputs.visibility.window,
+        mask_type=masks.PADDING_CAUSAL if inputs.mask.causal else masks.PADDING,
+        sliding_window_length=inputs.mask.window,
     )
     output = jnp.where(fits[:, None, None, None], output[..., : inputs.v.shape[-1]], jnp.nan)
-    return hide_blind_queries(output, inputs)
+    return zero_fully_masked_queries(output, inputs)
 
 
 def runs(segments: Array, most: int) -> tuple[Array, Array, Array]:
@@ -176,7 +176,7 @@ def runs(segments: Array, most: int) -> tuple[Array, Array, Array]:
     return starts, lengths, number[:, -1] < most
 
 
-def run_chunks(inputs: Inputs, chunk: int) -> Array:
+def run_chunks(inputs: AttentionInputs, chunk: int) -> Array:
     """Chunks do not see each other, so they are rows of a larger batch, causal inside."""
 
     def fold(array: Array) -> Array:
@@ -187,15 +187,15 @@ def run_chunks(inputs: Inputs, chunk: int) -> Array:
         shared = q_segments is k_segments
         q_segments = fold(q_segments)
         k_segments = q_segments if shared else fold(k_segments)
-    folded = Inputs(
+    folded = AttentionInputs(
         q=fold(inputs.q),
         k=fold(inputs.k),
         v=fold(inputs.v),
-        visibility=Visibility(causal=True),
+        mask=AttentionMask(causal=True),
         scale=inputs.scale,
         q_segments=q_segments,
         k_segments=k_segments,
-        most_segments=inputs.most_segments,
+        max_segments=inputs.max_segments,
     )
     return run(folded).reshape(*inputs.q.shape[:3], inputs.v.shape[-1])
 

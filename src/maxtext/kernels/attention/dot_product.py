@@ -16,20 +16,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.attention.masks import hide_blind_queries, mask_by_head
-from maxtext.kernels.attention.request import Inputs, Request
+from maxtext.kernels.attention.masks import dense_head_mask, zero_fully_masked_queries
+from maxtext.kernels.attention.request import AttentionInputs, AttentionRequest
 
-HIDDEN = -1e30  # finite, so that a row with nothing visible has a finite softmax and gradient
+MASK_VALUE = -1e30  # finite, so that a row with nothing visible has a finite softmax and gradient
 
 
-def supports(request: Request) -> str | None:
+def supports(request: AttentionRequest) -> str | None:
     del request
     return None
 
 
-def run(inputs: Inputs) -> Array:
+def run(inputs: AttentionInputs) -> Array:
     batch, q_length, q_heads, _ = inputs.q.shape
-    k_heads, value_size = inputs.v.shape[2:]
+    k_heads, v_head_dim = inputs.v.shape[2:]
     logits = masked_logits(inputs)
     weights = jax.nn.softmax(logits, axis=-1)
     if inputs.sinks is not None:
@@ -42,17 +42,17 @@ def run(inputs: Inputs) -> Array:
         output = jnp.einsum("bkst,btkv->bskv", weights, inputs.v)
     else:
         output = jnp.einsum("bkgst,btkv->bskgv", weights, inputs.v).reshape(
-            batch, q_length, q_heads, value_size
+            batch, q_length, q_heads, v_head_dim
         )
     output = output.astype(inputs.q.dtype)
-    return hide_blind_queries(output, inputs)
+    return zero_fully_masked_queries(output, inputs)
 
 
-def masked_logits(inputs: Inputs) -> Array:
+def masked_logits(inputs: AttentionInputs) -> Array:
     """What enters the softmax, in float32: [B, K, S, T], or [B, K, G, S, T] where query heads share
     keys.
     """
-    batch, q_length, q_heads, head_size = inputs.q.shape
+    batch, q_length, q_heads, head_dim = inputs.q.shape
     k_heads = inputs.k.shape[2]
     groups = q_heads // k_heads
     q, k = inputs.q, inputs.k
@@ -63,15 +63,15 @@ def masked_logits(inputs: Inputs) -> Array:
     if groups == 1:  # without that dimension: on CPUs one of size 1 makes the softmax much slower
         logits = jnp.einsum("bskd,btkd->bkst", q, k, preferred_element_type=logits_dtype)
     else:
-        q = q.reshape(batch, q_length, k_heads, groups, head_size)
+        q = q.reshape(batch, q_length, k_heads, groups, head_dim)
         logits = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=logits_dtype)
     logits = logits.astype(jnp.float32) * inputs.scale
     if inputs.soft_cap is not None:
         logits = inputs.soft_cap * jnp.tanh(logits / inputs.soft_cap)
-    visible = mask_by_head(inputs)
+    visible = dense_head_mask(inputs)
     if visible is None:
         return logits
     if visible.ndim == 4 and groups > 1:
         heads = (1, 1) if visible.shape[1] == 1 else (k_heads, groups)
         visible = visible.reshape(visible.shape[0], *heads, *visible.shape[2:])
-    return jnp.where(visible, logits, HIDDEN)
+    return jnp.where(visible, logits, MASK_VALUE)

@@ -27,11 +27,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxtext.kernels.attention.masks import hide_blind_queries
-from maxtext.kernels.attention.request import TILE, BlockSizes, Inputs, Request, Visibility
+from maxtext.kernels.attention.masks import zero_fully_masked_queries
+from maxtext.kernels.attention.request import (
+    TILE,
+    AttentionInputs,
+    AttentionMask,
+    AttentionRequest,
+    BlockSizes,
+)
 
 
-def supports(request: Request) -> str | None:
+def supports(request: AttentionRequest) -> str | None:
     """None, or why the kernel cannot do it."""
     if request.platform != "tpu":
         return f"it needs a TPU, and this is a {request.platform.upper()}"
@@ -43,17 +49,17 @@ def supports(request: Request) -> str | None:
         return "it takes no selection of keys"
     if request.custom_positions:
         return "it counts positions from 0 and takes no others"
-    if request.visibility.causal and request.q_length != request.k_length:
+    if request.mask.causal and request.q_length != request.k_length:
         return f"its causal mask needs as many queries as keys, not {request.q_length} and {request.k_length}"
     return None
 
 
-def run(inputs: Inputs, interpret: bool = False) -> Array:
+def run(inputs: AttentionInputs, interpret: bool = False) -> Array:
     kernel = make_kernel(inputs, inputs.q.shape[2], interpret=interpret)
-    return hide_blind_queries(run_kernel(kernel, inputs), inputs)
+    return zero_fully_masked_queries(run_kernel(kernel, inputs), inputs)
 
 
-def make_kernel(inputs: Inputs, heads: int, shards: int = 1, interpret: bool = False):
+def make_kernel(inputs: AttentionInputs, heads: int, shards: int = 1, interpret: bool = False):
     """The kernel for all queries and `heads` of their heads. It holds its mask as arrays; where
     queries are cut into `shards`, each works with a part of them (see layers/attend.py)."""
     # Imported here: Pallas takes a second to import, and only a TPU needs it.
@@ -61,7 +67,7 @@ def make_kernel(inputs: Inputs, heads: int, shards: int = 1, interpret: bool = F
 
     q_length, k_length = inputs.q.shape[1], inputs.k.shape[1]
     return splash.make_splash_mha(
-        splash.MultiHeadMask([splash_mask(inputs.visibility, q_length, k_length)] * heads),
+        splash.MultiHeadMask([splash_mask(inputs.mask, q_length, k_length)] * heads),
         block_sizes=splash_blocks(inputs.block_sizes or BlockSizes(), q_length // shards, k_length),
         attn_logits_soft_cap=inputs.soft_cap,
         head_shards=1,
@@ -72,7 +78,7 @@ def make_kernel(inputs: Inputs, heads: int, shards: int = 1, interpret: bool = F
     )
 
 
-def run_kernel(kernel: Callable[..., Array], inputs: Inputs) -> Array:
+def run_kernel(kernel: Callable[..., Array], inputs: AttentionInputs) -> Array:
     """Of the queries that the kernel is for. Queries without a visible key give anything."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -115,23 +121,23 @@ settled_rows = jax.custom_vjp(rows)
 settled_rows.defvjp(settle, go_back)
 
 
-def splash_mask(visibility: Visibility, q_length: int, k_length: int):
+def splash_mask(mask: AttentionMask, q_length: int, k_length: int):
     """The kernel's own mask where it has one; each is read block by block, never as a whole."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (q_length, k_length)
-    if not visibility.causal:
+    if not mask.causal:
         return splash.FullMask(shape)
-    if visibility.order is not None:
-        return ordered_mask(shape, visibility)
-    if visibility.window is not None:
-        return splash.LocalMask(shape, window_size=(visibility.window - 1, 0), offset=0)
-    if visibility.chunk is not None:
-        return ordered_mask(shape, visibility)
+    if mask.order is not None:
+        return ordered_mask(shape, mask)
+    if mask.window is not None:
+        return splash.LocalMask(shape, window_size=(mask.window - 1, 0), offset=0)
+    if mask.chunk is not None:
+        return ordered_mask(shape, mask)
     return splash.CausalMask(shape)
 
 
-def ordered_mask(shape: tuple[int, int], visibility: Visibility):
+def ordered_mask(shape: tuple[int, int], mask: AttentionMask):
     """A mask that the kernel has no class for: chunks, or tokens in an order of their own. The
     kernel looks at it block by block and keeps equal blocks once, so a chunk that is a multiple of
     the block size costs one triangle."""
@@ -139,7 +145,7 @@ def ordered_mask(shape: tuple[int, int], visibility: Visibility):
 
     class OrderedMask(splash.Mask):
         def __init__(self) -> None:
-            self.key = (shape, visibility)
+            self.key = (shape, mask)
 
         @property
         def shape(self) -> tuple[int, ...]:
@@ -147,15 +153,14 @@ def ordered_mask(shape: tuple[int, int], visibility: Visibility):
 
         def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
             rows, columns = (
-                visibility.positions(length)[part]
-                for part, length in zip(index, shape, strict=True)
+                mask.positions(length)[part] for part, length in zip(index, shape, strict=True)
             )
             rows, columns = rows[:, None], columns[None, :]
             visible = columns <= rows
-            if visibility.window is not None:
-                visible &= columns > rows - visibility.window
-            if visibility.chunk is not None:
-                visible &= rows // visibility.chunk == columns // visibility.chunk
+            if mask.window is not None:
+                visible &= columns > rows - mask.window
+            if mask.chunk is not None:
+                visible &= rows // mask.chunk == columns // mask.chunk
             return visible
 
         # Equal masks are processed once: for all heads, and by the cache that spares every further

@@ -8,10 +8,10 @@ differ by row, [B, 1 or H, S, T] with a selection of keys, and None when everyth
 import jax.numpy as jnp
 from jax import Array, lax
 
-from maxtext.kernels.attention.request import Inputs, Visibility
+from maxtext.kernels.attention.request import AttentionInputs, AttentionMask
 
 
-def mask(inputs: Inputs) -> Array | None:
+def dense_mask(inputs: AttentionInputs) -> Array | None:
     """True where positions and segments let a query see a key; a selection of keys is not in it."""
     by_position = position_mask(inputs)
     if inputs.q_segments is None or inputs.k_segments is None:
@@ -21,11 +21,11 @@ def mask(inputs: Inputs) -> Array | None:
     return same if by_position is None else by_position & same
 
 
-def mask_by_head(inputs: Inputs) -> Array | None:
+def dense_head_mask(inputs: AttentionInputs) -> Array | None:
     """True where a query may see a key, for all reasons together: [S, T], [B, 1, S, T] or [B, H, S,
     T].
     """
-    visible = mask(inputs)
+    visible = dense_mask(inputs)
     if visible is not None and visible.ndim == 3:
         visible = visible[:, None]
     if inputs.selected is None:
@@ -33,27 +33,25 @@ def mask_by_head(inputs: Inputs) -> Array | None:
     return inputs.selected if visible is None else inputs.selected & visible
 
 
-def position_mask(inputs: Inputs) -> Array | None:
-    visibility = inputs.visibility
-    if not visibility.causal:
+def position_mask(inputs: AttentionInputs) -> Array | None:
+    mask = inputs.mask
+    if not mask.causal:
         return None
-    q = positions(inputs.q_positions, inputs.q.shape[1], visibility)[..., :, None]
-    k = positions(inputs.k_positions, inputs.k.shape[1], visibility)[..., None, :]
+    q = positions(inputs.q_positions, inputs.q.shape[1], mask)[..., :, None]
+    k = positions(inputs.k_positions, inputs.k.shape[1], mask)[..., None, :]
     visible = k <= q
-    if visibility.window is not None:
-        visible &= k > q - visibility.window
-    if visibility.chunk is not None:
-        visible &= q // visibility.chunk == k // visibility.chunk
+    if mask.window is not None:
+        visible &= k > q - mask.window
+    if mask.chunk is not None:
+        visible &= q // mask.chunk == k // mask.chunk
     return visible
 
 
-def positions(given: Array | None, length: int, visibility: Visibility) -> Array:
+def positions(given: Array | None, length: int, mask: AttentionMask) -> Array:
     if given is not None:
         return given
     return (
-        lax.iota(jnp.int32, length)
-        if visibility.order is None
-        else jnp.asarray(visibility.positions(length))
+        lax.iota(jnp.int32, length) if mask.order is None else jnp.asarray(mask.positions(length))
     )
 
 
@@ -68,7 +66,7 @@ def largest(scores: Array, count: int) -> Array:
     return above | (equal & (jnp.cumsum(equal, axis=-1) <= missing))
 
 
-def hide_blind_queries(output: Array, inputs: Inputs) -> Array:
+def zero_fully_masked_queries(output: Array, inputs: AttentionInputs) -> Array:
     """Set to zero the [B, S, H, ...] output of every query that sees no key.
 
     A softmax over no key is undefined and each kernel makes something else of it: an average of
@@ -84,16 +82,16 @@ def hide_blind_queries(output: Array, inputs: Inputs) -> Array:
     )
 
 
-def seeing_queries(inputs: Inputs) -> Array | None:
+def seeing_queries(inputs: AttentionInputs) -> Array | None:
     """True for queries that see some key: [B, S], [S], or with a selection [B, S, 1 or H].
 
     None when all do, for reasons known before any value is.
     """
     if inputs.selected is not None:
-        visible = mask_by_head(inputs)
+        visible = dense_head_mask(inputs)
         assert visible is not None
         return visible.any(axis=-1).swapaxes(1, 2)
     if inputs.is_self_attention:  # a token sees itself, unless it is padding
         return None if inputs.q_segments is None else inputs.q_segments != 0
-    visible = mask(inputs)
+    visible = dense_mask(inputs)
     return None if visible is None else visible.any(axis=-1)

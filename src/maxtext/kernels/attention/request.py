@@ -4,8 +4,8 @@ the arrays.
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads (H is a multiple of
 K), D head size of queries and keys, Dv head size of values.
 
-`Visibility`, `BlockSizes` and `Request` are static and hashable: a back end says from a `Request`
-alone whether it can do the job. `Inputs` holds the arrays with the same options, for the back end
+`AttentionMask`, `BlockSizes` and `AttentionRequest` are static and hashable: a back end says from a `AttentionRequest`
+alone whether it can do the job. `AttentionInputs` holds the arrays with the same options, for the back end
 that was chosen.
 """
 
@@ -22,7 +22,7 @@ TILE = 128  # the lanes of a TPU register: every block of the flash kernel is a 
 
 
 @dataclass(frozen=True)
-class Visibility:
+class AttentionMask:
     """Which keys a query may see, before segments. Position i sees position j when
 
     causal: j <= i; window: also i - window < j; chunk: also floor(i / chunk) == floor(j / chunk).
@@ -44,12 +44,12 @@ class Visibility:
             if size is not None and size < 1:
                 raise ConfigError(f"The {name} of attention must be at least 1, not {size}.")
 
-    def within(self, length: int) -> "Visibility":
-        """The same visibility for positions 0..length-1: a window or chunk that covers them all
+    def within(self, length: int) -> "AttentionMask":
+        """The same mask for positions 0..length-1: a window or chunk that covers them all
         says nothing.
         """
         if max(self.window or 0, self.chunk or 0) >= length:
-            return Visibility(causal=True, order=self.order)
+            return AttentionMask(causal=True, order=self.order)
         return self
 
     def positions(self, length: int) -> np.ndarray:
@@ -113,7 +113,7 @@ class BlockSizes:
 
 
 @dataclass(frozen=True)
-class Request:
+class AttentionRequest:
     """The static facts of one call. The batch size is left out: no answer depends on it."""
 
     platform: str  # cpu, gpu or tpu
@@ -122,9 +122,9 @@ class Request:
     k_length: int
     q_heads: int
     k_heads: int
-    head_size: int
-    value_size: int
-    visibility: Visibility = Visibility()
+    head_dim: int
+    v_head_dim: int
+    mask: AttentionMask = AttentionMask()
     has_segments: bool = False
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -140,14 +140,14 @@ class Request:
             else f"{self.q_heads} over {self.k_heads}"
         )
         size = (
-            f"{self.head_size}"
-            if self.head_size == self.value_size
-            else f"{self.head_size}/{self.value_size}"
+            f"{self.head_dim}"
+            if self.head_dim == self.v_head_dim
+            else f"{self.head_dim}/{self.v_head_dim}"
         )
         return f"{self.q_length} x {self.k_length} tokens, {heads} heads of {size}"
 
     def describe(self) -> str:
-        words = [self.dtype, self.shape, self.visibility.describe()]
+        words = [self.dtype, self.shape, self.mask.describe()]
         words += ["segments"] * self.has_segments
         words += ["positions"] * self.custom_positions
         words += [f"soft cap {self.soft_cap:g}"] if self.soft_cap is not None else []
@@ -157,13 +157,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class AttentionInputs:
     """The arrays of one call and its options, as `attend` documents them."""
 
     q: Array  # [B, S, H, D]
     k: Array  # [B, T, K, D]
     v: Array  # [B, T, K, Dv]
-    visibility: Visibility
+    mask: AttentionMask
     scale: float
     q_positions: Array | None = None  # [B, S]
     k_positions: Array | None = None  # [B, T]
@@ -171,7 +171,7 @@ class Inputs:
     k_segments: Array | None = (
         None  # [B, T]; the very object q_segments where queries and keys share them
     )
-    most_segments: int = (
+    max_segments: int = (
         0  # runs of equal segments in a row, padding among them, at most; 0: not known
     )
     soft_cap: float | None = None

@@ -13,25 +13,25 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.attention.checks import checked
-from maxtext.kernels.attention.dot_product import HIDDEN, masked_logits
-from maxtext.kernels.attention.masks import mask_by_head, positions
+from maxtext.kernels.attention.checks import validate_inputs
+from maxtext.kernels.attention.dot_product import MASK_VALUE, masked_logits
+from maxtext.kernels.attention.masks import dense_head_mask, positions
 from maxtext.kernels.attention.queries import map_queries
-from maxtext.kernels.attention.request import Inputs
+from maxtext.kernels.attention.request import AttentionInputs
 
 
-def max_logits(inputs: Inputs) -> Array:
+def max_logits(inputs: AttentionInputs) -> Array:
     """[H], the largest logit of each head as it enters the softmax, over all rows, queries and the
     keys that they see; minus infinity where nothing is seen."""
 
-    def largest(part: Inputs) -> Array:
+    def largest(part: AttentionInputs) -> Array:
         return by_head(masked_logits(part), part).max(axis=-1).swapaxes(1, 2)
 
     found = by_block(largest, inputs).max(axis=(0, 1))
-    return jnp.where(found > HIDDEN, found, -jnp.inf)
+    return jnp.where(found > MASK_VALUE, found, -jnp.inf)
 
 
-def mean_weights(inputs: Inputs) -> Array:
+def mean_weights(inputs: AttentionInputs) -> Array:
     """[B, S, T], the softmax over the visible keys, averaged over heads; a query that sees nothing
     weighs nothing.
 
@@ -39,28 +39,28 @@ def mean_weights(inputs: Inputs) -> Array:
     are left out.
     """
 
-    def weights(part: Inputs) -> Array:
+    def weights(part: AttentionInputs) -> Array:
         found = by_head(jax.nn.softmax(masked_logits(part), axis=-1), part)
-        visible = mask_by_head(part)
+        visible = dense_head_mask(part)
         return (found if visible is None else jnp.where(visible, found, 0)).mean(axis=1)
 
     return by_block(weights, inputs)
 
 
-def by_head(array: Array, inputs: Inputs) -> Array:
+def by_head(array: Array, inputs: AttentionInputs) -> Array:
     """[B, K, G, S, T] or [B, K, S, T] as [B, H, S, T]."""
     return array.reshape(array.shape[0], inputs.q.shape[2], *array.shape[-2:])
 
 
-def by_block(function: Callable[[Inputs], Array], inputs: Inputs) -> Array:
+def by_block(function: Callable[[AttentionInputs], Array], inputs: AttentionInputs) -> Array:
     """function(inputs), [B, S, ...], computed for some of the queries and all keys at a time."""
-    inputs = checked(
+    inputs = validate_inputs(
         replace(inputs, q=jax.lax.stop_gradient(inputs.q), k=jax.lax.stop_gradient(inputs.k))
     )
     # A block does not know its place in the row, so the index that absent positions mean is written
     # out.
     q_positions = jnp.broadcast_to(
-        positions(inputs.q_positions, inputs.q.shape[1], inputs.visibility), inputs.q.shape[:2]
+        positions(inputs.q_positions, inputs.q.shape[1], inputs.mask), inputs.q.shape[:2]
     )
     selected = None if inputs.selected is None else inputs.selected.swapaxes(1, 2)
 

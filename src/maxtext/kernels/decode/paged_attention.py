@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from maxtext.common.gpu import is_nvidia
-from maxtext.kernels.attention.dot_product import HIDDEN
+from maxtext.kernels.attention.dot_product import MASK_VALUE
 
 MIN_ROWS = 16  # of a product on tensor cores, either way: fewer query heads are padded
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more spans cost more to combine
@@ -189,7 +189,7 @@ def combine_program(
         sums = sums * decay + (context_ref[at, :] * share[:, None]).sum(axis=0)
         return sums, above, whole * decay + (total_ref[at] * share).sum()
 
-    carry = jnp.zeros((size,), jnp.float32), jnp.float32(HIDDEN), jnp.float32(0)
+    carry = jnp.zeros((size,), jnp.float32), jnp.float32(MASK_VALUE), jnp.float32(0)
     if sinks:
         carry = carry[0], jnp.max(sinks[0][...]), jnp.float32(1)
     if many >= splits:
@@ -299,7 +299,7 @@ def attention_span(
         logits = triton.dot(q, pools["key"][slots, :].astype(q.dtype), trans_b=True) * scale
         logits = soft_capped(scaled(logits, pools, "key", slots))
         visible = k_positions < position
-        logits = jnp.where(visible[None, :], logits, HIDDEN)
+        logits = jnp.where(visible[None, :], logits, MASK_VALUE)
         above = jnp.maximum(largest, logits.max(axis=1))
         weights = jnp.where(visible[None, :], jnp.exp(logits - above[:, None]), 0)
         decay = jnp.exp(largest - above)
@@ -316,7 +316,7 @@ def attention_span(
     value = scaled(at_hand["value"], news, "value", ...)
     alone = (
         jnp.zeros((rows, 1), jnp.float32) + jnp.where(mine, value, 0)[None, :],
-        jnp.where(mine, soft_capped(scaled(logits, news, "key", ...)), HIDDEN),
+        jnp.where(mine, soft_capped(scaled(logits, news, "key", ...)), MASK_VALUE),
         jnp.where(mine, jnp.ones((rows,), jnp.float32), 0),
     )
     context, largest, total = jax.lax.fori_loop(first, last, read, alone)

@@ -272,7 +272,7 @@ def their_kinds(config: MaxTextConfig) -> list[str]:
     """layer_types of a model whose layers attend."""
     names = []
     for layer in layers(config):
-        seen = getattr(layer.attention, "visibility", None)
+        seen = getattr(layer.attention, "mask", None)
         kind = (
             "linear"
             if seen is None
