@@ -21,7 +21,8 @@ from maxtext.checkpoint.convert import registry, schema
 from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
 from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
-from maxtext.checkpoint.quantized import INTEGERS, QuantizedFolder, kernel_dtype
+from maxtext.checkpoint.former_names import match_names
+from maxtext.checkpoint.quantized import INTEGERS, SCALE, QuantizedFolder, kernel_dtype
 from maxtext.checkpoint.saver import MODEL_FILE
 from maxtext.checkpoint.stored import Stored
 from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
@@ -68,9 +69,9 @@ class Checkpoint:
     def weights(
         self, config: MaxTextConfig, places: Mapping[str, Place], dtype: np.dtype | None = None
     ) -> Any:
-        """Its tensors as weights of a model of ours."""
+        """Its tensors as the weights of a native model."""
         if self.table is None:
-            return self.folder
+            return under_current_names(self.folder, places)
         renamed = registry.canonical(self.folder.tensors, self.table)
         source = Renamed(self.folder, renamed)
         weights = from_hf(
@@ -85,6 +86,18 @@ class Checkpoint:
                 min(left_out),
             )
         return weights
+
+
+def under_current_names(source: Stream, places: Mapping[str, Place]) -> Stream:
+    """A source of native weights under the names that the model gives them now."""
+    quantized = source if isinstance(source, QuantizedFolder) else None
+    stored = source.tensors if quantized is None else quantized.folder.tensors
+    names = match_names(stored, {name + suffix for name in places for suffix in ("", SCALE)})
+    if all(name == stored_name for name, stored_name in names.items()):
+        return source
+    if quantized is not None:
+        return QuantizedFolder(Renamed(quantized.folder, names), quantized.dtype)
+    return Renamed(source, names)
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:

@@ -57,7 +57,7 @@ class QuantizedFolder:
     kernels' parts.
     """
 
-    folder: Folder
+    folder: Source
     dtype: str  # int8 or int4
 
     @classmethod
@@ -116,7 +116,7 @@ class QuantizedFolder:
 class Integers:
     """The integers of a folder's kernels, one in each place of an array."""
 
-    folder: Folder
+    folder: Source
     dtype: str
     scales: Mapping[str, Tensor]
 

@@ -3,7 +3,7 @@ into their shards.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
+from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.saver import RUN_FILE, Storage, position_file, quiet_orbax
 from maxtext.checkpoint.state import Name, named, nested
 from maxtext.checkpoint.tensors import Tensor
@@ -74,14 +75,21 @@ class Stored:
             for name, one in self.metadata.items()
         }
 
+    def tensors_named_as(self, expected: Collection[Name]) -> dict[Name, Tensor]:
+        """All stored tensors; those under a former name have the name that `expected` has."""
+        matched = match_names(self.tensors, expected)
+        return {name: self.tensors[stored] for name, stored in matched.items()}
+
     def read(
         self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: Storage | None = None
     ) -> dict[Name, Any]:
-        """These arrays, in their dtypes and shardings; without a sharding as numpy arrays. All must
-        be there.
+        """Restore these arrays in their dtypes and shardings, or as NumPy arrays where no sharding is
+        given. All must be stored, possibly under their former names.
         """
-        tree = nested(wanted)
-        how = nested({name: restore_args(leaf) for name, leaf in wanted.items()})
+        matched = match_names(self.metadata, wanted)
+        stored_names = {name: matched.get(name, name) for name in wanted}
+        tree = nested({stored_names[name]: leaf for name, leaf in wanted.items()})
+        how = nested({stored_names[name]: restore_args(leaf) for name, leaf in wanted.items()})
         handler = (storage or Storage()).handler()
         quiet_orbax()
         try:
@@ -92,7 +100,7 @@ class Stored:
             raise Damaged(
                 f"{self.path} cannot be read: {str(error).splitlines()[0][:300]}"
             ) from error
-        return {name: found[name] for name in wanted}
+        return {name: found[stored_names[name]] for name in wanted}
 
 
 def restore_args(leaf: Any) -> ocp.RestoreArgs:

@@ -84,6 +84,10 @@ class Renamed:
     def read(self, name: str) -> np.ndarray:
         return self.source.read(self.names[name])
 
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name in self.names:
+            yield name, self.read(name)
+
 
 def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return array if array.dtype == dtype else array.astype(dtype)

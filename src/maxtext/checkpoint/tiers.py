@@ -21,9 +21,10 @@ import numpy as np
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone, reason
 from maxtext.checkpoint.folders import OURS, Folder
+from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.integrity import verify, write_digest
 from maxtext.checkpoint.state import Name, shown
-from maxtext.checkpoint.tensors import FLOATS, Tensor
+from maxtext.checkpoint.tensors import FLOATS, Renamed, Source, Tensor
 from maxtext.checkpoint.weights import Bounds
 from maxtext.checkpoint.writer import write_ours
 from maxtext.common.errors import UserError
@@ -105,7 +106,13 @@ class LocalTier:
                 )
             if about["mesh"] != self.mesh:
                 raise UserError("it is of another mesh")
-            source = Folder.open(self.folder / str(step), OURS)
+            folder = Folder.open(self.folder / str(step), OURS)
+            expected = {
+                block
+                for name, leaf in wanted.items()
+                for block in local_blocks(name, leaf).values()
+            }
+            source = Renamed(folder, match_names(folder.tensors, expected))
             arrays = {name: assemble(source, name, leaf) for name, leaf in wanted.items()}
         except (OSError, ValueError, KeyError, UserError) as error:
             problem = reason(error)
@@ -165,13 +172,21 @@ class Part:
         yield from self.by_name.items()
 
 
-def assemble(source: Folder, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def local_blocks(name: Name, leaf: jax.ShapeDtypeStruct) -> dict[jax.Device, str]:
+    """The block of an array that each device of this process holds."""
+    assert leaf.sharding is not None
+    return {
+        device: block_name(name, bounds_of(index or (), leaf.shape))
+        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items()
+    }
+
+
+def assemble(source: Source, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """An array from the blocks of this process."""
     assert leaf.sharding is not None
     blocks: dict[str, np.ndarray] = {}
     parts = []
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        block = block_name(name, bounds_of(index or (), leaf.shape))
+    for device, block in local_blocks(name, leaf).items():
         if block not in source.tensors:
             raise UserError(f"it has no {block}: the model or its layout is another")
         dtype = source.tensors[block].dtype

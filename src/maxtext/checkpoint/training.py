@@ -47,8 +47,9 @@ class TrainingWeights:
             keys["max_target_length"] = learned.value
         config = load(None, from_python(keys), environ={}, devices=Devices(1), model=self.settings)
         places = find_places(make_template(config), segments(config))
+        stored = self.stored.tensors_named_as(set(map(self.leaf, places.values())))
         for place in places.values():
-            if self.leaf(place) not in self.stored.tensors:
+            if self.leaf(place) not in stored:
                 raise UserError(
                     f"{self.title} has no {shown(self.leaf(place))}, though its settings describe it"
                 )
@@ -58,9 +59,14 @@ class TrainingWeights:
         return (WEIGHTS, *words(place.path))
 
     @cached_property
+    def arrays(self) -> dict[Name, Tensor]:
+        """The stored arrays by their names in the model."""
+        return self.stored.tensors_named_as(set(map(self.leaf, self.places.values())))
+
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
         return {
-            name: Tensor(self.stored.tensors[self.leaf(place)].dtype, place.shape)
+            name: Tensor(self.arrays[self.leaf(place)].dtype, place.shape)
             for name, place in self.places.items()
         }
 
@@ -71,7 +77,7 @@ class TrainingWeights:
 
     def whole(self, name: Name) -> np.ndarray:
         if name not in self.kept:
-            tensor = self.stored.tensors[name]
+            tensor = self.arrays[name]
             self.kept[name] = self.stored.read(
                 {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)}
             )[name]

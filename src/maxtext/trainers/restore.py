@@ -245,10 +245,15 @@ def read(setup: Setup, stored: Stored, wanted: Callable[[Setup], dict[str, Any]]
     """The part of a checkpoint that a run wants, in the run's own layout."""
     like = wanted(setup)
     parts = tuple(like)
-    saved = {name: tensor for name, tensor in stored.tensors.items() if name[0] in parts}
     storage = Storage.of(setup.config)
     there = in_layout_of(setup, stored)
-    problems = differences(saved, tensors_of(named(wanted(there))))
+    expected = named(wanted(there))
+    saved = {
+        name: tensor
+        for name, tensor in stored.tensors_named_as(expected).items()
+        if name[0] in parts
+    }
+    problems = differences(saved, tensors_of(expected))
     if problems:
         refuse(stored, problems)
     if there is setup:
@@ -259,7 +264,7 @@ def read(setup: Setup, stored: Stored, wanted: Callable[[Setup], dict[str, Any]]
         stored.run["layout"],
     )
     old, new = (places_of(one.template, one.config) for one in (there, setup))
-    arrays = stored.read(named(wanted(there)), storage)
+    arrays = stored.read(expected, storage)
     with use_rules(setup.rules):
         return unnamed(like, relaid(arrays, old, new, named(like)))
 

@@ -58,11 +58,9 @@ def from_training(
         raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights: Any = (
-        checkpoint.folder
-        if wanted is None
-        else Recast(checkpoint.folder, dtypes_of(places, wanted))
-    )
+    weights = checkpoint.weights(config, places)
+    if wanted is not None:
+        weights = Recast(weights, dtypes_of(places, wanted))
     save_ours(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
 
 
@@ -81,11 +79,9 @@ def to_folder(
         raise UserError(f"{source} is a Hugging Face folder already")
     config, places = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights: Any = (
-        checkpoint.folder
-        if wanted is None
-        else Recast(checkpoint.folder, dtypes_of(places, wanted))
-    )
+    weights = checkpoint.weights(config, places)
+    if wanted is not None:
+        weights = Recast(weights, dtypes_of(places, wanted))
     save_theirs(
         out,
         config,
