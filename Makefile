@@ -36,7 +36,7 @@ format: .venv/test
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 .venv/base: .venv/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet -e ".[plot]"
 	@touch $@
 
 .venv/test: .venv/bin/python pyproject.toml

@@ -19,6 +19,8 @@ EXTRAS = [
     "parquet",
     "tensorboard",
     "wandb",
+    "plot",
+    "prometheus",
     "test",
 ]
 
@@ -32,6 +34,7 @@ def test_base_install_is_small():
         "transformers",
         "datasets",
         "matplotlib",
+        "prometheus-client",
     }
     assert list(PROJECT["optional-dependencies"]) == EXTRAS
 

@@ -13,6 +13,7 @@ import urllib.request
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxtext.common.errors import ConfigError, MissingExtra
@@ -287,33 +288,40 @@ def test_log_period_is_the_flush_interval(make_config):
 # Prometheus.
 
 
-def scrape(port: int) -> dict[str, str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        lines = answer.read().decode().splitlines()
-    values = dict(line.split() for line in lines if not line.startswith("#"))
-    assert [line for line in lines if line.startswith("#")] == [
-        f"# TYPE {name} gauge" for name in values
-    ]
-    return values
+def scrape(port: int) -> dict[str, float]:
+    """Gauges by name, read by prometheus_client's own parser."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=")
+        families = list(text_string_to_metric_families(response.read().decode()))
+    assert {family.type for family in families} <= {"gauge"}
+    return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def test_prometheus_shows_the_last_value_of_each_gauge():
+def test_prometheus_serves_the_latest_value_of_each_gauge():
     port = free_port()
     writer = Prometheus(port)
     try:
+        assert scrape(port) == {}
         writer.write({"step": 1, "loss": 2.5, "mfu": 0.4, "eval_loss": 3.0, "moe/lb-loss": 1e-7})
         writer.write({"step": 2, "loss": NAN, "mfu": None, "grad_norm": INFINITY})
-        assert scrape(port) == {
-            "maxtext_step": "2", "maxtext_loss": "NaN", "maxtext_eval_loss": "3.0", "maxtext_moe_lb_loss": "1e-07",
-            "maxtext_grad_norm": "+Inf",
-        }  # fmt: skip
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/other", timeout=5)
+        gauges = scrape(port)
+        assert np.isnan(gauges.pop("maxtext_loss"))
+        assert gauges == {
+            "maxtext_step": 2.0,
+            "maxtext_eval_loss": 3.0,
+            "maxtext_moe_lb_loss": 1e-7,
+            "maxtext_grad_norm": INFINITY,
+        }
     finally:
         writer.close()
     with pytest.raises(urllib.error.URLError):
         scrape(port)
+
+
+def test_prometheus_port_names_the_extra_if_the_client_is_missing(make_config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtra, match=r'prometheus_port=9 needs .*"maxtext\[prometheus\]"'):
+        make_writers(make_config(prometheus_port=9), environ={})
 
 
 # Weights & Biases.

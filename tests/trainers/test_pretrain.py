@@ -1,7 +1,11 @@
-"""What a run says before its first step."""
+"""What a run says before its first step, and what it leaves behind."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
+from maxtext.common.log import LOGGER
 from maxtext.trainers import pretrain
 
 GIB = 2**30
@@ -21,3 +25,15 @@ def test_the_bytes_of_a_state(configure):
     setup = pretrain.Setup.of(configure())
     weights = pretrain.parameter_count(setup.template.weights)
     assert 12 * weights <= pretrain.state_bytes(setup) <= 12 * weights + 100
+
+
+def test_training_without_matplotlib_only_lacks_the_plot(run_training, monkeypatch, log_messages):
+    LOGGER.setLevel("INFO")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = run_training("dataset_type=synthetic", "steps=1")
+    assert run.error is None
+    folder = Path(run.config.base_output_directory) / "it"
+    assert (folder / "summary.json").exists()
+    assert not (folder / "loss.png").exists()
+    (message,) = [message for message in log_messages if "loss.png" in message]
+    assert 'pip install "maxtext[plot]"' in message

@@ -16,6 +16,8 @@ EXTRA_OF = {
     "tiktoken": "text",
     "tensorflow_datasets": "tfds",
     "wandb": "wandb",
+    "matplotlib": "plot",
+    "prometheus_client": "prometheus",
     "libtpu": "tpu",
 }
 

@@ -1,158 +1,133 @@
-"""loss.png: the loss over the steps, drawn without a plotting package, so that every run has a
-picture of itself.
+"""loss.png: training and evaluation loss over the steps, drawn with matplotlib (extra `plot`).
 
-The loss of each step is pale, a moving average lies over it, evaluations are dots. The numbers at
-the top are where the curves end: the loss of the last step, as in summary.json, and the average
-("smoothed"). Losses that are not finite are left out; those beyond the 99.5th percentile, spikes
-mostly, run out of the frame instead of flattening the rest, and count as the percentile in the
-average.
+The loss of each step is drawn pale, a moving average on top of it, evaluations as markers. The
+legend has the last value of each curve; that of the training loss equals the one in summary.json.
+Non-finite losses are left out. The y axis ends at the 99.5th percentile, so that spikes leave the
+frame instead of flattening the curve, and the moving average counts them as that percentile.
 """
 
 import math
 import os
 from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxtext.common.extras import require
 from maxtext.common.files import atomic_writer
-from maxtext.diagnostics.canvas import Canvas, text_width
 
-WIDTH, HEIGHT = 900, 500
-LEFT, RIGHT, TOP, BOTTOM = 78, 876, 48, 442  # the frame of the curves
-BACKGROUND, GRID, FRAME, INK = (255, 255, 255), (233, 236, 240), (150, 156, 165), (66, 72, 82)
-RAW, SMOOTH, EVALUATION = (178, 205, 238), (30, 96, 180), (226, 106, 28)
-RAW_TEXT = (120, 160, 210)  # darker than the line, to be read
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SIZE_INCHES = (9.0, 5.0)
+DPI = 150
+RAW_COLOR, SMOOTH_COLOR, EVAL_COLOR = "#a9c8ec", "#1e60b4", "#e26a1c"
+LOG_SCALE_FROM = 10.0  # ratio of the largest to the smallest loss
+AGG_CHUNK_POINTS = 10_000  # Agg fails on very long paths unless it may split them
 
 Points = tuple[np.ndarray, np.ndarray]
-Range = tuple[float, float]
 
 
 def save_loss_png(
     path: str | os.PathLike,
     steps: Sequence[int],
     losses: Sequence[float | None],
-    eval_points: Iterable[tuple[int, float | None]] | None = None,
-    title: str = "loss",
+    eval_points: Iterable[tuple[int, float | None]] = (),
+    title: str = "",
 ) -> None:
-    """Draw losses over steps, and (step, loss) pairs of evaluations; complete or absent."""
-    training = finite_points(steps, losses)
-    pairs = list(eval_points or ())
-    evaluation = finite_points([step for step, _ in pairs], [loss for _, loss in pairs])
-    canvas = Canvas(WIDTH, HEIGHT, BACKGROUND)
-    x_range, y_range = ranges([curve for curve in (training, evaluation) if len(curve[0])])
-    draw_axes(canvas, x_range, y_range)
+    """Plot losses over steps, and the (step, loss) pairs of evaluations.
 
-    def placed(points: Points) -> Points:
-        return place(points[0], x_range, LEFT, RIGHT), place(points[1], y_range, BOTTOM, TOP)
-
-    frame = (TOP, BOTTOM)
-    legend = []
-    if len(training[0]):
-        smooth = moving_average(
-            np.minimum(training[1], usual_top(training[1])), len(training[1]) // 60
-        )
-        canvas.line(*placed(outline(training)), RAW, 0.4, frame)
-        canvas.line(*placed(outline((training[0], smooth))), SMOOTH, 1.4, frame)
-        canvas.dots(*placed((training[0][-1:], smooth[-1:])), SMOOTH, 3, frame)
-        legend.append((f"last {training[1][-1]:#.4g}", RAW_TEXT))
-        legend.append((f"smoothed {smooth[-1]:#.4g}", SMOOTH))
-    if len(evaluation[0]):
-        canvas.line(*placed(evaluation), EVALUATION, 0.4, frame)
-        canvas.dots(*placed(evaluation), EVALUATION, 4, frame)
-        legend.append((f"evaluation {evaluation[1][-1]:#.4g}", EVALUATION))
-    end: float = RIGHT
-    for words, color in reversed(legend or [("no finite losses", INK)]):
-        canvas.text(end, 20, words, color, align=1.0)
-        end -= text_width(words) + 28
-    room = int((end - LEFT) // text_width("x"))
-    canvas.text(LEFT, 20, title if len(title) <= room else title[: room - 2] + "..", INK)
-    with atomic_writer(path, "wb") as stream:
-        stream.write(canvas.png())
+    The file is written atomically. Raises MissingExtra if matplotlib is not installed.
+    """
+    matplotlib = require("matplotlib", "loss.png")
+    with matplotlib.rc_context({"agg.path.chunksize": AGG_CHUNK_POINTS}):
+        figure = loss_figure(steps, losses, eval_points, title)
+        with atomic_writer(path, "wb") as file:
+            figure.savefig(file, format="png")
 
 
-def draw_axes(canvas: Canvas, x_range: Range, y_range: Range) -> None:
-    across = ticks(*x_range, 8, whole=True)
-    for value, x in zip(across, place(np.array(across), x_range, LEFT, RIGHT), strict=True):
-        canvas.box(x, TOP, x, BOTTOM, GRID)
-        canvas.text(x, BOTTOM + 10, short(value), INK, align=0.5)
-    up = ticks(*y_range, 7)
-    for value, y in zip(up, place(np.array(up), y_range, BOTTOM, TOP), strict=True):
-        canvas.box(LEFT, y, RIGHT, y, GRID)
-        canvas.text(LEFT - 8, y - 6, short(value), INK, align=1.0)
-    canvas.box(LEFT, BOTTOM, RIGHT, BOTTOM, FRAME)
-    canvas.box(LEFT, TOP, LEFT, BOTTOM, FRAME)
-    canvas.text((LEFT + RIGHT) / 2, BOTTOM + 34, "step", INK, align=0.5)
+def loss_figure(
+    steps: Sequence[int],
+    losses: Sequence[float | None],
+    eval_points: Iterable[tuple[int, float | None]] = (),
+    title: str = "",
+) -> "Figure":
+    """The figure that `save_loss_png` writes. It uses no pyplot, hence no display and no state."""
+    figure = require("matplotlib.figure", "loss.png").Figure(
+        figsize=SIZE_INCHES, dpi=DPI, layout="constrained"
+    )
+    ticker = require("matplotlib.ticker", "loss.png")
+    axes = figure.add_subplot()
+    train = finite_points(steps, losses)
+    pairs = list(eval_points)
+    evals = finite_points([step for step, _ in pairs], [loss for _, loss in pairs])
+    if len(train[0]):
+        radius = len(train[1]) // 60
+        smooth = moving_average(np.minimum(train[1], typical_max(train[1])), radius)
+        last = f"each step (last {train[1][-1]:#.4g})"
+        axes.plot(*train, color=RAW_COLOR, linewidth=0.8, label=last)
+        last = f"moving average (last {smooth[-1]:#.4g})"
+        axes.plot(train[0], smooth, color=SMOOTH_COLOR, linewidth=1.8, label=last)
+    if len(evals[0]):
+        last = f"evaluation (last {evals[1][-1]:#.4g})"
+        axes.plot(*evals, color=EVAL_COLOR, linewidth=1.0, marker="o", markersize=4.5, label=last)
+    curves = [losses for _, losses in (train, evals) if len(losses)]
+    if curves:
+        set_loss_axis(axes, curves, ticker)
+        axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
+    else:
+        axes.text(0.5, 0.5, "no finite losses", transform=axes.transAxes, ha="center")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=9, integer=True))
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.margins(x=0.01)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title if len(title) <= 80 else f"{title[:79]}…", loc="left", parse_math=False)
+    axes.grid(which="major", color="#e9ecf0")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def set_loss_axis(axes: "Axes", curves: Sequence[np.ndarray], ticker: ModuleType) -> None:
+    """Limits without spikes; a logarithmic scale where losses span more than LOG_SCALE_FROM."""
+    low = min(float(losses.min()) for losses in curves)
+    high = max(typical_max(losses) for losses in curves)
+    if low > 0 and high / low > LOG_SCALE_FROM:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda loss, _: f"{loss:g}"))
+        axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+        margin = (high / low) ** 0.05
+        axes.set_ylim(low / margin, high * margin)
+    else:
+        padding = 0.05 * (high - low) or 0.5 * abs(high) or 0.5
+        axes.set_ylim(low - padding, high + padding)
 
 
 def finite_points(steps: Sequence[int], losses: Sequence[float | None]) -> Points:
-    """Points in the order of their steps, without those that have no number."""
-    x, y = (
-        np.asarray(steps, float),
-        np.asarray([math.nan if loss is None else loss for loss in losses], float),
-    )
-    keep = np.isfinite(y)
-    order = np.argsort(x[keep], kind="stable")
-    return x[keep][order], y[keep][order]
+    """(steps, losses) sorted by step, without losses that are None, NaN or infinite."""
+    x = np.asarray(steps, float)
+    y = np.asarray([math.nan if loss is None else loss for loss in losses], float)
+    finite = np.isfinite(y)
+    order = np.argsort(x[finite], kind="stable")
+    return x[finite][order], y[finite][order]
 
 
-def ranges(curves: Sequence[Points]) -> tuple[Range, Range]:
-    """What the axes span; a range of no width gets some."""
-    if not curves:
-        return (0.0, 1.0), (0.0, 1.0)
-    steps = np.concatenate([curve[0] for curve in curves])
-    low = min(float(curve[1].min()) for curve in curves)
-    high = max(usual_top(curve[1]) for curve in curves)
-    room = 0.05 * (high - low) or 0.5 * abs(high) or 0.5
-    x_room = 0.0 if steps.min() < steps.max() else 0.5
-    return (steps.min() - x_room, steps.max() + x_room), (low - room, high + room)
-
-
-def usual_top(losses: np.ndarray) -> float:
+def typical_max(losses: np.ndarray) -> float:
     return float(np.percentile(losses, 99.5))
 
 
-def place(values: np.ndarray, span: Range, start: float, end: float) -> np.ndarray:
-    """Data to pixels: the span's ends go to `start` and `end`."""
-    return start + (values - span[0]) / (span[1] - span[0]) * (end - start)
+def moving_average(values: np.ndarray, radius: int) -> np.ndarray:
+    """The mean over `radius` neighbours on each side.
 
-
-def moving_average(values: np.ndarray, reach: int) -> np.ndarray:
-    """The mean of `reach` neighbours on each side.
-
-    At the start, where losses fall steeply, fewer but as many on both sides; at the end only those
-    on the left, since the last number should not be that of one noisy batch.
+    The window shrinks symmetrically at the start, where losses fall steeply. At the end it is
+    one-sided, so that the last value is not that of a single noisy batch.
     """
     index = np.arange(len(values))
-    left = np.minimum(reach, index)
+    left = np.minimum(radius, index)
     right = np.minimum(left, len(values) - 1 - index)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     return (sums[index + right + 1] - sums[index - left]) / (left + right + 1)
-
-
-def outline(points: Points, buckets: int = RIGHT - LEFT) -> Points:
-    """A long curve by the lowest and highest value of each pixel column, which looks the same and
-    draws fast.
-    """
-    x, y = points
-    if len(x) <= 2 * buckets:
-        return points
-    starts = np.linspace(0, len(x), buckets, endpoint=False).astype(int)
-    extremes = np.stack([np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)], 1)
-    return np.repeat(x[starts], 2), extremes.reshape(-1)
-
-
-def ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
-    """At most about `count` round numbers (1, 2 or 5 times a power of ten) in the range."""
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    size = next(step * power for step in (1, 2, 5, 10) if step * power >= rough * 0.999)
-    size = max(size, 1.0) if whole else size
-    return [
-        number * size
-        for number in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)
-    ]
-
-
-def short(value: float) -> str:
-    """Four digits, and thousands as 20k."""
-    return f"{value / 1e3:.4g}k" if abs(value) >= 1e4 else f"{value:.4g}"

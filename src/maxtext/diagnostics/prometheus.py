@@ -1,82 +1,61 @@
-"""prometheus_port: the last value of each number as a gauge maxtext_<name>, in Prometheus' text
-format over HTTP.
+"""prometheus_port: the latest value of each metric as a gauge maxtext_<name> over HTTP.
 
-The server listens on every interface of this host, since the scraper is usually another one, and it
-only shows numbers. A gauge keeps its value until a record has a new one; None takes it away, since
-a stale value would mislead.
+The server (prometheus_client, extra `prometheus`) listens on all interfaces, because the scraper
+usually runs on another host. A gauge keeps its value until a record has a new one. A value of None
+removes the gauge, since a stale value would mislead.
 """
 
-import math
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from typing import Any
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.extras import require
 from maxtext.diagnostics.record import Record
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Prometheus:
+    """Serves metrics until `close`. Raises MissingExtra without prometheus_client, ConfigError if
+    the port is taken.
+    """
+
     def __init__(self, port: int):
-        gauges: dict[str, float | int] = {}
-        self.gauges = gauges
-        lock = threading.Lock()
-        self.lock = lock
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # seconds: a client that says nothing must not hold its thread for ever
-
-            def do_GET(self) -> None:
-                with lock:
-                    body = exposition(gauges).encode()
-                if self.path.split("?")[0] not in ("/", "/metrics"):
-                    self.send_error(404)
-                    return
-                self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """A line a scrape would drown the log."""
-
+        feature = f"prometheus_port={port}"
+        client = require("prometheus_client", feature)
+        self.gauge_family = require("prometheus_client.core", feature).GaugeMetricFamily
+        self.values: dict[str, float | int] = {}  # by gauge name
+        self.lock = threading.Lock()
+        registry = client.CollectorRegistry()  # not the global one, which has more metrics
+        registry.register(self)
         try:
-            self.server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
+            self.server, self.thread = client.start_http_server(port, registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"prometheus_port={port} cannot be opened: {error.strerror}; choose another port, or 0 for none"
+                f"prometheus_port={port} cannot be opened: {error.strerror}; "
+                "choose another port, or 0 for none"
             ) from error
-        self.server.daemon_threads = True
-        threading.Thread(
-            target=self.server.serve_forever, args=(0.1,), name="prometheus", daemon=True
-        ).start()
+
+    def collect(self) -> Iterator[Any]:
+        """The gauges, as prometheus_client asks for them at each scrape."""
+        with self.lock:
+            values = dict(self.values)
+        for name, value in values.items():
+            yield self.gauge_family(name, "Latest value recorded by the run.", value)
 
     def write(self, record: Record) -> None:
         with self.lock:
             for name, value in record.items():
                 if value is None:
-                    self.gauges.pop(gauge_name(name), None)
+                    self.values.pop(gauge_name(name), None)
                 else:
-                    self.gauges[gauge_name(name)] = value
+                    self.values[gauge_name(name)] = value
 
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
+        self.thread.join()
 
 
 def gauge_name(name: str) -> str:
     return "maxtext_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-
-
-def exposition(gauges: dict[str, float | int]) -> str:
-    return "".join(
-        f"# TYPE {name} gauge\n{name} {shown(value)}\n" for name, value in gauges.items()
-    )
-
-
-def shown(value: float | int) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return ("+Inf" if value > 0 else "-Inf") if math.isinf(value) else repr(value)

@@ -17,7 +17,7 @@ import jax
 from maxtext.checkpoint.agreement import SaveFailed
 from maxtext.checkpoint.saver import check_writable
 from maxtext.common import hardware, progress, signals
-from maxtext.common.errors import UserError
+from maxtext.common.errors import MissingExtra, UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
@@ -308,8 +308,9 @@ def summarise(
         if record.losses:
             steps, losses = zip(*record.losses, strict=True)
             path = os.path.join(run_folder(config), "loss.png")
-            save_loss_png(
-                path, steps, losses, eval_points=evaluations or None, title=config.run_name
-            )
-            LOGGER.info("wrote summary.json and loss.png to %s", run_folder(config))
+            try:
+                save_loss_png(path, steps, losses, evaluations, title=config.run_name)
+                LOGGER.info("wrote summary.json and loss.png to %s", run_folder(config))
+            except MissingExtra as error:
+                LOGGER.info("wrote summary.json to %s; %s", run_folder(config), error)
     return summary
