@@ -60,7 +60,7 @@ def derivation_inputs() -> set[str]:
 
 
 def test_every_listed_key_exists_and_once():
-    assert set(ledger.silent_keys()) <= set(MaxTextConfig.model_fields) - set(
+    assert set(ledger.inert_keys()) <= set(MaxTextConfig.model_fields) - set(
         DerivedValues.model_fields
     )
     import yaml
@@ -132,7 +132,7 @@ def test_acting_keys_are_read():
 
 
 def test_silent_keys_are_not_read():
-    read = set(ledger.silent_keys()) & read_outside()
+    read = set(ledger.inert_keys()) & read_outside()
     assert not read, f"code reads these, but the ledger says that they do not act: {sorted(read)}"
 
 
@@ -150,12 +150,12 @@ def test_the_default_of_a_silent_key_may_be_written_out():
     from maxtext.configs import text
 
     words = []
-    for key in ledger.silent_keys():
+    for key in ledger.inert_keys():
         value = text.plain(getattr(base_values(), key))
         words.append(f"{key}={value if isinstance(value, str) else text.compact(value)}")
     config = load(None, words, environ={}, devices=Devices(1))
     differing = [
-        key for key in ledger.silent_keys() if getattr(config, key) != getattr(base_values(), key)
+        key for key in ledger.inert_keys() if getattr(config, key) != getattr(base_values(), key)
     ]
     assert not differing
     assert config.source("gcs_metrics").kind == "command line"
@@ -172,7 +172,7 @@ def needs(name, *words):
     """What a verb that runs the model would refuse."""
     config = load(None, [f"model_name={name}", *words], environ={}, devices=Devices(1))
     try:
-        ledger.refuse_silent(config, base_values())
+        ledger.refuse_unsupported_model(config, base_values())
     except ConfigError as error:
         return str(error)
     return ""

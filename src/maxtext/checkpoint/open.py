@@ -32,12 +32,12 @@ from maxtext.checkpoint.writer import write_ours, write_theirs
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.log import LOGGER
-from maxtext.configs import text, types
+from maxtext.configs import rules, text, types
 from maxtext.configs.load import base_values
+from maxtext.configs.problems import ProblemKind
 from maxtext.configs.provenance import Layer, Source
 from maxtext.configs.sources import read_yaml
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.group import RULES
 from maxtext.layers.parameters import Template
 from maxtext.models.registry import segments
 
@@ -202,16 +202,15 @@ def model_text(config: MaxTextConfig) -> str:
         for key in text.KEYS_IN_ORDER
         if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)
     ]
-    # As a file it is a person's choice, and what a person may not choose, since it would do
-    # nothing, is left out.
-    probe = config.model_copy()
-    probe._sources = dict.fromkeys(type(config).model_fields, Source("file", "config.yml"))
-    problems = [
-        problem for rule in RULES if (problem := rule(probe)) and "would do nothing" in problem
-    ]
-    idle = {problem.partition("=")[0] for problem in problems}
+    # Loading the file refuses keys that have no effect, so they are not written.
+    as_file = config.attributed_to(Source("file", "config.yml"))
+    inert = {
+        problem.key
+        for problem in rules.check_settings(as_file)
+        if problem.kind is ProblemKind.INERT
+    }
     return "base_config: base.yml\n" + text.yaml_text(
-        config, (key for key in changed if key not in idle)
+        config, (key for key in changed if key not in inert)
     )
 
 

@@ -23,7 +23,6 @@ from maxtext.configs import fields, ledger, load, sources
 from maxtext.configs.load import base_values, wanted
 from maxtext.configs.provenance import Setting, Source
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.group import CHOSEN
 
 if TYPE_CHECKING:
     from maxtext.inference import LLM, Answer, Ask
@@ -83,7 +82,7 @@ class Answering:
         """Tokens that are kept for the prompt, where a person said how many; else prompt and answer
         share the room.
         """
-        chosen = self.config.source("max_prefill_predict_length").kind in CHOSEN
+        chosen = self.config.source("max_prefill_predict_length").is_user
         return self.config.max_prefill_predict_length if chosen else None
 
     def room(self, prompt: Sequence[int]) -> int:
@@ -138,12 +137,9 @@ def settle(place: str, path: str | None, words: Sequence[str]) -> Any:
     else:
         hint = sources.suggest(place, fields.choices("model_name"))
         raise ConfigError(f"{place!r} is neither a folder nor the name of a model{hint}")
-    ledger.refuse_silent(config, base_values())
+    ledger.refuse_unsupported_model(config, base_values())
     reserved = config.max_prefill_predict_length
-    if (
-        config.source("max_prefill_predict_length").kind in CHOSEN
-        and reserved >= config.max_target_length
-    ):
+    if config.source("max_prefill_predict_length").is_user and reserved >= config.max_target_length:
         raise ConfigError(
             f"max_prefill_predict_length={reserved} leaves nothing of max_target_length={config.max_target_length} "
             "for the answer: raise max_target_length"
@@ -196,7 +192,7 @@ def refuse(config: MaxTextConfig, verb: str, reasons: Mapping[str, str]) -> None
     problems = [
         f"{key}={ledger.shown(getattr(config, key))} ({config.source(key)}) would do nothing in `maxtext {verb}`: {why}"
         for key, why in reasons.items()
-        if config.source(key).kind in CHOSEN and getattr(config, key) != getattr(base_values(), key)
+        if config.source(key).is_user and getattr(config, key) != getattr(base_values(), key)
     ]
     if problems:
         raise ConfigError(*problems)

@@ -8,7 +8,7 @@ from typing import Any
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, load
 from maxtext.configs.derive import Devices
-from maxtext.configs.ledger import unmet_needs
+from maxtext.configs.ledger import unsupported_by_model
 from maxtext.configs.load import base_values
 from maxtext.models import make_template
 from maxtext.models.counts import active_count, breakdown, parameter_count
@@ -39,7 +39,7 @@ def row(name: str) -> tuple[str, ...]:
     config, weights = model(name)
     sizes = (len(layers(config)), config.emb_dim, config.vocab_size)
     counts = (parameter_count(weights), active_count(config, weights))
-    runs = "no" if unmet_needs(config, base_values()) else "yes"
+    runs = "no" if unsupported_by_model(config, base_values()) else "yes"
     return name, config.decoder_block.value, *(f"{number:,}" for number in (*sizes, *counts)), runs
 
 
@@ -50,7 +50,10 @@ def description(name: str) -> str:
     counts = breakdown(weights) | {"parameters": total, "active": active_count(config, weights)}
     rows = [(part, f"{count:,}", f"{count / total:.1%}") for part, count in counts.items()]
     title = f"{name}: {config.decoder_block.value}, {len(layers(config))} layers of width {config.emb_dim:,}"
-    needs = "".join(f"cannot run: {problem}\n" for problem in unmet_needs(config, base_values()))
+    needs = "".join(
+        f"cannot run: {problem.message}\n"
+        for problem in unsupported_by_model(config, base_values())
+    )
     return f"{title}, vocabulary {config.vocab_size:,}\n\n{aligned(rows, left=1)}\n{NOTE}\n{needs}"
 
 

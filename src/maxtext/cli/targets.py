@@ -37,7 +37,7 @@ def load_for_target(
         raise ConfigError(
             *error.problems, *([f"the target is {target}"] if about_devices else [])
         ) from error
-    ledger.refuse_silent(config, base_values())
+    ledger.refuse_unsupported_model(config, base_values())
     if topology and config.compile_topology_num_slices != target.slices:
         chosen = config.compile_topology_num_slices
         raise ConfigError(

@@ -21,7 +21,7 @@ def run(words: list[str]) -> int:
     # The configuration counts the devices of all processes, so they join first.
     world = processes.start(start_settings(path, sources.from_words(settings)))
     config = load(path, settings, model=checkpoint_model(path, sources.from_words(settings)))
-    ledger.refuse_silent(config, base_values())
+    ledger.refuse_unsupported_model(config, base_values())
     refuse_no_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
         raise ConfigError(

@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.problems import Problem, ProblemKind
+from maxtext.configs.provenance import USER_KINDS
 from maxtext.configs.sources import BASE, HERE
 from maxtext.configs.types import DerivedValues, Settings
-from maxtext.configs.types.group import CHOSEN
 from maxtext.configs.types.multimodal import (
     AudioEncoder,
     MultimodalGeneral,
@@ -22,9 +23,9 @@ from maxtext.configs.types.multimodal import (
 )
 from maxtext.configs.yaml_loader import YamlLoader
 
-# What no text model reads. With use_multimodal=false, model files may describe their images and
-# sounds all the same.
-BESIDE_TEXT = {
+# Keys that a text-only model never reads. A model's file may set them although
+# use_multimodal=false.
+MULTIMODAL_KEYS = {
     key
     for group in (MultimodalGeneral, VisionTower, VisionProjector, AudioEncoder)
     for key in group.model_fields
@@ -55,7 +56,7 @@ def table() -> dict[str, Any]:
 
 
 @cache
-def silent_keys() -> dict[str, Status]:
+def inert_keys() -> dict[str, Status]:
     """The keys that do not act."""
     return {
         key: Status(kind, section["reason"])
@@ -68,19 +69,24 @@ def silent_keys() -> dict[str, Status]:
 def status(key: str) -> Status:
     if key in DerivedValues.model_fields:
         return Status("computed")
-    return silent_keys().get(key, Status("acts"))
+    return inert_keys().get(key, Status("acts"))
 
 
 def problems(
     config: Settings,
     base: Settings,
-    sources: tuple[str, ...] = CHOSEN,
+    sources: tuple[str, ...] = USER_KINDS,
     excused: Collection[str] = (),
-) -> list[str]:
-    """A sentence for each key that was set from one of the sources and would be ignored."""
+) -> list[Problem]:
+    """A problem for each inert key that one of the sources sets."""
     return [
-        f"{key}={shown(getattr(config, key))} ({config.source(key)}) would be ignored: it {status}"
-        for key, status in silent_keys().items()
+        Problem(
+            key,
+            ProblemKind.UNSUPPORTED,
+            f"{key}={shown(getattr(config, key))} ({config.source(key)}) would be ignored: "
+            f"it {status}",
+        )
+        for key, status in inert_keys().items()
         if key not in excused
         and config.source(key).kind in sources
         and getattr(config, key)
@@ -88,20 +94,18 @@ def problems(
     ]
 
 
-def unmet_needs(config: Settings, base: Settings) -> list[str]:
-    """A sentence for each key of the model's file that does not act, so that the model cannot
-    run.
-    """
-    return problems(
-        config, base, sources=("model",), excused=() if config.use_multimodal else BESIDE_TEXT
-    )
+def unsupported_by_model(config: Settings, base: Settings) -> list[Problem]:
+    """A problem for each inert key that the model's file sets: the model cannot run."""
+    excused = () if config.use_multimodal else MULTIMODAL_KEYS
+    return problems(config, base, sources=("model",), excused=excused)
 
 
-def refuse_silent(config: Settings, base: Settings) -> None:
-    """For a verb that runs a model: what the model's file needs must act, too."""
-    if wrong := unmet_needs(config, base):
+def refuse_unsupported_model(config: Settings, base: Settings) -> None:
+    """Raise ConfigError if the model's file sets keys that do not act in this version."""
+    if unsupported := unsupported_by_model(config, base):
         raise ConfigError(
-            f"model_name={config.model_name} needs more than this version has", *wrong
+            f"model_name={config.model_name} needs more than this version has",
+            *(problem.message for problem in unsupported),
         )
 
 

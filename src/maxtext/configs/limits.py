@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxtext.common.files import UNPRINTABLE, path_problem
+from maxtext.configs.problems import Problem, ProblemKind
 from maxtext.configs.types import Settings
-from maxtext.configs.types.group import CHOSEN
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 FLOAT32_MAX = 3.4028234663852886e38
@@ -46,17 +46,16 @@ INNER_PATHS = {
 }
 
 
-def problems(config: Settings) -> list[str]:
-    """A sentence for each key whose value is beyond the limits of its type."""
-    return [
-        f"{key}={abbreviated(value)} ({config.source(key)}) {problem}"
-        for key, value in config
-        if (
-            problem := problem_of(
-                key, value, chosen=config.source(key).kind in (*CHOSEN, "derived")
-            )
-        )
-    ]
+def problems(config: Settings) -> list[Problem]:
+    """A problem for each key whose value is beyond the limits of its type."""
+    problems = []
+    for key, value in config:
+        source = config.source(key)
+        reason = problem_of(key, value, chosen=source.is_user or source.kind == "derived")
+        if reason:
+            message = f"{key}={abbreviated(value)} ({source}) {reason}"
+            problems.append(Problem(key, ProblemKind.OUT_OF_RANGE, message))
+    return problems
 
 
 def problem_of(key: str, value: Any, chosen: bool) -> str | None:

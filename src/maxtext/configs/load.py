@@ -12,11 +12,20 @@ from pydantic import ValidationError
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
-from maxtext.configs import architecture, derive, fields, ledger, limits, merge, sources
+from maxtext.configs import (
+    architecture,
+    derive,
+    fields,
+    ledger,
+    limits,
+    merge,
+    rules,
+    sources,
+)
+from maxtext.configs.problems import Problem, ProblemKind, raise_if_any
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
 from maxtext.configs.types.architecture import Architecture
-from maxtext.configs.types.group import CHOSEN, DERIVED_RULES, RANGES, RULES
 from maxtext.configs.yaml_loader import YamlLoader
 
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
@@ -50,19 +59,12 @@ def load(
     checked = validate(settings)
     checked._architecture = facts
     # The rules compute with these numbers, so they come after the ranges.
-    if problems := limits.problems(checked) + [
-        problem for rule in RANGES if (problem := rule(checked))
-    ]:
-        raise ConfigError(*problems)
-    problems = [problem for rule in RULES if (problem := rule(checked))] + ledger.problems(
-        checked, base_values()
-    )
-    if problems:
-        raise ConfigError(*problems)
+    raise_if_any(limits.problems(checked) + rules.check_ranges(checked))
+    raise_if_any(rules.check_settings(checked) + ledger.problems(checked, base_values()))
     devices = devices or derive.visible_devices()
     derived = derive.derive(checked, devices)
     free = settings["scan_layers"].source.kind == "default" and not any(
-        settings[key].source.kind in CHOSEN for key in OF_SCANS
+        settings[key].source.is_user for key in OF_SCANS
     )
     if devices.platform == "gpu" and free:
         # Scanned layers are a fifth slower there; very deep models would take too long to compile.
@@ -70,12 +72,8 @@ def load(
     complete = MaxTextConfig.model_construct(**{**dict(checked), **derived})
     complete._architecture = facts
     complete._sources.update(checked._sources, **{key: Source("derived") for key in derived})
-    if problems := limits.problems(complete):
-        raise ConfigError(*problems)
-    problems = refuse_derived(settings, complete)
-    problems += [problem for rule in DERIVED_RULES if (problem := rule(complete))]
-    if problems:
-        raise ConfigError(*problems)
+    raise_if_any(limits.problems(complete))
+    raise_if_any(check_computed_keys(settings, complete) + rules.check_derived(complete))
     return complete
 
 
@@ -191,13 +189,17 @@ def validate(settings: Layer) -> Settings:
     return checked
 
 
-def refuse_derived(settings: Layer, complete: MaxTextConfig) -> list[str]:
-    """Computed keys may stand in a file, as `maxtext config` writes it, but only with the value
-    they have anyway.
+def check_computed_keys(settings: Layer, complete: MaxTextConfig) -> list[Problem]:
+    """A file may contain computed keys, as `maxtext config` writes it, but only with the value
+    that they are computed to.
     """
     return [
-        f"{key}={settings[key].value!r} ({settings[key].source}) cannot be set, it is computed and comes to "
-        f"{getattr(complete, key)!r}: {ledger.meaning(key)}"
+        Problem(
+            key,
+            ProblemKind.CONFLICT,
+            f"{key}={settings[key].value!r} ({settings[key].source}) cannot be set, it is computed "
+            f"and comes to {getattr(complete, key)!r}: {ledger.meaning(key)}",
+        )
         for key in DerivedValues.model_fields
         if not fields.is_none(settings[key].value)
         and settings[key].source.kind != "default"

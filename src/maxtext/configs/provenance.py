@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+# Kinds of source that a user writes. A model's file describes the model, a default nobody chose.
+USER_KINDS = ("file", "environment", "command line", "python")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -13,6 +16,13 @@ class Source:
     kind: str
     place: str = ""
     line: int | None = None
+
+    @property
+    def is_user(self) -> bool:
+        """Whether a user set the value: in a file, the environment, on the command line or in
+        Python.
+        """
+        return self.kind in USER_KINDS
 
     def __str__(self) -> str:
         place = f"{self.place}:{self.line}" if self.line else self.place

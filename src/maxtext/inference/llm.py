@@ -29,7 +29,6 @@ from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.group import CHOSEN
 from maxtext.inference.engine import BLOCK, Programs
 from maxtext.inference.sampling import Sampling
 from maxtext.inference.scheduler import Request, Scheduler, power, rounded
@@ -378,7 +377,7 @@ class LLM:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The one that tokenizer_path names, or that came with the folder."""
-        if self.config.source("tokenizer_path").kind in CHOSEN:
+        if self.config.source("tokenizer_path").is_user:
             return load_tokenizer(self.config)
         return find_tokenizer(self.origin[0])
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.group import CHOSEN
 from maxtext.tokenizers import hub
 from maxtext.tokenizers.byte import BYTES, ByteTokenizer
 from maxtext.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -41,7 +40,7 @@ def load_tokenizer(config: MaxTextConfig) -> Tokenizer:
     published tokenizer.
     """
     path = (config.tokenizer_path or "").strip() or "byte"
-    kind = config.tokenizer_type.value if config.source("tokenizer_type").kind in CHOSEN else None
+    kind = config.tokenizer_type.value if config.source("tokenizer_type").is_user else None
     if path.lower() == "byte":
         tokenizer: Tokenizer = ByteTokenizer(specials=config.vocab_size != BYTES)
         remedy = f", or to {BYTES} for plain bytes without special tokens"

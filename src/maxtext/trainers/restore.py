@@ -37,7 +37,6 @@ from maxtext.checkpoint.tiers import LocalTier
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.group import CHOSEN
 from maxtext.input_pipeline import BatchIterator, join_states
 from maxtext.models.transformer import make_template
 from maxtext.optimizers import make_optimizer
@@ -151,7 +150,7 @@ def check_layout(config: MaxTextConfig, path: Path) -> None:
     """A person who says what kind of checkpoint it is must be right; else it is found out."""
     found = "orbax" if steps.is_checkpoints(path) else "safetensors"
     said = config.source_checkpoint_layout
-    if config.source("source_checkpoint_layout").kind in CHOSEN and said != found:
+    if config.source("source_checkpoint_layout").is_user and said != found:
         raise ConfigError(
             f"source_checkpoint_layout={said}, but {path} holds {found}: leave the key out"
         )

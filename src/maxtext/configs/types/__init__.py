@@ -1,6 +1,6 @@
 """All configuration keys as pydantic groups, and MaxTextConfig, which has them all."""
 
-from typing import cast
+from typing import Self, cast
 
 from pydantic import PrivateAttr
 
@@ -209,6 +209,12 @@ class Settings(
         line, derived.
         """
         return self._sources[key]
+
+    def attributed_to(self, source: Source) -> Self:
+        """A copy in which every key counts as set by `source`."""
+        copy = self.model_copy()
+        copy._sources = dict.fromkeys(type(self).model_fields, source)
+        return copy
 
     @property
     def architecture(self) -> Architecture:

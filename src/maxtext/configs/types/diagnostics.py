@@ -1,7 +1,7 @@
 """Profiles, dumps, metrics and monitoring."""
 
 from maxtext.configs.types.enums import ProfilerType, XProfTPUPowerTraceMode
-from maxtext.configs.types.group import Group, in_range, rule
+from maxtext.configs.types.group import Group
 
 
 class Profiling(Group):
@@ -100,23 +100,3 @@ class Tensorboard(Group):
     use_vertex_tensorboard: bool = False
     vertex_tensorboard_project: str | None = ""
     vertex_tensorboard_region: str | None = ""
-
-
-in_range(
-    1, None, "profiler_steps", "stack_trace_interval_seconds", "goodput_upload_interval_seconds"
-)
-in_range(1, None, "step_deviation_interval_seconds", "heartbeat_reporting_interval_in_seconds")
-in_range(0, None, "skip_first_n_steps_for_profiler", "record_internal_nn_metrics")
-in_range(1, None, "profile_periodically_period", special=(-1,))
-in_range(0, None, "dump_step", special=(-1,))
-in_range(0, 65535, "prometheus_port", "jax_profiler_port")
-
-
-@rule
-def periodic_profiles_do_not_overlap(c):
-    if 0 < c.profile_periodically_period < c.profiler_steps:
-        return (
-            f"profile_periodically_period={c.profile_periodically_period} is below profiler_steps={c.profiler_steps}: "
-            "a profile would start before the last one ended"
-        )
-    return None

@@ -1,6 +1,6 @@
 """Images, video and audio beside text."""
 
-from maxtext.configs.types.group import Group, in_range, rule
+from maxtext.configs.types.group import Group
 
 
 class MultimodalGeneral(Group):
@@ -76,34 +76,3 @@ class AudioEncoder(Group):
     num_conv_layers_for_audio: int = 3
     max_timescale_for_audio: float = 10000.0
     max_sample_len_for_audio: int = 10000
-
-
-in_range(1, None, "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit")
-in_range(
-    1,
-    None,
-    "patch_size_for_vit",
-    "num_channels_for_vit",
-    "d_model_for_audio",
-    "encoder_attention_heads_for_audio",
-)
-in_range(
-    0, 1, "projector_dropout_for_vit", "attention_dropout_for_audio", "activation_dropout_for_audio"
-)
-
-
-@rule
-def vision_heads_divide_the_width(c):
-    if c.use_multimodal and c.hidden_size_for_vit % c.num_attention_heads_for_vit:
-        return (
-            f"hidden_size_for_vit={c.hidden_size_for_vit} is not a multiple of "
-            f"num_attention_heads_for_vit={c.num_attention_heads_for_vit}"
-        )
-    return None
-
-
-@rule
-def mrope_has_three_sections(c):
-    if c.use_mrope and len(c.mrope_section) != 3:
-        return f"mrope_section={c.mrope_section} needs three numbers: time, height, width"
-    return None

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from maxtext.configs.types.group import Group, in_range, rule
+from maxtext.configs.types.group import Group
 
 
 class RLHardware(Group):
@@ -104,27 +104,3 @@ class SpecialTokens(Group):
     reasoning_end_token: str = "</reasoning>"
     solution_start_token: str = "<answer>"
     solution_end_token: str = "</answer>"
-
-
-in_range(
-    0,
-    1,
-    "trainer_devices_fraction",
-    "sampler_devices_fraction",
-    "hbm_utilization_vllm",
-    "train_fraction",
-)
-in_range(
-    1, None, "num_generations", "num_iterations", "batch_size", "num_batches", "max_concurrency"
-)
-in_range(0, None, "grpo_beta", "grpo_epsilon", "epsilon_high", "off_policy_steps")
-in_range(1, None, "train_micro_batch_size", "rollout_micro_batch_size", special=(-1,))
-
-
-@rule
-def trainer_and_sampler_share_the_devices(c):
-    if c.trainer_devices_fraction + c.sampler_devices_fraction > 1 and not (
-        c.trainer_devices_fraction == c.sampler_devices_fraction == 1
-    ):
-        return "trainer_devices_fraction + sampler_devices_fraction is above 1: split the devices, or set both to 1"
-    return None

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from maxtext.configs.types.group import Group, acts_only, in_range, rule
+from maxtext.configs.types.group import Group
 
 
 class RunInfo(Group):
@@ -121,22 +121,3 @@ class Debug(Group):
     """Switches for verbose output of single subsystems."""
 
     rl: bool = False
-
-
-in_range(1, None, "jax_distributed_initialization_timeout")
-in_range(1, None, "compile_topology_num_slices", special=(-1,))
-acts_only(lambda c: c.compile_topology, "compile_topology", "compile_topology_num_slices")
-
-
-@rule
-def topology_has_its_slices(c):
-    if c.compile_topology and c.compile_topology_num_slices == -1:
-        return f"compile_topology={c.compile_topology} needs compile_topology_num_slices: how many slices, such as 1"
-    return None
-
-
-@rule
-def one_program_is_compiled_ahead(c):
-    if c.compiled_trainstep_file and c.enable_rampup_batch_size:
-        return "compiled_trainstep_file holds one program, and enable_rampup_batch_size needs one a size: leave one out"
-    return None

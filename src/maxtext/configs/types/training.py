@@ -1,12 +1,11 @@
 """The training loop, optimizers, and fine-tuning methods."""
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from maxtext.configs.types.enums import LearningRateScheduleType, OptimizerType, WsdDecayStyle
-from maxtext.configs.types.group import Group, acts_only, in_range, rule
+from maxtext.configs.types.group import Group
 
 
 class TrainingLoop(Group):
@@ -101,75 +100,3 @@ class Distillation(Group):
     distill_weights_copy_map: dict[str, Any] = Field(default_factory=dict)
     distill_student_weights_share_map: dict[str, Any] = Field(default_factory=dict)
     student_params_to_update: None | list = None
-
-
-in_range(1, None, "steps", "log_period", "skip_step_scaling_factor")
-in_range(1, None, "eval_interval", "eval_steps", "learning_rate_schedule_steps", special=(-1,))
-in_range(0, 1, "learning_rate_final_fraction", "warmup_steps_fraction", "wsd_decay_steps_fraction")
-in_range(
-    0,
-    1,
-    "adam_b1",
-    "adam_b2",
-    "muon_beta",
-    "distill_alpha",
-    "distill_alpha_end",
-    "dpo_label_smoothing",
-)
-in_range(
-    0,
-    None,
-    "adam_eps",
-    "adam_eps_root",
-    "adam_weight_decay",
-    "muon_weight_decay",
-    "dpo_beta",
-    "distill_beta",
-)
-in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
-in_range(0, 0.99, "dropout_rate")
-
-acts_only(lambda c: c.eval_interval > 0, "eval_interval", "eval_steps", "target_eval_loss")
-
-
-@rule
-def warmup_and_decay_fit_in_the_schedule(c):
-    if (
-        c.lr_schedule_type.value == "wsd"
-        and c.warmup_steps_fraction + c.wsd_decay_steps_fraction > 1
-    ):
-        return "warmup_steps_fraction + wsd_decay_steps_fraction is above 1: the two phases overlap"
-    return None
-
-
-@rule
-def mu_dtype_is_a_float(c):
-    if c.mu_dtype not in ("", "float32", "bfloat16", "float16"):
-        return f"mu_dtype={c.mu_dtype!r} is not known: use float32, bfloat16, float16, or empty for the weights' own"
-    return None
-
-
-@rule
-def one_fine_tuning_method(c):
-    chosen = [key for key in ("use_dpo", "use_sft", "use_grpo") if getattr(c, key)]
-    return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
-
-
-@rule
-def temperature_is_positive(c):
-    if c.distill_temperature <= 0 or (
-        c.distill_temperature_end is not None and c.distill_temperature_end <= 0
-    ):
-        return "distill_temperature and distill_temperature_end must be above 0"
-    return None
-
-
-@rule
-def patterns_are_regular_expressions(c):
-    for key in ("adamw_mask", "trainable_parameters_mask"):
-        for pattern in getattr(c, key):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                return f"{key}: {pattern!r} is not a regular expression ({error})"
-    return None

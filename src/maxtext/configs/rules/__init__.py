@@ -1,0 +1,34 @@
+"""Cross-checks of a configuration: one module for each module of key groups in `types`."""
+
+from maxtext.configs.problems import Problem
+from maxtext.configs.rules import (
+    attention,
+    checkpointing,
+    data,
+    diagnostics,
+    inference,
+    model,
+    moe,
+    multimodal,
+    parallelism,
+    rl,
+    run,
+    training,
+)
+from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES, problems
+from maxtext.configs.types import MaxTextConfig, Settings
+
+
+def check_ranges(settings: Settings) -> list[Problem]:
+    """Keys outside of their range."""
+    return problems(RANGES, settings)
+
+
+def check_settings(settings: Settings) -> list[Problem]:
+    """Settings that do not fit together. Assumes that the ranges hold."""
+    return problems(RULES, settings)
+
+
+def check_derived(config: MaxTextConfig) -> list[Problem]:
+    """Settings that do not fit the derived values."""
+    return problems(DERIVED_RULES, config)

@@ -1,0 +1,295 @@
+"""Cross-checks of the attention keys."""
+
+from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
+from maxtext.configs.types import Settings
+from maxtext.configs.types.blocks import (
+    DELTA_NETS,
+    KINDS,
+    PATTERNS,
+    attends,
+    block,
+    custom_remat,
+    in_turn,
+    latent,
+    plainly_attends,
+    rotates,
+    sees,
+)
+
+one_of(
+    "attention",
+    "autoselected",
+    "dot_product",
+    "flash",
+    "cudnn_flash_jax",
+    "cudnn_flash_te",
+    "paged",
+    "vllm_rpa",
+)
+in_range(1, None, "moba_chunk_size", "moba_topk", "ragged_block_size", "qk_clip_threshold")
+in_range(0, 1, "partial_rotary_factor")
+in_range(1, None, "gdn_conv_kernel_dim", "gdn_key_head_dim", "gdn_value_head_dim", "gdn_chunk_size")
+in_range(1, None, "gdn_num_key_heads", "gdn_num_value_heads")
+in_range(1, None, "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+in_range(1, None, "indexer_head_dim", "indexer_n_heads", "indexer_topk")
+in_range(0, None, "indexer_loss_scaling_factor", "global_num_kv_heads")
+in_range(
+    1, None, "pagedattn_num_pages", "pagedattn_tokens_per_page", "pagedattn_pages_per_compute_block"
+)
+in_range(
+    1,
+    None,
+    "sa_block_q",
+    "sa_block_kv",
+    "sa_block_kv_compute",
+    "sa_block_q_dkv",
+    "sa_block_kv_dkv",
+    "sa_block_kv_dkv_compute",
+    "sa_block_q_dq",
+    "sa_block_kv_dq",
+)
+for _layout in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
+    one_of(_layout, "HEAD_DIM_MINOR", "SEQ_MINOR")
+
+
+def typed(settings: Settings) -> bool:
+    """Whether attention_type says what the layers see; a window that a block has anyway may be said
+    again.
+    """
+    if not attends(settings) or settings.architecture.layer_kinds or block(settings) in PATTERNS:
+        return False
+    return sees(settings) == {KINDS[settings.attention_type]}
+
+
+inert_unless(
+    typed,
+    "a decoder_block with attention that does not say itself what each layer sees",
+    "attention_type",
+)
+inert_unless(
+    lambda s: "sliding" in sees(s),
+    "attention_type=local_sliding, or a decoder_block with sliding layers",
+    "sliding_window_size",
+)
+inert_unless(
+    lambda s: "chunk" in sees(s),
+    "attention_type=chunk, or a decoder_block with chunked layers",
+    "chunk_attn_window_size",
+)
+inert_unless(
+    lambda s: rotates(s) and block(s) != "gemma4",
+    "rotary positions, in a decoder_block other than gemma4 (which has local_ and "
+    "global_rope_proportion)",
+    "partial_rotary_factor",
+)
+inert_unless(
+    attends,
+    "a decoder_block with attention",
+    "float32_qk_product",
+    "float32_logits",
+    "attn_logits_soft_cap",
+)
+inert_unless(plainly_attends, "attention other than MLA", "attention_sink", "use_qk_norm")
+inert_unless(
+    in_turn,
+    "a decoder_block whose attention and MLP follow each other",
+    "use_post_attn_norm",
+    "use_post_ffw_norm",
+)
+inert_unless(
+    lambda s: block(s) == "gemma4",
+    "decoder_block=gemma4",
+    "share_kv_projections",
+    "global_num_kv_heads",
+)
+inert_unless(
+    lambda s: (
+        block(s) == "llama4" and (s.nope_layer_interval > 0 or bool(s.architecture.rope_layers))
+    ),
+    "decoder_block=llama4 and nope_layer_interval",
+    "temperature_tuning",
+)
+inert_unless(lambda s: s.use_qk_clip, "use_qk_clip=true", "qk_clip_threshold")
+inert_unless(lambda s: s.moba, "moba=true", "moba_chunk_size", "moba_topk")
+inert_unless(
+    lambda s: plainly_attends(s) and not s.moba,
+    "attention other than MLA and MoBA",
+    "use_ragged_attention",
+)
+inert_unless(lambda s: s.use_ragged_attention, "use_ragged_attention=true", "ragged_block_size")
+inert_unless(
+    latent,
+    "attention_type=mla",
+    "mla_naive_kvcache",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+inert_unless(
+    lambda s: s.use_indexer,
+    "use_indexer=true",
+    "indexer_head_dim",
+    "indexer_n_heads",
+    "indexer_topk",
+    "indexer_loss_scaling_factor",
+)
+inert_unless(
+    lambda s: s.use_indexer and s.indexer_loss_scaling_factor > 0,
+    "use_indexer=true and indexer_loss_scaling_factor",
+    "indexer_sparse_training",
+)
+inert_unless(
+    lambda s: block(s) in DELTA_NETS,
+    "decoder_block=qwen3_next or qwen3_5",
+    "gdn_conv_kernel_dim",
+    "gdn_key_head_dim",
+    "gdn_value_head_dim",
+    "gdn_num_key_heads",
+    "gdn_num_value_heads",
+    "gdn_chunk_size",
+    "use_qk_norm_in_gdn",
+)
+
+# Tensors that remat_policy=custom can keep only where they exist.
+inert_unless(
+    lambda s: attends(s) and not s.fused_qkv,
+    "fused_qkv=false",
+    "query_proj",
+    "key_proj",
+    "value_proj",
+)
+inert_unless(lambda s: s.fused_qkv, "fused_qkv=true", "qkv_proj")
+inert_unless(
+    lambda s: custom_remat(s) and latent(s),
+    "remat_policy=custom and attention_type=mla",
+    "kv_wa_proj",
+    "mla_q",
+)
+inert_unless(
+    lambda s: custom_remat(s) and latent(s) and s.mla_naive_kvcache,
+    "remat_policy=custom, attention_type=mla and mla_naive_kvcache=true",
+    "mla_kv",
+)
+inert_unless(
+    lambda s: custom_remat(s) and latent(s) and s.q_lora_rank > 0,
+    "remat_policy=custom, attention_type=mla and q_lora_rank",
+    "query_wa_proj",
+)
+
+
+@rule("attention_type")
+def latent_attention_has_its_block(settings: Settings) -> str | None:
+    if latent(settings) and block(settings) != "deepseek":
+        return (
+            f"attention_type=mla needs decoder_block=deepseek, not {block(settings)}: no other "
+            "block has latent attention"
+        )
+    return None
+
+
+@rule("base_num_kv_heads")
+def every_head_of_latent_attention_has_its_own_keys(settings: Settings) -> str | None:
+    if latent(settings) and settings.base_num_kv_heads != settings.base_num_query_heads:
+        return (
+            f"base_num_kv_heads={settings.base_num_kv_heads} does not fit attention_type=mla, "
+            "where each query head has its "
+            f"own keys: set it to {settings.base_num_query_heads}, as base_num_query_heads"
+        )
+    return None
+
+
+@rule("global_num_kv_heads")
+def global_heads_divide_evenly(settings: Settings) -> str | None:
+    if (
+        settings.global_num_kv_heads
+        and settings.base_num_query_heads % settings.global_num_kv_heads
+    ):
+        return (
+            f"base_num_query_heads={settings.base_num_query_heads} is not a multiple of "
+            "global_num_kv_heads="
+            f"{settings.global_num_kv_heads}: each key/value head serves the same number of "
+            "query heads"
+        )
+    return None
+
+
+@rule("sliding_window_size")
+def sliding_attention_has_a_window(settings: Settings) -> str | None:
+    if settings.sliding_window_size or "sliding" not in sees(settings):
+        return None
+    who = (
+        "attention_type=local_sliding"
+        if settings.attention_type == "local_sliding"
+        else f"decoder_block={block(settings)}"
+    )
+    return (
+        f"{who} needs sliding_window_size: the number of tokens that a token sees in a sliding "
+        "layer"
+    )
+
+
+@rule("chunk_attn_window_size")
+def chunk_attention_has_a_chunk(settings: Settings) -> str | None:
+    if settings.chunk_attn_window_size or "chunk" not in sees(settings):
+        return None
+    who = (
+        "attention_type=chunk"
+        if settings.attention_type == "chunk"
+        else f"decoder_block={block(settings)}"
+    )
+    return f"{who} needs chunk_attn_window_size: the length of a chunk"
+
+
+@rule("use_indexer")
+def indexer_needs_mla(settings: Settings) -> str | None:
+    if settings.use_indexer and settings.attention_type != "mla":
+        return "use_indexer=true needs attention_type=mla: the indexer reads MLA's query latent"
+    return None
+
+
+@rule("q_lora_rank")
+def indexer_needs_a_query_latent(settings: Settings) -> str | None:
+    if settings.use_indexer and settings.q_lora_rank == 0:
+        return "use_indexer=true needs q_lora_rank > 0: the indexer reads the query latent"
+    return None
+
+
+@rule("indexer_head_dim")
+def indexer_heads_hold_the_rotary_part(settings: Settings) -> str | None:
+    if settings.use_indexer and settings.indexer_head_dim < settings.qk_rope_head_dim:
+        return (
+            f"indexer_head_dim={settings.indexer_head_dim} is below "
+            f"qk_rope_head_dim={settings.qk_rope_head_dim}, the part of a "
+            "head that turns"
+        )
+    return None
+
+
+@rule("use_qk_clip")
+def qk_clip_needs_mla(settings: Settings) -> str | None:
+    if settings.use_qk_clip and settings.attention_type != "mla":
+        return "use_qk_clip=true needs attention_type=mla: clipping rescales MLA's projections"
+    return None
+
+
+@rule("gdn_num_value_heads")
+def delta_net_heads_divide_evenly(settings: Settings) -> str | None:
+    if settings.gdn_num_value_heads % settings.gdn_num_key_heads:
+        return (
+            f"gdn_num_value_heads={settings.gdn_num_value_heads} is not a multiple of "
+            f"gdn_num_key_heads={settings.gdn_num_key_heads}"
+        )
+    return None
+
+
+@rule("moba")
+def moba_is_causal_attention(settings: Settings) -> str | None:
+    if settings.moba and (latent(settings) or sees(settings) - {"linear"} != {"full"}):
+        seen = "mla" if latent(settings) else " and ".join(sorted(sees(settings))) or "no"
+        return (
+            "moba=true works on plain causal attention (attention_type=global), and there is "
+            f"{seen} attention"
+        )
+    return None

@@ -1,0 +1,150 @@
+"""Cross-checks of the data keys."""
+
+from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.types import MaxTextConfig, Settings
+from maxtext.configs.types.enums import DatasetType
+
+one_of("grain_file_type", "arrayrecord", "parquet", "arrow", "tfrecord", "jsonl", "text")
+in_range(
+    1,
+    None,
+    "vocab_size",
+    "num_vocab_tiling",
+    "num_epoch",
+    "max_corpus_chars",
+    "global_rampup_samples",
+)
+in_range(1, None, "max_segments_per_seq", "data_streams", special=(-1,))
+in_range(0, None, "per_device_batch_size", "eval_per_device_batch_size", "reuse_example_batch")
+in_range(0, None, "per_device_batch_size_start", "per_device_batch_size_increment")
+in_range(0, None, "expansion_factor_real_data", special=(-1.0,))
+in_range(
+    1, None, "grain_shuffle_buffer_size", "grain_ram_budget_mb", "grain_data_source_max_workers"
+)
+in_range(0, None, "grain_worker_count", "grain_worker_count_eval", special=(-1,))
+in_range(1, None, "grain_per_worker_buffer_size", "grain_per_worker_buffer_size_eval")
+in_range(0, None, "grain_num_threads", "grain_num_threads_eval", "grain_prefetch_buffer_size")
+in_range(0, None, "grain_prefetch_buffer_size_eval")
+in_range(0, None, "max_bad_records", special=(-1,))
+inert_unless(
+    lambda s: s.dataset_type not in (DatasetType.C4MLPERF, DatasetType.OLMO_GRAIN),
+    "another dataset_type than c4_mlperf and olmo_grain, which fill rows in a way of their own",
+    "grain_packing_type",
+    "max_segments_per_seq",
+    "use_truncation",
+)
+inert_unless(
+    lambda s: s.dataset_type is not DatasetType.OLMO_GRAIN,
+    "another dataset_type than olmo_grain, whose data is tokens",
+    "packing",
+    "add_bos",
+    "add_eos",
+    "max_bad_records",
+)
+
+
+@rule("num_vocab_tiling")
+def tiles_divide_the_vocabulary_batch(settings: Settings) -> str | None:
+    if settings.num_vocab_tiling > 1 and settings.max_target_length % settings.num_vocab_tiling:
+        return (
+            f"num_vocab_tiling={settings.num_vocab_tiling} does not divide "
+            f"max_target_length={settings.max_target_length}: "
+            "use a divisor"
+        )
+    return None
+
+
+@derived_rule("per_device_batch_size")
+def a_step_has_at_least_one_sequence(config: MaxTextConfig) -> str | None:
+    if config.global_batch_size_to_train_on < 1:
+        return (
+            f"per_device_batch_size={config.per_device_batch_size} on "
+            f"{config.num_target_devices} devices is less than one "
+            "sequence a step: increase it"
+        )
+    return None
+
+
+@derived_rule("per_device_batch_size")
+def fractional_batches_fill_the_devices(config: MaxTextConfig) -> str | None:
+    product = config.per_device_batch_size * config.num_target_devices
+    if abs(product - round(product)) > 1e-6:
+        return (
+            f"per_device_batch_size={config.per_device_batch_size} on "
+            f"{config.num_target_devices} devices makes {product:g} "
+            "sequences: choose a value that makes a whole number"
+        )
+    return None
+
+
+@rule("per_device_batch_size_start")
+def rampup_grows_to_the_full_batch(settings: Settings) -> str | None:
+    if not settings.enable_rampup_batch_size:
+        return None
+    start, step, full = (
+        settings.per_device_batch_size_start,
+        settings.per_device_batch_size_increment,
+        settings.per_device_batch_size,
+    )
+    if (
+        step <= 0
+        or start >= full
+        or abs((full - start) / step - round((full - start) / step)) > 1e-6
+    ):
+        return (
+            f"batch ramp-up from {start} by {step} does not end at per_device_batch_size={full}: "
+            "choose per_device_batch_size_start below it, and an increment that divides the "
+            "difference"
+        )
+    return None
+
+
+@rule("enable_rampup_batch_size")
+def rampup_counts_what_is_loaded(settings: Settings) -> str | None:
+    if settings.enable_rampup_batch_size and (
+        settings.expansion_factor_real_data > 0 or settings.per_device_batch_size_start < 1
+    ):
+        return (
+            "enable_rampup_batch_size works with whole sequences on every device: leave "
+            "expansion_factor_real_data -1 "
+            "and start from per_device_batch_size_start of at least 1"
+        )
+    return None
+
+
+@rule("packing")
+def the_benchmark_is_packed(settings: Settings) -> str | None:
+    if settings.dataset_type is DatasetType.C4MLPERF and not settings.packing:
+        return (
+            "dataset_type=c4_mlperf fills rows with documents one after the other: leave "
+            "packing=true"
+        )
+    return None
+
+
+@derived_rule("expansion_factor_real_data")
+def reading_hosts_are_a_whole_part(config: MaxTextConfig) -> str | None:
+    factor = config.expansion_factor_real_data
+    if factor > 0 and (
+        factor < 1 or factor != round(factor) or config.num_target_devices % round(factor)
+    ):
+        return (
+            f"expansion_factor_real_data={factor:g} does not divide {config.num_target_devices} "
+            "devices: choose a whole "
+            "number that does, or -1"
+        )
+    return None
+
+
+@rule("chat_template")
+def one_chat_template(settings: Settings) -> str | None:
+    if settings.chat_template and settings.chat_template_path:
+        return "chat_template and chat_template_path both give the template: keep one"
+    return None
+
+
+@rule("olmo_path_remap_from")
+def remapped_paths_come_in_pairs(settings: Settings) -> str | None:
+    if bool(settings.olmo_path_remap_from) != bool(settings.olmo_path_remap_to):
+        return "olmo_path_remap_from and olmo_path_remap_to go together: set both or neither"
+    return None

@@ -1,0 +1,81 @@
+"""Cross-checks of the inference keys."""
+
+from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
+from maxtext.configs.types import Settings
+
+in_range(1, None, "max_target_length", "max_prefill_predict_length", "prefill_chunk_size")
+in_range(1, None, "inference_microbenchmark_loop_iters")
+in_range(0, None, "decode_sampling_top_k", "decode_sampling_temperature", "prefix_caching_hbm_byte")
+in_range(0, None, "prefix_caching_dram_byte")
+in_range(0, 1, "decode_sampling_nucleus_p", special=(-1.0,))
+one_of("model_call_mode", "", "inference")
+
+inert_unless(lambda s: s.use_chunked_prefill, "use_chunked_prefill=true", "prefill_chunk_size")
+inert_unless(
+    lambda s: s.multi_sampling, "multi_sampling=true", "inference_microbenchmark_num_samples"
+)
+inert_unless(
+    lambda s: s.enable_prefix_caching,
+    "enable_prefix_caching=true",
+    "prefix_caching_hbm_byte",
+    "prefix_caching_dram_byte",
+)
+inert_unless(lambda s: s.attention == "paged", "attention=paged", "pagedattn_num_pages")
+inert_unless(
+    lambda s: s.attention == "paged" or s.enable_prefix_caching,
+    "attention=paged or enable_prefix_caching=true",
+    "pagedattn_tokens_per_page",
+    "pagedattn_max_pages_per_group",
+)
+
+
+@rule("max_prefill_predict_length")
+def prompts_fit_in_the_sequence(settings: Settings) -> str | None:
+    if (
+        settings.use_chunked_prefill
+        and settings.max_prefill_predict_length > settings.max_target_length
+    ):
+        return (
+            f"max_prefill_predict_length={settings.max_prefill_predict_length} is above "
+            f"max_target_length={settings.max_target_length}: the prompt is part of the sequence"
+        )
+    return None
+
+
+@rule("decode_sampling_strategy")
+def sampling_has_its_parameter(settings: Settings) -> str | None:
+    strategy = settings.decode_sampling_strategy.value
+    if strategy == "nucleus" and settings.decode_sampling_nucleus_p <= 0:
+        return "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p, e.g. 0.95"
+    if strategy == "topk" and settings.decode_sampling_top_k < 1:
+        return "decode_sampling_strategy=topk needs decode_sampling_top_k, e.g. 50"
+    if strategy == "composite" and (
+        settings.decode_sampling_nucleus_p <= 0 or settings.decode_sampling_top_k < 1
+    ):
+        return (
+            "decode_sampling_strategy=composite needs decode_sampling_top_k and "
+            "decode_sampling_nucleus_p"
+        )
+    return None
+
+
+@rule("prefill_cache_axis_order")
+def axis_orders_are_permutations(settings: Settings) -> str | None:
+    for key in ("prefill_cache_axis_order", "ar_cache_axis_order", "compute_axis_order"):
+        if sorted(getattr(settings, key).replace(" ", "").split(",")) != ["0", "1", "2", "3"]:
+            return f"{key}={getattr(settings, key)!r} is not an order of the axes 0,1,2,3"
+    return None
+
+
+@rule("inference_microbenchmark_stages")
+def benchmark_stages_are_known(settings: Settings) -> str | None:
+    unknown = set(settings.inference_microbenchmark_stages.replace(" ", "").split(",")) - {
+        "prefill",
+        "generate",
+    }
+    if unknown:
+        return (
+            f"inference_microbenchmark_stages has unknown stages {', '.join(sorted(unknown))}: "
+            "use prefill,generate"
+        )
+    return None

@@ -1,0 +1,282 @@
+"""Cross-checks of the moe keys."""
+
+import math
+
+from maxtext.configs.problems import ProblemKind
+from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.types import MaxTextConfig, Settings
+from maxtext.configs.types.blocks import EXPERTS, NARROW, block, custom_remat, dense_mlp, experts
+
+one_of("routed_score_func", "", "softmax", "sigmoid")
+in_range(1, None, "base_moe_mlp_dim", "moe_expert_input_dim", special=(-1,))
+in_range(1, None, "interleave_moe_layer_step", "batch_split_factor")
+in_range(1, None, "n_routing_groups", "topk_routing_group", special=(-1,))
+in_range(0, None, "routed_bias_update_rate")
+in_range(
+    1,
+    None,
+    "wi_tile_fwd_batch_seq",
+    "wi_tile_fwd_embed_dim",
+    "wi_tile_fwd_mlp_dim",
+    "wi_tile_dlhs_batch_seq",
+    "wi_tile_dlhs_embed_dim",
+    "wi_tile_dlhs_mlp_dim",
+    "wi_tile_drhs_batch_seq",
+    "wi_tile_drhs_embed_dim",
+    "wi_tile_drhs_mlp_dim",
+    "wo_tile_fwd_batch_seq",
+    "wo_tile_fwd_embed_dim",
+    "wo_tile_fwd_mlp_dim",
+    "wo_tile_dlhs_batch_seq",
+    "wo_tile_dlhs_embed_dim",
+    "wo_tile_dlhs_mlp_dim",
+    "wo_tile_drhs_batch_seq",
+    "wo_tile_drhs_embed_dim",
+    "wo_tile_drhs_mlp_dim",
+)
+
+NEEDS_EXPERTS = f"num_experts above 1 in one of the decoder_blocks {', '.join(EXPERTS)}"
+
+inert_unless(
+    lambda s: block(s) in EXPERTS, f"one of the decoder_blocks {', '.join(EXPERTS)}", "num_experts"
+)
+inert_unless(
+    experts,
+    NEEDS_EXPERTS,
+    "num_experts_per_tok",
+    "base_moe_mlp_dim",
+    "capacity_factor",
+    "ragged_buffer_factor",
+    "load_balance_loss_weight",
+    "use_random_routing",
+    "norm_topk_prob",
+    "float32_gate_logits",
+    "routed_scaling_factor",
+    "n_routing_groups",
+    "topk_routing_group",
+    "sparse_matmul",
+    "megablox",
+    "use_custom_sort_vjp",
+    "use_ring_of_experts",
+    "moe_fsdp_use_two_stage_all_gather",
+    "shard_exp_on_fsdp",
+)
+inert_unless(
+    lambda s: experts(s) and (block(s) != "llama4" or not s.sparse_matmul),
+    f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32",
+    "float32_weight_sum",
+)
+inert_unless(
+    lambda s: experts(s) and (block(s) != "gemma4" or s.shared_experts == 1),
+    f"{NEEDS_EXPERTS}; gemma4 has one shared MLP",
+    "shared_experts",
+)
+inert_unless(lambda s: block(s) == NARROW, f"decoder_block={NARROW}", "moe_expert_input_dim")
+inert_unless(
+    lambda s: experts(s) and block(s) == "llama4",
+    "decoder_block=llama4 and num_experts above 1",
+    "interleave_moe_layer_step",
+)
+inert_unless(
+    lambda s: experts(s) and block(s) == "deepseek",
+    "decoder_block=deepseek and num_experts above 1",
+    "first_num_dense_layers",
+    "routed_score_func",
+    "routed_bias_update_rate",
+)
+inert_unless(
+    lambda s: experts(s) and block(s) in ("deepseek", "gpt_oss"),
+    "decoder_block=deepseek or gpt_oss and num_experts above 1",
+    "routed_bias",
+)
+inert_unless(
+    lambda s: dense_mlp(s) or block(s) == "gpt_oss",
+    "an MLP beside or in place of experts (experts themselves have biases in gpt_oss)",
+    "mlp_bias",
+)
+inert_unless(
+    lambda s: s.sparse_matmul,
+    "sparse_matmul=true",
+    "ragged_buffer_factor",
+    "use_custom_sort_vjp",
+    "megablox",
+    "use_ring_of_experts",
+    "moe_fsdp_use_two_stage_all_gather",
+)
+inert_unless(
+    lambda s: custom_remat(s) and experts(s),
+    f"remat_policy=custom and {NEEDS_EXPERTS}",
+    "moe_mlpwo",
+)
+inert_unless(
+    lambda s: custom_remat(s) and experts(s) and len(s.mlp_activations) == 2,
+    f"remat_policy=custom, two activations and {NEEDS_EXPERTS}",
+    "moe_mlpwi_0",
+    "moe_mlpwi_1",
+)
+
+
+@rule("num_experts_per_tok")
+def tokens_choose_among_the_experts(settings: Settings) -> str | None:
+    if settings.num_experts_per_tok > settings.num_experts:
+        return (
+            f"num_experts_per_tok={settings.num_experts_per_tok} is more than "
+            f"num_experts={settings.num_experts}"
+        )
+    return None
+
+
+@rule("n_routing_groups")
+def routing_groups_divide_the_experts(settings: Settings) -> str | None:
+    groups, kept = settings.n_routing_groups, settings.topk_routing_group
+    if groups == -1 and kept == -1:
+        return None
+    if groups < 1 or not 1 <= kept <= groups:
+        return f"topk_routing_group={kept} must lie in 1..n_routing_groups={groups}, or both be -1"
+    if settings.num_experts % groups:
+        return f"n_routing_groups={groups} does not divide num_experts={settings.num_experts}"
+    if kept * settings.num_experts // groups < settings.num_experts_per_tok:
+        return (
+            f"topk_routing_group={kept} groups of {settings.num_experts // groups} experts are "
+            "fewer than "
+            f"num_experts_per_tok={settings.num_experts_per_tok}: keep more groups"
+        )
+    return None
+
+
+@rule("first_num_dense_layers")
+def dense_layers_are_among_the_layers(settings: Settings) -> str | None:
+    if settings.first_num_dense_layers > settings.base_num_decoder_layers:
+        return (
+            f"first_num_dense_layers={settings.first_num_dense_layers} is more than "
+            f"base_num_decoder_layers={settings.base_num_decoder_layers}"
+        )
+    return None
+
+
+@rule("routed_bias_update_rate")
+def loss_free_balancing_needs_a_bias(settings: Settings) -> str | None:
+    if settings.routed_bias_update_rate > 0 and not settings.routed_bias:
+        return "routed_bias_update_rate updates the router's bias: set routed_bias=true"
+    return None
+
+
+@rule("capacity_factor")
+def capacity_is_of_experts_that_drop(settings: Settings) -> str | None:
+    factor = settings.capacity_factor
+    if factor <= 0 and factor != -1:
+        return (
+            f"capacity_factor={factor:g} leaves experts no room: it must be above 0, or -1 to "
+            "drop nothing"
+        )
+    if factor > 0 and settings.sparse_matmul:
+        return f"capacity_factor={factor:g} is of experts that drop tokens: set sparse_matmul=false"
+    return None
+
+
+@rule("ragged_buffer_factor")
+def a_buffer_has_room(settings: Settings) -> str | None:
+    factor = settings.ragged_buffer_factor
+    if factor <= 0 and factor != -1:
+        return (
+            f"ragged_buffer_factor={factor:g} leaves experts no room: it must be above 0, or -1 "
+            "for all tokens"
+        )
+    return None
+
+
+@derived_rule("ragged_buffer_factor", ProblemKind.INERT)
+def a_buffer_that_holds_everything_is_no_bound(config: MaxTextConfig) -> str | None:
+    factor, sharing = config.ragged_buffer_factor, expert_parallel_size(config)
+    if factor >= sharing:
+        return (
+            f"ragged_buffer_factor={factor:g} would do nothing: with experts shared by {sharing} "
+            f"device{'s' * (sharing > 1)}, from {sharing} on the buffer holds all tokens; leave "
+            "it -1"
+        )
+    return None
+
+
+@derived_rule("use_ring_of_experts", ProblemKind.INERT)
+def a_ring_has_several_devices(config: MaxTextConfig) -> str | None:
+    if config.use_ring_of_experts and expert_parallel_size(config) == 1:
+        return (
+            "use_ring_of_experts=true would do nothing: it needs devices that share the experts; "
+            "set "
+            f"ici_expert_parallelism above 1, to a divisor of num_experts={config.num_experts}"
+        )
+    return None
+
+
+@derived_rule("moe_fsdp_use_two_stage_all_gather", ProblemKind.INERT)
+def two_stages_have_two_axes(config: MaxTextConfig) -> str | None:
+    if config.moe_fsdp_use_two_stage_all_gather and not (
+        num_shards(config, "fsdp") > 1 and num_shards(config, "fsdp_transpose") > 1
+    ):
+        return (
+            "moe_fsdp_use_two_stage_all_gather=true would do nothing: it needs "
+            "ici_fsdp_parallelism and "
+            "ici_fsdp_transpose_parallelism above 1"
+        )
+    return None
+
+
+@derived_rule("shard_exp_on_fsdp", ProblemKind.INERT)
+def fsdp_has_several_devices(config: MaxTextConfig) -> str | None:
+    if config.shard_exp_on_fsdp and fsdp_splits_nothing(config):
+        return "shard_exp_on_fsdp=true would do nothing: it needs ici_fsdp_parallelism above 1"
+    return None
+
+
+@derived_rule("shard_exp_on_fsdp")
+def fsdp_splits_the_experts(config: MaxTextConfig) -> str | None:
+    if not config.shard_exp_on_fsdp or fsdp_splits_nothing(config):
+        return None
+    axes = axes_of(config, "exp_with_fsdp")
+    shards = num_shards(config, *axes)
+    if config.num_experts % shards:
+        return (
+            f"shard_exp_on_fsdp=true splits experts over {shards} devices, which do not divide "
+            f"num_experts={config.num_experts}: change ici_fsdp_parallelism"
+        )
+    idle = axes_of(config, "exp") - axes
+    if num_shards(config, *idle) > 1:
+        return (
+            f"shard_exp_on_fsdp=true leaves the mesh axis {sorted(idle)[0]!r} without experts: "
+            "set its parallelism to 1, or add it to the rule exp_with_fsdp in logical_axis_rules"
+        )
+    return None
+
+
+def fsdp_splits_nothing(config: MaxTextConfig) -> bool:
+    return "fsdp" in axes_of(config, "exp_with_fsdp") and num_shards(config, "fsdp") == 1
+
+
+def axes_of(config: MaxTextConfig, name: str) -> set[str]:
+    """The mesh axes that may shard the logical axis `name`."""
+    return {
+        axis for rule_name, axes in config.logical_axis_rules if rule_name == name for axis in axes
+    }
+
+
+def num_shards(config: MaxTextConfig, *axes: str) -> int:
+    """The product of the sizes of mesh axes."""
+    sizes = zip(config.mesh_axes, config.ici_parallelism, config.dcn_parallelism, strict=True)
+    return math.prod(ici * dcn for axis, ici, dcn in sizes if axis in axes)
+
+
+def expert_parallel_size(config: MaxTextConfig) -> int:
+    """The number of devices that divide the experts among them and exchange tokens."""
+    named = axes_of(config, "exp_with_fsdp" if config.shard_exp_on_fsdp else "exp")
+    count = num_shards(config, *(named & axes_of(config, "activation_exp")))
+    return 1 if config.num_experts % count else count
+
+
+@rule("capacity_factor")
+def one_way_to_bound_expert_buffers(settings: Settings) -> str | None:
+    if settings.capacity_factor > 0 and settings.ragged_buffer_factor > 0:
+        return (
+            "capacity_factor and ragged_buffer_factor both bound what experts take: set one, "
+            "leave the other -1"
+        )
+    return None

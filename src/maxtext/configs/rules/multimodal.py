@@ -1,0 +1,37 @@
+"""Cross-checks of the multimodal keys."""
+
+from maxtext.configs.rules.rule import in_range, rule
+from maxtext.configs.types import Settings
+
+in_range(1, None, "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit")
+in_range(
+    1,
+    None,
+    "patch_size_for_vit",
+    "num_channels_for_vit",
+    "d_model_for_audio",
+    "encoder_attention_heads_for_audio",
+)
+in_range(
+    0, 1, "projector_dropout_for_vit", "attention_dropout_for_audio", "activation_dropout_for_audio"
+)
+
+
+@rule("hidden_size_for_vit")
+def vision_heads_divide_the_width(settings: Settings) -> str | None:
+    if (
+        settings.use_multimodal
+        and settings.hidden_size_for_vit % settings.num_attention_heads_for_vit
+    ):
+        return (
+            f"hidden_size_for_vit={settings.hidden_size_for_vit} is not a multiple of "
+            f"num_attention_heads_for_vit={settings.num_attention_heads_for_vit}"
+        )
+    return None
+
+
+@rule("mrope_section")
+def mrope_has_three_sections(settings: Settings) -> str | None:
+    if settings.use_mrope and len(settings.mrope_section) != 3:
+        return f"mrope_section={settings.mrope_section} needs three numbers: time, height, width"
+    return None

@@ -1,0 +1,257 @@
+"""Cross-checks of the parallelism keys."""
+
+from maxtext.configs.problems import ProblemKind
+from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.types import MaxTextConfig, Settings
+from maxtext.configs.types.blocks import sees
+from maxtext.configs.types.enums import ReorderStrategy, ShardMode
+from maxtext.configs.types.parallelism import IciParallelism
+
+one_of("context_parallel_strategy", "all_gather", "ring", "ulysses")
+one_of("context_sharding", "context", "expert")
+one_of(
+    "remat_policy",
+    "",
+    "none",
+    "full",
+    "minimal",
+    "minimal_with_context",
+    "minimal_flash",
+    "minimal_offloaded",
+    "save_dot_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_dot_with_context_except_mlp",
+    "save_out_proj",
+    "save_qkv_proj",
+    "qkv_proj_offloaded",
+    "custom",
+)
+one_of("remat_policy_for_vit", "", "none", "full", "minimal")
+in_range(0, 1, "sharding_tolerance")
+in_range(1, None, "num_slices", special=(-1,))
+in_range(
+    1,
+    None,
+    "inhomogeneous_layer_cycle_interval",
+    "num_layers_per_pipeline_stage",
+    "diloco_sync_period",
+)
+in_range(0, None, "param_scan_axis")
+in_range(0, None, "diloco_outer_lr", "diloco_outer_momentum")
+in_range(1, None, "num_pipeline_repeats", "num_pipeline_microbatches", special=(-1,))
+in_range(0, None, "pipeline_parallel_layers", special=(-1,))
+
+inert_unless(
+    lambda s: s.remat_policy == "custom",
+    "remat_policy=custom",
+    "decoder_layer_input",
+    "context",
+    "mlpwi",
+    "mlpwi_0",
+    "mlpwi_1",
+    "mlpwo",
+    "query_proj",
+    "key_proj",
+    "value_proj",
+    "qkv_proj",
+    "out_proj",
+    "attention_out",
+)
+
+
+inert_unless(
+    lambda s: s.shard_mode is ShardMode.EXPLICIT,
+    "shard_mode=explicit",
+    "remove_size_one_mesh_axis_from_type",
+)
+
+
+@rule("shard_mode")
+def explicit_sharding_has_its_limits(settings: Settings) -> str | None:
+    """What works on whole matrices or keeps state apart from its weight has no single layout that a
+    type could say.
+    """
+    beyond = {
+        "opt_type=muon": settings.opt_type.value == "muon",
+        "shard_optimizer_over_data": settings.shard_optimizer_over_data,
+        "optimizer_memory_host_offload": settings.optimizer_memory_host_offload,
+        "parameter_memory_host_offload": settings.parameter_memory_host_offload,
+        "mtp_num_layers": settings.mtp_num_layers > 0,
+    }
+    found = [name for name, present in beyond.items() if present]
+    if settings.shard_mode is ShardMode.EXPLICIT and found:
+        return f"shard_mode=explicit does not go with {found[0]}: set shard_mode=auto"
+    return None
+
+
+@rule("mesh_axes")
+def mesh_axes_are_distinct(settings: Settings) -> str | None:
+    repeated = sorted({axis for axis in settings.mesh_axes if settings.mesh_axes.count(axis) > 1})
+    return f"mesh_axes names {', '.join(repeated)} more than once" if repeated else None
+
+
+@rule("mesh_axes")
+def mesh_axes_are_known(settings: Settings) -> str | None:
+    known = [key[4:-12] for key in IciParallelism.model_fields]
+    known[known.index("pipeline")] = "stage"
+    unknown = [axis for axis in settings.mesh_axes if axis not in known]
+    if unknown:
+        return f"mesh_axes has unknown axes {', '.join(map(repr, unknown))}: use {', '.join(known)}"
+    return None
+
+
+@rule("logical_axis_rules")
+def axis_rules_are_pairs(settings: Settings) -> str | None:
+    for entry in settings.logical_axis_rules:
+        shaped = isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        if not shaped or not isinstance(entry[1], list | tuple | str | None):
+            return f"logical_axis_rules: {entry!r} is not a pair [name, [mesh axes]]"
+    return None
+
+
+@rule("optimizer_memory_host_offload")
+def optimizer_state_has_one_place(settings: Settings) -> str | None:
+    if settings.optimizer_memory_host_offload and settings.shard_optimizer_over_data:
+        return (
+            "optimizer_memory_host_offload and shard_optimizer_over_data exclude each other: "
+            "keep one"
+        )
+    return None
+
+
+@derived_rule("param_scan_axis")
+def offloaded_layers_lie_together(config: MaxTextConfig) -> str | None:
+    if config.parameter_memory_host_offload and config.scan_layers and config.param_scan_axis != 0:
+        return (
+            "parameter_memory_host_offload=true brings one layer at a time to the device, and "
+            "param_scan_axis="
+            f"{config.param_scan_axis} interleaves them: set param_scan_axis=0 or scan_layers=false"
+        )
+    return None
+
+
+@rule("pipeline_fsdp_ag_once")
+def one_way_to_gather_pipeline_weights(settings: Settings) -> str | None:
+    if settings.pipeline_fsdp_ag_once and settings.pipeline_fsdp_ag_per_repeat:
+        return "pipeline_fsdp_ag_once and pipeline_fsdp_ag_per_repeat exclude each other: keep one"
+    return None
+
+
+@derived_rule("enable_diloco")
+def diloco_has_replicas(config: MaxTextConfig) -> str | None:
+    if config.enable_diloco and config.num_diloco_replicas < 2:
+        return (
+            "enable_diloco=true needs at least two replicas: set dcn_diloco_parallelism or "
+            "ici_diloco_parallelism"
+        )
+    return None
+
+
+@derived_rule("max_target_length")
+def context_divides_the_sequence(config: MaxTextConfig) -> str | None:
+    chunks = config.context_parallel_size * (2 if config.context_parallel_load_balance else 1)
+    if config.context_parallel_size > 1 and config.max_target_length % chunks:
+        return (
+            f"max_target_length={config.max_target_length} does not split into {chunks} chunks for "
+            f"{config.context_parallel_size} context shards (twice as many with "
+            "context_parallel_load_balance)"
+        )
+    return None
+
+
+@derived_rule("context_parallel_load_balance")
+def balanced_context_is_even(config: MaxTextConfig) -> str | None:
+    if balanced(config) and config.context_parallel_size % 2:
+        return (
+            "context_parallel_load_balance needs an even number of context shards, not "
+            f"{config.context_parallel_size}: "
+            "change the number or set it to false"
+        )
+    return None
+
+
+def balanced(config: MaxTextConfig) -> bool:
+    """Whether tokens come in an order that gives every context shard the same work."""
+    return config.context_parallel_load_balance and config.context_parallel_size > 1
+
+
+@derived_rule("context_parallel_load_balance")
+def balanced_context_has_no_neighbours(config: MaxTextConfig) -> str | None:
+    needing = {
+        "gated DeltaNet layers": "linear" in sees(config),
+        "engram_layers": config.engram_layers,
+        "mtp_num_layers": config.mtp_num_layers,
+        "moba": config.moba,
+        "capacity_factor": config.num_experts > 1 and config.capacity_factor > 0,
+    }
+    found = [name for name, present in needing.items() if present]
+    if balanced(config) and found:
+        return (
+            f"context_parallel_load_balance=true changes the order of tokens, and {found[0]} "
+            "need them in their own: "
+            "set context_parallel_load_balance=false"
+        )
+    return None
+
+
+@derived_rule("context_parallel_reorder_strategy", ProblemKind.INERT)
+def reordering_needs_balance(config: MaxTextConfig) -> str | None:
+    if (
+        not balanced(config)
+        and config.context_parallel_reorder_strategy is not ReorderStrategy.AUTO
+    ):
+        return (
+            f"context_parallel_reorder_strategy={config.context_parallel_reorder_strategy.value} "
+            "would do nothing: it needs "
+            "context_parallel_load_balance=true and more than one context shard"
+        )
+    return None
+
+
+@derived_rule("mesh_axes")
+def every_mesh_axis_splits_something(config: MaxTextConfig) -> str | None:
+    named = {
+        axis
+        for _, axes in config.logical_axis_rules
+        for axis in ([axes] if isinstance(axes, str) else axes or ())
+    }
+    sizes = zip(config.mesh_axes, config.ici_parallelism, config.dcn_parallelism, strict=True)
+    idle = [axis for axis, ici, dcn in sizes if ici * dcn > 1 and axis not in named]
+    if idle:
+        return (
+            f"mesh axis {idle[0]} has more than one device, but no logical axis rule names it, "
+            "so its devices all "
+            "do the same: use another axis, or add it to logical_axis_rules"
+        )
+    return None
+
+
+@derived_rule("num_layers_per_pipeline_stage")
+def pipeline_divides_the_layers(config: MaxTextConfig) -> str | None:
+    if not config.using_pipeline_parallelism:
+        return None
+    stages = (
+        config.ici_parallelism[config.mesh_axes.index("stage")]
+        * config.dcn_parallelism[config.mesh_axes.index("stage")]
+    )
+    layers = (
+        config.num_decoder_layers
+        if config.pipeline_parallel_layers == -1
+        else config.pipeline_parallel_layers
+    )
+    block = stages * config.num_layers_per_pipeline_stage
+    if layers % block or (
+        config.num_pipeline_repeats > 0 and layers != block * config.num_pipeline_repeats
+    ):
+        return (
+            f"{layers} pipelined layers are not {stages} stages x num_layers_per_pipeline_stage="
+            f"{config.num_layers_per_pipeline_stage} x "
+            f"num_pipeline_repeats={config.num_pipeline_repeats}"
+        )
+    microbatches = config.num_pipeline_microbatches
+    if microbatches > 0 and microbatches % stages:
+        return (
+            f"num_pipeline_microbatches={microbatches} is not a multiple of the {stages} "
+            "pipeline stages"
+        )
+    return None
