@@ -1,6 +1,8 @@
-"""The rooms of the house: a room imports only from rooms below it."""
+"""The structure of the package: layered imports without cycles, and short functions."""
 
 import ast
+import graphlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import maxtext
@@ -63,6 +65,46 @@ def test_only_sharding_says_partition_spec():
         if "PartitionSpec" in path.read_text() and "sharding" not in path.relative_to(PACKAGE).parts
     ]
     assert not said
+
+
+def module_files() -> dict[str, Path]:
+    """The file of every module of the package, by its dotted name."""
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def run_time_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports below a node, also those inside functions, but not those for type checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for statement in child.orelse:
+                yield from run_time_imports(statement)
+        else:
+            yield from run_time_imports(child)
+
+
+def imported_modules(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    for statement in run_time_imports(ast.parse(path.read_text())):
+        if isinstance(statement, ast.ImportFrom):
+            for alias in statement.names:
+                submodule = f"{statement.module}.{alias.name}"
+                yield submodule if submodule in modules else statement.module or ""
+        else:
+            yield from (alias.name for alias in statement.names)
+
+
+def test_modules_import_each_other_in_one_direction():
+    modules = module_files()
+    graph = {
+        name: {other for other in imported_modules(path, modules) if other in modules} - {name}
+        for name, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_doors_are_thin():

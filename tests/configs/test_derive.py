@@ -3,7 +3,8 @@
 import pytest
 
 from maxtext.configs import load
-from maxtext.configs.derive import Devices
+from maxtext.configs.derive import DERIVED, Devices, rampup_stages
+from maxtext.configs.types import DerivedValues
 
 
 def resolved(*words, devices=1, slices=1):
@@ -96,6 +97,24 @@ def test_rampup():
     assert config.rampup_samples_per_increment_to_load == 50
     assert config.rampup_end_step == 13 + 5
     assert resolved().rampup_end_step is None
+
+
+def test_rampup_of_an_elastic_run_keeps_the_batch_of_the_full_machine():
+    words = [
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size=8",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=3",
+        "global_rampup_samples=100",
+    ]
+    full = resolved(*words, devices=2)
+    shrunk = load(None, [*words, "elastic_enabled=true"], environ={}, devices=Devices(1, full=2))
+    assert rampup_stages(shrunk) == rampup_stages(full) == [(4, 13), (10, 5)]
+    assert shrunk.rampup_end_step == full.rampup_end_step
+
+
+def test_every_derived_key_has_a_function():
+    assert DERIVED.keys() == DerivedValues.model_fields.keys()
 
 
 PROJECTIONS = {"query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj"}

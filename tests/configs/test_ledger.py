@@ -53,9 +53,9 @@ def read_outside() -> set[str]:
 
 
 def derivation_inputs() -> set[str]:
-    from maxtext.configs import derive
+    from maxtext.configs import derive, remat
 
-    found = reads(Path(derive.__file__)) | set(derive.CUSTOM_TENSORS)
+    found = reads(Path(derive.__file__)) | set(remat.CUSTOM_TENSORS)
     return found | {key for key in INPUTS_BY_PATTERN if key not in DerivedValues.model_fields}
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, load, types
-from maxtext.configs.derive import CUSTOM_TENSORS, Devices
+from maxtext.configs.derive import Devices
+from maxtext.configs.remat import CUSTOM_TENSORS
 from maxtext.configs.sources import from_python, from_words
 
 # bfloat16, so that asking for float32 makes a difference; two rows, and more tokens than any window

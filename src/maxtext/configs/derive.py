@@ -1,61 +1,31 @@
-"""Derived values: each key of the DerivedValues group is computed by the function of its name
-below.
+"""Derived values: each key of the DerivedValues group is computed by the function of its name.
 
-A function sees the settings and the values derived before it (the order of the group), and nothing
-else but the devices of this machine.
+A function reads the settings and the values that come before its own in the group. It knows nothing
+else but the devices.
 """
 
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.processes import FULL_PROCESSES, STARTED, now
-from maxtext.configs.types import DerivedValues
-
-MESH_KEYS = {"stage": "pipeline"}  # the one mesh axis whose keys are not named after it
-
-_PROJECTIONS = ["query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj"]
-_MINIMAL = [*_PROJECTIONS, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwi", "mlpwo"]
-# remat policy -> the tensors that it keeps on the device
-SAVED_ON_DEVICE = {
-    "full": [],
-    "save_qkv_proj": _PROJECTIONS,
-    "save_out_proj": ["out_proj"],
-    "save_dot_except_mlp": [*_PROJECTIONS, "out_proj"],
-    "save_dot_with_context_except_mlp": [*_PROJECTIONS, "out_proj", "context"],
-    "save_dot_except_mlpwi": [*_PROJECTIONS, "out_proj", "mlpwo"],
-    "minimal": _MINIMAL,
-    "minimal_with_context": [*_MINIMAL, "context"],
-    "minimal_flash": [*_MINIMAL, "context"],
-    "qkv_proj_offloaded": [],
-    "minimal_offloaded": [],
-}
-# remat policy -> the tensors that it moves to pinned host memory
-OFFLOADED = {
-    "qkv_proj_offloaded": ["query_proj", "key_proj", "value_proj", "kv_proj"],
-    "minimal_offloaded": _MINIMAL,
-}
-# the tensors whose place remat_policy=custom reads from the key of their name
-CUSTOM_TENSORS = (
-    "decoder_layer_input", "context", "mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo",
-    "query_proj", "key_proj", "value_proj", "query_wa_proj", "kv_wa_proj", "qkv_proj", "out_proj", "mla_q", "mla_kv",
-    "attention_out", "engram",
-)  # fmt: skip
+from maxtext.configs.mesh_sizes import axis_sizes, infer_axis_sizes
+from maxtext.configs.remat import CUSTOM_TENSORS, OFFLOADED, SAVED_ON_DEVICE
+from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
 
 
 @dataclass(frozen=True)
 class Devices:
-    """How many devices a run has, over how many slices; `full`: how many before an elastic run lost
-    some; `platform`: cpu, gpu or tpu, if it is known."""
+    """The devices of a run."""
 
     count: int
-    slices: int = 1
-    full: int | None = None
-    platform: str = ""
+    slices: int = 1  # over which the devices are spread
+    full: int | None = None  # count before an elastic run lost some
+    platform: str = ""  # cpu, gpu or tpu, if known
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> Devices:
@@ -68,320 +38,337 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> Devices:
     return Devices(len(devices), slices, full, devices[0].platform)
 
 
-class Draft:
-    """The settings with the values derived so far."""
-
-    def __init__(self, settings: Any, devices: Devices):
-        self.settings, self.devices = settings, devices
-        self.derived: dict[str, Any] = {}
-
-    def __getattr__(self, key: str) -> Any:
-        return self.derived[key] if key in self.derived else getattr(self.settings, key)
+DERIVED: dict[str, Callable[[MaxTextConfig, Devices], Any]] = {}
+OfConfig = TypeVar("OfConfig", bound=Callable[[MaxTextConfig], Any])
+OfDevices = TypeVar("OfDevices", bound=Callable[[MaxTextConfig, Devices], Any])
 
 
-def derive(settings: Any, devices: Devices) -> dict[str, Any]:
-    """All derived values of validated settings."""
-    draft = Draft(settings, devices)
+def derived(function: OfConfig) -> OfConfig:
+    """Register a function that computes the key of its own name."""
+    DERIVED[function.__name__] = lambda config, devices: function(config)
+    return function
+
+
+def derived_from_devices(function: OfDevices) -> OfDevices:
+    """Register a function that also needs the devices."""
+    DERIVED[function.__name__] = function
+    return function
+
+
+def derive(settings: Settings, devices: Devices) -> dict[str, Any]:
+    """All derived values of validated settings, computed in the order of the group."""
+    draft = MaxTextConfig.model_construct(**dict(settings))
+    values: dict[str, Any] = {}
     for key in DerivedValues.model_fields:
-        draft.derived[key] = globals()[key](draft)
-    return draft.derived
+        values[key] = draft.__dict__[key] = DERIVED[key](draft, devices)
+    return values
 
 
-# Sizes after global_parameter_scale = 2^n, n = 3a + r: depth takes a doublings, width one more when
-# r > 1, heads and MLP one more when r > 0.
+# Model sizes for global_parameter_scale = 2^n with n = 3a + r: depth doubles a times, the embedding
+# once more if r > 1, heads and MLP once more if r > 0.
 
 
-def size_factor(c: Any, extra_from: int) -> int:
-    doublings = c.global_parameter_scale.bit_length() - 1
-    whole, rest = divmod(doublings, 3)
-    return 2 ** (whole + (rest >= extra_from))
+def size_factor(config: MaxTextConfig, extra_from: int) -> int:
+    doublings = config.global_parameter_scale.bit_length() - 1
+    thirds, remainder = divmod(doublings, 3)
+    return 2 ** (thirds + (remainder >= extra_from))
 
 
-def emb_dim(c: Any) -> int:
-    return c.base_emb_dim * size_factor(c, extra_from=2)
+@derived
+def emb_dim(config: MaxTextConfig) -> int:
+    return config.base_emb_dim * size_factor(config, extra_from=2)
 
 
-def mlp_dim(c: Any) -> int:
-    return c.base_mlp_dim * size_factor(c, extra_from=1)
+@derived
+def mlp_dim(config: MaxTextConfig) -> int:
+    return config.base_mlp_dim * size_factor(config, extra_from=1)
 
 
-def moe_mlp_dim(c: Any) -> int:
+@derived
+def moe_mlp_dim(config: MaxTextConfig) -> int:
     return (
-        c.mlp_dim if c.base_moe_mlp_dim == -1 else c.base_moe_mlp_dim * size_factor(c, extra_from=1)
+        config.mlp_dim
+        if config.base_moe_mlp_dim == -1
+        else config.base_moe_mlp_dim * size_factor(config, extra_from=1)
     )
 
 
-def num_decoder_layers(c: Any) -> int:
-    return c.base_num_decoder_layers * size_factor(c, extra_from=3)
+@derived
+def num_decoder_layers(config: MaxTextConfig) -> int:
+    return config.base_num_decoder_layers * size_factor(config, extra_from=3)
 
 
-def num_kv_heads(c: Any) -> int:
-    return c.base_num_kv_heads * size_factor(c, extra_from=1)
+@derived
+def num_kv_heads(config: MaxTextConfig) -> int:
+    return config.base_num_kv_heads * size_factor(config, extra_from=1)
 
 
-def num_query_heads(c: Any) -> int:
-    return c.base_num_query_heads * size_factor(c, extra_from=1)
+@derived
+def num_query_heads(config: MaxTextConfig) -> int:
+    return config.base_num_query_heads * size_factor(config, extra_from=1)
 
 
 # The mesh.
 
 
-def axis_sizes(c: Any, network: str) -> list[int]:
-    return [
-        getattr(c, f"{network}_{MESH_KEYS.get(axis, axis)}_parallelism") for axis in c.mesh_axes
-    ]
-
-
-def check_unused_axes(c: Any, network: str) -> None:
-    """A size for an axis that the mesh does not have would do nothing."""
-    prefix, suffix = f"{network}_", "_parallelism"
-    used = {f"{prefix}{MESH_KEYS.get(axis, axis)}{suffix}" for axis in c.mesh_axes}
-    for key in type(c.settings).model_fields:
-        sized = key.startswith(prefix) and key.endswith(suffix) and key != f"{network}_parallelism"
-        if sized and key not in used and getattr(c, key) not in (1, -1):
-            axis = key.removeprefix(prefix).removesuffix(suffix)
-            raise ConfigError(
-                f"{key}={getattr(c, key)}, but mesh_axes has no axis {axis!r}: add it or leave the key 1"
-            )
-
-
-def fill(c: Any, network: str, total: int, what: str) -> list[int]:
-    """Axis sizes with one -1 inferred, multiplying to `total`."""
-    check_unused_axes(c, network)
-    sizes = axis_sizes(c, network)
-    named = dict(zip(c.mesh_axes, sizes, strict=True))
-    bad = [axis for axis, size in named.items() if size < 1 and size != -1]
-    if bad:
-        raise ConfigError(
-            f"{network}_{MESH_KEYS.get(bad[0], bad[0])}_parallelism={named[bad[0]]}: use a size of 1 or more, or -1"
-        )
-    free = [
-        f"{network}_{MESH_KEYS.get(axis, axis)}_parallelism"
-        for axis, size in named.items()
-        if size == -1
-    ]
-    if len(free) > 1:
-        raise ConfigError(
-            f"{' and '.join(free)} are both -1: only one size a group can be inferred, set the others"
-        )
-    known = math.prod(size for size in sizes if size != -1)
-    if free and total % known == 0:
-        return [total // known if size == -1 else size for size in sizes]
-    if not free and known == total:
-        return sizes
-    given = ", ".join(f"{axis}={size}" for axis, size in named.items() if size != 1) or "all 1"
-    raise ConfigError(
-        f"the {network}_*_parallelism sizes ({given}) multiply to {known}, which does not make {total} {what}: "
-        f"change them, or set one of them to -1 to have it inferred"
-    )
-
-
-def slices(c: Any) -> int:
-    """Slices that the DCN axes join: as set, as many as the DCN sizes say, or as many as there
-    are.
+def slices(config: MaxTextConfig, devices: Devices) -> int:
+    """The number of slices: num_slices if set, else what the DCN sizes multiply to or the devices
+    report.
     """
-    if c.num_slices != -1:
-        return c.num_slices
-    sizes = axis_sizes(c, "dcn")
+    if config.num_slices != -1:
+        return config.num_slices
+    sizes = axis_sizes(config, "dcn")
     known = math.prod(size for size in sizes if size > 0)
-    return (
-        max(c.devices.slices, known) if -1 in sizes or c.devices.slices == 1 else c.devices.slices
-    )
+    return max(devices.slices, known) if -1 in sizes or devices.slices == 1 else devices.slices
 
 
-def num_diloco_replicas(c: Any) -> int:
-    return max(c.ici_diloco_parallelism, 1) * max(c.dcn_diloco_parallelism, 1)
+@derived
+def num_diloco_replicas(config: MaxTextConfig) -> int:
+    return max(config.ici_diloco_parallelism, 1) * max(config.dcn_diloco_parallelism, 1)
 
 
-def ici_parallelism(c: Any) -> list[int]:
-    count, among = c.devices.count, slices(c)
-    if count % among:
+@derived_from_devices
+def ici_parallelism(config: MaxTextConfig, devices: Devices) -> list[int]:
+    count, num_slices = devices.count, slices(config, devices)
+    if count % num_slices:
         raise ConfigError(
-            f"{count} devices do not divide over {among} slices: change num_slices or the dcn_* sizes"
+            f"{count} devices do not divide over {num_slices} slices: change num_slices or the "
+            "dcn_* sizes"
         )
-    return fill(
-        c, "ici", count // among, "devices" if among == 1 else f"devices in each of {among} slices"
+    return infer_axis_sizes(
+        config,
+        "ici",
+        count // num_slices,
+        "devices" if num_slices == 1 else f"devices in each of {num_slices} slices",
     )
 
 
-def dcn_parallelism(c: Any) -> list[int]:
-    return fill(c, "dcn", slices(c), "slices")
+@derived_from_devices
+def dcn_parallelism(config: MaxTextConfig, devices: Devices) -> list[int]:
+    return infer_axis_sizes(config, "dcn", slices(config, devices), "slices")
 
 
-def axis_size(c: Any, axis: str) -> int:
-    if axis not in c.mesh_axes:
+def axis_size(config: MaxTextConfig, axis: str) -> int:
+    if axis not in config.mesh_axes:
         return 1
-    place = c.mesh_axes.index(axis)
-    return c.ici_parallelism[place] * c.dcn_parallelism[place]
+    index = config.mesh_axes.index(axis)
+    return config.ici_parallelism[index] * config.dcn_parallelism[index]
 
 
-def using_pipeline_parallelism(c: Any) -> bool:
-    return axis_size(c, "stage") > 1
+@derived
+def using_pipeline_parallelism(config: MaxTextConfig) -> bool:
+    return axis_size(config, "stage") > 1
 
 
-def context_parallel_size(c: Any) -> int:
-    return axis_size(c, c.context_sharding)
+@derived
+def context_parallel_size(config: MaxTextConfig) -> int:
+    return axis_size(config, config.context_sharding)
 
 
-def num_target_devices(c: Any) -> int:
-    return c.devices.count
+@derived_from_devices
+def num_target_devices(config: MaxTextConfig, devices: Devices) -> int:
+    return devices.count
 
 
-# Batches, in sequences over all devices. A micro-batch is what one forward pass sees.
+# Batch sizes, in sequences over all devices. One forward pass processes one microbatch.
 
 
-def batch_devices(c: Any) -> int:
-    """The devices that per_device_batch_size multiplies: an elastic run keeps the global batch that
-    it began with.
+def batch_devices(config: MaxTextConfig, devices: Devices) -> int:
+    """The number of devices that per_device_batch_size multiplies. An elastic run keeps the global
+    batch size that it started with.
     """
-    return c.devices.full if c.elastic_enabled and c.devices.full else c.num_target_devices
+    return devices.full if config.elastic_enabled and devices.full else config.num_target_devices
 
 
-def micro_batch(c: Any, per_device: float) -> int:
-    return round(per_device * batch_devices(c))
+def microbatch(config: MaxTextConfig, devices: Devices, per_device: float) -> int:
+    return round(per_device * batch_devices(config, devices))
 
 
-def micro_batch_to_load(c: Any, per_device: float) -> int:
-    """At least one sequence a device, since each host loads whole sequences; more when few hosts
-    read real data.
+def microbatch_to_load(config: MaxTextConfig, devices: Devices, per_device: float) -> int:
+    """At least one sequence per device, since hosts load whole sequences, times
+    expansion_factor_real_data.
     """
-    expansion = c.expansion_factor_real_data if c.expansion_factor_real_data > 0 else 1
-    return round(max(per_device, 1) * batch_devices(c) * expansion)
+    expansion = config.expansion_factor_real_data if config.expansion_factor_real_data > 0 else 1
+    return round(max(per_device, 1) * batch_devices(config, devices) * expansion)
 
 
-def eval_per_device(c: Any) -> float:
-    return c.eval_per_device_batch_size or c.per_device_batch_size
+def eval_per_device(config: MaxTextConfig) -> float:
+    return config.eval_per_device_batch_size or config.per_device_batch_size
 
 
-def global_batch_size_to_train_on(c: Any) -> int:
-    return micro_batch(c, c.per_device_batch_size) * c.gradient_accumulation_steps
+@derived_from_devices
+def global_batch_size_to_train_on(config: MaxTextConfig, devices: Devices) -> int:
+    return (
+        microbatch(config, devices, config.per_device_batch_size)
+        * config.gradient_accumulation_steps
+    )
 
 
-def global_batch_size_to_eval_on(c: Any) -> int:
-    return micro_batch(c, eval_per_device(c))
+@derived_from_devices
+def global_batch_size_to_eval_on(config: MaxTextConfig, devices: Devices) -> int:
+    return microbatch(config, devices, eval_per_device(config))
 
 
-def global_batch_size_to_load(c: Any) -> int:
-    return micro_batch_to_load(c, c.per_device_batch_size) * c.gradient_accumulation_steps
+@derived_from_devices
+def global_batch_size_to_load(config: MaxTextConfig, devices: Devices) -> int:
+    return (
+        microbatch_to_load(config, devices, config.per_device_batch_size)
+        * config.gradient_accumulation_steps
+    )
 
 
-def global_batch_size_to_load_eval(c: Any) -> int:
-    return micro_batch_to_load(c, eval_per_device(c))
+@derived_from_devices
+def global_batch_size_to_load_eval(config: MaxTextConfig, devices: Devices) -> int:
+    return microbatch_to_load(config, devices, eval_per_device(config))
 
 
-def micro_batch_size_to_train_on(c: Any) -> int:
-    return micro_batch(c, c.per_device_batch_size)
+@derived_from_devices
+def micro_batch_size_to_train_on(config: MaxTextConfig, devices: Devices) -> int:
+    return microbatch(config, devices, config.per_device_batch_size)
 
 
-def micro_batch_size_to_eval_on(c: Any) -> int:
-    return micro_batch(c, eval_per_device(c))
+@derived_from_devices
+def micro_batch_size_to_eval_on(config: MaxTextConfig, devices: Devices) -> int:
+    return microbatch(config, devices, eval_per_device(config))
 
 
 # Batch ramp-up.
 
 
-def global_batch_size_to_load_start(c: Any) -> int | None:
-    if not c.enable_rampup_batch_size:
+@derived_from_devices
+def global_batch_size_to_load_start(config: MaxTextConfig, devices: Devices) -> int | None:
+    if not config.enable_rampup_batch_size:
         return None
-    return micro_batch_to_load(c, c.per_device_batch_size_start) * c.gradient_accumulation_steps
+    return (
+        microbatch_to_load(config, devices, config.per_device_batch_size_start)
+        * config.gradient_accumulation_steps
+    )
 
 
-def global_batch_size_to_load_increment(c: Any) -> int | None:
-    if not c.enable_rampup_batch_size:
+@derived_from_devices
+def global_batch_size_to_load_increment(config: MaxTextConfig, devices: Devices) -> int | None:
+    if not config.enable_rampup_batch_size:
         return None
-    return micro_batch(c, c.per_device_batch_size_increment) * c.gradient_accumulation_steps
+    return (
+        microbatch(config, devices, config.per_device_batch_size_increment)
+        * config.gradient_accumulation_steps
+    )
 
 
-def rampup_increments(c: Any) -> int:
-    start, step = c.per_device_batch_size_start, c.per_device_batch_size_increment
-    return round((c.per_device_batch_size - start) / step)
+def rampup_increments(config: MaxTextConfig) -> int:
+    start, step = config.per_device_batch_size_start, config.per_device_batch_size_increment
+    return round((config.per_device_batch_size - start) / step)
 
 
-def rampup_samples_per_increment_to_load(c: Any) -> float | None:
-    return c.global_rampup_samples / rampup_increments(c) if c.enable_rampup_batch_size else None
+@derived
+def rampup_samples_per_increment_to_load(config: MaxTextConfig) -> float | None:
+    return (
+        config.global_rampup_samples / rampup_increments(config)
+        if config.enable_rampup_batch_size
+        else None
+    )
 
 
-def rampup_stages(c: Any) -> list[tuple[int, int]]:
-    """(rows of a step, steps) of each stage below the full batch. Stage k of n ends with the step
-    at which the run has used global_rampup_samples * (k + 1) / n samples, so the whole ramp ends
-    less than one batch after all of them. Rows are rounded stage by stage: the rounding errors of
-    fractional sizes do not add up."""
-    increments, used, stages = rampup_increments(c), 0, []
+def rampup_stages(config: MaxTextConfig) -> list[tuple[int, int]]:
+    """(rows per step, number of steps) of each stage before the full batch.
+
+    Stage k of n ends with the step at which the run has used global_rampup_samples * (k + 1) / n
+    samples, so the ramp ends less than one batch after all of them. Rows are rounded per stage, so
+    that rounding errors of fractional sizes do not accumulate.
+    """
+    # Exact: with a ramp-up per_device_batch_size is above 1.
+    num_devices = round(config.micro_batch_size_to_train_on / config.per_device_batch_size)
+    increments, used, stages = rampup_increments(config), 0, []
     for stage in range(increments):
-        per_device = c.per_device_batch_size_start + stage * c.per_device_batch_size_increment
-        rows = micro_batch(c, per_device) * c.gradient_accumulation_steps
-        missing = c.global_rampup_samples * (stage + 1) - used * increments
+        per_device = (
+            config.per_device_batch_size_start + stage * config.per_device_batch_size_increment
+        )
+        rows = round(per_device * num_devices) * config.gradient_accumulation_steps
+        missing = config.global_rampup_samples * (stage + 1) - used * increments
         steps = max(0, -(-missing // (rows * increments)))
         stages.append((rows, steps))
         used += rows * steps
     return stages
 
 
-def rampup_end_step(c: Any) -> int | None:
+@derived
+def rampup_end_step(config: MaxTextConfig) -> int | None:
     """The first step with the full batch."""
-    return sum(steps for _, steps in rampup_stages(c)) if c.enable_rampup_batch_size else None
+    return (
+        sum(steps for _, steps in rampup_stages(config))
+        if config.enable_rampup_batch_size
+        else None
+    )
 
 
 # Folders.
 
 
-def run_folder(c: Any, name: str) -> str:
-    return os.path.join(c.base_output_directory, c.run_name, name)
+def run_folder(config: MaxTextConfig, name: str) -> str:
+    return os.path.join(config.base_output_directory, config.run_name, name)
 
 
-def checkpoint_dir(c: Any) -> str:
-    return run_folder(c, "checkpoints")
+@derived
+def checkpoint_dir(config: MaxTextConfig) -> str:
+    return run_folder(config, "checkpoints")
 
 
-def metrics_dir(c: Any) -> str:
-    return run_folder(c, "metrics")
+@derived
+def metrics_dir(config: MaxTextConfig) -> str:
+    return run_folder(config, "metrics")
 
 
-def tensorboard_dir(c: Any) -> str:
-    return run_folder(c, "tensorboard")
+@derived
+def tensorboard_dir(config: MaxTextConfig) -> str:
+    return run_folder(config, "tensorboard")
 
 
-def managed_mldiagnostics_dir(c: Any) -> str | None:
-    return run_folder(c, "managed-mldiagnostics") if c.managed_mldiagnostics else None
+@derived
+def managed_mldiagnostics_dir(config: MaxTextConfig) -> str | None:
+    return run_folder(config, "managed-mldiagnostics") if config.managed_mldiagnostics else None
 
 
-def convert_checkpoint_if_possible(c: Any) -> bool:
-    return c.source_checkpoint_layout == "safetensors" and bool(
-        c.load_parameters_path or c.load_full_state_path
+@derived
+def convert_checkpoint_if_possible(config: MaxTextConfig) -> bool:
+    return config.source_checkpoint_layout == "safetensors" and bool(
+        config.load_parameters_path or config.load_full_state_path
     )
 
 
 # Rematerialization.
 
 
-def tensors_on_device(c: Any) -> list[str] | None:
-    """The activations that stay on the device; None when nothing is rematerialized."""
-    if c.remat_policy in ("", "none"):
+@derived
+def tensors_on_device(config: MaxTextConfig) -> list[str] | None:
+    """The activations that are saved on the device; None if nothing is rematerialized."""
+    if config.remat_policy in ("", "none"):
         return None
-    if c.remat_policy == "custom":
-        return [name for name in CUSTOM_TENSORS if getattr(c, name).value == "device"]
-    pipelined = ["iteration_input", "decoder_layer_input"] if c.using_pipeline_parallelism else []
-    return SAVED_ON_DEVICE[c.remat_policy] + pipelined
+    if config.remat_policy == "custom":
+        return [name for name in CUSTOM_TENSORS if getattr(config, name).value == "device"]
+    pipelined = (
+        ["iteration_input", "decoder_layer_input"] if config.using_pipeline_parallelism else []
+    )
+    return SAVED_ON_DEVICE[config.remat_policy] + pipelined
 
 
-def tensors_to_offload(c: Any) -> list[str] | None:
-    if c.remat_policy in ("", "none"):
+@derived
+def tensors_to_offload(config: MaxTextConfig) -> list[str] | None:
+    if config.remat_policy in ("", "none"):
         return None
-    if c.remat_policy == "custom":
-        return [name for name in CUSTOM_TENSORS if getattr(c, name).value == "offload"]
-    return OFFLOADED.get(c.remat_policy, [])
+    if config.remat_policy == "custom":
+        return [name for name in CUSTOM_TENSORS if getattr(config, name).value == "offload"]
+    return OFFLOADED.get(config.remat_policy, [])
 
 
-# Keys that a user may leave empty.
+# Defaults of keys that a user may leave empty.
 
 
 def run_name(model_name: str, weights: str, environ: Mapping[str, str]) -> str:
-    """Of a run without one: $JOBSET_NAME, else the folder that its weights come from, or its model,
-    and the time.
+    """The default name of a run: $JOBSET_NAME, else the time after the name of the model, or of the
+    folder that its weights come from.
     """
-    path = re.sub(
-        r"/checkpoints(/\d+)?$", "", os.path.abspath(os.path.expanduser(weights))
-    )  # a run, not its step
+    # the folder of a run, not its checkpoints or one of their steps
+    path = re.sub(r"/checkpoints(/\d+)?$", "", os.path.abspath(os.path.expanduser(weights)))
     folder = os.path.basename(path) if weights else ""
     name = folder if model_name == "default" and folder else model_name
     return environ.get("JOBSET_NAME") or f"{name}-{environ.get(STARTED) or now()}"

@@ -16,29 +16,63 @@ FLOAT32_MAX = 3.4028234663852886e38
 # Whole numbers that no device counts: bytes, characters, floating-point operations and RoPE's
 # bases.
 WIDE = {
-    "checkpoint_storage_target_data_file_size_bytes", "prefix_caching_hbm_byte", "prefix_caching_dram_byte",
-    "max_corpus_chars", "cost_estimate_flops_fwd", "cost_estimate_flops_bwd", "use_max_logit_estimate",
-    "rope_min_timescale", "rope_max_timescale", "local_rope_max_timescale", "global_rope_max_timescale",
-    "data_shuffle_seed", "init_weights_seed", "engram_seed",
-}  # fmt: skip
+    "checkpoint_storage_target_data_file_size_bytes",
+    "prefix_caching_hbm_byte",
+    "prefix_caching_dram_byte",
+    "max_corpus_chars",
+    "cost_estimate_flops_fwd",
+    "cost_estimate_flops_bwd",
+    "use_max_logit_estimate",
+    "rope_min_timescale",
+    "rope_max_timescale",
+    "local_rope_max_timescale",
+    "global_rope_max_timescale",
+    "data_shuffle_seed",
+    "init_weights_seed",
+    "engram_seed",
+}
 # What the program enumerates: more of it than any model or machine has would only take memory and
 # time.
 COUNTS = {
-    "base_num_decoder_layers": 10_000, "num_decoder_layers": 10_000, "mtp_num_layers": 1_000,
-    "num_experts": 1_000_000, "mhc_expansion_rate": 1_000, "sinkhorn_iterations": 10_000,
-    "engram_max_ngram_size": 1_000, "grain_worker_count": 10_000, "grain_worker_count_eval": 10_000,
-    "grain_num_threads": 10_000, "grain_num_threads_eval": 10_000, "grain_data_source_max_workers": 10_000,
-}  # fmt: skip
+    "base_num_decoder_layers": 10_000,
+    "num_decoder_layers": 10_000,
+    "mtp_num_layers": 1_000,
+    "num_experts": 1_000_000,
+    "mhc_expansion_rate": 1_000,
+    "sinkhorn_iterations": 10_000,
+    "engram_max_ngram_size": 1_000,
+    "grain_worker_count": 10_000,
+    "grain_worker_count_eval": 10_000,
+    "grain_num_threads": 10_000,
+    "grain_num_threads_eval": 10_000,
+    "grain_data_source_max_workers": 10_000,
+}
 # Keys that name a file or a folder of this machine, or a list of them. hf_path, hf_data_dir and
 # hf_*_files are not among them, for `datasets` also opens URLs; nor is olmo_path_remap_from, the
 # place where data once was.
 PATH_KEYS = {
-    "base_config", "base_output_directory", "run_name", "load_parameters_path", "load_full_state_path",
-    "checkpoint_todelete_subdir", "checkpoint_todelete_full_path", "save_quantized_params_path",
-    "local_checkpoint_directory", "metrics_file", "jax_cache_dir", "compiled_trainstep_file",
-    "inference_microbenchmark_log_file_path", "olmo_index_path", "olmo_path_remap_to", "grain_train_files",
-    "grain_eval_files", "grain_train_mixture_config_path", "dataset_path", "tokenizer_path", "chat_template_path",
-}  # fmt: skip
+    "base_config",
+    "base_output_directory",
+    "run_name",
+    "load_parameters_path",
+    "load_full_state_path",
+    "checkpoint_todelete_subdir",
+    "checkpoint_todelete_full_path",
+    "save_quantized_params_path",
+    "local_checkpoint_directory",
+    "metrics_file",
+    "jax_cache_dir",
+    "compiled_trainstep_file",
+    "inference_microbenchmark_log_file_path",
+    "olmo_index_path",
+    "olmo_path_remap_to",
+    "grain_train_files",
+    "grain_eval_files",
+    "grain_train_mixture_config_path",
+    "dataset_path",
+    "tokenizer_path",
+    "chat_template_path",
+}
 # Folders inside another one, which they must not leave.
 INNER_PATHS = {
     "run_name": "base_output_directory",
@@ -87,7 +121,10 @@ def limit_of(key: str) -> int:
 def leaves_its_folder(key: str, value: str) -> str | None:
     names = value.split("/")
     if os.path.isabs(value) or any(name in (".", "..") for name in names):
-        return f"would be outside of {INNER_PATHS[key]}: use a name without a leading / and without .. or ."
+        return (
+            f"would be outside of {INNER_PATHS[key]}: use a name without a leading / and without "
+            ".. or ."
+        )
     return None
 
 

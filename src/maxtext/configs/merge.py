@@ -33,7 +33,8 @@ def join(base: Layer, files: list[Layer], model: Layer, environment: Layer, word
     """One layer out of all. `words` are the command line's or Python's."""
     for key in environment.keys() & words.keys():
         raise ConfigError(
-            f"{key} is set by the environment ({environment[key].source.place}) and by the {words[key].source}: "
+            f"{key} is set by the environment ({environment[key].source.place}) and by the "
+            f"{words[key].source}: "
             "unset one of them"
         )
     user = {
@@ -64,7 +65,8 @@ def refuse_conflicts(base: Layer, model: Layer, user: Layer) -> None:
         copied = theirs.source.kind == "file" and theirs.value == base[key].value
         if not copied and not fields.same(key, theirs.value, ours.value):
             problems.append(
-                f"{key}={theirs.value!r} ({theirs.source}) differs from {ours.value!r} in the model's file "
+                f"{key}={theirs.value!r} ({theirs.source}) differs from {ours.value!r} in the "
+                "model's file "
                 f"({ours.source}): drop it, or set override_model_config=true to use yours"
             )
     if problems:

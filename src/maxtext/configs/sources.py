@@ -59,7 +59,8 @@ def read_yaml(path: Path, kind: str) -> Layer:
             )
             if key in layer and layer[key].value != setting.value:
                 raise ConfigError(
-                    f"{key} is set twice with different values, at {layer[key].source} and line {line}: keep one"
+                    f"{key} is set twice with different values, at {layer[key].source} and line "
+                    f"{line}: keep one"
                 )
             layer[key] = setting
         return layer
@@ -153,7 +154,8 @@ def from_words(words: Iterable[str]) -> Layer:
         setting = Setting(fields.from_text(key, text), Source("command line"))
         if key in layer and layer[key].value != setting.value:
             raise ConfigError(
-                f"{key} is set twice on the command line, to {layer[key].value!r} and {setting.value!r}: keep one"
+                f"{key} is set twice on the command line, to {layer[key].value!r} and "
+                f"{setting.value!r}: keep one"
             )
         layer[key] = setting
     return layer

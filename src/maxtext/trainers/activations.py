@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.configs.derive import OFFLOADED, SAVED_ON_DEVICE
+from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.models.transformer import make_template
