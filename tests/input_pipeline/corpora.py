@@ -1,7 +1,7 @@
 """Documents written as every kind of source, with the libraries that people write them with, and
 the keys to read them.
 
-A maker gets a folder and the documents and returns settings of the configuration. Files of several
+A initializer gets a folder and the documents and returns settings of the configuration. Files of several
 documents are written in more than one file, tables in more than one block.
 """
 

@@ -42,8 +42,8 @@ def by_library(kind, path):
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 def test_documents(make_config, tmp_path, kind):
-    makers = {"huggingface": write_bpe, "sentencepiece": write_sentencepiece}
-    path = makers[kind](tmp_path / {"huggingface": "bpe", "sentencepiece": "a.model"}[kind])
+    initializers = {"huggingface": write_bpe, "sentencepiece": write_sentencepiece}
+    path = initializers[kind](tmp_path / {"huggingface": "bpe", "sentencepiece": "a.model"}[kind])
     config = make_config(
         grain_train_files=lines(tmp_path / "data", [{"text": text} for text in [*CORPUS, "", "x"]]),
         tokenizer_path=str(path), **ROWS,

@@ -21,7 +21,7 @@ from maxtext.configs import load
 from maxtext.kernels import exchange
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.moe import MoeSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import RouterSpec
 from maxtext.sharding import AxisRules, use_rules
 from tests.compiling import FAST_COMPILE
@@ -36,8 +36,8 @@ PLAIN = MoeSpec(ROUTER, WIDTH)
 class RoughSpec(MoeSpec):
     """With products in fp8."""
 
-    def build(self, maker, size, dtype):
-        return super().build(replace(maker, recipe="fp8"), size, dtype)
+    def build(self, initializer, size, dtype):
+        return super().build(replace(initializer, recipe="fp8"), size, dtype)
 
 
 LIMITED = replace(PLAIN, activations=("sigmoid", "linear"), limit=0.8, bias=True)
@@ -91,7 +91,9 @@ CASES = {
 
 
 def template(spec):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32"))
+    return Template.of(
+        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    )
 
 
 def weights_of(spec, skewed=False):

@@ -18,7 +18,7 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import Attention, AttentionSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.rope import RopeSpec
 from tests.compiling import FAST_COMPILE
 from tests.tolerance import assert_within_rounding
@@ -31,7 +31,7 @@ def template(heads, groups, **options):
         heads, groups, HEAD, HEAD**-0.5, options.pop("mask", AttentionMask()), **options
     )
     return Template.of(
-        lambda: Attention(Maker(noise.seed_key(0), "float32"), spec, SIZE, "float32")
+        lambda: Attention(Initializer(noise.seed_key(0), "float32"), spec, SIZE, "float32")
     )
 
 

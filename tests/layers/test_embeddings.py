@@ -7,15 +7,15 @@ import pytest
 
 from maxtext.common import noise
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 
 TABLE = np.random.default_rng(0).normal(size=(11, 6)).astype(np.float32)
 IDS = np.array([[0, 3, 10, 3], [7, 7, 1, 2]], np.int32)
 
 
 def embedding(one_hot, dtype="float32"):
-    maker = Maker(noise.seed_key(0), "float32")
-    return Template.of(lambda: Embedding(maker, 11, 6, dtype, one_hot))
+    initializer = Initializer(noise.seed_key(0), "float32")
+    return Template.of(lambda: Embedding(initializer, 11, 6, dtype, one_hot))
 
 
 @pytest.mark.parametrize("one_hot", [False, True], ids=["gather", "one-hot"])
@@ -39,7 +39,9 @@ def test_gradient_adds_up_over_repeated_tokens(one_hot):
 
 
 def test_learned_positions():
-    template = Template.of(lambda: Positions(Maker(noise.seed_key(0), "float32"), 11, 6, "float32"))
+    template = Template.of(
+        lambda: Positions(Initializer(noise.seed_key(0), "float32"), 11, 6, "float32")
+    )
     np.testing.assert_array_equal(template.bind({"embedding": TABLE})(jnp.asarray(IDS)), TABLE[IDS])
 
 

@@ -23,7 +23,7 @@ from maxtext.layers.engram import (
 )
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 
 SIZE, VOCABULARY, EPSILON = 8, 50, 1e-2
 BATCH, LENGTH = 2, 14
@@ -40,7 +40,7 @@ def spec(**changes):
 
 @lru_cache
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
 
 
 def weights(spec, seed=0):
@@ -324,11 +324,11 @@ def test_start():
     """The convolution does nothing, norms have scale 1; a value is half-way let in, give or
     take.
     """
-    module = spec().build(Maker(noise.seed_key(0), "float32"), SIZE, "float32")
+    module = spec().build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
     assert not np.any(module.convolution[...])
     np.testing.assert_array_equal(module.key_norm.scale[...], np.ones((1, SIZE)))
     offset = spec(norm=NormSpec(epsilon=EPSILON, offset=True)).build(
-        Maker(noise.seed_key(0), "float32"), SIZE, "float32"
+        Initializer(noise.seed_key(0), "float32"), SIZE, "float32"
     )
     np.testing.assert_array_equal(offset.key_norm.scale[...], np.zeros((1, SIZE)))
     x, ids = values()

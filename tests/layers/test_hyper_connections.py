@@ -14,7 +14,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 from maxtext.common import noise
 from maxtext.layers.hyper_connections import HyperConnectionSpec, collapse, expand, sinkhorn
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 
 BATCH, LENGTH, SIZE, EPSILON = 2, 3, 6, 1e-2  # the norm's epsilon is large, so that it matters
 
@@ -24,11 +24,11 @@ def spec(streams=4, iterations=20, **norm):
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
 
 
 def initial(spec):
-    return spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32")
+    return spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
 
 
 def weights(streams, scaled=False):

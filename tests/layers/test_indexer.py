@@ -23,7 +23,7 @@ from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mla import MlaSpec
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.rope import RopeSpec
 from tests.compiling import FAST_COMPILE
 
@@ -44,7 +44,9 @@ def mla_spec(topk=TOP, latent=False, **options):
 
 
 def template(spec):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32"))
+    return Template.of(
+        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    )
 
 
 def hidden(seed=3):

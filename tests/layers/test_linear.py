@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.common import noise
 from maxtext.layers.linear import Linear, dropout, together, weights_first
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 
 # inputs, outputs of the kernel, the product as an einsum
 SHAPES = [
@@ -26,7 +26,14 @@ def test_numpy(inputs, outputs, product, bias):
     draw = np.random.default_rng(0).normal
     axes = (None,) * len(inputs + outputs)
     template = Template.of(
-        lambda: Linear(Maker(noise.seed_key(0), "float32"), inputs, outputs, axes, "float32", bias)
+        lambda: Linear(
+            Initializer(noise.seed_key(0), "float32"),
+            in_shape=inputs,
+            out_shape=outputs,
+            axes=axes,
+            dtype="float32",
+            bias=bias,
+        )
     )
     weights = {"kernel": draw(size=inputs + outputs)} | (
         {"bias": draw(size=outputs)} if bias else {}
@@ -45,7 +52,12 @@ def test_numpy(inputs, outputs, product, bias):
 def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
     template = Template.of(
         lambda: Linear(
-            Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16", True
+            Initializer(noise.seed_key(0), "float32"),
+            in_shape=(6,),
+            out_shape=(4,),
+            axes=(None, None),
+            dtype="bfloat16",
+            bias=True,
         )
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(template.weights)} == {jnp.dtype("float32")}
@@ -93,7 +105,13 @@ def test_gradients_of_weights_come_before_that_of_the_input():
 
 def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
     template = Template.of(
-        lambda: Linear(Maker(noise.seed_key(0), "float32"), (6,), (4,), (None, None), "bfloat16")
+        lambda: Linear(
+            Initializer(noise.seed_key(0), "float32"),
+            in_shape=(6,),
+            out_shape=(4,),
+            axes=(None, None),
+            dtype="bfloat16",
+        )
     )
     x, weights = jnp.ones((3, 6), jnp.bfloat16), {"kernel": jnp.ones((6, 4), jnp.float32)}
 

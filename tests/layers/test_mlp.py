@@ -10,7 +10,7 @@ from torch.nn import functional
 from maxtext.common import noise
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from tests.tolerance import assert_within_rounding
 
 SIZE, WIDTH = 6, 10
@@ -30,7 +30,7 @@ TORCH = {
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
 
 
 def apply(mlp, x, key=None):

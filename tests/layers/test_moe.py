@@ -17,7 +17,7 @@ from maxtext.kernels import grouped
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec, expert_capacity
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import RouterSpec
 from maxtext.sharding import manual
 
@@ -48,7 +48,7 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0, 0, 0], [0, 1, 1, 1, 0, 2, 2, 2, 2]], 
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
 
 
 def draw_weights(spec, seed=0):
@@ -395,7 +395,7 @@ def test_weights():
 
 def test_initial_experts_differ_and_have_the_variance_of_their_fan_in():
     built = MoeSpec(RouterSpec(16, 2), 40).build(
-        Maker(noise.seed_key(0), "float32"), 160, "float32"
+        Initializer(noise.seed_key(0), "float32"), 160, "float32"
     )
     for layer, fan_in in (
         (built.experts.wi_0, 160),

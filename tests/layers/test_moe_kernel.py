@@ -8,7 +8,7 @@ from maxtext.common import noise
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.models.common import moe_spec, router_spec
 from maxtext.sharding import manual
 
@@ -26,7 +26,7 @@ def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel, monkeypatc
     config = load(None, [*words, word], environ={}, devices=Devices(1))
     built = Template.of(
         lambda: moe_spec(config, router_spec(config)).build(
-            Maker(noise.seed_key(0), "float32"), 64, "bfloat16"
+            Initializer(noise.seed_key(0), "float32"), 64, "bfloat16"
         )
     )
     monkeypatch.setattr(manual, "only_platform", lambda: "gpu")

@@ -17,7 +17,7 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.multi_token import MultiTokenSpec, accepted, mtp_targets, shifted
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.stack import RematPolicy
 
 SIZE, VOCABULARY, EPSILON = 6, 11, 1e-2
@@ -31,13 +31,15 @@ class MixerSpec:
     matrix.
     """
 
-    def build(self, maker, dtype):
-        return Mixer(maker, dtype)
+    def build(self, initializer, dtype):
+        return Mixer(initializer, dtype)
 
 
 class Mixer(nnx.Module):
-    def __init__(self, maker, dtype):
-        self.linear = Linear(maker, (SIZE,), (SIZE,), ("embed", "mlp"), dtype)
+    def __init__(self, initializer, dtype):
+        self.linear = Linear(
+            initializer, in_shape=(SIZE,), out_shape=(SIZE,), axes=("embed", "mlp"), dtype=dtype
+        )
 
     def __call__(self, x, inputs):
         seen = np.tril(np.ones((LENGTH, LENGTH), np.float32))[None]
@@ -54,7 +56,9 @@ def spec(**changes):
 
 @lru_cache
 def template(spec, remat=None, dtype="float32"):
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, dtype, remat))
+    return Template.of(
+        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype, remat)
+    )
 
 
 def weights(spec):
@@ -228,7 +232,7 @@ def test_shapes_and_axes():
     shapes = jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
     assert shapes == {"layers": dict.fromkeys(range(LAYERS), layer)}
     assert abstract.axes["layers"][0]["projection"] == {"kernel": ("embed", "mlp")}
-    made = spec().build(Maker(noise.seed_key(0), "float32"), SIZE, "float32")
+    made = spec().build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
     kernels = [np.asarray(one.projection.kernel[...]) for one in made.layers]
     assert not np.array_equal(kernels[0], kernels[1])
 

@@ -16,7 +16,7 @@ from maxtext.configs.derive import Devices
 from maxtext.kernels.quantized import Quantized
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.moe import MoeSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.quantized import described, quantize_weights
 from maxtext.layers.routers import RouterSpec
 from maxtext.models.transformer import make_template
@@ -156,7 +156,9 @@ EXPERT_LAYER = MoeSpec(
 @pytest.mark.parametrize("method", ["sparse", "dense", "dropping"])
 def test_experts_of_integers_give_what_their_floats_give(method, dtype):
     spec, size = replace(EXPERT_LAYER, method=method), 256
-    template = Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), size, "float32"))
+    template = Template.of(
+        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), size, "float32")
+    )
     draw = np.random.default_rng(0).normal
     floats = jax.tree.map(
         lambda leaf: jnp.asarray(draw(size=leaf.shape) * 0.1, jnp.float32), template.weights

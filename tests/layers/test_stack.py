@@ -18,7 +18,7 @@ from maxtext.layers.block import Block, LayerSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.rope import RopeSpec
 from maxtext.layers.stack import RematPolicy, Segment, Stack
 from tests.compiling import FAST_COMPILE
@@ -42,15 +42,15 @@ ORDER = {"one": [LOCAL] * 3, "two segments": [GLOBAL, LOCAL, GLOBAL, LOCAL, GLOB
 KEYS = {"one": None, "two segments": jax.random.key(5)}  # of dropout
 
 
-def maker():
-    return Maker(noise.fold(noise.seed_key(0), 2), "float32")
+def initializer():
+    return Initializer(noise.fold(noise.seed_key(0), 2), "float32")
 
 
 def tower(name, scanned, axis=1):
     """All segments of a pattern, one stack each."""
     stacks, first = [], 0
     for segment in PATTERNS[name]:
-        stacks.append(Stack(maker(), segment, first, "float32", scanned, axis, None))
+        stacks.append(Stack(initializer(), segment, first, "float32", scanned, axis, None))
         first += segment.layers
     return nnx.List(stacks)
 
@@ -178,7 +178,7 @@ def test_layers_run_in_order_with_their_own_weights(built, name):
     @jit
     def by_hand(x):
         for index, spec in enumerate(ORDER[name]):
-            x, _ = spec.build(maker().child(index), "float32")(
+            x, _ = spec.build(initializer().child(f"layer_{index}"), "float32")(
                 x, layer_inputs(KEYS[name]).fold(index)
             )
         return x
@@ -249,7 +249,7 @@ def test_layers_of_one_kind_are_traced_once(monkeypatch):
     def program(repeats):
         def function(x):
             stack = Stack(
-                Maker(noise.seed_key(0), "float32"),
+                Initializer(noise.seed_key(0), "float32"),
                 Segment((LOCAL,), repeats),
                 0,
                 "float32",

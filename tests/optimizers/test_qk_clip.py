@@ -14,7 +14,7 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mla import MlaSpec
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.rope import RopeSpec
 from maxtext.optimizers.qk_clip import clip_mla
 from tests.compiling import FAST_COMPILE
@@ -27,7 +27,9 @@ def template(query_rank):
         HEADS, 8, NOPE, ROPE, VALUE, 0.4, RopeSpec(interleave=True), NormSpec(), AttentionMask(),
         query_rank=query_rank, report_max_logits=True,
     )  # fmt: skip
-    return Template.of(lambda: spec.build(Maker(noise.seed_key(0), "float32"), SIZE, "float32"))
+    return Template.of(
+        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    )
 
 
 def random_weights(query_rank, seed=0):

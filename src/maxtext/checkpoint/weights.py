@@ -40,7 +40,9 @@ class Place:
     axis: int  # of the stack
     shape: Shape
     dtype: np.dtype
-    fixed_dtype: bool = False  # it has this dtype whatever the others have, see `Maker.constant`
+    fixed_dtype: bool = (
+        False  # it has this dtype whatever the others have, see `Initializer.constant`
+    )
 
 
 def dtypes_of(places: Mapping[str, Place], dtype: np.dtype) -> dict[str, np.dtype]:

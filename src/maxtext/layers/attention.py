@@ -35,7 +35,7 @@ from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.joined import Joined
 from maxtext.layers.linear import Linear, together
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, rotate, turns
 from maxtext.sharding import constrain
 
@@ -85,7 +85,7 @@ class AttentionSpec:
     moba: Moba | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    output_size: int | None = None  # None: as wide as the input
+    output_dim: int | None = None  # None: as wide as the input
     backend: str = "dot_product"
     float32_product: bool = False
     float32_logits: bool = False
@@ -93,8 +93,8 @@ class AttentionSpec:
     # tokens that the kernel for one token a row over pages, which is then a must, reads at a time
     ragged: int = 0
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
-        return Attention(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
+        return Attention(initializer, self, embed_dim, dtype)
 
     def cache(self, size: CacheSize) -> Cache | None:
         """Empty; None: it looks at all tokens anew."""
@@ -113,7 +113,7 @@ class AttentionSpec:
 
 
 class Attention(nnx.Module):
-    def __init__(self, maker: Maker, spec: AttentionSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: AttentionSpec, embed_dim: int, dtype: Any):
         self.spec = spec
         heads, groups, dim = spec.query_heads, spec.kv_heads, spec.head_dim
         if spec.fused:
@@ -121,29 +121,71 @@ class Attention(nnx.Module):
             # over devices.
             shape = (groups, heads // groups + 2, dim)
             axes: tuple[str | None, ...] = ("embed", "kv_heads", "qkv", "kv_head_dim")
-            self.qkv = Linear(maker.child(0), (size,), shape, axes, dtype, spec.bias)
+            self.qkv = Linear(
+                initializer.child("qkv"),
+                in_shape=(embed_dim,),
+                out_shape=shape,
+                axes=axes,
+                dtype=dtype,
+                bias=spec.bias,
+            )
         else:
             axes = ("embed", "q_heads", "kv")
-            self.query = Linear(maker.child(0), (size,), (heads, dim), axes, dtype, spec.bias)
+            self.query = Linear(
+                initializer.child("query"),
+                in_shape=(embed_dim,),
+                out_shape=(heads, dim),
+                axes=axes,
+                dtype=dtype,
+                bias=spec.bias,
+            )
             if spec.gated:
                 self.output_gate = Linear(
-                    maker.child(5), (size,), (heads, dim), axes, dtype, spec.bias
+                    initializer.child("output_gate"),
+                    in_shape=(embed_dim,),
+                    out_shape=(heads, dim),
+                    axes=axes,
+                    dtype=dtype,
+                    bias=spec.bias,
                 )
             axes = ("embed", "kv_heads", "kv_head_dim")
-            self.key = Linear(maker.child(1), (size,), (groups, dim), axes, dtype, spec.bias)
+            self.key = Linear(
+                initializer.child("key"),
+                in_shape=(embed_dim,),
+                out_shape=(groups, dim),
+                axes=axes,
+                dtype=dtype,
+                bias=spec.bias,
+            )
             if not spec.shared_kv:
-                self.value = Linear(maker.child(2), (size,), (groups, dim), axes, dtype, spec.bias)
-        width = spec.output_size or size
+                self.value = Linear(
+                    initializer.child("value"),
+                    in_shape=(embed_dim,),
+                    out_shape=(groups, dim),
+                    axes=axes,
+                    dtype=dtype,
+                    bias=spec.bias,
+                )
+        out_dim = spec.output_dim or embed_dim
         self.out = Linear(
-            maker.child(3), (heads, dim), (width,), ("heads", "kv", "embed"), dtype, spec.out_bias
+            initializer.child("out"),
+            in_shape=(heads, dim),
+            out_shape=(out_dim,),
+            axes=("heads", "kv", "embed"),
+            dtype=dtype,
+            bias=spec.out_bias,
         )
         if spec.qk_norm:
             jointly = spec.qk_norm_over == "heads"
-            self.query_norm = Norm(maker, spec.qk_norm, heads * dim if jointly else dim, dtype)
-            self.key_norm = Norm(maker, spec.qk_norm, groups * dim if jointly else dim, dtype)
+            self.query_norm = Norm(
+                initializer, spec.qk_norm, heads * dim if jointly else dim, dtype
+            )
+            self.key_norm = Norm(initializer, spec.qk_norm, groups * dim if jointly else dim, dtype)
         if spec.value_norm:
-            self.value_norm = Norm(maker, spec.value_norm, dim, dtype)
-        self.sinks = maker.normal(4, (heads,), 0.02, ("q_heads",)) if spec.sinks else None
+            self.value_norm = Norm(initializer, spec.value_norm, dim, dtype)
+        self.sinks = (
+            initializer.normal("sinks", (heads,), 0.02, ("q_heads",)) if spec.sinks else None
+        )
 
     @property
     def bare(self) -> bool:

@@ -16,7 +16,7 @@ from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import dropout
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
 
@@ -26,7 +26,7 @@ class LayerSpec:
     feed-forward.
     """
 
-    size: int
+    embed_dim: int
     attention: Any
     mlp: Any
     norm: NormSpec
@@ -40,28 +40,40 @@ class LayerSpec:
     streams: HyperConnectionSpec | None = None
     engram: EngramSpec | None = None  # a memory of n-grams, added before the mixer
 
-    def build(self, maker: Maker, dtype: Any) -> nnx.Module:
-        return Block(maker, self, dtype)
+    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
+        return Block(initializer, self, dtype)
 
 
 class Block(nnx.Module):
-    def __init__(self, maker: Maker, spec: LayerSpec, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: LayerSpec, dtype: Any):
         self.spec = spec
-        self.attention = spec.attention.build(maker.child(0), spec.size, dtype)
-        self.mlp = spec.mlp.build(maker.child(1), spec.size, dtype)
+        self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
+        self.mlp = spec.mlp.build(initializer.child("mlp"), spec.embed_dim, dtype)
 
         def norm(present: bool) -> Norm | None:
-            return Norm(maker, spec.norm, spec.size, dtype) if present else None
+            return Norm(initializer, spec.norm, spec.embed_dim, dtype) if present else None
 
         self.attention_norm = norm(spec.attention_norm)
         self.mlp_norm = norm(spec.mlp_norm and not spec.parallel)
         self.post_attention_norm = norm(spec.post_attention_norm)
         self.post_mlp_norm = norm(spec.post_mlp_norm)
-        self.scale = maker.constant((1,), 1.0, (None,), trained=False) if spec.scaled else None
+        self.scale = (
+            initializer.constant((1,), 1.0, (None,), trained=False) if spec.scaled else None
+        )
         connect = spec.streams.build if spec.streams else lambda *_: None
-        self.attention_streams = connect(maker.child(2), spec.size, dtype)
-        self.mlp_streams = None if spec.parallel else connect(maker.child(3), spec.size, dtype)
-        self.engram = spec.engram.build(maker.child(4), spec.size, dtype) if spec.engram else None
+        self.attention_streams = connect(
+            initializer.child("attention_streams"), spec.embed_dim, dtype
+        )
+        self.mlp_streams = (
+            None
+            if spec.parallel
+            else connect(initializer.child("mlp_streams"), spec.embed_dim, dtype)
+        )
+        self.engram = (
+            spec.engram.build(initializer.child("engram"), spec.embed_dim, dtype)
+            if spec.engram
+            else None
+        )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         x = stream(checkpoint_name(x, "decoder_layer_input"))

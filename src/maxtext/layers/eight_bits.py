@@ -74,7 +74,7 @@ def fits_heads(x: tuple[int, ...], attention: Attention) -> bool:
     """Whether the kernels take the product after attention, of streams of this shape."""
     out = attention.out
     mixed = (*x[:-1], attention.spec.query_heads, attention.spec.head_dim)
-    return attention.spec.output_size in (None, x[-1]) and fits(mixed, out)
+    return attention.spec.output_dim in (None, x[-1]) and fits(mixed, out)
 
 
 def attended(
@@ -157,11 +157,11 @@ def can_feed(block: Any, x: jax.Array) -> bool:
         return False
     if (
         mlp.spec.activations[0] in UNKNOWN
-        or 2 * mlp.spec.width > MAX_COLUMNS
+        or 2 * mlp.spec.hidden_dim > MAX_COLUMNS
         or not can_norm(block.mlp_norm, x)
     ):
         return False
-    return fits(x.shape, *gates_of(mlp)) and fits((*x.shape[:-1], mlp.spec.width), mlp.wo)
+    return fits(x.shape, *gates_of(mlp)) and fits((*x.shape[:-1], mlp.spec.hidden_dim), mlp.wo)
 
 
 def gates_of(mlp: Mlp) -> list[Linear]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
 
@@ -16,10 +16,17 @@ class Embedding(nnx.Module):
     some meshes.
     """
 
-    def __init__(self, maker: Maker, vocabulary: int, size: int, dtype: Any, one_hot: bool = False):
+    def __init__(
+        self,
+        initializer: Initializer,
+        vocabulary: int,
+        embed_dim: int,
+        dtype: Any,
+        one_hot: bool = False,
+    ):
         self.dtype, self.one_hot = dtype, one_hot
-        self.embedding = maker.normal(
-            0, (vocabulary, size), 1 / math.sqrt(size), ("vocab", "embed_vocab")
+        self.embedding = initializer.normal(
+            "embedding", (vocabulary, embed_dim), 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
         )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -43,21 +50,23 @@ class Embedding(nnx.Module):
 class Positions(nnx.Module):
     """[positions, E], added to the embeddings."""
 
-    def __init__(self, maker: Maker, count: int, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, count: int, embed_dim: int, dtype: Any):
         self.dtype = dtype
-        self.embedding = maker.normal(0, (count, size), 1 / math.sqrt(size), (None, "embed_vocab"))
+        self.embedding = initializer.normal(
+            "embedding", (count, embed_dim), 1 / math.sqrt(embed_dim), (None, "embed_vocab")
+        )
 
     def __call__(self, positions: jax.Array) -> jax.Array:
         return jnp.take(self.embedding[...].astype(self.dtype), positions, axis=0)
 
 
 def sinusoids(
-    positions: jax.Array, size: int, dtype: Any, max_timescale: float = 10_000.0
+    positions: jax.Array, embed_dim: int, dtype: Any, max_timescale: float = 10_000.0
 ) -> jax.Array:
     """Fixed positions of the first transformer: sines in the first half of the width, cosines in
     the second.
     """
-    count = size // 2
+    count = embed_dim // 2
     scale = math.log(max_timescale) / max(count - 1, 1)
     angles = positions[..., None].astype(jnp.float32) * jnp.exp(
         -scale * jnp.arange(count, dtype=jnp.float32)

@@ -42,7 +42,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
 LAYER_SEED = 10007  # the seeds of two layers are so far apart
@@ -116,37 +116,44 @@ class EngramSpec:
         return tuple(2 * int(number) + 1 for number in draw)
 
     @property
-    def width(self) -> int:
+    def memory_dim(self) -> int:
         """Of all rows that are looked up for a token."""
         return len(self.primes) * self.head_dim
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> "Engram":
-        return Engram(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Engram":
+        return Engram(initializer, self, embed_dim, dtype)
 
 
 class Engram(nnx.Module):
-    def __init__(self, maker: Maker, spec: EngramSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: EngramSpec, embed_dim: int, dtype: Any):
         self.spec, self.dtype = spec, dtype
         k = spec.streams
         # As wide as the embeddings of tokens start, so that memory and stream are of one size.
         rows = (sum(spec.primes), spec.head_dim)
-        self.table = maker.normal(0, rows, 1 / math.sqrt(size), ("vocab", "embed_vocab"))
+        self.table = initializer.normal(
+            "table", rows, 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
+        )
         self.key = Linear(
-            maker.child(1),
-            (spec.width,),
-            (k, size),
-            ("engram_dim", "mhc", "embed"),
-            dtype,
+            initializer.child("key"),
+            in_shape=(spec.memory_dim,),
+            out_shape=(k, embed_dim),
+            axes=("engram_dim", "mhc", "embed"),
+            dtype=dtype,
             bias=True,
         )
         self.value = Linear(
-            maker.child(2), (spec.width,), (size,), ("engram_dim", "embed"), dtype, bias=True
+            initializer.child("value"),
+            in_shape=(spec.memory_dim,),
+            out_shape=(embed_dim,),
+            axes=("engram_dim", "embed"),
+            dtype=dtype,
+            bias=True,
         )
-        self.key_norm = StreamNorm(maker, spec.norm, k, size)
-        self.query_norm = StreamNorm(maker, spec.norm, k, size)
-        self.convolution_norm = StreamNorm(maker, spec.norm, k, size)
-        self.convolution = maker.constant(
-            (spec.kernel_size, k, size), 0.0, (None, "mhc", "norm")
+        self.key_norm = StreamNorm(initializer, spec.norm, k, embed_dim)
+        self.query_norm = StreamNorm(initializer, spec.norm, k, embed_dim)
+        self.convolution_norm = StreamNorm(initializer, spec.norm, k, embed_dim)
+        self.convolution = initializer.constant(
+            (spec.kernel_size, k, embed_dim), 0.0, (None, "mhc", "norm")
         )  # last tap: now
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
@@ -168,7 +175,7 @@ class Engram(nnx.Module):
         # Looked up before it is cast: the table is far larger than what is read of it.
         found = jnp.take(self.table[...], rows, axis=0, mode="clip").astype(self.dtype)
         found = constrain(found, "activation_batch", "activation_length", None, None)
-        return found.reshape(*tokens.shape, self.spec.width)
+        return found.reshape(*tokens.shape, self.spec.memory_dim)
 
     def rows(self, tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
         """Token ids [B, S] to rows of the table [B, S, N], int32."""
@@ -200,11 +207,11 @@ class Engram(nnx.Module):
 class StreamNorm(nnx.Module):
     """[..., k, E] normed over E, in float32, with a scale of its own for every stream."""
 
-    def __init__(self, maker: Maker, spec: NormSpec, streams: int, size: int):
+    def __init__(self, initializer: Initializer, spec: NormSpec, streams: int, embed_dim: int):
         self.offset = 1.0 if spec.offset else 0.0
-        self.norm = Norm(maker, replace(spec, scaled=False), size, jnp.float32)
+        self.norm = Norm(initializer, replace(spec, scaled=False), embed_dim, jnp.float32)
         self.scale = (
-            maker.constant((streams, size), 1.0 - self.offset, ("mhc", "norm"))
+            initializer.constant((streams, embed_dim), 1.0 - self.offset, ("mhc", "norm"))
             if spec.scaled
             else None
         )

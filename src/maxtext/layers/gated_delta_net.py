@@ -34,7 +34,7 @@ from maxtext.layers.cache import CacheSize
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear, together
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
 QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
@@ -66,8 +66,8 @@ class GatedDeltaNetSpec:
     def group(self) -> int:
         return self.value_heads // self.key_heads
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
-        return GatedDeltaNet(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
+        return GatedDeltaNet(initializer, self, embed_dim, dtype)
 
     def cache(self, size: CacheSize) -> Cache:
         """Empty, for sequences of any length: the last inputs of the convolutions, and the
@@ -85,29 +85,49 @@ class GatedDeltaNetSpec:
 
 
 class GatedDeltaNet(nnx.Module):
-    def __init__(self, maker: Maker, spec: GatedDeltaNetSpec, size: int, dtype: Any):
+    def __init__(
+        self, initializer: Initializer, spec: GatedDeltaNetSpec, embed_dim: int, dtype: Any
+    ):
         self.spec, self.dtype = spec, dtype
         heads, group, values = spec.key_heads, spec.group, spec.group * spec.value_dim
 
-        def projection(name: int, width: int, exact: bool = False) -> Linear:
-            axes = ("embed", "gdn_head", None)
-            return Linear(maker.child(name), (size,), (heads, width), axes, dtype, exact=exact)
+        def projection(name: str, dim: int, exact: bool = False) -> Linear:
+            return Linear(
+                initializer.child(name),
+                in_shape=(embed_dim,),
+                out_shape=(heads, dim),
+                axes=("embed", "gdn_head", None),
+                dtype=dtype,
+                exact=exact,
+            )
 
-        def convolution(name: int, width: int) -> nnx.Param:
-            return maker.kernel(name, (spec.conv_width,), (heads, width), (None, "gdn_head", None))
+        def convolution(name: str, dim: int) -> nnx.Param:
+            axes = (None, "gdn_head", None)
+            return initializer.weight(name, (spec.conv_width,), (heads, dim), axes)
 
-        self.query, self.key = projection(0, spec.key_dim), projection(1, spec.key_dim)
-        self.value, self.gate = projection(2, values), projection(3, values)
-        self.beta, self.decay = projection(4, group, exact=True), projection(5, group, exact=True)
-        self.conv_query, self.conv_key = convolution(6, spec.key_dim), convolution(7, spec.key_dim)
-        self.conv_value = convolution(8, values)
+        self.query = projection("query", spec.key_dim)
+        self.key = projection("key", spec.key_dim)
+        self.value = projection("value", values)
+        self.gate = projection("gate", values)
+        self.beta = projection("beta", group, exact=True)
+        self.decay = projection("decay", group, exact=True)
+        self.conv_query = convolution("conv_query", spec.key_dim)
+        self.conv_key = convolution("conv_key", spec.key_dim)
+        self.conv_value = convolution("conv_value", values)
         low, high = RATES
-        rate = low + (high - low) * jax.scipy.special.ndtr(maker.noise(9, (heads, group)))
-        self.log_rate = nnx.Param(jnp.log(rate).astype(maker.dtype), axes=("gdn_head", None))
-        self.step_bias = maker.constant((heads, group), 1.0, ("gdn_head", None))
-        self.norm = Norm(maker, NormSpec(epsilon=spec.norm_epsilon), spec.value_dim, "float32")
+        noise = initializer.standard_normal("log_rate", (heads, group))
+        rate = low + (high - low) * jax.scipy.special.ndtr(noise)
+        self.log_rate = nnx.Param(jnp.log(rate).astype(initializer.dtype), axes=("gdn_head", None))
+        self.step_bias = initializer.constant((heads, group), 1.0, ("gdn_head", None))
+        self.norm = Norm(
+            initializer, NormSpec(epsilon=spec.norm_epsilon), spec.value_dim, "float32"
+        )
         self.out = Linear(
-            maker.child(10), (heads, values), (size,), ("gdn_head", None, "embed"), dtype
+            initializer.child("out"),
+            in_shape=(heads, values),
+            out_shape=(embed_dim,),
+            axes=("gdn_head", None, "embed"),
+            dtype=dtype,
         )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

@@ -34,7 +34,7 @@ import numpy as np
 from flax import nnx
 
 from maxtext.layers.norms import NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 
 EPSILON = 1e-6  # keeps what is read above zero, and divisors too
 INITIAL_ALPHA = 0.01
@@ -57,8 +57,8 @@ class HyperConnectionSpec:
         if self.norm.kind != "rms":
             raise ValueError(f"hyper-connections norm their streams with rms, not {self.norm.kind}")
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> "HyperConnection":
-        return HyperConnection(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "HyperConnection":
+        return HyperConnection(initializer, self, embed_dim, dtype)
 
 
 class Mixing(NamedTuple):
@@ -73,15 +73,21 @@ class HyperConnection(nnx.Module):
     mix (row by row).
     """
 
-    def __init__(self, maker: Maker, spec: HyperConnectionSpec, size: int, dtype: Any):
+    def __init__(
+        self, initializer: Initializer, spec: HyperConnectionSpec, embed_dim: int, dtype: Any
+    ):
         self.spec, self.dtype = spec, dtype
         k = spec.streams
-        self.kernel = maker.kernel(0, (k, size), (k * (k + 2),), ("mhc", "embed", None))
-        self.alpha = maker.constant((3,), INITIAL_ALPHA, (None,))
-        self.bias = nnx.Param(jnp.asarray(initial_bias(k), maker.dtype), axes=(None,))
+        self.kernel = initializer.weight(
+            "weight", (k, embed_dim), (k * (k + 2),), ("mhc", "embed", None)
+        )
+        self.alpha = initializer.constant((3,), INITIAL_ALPHA, (None,))
+        self.bias = nnx.Param(jnp.asarray(initial_bias(k), initializer.dtype), axes=(None,))
         initial_scale = 0.0 if spec.norm.offset else 1.0
         self.scale = (
-            maker.constant((k, size), initial_scale, ("mhc", "norm")) if spec.norm.scaled else None
+            initializer.constant((k, embed_dim), initial_scale, ("mhc", "norm"))
+            if spec.norm.scaled
+            else None
         )
 
     def read(self, streams: jax.Array) -> tuple[jax.Array, Mixing]:

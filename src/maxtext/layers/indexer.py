@@ -34,7 +34,7 @@ from maxtext.kernels.attention import (
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
 
@@ -64,21 +64,45 @@ class IndexerSpec:
         query may change its selection. A cache cannot hold what follows from that."""
         return self.selecting and length > self.topk and ties_depend_on_length()
 
-    def build(self, maker: Maker, size: int, query_rank: int, dtype: Any) -> "Indexer":
-        return Indexer(maker, self, size, query_rank, dtype)
+    def build(
+        self, initializer: Initializer, embed_dim: int, query_rank: int, dtype: Any
+    ) -> "Indexer":
+        return Indexer(initializer, self, embed_dim, query_rank, dtype)
 
 
 class Indexer(nnx.Module):
-    def __init__(self, maker: Maker, spec: IndexerSpec, size: int, query_rank: int, dtype: Any):
+    def __init__(
+        self,
+        initializer: Initializer,
+        spec: IndexerSpec,
+        embed_dim: int,
+        query_rank: int,
+        dtype: Any,
+    ):
         self.spec = spec
         heads, dim = spec.heads, spec.head_dim
         self.query = Linear(
-            maker.child(0), (query_rank,), (heads, dim), ("q_lora", "q_heads", "kv"), dtype
+            initializer.child("query"),
+            in_shape=(query_rank,),
+            out_shape=(heads, dim),
+            axes=("q_lora", "q_heads", "kv"),
+            dtype=dtype,
         )
-        self.key = Linear(maker.child(1), (size,), (dim,), ("embed", "kv"), dtype)
-        self.key_norm = Norm(maker, KEY_NORM, dim, dtype)
+        self.key = Linear(
+            initializer.child("key"),
+            in_shape=(embed_dim,),
+            out_shape=(dim,),
+            axes=("embed", "kv"),
+            dtype=dtype,
+        )
+        self.key_norm = Norm(initializer, KEY_NORM, dim, dtype)
         self.weight = Linear(
-            maker.child(2), (size,), (heads,), ("embed", "q_heads"), jnp.float32, exact=True
+            initializer.child("weight"),
+            in_shape=(embed_dim,),
+            out_shape=(heads,),
+            axes=("embed", "q_heads"),
+            dtype=jnp.float32,
+            exact=True,
         )
 
     def __call__(

@@ -13,7 +13,7 @@ from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized import Quantized, products
 from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.layers.joined import Joined
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding.manual import only_platform
 
 
@@ -22,22 +22,29 @@ class Linear(nnx.Module):
     shape outputs.
 
     Weights are kept in their own dtype and cast to the computation's on use; a kernel may be
-    `Quantized`. `exact`: not in eight bits, whatever the maker's recipe is.
+    `Quantized`. `exact`: not in eight bits, whatever the initializer's recipe is.
     """
 
     def __init__(
         self,
-        maker: Maker,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
+        initializer: Initializer,
+        *,
+        in_shape: Sequence[int],
+        out_shape: Sequence[int],
         axes: Sequence[str | None],
         dtype: Any,
         bias: bool = False,
         exact: bool = False,
     ):
-        self.rank, self.dtype, self.recipe = len(inputs), dtype, "" if exact else maker.recipe
-        self.kernel = maker.kernel(0, inputs, outputs, axes, contracted=range(self.rank))
-        self.bias = maker.constant(outputs, 0.0, axes[len(inputs) :]) if bias else None
+        self.rank, self.dtype, self.recipe = (
+            len(in_shape),
+            dtype,
+            "" if exact else initializer.recipe,
+        )
+        self.kernel = initializer.weight(
+            "weight", in_shape, out_shape, axes, contracted=range(self.rank)
+        )
+        self.bias = initializer.constant(out_shape, 0.0, axes[len(in_shape) :]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return together(x, self)[0]

@@ -37,7 +37,7 @@ from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, rotate
 from maxtext.sharding import constrain
 
@@ -78,8 +78,8 @@ class MlaSpec:
                 "The indexer reads the query latent, so it needs q_lora_rank above 0."
             )
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
-        return Mla(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
+        return Mla(initializer, self, embed_dim, dtype)
 
     def cache(self, size: CacheSize) -> Cache | None:
         """Empty: of latents, or of the keys and values of all heads; None: it looks at all tokens
@@ -111,32 +111,65 @@ class MlaSpec:
 
 
 class Mla(nnx.Module):
-    def __init__(self, maker: Maker, spec: MlaSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MlaSpec, embed_dim: int, dtype: Any):
         self.spec, self.dtype = spec, dtype
         heads, rank = spec.heads, spec.kv_rank
         shape = (heads, spec.nope_dim + spec.rope_dim)
         if spec.query_rank:
             axes: tuple[str, ...] = ("embed", "q_lora_up_proj")
             self.query_a = Linear(
-                maker.child(0), (size,), (spec.query_rank,), axes, dtype, spec.bias
+                initializer.child("query_a"),
+                in_shape=(embed_dim,),
+                out_shape=(spec.query_rank,),
+                axes=axes,
+                dtype=dtype,
+                bias=spec.bias,
             )
-            self.query_norm = Norm(maker, spec.norm, spec.query_rank, dtype)
+            self.query_norm = Norm(initializer, spec.norm, spec.query_rank, dtype)
             self.query_b = Linear(
-                maker.child(1), (spec.query_rank,), shape, ("q_lora", "q_heads", "kv"), dtype
+                initializer.child("query_b"),
+                in_shape=(spec.query_rank,),
+                out_shape=shape,
+                axes=("q_lora", "q_heads", "kv"),
+                dtype=dtype,
             )
         else:
-            self.query = Linear(maker.child(0), (size,), shape, ("embed", "q_heads", "kv"), dtype)
+            self.query = Linear(
+                initializer.child("query"),
+                in_shape=(embed_dim,),
+                out_shape=shape,
+                axes=("embed", "q_heads", "kv"),
+                dtype=dtype,
+            )
         axes = ("embed", "kv_lora_up_proj")
-        self.kv_a = Linear(maker.child(2), (size,), (rank + spec.rope_dim,), axes, dtype, spec.bias)
-        self.kv_norm = Norm(maker, spec.norm, rank, dtype)
+        self.kv_a = Linear(
+            initializer.child("kv_a"),
+            in_shape=(embed_dim,),
+            out_shape=(rank + spec.rope_dim,),
+            axes=axes,
+            dtype=dtype,
+            bias=spec.bias,
+        )
+        self.kv_norm = Norm(initializer, spec.norm, rank, dtype)
         axes = ("kv_lora", "kv_heads", "kv_head_dim")
         self.kv_b = Linear(
-            maker.child(3), (rank,), (heads, spec.nope_dim + spec.value_dim), axes, dtype
+            initializer.child("kv_b"),
+            in_shape=(rank,),
+            out_shape=(heads, spec.nope_dim + spec.value_dim),
+            axes=axes,
+            dtype=dtype,
         )
         axes = ("heads", "kv", "embed")
-        self.out = Linear(maker.child(4), (heads, spec.value_dim), (size,), axes, dtype, spec.bias)
+        self.out = Linear(
+            initializer.child("out"),
+            in_shape=(heads, spec.value_dim),
+            out_shape=(embed_dim,),
+            axes=axes,
+            dtype=dtype,
+            bias=spec.bias,
+        )
         self.indexer = (
-            spec.indexer.build(maker.child(5), size, spec.query_rank, dtype)
+            spec.indexer.build(initializer.child("indexer"), embed_dim, spec.query_rank, dtype)
             if spec.indexer
             else None
         )

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, dropout, together
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -59,7 +59,7 @@ def combine(
 
 @dataclass(frozen=True)
 class MlpSpec:
-    width: int
+    hidden_dim: int
     activations: tuple[str, ...] = ("silu", "linear")  # their results are multiplied
     bias: bool = False
     fused: bool = False  # one product for all branches
@@ -67,24 +67,43 @@ class MlpSpec:
     float32: bool = False  # activations computed in float32
     limit: float | None = None  # on the branches' values, see `combine`
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> "Mlp":
-        return Mlp(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Mlp":
+        return Mlp(initializer, self, embed_dim, dtype)
 
 
 class Mlp(nnx.Module):
-    def __init__(self, maker: Maker, spec: MlpSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MlpSpec, embed_dim: int, dtype: Any):
         self.spec, self.dtype = spec, dtype
         count = len(spec.activations)
         if spec.fused:
             axes: tuple[str | None, ...] = ("embed", None, "mlp")
-            self.wi = Linear(maker.child(0), (size,), (count, spec.width), axes, dtype, spec.bias)
+            self.wi = Linear(
+                initializer.child("wi"),
+                in_shape=(embed_dim,),
+                out_shape=(count, spec.hidden_dim),
+                axes=axes,
+                dtype=dtype,
+                bias=spec.bias,
+            )
         else:
             axes = ("embed", "mlp")
             for place in range(count):
-                branch = Linear(maker.child(place), (size,), (spec.width,), axes, dtype, spec.bias)
+                branch = Linear(
+                    initializer.child(self.branch(place)),
+                    in_shape=(embed_dim,),
+                    out_shape=(spec.hidden_dim,),
+                    axes=axes,
+                    dtype=dtype,
+                    bias=spec.bias,
+                )
                 setattr(self, self.branch(place), branch)
         self.wo = Linear(
-            maker.child(count), (spec.width,), (size,), ("mlp", "embed"), dtype, spec.bias
+            initializer.child("wo"),
+            in_shape=(spec.hidden_dim,),
+            out_shape=(embed_dim,),
+            axes=("mlp", "embed"),
+            dtype=dtype,
+            bias=spec.bias,
         )
 
     @property

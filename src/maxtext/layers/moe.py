@@ -34,7 +34,7 @@ from maxtext.kernels.quantized import Quantized, dequantize
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, weights_first
 from maxtext.layers.mlp import MlpSpec, combine
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
 from maxtext.layers.sorted_experts import Affine, SortedExperts
 from maxtext.sharding import constrain
@@ -43,7 +43,7 @@ from maxtext.sharding import constrain
 @dataclass(frozen=True)
 class MoeSpec:
     router: RouterSpec
-    width: int  # of each expert
+    hidden_dim: int  # of each expert
     activations: tuple[str, ...] = ("silu", "linear")
     bias: bool = False
     limit: float | None = None  # on the branches' values, see mlp.combine
@@ -74,8 +74,8 @@ class MoeSpec:
     balance_weight: float = 0.0  # reports "load_balance_loss"
     report_load: bool = False  # reports "expert_load" [X]: how many tokens chose each expert
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> "Moe":
-        return Moe(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Moe":
+        return Moe(initializer, self, embed_dim, dtype)
 
 
 class ExpertLinear(nnx.Module):
@@ -83,7 +83,7 @@ class ExpertLinear(nnx.Module):
 
     def __init__(
         self,
-        maker: Maker,
+        initializer: Initializer,
         spec: MoeSpec,
         inputs: int,
         outputs: int,
@@ -93,10 +93,14 @@ class ExpertLinear(nnx.Module):
         self.dtype, experts = dtype, spec.router.experts
         split = "exp_with_fsdp" if spec.experts_on_fsdp else "exp"
         self.axes = (split, *axes)
-        # The maker takes the experts for part of the fan-in, and the factor takes them out again.
-        maker = dataclasses.replace(maker, kernel_scale=maker.kernel_scale * experts)
-        self.kernel = maker.kernel(0, (experts, inputs), (outputs,), self.axes, contracted=(1,))
-        self.bias = maker.constant((experts, outputs), 0.0, (split, axes[1])) if spec.bias else None
+        # The initializer takes the experts for part of the fan-in, and the factor takes them out again.
+        initializer = dataclasses.replace(initializer, init_scale=initializer.init_scale * experts)
+        self.kernel = initializer.weight(
+            "weight", (experts, inputs), (outputs,), self.axes, contracted=(1,)
+        )
+        self.bias = (
+            initializer.constant((experts, outputs), 0.0, (split, axes[1])) if spec.bias else None
+        )
 
     @property
     def weights(self) -> Affine:
@@ -128,17 +132,26 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    def __init__(self, maker: Maker, spec: MoeSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: Any):
         self.spec, self.dtype = spec, dtype
         count = len(spec.activations)
         self.branches = ("wi",) if count == 1 else tuple(f"wi_{place}" for place in range(count))
-        for place, name in enumerate(self.branches):
+        for name in self.branches:
             axes = ("embed_moe", "mlp_moe")
             setattr(
-                self, name, ExpertLinear(maker.child(place), spec, size, spec.width, axes, dtype)
+                self,
+                name,
+                ExpertLinear(
+                    initializer.child(name), spec, embed_dim, spec.hidden_dim, axes, dtype
+                ),
             )
         self.wo = ExpertLinear(
-            maker.child(count), spec, spec.width, size, ("mlp_moe", "embed_moe"), dtype
+            initializer.child("wo"),
+            spec,
+            spec.hidden_dim,
+            embed_dim,
+            ("mlp_moe", "embed_moe"),
+            dtype,
         )
 
     @property
@@ -166,15 +179,26 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 
 class Moe(nnx.Module):
-    def __init__(self, maker: Maker, spec: MoeSpec, size: int, dtype: Any):
-        self.spec, self.dtype, self.recipe = spec, dtype, maker.recipe
+    def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: Any):
+        self.spec, self.dtype, self.recipe = spec, dtype, initializer.recipe
         self.sum_dtype = jnp.dtype(jnp.float32 if spec.float32_sum else dtype)
-        self.router = spec.router.build(maker.child(0), size, dtype)
-        self.experts = Experts(maker.child(1), spec, size, dtype)
-        self.shared = spec.shared.build(maker.child(2), size, dtype) if spec.shared else None
+        self.router = spec.router.build(initializer.child("router"), embed_dim, dtype)
+        self.experts = Experts(initializer.child("experts"), spec, embed_dim, dtype)
+        self.shared = (
+            spec.shared.build(initializer.child("shared"), embed_dim, dtype)
+            if spec.shared
+            else None
+        )
         axes = ("embed", None)
         self.shared_gate = (
-            Linear(maker.child(3), (size,), (1,), axes, dtype, exact=True)
+            Linear(
+                initializer.child("shared_gate"),
+                in_shape=(embed_dim,),
+                out_shape=(1,),
+                axes=axes,
+                dtype=dtype,
+                exact=True,
+            )
             if spec.shared_gate
             else None
         )

@@ -29,7 +29,7 @@ from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.layers.stack import RematPolicy, Spec
 from maxtext.sharding import constrain
 
@@ -44,23 +44,26 @@ class MultiTokenSpec:
     )
 
     def build(
-        self, maker: Maker, size: int, dtype: Any, remat: RematPolicy | None = None
+        self, initializer: Initializer, embed_dim: int, dtype: Any, remat: RematPolicy | None = None
     ) -> "MultiToken":
-        return MultiToken(maker, self, size, dtype, remat)
+        return MultiToken(initializer, self, embed_dim, dtype, remat)
 
 
 class MultiToken(nnx.Module):
     def __init__(
         self,
-        maker: Maker,
+        initializer: Initializer,
         spec: MultiTokenSpec,
-        size: int,
+        embed_dim: int,
         dtype: Any,
         remat: RematPolicy | None = None,
     ):
         self.remat = remat
         self.layers = nnx.List(
-            [MultiTokenLayer(maker.child(k), spec, size, dtype) for k in range(spec.layers)]
+            [
+                MultiTokenLayer(initializer.child(f"layer_{k}"), spec, embed_dim, dtype)
+                for k in range(spec.layers)
+            ]
         )
 
     def __call__(
@@ -95,13 +98,19 @@ class MultiToken(nnx.Module):
 
 
 class MultiTokenLayer(nnx.Module):
-    def __init__(self, maker: Maker, spec: MultiTokenSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MultiTokenSpec, embed_dim: int, dtype: Any):
         self.streams = spec.streams
-        self.embedding_norm = Norm(maker, spec.norm, size, dtype)
-        self.hidden_norm = Norm(maker, spec.norm, size, dtype)
-        self.projection = Linear(maker.child(0), (2 * size,), (size,), ("embed", "mlp"), dtype)
-        self.block: Any = spec.block.build(maker.child(1), dtype)
-        self.output_norm = Norm(maker, spec.norm, size, dtype)
+        self.embedding_norm = Norm(initializer, spec.norm, embed_dim, dtype)
+        self.hidden_norm = Norm(initializer, spec.norm, embed_dim, dtype)
+        self.projection = Linear(
+            initializer.child("projection"),
+            in_shape=(2 * embed_dim,),
+            out_shape=(embed_dim,),
+            axes=("embed", "mlp"),
+            dtype=dtype,
+        )
+        self.block: Any = spec.block.build(initializer.child("block"), dtype)
+        self.output_norm = Norm(initializer, spec.norm, embed_dim, dtype)
 
     def __call__(
         self, x: jax.Array, embedded: jax.Array, inputs: LayerInputs

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.norm import rms_norm
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,20 @@ class NormSpec:
 
 class Norm(nnx.Module):
     def __init__(
-        self, maker: Maker, spec: NormSpec, size: int, dtype: Any, axis: str | None = "norm"
+        self,
+        initializer: Initializer,
+        spec: NormSpec,
+        dim: int,
+        dtype: Any,
+        axis: str | None = "norm",
     ):
         self.spec, self.dtype = spec, dtype
         self.scale = (
-            maker.constant((size,), 0.0 if spec.offset else 1.0, (axis,)) if spec.scaled else None
+            initializer.constant((dim,), 0.0 if spec.offset else 1.0, (axis,))
+            if spec.scaled
+            else None
         )
-        self.bias = maker.constant((size,), 0.0, (axis,)) if spec.kind == "layer" else None
+        self.bias = initializer.constant((dim,), 0.0, (axis,)) if spec.kind == "layer" else None
 
     @property
     def factors(self) -> jax.Array | None:

@@ -6,12 +6,14 @@ callable model of them.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxtext.common import noise
@@ -20,53 +22,57 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Maker:
-    """Makes weights: where randomness comes from, in which dtype, how wide kernels start.
+class Initializer:
+    """Creates the parameters of a module: their random values, dtype and initial scale.
 
-    Without a key it makes weights of the right shape and no value, for a description of the model.
+    Without a key it creates arrays of the right shape without values, to describe a model.
     """
 
     key: jax.Array | None
     dtype: Any
-    kernel_scale: float = 1.0
+    init_scale: float = 1.0  # variance of a weight times its fan-in
     recipe: str = ""  # of products in eight bits, see kernels/quantized_matmul.py
-    loop: bool = False  # weights of equal layers are made in a loop, see `alike`
+    loop: bool = False  # weights of equal layers are created in a loop, see `alike`
 
-    def child(self, name: int) -> "Maker":
-        """Its own stream of randomness for a part of the model."""
+    def child(self, name: str) -> "Initializer":
+        """The initializer of a submodule: its key is folded with the submodule's name."""
         return replace(self, key=self.fold(name))
 
-    def fold(self, name: int) -> jax.Array | None:
-        return None if self.key is None else noise.fold(self.key, name)
+    def fold(self, name: str) -> jax.Array | None:
+        if self.key is None:
+            return None
+        return noise.fold(self.key, np.uint32(zlib.crc32(name.encode())))
 
-    def noise(self, name: int, shape: tuple[int, ...], cut: float | None = None) -> jax.Array:
+    def standard_normal(
+        self, name: str, shape: tuple[int, ...], cut: float | None = None
+    ) -> jax.Array:
+        """Standard normal values, truncated at +-`cut` if that is given."""
         key = self.fold(name)
         return jnp.zeros(shape) if key is None else noise.normal(key, shape, cut)
 
-    def kernel(
+    def weight(
         self,
-        name: int,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
+        name: str,
+        in_shape: Sequence[int],
+        out_shape: Sequence[int],
         axes: Sequence[str | None],
         contracted: Sequence[int] = (),
     ) -> nnx.Param:
-        """A matrix from `inputs` to `outputs`, truncated normal with variance kernel_scale /
-        fan-in.
+        """A weight [*in_shape, *out_shape]: truncated normal with variance init_scale / fan-in.
 
-        `contracted`: the dimensions that its product adds up over, if its consumer also takes it
-        quantized.
+        `contracted`: the dimensions that its matmul sums over, if its consumer also takes a
+        quantized weight.
         """
-        deviation = math.sqrt(self.kernel_scale / math.prod(inputs))
-        # The factor restores the variance that cutting at two deviations takes away.
-        unit = self.noise(name, (*inputs, *outputs), cut=2.0)
+        deviation = math.sqrt(self.init_scale / math.prod(in_shape))
+        # The divisor restores the variance that truncation at two deviations takes away.
+        unit = self.standard_normal(name, (*in_shape, *out_shape), cut=2.0)
         values = (unit * deviation / 0.87962566103423978).astype(self.dtype)
         return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted))
 
     def normal(
-        self, name: int, shape: Sequence[int], deviation: float, axes: Sequence[str | None]
+        self, name: str, shape: Sequence[int], deviation: float, axes: Sequence[str | None]
     ) -> nnx.Param:
-        unit = self.noise(name, tuple(shape))
+        unit = self.standard_normal(name, tuple(shape))
         return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
 
     def constant(
@@ -77,26 +83,28 @@ class Maker:
         trained: bool = True,
         dtype: Any = None,
     ) -> nnx.Param:
-        """`trained`: false for a weight that no optimizer may touch. `dtype`: of a weight that has
-        it in every model and every folder, whatever dtype the other weights have."""
+        """`trained`: false for a parameter that no optimizer may update. `dtype`: fixes the dtype
+        of this parameter in every model and folder, whatever `weight_dtype` is."""
         values = jnp.full(shape, value, dtype or self.dtype)
         return nnx.Param(values, axes=tuple(axes), trained=trained, fixed_dtype=dtype is not None)
 
 
-def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: int) -> nnx.Module:
+def stack(
+    make: Callable[[Initializer], nnx.Module], initializers: Sequence[Initializer], axis: int
+) -> nnx.Module:
     """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last
     where that is less).
     """
 
-    single, weights = described(make, makers[0])
+    single, weights = described(make, initializers[0])
     places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
-    keys = [maker.key for maker in makers if maker.key is not None]
+    keys = [initializer.key for initializer in initializers if initializer.key is not None]
     if keys:
         stacked = jax.vmap(weights, out_axes=places)(jnp.stack(keys))
     else:
         stacked = jax.tree.map(
             lambda value, place: jnp.zeros(
-                (*value.shape[:place], len(makers), *value.shape[place:]), value.dtype
+                (*value.shape[:place], len(initializers), *value.shape[place:]), value.dtype
             ),
             single.weights,
             places,
@@ -111,29 +119,34 @@ def stack(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker], axis: in
     return single.bind(stacked)
 
 
-def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[nnx.Module]:
+def alike(
+    make: Callable[[Initializer], nnx.Module], initializers: Sequence[Initializer]
+) -> list[nnx.Module]:
     """Equal modules, each with weights of its own. As part of a program, what makes them is traced
-    once. With `Maker.loop` those that all modules have are made one after the other, by a loop:
+    once. With `Initializer.loop` those that all modules have are made one after the other, by a loop:
     with a copy of what makes them for each module, XLA for GPUs took ten seconds. But then all of
     them are there before any is used."""
-    single, weights = described(make, makers[0])
-    if makers[0].key is None:
+    single, weights = described(make, initializers[0])
+    if initializers[0].key is None:
         return [
             single.bind(
                 jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)
             )
-            for _ in makers
+            for _ in initializers
         ]
-    once = jax.jit(weights) if isinstance(makers[0].key, jax.core.Tracer) else weights
-    if len(makers) == 1 or once is weights or not makers[0].loop:
-        return [single.bind(once(maker.key)) for maker in makers]
-    keys = jnp.stack([maker.key for maker in makers if maker.key is not None])
+    once = jax.jit(weights) if isinstance(initializers[0].key, jax.core.Tracer) else weights
+    if len(initializers) == 1 or once is weights or not initializers[0].loop:
+        return [single.bind(once(initializer.key)) for initializer in initializers]
+    keys = jnp.stack(
+        [initializer.key for initializer in initializers if initializer.key is not None]
+    )
     places = range(len(jax.tree.leaves(single.weights)))
     leaves = []
     for place in places:
         stacked = jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys)
         apart = [
-            jax.lax.index_in_dim(stacked, number, keepdims=False) for number in range(len(makers))
+            jax.lax.index_in_dim(stacked, number, keepdims=False)
+            for number in range(len(initializers))
         ]
         keys, apart = jax.lax.optimization_barrier(
             (keys, apart)
@@ -144,14 +157,14 @@ def alike(make: Callable[[Maker], nnx.Module], makers: Sequence[Maker]) -> list[
 
 
 def described(
-    make: Callable[[Maker], nnx.Module], maker: Maker
+    make: Callable[[Initializer], nnx.Module], initializer: Initializer
 ) -> "tuple[Template, Callable[[jax.Array | None], Tree]]":
     """A module, and its weights of a key."""
 
     def weights(key: jax.Array | None) -> Tree:
-        return nnx.to_pure_dict(nnx.state(make(replace(maker, key=key))))
+        return nnx.to_pure_dict(nnx.state(make(replace(initializer, key=key))))
 
-    return Template.of(lambda: make(replace(maker, key=None))), weights
+    return Template.of(lambda: make(replace(initializer, key=None))), weights
 
 
 def slices(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:

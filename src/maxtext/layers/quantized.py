@@ -1,7 +1,7 @@
 """Models whose kernels are kept as integers: which weights that are, and how they lie on the mesh.
 
 A kernel says itself that it may be quantized, by the dimensions that its product adds up over
-(`Maker.kernel`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and all
+(`Initializer.kernel`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and all
 that is small stay as they are. In the tree of a model's weights, a `Quantized` stands where the
 array was, so `Template.bind` takes both.
 """

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.sharding import manual
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -61,8 +61,8 @@ class RouterSpec:
         False  # a fixed, balanced choice, for benchmarks; scores are computed and count as ever
     )
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> "Router":
-        return Router(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Router":
+        return Router(initializer, self, embed_dim, dtype)
 
 
 class Routing(NamedTuple):
@@ -74,23 +74,25 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
     """x [B, S, E] -> Routing."""
 
-    def __init__(self, maker: Maker, spec: RouterSpec, size: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: RouterSpec, embed_dim: int, dtype: Any):
         self.spec, self.dtype = spec, jnp.dtype(jnp.float32 if spec.float32 else dtype)
-        self.kernel = maker.kernel(0, (size,), (spec.experts,), ("embed", "exp"))
+        self.kernel = initializer.weight("weight", (embed_dim,), (spec.experts,), ("embed", "exp"))
         # A selection bias has no gradient: `updated_bias` sets it, in steps that bfloat16 would
         # round away.
         fixed = {"trained": False, "dtype": jnp.float32} if spec.bias == "selection" else {}
         self.bias = (
-            None if spec.bias == "none" else maker.constant((spec.experts,), 0.0, ("exp",), **fixed)
+            None
+            if spec.bias == "none"
+            else initializer.constant((spec.experts,), 0.0, ("exp",), **fixed)
         )
         norm, normed = (
             NormSpec(epsilon=spec.normed_input or 0.0, scaled=False),
             spec.normed_input is not None,
         )
-        self.norm = Norm(maker, norm, size, self.dtype) if normed else None
-        self.scale = maker.constant((size,), 1.0, ("norm",)) if normed else None
+        self.norm = Norm(initializer, norm, embed_dim, self.dtype) if normed else None
+        self.scale = initializer.constant((embed_dim,), 1.0, ("norm",)) if normed else None
         self.expert_scale = (
-            maker.constant((spec.experts,), 1.0, ("exp",)) if spec.expert_scale else None
+            initializer.constant((spec.experts,), 1.0, ("exp",)) if spec.expert_scale else None
         )
 
     def __call__(self, x: jax.Array) -> Routing:

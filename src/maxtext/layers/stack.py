@@ -17,7 +17,7 @@ from flax import nnx
 
 from maxtext.kernels.attention import cudnn
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.parameters import Maker, alike, slices, stack
+from maxtext.layers.parameters import Initializer, alike, slices, stack
 from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
 
@@ -30,7 +30,7 @@ STREAM = {
 
 
 class Spec(Protocol):
-    def build(self, maker: Maker, dtype: Any) -> nnx.Module: ...
+    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module: ...
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class RematPolicy:
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
-def build(spec: Spec, dtype: Any, maker: Maker) -> nnx.Module:
-    return spec.build(maker, dtype)
+def build(spec: Spec, dtype: Any, initializer: Initializer) -> nnx.Module:
+    return spec.build(initializer, dtype)
 
 
 class Stack(nnx.Module):
@@ -107,7 +107,7 @@ class Stack(nnx.Module):
 
     def __init__(
         self,
-        maker: Maker,
+        initializer: Initializer,
         segment: Segment,
         first: int,
         dtype: Any,
@@ -129,13 +129,14 @@ class Stack(nnx.Module):
         width = len(segment.pattern)
         blocks: list[Any] = []
         for place, spec in enumerate(segment.pattern):
-            makers = [
-                maker.child(first + repeat * width + place) for repeat in range(segment.repeats)
+            initializers = [
+                initializer.child(f"layer_{first + repeat * width + place}")
+                for repeat in range(segment.repeats)
             ]
             if scanned:
-                blocks.append(stack(partial(build, spec, dtype), makers, axis))
+                blocks.append(stack(partial(build, spec, dtype), initializers, axis))
             else:
-                blocks.append(nnx.List(alike(partial(build, spec, dtype), makers)))
+                blocks.append(nnx.List(alike(partial(build, spec, dtype), initializers)))
         self.blocks: Any = nnx.List(blocks)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:

@@ -151,7 +151,7 @@ def norm_spec(config: MaxTextConfig, **changes: Any) -> NormSpec:
 
 def mlp_spec(config: MaxTextConfig, **changes: Any) -> MlpSpec:
     spec = MlpSpec(
-        width=config.mlp_dim,
+        hidden_dim=config.mlp_dim,
         activations=tuple(config.mlp_activations),
         bias=config.mlp_bias,
         fused=config.fused_mlp,
@@ -185,10 +185,10 @@ def moe_spec(config: MaxTextConfig, router: RouterSpec, **changes: Any) -> MoeSp
     drops = config.capacity_factor > 0
     spec = MoeSpec(
         router=router,
-        width=config.moe_mlp_dim,
+        hidden_dim=config.moe_mlp_dim,
         activations=tuple(config.mlp_activations),
         limit=activation_limit(config),
-        shared=mlp_spec(config, width=shared) if shared else None,
+        shared=mlp_spec(config, hidden_dim=shared) if shared else None,
         method="dropping" if drops else "sparse" if config.sparse_matmul else "dense",
         capacity_factor=config.capacity_factor if drops else 1.0,
         buffer_factor=config.ragged_buffer_factor if config.ragged_buffer_factor > 0 else None,
@@ -230,7 +230,7 @@ def uniform(config: MaxTextConfig, spec: LayerSpec) -> list[LayerSpec]:
 
 def layer_spec(config: MaxTextConfig, **changes: Any) -> LayerSpec:
     spec = LayerSpec(
-        size=config.emb_dim,
+        embed_dim=config.emb_dim,
         attention=changes.pop("attention", None) or attention_spec(config),
         mlp=mlp_spec(config),
         norm=norm_spec(config),

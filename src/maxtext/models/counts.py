@@ -116,47 +116,51 @@ def moba_keys(moba: Moba, length: int) -> tuple[float, float]:
 def layer_flops(spec: Any, length: int) -> float:
     """Forward FLOPs a token of one layer."""
     if isinstance(spec, SimpleSpec):
-        return 2 * spec.size * spec.size if spec.width is None else 4 * spec.size * spec.width
-    flops = mixer_flops(spec.attention, spec.size, length)
+        return (
+            2 * spec.embed_dim * spec.embed_dim
+            if spec.hidden_dim is None
+            else 4 * spec.embed_dim * spec.hidden_dim
+        )
+    flops = mixer_flops(spec.attention, spec.embed_dim, length)
     if isinstance(spec, NarrowSpec):
         return (
             flops
-            + feed_flops(spec.mlp, spec.width)
-            + 2 * spec.width * spec.size * (spec.width != spec.size)
+            + feed_flops(spec.mlp, spec.mlp_dim)
+            + 2 * spec.mlp_dim * spec.embed_dim * (spec.mlp_dim != spec.embed_dim)
         )
-    flops += feed_flops(spec.mlp, spec.size)
+    flops += feed_flops(spec.mlp, spec.embed_dim)
     if spec.streams:
-        flops += (1 if spec.parallel else 2) * stream_flops(spec.streams.streams, spec.size)
-    return flops + (engram_flops(spec.engram, spec.size) if spec.engram else 0.0)
+        flops += (1 if spec.parallel else 2) * stream_flops(spec.streams.streams, spec.embed_dim)
+    return flops + (engram_flops(spec.engram, spec.embed_dim) if spec.engram else 0.0)
 
 
-def stream_flops(streams: int, size: int) -> float:
+def stream_flops(streams: int, embed_dim: int) -> float:
     """Around one sub-layer: the mappings, k·E to k(k+2) numbers; what is read, k to 1; the mixing,
     k to k; and what is written, 1 to k."""
-    return 2 * size * streams * (streams * (streams + 2) + 1 + streams + 1)
+    return 2 * embed_dim * streams * (streams * (streams + 2) + 1 + streams + 1)
 
 
-def engram_flops(spec: EngramSpec, size: int) -> float:
+def engram_flops(spec: EngramSpec, embed_dim: int) -> float:
     """Keys for each stream and one value from the rows looked up; the keys' products with the
     streams; the taps.
     """
     return (
         2
-        * size
-        * (spec.width * (spec.streams + 1) + spec.streams + spec.kernel_size * spec.streams)
+        * embed_dim
+        * (spec.memory_dim * (spec.streams + 1) + spec.streams + spec.kernel_size * spec.streams)
     )
 
 
 @singledispatch
-def mixer_flops(spec: Any, size: int, length: int) -> float:
+def mixer_flops(spec: Any, embed_dim: int, length: int) -> float:
     raise TypeError(f"no FLOP count for {type(spec).__name__}")
 
 
 @mixer_flops.register
-def _(spec: AttentionSpec, size: int, length: int) -> float:
+def _(spec: AttentionSpec, embed_dim: int, length: int) -> float:
     heads = spec.query_heads * (1 + spec.gated) + (2 - spec.shared_kv) * spec.kv_heads
-    projections = 2 * size * heads * spec.head_dim
-    projections += 2 * spec.query_heads * spec.head_dim * (spec.output_size or size)
+    projections = 2 * embed_dim * heads * spec.head_dim
+    projections += 2 * spec.query_heads * spec.head_dim * (spec.output_dim or embed_dim)
     if spec.moba:
         seen, weighed = moba_keys(spec.moba, length)
     else:
@@ -165,16 +169,20 @@ def _(spec: AttentionSpec, size: int, length: int) -> float:
 
 
 @mixer_flops.register
-def _(spec: MlaSpec, size: int, length: int) -> float:
+def _(spec: MlaSpec, embed_dim: int, length: int) -> float:
     query = spec.heads * (spec.nope_dim + spec.rope_dim)
-    projections = size * query if not spec.query_rank else spec.query_rank * (size + query)
-    projections += size * (spec.kv_rank + spec.rope_dim) + spec.heads * spec.value_dim * size
+    projections = (
+        embed_dim * query if not spec.query_rank else spec.query_rank * (embed_dim + query)
+    )
+    projections += (
+        embed_dim * (spec.kv_rank + spec.rope_dim) + spec.heads * spec.value_dim * embed_dim
+    )
     projections += spec.kv_rank * spec.heads * (spec.nope_dim + spec.value_dim)
     seen = visible_keys(spec.mask, length)
     scoring = 0.0
     if spec.indexer and scores_keys(spec.indexer, length):
-        projections += spec.indexer.heads * (spec.query_rank * spec.indexer.head_dim + size)
-        projections += size * spec.indexer.head_dim
+        projections += spec.indexer.heads * (spec.query_rank * spec.indexer.head_dim + embed_dim)
+        projections += embed_dim * spec.indexer.head_dim
         scoring = (
             2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * seen
         )  # products with keys, their weighted sum
@@ -194,12 +202,12 @@ def scores_keys(spec: IndexerSpec, length: int) -> bool:
 
 
 @mixer_flops.register
-def _(spec: GatedDeltaNetSpec, size: int, length: int) -> float:
+def _(spec: GatedDeltaNetSpec, embed_dim: int, length: int) -> float:
     """The recurrence as it is defined, three products with the state a token: chunks trade more of
     them for speed.
     """
     keys, values = spec.key_heads * spec.key_dim, spec.value_heads * spec.value_dim
-    projections = size * (2 * keys + 2 * values + 2 * spec.value_heads) + values * size
+    projections = embed_dim * (2 * keys + 2 * values + 2 * spec.value_heads) + values * embed_dim
     convolution = spec.conv_width * (2 * keys + values)
     return (
         2 * (projections + convolution) + 3 * 2 * spec.value_heads * spec.key_dim * spec.value_dim
@@ -207,26 +215,30 @@ def _(spec: GatedDeltaNetSpec, size: int, length: int) -> float:
 
 
 @singledispatch
-def feed_flops(spec: Any, size: int) -> float:
+def feed_flops(spec: Any, embed_dim: int) -> float:
     raise TypeError(f"no FLOP count for {type(spec).__name__}")
 
 
 @feed_flops.register
-def _(spec: MlpSpec, size: int) -> float:
-    return 2 * size * spec.width * (len(spec.activations) + 1)
+def _(spec: MlpSpec, embed_dim: int) -> float:
+    return 2 * embed_dim * spec.hidden_dim * (len(spec.activations) + 1)
 
 
 @feed_flops.register
-def _(spec: MoeSpec, size: int) -> float:
+def _(spec: MoeSpec, embed_dim: int) -> float:
     """The experts that a token meets."""
-    each = 2 * size * spec.width * (len(spec.activations) + 1)
-    shared = feed_flops(spec.shared, size) + 2 * size * spec.shared_gate if spec.shared else 0.0
-    return 2 * size * spec.router.experts + spec.router.chosen * each + shared
+    each = 2 * embed_dim * spec.hidden_dim * (len(spec.activations) + 1)
+    shared = (
+        feed_flops(spec.shared, embed_dim) + 2 * embed_dim * spec.shared_gate
+        if spec.shared
+        else 0.0
+    )
+    return 2 * embed_dim * spec.router.experts + spec.router.chosen * each + shared
 
 
 @feed_flops.register
-def _(spec: GemmaFeed, size: int) -> float:
-    return feed_flops(spec.mlp, size) + feed_flops(spec.experts, size)
+def _(spec: GemmaFeed, embed_dim: int) -> float:
+    return feed_flops(spec.mlp, embed_dim) + feed_flops(spec.experts, embed_dim)
 
 
 def forward_flops_per_token(config: MaxTextConfig, length: int | None = None) -> float:

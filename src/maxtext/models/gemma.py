@@ -14,7 +14,7 @@ from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.models.common import (
     attention_spec,
     layer_kinds,
@@ -75,7 +75,7 @@ def local_timescale(config: MaxTextConfig) -> int:
 
 
 def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
-    """Global layers have their own head size and number, may share keys and values, and turn a part
+    """Global layers have their own head embed_dim and number, may share keys and values, and turn a part
     of each head.
     """
     norm = norm_spec(config)
@@ -132,18 +132,18 @@ class GemmaFeed:
     experts: MoeSpec
     norm: NormSpec
 
-    def build(self, maker: Maker, size: int, dtype: Any) -> nnx.Module:
-        return GemmaFeedForward(maker, self, size, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
+        return GemmaFeedForward(initializer, self, embed_dim, dtype)
 
 
 class GemmaFeedForward(nnx.Module):
-    def __init__(self, maker: Maker, spec: GemmaFeed, size: int, dtype: Any):
-        self.dense = spec.mlp.build(maker.child(0), size, dtype)
-        self.sparse = spec.experts.build(maker.child(1), size, dtype)
-        self.dense_norm = Norm(maker, spec.norm, size, dtype)
-        self.sparse_norm = Norm(maker, spec.norm, size, dtype)
-        self.post_dense_norm = Norm(maker, spec.norm, size, dtype)
-        self.post_sparse_norm = Norm(maker, spec.norm, size, dtype)
+    def __init__(self, initializer: Initializer, spec: GemmaFeed, embed_dim: int, dtype: Any):
+        self.dense = spec.mlp.build(initializer.child("dense"), embed_dim, dtype)
+        self.sparse = spec.experts.build(initializer.child("sparse"), embed_dim, dtype)
+        self.dense_norm = Norm(initializer, spec.norm, embed_dim, dtype)
+        self.sparse_norm = Norm(initializer, spec.norm, embed_dim, dtype)
+        self.post_dense_norm = Norm(initializer, spec.norm, embed_dim, dtype)
+        self.post_sparse_norm = Norm(initializer, spec.norm, embed_dim, dtype)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         dense, _ = self.dense(self.dense_norm(x), inputs)

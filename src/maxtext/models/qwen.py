@@ -16,7 +16,7 @@ from maxtext.layers.linear import Linear
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 from maxtext.models.common import (
     attention_spec,
     feed_spec,
@@ -101,7 +101,7 @@ def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
         width if width > 0 else config.emb_dim
         for width in (config.attention_output_dim, config.moe_expert_input_dim)
     )
-    attention = attention_spec(config, output_size=written)
+    attention = attention_spec(config, output_dim=written)
     spec = NarrowSpec(
         config.emb_dim, read, attention, feed_spec(config, router_spec(config)), norm_spec(config)
     )
@@ -112,26 +112,34 @@ def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
 class NarrowSpec:
     """x + widened(experts(norm(attention(norm(x)))))."""
 
-    size: int
-    width: int
+    embed_dim: int
+    mlp_dim: int
     attention: AttentionSpec
     mlp: MoeSpec | MlpSpec
     norm: NormSpec
 
-    def build(self, maker: Maker, dtype: Any) -> nnx.Module:
-        return NarrowBlock(maker, self, dtype)
+    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
+        return NarrowBlock(initializer, self, dtype)
 
 
 class NarrowBlock(nnx.Module):
-    def __init__(self, maker: Maker, spec: NarrowSpec, dtype: Any):
-        self.attention_norm = Norm(maker, spec.norm, spec.size, dtype)
-        self.attention = spec.attention.build(maker.child(0), spec.size, dtype)
-        self.mlp_norm = Norm(maker, spec.norm, spec.width, dtype)
-        self.mlp = spec.mlp.build(maker.child(1), spec.width, dtype)
-        widens = spec.width != spec.size
+    def __init__(self, initializer: Initializer, spec: NarrowSpec, dtype: Any):
+        self.attention_norm = Norm(initializer, spec.norm, spec.embed_dim, dtype)
+        self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
+        self.mlp_norm = Norm(initializer, spec.norm, spec.mlp_dim, dtype)
+        self.mlp = spec.mlp.build(initializer.child("mlp"), spec.mlp_dim, dtype)
+        widens = spec.mlp_dim != spec.embed_dim
         axes = ("mlp", "embed")
         self.widen = (
-            Linear(maker.child(2), (spec.width,), (spec.size,), axes, dtype) if widens else None
+            Linear(
+                initializer.child("widen"),
+                in_shape=(spec.mlp_dim,),
+                out_shape=(spec.embed_dim,),
+                axes=axes,
+                dtype=dtype,
+            )
+            if widens
+            else None
         )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

@@ -9,30 +9,50 @@ from flax import nnx
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
-from maxtext.layers.parameters import Maker
+from maxtext.layers.parameters import Initializer
 
 
 @dataclass(frozen=True)
 class SimpleSpec:
-    """One matrix, or with a width two in a row."""
+    """One matrix, or with a hidden dimension two in a row."""
 
-    size: int
-    width: int | None = None
+    embed_dim: int
+    hidden_dim: int | None = None
 
-    def build(self, maker: Maker, dtype: Any) -> nnx.Module:
-        return SimpleBlock(maker, self, dtype)
+    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
+        return SimpleBlock(initializer, self, dtype)
 
 
 class SimpleBlock(nnx.Module):
-    def __init__(self, maker: Maker, spec: SimpleSpec, dtype: Any):
-        size, width = spec.size, spec.width
-        if width is None:
+    def __init__(self, initializer: Initializer, spec: SimpleSpec, dtype: Any):
+        embed_dim, hidden_dim = spec.embed_dim, spec.hidden_dim
+        if hidden_dim is None:
             self.products = nnx.List(
-                [Linear(maker.child(0), (size,), (size,), ("embed", None), dtype)]
+                [
+                    Linear(
+                        initializer.child("product"),
+                        in_shape=(embed_dim,),
+                        out_shape=(embed_dim,),
+                        axes=("embed", None),
+                        dtype=dtype,
+                    )
+                ]
             )
         else:
-            up = Linear(maker.child(0), (size,), (width,), ("embed", "mlp"), dtype)
-            down = Linear(maker.child(1), (width,), (size,), ("mlp", "embed"), dtype)
+            up = Linear(
+                initializer.child("up"),
+                in_shape=(embed_dim,),
+                out_shape=(hidden_dim,),
+                axes=("embed", "mlp"),
+                dtype=dtype,
+            )
+            down = Linear(
+                initializer.child("down"),
+                in_shape=(hidden_dim,),
+                out_shape=(embed_dim,),
+                axes=("mlp", "embed"),
+                dtype=dtype,
+            )
             self.products = nnx.List([up, down])
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

@@ -20,7 +20,7 @@ from maxtext.layers.inputs import Cache, LayerInputs
 from maxtext.layers.linear import Linear, together, weights_first
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Maker, Template
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.stack import STREAM, RematPolicy, Stack
 from maxtext.models.common import norm_spec
 from maxtext.models.registry import family, layers, segments
@@ -38,9 +38,11 @@ class Transformer(nnx.Module):
     def __init__(self, config: MaxTextConfig, key: jax.Array | None, loop: bool = False):
         quantization = config.quantization.value if config.quantization else ""
         recipe = RECIPES.get(quantization, "")
-        maker = Maker(key, config.weight_dtype.value, config.dense_init_scale, recipe, loop)
+        initializer = Initializer(
+            key, config.weight_dtype.value, config.dense_init_scale, recipe, loop
+        )
         self.dtype = config.dtype.value
-        self.size = config.emb_dim
+        self.embed_dim = config.emb_dim
         self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
         self.float32_logits = config.cast_logits_to_fp32
         self.logit_cap = config.final_logits_soft_cap or None
@@ -54,18 +56,24 @@ class Transformer(nnx.Module):
         self.streams = config.mhc_expansion_rate
 
         self.embedder = Embedding(
-            maker.child(0), config.vocab_size, self.size, self.dtype, config.use_iota_embed
+            initializer.child("embedder"),
+            config.vocab_size,
+            self.embed_dim,
+            self.dtype,
+            config.use_iota_embed,
         )
         learned = config.trainable_position_size
         self.positions = (
-            Positions(maker.child(1), learned, self.size, self.dtype) if learned > 0 else None
+            Positions(initializer.child("positions"), learned, self.embed_dim, self.dtype)
+            if learned > 0
+            else None
         )
         stacks, first = [], 0
-        layer_maker = maker.child(2)
+        layer_initializer = initializer.child("layers")
         for segment in segments(config):
             stacks.append(
                 Stack(
-                    layer_maker,
+                    layer_initializer,
                     segment,
                     first,
                     self.dtype,
@@ -77,15 +85,21 @@ class Transformer(nnx.Module):
             )
             first += segment.layers
         self.layers = nnx.List(stacks)
-        self.mtp = multi_token(config, maker.child(4), self.dtype)
-        self.final_norm = Norm(maker, final_norm(config), self.size, self.dtype)
+        self.mtp = multi_token(config, initializer.child("mtp"), self.dtype)
+        self.final_norm = Norm(initializer, final_norm(config), self.embed_dim, self.dtype)
         if config.logits_via_embedding:
             self.head = None
         else:
             axes = ("embed_vocab", "vocab")
             exact = quantization != "fp8_full"
-            shape = (self.size,), (config.vocab_size,)
-            self.head = Linear(maker.child(3), *shape, axes, self.logit_dtype, exact=exact)
+            self.head = Linear(
+                initializer.child("head"),
+                in_shape=(self.embed_dim,),
+                out_shape=(config.vocab_size,),
+                axes=axes,
+                dtype=self.logit_dtype,
+                exact=exact,
+            )
 
     def __call__(
         self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
@@ -140,7 +154,7 @@ class Transformer(nnx.Module):
         if positions is not None:
             x = x + positions(places)
         if self.fixed_positions:
-            x = x + sinusoids(places, self.size, self.dtype)
+            x = x + sinusoids(places, self.embed_dim, self.dtype)
         return x if self.streams == 1 else expand(x, self.streams)
 
     def embed(self, ids: jax.Array) -> jax.Array:
@@ -205,7 +219,7 @@ def final_norm(config: MaxTextConfig) -> NormSpec:
     return getattr(layers(config)[-1], "norm", None) or norm_spec(config)
 
 
-def multi_token(config: MaxTextConfig, maker: Maker, dtype: Any) -> MultiToken | None:
+def multi_token(config: MaxTextConfig, initializer: Initializer, dtype: Any) -> MultiToken | None:
     """Layers like the last one that predict further tokens."""
     if not config.mtp_num_layers:
         return None
@@ -213,7 +227,7 @@ def multi_token(config: MaxTextConfig, maker: Maker, dtype: Any) -> MultiToken |
     spec = MultiTokenSpec(
         config.mtp_num_layers, block, norm_spec(config), config.mhc_expansion_rate
     )
-    return spec.build(maker, config.emb_dim, dtype, remat(config))
+    return spec.build(initializer, config.emb_dim, dtype, remat(config))
 
 
 def remat(config: MaxTextConfig) -> RematPolicy | None:

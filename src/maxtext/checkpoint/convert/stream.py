@@ -52,10 +52,10 @@ class Conversion:
         """One tensor. Reads all that its rule needs; in a model of layers that is the layer's
         own.
         """
-        return next(array for other, array in self.run(self.makers[name]) if other == name)
+        return next(array for other, array in self.run(self.initializers[name]) if other == name)
 
     @cached_property
-    def makers(self) -> dict[str, Bound]:
+    def initializers(self) -> dict[str, Bound]:
         return {name: step for step in self.steps for name in outputs(step, self.outwards)}
 
     def run(self, step: Bound) -> Iterator[tuple[str, np.ndarray]]:
