@@ -19,9 +19,9 @@ from pathlib import Path
 
 import jax
 
+from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text
-from maxtext.checkpoint.saver import Saver, Storage
-from maxtext.checkpoint.state import named
+from maxtext.checkpoint.state import to_flat_dict
 from maxtext.configs import load
 from maxtext.trainers.feed import TrainFeed
 from maxtext.trainers.restore import description, tree_to_save
@@ -54,7 +54,7 @@ def main() -> None:
         setup.initial_state(),
         setup.compile_train_step(config.global_batch_size_to_train_on),
     )
-    size = sum(array.nbytes for array in named(state).values())
+    size = sum(array.nbytes for array in to_flat_dict(state).values())
 
     def train() -> float:
         nonlocal state
@@ -67,7 +67,7 @@ def main() -> None:
     usual = statistics.median([train() for _ in range(12)][2:])
     blocking, stalls, slower = [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        saver = Saver(Path(folder), Storage.of(config), kept=1)
+        saver = CheckpointManager(Path(folder), StorageOptions.of(config), kept=1)
 
         def save(number: int) -> float:
             begin = time.perf_counter()

@@ -43,12 +43,12 @@ def run_job():
 @pytest.fixture(scope="session")
 def theirs(llama, tmp_path_factory):
     """A Hugging Face folder in three shards, in bfloat16, and its tensors. Not to be changed."""
-    from maxtext.checkpoint.writer import write_theirs
+    from maxtext.checkpoint.safetensors_writer import write_hf_folder
 
     folder = tmp_path_factory.mktemp("theirs") / "llama"
-    _, _, places = llama.model()
-    source = llama.Random(llama.their_tensors(places, ml_dtypes.bfloat16))
+    _, _, param_infos = llama.model()
+    source = llama.Random(llama.their_tensors(param_infos, ml_dtypes.bfloat16))
     total = sum(tensor.nbytes for tensor in source.tensors.values())
-    write_theirs(folder, source, {"config.json": "{}"}, [], shard_bytes=int(total / 2.5))
+    write_hf_folder(folder, source, {"config.json": "{}"}, [], shard_bytes=int(total / 2.5))
     assert len(list(folder.glob("*.safetensors"))) == 3
     return folder, {name: np.array(array) for name, array in llama.Random(source.tensors)}

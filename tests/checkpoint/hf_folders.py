@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext.checkpoint.open import places_of, save_theirs
-from maxtext.checkpoint.tensors import DTYPES, Tensor
+from maxtext.checkpoint.open import model_param_infos, save_hf_folder
+from maxtext.checkpoint.tensors import DTYPES, TensorInfo
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.models.transformer import make_template
@@ -63,7 +63,7 @@ class Zeros:
 
     title = "zeros"
 
-    def __init__(self, tensors: dict[str, Tensor]):
+    def __init__(self, tensors: dict[str, TensorInfo]):
         self.tensors = tensors
 
     def read(self, name: str) -> np.ndarray:
@@ -80,9 +80,11 @@ def write_hf_folder(folder: Path, model_name: str, shard_bytes: int = 20_000) ->
     keys.pop(UNUSED.get(model_name, ""), None)
     settings = [f"model_name={model_name}", *(f"{key}={value}" for key, value in keys.items())]
     config = load(None, settings, environ={}, devices=Devices(1))
-    places = places_of(make_template(config), config)
-    weights = Zeros({name: Tensor(DTYPES["BF16"], place.shape) for name, place in places.items()})
-    save_theirs(folder, config, places, weights, shard_bytes=shard_bytes)
+    param_infos = model_param_infos(make_template(config), config)
+    weights = Zeros(
+        {name: TensorInfo(DTYPES["BF16"], place.shape) for name, place in param_infos.items()}
+    )
+    save_hf_folder(folder, config, param_infos, weights, shard_bytes=shard_bytes)
     write_bpe(folder)
     (folder / "generation_config.json").write_text(
         '{"eos_token_id": [2, 3], "temperature": 0.6, "do_sample": true}'

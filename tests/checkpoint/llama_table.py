@@ -11,9 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext.checkpoint.convert import OURS, Folder, Rule, from_hf, to_hf, write_ours, write_theirs
-from maxtext.checkpoint.tensors import Tensor
-from maxtext.checkpoint.weights import find_places, flatten, load_weights
+from maxtext.checkpoint.convert import (
+    NATIVE_STEM,
+    Rule,
+    SafetensorsFolder,
+    from_hf,
+    to_hf,
+    write_hf_folder,
+    write_native_folder,
+)
+from maxtext.checkpoint.tensors import TensorInfo
+from maxtext.checkpoint.weights import find_param_infos, flatten, load_weights
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.models import make_template
@@ -57,7 +65,7 @@ def model(*words, devices=1):
         devices=Devices(devices),
     )
     template = make_template(config)
-    return config, template, find_places(template, segments(config))
+    return config, template, find_param_infos(template, segments(config))
 
 
 class Random:
@@ -90,11 +98,11 @@ class Counted:
         return self.source.read(name)
 
 
-def their_tensors(places, dtype, rules=RULES):
-    shapes = {name: place.shape for name, place in places.items()}
+def their_tensors(param_infos, dtype, rules=RULES):
+    shapes = {name: place.shape for name, place in param_infos.items()}
     bounds = [rule.bind(shapes, layer) for rule in rules for layer in rule.layers(shapes)]
     return {
-        name: Tensor(np.dtype(dtype), shape)
+        name: TensorInfo(np.dtype(dtype), shape)
         for bound in bounds
         for name, shape in zip(bound.theirs, bound.their_shapes, strict=True)
     }
@@ -108,27 +116,39 @@ def memory(field):
 
 def convert(job):
     """From Hugging Face and back, with the memory that each took beyond what was in use before."""
-    _, _, places = model(*job["words"])
+    _, _, param_infos = model(*job["words"])
     found = {}
     start = memory("VmRSS")
-    write_ours(job["ours"], from_hf(Folder.open(job["theirs"]), RULES, places), {}, [])
+    write_native_folder(
+        job["ours"], from_hf(SafetensorsFolder.open(job["theirs"]), RULES, param_infos), {}, []
+    )
     found["from_hf"] = memory("VmHWM") - start
-    write_theirs(job["back"], to_hf(Folder.open(job["ours"], OURS), RULES, places), {}, [])
+    write_hf_folder(
+        job["back"],
+        to_hf(SafetensorsFolder.open(job["ours"], NATIVE_STEM), RULES, param_infos),
+        {},
+        [],
+    )
     found["to_hf"] = memory("VmHWM") - start
     return found
 
 
 def hang(job):
     """Convert half of a model and then wait to be killed."""
-    _, _, places = model()
+    _, _, param_infos = model()
 
     def progress(done, total, name):
         if done > total / 2:
             print("half", flush=True)
             time.sleep(120)
 
-    write_ours(
-        job["ours"], from_hf(Folder.open(job["theirs"]), RULES, places), {}, [], 10_000, progress
+    write_native_folder(
+        job["ours"],
+        from_hf(SafetensorsFolder.open(job["theirs"]), RULES, param_infos),
+        {},
+        [],
+        10_000,
+        progress,
     )
 
 
@@ -138,14 +158,14 @@ def shard(job):
 
     from maxtext.sharding import AxisRules, make_mesh
 
-    config, template, places = model(*job["words"], devices=len(jax.devices()))
+    config, template, param_infos = model(*job["words"], devices=len(jax.devices()))
     rules = AxisRules.of(config, make_mesh(config))
     shardings = jax.tree.map(
         lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes
     )
-    counted = Counted(Folder.open(job["ours"], OURS))
+    counted = Counted(SafetensorsFolder.open(job["ours"], NATIVE_STEM))
     weights = flatten(
-        load_weights(counted, places, template, shardings, host_bytes=job["host_bytes"])
+        load_weights(counted, param_infos, template, shardings, host_bytes=job["host_bytes"])
     )
     np.savez(
         job["file"],

@@ -7,15 +7,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxtext.checkpoint import former_names
-from maxtext.checkpoint.folders import OURS, Folder
 from maxtext.checkpoint.former_names import current_name, match_names
+from maxtext.checkpoint.local_checkpoints import LocalCheckpointManager
+from maxtext.checkpoint.manager import StorageOptions
 from maxtext.checkpoint.open import under_current_names
 from maxtext.checkpoint.quantized import QuantizedFolder
-from maxtext.checkpoint.saver import Storage
-from maxtext.checkpoint.stored import Stored
-from maxtext.checkpoint.tensors import Tensor
-from maxtext.checkpoint.tiers import LocalTier
-from maxtext.checkpoint.writer import write_ours
+from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
+from maxtext.checkpoint.safetensors_writer import write_native_folder
+from maxtext.checkpoint.saved_step import SavedStep
+from maxtext.checkpoint.tensors import TensorInfo
 
 FORMER = {"mlp": {"kernel": np.arange(6.0).reshape(2, 3)}, "norm": {"scale": np.ones(3)}}
 
@@ -33,7 +33,9 @@ class Arrays:
 
     def __init__(self, arrays):
         self.arrays = arrays
-        self.tensors = {name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}
+        self.tensors = {
+            name: TensorInfo(array.dtype, array.shape) for name, array in arrays.items()
+        }
 
     def read(self, name):
         return self.arrays[name]
@@ -71,7 +73,7 @@ def test_former_names_match_only_what_the_model_expects(stored, expected, matche
 def test_restores_weights_and_optimizer_state_under_current_names(tmp_path):
     tree = {"weights": FORMER, "optimizer": {"0": {"mu": FORMER, "nu": FORMER}}, "step": np.ones(1)}
     step = tmp_path / "3"
-    with ocp.Checkpointer(Storage().handler()) as writer:
+    with ocp.Checkpointer(StorageOptions().handler()) as writer:
         writer.save(step / "state", args=ocp.args.PyTreeSave(tree))
     weight = FORMER["mlp"]["kernel"]
     expected = {
@@ -82,11 +84,11 @@ def test_restores_weights_and_optimizer_state_under_current_names(tmp_path):
         ("step",): np.ones(1),
     }
     abstract = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in expected.items()}
-    stored = Stored(step)
+    stored = SavedStep(step)
     tensors = stored.tensors_named_as(abstract)
     assert set(expected) <= set(tensors)
     assert not any("kernel" in name for name in tensors if name[1:2] != ("0",))
-    restored = stored.read(abstract)
+    restored = stored.restore(abstract)
     assert set(restored) == set(expected)
     for name, array in expected.items():
         np.testing.assert_array_equal(restored[name], array)
@@ -94,8 +96,8 @@ def test_restores_weights_and_optimizer_state_under_current_names(tmp_path):
 
 def test_reads_a_weight_folder_under_current_names(tmp_path):
     arrays = {"mlp/kernel": FORMER["mlp"]["kernel"], "norm/scale": FORMER["norm"]["scale"]}
-    write_ours(tmp_path / "weights", Arrays(arrays), {}, (), 10**9)
-    folder = Folder.open(tmp_path / "weights", OURS)
+    write_native_folder(tmp_path / "weights", Arrays(arrays), {}, (), 10**9)
+    folder = SafetensorsFolder.open(tmp_path / "weights", NATIVE_STEM)
     source = under_current_names(folder, {"mlp/weight": None, "norm/scale": None})
     assert set(source.tensors) == {"mlp/weight", "norm/scale"}
     np.testing.assert_array_equal(dict(source)["mlp/weight"], arrays["mlp/kernel"])
@@ -107,8 +109,8 @@ def test_reads_a_quantized_folder_under_current_names(tmp_path):
         "mlp/kernel": np.array([[1, -2], [3, 4]], np.int8),
         "mlp/kernel.scale": np.array([[0.5, 2.0]], np.float32),
     }
-    write_ours(tmp_path / "weights", Arrays(arrays), {}, (), 10**9)
-    folder = QuantizedFolder.of(Folder.open(tmp_path / "weights", OURS), "int8")
+    write_native_folder(tmp_path / "weights", Arrays(arrays), {}, (), 10**9)
+    folder = QuantizedFolder.of(SafetensorsFolder.open(tmp_path / "weights", NATIVE_STEM), "int8")
     source = under_current_names(folder, {"mlp/weight": None})
     assert isinstance(source, QuantizedFolder)
     assert set(source.tensors) == {"mlp/weight"}
@@ -117,11 +119,11 @@ def test_reads_a_quantized_folder_under_current_names(tmp_path):
 
 def test_reads_a_local_checkpoint_under_current_names(tmp_path):
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    tier = LocalTier(tmp_path, "run", "owner", {"data": 1})
+    tier = LocalCheckpointManager(tmp_path, "run", "owner", {"data": 1})
     tier.save(4, {("weights", "mlp", "kernel"): jnp.arange(6.0)}, {"row": 2})
     tier.wait()
     name = ("weights", "mlp", "weight")
-    found = tier.read(4, {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})
+    found = tier.restore(4, {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})
     assert found is not None
     arrays, position = found
     np.testing.assert_array_equal(arrays[name], np.arange(6.0))

@@ -85,12 +85,12 @@ def mutate(text: str, rng: random.Random) -> str:
 def use(folder: Path) -> None:
     """What every verb does with a folder before weights are read."""
     checkpoint = open_checkpoint(folder)
-    config, places = described(checkpoint)
-    checkpoint.weights(config, places)
-    for file in checkpoint.carried:
+    config, param_infos = described(checkpoint)
+    checkpoint.weights(config, param_infos)
+    for file in checkpoint.hf_assets:
         if file.name in ("config.json", "generation_config.json"):
             read_json_object(file)
-    if tokenizer := find_tokenizer(checkpoint.carried):
+    if tokenizer := find_tokenizer(checkpoint.hf_assets):
         tokenizer.decode(tokenizer.encode("some text"))
 
 

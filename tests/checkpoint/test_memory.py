@@ -5,7 +5,7 @@ import shutil
 import ml_dtypes
 import pytest
 
-from maxtext.checkpoint.convert import Folder, write_theirs
+from maxtext.checkpoint.convert import SafetensorsFolder, write_hf_folder
 
 # Llama 3.2's vocabulary and MLP, with an embedding that alone is an eighth of it all.
 WORDS = [
@@ -18,13 +18,13 @@ WORDS = [
 def test_one_gigabyte(llama, run_job, tmp_path):
     if shutil.disk_usage(tmp_path).free < 4e9:
         pytest.skip("needs 4 GB of disk")
-    _, _, places = llama.model(*WORDS)
-    tensors = llama.their_tensors(places, ml_dtypes.bfloat16)
+    _, _, param_infos = llama.model(*WORDS)
+    tensors = llama.their_tensors(param_infos, ml_dtypes.bfloat16)
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert 1e9 < total < 1.05e9
     folders = {name: tmp_path / name for name in ("theirs", "ours", "back")}
     try:
-        write_theirs(folders["theirs"], llama.Random(tensors), {}, [], 10**9 // 4)
+        write_hf_folder(folders["theirs"], llama.Random(tensors), {}, [], 10**9 // 4)
         found = run_job(
             {"do": "convert", "words": WORDS} | {name: str(path) for name, path in folders.items()}
         )
@@ -32,7 +32,7 @@ def test_one_gigabyte(llama, run_job, tmp_path):
         assert (
             0.13e9 < max(found.values()) < 0.375e9
         )  # the embedding is there at once, and not much else
-        back = Folder.open(folders["back"])
+        back = SafetensorsFolder.open(folders["back"])
         assert back.tensors == tensors
         for name, array in llama.Random(tensors):
             assert back.read(name).tobytes() == array.tobytes()

@@ -28,7 +28,7 @@ from maxtext.checkpoint.convert.quantized import (
     scheme_of,
 )
 from maxtext.checkpoint.open import open_checkpoint
-from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.layers.inputs import LayerInputs
@@ -348,7 +348,7 @@ class Memory:
 
     @property
     def tensors(self):
-        return {name: Tensor(array.dtype, array.shape) for name, array in self.arrays.items()}
+        return {name: TensorInfo(array.dtype, array.shape) for name, array in self.arrays.items()}
 
     def read(self, name):
         return self.arrays[name]
@@ -371,8 +371,8 @@ def test_fp8_values(shape, kind):
         BlockFloat8(BLOCK, BLOCK),
     )
     assert source.tensors == {
-        "x.weight": Tensor(np.dtype(ml_dtypes.bfloat16), shape),
-        "norm": Tensor(kept.dtype, (3,)),
+        "x.weight": TensorInfo(np.dtype(ml_dtypes.bfloat16), shape),
+        "norm": TensorInfo(kept.dtype, (3,)),
     }
     found = dict(source)
     assert found["norm"] is kept
@@ -390,7 +390,7 @@ def test_mxfp4_values():
         1, 253, size=(3, 10, 4), dtype=np.uint8
     )  # beyond, bfloat16 ends before 6 · 2^scale
     source = Dequantized.of(Memory({"x_blocks": codes, "x_scales": scales}), MicroscalingFloat4())
-    assert source.tensors == {"x": Tensor(np.dtype(ml_dtypes.bfloat16), (3, 128, 10))}
+    assert source.tensors == {"x": TensorInfo(np.dtype(ml_dtypes.bfloat16), (3, 128, 10))}
     expected = convert_moe_packed_tensors(torch.from_numpy(codes), torch.from_numpy(scales))
     assert (bits(source.read("x")) == expected.view(torch.uint16).numpy()).all()
 

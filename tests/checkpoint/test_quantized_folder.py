@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.convert.command import to_folder
-from maxtext.checkpoint.folders import OURS, Folder
-from maxtext.checkpoint.open import open_checkpoint, places_of, save_ours
-from maxtext.checkpoint.quantized import QuantizedFolder, StoredWeights, load_model, pack, unpack
-from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.open import model_param_infos, open_checkpoint, save_native
+from maxtext.checkpoint.quantized import PackedWeights, QuantizedFolder, load_model, pack, unpack
+from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
+from maxtext.checkpoint.safetensors_writer import write_native_folder
+from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import ModelWeights, flatten
-from maxtext.checkpoint.writer import write_ours
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
@@ -34,9 +34,10 @@ class Plain:
 
     title = "plain"
 
-    def __init__(self, places):
+    def __init__(self, param_infos):
         self.tensors = {
-            name: Tensor(np.dtype(np.float32), place.shape) for name, place in places.items()
+            name: TensorInfo(np.dtype(np.float32), place.shape)
+            for name, place in param_infos.items()
         }
 
     def read(self, name):
@@ -44,9 +45,9 @@ class Plain:
         return np.random.default_rng(seed).normal(size=self.tensors[name].shape).astype(np.float32)
 
 
-def loaded(source, config, template, places, progress=None):
+def loaded(source, config, template, param_infos, progress=None):
     return load_model(
-        source, config, places, template, AxisRules.of(config, make_mesh(config)), progress
+        source, config, param_infos, template, AxisRules.of(config, make_mesh(config)), progress
     )
 
 
@@ -55,11 +56,11 @@ def folders(llama, tmp_path_factory):
     """{dtype: (folder, weights that it was written from, plain source)}; the model is scanned."""
     found = {}
     for dtype in ("int8", "int4"):
-        config, template, places = llama.model(WIDE, f"quantization={dtype}")
-        source = Plain(places)
-        weights = loaded(source, config, template, places)
+        config, template, param_infos = llama.model(WIDE, f"quantization={dtype}")
+        source = Plain(param_infos)
+        weights = loaded(source, config, template, param_infos)
         folder = tmp_path_factory.mktemp(dtype) / "folder"
-        save_ours(folder, config, StoredWeights(ModelWeights(weights, places)))
+        save_native(folder, config, PackedWeights(ModelWeights(weights, param_infos)))
         found[dtype] = folder, weights, source
     return found
 
@@ -70,8 +71,10 @@ def reopened(folder, **keys):
         None, from_python(keys | {"max_target_length": 16}), environ={}, model=checkpoint.settings
     )
     template = make_template(config)
-    places = places_of(template, config)
-    return loaded(checkpoint.weights(config, places), config, template, places), places
+    param_infos = model_param_infos(template, config)
+    return loaded(
+        checkpoint.weights(config, param_infos), config, template, param_infos
+    ), param_infos
 
 
 def same(ours, theirs):
@@ -99,16 +102,16 @@ def test_the_first_is_in_the_lower_half():
 @KINDS
 def test_on_disk(folders, dtype):
     folder, _, _ = folders[dtype]
-    tensors = Folder.open(folder, OURS).tensors
+    tensors = SafetensorsFolder.open(folder, NATIVE_STEM).tensors
     half = 2 if dtype == "int4" else 1
     kind = np.dtype(np.uint8 if dtype == "int4" else np.int8)
     groups = 2 if dtype == "int4" else 1
     float32 = np.dtype(np.float32)
-    assert tensors["layers/3/mlp/wi_0/kernel"] == Tensor(kind, (256, 48 // half))
-    assert tensors["layers/3/mlp/wi_0/kernel.scale"] == Tensor(float32, (groups, 48))
-    assert tensors["layers/0/attention/out/kernel"] == Tensor(kind, (4, 8, 256 // half))
-    assert tensors["layers/0/attention/out/kernel.scale"] == Tensor(float32, (1, 1, 256))
-    assert tensors["embedder/embedding"] == Tensor(float32, (64, 256))
+    assert tensors["layers/3/mlp/wi_0/kernel"] == TensorInfo(kind, (256, 48 // half))
+    assert tensors["layers/3/mlp/wi_0/kernel.scale"] == TensorInfo(float32, (groups, 48))
+    assert tensors["layers/0/attention/out/kernel"] == TensorInfo(kind, (4, 8, 256 // half))
+    assert tensors["layers/0/attention/out/kernel.scale"] == TensorInfo(float32, (1, 1, 256))
+    assert tensors["embedder/embedding"] == TensorInfo(float32, (64, 256))
     assert "layers/0/mlp_norm/scale.scale" not in tensors
     lines = (folder / "config.yml").read_text().splitlines()
     assert {f"quantization: {dtype}", "checkpoint_is_quantized: true"} <= set(lines)
@@ -125,10 +128,13 @@ def test_on_disk(folders, dtype):
 def test_there_and_back(folders, dtype, scanned):
     """By name, so that a stack of layers and each layer of its own are the same."""
     folder, weights, _ = folders[dtype]
-    again, places = reopened(folder, scan_layers=scanned, dtype="float32")
+    again, param_infos = reopened(folder, scan_layers=scanned, dtype="float32")
     if scanned:
         same(again, weights)
-    stored, expected = StoredWeights(ModelWeights(again, places)), Folder.open(folder, OURS)
+    stored, expected = (
+        PackedWeights(ModelWeights(again, param_infos)),
+        SafetensorsFolder.open(folder, NATIVE_STEM),
+    )
     assert stored.tensors == dict(expected.tensors)
     for name, array in stored:
         np.testing.assert_array_equal(array, expected.read(name))
@@ -137,7 +143,7 @@ def test_there_and_back(folders, dtype, scanned):
 @KINDS
 def test_to_others_it_is_plain(folders, dtype, tmp_path):
     folder, _, source = folders[dtype]
-    opened = open_checkpoint(folder).folder
+    opened = open_checkpoint(folder).source
     assert isinstance(opened, QuantizedFolder)
     assert opened.tensors == source.tensors
     for name, array in opened:
@@ -149,7 +155,7 @@ def test_to_others_it_is_plain(folders, dtype, tmp_path):
         else:
             np.testing.assert_array_equal(array, exact)
     to_folder(folder, tmp_path / "theirs")
-    theirs = Folder.open(tmp_path / "theirs")
+    theirs = SafetensorsFolder.open(tmp_path / "theirs")
     down = theirs.read("model.layers.2.mlp.down_proj.weight")
     np.testing.assert_array_equal(down.T, opened.read("layers/2/mlp/wo/kernel"))
     assert not [name for name in theirs.tensors if "scale" in name]
@@ -158,15 +164,15 @@ def test_to_others_it_is_plain(folders, dtype, tmp_path):
 
 def test_floats_of_one_kernel_at_a_time(llama):
     """After each weight, nothing lives but what the model keeps of the weights so far."""
-    config, template, places = llama.model("quantization=int8")
-    source = Plain(places)
+    config, template, param_infos = llama.model("quantization=int8")
+    source = Plain(param_infos)
     before = {id(array) for array in jax.live_arrays()}
     live = []
 
     def progress(done, total, name):
         live.append([array for array in jax.live_arrays() if id(array) not in before])
 
-    weights = loaded(source, config, template, places, progress)
+    weights = loaded(source, config, template, param_infos, progress)
     expected = 0
     for leaf, arrays in zip(flatten(weights).values(), live, strict=True):
         expected += sum(part.nbytes for part in jax.tree.leaves(leaf))
@@ -176,26 +182,26 @@ def test_floats_of_one_kernel_at_a_time(llama):
 
 def test_a_folder_that_is_there_is_kept(folders, llama):
     folder, weights, _ = folders["int8"]
-    config, _, places = llama.model(WIDE, "quantization=int8")
+    config, _, param_infos = llama.model(WIDE, "quantization=int8")
     with pytest.raises(UserError, match="exists already"):
-        save_ours(folder, config, StoredWeights(ModelWeights(weights, places)))
+        save_native(folder, config, PackedWeights(ModelWeights(weights, param_infos)))
     assert [path.name for path in folder.parent.iterdir()] == ["folder"]
 
 
 def rewritten(folder, out, change):
     """The folder with its tensors changed."""
-    opened = Folder.open(folder, OURS)
+    opened = SafetensorsFolder.open(folder, NATIVE_STEM)
     arrays = {name: opened.read(name) for name in opened.tensors}
     change(arrays)
 
     class Changed:
         title = "changed"
-        tensors = {name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}
+        tensors = {name: TensorInfo(array.dtype, array.shape) for name, array in arrays.items()}
 
         def __iter__(self):
             return iter(arrays.items())
 
-    write_ours(out, Changed(), {"config.yml": (folder / "config.yml").read_text()}, [])
+    write_native_folder(out, Changed(), {"config.yml": (folder / "config.yml").read_text()}, [])
     return out
 
 
@@ -244,14 +250,14 @@ def test_one_clear_sentence(folders, llama, tmp_path):
         reopened(int4, quantization="int8", override_model_config=True)
     with pytest.raises(ConfigError, match=r"quantization='', but .* has weights in int8 already"):
         reopened(int8, quantization="", override_model_config=True)
-    config, template, places = llama.model("checkpoint_is_quantized=true")
+    config, template, param_infos = llama.model("checkpoint_is_quantized=true")
     with pytest.raises(
         ConfigError, match="checkpoint_is_quantized=true, but plain has no quantized weights"
     ):
-        loaded(Plain(places), config, template, places)
-    config, template, places = llama.model("quantization=fp8")
+        loaded(Plain(param_infos), config, template, param_infos)
+    config, template, param_infos = llama.model("quantization=fp8")
     with pytest.raises(ConfigError, match=r"quantization=fp8 \(.*\) is how a model is trained"):
-        loaded(Plain(places), config, template, places)
+        loaded(Plain(param_infos), config, template, param_infos)
     with pytest.raises(
         ConfigError, match="save_quantized_params_path=x .* would do nothing: it needs quantization"
     ):

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.convert import (
-    OURS,
-    Folder,
-    Renamed,
+    NATIVE_STEM,
+    RenamedTensors,
     Rule,
-    Tensor,
+    SafetensorsFolder,
+    TensorInfo,
     from_hf,
     to_hf,
-    write_ours,
-    write_theirs,
+    write_hf_folder,
+    write_native_folder,
 )
-from maxtext.checkpoint.weights import ModelWeights, Place, load_weights
+from maxtext.checkpoint.weights import ModelWeights, ParamInfo, load_weights
 from maxtext.common.errors import UserError
 
 
@@ -32,16 +32,19 @@ class Values:
 
     def __init__(self, **arrays):
         self.arrays, self.order = arrays, []
-        self.tensors = {name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}
+        self.tensors = {
+            name: TensorInfo(array.dtype, array.shape) for name, array in arrays.items()
+        }
 
     def read(self, name):
         self.order.append(name)
         return self.arrays[name]
 
 
-def places_of(**shapes):
+def make_param_infos(**shapes):
     return {
-        name: Place((name,), None, 0, shape, np.dtype(np.float32)) for name, shape in shapes.items()
+        name: ParamInfo((name,), None, 0, shape, np.dtype(np.float32))
+        for name, shape in shapes.items()
     }
 
 
@@ -52,22 +55,22 @@ def numbers(*shape, dtype=np.float32, start=0):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
 def test_there_and_back(llama, dtype, tmp_path):
     """Folder to folder to folder, in several shards: the same bits in the same dtype."""
-    _, _, places = llama.model()
-    tensors = llama.their_tensors(places, dtype)
-    write_theirs(tmp_path / "theirs", llama.Random(tensors), {}, [], 40_000)
-    there = from_hf(Folder.open(tmp_path / "theirs"), llama.RULES, places)
-    write_ours(tmp_path / "ours", there, {}, [], 30_000)
-    ours = Folder.open(tmp_path / "ours", OURS)
+    _, _, param_infos = llama.model()
+    tensors = llama.their_tensors(param_infos, dtype)
+    write_hf_folder(tmp_path / "theirs", llama.Random(tensors), {}, [], 40_000)
+    there = from_hf(SafetensorsFolder.open(tmp_path / "theirs"), llama.RULES, param_infos)
+    write_native_folder(tmp_path / "ours", there, {}, [], 30_000)
+    ours = SafetensorsFolder.open(tmp_path / "ours", NATIVE_STEM)
     assert ours.tensors == {
-        name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()
+        name: TensorInfo(np.dtype(dtype), place.shape) for name, place in param_infos.items()
     }
-    write_theirs(tmp_path / "back", to_hf(ours, llama.RULES, places), {}, [])
-    back = Folder.open(tmp_path / "back")
+    write_hf_folder(tmp_path / "back", to_hf(ours, llama.RULES, param_infos), {}, [])
+    back = SafetensorsFolder.open(tmp_path / "back")
     assert back.tensors == tensors
     for name, array in llama.Random(tensors):
         assert back.read(name).tobytes() == array.tobytes()
     # By hand, one of each kind.
-    first = Folder.open(tmp_path / "theirs")
+    first = SafetensorsFolder.open(tmp_path / "theirs")
     query = first.read("model.layers.2.self_attn.q_proj.weight")
     assert (
         ours.read("layers/2/attention/query/kernel").tobytes()
@@ -91,19 +94,19 @@ def test_transformers_computes_the_same(llama, tmp_path):
     ids = np.random.default_rng(0).integers(0, 64, (2, 16))
     expected = theirs(input_ids=torch.tensor(ids)).logits.detach().numpy()
 
-    _, template, places = llama.model(
+    _, template, param_infos = llama.model(
         "normalization_layer_epsilon=1e-5", "matmul_precision=highest"
     )
-    source = from_hf(Folder.open(tmp_path / "theirs"), llama.RULES, places)
-    weights = load_weights(source, places, template)  # straight from their folder
+    source = from_hf(SafetensorsFolder.open(tmp_path / "theirs"), llama.RULES, param_infos)
+    weights = load_weights(source, param_infos, template)  # straight from their folder
     positions = np.broadcast_to(np.arange(16), ids.shape)
     ours = np.asarray(jax.jit(lambda weights: template.bind(weights)(ids, positions))(weights))
     np.testing.assert_allclose(ours, expected, atol=3e-5 * expected.std(), rtol=3e-5)
 
     config = [tmp_path / "theirs" / "config.json"]
-    write_theirs(
+    write_hf_folder(
         tmp_path / "back",
-        to_hf(ModelWeights(weights, places), llama.RULES, places),
+        to_hf(ModelWeights(weights, param_infos), llama.RULES, param_infos),
         {},
         config,
         50_000,
@@ -115,11 +118,11 @@ def test_transformers_computes_the_same(llama, tmp_path):
 
 
 def test_one_error_for_all_problems(llama, theirs, tmp_path):
-    folder = Folder.open(theirs[0])
-    _, _, places = llama.model("base_num_kv_heads=4", "base_num_decoder_layers=5")
+    folder = SafetensorsFolder.open(theirs[0])
+    _, _, param_infos = llama.model("base_num_kv_heads=4", "base_num_decoder_layers=5")
     rules = [rule for rule in llama.RULES if rule.theirs != "model.norm.weight"]
     with pytest.raises(UserError) as caught:
-        write_ours(tmp_path / "out", from_hf(folder, rules, places), {}, [])
+        write_native_folder(tmp_path / "out", from_hf(folder, rules, param_infos), {}, [])
     message = str(caught.value)
     # Our final norm has no rule; the fifth layer is missing (9 tensors); the keys and values of
     # four have another shape (8); their norm is unexpected.
@@ -132,7 +135,7 @@ def test_one_error_for_all_problems(llama, theirs, tmp_path):
 
 
 def test_each_problem(llama, theirs):
-    _, _, places = llama.model()
+    _, _, param_infos = llama.model()
     rest = {name: array for name, array in theirs[1].items() if name != "lm_head.weight"}
     for changes, message in [
         ({}, "(1 problem): lm_head.weight is missing"),
@@ -149,13 +152,13 @@ def test_each_problem(llama, theirs):
         with pytest.raises(
             UserError, match=re.escape(f"values does not fit the model {message}") + "$"
         ):
-            from_hf(source, llama.RULES, places)
+            from_hf(source, llama.RULES, param_infos)
         assert not source.order  # no data was read
     source = Values(**theirs[1], **{"model.layers.0.rotary_emb.inv_freq": numbers(3)})
-    from_hf(source, llama.RULES, places, ignored=[r".*rotary_emb\.inv_freq"])
+    from_hf(source, llama.RULES, param_infos, ignored=[r".*rotary_emb\.inv_freq"])
     with pytest.raises(UserError, match="rotary_emb"):
         from_hf(
-            source, llama.RULES, places, ignored=[r"rotary_emb\.inv_freq"]
+            source, llama.RULES, param_infos, ignored=[r"rotary_emb\.inv_freq"]
         )  # not the whole name
 
 
@@ -163,10 +166,10 @@ def test_tensors_of_one_rule_have_one_dtype():
     rule = Rule(("a", "b"), "o", "w -> w", join="w")
     source = Values(a=numbers(2), b=numbers(2, dtype=np.float16))
     with pytest.raises(UserError, match="a and b belong together and have dtypes F16 and F32"):
-        from_hf(source, [rule], places_of(o=(4,)))
-    made = from_hf(source, [rule], places_of(o=(4,)), dtype=np.dtype(np.float32))
+        from_hf(source, [rule], make_param_infos(o=(4,)))
+    made = from_hf(source, [rule], make_param_infos(o=(4,)), dtype=np.dtype(np.float32))
     np.testing.assert_array_equal(made.read("o"), [0, 1, 0, 1])
-    assert made.tensors == {"o": Tensor(np.dtype(np.float32), (4,))}
+    assert made.tensors == {"o": TensorInfo(np.dtype(np.float32), (4,))}
 
 
 EACH = Rule("experts.{x}", "w", "x m e -> x e m")
@@ -176,31 +179,31 @@ TURNED = Rule("packed", "w", "x m e -> x e m")
 
 def test_the_first_rule_that_finds_its_tensors():
     ours = numbers(2, 3, 4)
-    places = places_of(w=(2, 3, 4))
+    param_infos = make_param_infos(w=(2, 3, 4))
     each = {"experts.0": ours[0].T, "experts.1": ours[1].T}
     for arrays, expected in [
         (each, EACH),
         ({"packed": ours}, PACKED),
         ({"packed": ours.swapaxes(1, 2)}, TURNED),  # by its shape
     ]:
-        made = from_hf(Values(**arrays), [EACH, PACKED, TURNED], places)
+        made = from_hf(Values(**arrays), [EACH, PACKED, TURNED], param_infos)
         assert made.steps[0] == expected.bind({"w": (2, 3, 4)})
         np.testing.assert_array_equal(made.read("w"), ours)
     with pytest.raises(
         UserError, match=r"\(1 problem\): packed is not a tensor"
     ):  # the same weights twice
-        from_hf(Values(**each, packed=ours), [EACH, PACKED], places)
+        from_hf(Values(**each, packed=ours), [EACH, PACKED], param_infos)
     with pytest.raises(UserError, match=r"\(1 problem\): experts.1 is missing"):
-        from_hf(Values(**{"experts.0": ours[0].T}), [EACH, PACKED], places)
+        from_hf(Values(**{"experts.0": ours[0].T}), [EACH, PACKED], param_infos)
     with pytest.raises(
         UserError, match=r"packed has shape \[2, 3, 5\], the model needs \[2, 3, 4\]"
     ):
-        from_hf(Values(packed=numbers(2, 3, 5)), [EACH, PACKED, TURNED], places)
+        from_hf(Values(packed=numbers(2, 3, 5)), [EACH, PACKED, TURNED], param_infos)
 
 
 def test_which_form_is_written():
     source = Values(w=numbers(2, 3, 4))
-    places = places_of(w=(2, 3, 4))
+    param_infos = make_param_infos(w=(2, 3, 4))
     for names, expected in [
         (None, ["experts.0", "experts.1"]),
         ({"packed", "other"}, ["packed"]),
@@ -208,7 +211,7 @@ def test_which_form_is_written():
         ({"experts.0", "packed"}, ["packed"]),  # all of its tensors must be among the names
         ({"experts.0"}, ["experts.0", "experts.1"]),  # none fits: the first
     ]:
-        made = to_hf(source, [EACH, PACKED], places, names)
+        made = to_hf(source, [EACH, PACKED], param_infos, names)
         assert list(made.tensors) == [name for name, _ in made] == expected
 
 
@@ -219,14 +222,14 @@ def test_two_weights_in_one_tensor():
         Rule("h", "head", "v e -> e v"),
         Rule("e", "head", "v e -> e v"),
     ]
-    places = places_of(embedding=(3, 2), head=(2, 3))
-    made = dict(from_hf(Values(e=numbers(3, 2)), rules, places))
+    param_infos = make_param_infos(embedding=(3, 2), head=(2, 3))
+    made = dict(from_hf(Values(e=numbers(3, 2)), rules, param_infos))
     np.testing.assert_array_equal(made["head"], numbers(3, 2).T)
     np.testing.assert_array_equal(made["embedding"], numbers(3, 2))
     ours = Values(embedding=numbers(3, 2), head=numbers(2, 3))
-    assert list(to_hf(ours, rules, places).tensors) == ["e", "h"]
+    assert list(to_hf(ours, rules, param_infos).tensors) == ["e", "h"]
     with pytest.raises(UserError, match="e would have to hold both embedding and head"):
-        to_hf(ours, rules, places, names={"e"})
+        to_hf(ours, rules, param_infos, names={"e"})
 
 
 def test_our_side_is_checked_as_well():
@@ -234,16 +237,16 @@ def test_our_side_is_checked_as_well():
     with pytest.raises(
         UserError, match=r"\(2 problems\): a is missing; b is not a weight of this model"
     ):
-        to_hf(Values(b=numbers(2)), [rule], places_of(a=(2,)))
+        to_hf(Values(b=numbers(2)), [rule], make_param_infos(a=(2,)))
     with pytest.raises(UserError, match=r"no rule is known for our b \[2\]"):
-        to_hf(Values(a=numbers(2), b=numbers(2)), [rule], places_of(a=(2,), b=(2,)))
+        to_hf(Values(a=numbers(2), b=numbers(2)), [rule], make_param_infos(a=(2,), b=(2,)))
 
 
 def test_weights_are_cast():
     made = to_hf(
         Values(a=np.array([1 / 3, 2])),
         [Rule("t", "a", "x -> x")],
-        places_of(a=(2,)),
+        make_param_infos(a=(2,)),
         dtype=np.dtype(ml_dtypes.bfloat16),
     )
     arrays = dict(made)
@@ -253,19 +256,23 @@ def test_weights_are_cast():
 
 @pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.float8_e4m3fn])
 def test_only_floats_are_weights(dtype):
-    rules, places, array = [Rule("t", "a", "x -> x")], places_of(a=(2,)), np.array([1, 2], dtype)
+    rules, param_infos, array = (
+        [Rule("t", "a", "x -> x")],
+        make_param_infos(a=(2,)),
+        np.array([1, 2], dtype),
+    )
     with pytest.raises(UserError, match="t is .*, and a weight is F32"):
-        from_hf(Values(t=array), rules, places)
+        from_hf(Values(t=array), rules, param_infos)
     with pytest.raises(UserError, match="a is .*, and a weight is F32"):
-        to_hf(Values(a=array), rules, places)
+        to_hf(Values(a=array), rules, param_infos)
 
 
 def test_layer_by_layer(llama, theirs):
     """Whatever the order of the rules, a layer is done before the next one begins."""
     source = Values(**theirs[1])
-    _, _, places = llama.model()
-    made = from_hf(source, llama.RULES[::-1], places)
-    assert [name for name, _ in made] == list(made.tensors) == list(places)
+    _, _, param_infos = llama.model()
+    made = from_hf(source, llama.RULES[::-1], param_infos)
+    assert [name for name, _ in made] == list(made.tensors) == list(param_infos)
     layers = [int(name.split(".")[2]) for name in source.order if name.startswith("model.layers.")]
     assert layers == sorted(layers)
     assert len(source.order) == len(theirs[1])  # each read once
@@ -296,30 +303,37 @@ def test_memory_holds_one_rule(tmp_path):
     handed over goes.
     """
     rule = Rule("l.{i}.experts.{x}", "layers/{i}/w", "x m e -> x e m")
-    places = {
-        f"layers/{i}/w": Place(("w",), i, 0, (8, 256, 512), np.dtype(np.float32)) for i in range(3)
+    param_infos = {
+        f"layers/{i}/w": ParamInfo(("w",), i, 0, (8, 256, 512), np.dtype(np.float32))
+        for i in range(3)
     }
     kind = np.dtype(np.float32)
     theirs = Fresh(
-        {f"l.{i}.experts.{x}": Tensor(kind, (512, 256)) for i in range(3) for x in range(8)}
+        {f"l.{i}.experts.{x}": TensorInfo(kind, (512, 256)) for i in range(3) for x in range(8)}
     )
-    ours = Fresh({name: Tensor(kind, place.shape) for name, place in places.items()})
+    ours = Fresh({name: TensorInfo(kind, place.shape) for name, place in param_infos.items()})
     layer, tensor = 2**22, 2**19
-    there, back = from_hf(theirs, [rule], places), to_hf(ours, [rule], places)
-    assert layer < peak(lambda: write_ours(tmp_path / "ours", there, {}, [])) < layer + 1.5 * tensor
+    there, back = from_hf(theirs, [rule], param_infos), to_hf(ours, [rule], param_infos)
     assert (
-        layer < peak(lambda: write_theirs(tmp_path / "theirs", back, {}, [])) < layer + 1.5 * tensor
+        layer
+        < peak(lambda: write_native_folder(tmp_path / "ours", there, {}, []))
+        < layer + 1.5 * tensor
+    )
+    assert (
+        layer
+        < peak(lambda: write_hf_folder(tmp_path / "theirs", back, {}, []))
+        < layer + 1.5 * tensor
     )
 
 
 def test_other_names_for_a_source(llama, theirs):
-    _, _, places = llama.model()
+    _, _, param_infos = llama.model()
     source = Values(
         **{f"language_model.{name}": array for name, array in theirs[1].items()}, other=numbers(1)
     )
-    renamed = Renamed(source, {name: f"language_model.{name}" for name in theirs[1]})
-    made = from_hf(renamed, llama.RULES, places)
+    renamed = RenamedTensors(source, {name: f"language_model.{name}" for name in theirs[1]})
+    made = from_hf(renamed, llama.RULES, param_infos)
     assert made.title == "values"
-    expected = from_hf(Values(**theirs[1]), llama.RULES, places)
+    expected = from_hf(Values(**theirs[1]), llama.RULES, param_infos)
     for name in ("head/kernel", "layers/1/attention/key/kernel"):
         assert made.read(name).tobytes() == expected.read(name).tobytes()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.convert.command import from_folder
-from maxtext.checkpoint.folders import Folder
+from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 from maxtext.cli.main import main
 from tests.checkpoint.hf_folders import write_hf_folder
 
@@ -23,7 +23,7 @@ def native(tmp_path):
         {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)},
         folder / "model-vision.safetensors",
     )
-    files = dict.fromkeys(Folder.open(folder).tensors, "model-text.safetensors")
+    files = dict.fromkeys(SafetensorsFolder.open(folder).tensors, "model-text.safetensors")
     (folder / "model.safetensors").rename(folder / "model-text.safetensors")
     index = {"weight_map": files | {"vision_tower.patch.weight": "model-vision.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -42,7 +42,9 @@ def test_vision_tensors_are_not_dropped_in_silence(native, tmp_path, capsys):
 
 def test_text_alone_when_asked(native, tmp_path, capsys):
     assert main(["convert", "to_hf", str(native), str(tmp_path / "out"), "--text-only"]) == 0
-    assert not [name for name in Folder.open(tmp_path / "out").tensors if "vision" in name]
+    assert not [
+        name for name in SafetensorsFolder.open(tmp_path / "out").tensors if "vision" in name
+    ]
     assert "tensors, bfloat16" in capsys.readouterr().out
 
 

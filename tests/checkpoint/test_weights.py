@@ -7,9 +7,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.convert import OURS, Folder, from_hf, write_ours
-from maxtext.checkpoint.tensors import Tensor
-from maxtext.checkpoint.weights import ModelWeights, Place, fill, find_places, flatten, load_weights
+from maxtext.checkpoint.convert import NATIVE_STEM, SafetensorsFolder, from_hf, write_native_folder
+from maxtext.checkpoint.tensors import TensorInfo
+from maxtext.checkpoint.weights import (
+    ModelWeights,
+    ParamInfo,
+    fill,
+    find_param_infos,
+    flatten,
+    load_weights,
+)
 from maxtext.common.errors import UserError
 from maxtext.layers.parameters import Template
 from maxtext.layers.stack import Segment
@@ -30,9 +37,9 @@ class Numbers:
 
     title = "numbers"
 
-    def __init__(self, places, dtype=np.float32):
+    def __init__(self, param_infos, dtype=np.float32):
         self.tensors = {
-            name: Tensor(np.dtype(dtype), place.shape) for name, place in places.items()
+            name: TensorInfo(np.dtype(dtype), place.shape) for name, place in param_infos.items()
         }
 
     def read(self, name):
@@ -46,7 +53,7 @@ class Numbers:
 
 
 def test_names(llama):
-    _, _, places = llama.model()
+    _, _, param_infos = llama.model()
     per_layer = {
         "attention/query/kernel": (32, 4, 8), "attention/key/kernel": (32, 2, 8), "attention/value/kernel": (32, 2, 8),
         "attention/out/kernel": (4, 8, 32), "attention_norm/scale": (32,), "mlp_norm/scale": (32,),
@@ -54,23 +61,23 @@ def test_names(llama):
     }  # fmt: skip
     expected = {"embedder/embedding": (64, 32), "final_norm/scale": (32,), "head/kernel": (32, 64)}
     expected |= {f"layers/{i}/{name}": shape for i in range(4) for name, shape in per_layer.items()}
-    assert {name: place.shape for name, place in places.items()} == expected
-    numbers = [int(name.split("/")[1]) for name in places if name.startswith("layers/")]
+    assert {name: place.shape for name, place in param_infos.items()} == expected
+    numbers = [int(name.split("/")[1]) for name in param_infos if name.startswith("layers/")]
     assert numbers == sorted(numbers)
 
 
 @pytest.mark.parametrize("words", FORMS)
 def test_every_form_has_the_same_names(llama, words):
-    _, template, places = llama.model(*words)
+    _, template, param_infos = llama.model(*words)
     plain = llama.model("scan_layers=false")[2]
-    assert {name: (place.shape, place.dtype) for name, place in places.items()} == {
+    assert {name: (place.shape, place.dtype) for name, place in param_infos.items()} == {
         name: (place.shape, place.dtype) for name, place in plain.items()
     }
-    assert list(places) == list(plain)
+    assert list(param_infos) == list(plain)
     # Every element of the tree belongs to one name.
     leaves = flatten(template.weights)
     for path, group in itertools.groupby(
-        sorted(places.values(), key=lambda p: str(p.path)), key=lambda p: p.path
+        sorted(param_infos.values(), key=lambda p: str(p.path)), key=lambda p: p.path
     ):
         assert sum(int(np.prod(place.shape)) for place in group) == leaves[path].size
 
@@ -95,9 +102,10 @@ def test_layers_are_counted_over_segments():
     fixed = jax.tree.map(lambda leaf: False, scanned, is_leaf=is_pair)
     known = {"weights": weights, "axes": axes, "fixed_dtype": fixed, "__init__": lambda self: None}
     template = type("Fake", (Template,), known)()
-    places = find_places(template, parts)
+    param_infos = find_param_infos(template, parts)
     assert {
-        name: (place.path, place.layer, place.axis, place.shape) for name, place in places.items()
+        name: (place.path, place.layer, place.axis, place.shape)
+        for name, place in param_infos.items()
     } == {
         "mtp/0/w": (("mtp", 0, "w"), None, 0, (9,)),
         "layers/0/w": (("layers", 0, "blocks", 0, "w"), 0, 1, (5, 7)),
@@ -119,10 +127,12 @@ def is_pair(value):
 @pytest.mark.parametrize("words", FORMS)
 def test_load(llama, words):
     """The tree equals one that numpy stacks."""
-    config, template, places = llama.model(*words)
-    source = Numbers(places)
+    config, template, param_infos = llama.model(*words)
+    source = Numbers(param_infos)
     told = []
-    weights = load_weights(source, places, template, progress=lambda *report: told.append(report))
+    weights = load_weights(
+        source, param_infos, template, progress=lambda *report: told.append(report)
+    )
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), weights) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), template.weights
     )
@@ -154,7 +164,7 @@ def test_load(llama, words):
     assert len(told) == len(leaves)
     assert told[-1][0] == told[-1][1] == sum(leaf.nbytes for leaf in leaves.values())
     # And out again.
-    model = ModelWeights(weights, places)
+    model = ModelWeights(weights, param_infos)
     assert model.tensors == source.tensors
     for name, array in model:
         np.testing.assert_array_equal(array, source.read(name))
@@ -165,19 +175,19 @@ def test_scanned_and_unrolled_models_compute_the_same(llama):
     ids = np.arange(16)[None] % 64
     logits = []
     for words in (["scan_layers=true"], ["scan_layers=false"]):
-        _, template, places = llama.model(*words)
+        _, template, param_infos = llama.model(*words)
         draws = np.random.default_rng(0)
         values = {
-            name: draws.standard_normal(places[name].shape).astype(np.float32) * 0.3
-            for name in sorted(places)
+            name: draws.standard_normal(param_infos[name].shape).astype(np.float32) * 0.3
+            for name in sorted(param_infos)
         }
         source = type("Values", (), {
-            "title": "", "tensors": Numbers(places).tensors, "read": lambda self, name, values=values: values[name]
+            "title": "", "tensors": Numbers(param_infos).tensors, "read": lambda self, name, values=values: values[name]
         })()  # fmt: skip
         run = jax.jit(
             lambda weights, template=template: template.bind(weights)(ids, np.arange(16)[None])
         )
-        logits.append(np.asarray(run(load_weights(source, places, template))))
+        logits.append(np.asarray(run(load_weights(source, param_infos, template))))
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-5)
     assert np.abs(logits[0]).max() > 0.1
 
@@ -186,18 +196,18 @@ def test_dtypes(llama):
     """The template's dtype; or another one for floats. The values are those that numpy's cast
     gives.
     """
-    _, template, places = llama.model()
-    source = Numbers(places, ml_dtypes.bfloat16)
+    _, template, param_infos = llama.model()
+    source = Numbers(param_infos, ml_dtypes.bfloat16)
     plain, half = (
-        load_weights(source, places, template, dtype=dtype) for dtype in (None, np.float16)
+        load_weights(source, param_infos, template, dtype=dtype) for dtype in (None, np.float16)
     )
     wide = source.read("head/kernel").astype(np.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(plain)} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(plain["head"]["kernel"], wide)
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {np.dtype(np.float16)}
-    _, template, places = llama.model("weight_dtype=bfloat16")
-    source = Numbers(places, np.float32)
-    loaded = load_weights(source, places, template)
+    _, template, param_infos = llama.model("weight_dtype=bfloat16")
+    source = Numbers(param_infos, np.float32)
+    loaded = load_weights(source, param_infos, template)
     assert loaded["head"]["kernel"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(
         loaded["head"]["kernel"], source.read("head/kernel").astype(ml_dtypes.bfloat16)
@@ -205,12 +215,12 @@ def test_dtypes(llama):
 
 
 def test_a_source_that_does_not_fit(llama):
-    _, template, places = llama.model()
-    source = Numbers(places)
+    _, template, param_infos = llama.model()
+    source = Numbers(param_infos)
     source.tensors["layers/4/mlp_norm/scale"] = source.tensors.pop("layers/3/mlp_norm/scale")
-    source.tensors["head/kernel"] = Tensor(np.dtype(np.float32), (64, 32))
+    source.tensors["head/kernel"] = TensorInfo(np.dtype(np.float32), (64, 32))
     with pytest.raises(UserError) as caught:
-        load_weights(source, places, template)
+        load_weights(source, param_infos, template)
     assert str(caught.value) == (
         "numbers does not fit the model (3 problems): layers/3/mlp_norm/scale is missing; layers/4/mlp_norm/scale is "
         "not a weight of this model; head/kernel has shape [64, 32], the model needs [32, 64]"
@@ -221,7 +231,7 @@ def test_blocks_that_hold_some_layers(llama):
     """As where the stack itself is split over devices: a block takes its layers, and others are not
     read.
     """
-    place = Place(("w",), 3, 1, (4, 6), np.dtype(np.float32))
+    place = ParamInfo(("w",), 3, 1, (4, 6), np.dtype(np.float32))
     source = llama.Counted(Numbers({"w": place}))
     blocks = {
         ((0, 4), (first, first + 2), (3, 6)): np.zeros((4, 2, 3), np.float32) for first in (0, 2)
@@ -240,8 +250,10 @@ def test_blocks_that_hold_some_layers(llama):
 def folder(llama, theirs, tmp_path_factory):
     """The small Llama in our form."""
     out = tmp_path_factory.mktemp("ours") / "llama"
-    _, _, places = llama.model()
-    write_ours(out, from_hf(Folder.open(theirs[0]), llama.RULES, places), {}, [])
+    _, _, param_infos = llama.model()
+    write_native_folder(
+        out, from_hf(SafetensorsFolder.open(theirs[0]), llama.RULES, param_infos), {}, []
+    )
     return out
 
 
@@ -265,14 +277,14 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
     found = run_job(job, XLA_FLAGS="--xla_force_host_platform_device_count=8")
     assert found["devices"] == 8
     loaded = np.load(file)
-    _, template, places = llama.model(*[word for word in words if word.startswith("scan")])
-    source = Folder.open(folder, OURS)
-    expected = flatten(load_weights(source, places, template))
+    _, template, param_infos = llama.model(*[word for word in words if word.startswith("scan")])
+    source = SafetensorsFolder.open(folder, NATIVE_STEM)
+    expected = flatten(load_weights(source, param_infos, template))
     assert set(loaded) == {"/".join(map(str, path)) for path in expected}
     for path, leaf in expected.items():
         assert loaded["/".join(map(str, path))].tobytes() == np.asarray(leaf).tobytes()
     if host_bytes > 1:  # room for all blocks: every weight is read once
-        assert found["reads"] == len(places)
+        assert found["reads"] == len(param_infos)
         query = found["split"]["layers/0/blocks/0/attention/query/kernel"]
         assert query == [
             [16, 4, 2, 8],
@@ -280,6 +292,6 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
             "True",
         ]  # fsdp and tensor halve a dimension each
     else:  # a block at a time: once for each of fsdp 4 times tensor 2, where both split it
-        assert len(places) < found["reads"] <= 8 * len(places)
+        assert len(param_infos) < found["reads"] <= 8 * len(param_infos)
         query = found["split"]["layers/0/blocks/0/0/attention/query/kernel"]
         assert query == [[8, 2, 8], [32, 4, 8], "True"]

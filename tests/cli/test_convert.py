@@ -31,9 +31,9 @@ def source(tmp_path_factory):
 
 
 def tensors(folder):
-    from maxtext.checkpoint.folders import Folder
+    from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 
-    opened = Folder.open(folder)
+    opened = SafetensorsFolder.open(folder)
     return {name: opened.read(name) for name in opened.tensors}
 
 
@@ -91,7 +91,7 @@ def no_shard(folder):
     sorted(folder.glob("*.safetensors"))[1].unlink()
 
 
-def wrong_shape(folder):
+def shape_mismatch(folder):
     change(folder, intermediate_size=32)
 
 
@@ -147,7 +147,7 @@ def change(folder, **values):
 BAD_FOLDERS = {
     truncated: "maxtext: error: .*model-00001.*",
     no_shard: "model-00002.*",
-    wrong_shape: "block_sparse_moe.*has shape \\[24, 16\\], the model needs \\[32, 16\\].* more",
+    shape_mismatch: "block_sparse_moe.*has shape \\[24, 16\\], the model needs \\[32, 16\\].* more",
     one_layer_less: "model.layers.2.*is not a tensor of this model",
     one_layer_more: "model.layers.3.*is missing",
     unknown: "the architecture MambaForCausalLM is not known; these are: LlamaForCausalLM, ",

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text, open_checkpoint
-from maxtext.checkpoint.saver import Saver, Storage
-from maxtext.checkpoint.state import named, nested
+from maxtext.checkpoint.state import from_flat_dict, to_flat_dict
 from maxtext.cli.main import main
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
@@ -28,10 +28,10 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = load(None, WORDS, environ={}, devices=Devices(1))
     weights = initial_weights(config)
-    saver = Saver(folder / "checkpoints", Storage())
+    saver = CheckpointManager(folder / "checkpoints", StorageOptions())
     layout = {"scan_layers": True, "param_scan_axis": 1, "inhomogeneous_layer_cycle_interval": 1}
     run = {"layout": layout, "optimizer": "adamw", "processes": 1, "mesh": {}}
-    tree = {"weights": nested(named(weights)), "step": jnp.int32(8)}
+    tree = {"weights": from_flat_dict(to_flat_dict(weights)), "step": jnp.int32(8)}
     for step in (4, 8):
         saver.save(step, tree, run | {"step": step}, model_text(config), {})
     saver.close()
@@ -73,7 +73,7 @@ def test_json_for_programs(folder, made, capsys):
     }
     expected = {
         "/".join(("weights", *name)): (leaf.shape, leaf.nbytes)
-        for name, leaf in named(made[1]).items()
+        for name, leaf in to_flat_dict(made[1]).items()
     }
     assert shapes == expected | {"step": ((), 4)}
 
@@ -105,9 +105,9 @@ def test_weights_taken_out(folder, made, tmp_path, capsys):
     stacked = made[1]["layers"][0]["blocks"][0]["mlp"]["wo"]["kernel"]
     for layer in (0, 1):
         np.testing.assert_array_equal(
-            taken.folder.read(f"layers/{layer}/mlp/wo/kernel"), stacked[:, layer]
+            taken.source.read(f"layers/{layer}/mlp/wo/kernel"), stacked[:, layer]
         )
-    assert not any(name.startswith("optimizer") for name in taken.folder.tensors)
+    assert not any(name.startswith("optimizer") for name in taken.source.tensors)
     assert main(["inspect", str(out), "--verify"]) == 0
     assert "layers/1/mlp/wo/kernel" in capsys.readouterr().out
 

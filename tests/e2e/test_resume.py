@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import pytest
 
+from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
-from maxtext.checkpoint.stored import Stored
 from tests.compiling import FAST_COMPILE_FLAGS
 
 pytestmark = pytest.mark.slow
@@ -142,11 +142,11 @@ class Job:
 
 
 def arrays_of(step: Path):
-    stored = Stored(step)
+    stored = SavedStep(step)
     wanted = {
         name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
     }
-    return {"/".join(name): array for name, array in stored.read(wanted).items()}
+    return {"/".join(name): array for name, array in stored.restore(wanted).items()}
 
 
 @pytest.fixture

@@ -93,12 +93,12 @@ def test_windows_of_integers_in_random_pieces(dtype, by_head, limit):
             for row, column in np.argwhere(shown >= 0):
                 position = shown[row, column]
                 first = position - position % 5 if limit == "chunk" else max(0, position - 4)
-                places = np.flatnonzero(
+                param_infos = np.flatnonzero(
                     (seen["position"][row] >= first) & (seen["position"][row] <= position)
                 )
-                at = seen["position"][row][places]
+                at = seen["position"][row][param_infos]
                 assert sorted(at) == list(range(first, position + 1))
-                keys, values = seen["key"][row, places], seen["value"][row, places]
+                keys, values = seen["key"][row, param_infos], seen["value"][row, param_infos]
                 np.testing.assert_allclose(keys, k_int[row, at], atol=1e-6)
                 np.testing.assert_allclose(values, v_int[row, at], atol=1e-6)
                 query = q[row, position]

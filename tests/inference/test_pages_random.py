@@ -46,8 +46,10 @@ class Slow:
     def hosted(self):
         return [name for name, each in self.known.items() if each.page is None]
 
-    def beneath(self, name, places):
-        return [other for other in places if len(other) > len(name) and other[: len(name)] == name]
+    def beneath(self, name, param_infos):
+        return [
+            other for other in param_infos if len(other) > len(name) and other[: len(name)] == name
+        ]
 
     def give_up(self):
         on_device = [name for name in self.known if self.known[name].page is not None]

@@ -388,8 +388,8 @@ def test_log_probabilities(models):
             assert news.number == 0 or not news.log_probs
     assert tokens == quiet
     ids = np.array([[*request.ids, *tokens]])
-    places = np.arange(ids.shape[1])[None]
-    scores = np.asarray(programs.template.bind(weights)(ids, places)[0], np.float64)
+    param_infos = np.arange(ids.shape[1])[None]
+    scores = np.asarray(programs.template.bind(weights)(ids, param_infos)[0], np.float64)
     shares = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
     expected = [shares[len(request.ids) - 1 + place, token] for place, token in enumerate(tokens)]
     np.testing.assert_allclose(found, expected, atol=1e-4)

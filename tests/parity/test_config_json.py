@@ -12,7 +12,7 @@ import zoo
 from maxtext import LLM
 from maxtext.checkpoint.convert.registry import TABLES, model_layer, table_of, their_config
 from maxtext.checkpoint.convert.schema import read_config
-from maxtext.checkpoint.open import save_theirs, within_positions
+from maxtext.checkpoint.open import save_hf_folder, with_max_positions
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import UserError
 from maxtext.configs import fields
@@ -72,7 +72,7 @@ MODELS = {
 
 
 def configured(settings):
-    return load(None, from_python(within_positions(settings, zoo.SETTINGS)), model=settings)
+    return load(None, from_python(with_max_positions(settings, zoo.SETTINGS)), model=settings)
 
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
@@ -81,7 +81,7 @@ def test_written_anew(name, specimen, model, tmp_path):
     ways.
     """
     one, ours = specimen(name), model(name)
-    save_theirs(tmp_path, ours.config, ours.places, ModelWeights(ours.weights, ours.places))
+    save_hf_folder(tmp_path, ours.config, ours.places, ModelWeights(ours.weights, ours.places))
     assert zoo.distance(zoo.scores(tmp_path, one.ids), one.scores) < 1e-6
     again = configured(model_layer(read_config(tmp_path), "config.json"))
     assert layers(again) == layers(ours.config)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.open import places_of
+from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.layers.inputs import LayerInputs
 from maxtext.trainers.setup import Setup
@@ -31,7 +31,7 @@ UNROLLED, SCANNED = "scan_layers=false", "scan_layers=true"
 
 def named(bench, state):
     """The weights of a state by their names in checkpoints."""
-    return dict(ModelWeights(state.weights, places_of(bench.setup.template, bench.config)))
+    return dict(ModelWeights(state.weights, model_param_infos(bench.setup.template, bench.config)))
 
 
 def changed(state, end, change):
@@ -119,9 +119,9 @@ FACTORS = np.array([0.01, 3.0, 30.0, 90.0])  # on the queries of the four heads
 def largest_logits(bench, state, batch):
     """[layers, heads], over the keys that queries see: before them, in the same document."""
     segments = batch["inputs_segmentation"]
-    places = np.arange(segments.shape[1])
+    param_infos = np.arange(segments.shape[1])
     seen = (
-        (places[:, None] >= places)
+        (param_infos[:, None] >= param_infos)
         & (segments[:, :, None] == segments[:, None])
         & (segments[:, :, None] > 0)
     )

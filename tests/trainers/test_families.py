@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.open import places_of
+from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import mtp_targets
@@ -61,7 +61,7 @@ SGD = ("opt_type=sgd", "learning_rate=0.1", "gradient_clipping_threshold=0")
 
 def named(bench, weights):
     """Weights a layer at a time, however the model keeps them."""
-    return dict(ModelWeights(weights, places_of(bench.setup.template, bench.config)))
+    return dict(ModelWeights(weights, model_param_infos(bench.setup.template, bench.config)))
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_step_scanned_and_unrolled(make_bench, packed, block):
     unrolled, scanned = make_bench(*words), make_bench(*words, "scan_layers=true")
     template = scanned.setup.template
     before = load_weights(
-        ModelWeights(unrolled.state.weights, places_of(unrolled.setup.template, unrolled.config)),
-        places_of(template, scanned.config), template,
+        ModelWeights(unrolled.state.weights, model_param_infos(unrolled.setup.template, unrolled.config)),
+        model_param_infos(template, scanned.config), template,
     )  # fmt: skip
     state, metrics = scanned(packed, scanned.setup.first_state(before))
     assert np.isfinite(metrics["loss"])

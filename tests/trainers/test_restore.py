@@ -32,7 +32,7 @@ def choose(monkeypatch, tmp_path):
             restore, "verify", lambda path, *_: ["it is damaged"] if path.name in broken else []
         )
         monkeypatch.setattr(restore, "read_state", lambda setup, stored: (None, None))
-        monkeypatch.setattr(restore, "Stored", lambda path: SimpleNamespace(step=int(path.name)))
+        monkeypatch.setattr(restore, "SavedStep", lambda path: SimpleNamespace(step=int(path.name)))
         found = restore.newest(None, [tmp_path / str(step) for step in shared], local)
         return found[-1].step if isinstance(found, tuple) else found.step if found else None
 

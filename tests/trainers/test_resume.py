@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.open import open_checkpoint
+from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
-from maxtext.checkpoint.stored import Stored
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.trainers import pretrain, restore
 from maxtext.trainers.hooks import TrainingFailed
@@ -56,11 +56,11 @@ def go(configure, light_compiler, tmp_path):
 
 
 def arrays(step: Path):
-    stored = Stored(step)
+    stored = SavedStep(step)
     wanted = {
         name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
     }
-    return {"/".join(name): array for name, array in stored.read(wanted).items()}
+    return {"/".join(name): array for name, array in stored.restore(wanted).items()}
 
 
 def assert_equal(one, other, exact=True):
@@ -128,7 +128,7 @@ def test_layers_may_be_unrolled_on_the_way(go):
             update={"scan_layers": False}
         )
     )
-    state, _ = restore.read_state(setup, Stored(go.checkpoints("there") / "6"))
+    state, _ = restore.read_state(setup, SavedStep(go.checkpoints("there") / "6"))
     saved = arrays(go.checkpoints("there") / "6")
     for tree, prefix in (
         (state.weights, "weights"),
@@ -397,8 +397,8 @@ def test_a_lost_loss_leaves_the_last_good_step(go):
     saved = all_steps(go.checkpoints("run"))
     assert len(saved) == 1
     (good,) = saved
-    stored = Stored(go.checkpoints("run") / str(good))
-    assert stored.positions()[0]["step"] == good
+    stored = SavedStep(go.checkpoints("run") / str(good))
+    assert stored.iterator_states()[0]["step"] == good
     assert all(
         np.isfinite(array).all()
         for array in arrays(stored.path).values()

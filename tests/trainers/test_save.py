@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext.checkpoint.agreement import SaveFailed
+from maxtext.checkpoint.multihost import SaveFailed
 from maxtext.trainers import save as module
 from maxtext.trainers.loop import Loop
 from maxtext.trainers.save import Save
 
 
-class FakeSaver:
+class FakeManager:
     """`full`: whether the disk is; `saved`: the steps that were written."""
 
     busy, folder = False, "folder"
@@ -36,11 +36,11 @@ class State(SimpleNamespace):
 @pytest.fixture
 def make(monkeypatch):
     """(hook, loop) that saves every 10 of 100 steps."""
-    monkeypatch.setattr(module, "Saver", FakeSaver)
+    monkeypatch.setattr(module, "CheckpointManager", FakeManager)
     monkeypatch.setattr(module, "local_tier", lambda setup: None)
     monkeypatch.setattr(module, "attic", lambda config: None)
     monkeypatch.setattr(module, "checkpoints_folder", lambda config: None)
-    monkeypatch.setattr(module.Storage, "of", lambda config: None)
+    monkeypatch.setattr(module.StorageOptions, "of", lambda config: None)
     for name in ("tree_to_save", "description", "model_text"):
         monkeypatch.setattr(module, name, lambda *arguments: None)
 

@@ -1,6 +1,6 @@
 """What lies in a checkpoint, told from its descriptions: no array is read and no device is needed.
 
-`look(DIR)` takes a run's folder, its checkpoints, one step, or a folder of safetensors, ours or
+`summarize(DIR)` takes a run's folder, its checkpoints, one step, or a folder of safetensors, ours or
 Hugging Face's.
 """
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.folders import OURS, THEIRS, Folder
 from maxtext.checkpoint.integrity import read_digests, undigested, verify
-from maxtext.checkpoint.state import shown
-from maxtext.checkpoint.stored import Damaged, Stored
-from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM, SafetensorsFolder
+from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
+from maxtext.checkpoint.state import join_path
+from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """A tensor."""
 
     name: str
-    tensor: Tensor
+    tensor: TensorInfo
     sharding: str = ""
 
 
 @dataclass(frozen=True)
-class StepView:
+class StepSummary:
     """A step, or what is left of one."""
 
     path: Path
@@ -38,67 +38,69 @@ class StepView:
 
 
 @dataclass(frozen=True)
-class View:
+class CheckpointSummary:
     path: Path
     kind: str
-    steps: tuple[StepView, ...]
+    steps: tuple[StepSummary, ...]
     about: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
 
     @property
     def damaged(self) -> list[str]:
         return [f"{step.path}: {problem}" for step in self.steps for problem in step.problems]
 
 
-def look(path: Path, thorough: bool = False) -> View:
+def summarize(path: Path, thorough: bool = False) -> CheckpointSummary:
     """What a folder holds; the tensors are those of its newest step. `thorough` reads all files to
     check them.
     """
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
     if steps.is_checkpoints(path):
-        return look_at_training(path, thorough)
+        return summarize_training(path, thorough)
     inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     if left := steps.incomplete(inside):
         raise UserError(
             f"{inside} has no complete checkpoint, only {', '.join(one.name for one in left)}"
         )
-    stem = OURS if any(path.glob(f"{OURS}*.safetensors*")) else THEIRS
+    stem = NATIVE_STEM if any(path.glob(f"{NATIVE_STEM}*.safetensors*")) else HF_STEM
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds neither checkpoints of training nor safetensors")
-    folder = Folder.open(path, stem)  # which checks that every file is as long as its header says
+    folder = SafetensorsFolder.open(
+        path, stem
+    )  # which checks that every file is as long as its header says
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    kind = "weights of ours" if stem == OURS else "weights in Hugging Face's form"
-    rows = tuple(Row(name, tensor) for name, tensor in folder.tensors.items())
-    return View(
-        path, kind, (StepView(path, size, "whole files; this form has no digest"),), {}, rows
+    kind = "weights of ours" if stem == NATIVE_STEM else "weights in Hugging Face's form"
+    rows = tuple(TensorRow(name, tensor) for name, tensor in folder.tensors.items())
+    return CheckpointSummary(
+        path, kind, (StepSummary(path, size, "whole files; this form has no digest"),), {}, rows
     )
 
 
-def look_at_training(path: Path, thorough: bool) -> View:
+def summarize_training(path: Path, thorough: bool) -> CheckpointSummary:
     complete = steps.steps_under(path)
-    views = [look_at_step(step, thorough) for step in complete]
+    views = [summarize_step(step, thorough) for step in complete]
     if not steps.is_step(path):
         views += [
-            StepView(left, size_of(left), "incomplete")
+            StepSummary(left, size_of(left), "incomplete")
             for left in steps.incomplete(complete[0].parent)
         ]
-    stored = Stored(complete[-1])
+    stored = SavedStep(complete[-1])
     about: Mapping[str, Any] = {}
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TensorRow, ...] = ()
     try:
         about = stored.run
         rows = tuple(
-            Row(shown(name), tensor, sharding_of(stored.metadata[name]))
+            TensorRow(join_path(name), tensor, sharding_of(stored.metadata[name]))
             for name, tensor in stored.tensors.items()
         )
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         views[len(complete) - 1] = broken(views[len(complete) - 1], str(error))
-    views.sort(key=lambda view: (int(view.path.name.partition(".")[0]), view.path.name))
-    return View(path, "training checkpoints", tuple(views), about, rows)
+    views.sort(key=lambda summary: (int(summary.path.name.partition(".")[0]), summary.path.name))
+    return CheckpointSummary(path, "training checkpoints", tuple(views), about, rows)
 
 
-def look_at_step(step: Path, thorough: bool) -> StepView:
+def summarize_step(step: Path, thorough: bool) -> StepSummary:
     problems = verify(step, thorough=thorough)
     if problems:
         state = "damaged"
@@ -108,11 +110,11 @@ def look_at_step(step: Path, thorough: bool) -> StepView:
         state = f"complete, {len(unlisted)} files without a digest"
     else:
         state = "complete, verified" if thorough else "complete"
-    return StepView(step, size_of(step), state, tuple(problems))
+    return StepSummary(step, size_of(step), state, tuple(problems))
 
 
-def broken(view: StepView, problem: str) -> StepView:
-    return StepView(view.path, view.size, "damaged", (*view.problems, problem))
+def broken(summary: StepSummary, problem: str) -> StepSummary:
+    return StepSummary(summary.path, summary.size, "damaged", (*summary.problems, problem))
 
 
 def size_of(folder: Path) -> int:

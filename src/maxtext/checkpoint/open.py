@@ -20,15 +20,20 @@ from maxtext.checkpoint import steps
 from maxtext.checkpoint.convert import registry, schema
 from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
 from maxtext.checkpoint.convert.stream import from_hf, to_hf
-from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
 from maxtext.checkpoint.former_names import match_names
-from maxtext.checkpoint.quantized import INTEGERS, SCALE, QuantizedFolder, kernel_dtype
-from maxtext.checkpoint.saver import MODEL_FILE
-from maxtext.checkpoint.stored import Stored
-from maxtext.checkpoint.tensors import DTYPES, Progress, Renamed, Stream
-from maxtext.checkpoint.training import TrainingWeights
-from maxtext.checkpoint.weights import Place, find_places
-from maxtext.checkpoint.writer import write_ours, write_theirs
+from maxtext.checkpoint.manager import MODEL_FILE
+from maxtext.checkpoint.quantized import INTEGERS, SCALE, QuantizedFolder, quantized_weight_dtype
+from maxtext.checkpoint.safetensors_reader import (
+    HF_STEM,
+    NATIVE_STEM,
+    SafetensorsFolder,
+    find_hf_assets,
+)
+from maxtext.checkpoint.safetensors_writer import write_hf_folder, write_native_folder
+from maxtext.checkpoint.saved_step import SavedStep
+from maxtext.checkpoint.tensors import DTYPES, Progress, RenamedTensors, TensorStream
+from maxtext.checkpoint.training_weights import TrainingWeights
+from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.log import LOGGER
@@ -41,7 +46,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.models.registry import segments
 
-CARRIED, NAMES = "hugging_face", "tensor_names.json"
+HF_ASSETS_DIR, NAMES = "hugging_face", "tensor_names.json"
 DTYPE_WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 # What a model is, apart from how it is run.
 MODEL_GROUPS = (
@@ -60,22 +65,29 @@ class Checkpoint:
     """An opened folder."""
 
     path: Path
-    folder: Stream  # its tensors, in plain floats
+    source: TensorStream  # its tensors, dequantized
     settings: Layer  # what it says of the model, as a model's file would
-    carried: tuple[Path, ...]  # configuration and tokenizer files in Hugging Face's form
-    names: frozenset[str]  # of its tensors in Hugging Face's form, where they are known
+    hf_assets: tuple[Path, ...]  # configuration and tokenizer files in Hugging Face's form
+    hf_tensor_names: frozenset[str]  # as in the Hugging Face folder, where they are known
     table: Any = None  # of a Hugging Face folder
 
     def weights(
-        self, config: MaxTextConfig, places: Mapping[str, Place], dtype: np.dtype | None = None
+        self,
+        config: MaxTextConfig,
+        param_infos: Mapping[str, ParamInfo],
+        dtype: np.dtype | None = None,
     ) -> Any:
         """Its tensors as the weights of a native model."""
         if self.table is None:
-            return under_current_names(self.folder, places)
-        renamed = registry.canonical(self.folder.tensors, self.table)
-        source = Renamed(self.folder, renamed)
+            return under_current_names(self.source, param_infos)
+        renamed = registry.canonical(self.source.tensors, self.table)
+        source = RenamedTensors(self.source, renamed)
         weights = from_hf(
-            source, self.table.rules(config), places, registry.ignored(self.table, config), dtype
+            source,
+            self.table.rules(config),
+            param_infos,
+            registry.ignored(self.table, config),
+            dtype,
         )
         left_out = set(renamed).difference(*(step.theirs for step in weights.steps))
         if left_out:
@@ -88,23 +100,23 @@ class Checkpoint:
         return weights
 
 
-def under_current_names(source: Stream, places: Mapping[str, Place]) -> Stream:
+def under_current_names(source: TensorStream, param_infos: Mapping[str, ParamInfo]) -> TensorStream:
     """A source of native weights under the names that the model gives them now."""
     quantized = source if isinstance(source, QuantizedFolder) else None
     stored = source.tensors if quantized is None else quantized.folder.tensors
-    names = match_names(stored, {name + suffix for name in places for suffix in ("", SCALE)})
+    names = match_names(stored, {name + suffix for name in param_infos for suffix in ("", SCALE)})
     if all(name == stored_name for name, stored_name in names.items()):
         return source
     if quantized is not None:
-        return QuantizedFolder(Renamed(quantized.folder, names), quantized.dtype)
-    return Renamed(source, names)
+        return QuantizedFolder(RenamedTensors(quantized.folder, names), quantized.dtype)
+    return RenamedTensors(source, names)
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     path = local_path(path)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
-    if any((path / f"{OURS}.safetensors{end}").exists() for end in ("", ".index.json")):
+    if any((path / f"{NATIVE_STEM}.safetensors{end}").exists() for end in ("", ".index.json")):
         return open_ours(path)
     if steps.is_checkpoints(path):
         return open_training(steps.steps_under(path.absolute())[-1])
@@ -116,12 +128,12 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         scheme_of(hf, place),
     )
     registry.check_model(settings, place)
-    check_assets(companions(path))
-    folder: Stream = Folder.open(path, THEIRS)
+    check_assets(find_hf_assets(path))
+    folder: TensorStream = SafetensorsFolder.open(path, HF_STEM)
     if scheme is not None:
         folder = Dequantized.of(folder, scheme)
     names = frozenset(registry.canonical(folder.tensors, table))
-    return Checkpoint(path, folder, settings, tuple(companions(path)), names, table)
+    return Checkpoint(path, folder, settings, tuple(find_hf_assets(path)), names, table)
 
 
 def check_assets(files: Iterable[Path]) -> None:
@@ -136,19 +148,21 @@ def open_ours(path: Path) -> Checkpoint:
         raise UserError(f"{path} has weights but no config.yml, which says what model they are of")
     settings = read_yaml(path / "config.yml", "model")
     settings.pop("base_config", None)
-    carried = tuple(companions(path / CARRIED)) if (path / CARRIED).is_dir() else ()
-    check_assets(carried)
+    hf_assets = (
+        tuple(find_hf_assets(path / HF_ASSETS_DIR)) if (path / HF_ASSETS_DIR).is_dir() else ()
+    )
+    check_assets(hf_assets)
     names: frozenset[str] = frozenset()
-    for file in carried:
+    for file in hf_assets:
         if file.name == "config.json":
             schema.read_config(file.parent)
         if file.name == NAMES:
             names = read_names(file)
-    opened = Folder.open(path, OURS)
-    folder: Stream = opened
+    opened = SafetensorsFolder.open(path, NATIVE_STEM)
+    folder: TensorStream = opened
     if "checkpoint_is_quantized" in settings:
         folder = QuantizedFolder.of(opened, stated_dtype(settings, path))
-    return Checkpoint(path, folder, settings, carried, names)
+    return Checkpoint(path, folder, settings, hf_assets, names)
 
 
 def read_names(file: Path) -> frozenset[str]:
@@ -175,10 +189,10 @@ def stated_dtype(settings: Layer, path: Path) -> str:
 def open_training(step: Path) -> Checkpoint:
     settings = read_yaml(step / steps.RUN / MODEL_FILE, "model")
     settings.pop("base_config", None)
-    return Checkpoint(step, TrainingWeights(Stored(step), settings), settings, (), frozenset())
+    return Checkpoint(step, TrainingWeights(SavedStep(step), settings), settings, (), frozenset())
 
 
-def within_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
+def with_max_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
     """The keys, with as long a sequence as the model has learned positions for, unless they say how
     long.
     """
@@ -214,33 +228,33 @@ def model_text(config: MaxTextConfig) -> str:
     )
 
 
-def save_ours(
+def save_native(
     out: str | os.PathLike,
     config: MaxTextConfig,
-    weights: Stream,
-    carried: tuple[Path, ...] = (),
+    weights: TensorStream,
+    hf_assets: tuple[Path, ...] = (),
     names: frozenset[str] = frozenset(),
     progress: Progress | None = None,
     shard_bytes: int = 2 * 10**9,
 ) -> None:
     """A folder of our weights, of which config.yml says whether they are quantized. `names`: of the
     tensors that they were read from, to be written so again."""
-    files = [file for file in carried if file.name != NAMES]
+    files = [file for file in hf_assets if file.name != NAMES]
     about = model_text(config)
-    if dtype := kernel_dtype(config):
+    if dtype := quantized_weight_dtype(config):
         about += f"quantization: {dtype}\ncheckpoint_is_quantized: true\n"
     texts = {"config.yml": about}
     if names:
-        texts[f"{CARRIED}/{NAMES}"] = json.dumps(sorted(names))
-    write_ours(out, weights, texts, files, shard_bytes, progress)
+        texts[f"{HF_ASSETS_DIR}/{NAMES}"] = json.dumps(sorted(names))
+    write_native_folder(out, weights, texts, files, shard_bytes, progress)
 
 
-def save_theirs(
+def save_hf_folder(
     out: str | os.PathLike,
     config: MaxTextConfig,
-    places: Mapping[str, Place],
-    weights: Stream,
-    carried: tuple[Path, ...] = (),
+    param_infos: Mapping[str, ParamInfo],
+    weights: TensorStream,
+    hf_assets: tuple[Path, ...] = (),
     names: frozenset[str] = frozenset(),
     progress: Progress | None = None,
     shard_bytes: int = 5 * 10**9,
@@ -253,20 +267,22 @@ def save_theirs(
     if not text_only:
         registry.refuse_other_parts(names)
     table = registry.table_for(config)
-    tensors = to_hf(weights, table.rules(config), places, names)
+    tensors = to_hf(weights, table.rules(config), param_infos, names)
     floats = [tensor for tensor in tensors.tensors.values() if tensor.nbytes]
     widest = max(floats, key=lambda tensor: tensor.nbytes).dtype.name
-    hf = renewed(carried, config, widest) or registry.their_config(config, widest)
+    hf = renewed(hf_assets, config, widest) or registry.their_config(config, widest)
     texts = {"config.json": json.dumps(hf, indent=2)}
-    files = [file for file in carried if file.name != NAMES]
-    write_theirs(out, tensors, texts, files, shard_bytes, progress)
+    files = [file for file in hf_assets if file.name != NAMES]
+    write_hf_folder(out, tensors, texts, files, shard_bytes, progress)
 
 
-def renewed(carried: tuple[Path, ...], config: MaxTextConfig, dtype: str) -> dict[str, Any] | None:
+def renewed(
+    hf_assets: tuple[Path, ...], config: MaxTextConfig, dtype: str
+) -> dict[str, Any] | None:
     """The config.json that came with a model, true of the tensors that are written now, which are
     plain floats; None if none came, or if it was of a larger model than the text model that is
     written."""
-    for file in carried:
+    for file in hf_assets:
         if file.name == "config.json":
             hf = json.loads(file.read_text(encoding="utf-8"))
             if "text_config" in hf:
@@ -279,5 +295,5 @@ def renewed(carried: tuple[Path, ...], config: MaxTextConfig, dtype: str) -> dic
     return None
 
 
-def places_of(template: Template, config: MaxTextConfig) -> dict[str, Place]:
-    return find_places(template, segments(config))
+def model_param_infos(template: Template, config: MaxTextConfig) -> dict[str, ParamInfo]:
+    return find_param_infos(template, segments(config))

@@ -15,18 +15,25 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from maxtext.checkpoint.folders import Folder
+from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 from maxtext.checkpoint.tensors import (
     DTYPES,
     Progress,
-    Renamed,
+    RenamedTensors,
     Shape,
-    Source,
-    Tensor,
-    refuse,
-    wrong_shape,
+    TensorInfo,
+    TensorSource,
+    raise_problems,
+    shape_mismatch,
 )
-from maxtext.checkpoint.weights import ModelWeights, Path, Place, flatten, load_leaf, load_weights
+from maxtext.checkpoint.weights import (
+    ModelWeights,
+    ParamInfo,
+    Path,
+    flatten,
+    load_leaf,
+    load_weights,
+)
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.quantized import Quantized, quantized
@@ -40,7 +47,7 @@ INTEGERS = {"int8": I8, "int4": np.dtype(ml_dtypes.int4)}
 STORED = {"int8": I8, "int4": U8}
 
 
-def kernel_dtype(config: MaxTextConfig) -> str | None:
+def quantized_weight_dtype(config: MaxTextConfig) -> str | None:
     """What kernels are kept in; None: in floats, like all weights."""
     kind = config.quantization.value if config.quantization else None
     if kind not in (None, *INTEGERS):
@@ -57,11 +64,11 @@ class QuantizedFolder:
     kernels' parts.
     """
 
-    folder: Source
+    folder: TensorSource
     dtype: str  # int8 or int4
 
     @classmethod
-    def of(cls, folder: Folder, dtype: str) -> "QuantizedFolder":
+    def of(cls, folder: SafetensorsFolder, dtype: str) -> "QuantizedFolder":
         """Pair integers with scales; all that does not pair is one error."""
         problems = []
         for name, tensor in folder.tensors.items():
@@ -74,7 +81,7 @@ class QuantizedFolder:
                 problems.append(
                     f"{name} {list(tensor.shape)} and {name}{SCALE} {list(scale.shape)} are no {dtype} kernel"
                 )
-        refuse(folder.title, problems)
+        raise_problems(folder.title, problems)
         return cls(folder, dtype)
 
     @property
@@ -82,9 +89,9 @@ class QuantizedFolder:
         return self.folder.title
 
     @cached_property
-    def scales(self) -> Renamed:
+    def scales(self) -> RenamedTensors:
         stored = self.folder.tensors
-        return Renamed(
+        return RenamedTensors(
             self.folder, {name: name + SCALE for name in stored if name + SCALE in stored}
         )
 
@@ -93,11 +100,11 @@ class QuantizedFolder:
         return Integers(self.folder, self.dtype, self.scales.tensors)
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         """Of the plain weights."""
         kernels = self.integers.tensors
         return {
-            name: Tensor(F32, kernels[name].shape) if name in kernels else tensor
+            name: TensorInfo(F32, kernels[name].shape) if name in kernels else tensor
             for name, tensor in self.folder.tensors.items()
             if not name.endswith(SCALE)
         }
@@ -116,20 +123,20 @@ class QuantizedFolder:
 class Integers:
     """The integers of a folder's kernels, one in each place of an array."""
 
-    folder: Source
+    folder: TensorSource
     dtype: str
-    scales: Mapping[str, Tensor]
+    scales: Mapping[str, TensorInfo]
 
     @property
     def title(self) -> str:
         return self.folder.title
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         # An output has a scale of its own, and the last axis is one of outputs: so it says how long
         # the axis is.
         return {
-            name: Tensor(
+            name: TensorInfo(
                 INTEGERS[self.dtype], (*self.folder.tensors[name].shape[:-1], scale.shape[-1])
             )
             for name, scale in self.scales.items()
@@ -140,7 +147,7 @@ class Integers:
         return stored if self.dtype == "int8" else unpack(stored, self.tensors[name].shape[-1])
 
 
-def paired(kernel: Tensor, scale: Tensor, dtype: str) -> bool:
+def paired(kernel: TensorInfo, scale: TensorInfo, dtype: str) -> bool:
     """Whether the stored parts of a kernel fit together."""
     if kernel.dtype != STORED[dtype] or scale.dtype != F32 or len(kernel.shape) != len(scale.shape):
         return False
@@ -168,7 +175,7 @@ def unpack(stored: np.ndarray, length: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class StoredWeights:
+class PackedWeights:
     """A model's weights as such a folder holds them; a model without kernels of integers has plain
     weights only.
     """
@@ -180,17 +187,17 @@ class StoredWeights:
         return self.model.title
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         found = {}
-        for name, place in self.model.places.items():
+        for name, place in self.model.param_infos.items():
             leaf = self.model.leaves[place.path]
             if not isinstance(leaf, Quantized):
                 found[name] = self.model.tensors[name]
                 continue
             dtype = np.dtype(leaf.dtype).name
             last = place.shape[-1] if dtype == "int8" else -(-place.shape[-1] // 2)
-            found[name] = Tensor(STORED[dtype], (*place.shape[:-1], last))
-            found[name + SCALE] = Tensor(F32, of_layer(leaf.scale.shape, place))
+            found[name] = TensorInfo(STORED[dtype], (*place.shape[:-1], last))
+            found[name + SCALE] = TensorInfo(F32, of_layer(leaf.scale.shape, place))
         return found
 
     def read(self, name: str) -> np.ndarray:
@@ -207,15 +214,15 @@ class StoredWeights:
             yield name, self.read(name)
 
 
-def of_layer(shape: Shape, place: Place) -> Shape:
+def of_layer(shape: Shape, place: ParamInfo) -> Shape:
     """Without the axis of the stack."""
     return shape if place.layer is None else shape[: place.axis] + shape[place.axis + 1 :]
 
 
 def load_model(
-    source: Source,
+    source: TensorSource,
     config: MaxTextConfig,
-    places: Mapping[str, Place],
+    param_infos: Mapping[str, ParamInfo],
     template: Template,
     rules: AxisRules,
     progress: Progress | None = None,
@@ -225,7 +232,7 @@ def load_model(
     A kernel of floats becomes one of integers as soon as it is there, so that floats of one kernel
     are there at a time.
     """
-    dtype = kernel_dtype(config)
+    dtype = quantized_weight_dtype(config)
     stored = source if isinstance(source, QuantizedFolder) else None
     if config.checkpoint_is_quantized and stored is None:
         raise ConfigError(
@@ -240,10 +247,14 @@ def load_model(
     kernels = {path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, Quantized)}
     contracted = flatten(template.contracted)
     if stored is not None:
-        refuse(stored.title, misfits(stored, places, kernels))
+        raise_problems(stored.title, misfits(stored, param_infos, kernels))
 
     def load_one(
-        path: Path, named: Mapping[str, Place], whole: Tensor, sharding: Any, host_bytes: int
+        path: Path,
+        named: Mapping[str, ParamInfo],
+        whole: TensorInfo,
+        sharding: Any,
+        host_bytes: int,
     ) -> Any:
         if path not in kernels:
             return load_leaf(source, named, whole, sharding, host_bytes)
@@ -251,7 +262,7 @@ def load_model(
             floats = load_leaf(source, named, whole, sharding.values, host_bytes)
             return jax.block_until_ready(quantizer(contracted[path], dtype, sharding)(floats))
         values, scale = (
-            Tensor(np.dtype(part.dtype), part.shape) for part in jax.tree.leaves(kernels[path])
+            TensorInfo(np.dtype(part.dtype), part.shape) for part in jax.tree.leaves(kernels[path])
         )
         return Quantized(
             load_leaf(stored.integers, named, values, sharding.values, host_bytes),
@@ -259,16 +270,21 @@ def load_model(
         )
 
     return load_weights(
-        source, places, template, rules.shardings(axes, weights), progress=progress, load=load_one
+        source,
+        param_infos,
+        template,
+        rules.shardings(axes, weights),
+        progress=progress,
+        load=load_one,
     )
 
 
 def misfits(
-    stored: QuantizedFolder, places: Mapping[str, Place], kernels: Mapping[Path, Quantized]
+    stored: QuantizedFolder, param_infos: Mapping[str, ParamInfo], kernels: Mapping[Path, Quantized]
 ) -> list[str]:
     """What a folder keeps otherwise than the model."""
     problems = []
-    for name, place in places.items():
+    for name, place in param_infos.items():
         found, kernel = stored.scales.tensors.get(name), kernels.get(place.path)
         if (found is None) != (kernel is None):
             problems.append(f"{name} is {'not ' if found is None else ''}quantized in it")
@@ -278,7 +294,7 @@ def misfits(
             and found.shape != of_layer(kernel.scale.shape, place)
         ):
             problems.append(
-                wrong_shape(name + SCALE, found.shape, of_layer(kernel.scale.shape, place))
+                shape_mismatch(name + SCALE, found.shape, of_layer(kernel.scale.shape, place))
             )
     return problems
 

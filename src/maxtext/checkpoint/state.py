@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.tensors import TensorInfo
 
 Name = tuple[str, ...]
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
-def named(tree: Any) -> dict[Name, Any]:
+def to_flat_dict(tree: Any) -> dict[Name, Any]:
     """The leaves of a tree by name."""
     return {tuple(map(word, path)): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
@@ -31,12 +31,12 @@ def word(key: Any) -> str:
     raise TypeError(f"{key!r} is no step of a path")
 
 
-def unnamed(like: Any, leaves: Mapping[Name, Any]) -> Any:
+def unflatten_like(like: Any, leaves: Mapping[Name, Any]) -> Any:
     """A tree like another, with these leaves."""
     return jax.tree.map_with_path(lambda path, _: leaves[tuple(map(word, path))], like)
 
 
-def nested(leaves: Mapping[Name, Any]) -> dict[str, Any]:
+def from_flat_dict(leaves: Mapping[Name, Any]) -> dict[str, Any]:
     """Named leaves as a tree of dicts."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -47,16 +47,18 @@ def nested(leaves: Mapping[Name, Any]) -> dict[str, Any]:
     return tree
 
 
-def shown(name: Name) -> str:
+def join_path(name: Name) -> str:
     return "/".join(name)
 
 
-def tensors_of(leaves: Mapping[Name, Any]) -> dict[Name, Tensor]:
+def tensor_infos(leaves: Mapping[Name, Any]) -> dict[Name, TensorInfo]:
     """What arrays are, abstract or not."""
-    return {name: Tensor(np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()}
+    return {
+        name: TensorInfo(np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()
+    }
 
 
-def differences(saved: Mapping[Name, Tensor], wanted: Mapping[Name, Tensor]) -> list[str]:
+def compare_trees(saved: Mapping[Name, TensorInfo], wanted: Mapping[Name, TensorInfo]) -> list[str]:
     """What a checkpoint has otherwise than a run wants it, in words; dtypes may differ, for floats
     are cast.
     """
@@ -65,13 +67,13 @@ def differences(saved: Mapping[Name, Tensor], wanted: Mapping[Name, Tensor]) -> 
         there, here = saved.get(name), wanted.get(name)
         if there is None:
             problems.append(
-                f"{shown(name)} {list(here.shape)} is not in the checkpoint" if here else ""
+                f"{join_path(name)} {list(here.shape)} is not in the checkpoint" if here else ""
             )
         elif here is None:
-            problems.append(f"{shown(name)} {list(there.shape)} is only in the checkpoint")
+            problems.append(f"{join_path(name)} {list(there.shape)} is only in the checkpoint")
         elif there.shape != here.shape:
             problems.append(
-                f"{shown(name)} has shape {list(there.shape)} in the checkpoint and {list(here.shape)} here"
+                f"{join_path(name)} has shape {list(there.shape)} in the checkpoint and {list(here.shape)} here"
             )
     return problems
 

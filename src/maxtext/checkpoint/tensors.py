@@ -34,7 +34,7 @@ FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     dtype: np.dtype
     shape: Shape
 
@@ -42,12 +42,12 @@ class Tensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def cast(self, dtype: np.dtype | None) -> "Tensor":
+    def cast(self, dtype: np.dtype | None) -> "TensorInfo":
         """The same in another floating dtype; what is no float stays as it is."""
-        return Tensor(dtype, self.shape) if dtype is not None and self.dtype in FLOATS else self
+        return TensorInfo(dtype, self.shape) if dtype is not None and self.dtype in FLOATS else self
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Tensors that can be read one at a time; what they are is known before any is read."""
 
     @property
@@ -55,22 +55,22 @@ class Source(Protocol):
         """What messages call it."""
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> np.ndarray: ...
 
 
-class Stream(Source, Protocol):
+class TensorStream(TensorSource, Protocol):
     """A source that also gives every tensor once, in the order that suits it."""
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]: ...
 
 
 @dataclass(frozen=True)
-class Renamed:
+class RenamedTensors:
     """A source under other names; what has none is left out."""
 
-    source: Source
+    source: TensorSource
     names: Mapping[str, str]  # new -> old
 
     @property
@@ -78,7 +78,7 @@ class Renamed:
         return self.source.title
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         return {new: self.source.tensors[old] for new, old in self.names.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -94,10 +94,10 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Recast:
+class CastTensors:
     """A source of weights, each in a dtype of its own where one is given."""
 
-    source: Stream
+    source: TensorStream
     dtypes: Mapping[str, np.dtype]
 
     @property
@@ -105,7 +105,7 @@ class Recast:
         return self.source.title
 
     @cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         return {name: one.cast(self.dtypes.get(name)) for name, one in self.source.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
@@ -116,7 +116,7 @@ class Recast:
             yield name, cast(array, self.tensors[name].dtype)
 
 
-def refuse(title: str, problems: Collection[str], shown: int = 5) -> None:
+def raise_problems(title: str, problems: Collection[str], shown: int = 5) -> None:
     """One error for all problems, if there are any."""
     if problems:
         some = "; ".join(list(problems)[:shown])
@@ -125,7 +125,7 @@ def refuse(title: str, problems: Collection[str], shown: int = 5) -> None:
         raise UserError(f"{title} does not fit the model ({count}): {some}{rest}")
 
 
-def unexpected(
+def unexpected_names(
     names: Iterable[str], expected: Collection[str], ignored: Iterable[str] = ()
 ) -> list[str]:
     """Names that nobody asked for and that no regular expression in `ignored` matches as a
@@ -139,11 +139,11 @@ def unexpected(
     ]
 
 
-def wrong_shape(name: str, found: Shape, needed: Shape) -> str:
+def shape_mismatch(name: str, found: Shape, needed: Shape) -> str:
     return f"{name} has shape {list(found)}, the model needs {list(needed)}"
 
 
-def wrong_dtype(name: str, tensor: Tensor) -> str | None:
+def dtype_problem(name: str, tensor: TensorInfo) -> str | None:
     """The problem of a weight that is not in a plain float: integers, and eight-bit floats without
     their scales.
     """
@@ -152,16 +152,16 @@ def wrong_dtype(name: str, tensor: Tensor) -> str | None:
     return f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a weight is F32, BF16, F16 or F64"
 
 
-def check_weights(source: Source, shapes: Mapping[str, Shape]) -> None:
+def check_names_and_shapes(source: TensorSource, shapes: Mapping[str, Shape]) -> None:
     """A source of our weights must have these names and shapes and no others, in floats."""
     problems = [f"{name} is missing" for name in shapes if name not in source.tensors]
     problems += [
-        f"{name} is not a weight of this model" for name in unexpected(source.tensors, shapes)
+        f"{name} is not a weight of this model" for name in unexpected_names(source.tensors, shapes)
     ]
     for name, shape in shapes.items():
         found = source.tensors.get(name)
         if found is not None and found.shape != shape:
-            problems.append(wrong_shape(name, found.shape, shape))
-        elif found is not None and (problem := wrong_dtype(name, found)):
+            problems.append(shape_mismatch(name, found.shape, shape))
+        elif found is not None and (problem := dtype_problem(name, found)):
             problems.append(problem)
-    refuse(source.title, problems)
+    raise_problems(source.title, problems)

@@ -17,7 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from maxtext.checkpoint.tensors import Progress, Shape, Source, Tensor, check_weights
+from maxtext.checkpoint.tensors import (
+    Progress,
+    Shape,
+    TensorInfo,
+    TensorSource,
+    check_names_and_shapes,
+)
 from maxtext.kernels.quantized import Quantized
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.stack import Segment
@@ -28,11 +34,11 @@ Bounds = tuple[
 ]  # a block of an array: where it starts and ends along each axis
 # (path, named weights that it consists of, what it is as a whole, its sharding, host_bytes) -> a
 # weight of the tree
-Load = Callable[[Path, Mapping[str, "Place"], Tensor, Any, int], Any]
+Load = Callable[[Path, Mapping[str, "ParamInfo"], TensorInfo, Any, int], Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamInfo:
     """Where a named weight lies in a model."""
 
     path: Path
@@ -45,21 +51,25 @@ class Place:
     )
 
 
-def dtypes_of(places: Mapping[str, Place], dtype: np.dtype) -> dict[str, np.dtype]:
+def param_dtypes(param_infos: Mapping[str, ParamInfo], dtype: np.dtype) -> dict[str, np.dtype]:
     """The dtypes of a model's named weights where floats are to be `dtype`."""
-    return {name: place.dtype if place.fixed_dtype else dtype for name, place in places.items()}
+    return {
+        name: place.dtype if place.fixed_dtype else dtype for name, place in param_infos.items()
+    }
 
 
-def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Place]:
+def find_param_infos(template: Template, segments: Sequence[Segment]) -> dict[str, ParamInfo]:
     """All weights of a model by name: those outside the layers, then layer by layer."""
-    outside: dict[str, Place] = {}
-    inside: dict[int, dict[str, Place]] = {}
+    outside: dict[str, ParamInfo] = {}
+    inside: dict[int, dict[str, ParamInfo]] = {}
     firsts = [0, *itertools.accumulate(segment.layers for segment in segments)]
     axes, fixed = flatten(template.axes), flatten(template.fixed_dtype)
     for path, leaf in flatten(template.weights).items():
         dtype = np.dtype(leaf.dtype)
         if path[0] != "layers":
-            outside["/".join(map(str, path))] = Place(path, None, 0, leaf.shape, dtype, fixed[path])
+            outside["/".join(map(str, path))] = ParamInfo(
+                path, None, 0, leaf.shape, dtype, fixed[path]
+            )
             continue
         _, number, _, place, *rest = path
         segment = segments[int(number)]
@@ -68,12 +78,12 @@ def find_places(template: Template, segments: Sequence[Segment]) -> dict[str, Pl
             axis = axes[path].index("layers")
             shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
             repeats = [
-                (repeat, Place(path, repeat, axis, shape, dtype, fixed[path]))
+                (repeat, ParamInfo(path, repeat, axis, shape, dtype, fixed[path]))
                 for repeat in range(segment.repeats)
             ]
         else:
             repeat, *rest = rest
-            repeats = [(int(repeat), Place(path, None, 0, leaf.shape, dtype, fixed[path]))]
+            repeats = [(int(repeat), ParamInfo(path, None, 0, leaf.shape, dtype, fixed[path]))]
         for repeat, found in repeats:
             layer = firsts[int(number)] + repeat * len(segment.pattern) + int(place)
             inside.setdefault(layer, {})["/".join(map(str, ("layers", layer, *rest)))] = found
@@ -98,7 +108,7 @@ class ModelWeights:
     """The weights of a model in memory as a source of named, plain tensors."""
 
     weights: Tree
-    places: Mapping[str, Place]
+    param_infos: Mapping[str, ParamInfo]
     title: str = "the model"
 
     @cached_property
@@ -106,19 +116,19 @@ class ModelWeights:
         return flatten(self.weights)
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        kinds = {name: self.leaves[place.path] for name, place in self.places.items()}
+    def tensors(self) -> dict[str, TensorInfo]:
+        kinds = {name: self.leaves[place.path] for name, place in self.param_infos.items()}
         return {
-            name: Tensor(
+            name: TensorInfo(
                 place.dtype if isinstance(kinds[name], Quantized) else np.dtype(kinds[name].dtype),
                 place.shape,
             )
-            for name, place in self.places.items()
+            for name, place in self.param_infos.items()
         }
 
     def take(self, name: str) -> jax.Array | Quantized:
         """A weight as the model keeps it."""
-        place = self.places[name]
+        place = self.param_infos[name]
         leaf = self.leaves[place.path]
         if place.layer is None:
             return leaf
@@ -133,17 +143,17 @@ class ModelWeights:
     def read(self, name: str) -> np.ndarray:
         weight = self.take(name)
         return np.asarray(
-            weight.astype(self.places[name].dtype) if isinstance(weight, Quantized) else weight
+            weight.astype(self.param_infos[name].dtype) if isinstance(weight, Quantized) else weight
         )
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name in self.places:
+        for name in self.param_infos:
             yield name, self.read(name)
 
 
 def load_weights(
-    source: Source,
-    places: Mapping[str, Place],
+    source: TensorSource,
+    param_infos: Mapping[str, ParamInfo],
     template: Template,
     shardings: Tree | None = None,
     dtype: Any = None,
@@ -159,9 +169,9 @@ def load_weights(
     at least one. `load` makes a weight of the tree in another way than from its floats alone.
     """
     load = load or (lambda path, *rest: load_leaf(source, *rest))
-    check_weights(source, {name: place.shape for name, place in places.items()})
-    named: dict[Path, dict[str, Place]] = {}
-    for name, place in places.items():
+    check_names_and_shapes(source, {name: place.shape for name, place in param_infos.items()})
+    named: dict[Path, dict[str, ParamInfo]] = {}
+    for name, place in param_infos.items():
         named.setdefault(place.path, {})[name] = place
     leaves, fixed = flatten(template.weights), flatten(template.fixed_dtype)
     layout = flatten(shardings) if shardings is not None else {}
@@ -175,7 +185,9 @@ def load_weights(
         branch = tree
         for step in path[:-1]:
             branch = branch.setdefault(step, {})
-        branch[path[-1]] = load(path, named[path], Tensor(kind, leaf.shape), sharding, host_bytes)
+        branch[path[-1]] = load(
+            path, named[path], TensorInfo(kind, leaf.shape), sharding, host_bytes
+        )
         done += leaf.size * np.dtype(leaf.dtype).itemsize
         if progress:
             progress(done, total, "/".join(map(str, path)))
@@ -183,7 +195,11 @@ def load_weights(
 
 
 def load_leaf(
-    source: Source, named: Mapping[str, Place], whole: Tensor, sharding: Sharding, host_bytes: int
+    source: TensorSource,
+    named: Mapping[str, ParamInfo],
+    whole: TensorInfo,
+    sharding: Sharding,
+    host_bytes: int,
 ) -> jax.Array:
     """One weight of the tree, from the named weights that it consists of."""
     devices: dict[Bounds, list[jax.Device]] = {}
@@ -192,7 +208,7 @@ def load_leaf(
             part.indices(size)[:2] for part, size in zip(index or (), whole.shape, strict=True)
         )
         devices.setdefault(bounds, []).append(device)
-    block_bytes = Tensor(whole.dtype, sharding.shard_shape(whole.shape)).nbytes
+    block_bytes = TensorInfo(whole.dtype, sharding.shard_shape(whole.shape)).nbytes
     at_once = max(1, host_bytes // max(1, block_bytes))
     arrays: list[jax.Array] = []
     for start in range(0, len(devices), at_once):
@@ -215,7 +231,9 @@ def load_leaf(
     )
 
 
-def fill(blocks: Mapping[Bounds, np.ndarray], place: Place, source: Source, name: str) -> None:
+def fill(
+    blocks: Mapping[Bounds, np.ndarray], place: ParamInfo, source: TensorSource, name: str
+) -> None:
     """Write a named weight into the blocks that have a part in it; it is read only if there are
     any.
     """

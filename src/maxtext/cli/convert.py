@@ -22,7 +22,7 @@ def run(words: list[str]) -> int:
             "params-only CHECKPOINT OUT"
         )
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
-    from maxtext.checkpoint.folders import OURS, THEIRS
+    from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
 
     what, source, out = words
     if text_only and what != "to_hf":
@@ -36,17 +36,17 @@ def run(words: list[str]) -> int:
             {"from_hf": from_folder, "params-only": from_training}[what](
                 source, out, dtype, progress
             )
-    print(summary(out, THEIRS if what == "to_hf" else OURS))
+    print(summary(out, HF_STEM if what == "to_hf" else NATIVE_STEM))
     return 0
 
 
 def summary(out: str, stem: str) -> str:
     """What a folder of weights holds, read from its headers, and a command that uses it."""
-    from maxtext.checkpoint.folders import Folder
+    from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
     from maxtext.tokenizers.load import tokenizer_files
 
     folder = local_path(out)
-    tensors = Folder.open(folder, stem).tensors.values()
+    tensors = SafetensorsFolder.open(folder, stem).tensors.values()
     dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
     nbytes = sum(tensor.nbytes for tensor in tensors)
     command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from maxtext.checkpoint.inspect import Row, View, look
+from maxtext.checkpoint.inspect import CheckpointSummary, TensorRow, summarize
 from maxtext.cli import words as cli_words
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError, UserError
@@ -15,39 +15,39 @@ def run(words: list[str]) -> int:
     as_json = cli_words.take_flag(words, "--json")
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    view = look(local_path(words[0]).absolute(), thorough)
-    print(json.dumps(plain(view)) if as_json else text(view), end="\n" if as_json else "")
-    if view.damaged:
-        raise UserError("\n".join(view.damaged))
+    summary = summarize(local_path(words[0]).absolute(), thorough)
+    print(json.dumps(plain(summary)) if as_json else text(summary), end="\n" if as_json else "")
+    if summary.damaged:
+        raise UserError("\n".join(summary.damaged))
     return 0
 
 
-def text(view: View) -> str:
-    lines = [f"{view.path}: {view.kind}"]
+def text(summary: CheckpointSummary) -> str:
+    lines = [f"{summary.path}: {summary.kind}"]
     lines += [
         f"  {name}: {words_of(value)}"
-        for name, value in view.about.items()
+        for name, value in summary.about.items()
         if value not in ({}, None)
     ]
     steps = [
         ("step", "size", "state"),
-        *((step.path.name, size(step.size), step.state) for step in view.steps),
+        *((step.path.name, size(step.size), step.state) for step in summary.steps),
     ]
     table = aligned([(name, state, count) for name, count, state in steps], left=2)
     parts = ["\n".join(lines) + "\n", table]
-    if view.rows:
-        whole = [step for step in view.steps if step.state != "incomplete"]
-        columns = 5 if any(row.sharding for row in view.rows) else 4
-        rows = [("name", "shape", "dtype", "size", "sharding"), *map(cells, view.rows)]
-        total = sum(row.tensor.nbytes for row in view.rows)
+    if summary.rows:
+        whole = [step for step in summary.steps if step.state != "incomplete"]
+        columns = 5 if any(row.sharding for row in summary.rows) else 4
+        rows = [("name", "shape", "dtype", "size", "sharding"), *map(cells, summary.rows)]
+        total = sum(row.tensor.nbytes for row in summary.rows)
         parts.append(
             f"tensors of {whole[-1].path.name}\n" + aligned([row[:columns] for row in rows], left=3)
         )
-        parts.append(f"{len(view.rows):,} tensors, {size(total)}\n")
+        parts.append(f"{len(summary.rows):,} tensors, {size(total)}\n")
     return "\n".join(parts)
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: TensorRow) -> tuple[str, ...]:
     shape = " x ".join(map(str, row.tensor.shape)) or "one number"
     return row.name, shape, row.tensor.dtype.name, size(row.tensor.nbytes), row.sharding
 
@@ -68,12 +68,12 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def plain(view: View) -> dict[str, Any]:
+def plain(summary: CheckpointSummary) -> dict[str, Any]:
     """For another program."""
     return {
-        "path": str(view.path),
-        "kind": view.kind,
-        "about": dict(view.about),
+        "path": str(summary.path),
+        "kind": summary.kind,
+        "about": dict(summary.about),
         "steps": [
             {
                 "name": step.path.name,
@@ -81,7 +81,7 @@ def plain(view: View) -> dict[str, Any]:
                 "state": step.state,
                 "problems": list(step.problems),
             }
-            for step in view.steps
+            for step in summary.steps
         ],
         "tensors": [
             {
@@ -91,6 +91,6 @@ def plain(view: View) -> dict[str, Any]:
                 "bytes": row.tensor.nbytes,
                 "sharding": row.sharding,
             }
-            for row in view.rows
+            for row in summary.rows
         ],
     }

@@ -14,15 +14,15 @@ import numpy as np
 from maxtext.checkpoint.open import (
     Checkpoint,
     dtype_of,
+    model_param_infos,
     open_checkpoint,
-    places_of,
-    save_ours,
-    save_theirs,
-    within_positions,
+    save_hf_folder,
+    save_native,
+    with_max_positions,
 )
-from maxtext.checkpoint.quantized import StoredWeights, kernel_dtype, load_model
-from maxtext.checkpoint.tensors import Progress, Recast, Source
-from maxtext.checkpoint.weights import ModelWeights, Place, dtypes_of
+from maxtext.checkpoint.quantized import PackedWeights, load_model, quantized_weight_dtype
+from maxtext.checkpoint.tensors import CastTensors, Progress, TensorSource
+from maxtext.checkpoint.weights import ModelWeights, ParamInfo, param_dtypes
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path, read_json_object
 from maxtext.configs import fields
@@ -64,7 +64,7 @@ class LLM:
             checkpoint,
         )
         self.rules = AxisRules.of(config, make_mesh(config))
-        self.places = places_of(template, config)
+        self.param_infos = model_param_infos(template, config)
         self.dtypes: dict[str, np.dtype] = {}  # of the weights as they were on disk
         self.last_scheduler: tuple[tuple[int, int], Scheduler] | None = None
 
@@ -94,7 +94,7 @@ class LLM:
             raise ConfigError(
                 "checkpoint_is_quantized=true, but a model by its name has no checkpoint: leave the key out"
             )
-        dtype = kernel_dtype(settled)
+        dtype = quantized_weight_dtype(settled)
         shardings = rules.shardings(*described(template, dtype))
         make = jax.jit(
             lambda: quantize_weights(template, initial_weights(settled), dtype),
@@ -106,24 +106,24 @@ class LLM:
     def from_folder(
         cls, checkpoint: Checkpoint, progress: Progress | None, config: dict[str, Any]
     ) -> "LLM":
-        dtypes = {np.dtype(tensor.dtype).name for tensor in checkpoint.folder.tensors.values()}
+        dtypes = {np.dtype(tensor.dtype).name for tensor in checkpoint.source.tensors.values()}
         if dtypes == {"bfloat16"}:
             config = {"weight_dtype": "bfloat16"} | config
-        settled, template, places = configured(checkpoint, config)
-        source = checkpoint.weights(settled, places)
+        settled, template, param_infos = configured(checkpoint, config)
+        source = checkpoint.weights(settled, param_infos)
         if (
             dtypes == {"bfloat16", "float32"}
             and "weight_dtype" not in config
-            and is_bfloat16(source, places)
+            and is_bfloat16(source, param_infos)
         ):
-            settled, template, places = configured(
+            settled, template, param_infos = configured(
                 checkpoint, config | {"weight_dtype": "bfloat16"}
             )
         rules = AxisRules.of(settled, make_mesh(settled))
         model = cls(
             settled,
             template,
-            load_model(source, settled, places, template, rules, progress),
+            load_model(source, settled, param_infos, template, rules, progress),
             checkpoint,
         )
         model.dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
@@ -263,10 +263,10 @@ class LLM:
                 f"max_new_tokens={ask.max_new_tokens} must be a whole number of at least 1"
             )
         ids = tuple(int(token) for token in ask.prompt)
-        places, length = self.config.trainable_position_size, len(ids) + ask.max_new_tokens
-        if 0 < places < length:
+        param_infos, length = self.config.trainable_position_size, len(ids) + ask.max_new_tokens
+        if 0 < param_infos < length:
             raise UserError(
-                f"{length} tokens are more than the {places} positions that this model has learned"
+                f"{length} tokens are more than the {param_infos} positions that this model has learned"
             )
         if ask.stop and self.tokenizer is None:
             raise UserError(
@@ -337,9 +337,9 @@ class LLM:
         """The weights as they are, with config.yml: a folder that `LLM.load` and `maxtext convert`
         take.
         """
-        carried, names = self.origin
-        weights = StoredWeights(ModelWeights(apart(self.weights), self.places))
-        save_ours(folder, self.config, weights, carried, names, progress)
+        hf_assets, names = self.origin
+        weights = PackedWeights(ModelWeights(apart(self.weights), self.param_infos))
+        save_native(folder, self.config, weights, hf_assets, names, progress)
 
     def save_hf(
         self,
@@ -348,19 +348,19 @@ class LLM:
         progress: Progress | None = None,
         text_only: bool = False,
     ) -> None:
-        """A Hugging Face folder. Weights are written in `dtype` (but see `dtypes_of`), or as they
+        """A Hugging Face folder. Weights are written in `dtype` (but see `param_dtypes`), or as they
         were in the folder that was loaded. Raises ConfigError if that folder had vision or audio
         tensors, unless `text_only`."""
-        carried, names = self.origin
+        hf_assets, names = self.origin
         wanted = dtype_of(dtype)
-        dtypes = self.dtypes if wanted is None else dtypes_of(self.places, wanted)
-        weights = Recast(ModelWeights(apart(self.weights), self.places), dtypes)
-        save_theirs(
+        dtypes = self.dtypes if wanted is None else param_dtypes(self.param_infos, wanted)
+        weights = CastTensors(ModelWeights(apart(self.weights), self.param_infos), dtypes)
+        save_hf_folder(
             folder,
             self.config,
-            self.places,
+            self.param_infos,
             weights,
-            carried,
+            hf_assets,
             names,
             progress=progress,
             text_only=text_only,
@@ -369,7 +369,7 @@ class LLM:
     @property
     def origin(self) -> tuple[tuple[Path, ...], frozenset[str]]:
         return (
-            (self.checkpoint.carried, self.checkpoint.names)
+            (self.checkpoint.hf_assets, self.checkpoint.hf_tensor_names)
             if self.checkpoint
             else ((), frozenset())
         )
@@ -421,30 +421,32 @@ class LLM:
             raise UserError(
                 f"token id {wrong} is outside the vocabulary, 0 to {self.config.vocab_size - 1}"
             )
-        places = self.config.trainable_position_size
-        if 0 < places < length:
+        param_infos = self.config.trainable_position_size
+        if 0 < param_infos < length:
             raise UserError(
-                f"{length} tokens are more than the {places} positions that this model has learned"
+                f"{length} tokens are more than the {param_infos} positions that this model has learned"
             )
 
 
 def configured(
     checkpoint: Checkpoint, keys: dict[str, Any]
-) -> tuple[Any, Template, dict[str, Place]]:
+) -> tuple[Any, Template, dict[str, ParamInfo]]:
     """The configuration of a folder's model with these keys, its template, and its weights by
     name.
     """
     config = load(
-        None, from_python(within_positions(checkpoint.settings, keys)), model=checkpoint.settings
+        None, from_python(with_max_positions(checkpoint.settings, keys)), model=checkpoint.settings
     )
     template = make_template(config)
-    return config, template, places_of(template, config)
+    return config, template, model_param_infos(template, config)
 
 
-def is_bfloat16(source: Source, places: Mapping[str, Place]) -> bool:
+def is_bfloat16(source: TensorSource, param_infos: Mapping[str, ParamInfo]) -> bool:
     """Whether all weights are bfloat16, apart from those that no model has in it."""
     kinds = {
-        tensor.dtype.name for name, tensor in source.tensors.items() if not places[name].fixed_dtype
+        tensor.dtype.name
+        for name, tensor in source.tensors.items()
+        if not param_infos[name].fixed_dtype
     }
     return kinds == {"bfloat16"}
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from maxtext.checkpoint.agreement import SaveFailed
-from maxtext.checkpoint.saver import check_writable
+from maxtext.checkpoint.manager import check_writable
+from maxtext.checkpoint.multihost import SaveFailed
 from maxtext.common import hardware, progress, signals
 from maxtext.common.errors import MissingExtra, UserError
 from maxtext.common.files import write_text

@@ -17,23 +17,23 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone
 from maxtext.checkpoint.integrity import verify
-from maxtext.checkpoint.layouts import relaid
-from maxtext.checkpoint.open import open_checkpoint, places_of
-from maxtext.checkpoint.saver import Storage
+from maxtext.checkpoint.local_checkpoints import LocalCheckpointManager
+from maxtext.checkpoint.manager import StorageOptions
+from maxtext.checkpoint.multihost import allgather_int, allgather_ints
+from maxtext.checkpoint.open import model_param_infos, open_checkpoint
+from maxtext.checkpoint.restack import restack_layers
+from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import (
     OPTIMIZER,
     WEIGHTS,
     Name,
-    differences,
-    named,
-    nested,
-    tensors_of,
-    unnamed,
+    compare_trees,
+    from_flat_dict,
+    tensor_infos,
+    to_flat_dict,
+    unflatten_like,
 )
-from maxtext.checkpoint.stored import Damaged, Stored
-from maxtext.checkpoint.tiers import LocalTier
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
@@ -101,12 +101,12 @@ def checkpoints_folder(config: MaxTextConfig) -> Path:
     return Path(config.checkpoint_dir).absolute()
 
 
-def local_tier(setup: Setup) -> LocalTier | None:
+def local_tier(setup: Setup) -> LocalCheckpointManager | None:
     config = setup.config
     if not (config.enable_emergency_checkpoint or config.enable_multi_tier_checkpointing):
         return None
     directory = Path(config.local_checkpoint_directory).expanduser().absolute()
-    return LocalTier(
+    return LocalCheckpointManager(
         directory, config.run_name, str(checkpoints_folder(config)), setup.rules.mesh.shape
     )
 
@@ -119,7 +119,7 @@ class LocalSteps:
     def __init__(self, setup: Setup, source: BatchIterator):
         self.setup, self.source = setup, source
         self.tier = local_tier(setup)
-        self.step = None if self.tier is None else self.tier.newest()
+        self.step = None if self.tier is None else self.tier.latest_step()
 
     def after(self, shared: int) -> Start | None:
         """The start from that step if it is newer than step `shared` and fits this run."""
@@ -127,13 +127,13 @@ class LocalSteps:
             return None
         step, self.step = self.step, None  # it is tried once
         like = saved_tree(self.setup)
-        found = self.tier.read(step, named(like))
+        found = self.tier.restore(step, to_flat_dict(like))
         if found is None:
             return None
         arrays, position = found
         self.source.set_state(position)
         return Start(
-            state_and_key(self.setup, unnamed(like, arrays)),
+            state_and_key(self.setup, unflatten_like(like, arrays)),
             step,
             f"step {step} of {self.tier.folder.parent}",
         )
@@ -158,10 +158,10 @@ def check_layout(config: MaxTextConfig, path: Path) -> None:
 
 def newest(
     setup: Setup, paths: Sequence[Path], local: LocalSteps | None = None
-) -> tuple[TrainState, jax.Array, Stored] | Start | None:
+) -> tuple[TrainState, jax.Array, SavedStep] | Start | None:
     """The state of the last of these steps that is whole; which they are, the first process says. A
     local step is taken before every shared one that is older than it."""
-    numbers = lists_from_everyone([int(path.name) for path in paths[-MOST:]], MOST)[0]
+    numbers = allgather_ints([int(path.name) for path in paths[-MOST:]], MOST)[0]
     if local is not None and (start := local.after(numbers[-1] if numbers else 0)):
         return start
     if not numbers:
@@ -177,11 +177,11 @@ def newest(
         if local is not None and (start := local.after(number)):
             return start
         problems = verify(path, jax.process_index(), jax.process_count())
-        if not max(from_everyone(len(problems))):
+        if not max(allgather_int(len(problems))):
             try:
-                state, key = read_state(setup, Stored(path))
-                return state, key, Stored(path)
-            except Damaged as error:
+                state, key = read_state(setup, SavedStep(path))
+                return state, key, SavedStep(path)
+            except CorruptCheckpoint as error:
                 if jax.process_count() > 1:  # the others may have read theirs
                     raise
                 problems = [str(error)]
@@ -204,13 +204,13 @@ def damaged_steps(names: Sequence[str]) -> str:
     return f"step{'s' if len(names) > 1 else ''} {', '.join(names)} {'are' if len(names) > 1 else 'is'}"
 
 
-def at_position(found: tuple[TrainState, jax.Array, Stored], source: BatchIterator) -> Start:
+def at_position(found: tuple[TrainState, jax.Array, SavedStep], source: BatchIterator) -> Start:
     state, key, stored = found
-    source.set_state(join_states(stored.positions()))
+    source.set_state(join_states(stored.iterator_states()))
     return Start((state, key), stored.step, f"step {stored.step} of {stored.path.parent}")
 
 
-def read_state(setup: Setup, stored: Stored) -> tuple[TrainState, jax.Array]:
+def read_state(setup: Setup, stored: SavedStep) -> tuple[TrainState, jax.Array]:
     check_optimizer(setup, stored)
     return state_and_key(setup, read(setup, stored, saved_tree))
 
@@ -240,35 +240,35 @@ def only_weights(setup: Setup) -> dict[str, Any]:
     return {WEIGHTS: placed(setup.template.weights, setup.weight_shardings)}
 
 
-def read(setup: Setup, stored: Stored, wanted: Callable[[Setup], dict[str, Any]]) -> Any:
+def read(setup: Setup, stored: SavedStep, wanted: Callable[[Setup], dict[str, Any]]) -> Any:
     """The part of a checkpoint that a run wants, in the run's own layout."""
     like = wanted(setup)
     parts = tuple(like)
-    storage = Storage.of(setup.config)
+    storage = StorageOptions.of(setup.config)
     there = in_layout_of(setup, stored)
-    expected = named(wanted(there))
+    expected = to_flat_dict(wanted(there))
     saved = {
         name: tensor
         for name, tensor in stored.tensors_named_as(expected).items()
         if name[0] in parts
     }
-    problems = differences(saved, tensors_of(expected))
+    problems = compare_trees(saved, tensor_infos(expected))
     if problems:
         refuse(stored, problems)
     if there is setup:
-        return unnamed(like, stored.read(named(like), storage))
+        return unflatten_like(like, stored.restore(to_flat_dict(like), storage))
     LOGGER.info(
         "%s: layers are laid out as %s and now become those of this run",
         stored.path,
         stored.run["layout"],
     )
-    old, new = (places_of(one.template, one.config) for one in (there, setup))
-    arrays = stored.read(expected, storage)
+    old, new = (model_param_infos(one.template, one.config) for one in (there, setup))
+    arrays = stored.restore(expected, storage)
     with use_rules(setup.rules):
-        return unnamed(like, relaid(arrays, old, new, named(like)))
+        return unflatten_like(like, restack_layers(arrays, old, new, to_flat_dict(like)))
 
 
-def in_layout_of(setup: Setup, stored: Stored) -> Setup:
+def in_layout_of(setup: Setup, stored: SavedStep) -> Setup:
     """This run's setup, with its layers stacked as those of a checkpoint are."""
     layout = {key: value for key, value in stored.run["layout"].items() if key in LAYOUT_KEYS}
     if layout == layout_of(setup.config):
@@ -287,7 +287,7 @@ def layout_of(config: MaxTextConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in LAYOUT_KEYS}
 
 
-def refuse(stored: Stored, problems: Sequence[str]) -> None:
+def refuse(stored: SavedStep, problems: Sequence[str]) -> None:
     some = "; ".join(problems[:SHOWN])
     rest = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     if all(problem.startswith(f"{OPTIMIZER}/") for problem in problems):
@@ -300,7 +300,7 @@ def refuse(stored: Stored, problems: Sequence[str]) -> None:
     )
 
 
-def check_optimizer(setup: Setup, stored: Stored) -> None:
+def check_optimizer(setup: Setup, stored: SavedStep) -> None:
     saved, wanted = stored.run["optimizer"], setup.config.opt_type.value
     if saved != wanted:
         raise ConfigError(
@@ -315,9 +315,9 @@ def state_of_weights(setup: Setup, path: Path) -> TrainState:
     """
     if not steps.is_checkpoints(path):
         return converted(setup, setup.initial_state())
-    stored = Stored(steps.steps_under(path)[-1])
+    stored = SavedStep(steps.steps_under(path)[-1])
     problems = verify(stored.path, jax.process_index(), jax.process_count())
-    if max(from_everyone(len(problems))):
+    if max(allgather_int(len(problems))):
         raise UserError(
             f"{stored.path} is damaged: {(problems or ['see the other processes'])[0]}; name an older step"
         )
@@ -333,7 +333,9 @@ def converted(setup: Setup, state: TrainState) -> TrainState:
     if name is None:
         return state
     weights = conversion(name)(state.weights)
-    wrong = differences(tensors_of(named(weights)), tensors_of(named(state.weights)))
+    wrong = compare_trees(
+        tensor_infos(to_flat_dict(weights)), tensor_infos(to_flat_dict(state.weights))
+    )
     if wrong:
         raise UserError(
             f"checkpoint_conversion_fn={name} returned other weights than the model has: {wrong[0]}"
@@ -373,7 +375,7 @@ def description(setup: Setup, step: int) -> dict[str, Any]:
 
 def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
     """As saved_tree, with values. `nonfinite_steps` starts at 0 again in a resumed run."""
-    leaves: dict[Name, Any] = named(
+    leaves: dict[Name, Any] = to_flat_dict(
         {"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer}
     )
-    return nested(leaves) | {"key": jax.random.key_data(key)}
+    return from_flat_dict(leaves) | {"key": jax.random.key_data(key)}

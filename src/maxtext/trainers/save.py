@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from maxtext.checkpoint.agreement import SaveFailed, same_everywhere
+from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
+from maxtext.checkpoint.multihost import SaveFailed, broadcast_from_first
 from maxtext.checkpoint.open import model_text
-from maxtext.checkpoint.saver import Saver, Storage
-from maxtext.checkpoint.state import named
+from maxtext.checkpoint.state import to_flat_dict
 from maxtext.common import signals
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
@@ -31,7 +31,9 @@ class Save(Hook):
         config = setup.config
         self.setup, self.config, self.source = setup, config, source
         folder, kept = checkpoints_folder(config), config.max_num_checkpoints_to_keep
-        self.saver = Saver(folder, Storage.of(config), kept, attic(config), start.step)
+        self.saver = CheckpointManager(
+            folder, StorageOptions.of(config), kept, attic(config), start.step
+        )
         self.local = local_tier(setup)
         self.places = {
             start.step: source.get_state()
@@ -59,7 +61,9 @@ class Save(Hook):
     def due(self, step: int) -> bool:
         if step % self.config.checkpoint_period == 0:
             return True
-        return self.config.enable_continuous_checkpointing and not same_everywhere(self.saver.busy)
+        return self.config.enable_continuous_checkpointing and not broadcast_from_first(
+            self.saver.busy
+        )
 
     def save(self, step: int, loop: Loop) -> None:
         self.begun = step
@@ -73,7 +77,7 @@ class Save(Hook):
     def save_here(self, step: int, loop: Loop) -> None:
         """On this machine's disk."""
         assert self.local is not None
-        self.local.save(step, named(tree_to_save(loop.state, loop.key)), self.places[step])
+        self.local.save(step, to_flat_dict(tree_to_save(loop.state, loop.key)), self.places[step])
 
     @property
     def gave_up(self) -> bool:

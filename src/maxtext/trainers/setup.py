@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from maxtext.checkpoint.convert.faithful import unsaid
-from maxtext.checkpoint.open import Checkpoint, open_checkpoint, places_of
+from maxtext.checkpoint.open import Checkpoint, model_param_infos, open_checkpoint
 from maxtext.checkpoint.weights import load_weights
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
@@ -330,7 +330,7 @@ def read_weights(config: MaxTextConfig, template: Template, shardings: Any) -> A
             f"{config.load_parameters_path} holds quantized weights, and training needs floats: start from a folder "
             "that is not quantized"
         )
-    places = places_of(template, config)
+    places = model_param_infos(template, config)
     source = checkpoint.weights(config, places)
     refuse_other_model(config, checkpoint)
     return load_weights(source, places, template, shardings)

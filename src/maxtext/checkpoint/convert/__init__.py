@@ -4,23 +4,28 @@ time.
 
 from maxtext.checkpoint.convert.rules import Rule
 from maxtext.checkpoint.convert.stream import Conversion, from_hf, to_hf
-from maxtext.checkpoint.folders import OURS, THEIRS, Folder, companions
-from maxtext.checkpoint.tensors import Progress, Renamed, Source, Tensor
-from maxtext.checkpoint.writer import write_ours, write_theirs
+from maxtext.checkpoint.safetensors_reader import (
+    HF_STEM,
+    NATIVE_STEM,
+    SafetensorsFolder,
+    find_hf_assets,
+)
+from maxtext.checkpoint.safetensors_writer import write_hf_folder, write_native_folder
+from maxtext.checkpoint.tensors import Progress, RenamedTensors, TensorInfo, TensorSource
 
 __all__ = [
-    "OURS",
-    "THEIRS",
+    "HF_STEM",
+    "NATIVE_STEM",
     "Conversion",
-    "Folder",
     "Progress",
-    "Renamed",
+    "RenamedTensors",
     "Rule",
-    "Source",
-    "Tensor",
-    "companions",
+    "SafetensorsFolder",
+    "TensorInfo",
+    "TensorSource",
+    "find_hf_assets",
     "from_hf",
     "to_hf",
-    "write_ours",
-    "write_theirs",
+    "write_hf_folder",
+    "write_native_folder",
 ]

@@ -8,14 +8,14 @@ from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.open import (
     Checkpoint,
     dtype_of,
+    model_param_infos,
     open_checkpoint,
-    places_of,
-    save_ours,
-    save_theirs,
-    within_positions,
+    save_hf_folder,
+    save_native,
+    with_max_positions,
 )
-from maxtext.checkpoint.tensors import Progress, Recast
-from maxtext.checkpoint.weights import Place, dtypes_of
+from maxtext.checkpoint.tensors import CastTensors, Progress
+from maxtext.checkpoint.weights import ParamInfo, param_dtypes
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path
 from maxtext.configs.derive import Devices
@@ -33,14 +33,22 @@ def from_folder(
     progress: Progress | None = None,
 ) -> None:
     """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats (but see
-    `dtypes_of`).
+    `param_dtypes`).
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.table is None:
         raise UserError(f"{source} is a folder of ours already")
-    config, places = described(checkpoint)
-    weights = checkpoint.weights(config, places, dtype_of(dtype))
-    save_ours(out, config, weights, checkpoint.carried, checkpoint.names, progress, SHARD_BYTES)
+    config, param_infos = described(checkpoint)
+    weights = checkpoint.weights(config, param_infos, dtype_of(dtype))
+    save_native(
+        out,
+        config,
+        weights,
+        checkpoint.hf_assets,
+        checkpoint.hf_tensor_names,
+        progress,
+        SHARD_BYTES,
+    )
 
 
 def from_training(
@@ -56,12 +64,12 @@ def from_training(
     checkpoint = open_checkpoint(folder)
     if problems := verify(checkpoint.path):
         raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
-    config, places = described(checkpoint)
+    config, param_infos = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights = checkpoint.weights(config, places)
+    weights = checkpoint.weights(config, param_infos)
     if wanted is not None:
-        weights = Recast(weights, dtypes_of(places, wanted))
-    save_ours(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
+        weights = CastTensors(weights, param_dtypes(param_infos, wanted))
+    save_native(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
 
 
 def to_folder(
@@ -72,32 +80,32 @@ def to_folder(
     text_only: bool = False,
 ) -> None:
     """A folder of ours as one that Hugging Face's libraries load. `text_only`: as in
-    `save_theirs`.
+    `save_hf_folder`.
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.table is not None:
         raise UserError(f"{source} is a Hugging Face folder already")
-    config, places = described(checkpoint)
+    config, param_infos = described(checkpoint)
     wanted = dtype_of(dtype)
-    weights = checkpoint.weights(config, places)
+    weights = checkpoint.weights(config, param_infos)
     if wanted is not None:
-        weights = Recast(weights, dtypes_of(places, wanted))
-    save_theirs(
+        weights = CastTensors(weights, param_dtypes(param_infos, wanted))
+    save_hf_folder(
         out,
         config,
-        places,
+        param_infos,
         weights,
-        checkpoint.carried,
-        checkpoint.names,
+        checkpoint.hf_assets,
+        checkpoint.hf_tensor_names,
         progress=progress,
         text_only=text_only,
     )
 
 
-def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, Place]]:
+def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, ParamInfo]]:
     """The configuration of a checkpoint's model, unrolled so that each weight is a layer's own, and
     its weights.
     """
-    keys = from_python(within_positions(checkpoint.settings, {"scan_layers": False}))
+    keys = from_python(with_max_positions(checkpoint.settings, {"scan_layers": False}))
     config = load(None, keys, environ={}, devices=Devices(1), model=checkpoint.settings)
-    return config, places_of(make_template(config), config)
+    return config, model_param_infos(make_template(config), config)

@@ -26,7 +26,15 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from maxtext.checkpoint.tensors import DTYPE_NAMES, DTYPES, FLOATS, Shape, Source, Tensor, refuse
+from maxtext.checkpoint.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    FLOATS,
+    Shape,
+    TensorInfo,
+    TensorSource,
+    raise_problems,
+)
 from maxtext.common.errors import UserError
 
 Json = dict[str, Any]
@@ -172,22 +180,22 @@ class Packed:
 
     codes: str
     scales: str
-    plain: Tensor
+    plain: TensorInfo
 
 
 @dataclass(frozen=True)
 class Dequantized:
     """A source of quantized tensors as a source of plain ones."""
 
-    source: Source
+    source: TensorSource
     scheme: Scheme
     packed: Mapping[str, Packed]  # by plain names
 
     @classmethod
-    def of(cls, source: Source, scheme: Scheme) -> "Dequantized":
+    def of(cls, source: TensorSource, scheme: Scheme) -> "Dequantized":
         """Pair codes with scales; all that does not pair is one error."""
         packed, problems = pair(source.tensors, scheme)
-        refuse(source.title, problems)
+        raise_problems(source.title, problems)
         return cls(source, scheme, packed)
 
     @property
@@ -195,7 +203,7 @@ class Dequantized:
         return self.source.title
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         by_codes = {one.codes: (name, one.plain) for name, one in self.packed.items()}
         scales = {one.scales for one in self.packed.values()}
         return dict(
@@ -215,7 +223,7 @@ class Dequantized:
             yield name, self.read(name)
 
 
-def pair(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[dict[str, Packed], list[str]]:
+def pair(tensors: Mapping[str, TensorInfo], scheme: Scheme) -> tuple[dict[str, Packed], list[str]]:
     """The quantized tensors by plain names, and what is wrong with them."""
     packed: dict[str, Packed] = {}
     problems: list[str] = []
@@ -248,7 +256,7 @@ def pair(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[dict[str, Packe
             elif plain != name and plain in tensors:
                 problems.append(f"{plain} and {name} are the same weight")
             else:
-                packed[plain] = Packed(name, scales, Tensor(BF16, shapes[1]))
+                packed[plain] = Packed(name, scales, TensorInfo(BF16, shapes[1]))
         elif tensor.dtype in EIGHT_BIT_FLOATS:
             problems.append(
                 f"{name} is {DTYPE_NAMES[tensor.dtype]}, which means nothing in this scheme"

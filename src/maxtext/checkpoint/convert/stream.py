@@ -17,28 +17,28 @@ from maxtext.checkpoint.convert.rules import Rule
 from maxtext.checkpoint.tensors import (
     DTYPE_NAMES,
     Shape,
-    Source,
-    Tensor,
+    TensorInfo,
+    TensorSource,
     cast,
-    check_weights,
-    refuse,
-    unexpected,
-    wrong_dtype,
-    wrong_shape,
+    check_names_and_shapes,
+    dtype_problem,
+    raise_problems,
+    shape_mismatch,
+    unexpected_names,
 )
-from maxtext.checkpoint.weights import Place
+from maxtext.checkpoint.weights import ParamInfo
 
 
 @dataclass(frozen=True)
 class Conversion:
     """Checked steps over a source, and what they will give."""
 
-    source: Source
+    source: TensorSource
     steps: Sequence[Bound]
     outwards: bool  # to theirs, not to ours
     dtype: np.dtype | None  # of floats; None: as they come
     fixed: Mapping[str, np.dtype]  # the dtypes of our weights that keep theirs whatever `dtype` is
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorInfo]
 
     @property
     def title(self) -> str:
@@ -89,16 +89,16 @@ def popped(arrays: list[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def from_hf(
-    source: Source,
+    source: TensorSource,
     rules: Iterable[Rule],
-    places: Mapping[str, Place],
+    param_infos: Mapping[str, ParamInfo],
     ignored: Iterable[str] = (),
     dtype: np.dtype | None = None,
 ) -> Conversion:
     """Their tensors as our weights. Of several rules for a weight, the first that finds its tensors
     is taken; tensors that no rule takes are an error unless one of the regular expressions in
     `ignored` matches their whole name."""
-    shapes = {name: place.shape for name, place in places.items()}
+    shapes = {name: place.shape for name, place in param_infos.items()}
     there = source.tensors
     bounds = applicable(rules, shapes)
 
@@ -118,29 +118,29 @@ def from_hf(
             if name not in there:
                 problems.append(f"{name} is missing")
             elif there[name].shape != shape:
-                problems.append(wrong_shape(name, there[name].shape, shape))
-            elif problem := wrong_dtype(name, there[name]):
+                problems.append(shape_mismatch(name, there[name].shape, shape))
+            elif problem := dtype_problem(name, there[name]):
                 problems.append(problem)
     used = {name for step in steps for name in step.theirs}
     # A rule passed over for another may still explain a tensor, but its weights would be there
     # twice.
     problems += [
-        f"{name} is not a tensor of this model" for name in unexpected(there, used, ignored)
+        f"{name} is not a tensor of this model" for name in unexpected_names(there, used, ignored)
     ]
-    return conversion(source, steps, False, dtype, places, problems)
+    return conversion(source, steps, False, dtype, param_infos, problems)
 
 
 def to_hf(
-    source: Source,
+    source: TensorSource,
     rules: Iterable[Rule],
-    places: Mapping[str, Place],
+    param_infos: Mapping[str, ParamInfo],
     names: Collection[str] | None = None,
     dtype: np.dtype | None = None,
 ) -> Conversion:
     """Our weights as their tensors. Of several rules for a weight, the first is taken, or the first
     whose tensors are all among `names`: those of a checkpoint to be written again."""
-    shapes = {name: place.shape for name, place in places.items()}
-    check_weights(source, shapes)
+    shapes = {name: place.shape for name, place in param_infos.items()}
+    check_names_and_shapes(source, shapes)
     wanted = set(names or ())
     steps = choose(
         applicable(rules, shapes),
@@ -154,22 +154,22 @@ def to_hf(
                 problems.append(
                     f"{name} would have to hold both {writers[name].ours[0]} and {step.ours[0]}"
                 )
-    return conversion(source, steps, True, dtype, places, problems)
+    return conversion(source, steps, True, dtype, param_infos, problems)
 
 
 def conversion(
-    source: Source,
+    source: TensorSource,
     steps: list[Bound],
     outwards: bool,
     dtype: np.dtype | None,
-    places: Mapping[str, Place],
+    param_infos: Mapping[str, ParamInfo],
     problems: list[str],
 ) -> Conversion:
     """The steps in the order of our weights, after the last check."""
-    order = {name: place for place, name in enumerate(places)}
+    order = {name: place for place, name in enumerate(param_infos)}
     steps = sorted(steps, key=lambda step: min(order[name] for name in step.ours))
-    tensors: dict[str, Tensor] = {}
-    fixed = {name: place.dtype for name, place in places.items() if place.fixed_dtype}
+    tensors: dict[str, TensorInfo] = {}
+    fixed = {name: place.dtype for name, place in param_infos.items() if place.fixed_dtype}
     for step in steps:
         inputs, wanted = outputs(step, not outwards), step_dtype(step, dtype, fixed)
         kinds = {
@@ -186,8 +186,8 @@ def conversion(
                 step.their_shapes if outwards else step.our_shapes,
                 strict=True,
             )
-            tensors |= {name: Tensor(next(iter(kinds)), shape) for name, shape in made}
-    refuse(source.title, list(dict.fromkeys(problems)))
+            tensors |= {name: TensorInfo(next(iter(kinds)), shape) for name, shape in made}
+    raise_problems(source.title, list(dict.fromkeys(problems)))
     return Conversion(source, steps, outwards, dtype, fixed, tensors)
 
 

@@ -19,14 +19,14 @@ import jax
 import numpy as np
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.agreement import from_everyone, lists_from_everyone, reason
-from maxtext.checkpoint.folders import OURS, Folder
 from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.integrity import verify, write_digest
-from maxtext.checkpoint.state import Name, shown
-from maxtext.checkpoint.tensors import FLOATS, Renamed, Source, Tensor
+from maxtext.checkpoint.multihost import allgather_int, allgather_ints, reason
+from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
+from maxtext.checkpoint.safetensors_writer import write_native_folder
+from maxtext.checkpoint.state import Name, join_path
+from maxtext.checkpoint.tensors import FLOATS, RenamedTensors, TensorInfo, TensorSource
 from maxtext.checkpoint.weights import Bounds
-from maxtext.checkpoint.writer import write_ours
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 
@@ -35,7 +35,7 @@ ABOUT = "part.json"
 SHARD_BYTES = 2 * 10**9
 
 
-class LocalTier:
+class LocalCheckpointManager:
     """This process's part of a run's local checkpoints. `owner` names the run's folder and `mesh`
     its devices: what others saved is not taken."""
 
@@ -71,7 +71,7 @@ class LocalTier:
             for other in self.steps():
                 if other >= step:  # of a time before this run went back
                     steps.remove(self.folder / str(other))
-            write_ours(folder, part, {ABOUT: json.dumps(about)}, (), SHARD_BYTES)
+            write_native_folder(folder, part, {ABOUT: json.dumps(about)}, (), SHARD_BYTES)
             write_digest(folder)
             for old in self.steps()[:-KEPT]:
                 steps.remove(self.folder / str(old))
@@ -83,13 +83,13 @@ class LocalTier:
             self.thread.join()
             self.thread = None
 
-    def newest(self) -> int | None:
+    def latest_step(self) -> int | None:
         """The newest step that every process has whole."""
         whole = [step for step in self.steps()[-4:] if not verify(self.folder / str(step))]
-        common = set.intersection(*map(set, lists_from_everyone(whole, 4)))
+        common = set.intersection(*map(set, allgather_ints(whole, 4)))
         return max(common, default=None)
 
-    def read(
+    def restore(
         self, step: int, wanted: Mapping[Name, jax.ShapeDtypeStruct]
     ) -> tuple[dict[Name, jax.Array], dict[str, Any]] | None:
         """The arrays of a step and this process's place in the data; None where the step does not
@@ -106,17 +106,17 @@ class LocalTier:
                 )
             if about["mesh"] != self.mesh:
                 raise UserError("it is of another mesh")
-            folder = Folder.open(self.folder / str(step), OURS)
+            folder = SafetensorsFolder.open(self.folder / str(step), NATIVE_STEM)
             expected = {
                 block
                 for name, leaf in wanted.items()
                 for block in local_blocks(name, leaf).values()
             }
-            source = Renamed(folder, match_names(folder.tensors, expected))
+            source = RenamedTensors(folder, match_names(folder.tensors, expected))
             arrays = {name: assemble(source, name, leaf) for name, leaf in wanted.items()}
         except (OSError, ValueError, KeyError, UserError) as error:
             problem = reason(error)
-        if max(from_everyone(problem is not None)):
+        if max(allgather_int(problem is not None)):
             LOGGER.info(
                 "the local checkpoint of step %d is not used: %s",
                 step,
@@ -143,7 +143,7 @@ def bounds_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
 
 
 def block_name(name: Name, bounds: Bounds) -> str:
-    return f"{shown(name)}[{','.join(f'{start}:{stop}' for start, stop in bounds)}]"
+    return f"{join_path(name)}[{','.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class Part:
         }
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: Tensor(block.dtype, block.shape) for name, block in self.by_name.items()}
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(block.dtype, block.shape) for name, block in self.by_name.items()}
 
     def read(self, name: str) -> np.ndarray:
         return self.by_name[name]
@@ -181,7 +181,7 @@ def local_blocks(name: Name, leaf: jax.ShapeDtypeStruct) -> dict[jax.Device, str
     }
 
 
-def assemble(source: Source, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+def assemble(source: TensorSource, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """An array from the blocks of this process."""
     assert leaf.sharding is not None
     blocks: dict[str, np.ndarray] = {}
@@ -192,7 +192,7 @@ def assemble(source: Source, name: Name, leaf: jax.ShapeDtypeStruct) -> jax.Arra
         dtype = source.tensors[block].dtype
         widens = dtype in FLOATS and leaf.dtype in FLOATS and dtype.itemsize < leaf.dtype.itemsize
         if dtype != leaf.dtype and not widens:
-            raise UserError(f"its {shown(name)} is {dtype}, and this run has {leaf.dtype}")
+            raise UserError(f"its {join_path(name)} is {dtype}, and this run has {leaf.dtype}")
         if block not in blocks:
             blocks[block] = source.read(block).astype(leaf.dtype, copy=False)
         kind = leaf.sharding.memory_kind

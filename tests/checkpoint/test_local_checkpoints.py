@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.tiers import LocalTier
+from maxtext.checkpoint.local_checkpoints import LocalCheckpointManager
 
 ARRAYS = {("weights", "a"): jnp.arange(6.0)}
 
 
 @pytest.fixture
 def tier(tmp_path):
-    return LocalTier(tmp_path, "run", "owner", {"data": 1})
+    return LocalCheckpointManager(tmp_path, "run", "owner", {"data": 1})
 
 
 def save(tier, step):
@@ -42,6 +42,6 @@ def test_a_kill_while_a_step_is_deleted_leaves_no_half_step(tier, monkeypatch, l
     assert all(path.name.isdigit() for path in tier.folder.iterdir()), (
         "the next save removes what the kill left"
     )
-    arrays, position = tier.read(5, ARRAYS)
+    arrays, position = tier.restore(5, ARRAYS)
     np.testing.assert_array_equal(arrays["weights", "a"], ARRAYS["weights", "a"])
     assert position == {"step": 5}

@@ -14,17 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.checkpoint.state import Name, shown
-from maxtext.checkpoint.weights import Path, Place
+from maxtext.checkpoint.state import Name, join_path
+from maxtext.checkpoint.weights import ParamInfo, Path
 from maxtext.common.errors import UserError
 
-Piece = tuple[Name, Place]  # the array of the old layout, and where in it
+Piece = tuple[Name, ParamInfo]  # the array of the old layout, and where in it
 
 
-def relaid(
+def restack_layers(
     arrays: dict[Name, jax.Array],
-    old: Mapping[str, Place],
-    new: Mapping[str, Place],
+    old: Mapping[str, ParamInfo],
+    new: Mapping[str, ParamInfo],
     wanted: Mapping[Name, jax.ShapeDtypeStruct],
 ) -> dict[Name, jax.Array]:
     """The arrays of one layout as those `wanted` in another, with their shardings. Takes the arrays
@@ -52,8 +52,8 @@ def relaid(
 
 def plan(
     arrays: Mapping[Name, Any],
-    old: Mapping[str, Place],
-    new: Mapping[str, Place],
+    old: Mapping[str, ParamInfo],
+    new: Mapping[str, ParamInfo],
     wanted: Mapping[Name, Any],
 ) -> dict[Name, list[Piece]]:
     """For each wanted array the pieces that it consists of, in order."""
@@ -64,13 +64,15 @@ def plan(
     for name in wanted:
         prefix, path = split(name, by_path)
         if path is None:  # nothing of a weight's: a count, the step
-            pieces = [(name, Place((), None, 0, (), wanted[name].dtype))]
+            pieces = [(name, ParamInfo((), None, 0, (), wanted[name].dtype))]
         else:
             in_stack = sorted(by_path[path], key=lambda weight: new[weight].layer or 0)
             pieces = [((*prefix, *words(old[weight].path)), old[weight]) for weight in in_stack]
         missing = [source for source, _ in pieces if source not in arrays]
         if missing:
-            raise UserError(f"the checkpoint has no {shown(missing[0])}, which {shown(name)} needs")
+            raise UserError(
+                f"the checkpoint has no {join_path(missing[0])}, which {join_path(name)} needs"
+            )
         recipes[name] = pieces
     return recipes
 
@@ -87,7 +89,7 @@ def split(name: Name, paths: Mapping[Name, Any]) -> tuple[Name, Name | None]:
     return name, None
 
 
-def cut(array: jax.Array, place: Place) -> jax.Array:
+def cut(array: jax.Array, place: ParamInfo) -> jax.Array:
     # The number is an argument of the compiled slice, so that one serves all layers.
     return array if place.layer is None else take(array, place.layer, place.axis)
 

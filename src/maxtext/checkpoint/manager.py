@@ -23,15 +23,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.agreement import (
+from maxtext.checkpoint.integrity import write_digest
+from maxtext.checkpoint.multihost import (
     Items,
-    Meetings,
+    MultihostHandler,
+    SaveBarrier,
     SaveFailed,
-    Together,
-    from_everyone,
+    allgather_int,
     reason,
 )
-from maxtext.checkpoint.integrity import write_digest
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
@@ -44,7 +44,7 @@ def position_file(process: int) -> str:
 
 
 @dataclass(frozen=True)
-class Storage:
+class StorageOptions:
     """How arrays lie in files."""
 
     ocdbt: bool = True
@@ -53,7 +53,7 @@ class Storage:
     concurrent_gb: int = 96
 
     @classmethod
-    def of(cls, config: MaxTextConfig) -> "Storage":
+    def of(cls, config: MaxTextConfig) -> "StorageOptions":
         return cls(
             config.checkpoint_storage_use_ocdbt,
             config.checkpoint_storage_use_zarr3,
@@ -103,7 +103,7 @@ class SaveDescriptions(ocp.args.CheckpointArgs):
     files: dict[str, Any]
 
 
-class Saver:
+class CheckpointManager:
     """Of one run. `kept`: how many steps stay (None: all); `attic`: where old ones go instead of
     being deleted; `start`: the step that the run starts from, so that later ones in the folder are
     damaged."""
@@ -111,7 +111,7 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        storage: Storage,
+        storage: StorageOptions,
         kept: int | None = None,
         attic: Path | None = None,
         start: int = 0,
@@ -123,8 +123,8 @@ class Saver:
             attic,
             start,
         )
-        self.meetings = Meetings()
-        handler = Together(
+        self.meetings = SaveBarrier()
+        handler = MultihostHandler(
             self.meetings, **{steps.STATE: storage.handler(), steps.RUN: Descriptions()}
         )
         quiet_orbax()
@@ -187,7 +187,7 @@ class Saver:
             except OSError as error:
                 problem = error
         self.tidied = True
-        if max(from_everyone(problem is not None)):
+        if max(allgather_int(problem is not None)):
             raise problem or SaveFailed("the first process cannot write there")
 
     def finish(self, step: int) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from maxtext.checkpoint.integrity import undigested, verify
-from maxtext.checkpoint.stored import Stored
+from maxtext.checkpoint.saved_step import SavedStep
 
-SCRIPT = Path(__file__).parent / "two_savers.py"
+SCRIPT = Path(__file__).parent / "two_processes.py"
 
 
 @pytest.mark.slow
@@ -45,6 +45,6 @@ def test_a_failed_part_fails_the_save_everywhere(tmp_path):
         assert one["seconds"] < 60, "nobody waits for a barrier to time out"
         assert one["steps"] == [1, 3]
     assert sorted(path.name for path in folder.iterdir()) == ["1", "3"], "what was begun is removed"
-    assert Stored(folder / "3").positions() == [{"process": 0}, {"process": 1}]
+    assert SavedStep(folder / "3").iterator_states() == [{"process": 0}, {"process": 1}]
     assert not verify(folder / "3")
     assert not undigested(folder / "3")

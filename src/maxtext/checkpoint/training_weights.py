@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.checkpoint.layouts import words
-from maxtext.checkpoint.state import WEIGHTS, Name, shown
-from maxtext.checkpoint.stored import Stored
-from maxtext.checkpoint.tensors import Tensor
-from maxtext.checkpoint.weights import Place, find_places
+from maxtext.checkpoint.restack import words
+from maxtext.checkpoint.saved_step import SavedStep
+from maxtext.checkpoint.state import WEIGHTS, Name, join_path
+from maxtext.checkpoint.tensors import TensorInfo
+from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
@@ -32,7 +32,7 @@ KEPT_BYTES = 4 * 10**9
 
 @dataclass
 class TrainingWeights:
-    stored: Stored
+    stored: SavedStep
     settings: Layer  # of its model
     kept: OrderedDict[Name, np.ndarray] = field(default_factory=OrderedDict)
 
@@ -41,44 +41,44 @@ class TrainingWeights:
         return str(self.stored.path)
 
     @cached_property
-    def places(self) -> Mapping[str, Place]:
+    def param_infos(self) -> Mapping[str, ParamInfo]:
         keys: dict[str, Any] = dict(self.stored.run["layout"])
         if learned := self.settings.get("trainable_position_size"):
             keys["max_target_length"] = learned.value
         config = load(None, from_python(keys), environ={}, devices=Devices(1), model=self.settings)
-        places = find_places(make_template(config), segments(config))
-        stored = self.stored.tensors_named_as(set(map(self.leaf, places.values())))
-        for place in places.values():
+        param_infos = find_param_infos(make_template(config), segments(config))
+        stored = self.stored.tensors_named_as(set(map(self.leaf, param_infos.values())))
+        for place in param_infos.values():
             if self.leaf(place) not in stored:
                 raise UserError(
-                    f"{self.title} has no {shown(self.leaf(place))}, though its settings describe it"
+                    f"{self.title} has no {join_path(self.leaf(place))}, though its settings describe it"
                 )
-        return places
+        return param_infos
 
-    def leaf(self, place: Place) -> Name:
+    def leaf(self, place: ParamInfo) -> Name:
         return (WEIGHTS, *words(place.path))
 
     @cached_property
-    def arrays(self) -> dict[Name, Tensor]:
+    def arrays(self) -> dict[Name, TensorInfo]:
         """The stored arrays by their names in the model."""
-        return self.stored.tensors_named_as(set(map(self.leaf, self.places.values())))
+        return self.stored.tensors_named_as(set(map(self.leaf, self.param_infos.values())))
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, TensorInfo]:
         return {
-            name: Tensor(self.arrays[self.leaf(place)].dtype, place.shape)
-            for name, place in self.places.items()
+            name: TensorInfo(self.arrays[self.leaf(place)].dtype, place.shape)
+            for name, place in self.param_infos.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        place = self.places[name]
+        place = self.param_infos[name]
         array = self.whole(self.leaf(place))
         return array if place.layer is None else np.take(array, place.layer, place.axis)
 
     def whole(self, name: Name) -> np.ndarray:
         if name not in self.kept:
             tensor = self.arrays[name]
-            self.kept[name] = self.stored.read(
+            self.kept[name] = self.stored.restore(
                 {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)}
             )[name]
             while (
@@ -91,6 +91,6 @@ class TrainingWeights:
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in sorted(
-            self.places, key=lambda name: self.leaf(self.places[name])
+            self.param_infos, key=lambda name: self.leaf(self.param_infos[name])
         ):  # array by array
             yield name, self.read(name)

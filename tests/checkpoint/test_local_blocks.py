@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.tensors import Tensor
-from maxtext.checkpoint.tiers import assemble, block_name
+from maxtext.checkpoint.local_checkpoints import assemble, block_name
+from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 
 NAME = ("weights", "bias")
@@ -18,7 +18,7 @@ NAME = ("weights", "bias")
 def folder_of(values):
     block = block_name(NAME, tuple((0, size) for size in values.shape))
     return SimpleNamespace(
-        tensors={block: Tensor(values.dtype, values.shape)}, read=lambda name: values
+        tensors={block: TensorInfo(values.dtype, values.shape)}, read=lambda name: values
     )
 
 

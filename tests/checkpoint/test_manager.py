@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.checkpoint import saver as module
-from maxtext.checkpoint.saver import Saver, Storage, check_writable
+from maxtext.checkpoint import manager as module
+from maxtext.checkpoint.manager import CheckpointManager, StorageOptions, check_writable
+from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.steps import all_steps
-from maxtext.checkpoint.stored import Damaged, Stored
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 
@@ -23,7 +23,11 @@ def make_saver(tmp_path):
     savers = []
 
     def make(folder=None, storage=None, **more):
-        savers.append(Saver(folder or tmp_path / "checkpoints", storage or Storage(), **more))
+        savers.append(
+            CheckpointManager(
+                folder or tmp_path / "checkpoints", storage or StorageOptions(), **more
+            )
+        )
         return savers[-1]
 
     yield make
@@ -52,16 +56,21 @@ def save(saver, step, tree):
 
 
 def read(folder, step):
-    stored = Stored(folder / str(step))
+    stored = SavedStep(folder / str(step))
     wanted = {
         name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
     }
-    return stored.read(wanted)
+    return stored.restore(wanted)
 
 
 @pytest.mark.parametrize(
     "storage",
-    [Storage(), Storage(zarr3=False, ocdbt=False), Storage(zarr3=False), Storage(file_bytes=4096)],
+    [
+        StorageOptions(),
+        StorageOptions(zarr3=False, ocdbt=False),
+        StorageOptions(zarr3=False),
+        StorageOptions(file_bytes=4096),
+    ],
     ids=str,
 )
 def test_a_save_holds_the_values_of_its_moment(make_saver, storage):
@@ -80,8 +89,8 @@ def test_a_save_holds_the_values_of_its_moment(make_saver, storage):
         found = read(saver.folder, number)
         assert found[("weights", "a")].tobytes() == values.tobytes()
         assert found[("count",)] == number
-    assert Stored(saver.folder / "9").positions() == [{"place": 9}]
-    assert Stored(saver.folder / "9").run["step"] == 9
+    assert SavedStep(saver.folder / "9").iterator_states() == [{"place": 9}]
+    assert SavedStep(saver.folder / "9").run["step"] == 9
 
 
 def test_files_are_cut_to_the_wished_size(make_saver, tmp_path):
@@ -89,7 +98,7 @@ def test_files_are_cut_to_the_wished_size(make_saver, tmp_path):
     tree = {"weights": {str(row): jnp.asarray(one) for row, one in enumerate(numbers)}}
     largest = {}
     for size in (2**31, 200_000):
-        saver = make_saver(tmp_path / str(size), Storage(file_bytes=size))
+        saver = make_saver(tmp_path / str(size), StorageOptions(file_bytes=size))
         save(saver, 1, tree)
         saver.wait()
         largest[size] = max(
@@ -182,5 +191,5 @@ def test_a_step_that_cannot_be_read_says_so(make_saver):
     for path in (saver.folder / "1" / "state").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(b"")
-    with pytest.raises(Damaged, match="1 cannot be read"):
+    with pytest.raises(CorruptCheckpoint, match="1 cannot be read"):
         read(saver.folder, 1)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.folders import OURS, Folder, companions
+from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder, find_hf_assets
 from maxtext.common.errors import UserError
 
 torch = pytest.importorskip("torch")
@@ -32,7 +32,7 @@ def test_reads_what_safetensors_writes(tmp_path):
         "odd": torch.ones(7, dtype=torch.uint8),
     }
     save_file(values, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    folder = Folder.open(tmp_path)
+    folder = SafetensorsFolder.open(tmp_path)
     assert set(folder.tensors) == set(values)
     for name, tensor in values.items():
         array = folder.read(name)
@@ -57,10 +57,10 @@ def test_shards_and_files_beside_them(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     for name in ("config.json", "tokenizer.model", ".hidden", "modeling_x.py", "pytorch_model.bin"):
         (tmp_path / name).write_text("x")
-    folder = Folder.open(str(tmp_path))
+    folder = SafetensorsFolder.open(str(tmp_path))
     # The index does not know "extra"; it must not vanish.
     assert {name: folder.read(name).size for name in folder.tensors} == {"a": 4, "b": 5, "extra": 6}
-    assert [file.name for file in companions(tmp_path)] == ["config.json", "tokenizer.model"]
+    assert [file.name for file in find_hf_assets(tmp_path)] == ["config.json", "tokenizer.model"]
 
 
 FILES = (
@@ -171,22 +171,22 @@ def test_bad_folders(name, theirs, tmp_path):
     )
     damage(folder)
     with pytest.raises(UserError, match=message) as caught:
-        Folder.open(folder)
+        SafetensorsFolder.open(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_the_other_form_of_a_folder(theirs, tmp_path):
     with pytest.raises(UserError, match="Hugging Face's form.*convert them first"):
-        Folder.open(theirs[0], OURS)
+        SafetensorsFolder.open(theirs[0], NATIVE_STEM)
     (tmp_path / "weights.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match="maxtext's own form"):
-        Folder.open(tmp_path)
+        SafetensorsFolder.open(tmp_path)
 
 
 def test_a_file_that_shrinks_while_it_is_read(theirs, tmp_path):
     shutil.copytree(theirs[0], tmp_path / "f")
-    folder = Folder.open(tmp_path / "f")
+    folder = SafetensorsFolder.open(tmp_path / "f")
     name = last_tensor(tmp_path / "f")
     cut(tmp_path / "f" / SECOND, 2)
     with pytest.raises(UserError, match=f"{SECOND} became shorter.*{name}"):

@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.checkpoint.tensors import DTYPES, Tensor
+from maxtext.checkpoint.tensors import DTYPES, TensorInfo
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import read_json_object
 
-THEIRS, OURS = "model", "weights"  # the stems of file names in Hugging Face's folders and in ours
+HF_STEM, NATIVE_STEM = (
+    "model",
+    "weights",
+)  # the stems of file names in Hugging Face's folders and in ours
 LONGEST_HEADER = 100_000_000  # the format's own limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WEIGHT_FILES = (
@@ -41,15 +44,15 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Folder:
+class SafetensorsFolder:
     """The tensors of a folder: what they are, where they lie, and their values on demand."""
 
     path: Path
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorInfo]
     locations: Mapping[str, Location]
 
     @classmethod
-    def open(cls, path: str | os.PathLike, stem: str = THEIRS) -> "Folder":
+    def open(cls, path: str | os.PathLike, stem: str = HF_STEM) -> "SafetensorsFolder":
         """Read the headers of all files and check them."""
         path = Path(path)
         if not path.is_dir():
@@ -88,7 +91,7 @@ class Folder:
             yield name, self.read(name)
 
 
-Found = dict[str, tuple[Tensor, Location]]
+Found = dict[str, tuple[TensorInfo, Location]]
 
 
 def read_index(index: Path) -> Found:
@@ -162,7 +165,7 @@ def read_header(path: Path) -> Found:
             raise UserError(
                 f"{path}: {name} has dtype {kind}, which is not supported: use {', '.join(DTYPES)}"
             )
-        tensor = Tensor(DTYPES[kind], shape)
+        tensor = TensorInfo(DTYPES[kind], shape)
         if first != end or last - first != tensor.nbytes:
             raise UserError(
                 f"{path} is damaged: its header gives {name} bytes {first} to {last} for {kind}{list(shape)}"
@@ -194,8 +197,11 @@ def no_weights(path: Path, stem: str) -> str:
     """Why a folder cannot be opened."""
     names = sorted(file.name for file in path.iterdir())
     other, meaning = {
-        THEIRS: (OURS, "weights in maxtext's own form, not those of Hugging Face"),
-        OURS: (THEIRS, "weights in Hugging Face's form, not in maxtext's: convert them first"),
+        HF_STEM: (NATIVE_STEM, "weights in maxtext's own form, not those of Hugging Face"),
+        NATIVE_STEM: (
+            HF_STEM,
+            "weights in Hugging Face's form, not in maxtext's: convert them first",
+        ),
     }[stem]
     if {f"{other}.safetensors", f"{other}.safetensors.index.json"} & set(names):
         return f"{path} holds {meaning}"
@@ -215,7 +221,7 @@ def no_weights(path: Path, stem: str) -> str:
     return f"{path} has no weights: neither {stem}.safetensors nor {stem}.safetensors.index.json"
 
 
-def companions(path: str | os.PathLike) -> list[Path]:
+def find_hf_assets(path: str | os.PathLike) -> list[Path]:
     """The files beside the weights that describe a model: its configuration, its tokenizer. Code is
     not among them.
     """

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext.checkpoint.folders import OURS, THEIRS
-from maxtext.checkpoint.tensors import DTYPE_NAMES, Progress, Stream, Tensor
+from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
+from maxtext.checkpoint.tensors import DTYPE_NAMES, Progress, TensorInfo, TensorStream
 from maxtext.common.errors import UserError
 from maxtext.common.files import current_umask, local_path, sync_directory
 from maxtext.common.hardware import size as size_text
@@ -30,38 +30,38 @@ from maxtext.common.log import LOGGER
 GIGABYTE = 10**9
 
 
-def write_ours(
+def write_native_folder(
     out: str | os.PathLike,
-    weights: Stream,
+    weights: TensorStream,
     texts: Mapping[str, str],
-    carried: Sequence[Path],
+    hf_assets: Sequence[Path],
     shard_bytes: int = 2 * GIGABYTE,
     progress: Progress | None = None,
 ) -> None:
     """A folder of our weights, by layer: the shards and their index, texts by the name of their
     file (config.yml), and in hugging_face/ the files that came with the model from there."""
-    files = {f"hugging_face/{file.name}": file for file in carried}
-    write_folder(out, weights, OURS, texts, files, shard_bytes, progress)
+    files = {f"hugging_face/{file.name}": file for file in hf_assets}
+    write_folder(out, weights, NATIVE_STEM, texts, files, shard_bytes, progress)
 
 
-def write_theirs(
+def write_hf_folder(
     out: str | os.PathLike,
-    tensors: Stream,
+    tensors: TensorStream,
     texts: Mapping[str, str],
-    carried: Sequence[Path],
+    hf_assets: Sequence[Path],
     shard_bytes: int = 5 * GIGABYTE,
     progress: Progress | None = None,
 ) -> None:
     """A folder that Hugging Face's libraries load: model.safetensors or its shards with their
     index, texts by the name of their file (config.json), and files carried along."""
     write_folder(
-        out, tensors, THEIRS, texts, {file.name: file for file in carried}, shard_bytes, progress
+        out, tensors, HF_STEM, texts, {file.name: file for file in hf_assets}, shard_bytes, progress
     )
 
 
 def write_folder(
     out: str | os.PathLike,
-    tensors: Stream,
+    tensors: TensorStream,
     stem: str,
     texts: Mapping[str, str],
     files: Mapping[str, Path],
@@ -70,7 +70,7 @@ def write_folder(
 ) -> None:
     total = sum(tensor.nbytes for tensor in tensors.tensors.values())
     done = 0
-    with new_folder(out, total) as folder:
+    with atomic_folder(out, total) as folder:
         for name in {**files, **texts}:
             (folder / name).parent.mkdir(exist_ok=True)
         for name, file in files.items():
@@ -88,11 +88,11 @@ def write_folder(
         shards.write_index(total)
 
 
-def plan(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+def plan(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
     """Consecutive tensors a shard, as many as fit; a tensor too large for any shard gets its
     own.
     """
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, TensorInfo]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
         if shards[-1] and filled + tensor.nbytes > shard_bytes:
@@ -111,7 +111,7 @@ class Shards:
 
     folder: Path
     stem: str
-    planned: list[dict[str, Tensor]]
+    planned: list[dict[str, TensorInfo]]
     open: dict[int, int] = field(default_factory=dict)  # file descriptors by shard
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class Shards:
             )
 
     def file_name(self, number: int) -> str:
-        if len(self.planned) == 1 and self.stem == THEIRS:
+        if len(self.planned) == 1 and self.stem == HF_STEM:
             return f"{self.stem}.safetensors"
         return f"{self.stem}-{number + 1:05d}-of-{len(self.planned):05d}.safetensors"
 
@@ -187,7 +187,7 @@ class Shards:
 
     def write_index(self, total: int) -> None:
         """Last, so that an index is never there without its shards."""
-        if len(self.planned) == 1 and self.stem == THEIRS:
+        if len(self.planned) == 1 and self.stem == HF_STEM:
             return
         files = {name: self.file_name(number) for name, number in self.shard_of.items()}
         index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -203,7 +203,7 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: str | os.PathLike, size: int = 0) -> Iterator[Path]:
+def atomic_folder(out: str | os.PathLike, size: int = 0) -> Iterator[Path]:
     """A hidden folder that becomes `out` on success and vanishes on failure; `size` is the room
     that it needs.
     """

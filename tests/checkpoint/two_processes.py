@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from maxtext.checkpoint.saver import Descriptions, Saver, Storage
+from maxtext.checkpoint.manager import CheckpointManager, Descriptions, StorageOptions
 from maxtext.checkpoint.steps import all_steps
 
 folder, address, index = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -25,7 +25,7 @@ def failing(self, directory, files):
 
 
 Descriptions.write = failing
-saver = Saver(folder, Storage())
+saver = CheckpointManager(folder, StorageOptions())
 mesh = jax.make_mesh((2,), ("data",))
 everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 state = jax.jit(lambda: jnp.arange(8.0), out_shardings=everywhere)()

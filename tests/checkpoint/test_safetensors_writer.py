@@ -15,10 +15,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.checkpoint import writer
-from maxtext.checkpoint.folders import OURS, Folder
-from maxtext.checkpoint.tensors import Tensor
-from maxtext.checkpoint.writer import new_folder, plan, write_ours, write_theirs
+from maxtext.checkpoint import safetensors_writer as writer
+from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
+from maxtext.checkpoint.safetensors_writer import (
+    atomic_folder,
+    plan,
+    write_hf_folder,
+    write_native_folder,
+)
+from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 
 torch = pytest.importorskip("torch")
@@ -34,7 +39,9 @@ class Arrays:
 
     def __init__(self, arrays, order=None, fail_after=None):
         self.arrays, self.order, self.fail_after = arrays, order or list(arrays), fail_after
-        self.tensors = {name: Tensor(array.dtype, array.shape) for name, array in arrays.items()}
+        self.tensors = {
+            name: TensorInfo(array.dtype, array.shape) for name, array in arrays.items()
+        }
 
     def __iter__(self):
         for count, name in enumerate(self.order):
@@ -64,7 +71,7 @@ def as_bytes(tensor):
 @pytest.mark.parametrize("shard_bytes", [10**9, 200, 1])
 def test_safetensors_reads_it(shard_bytes, tmp_path):
     arrays = some()
-    write_theirs(
+    write_hf_folder(
         tmp_path / "out",
         Arrays(arrays, sorted(arrays, reverse=True)),
         {"config.json": "{}"},
@@ -97,7 +104,7 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
         "config.json", *(file.name for file in files), *([index.name] if len(files) > 1 else [])
     }  # fmt: skip
     # And our own reader.
-    folder = Folder.open(tmp_path / "out")
+    folder = SafetensorsFolder.open(tmp_path / "out")
     assert all(
         folder.read(name).tobytes() == np.ascontiguousarray(array).tobytes()
         for name, array in arrays.items()
@@ -106,7 +113,7 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
 
 def test_shards_are_bounded():
     tensors = {
-        str(n): Tensor(np.dtype(np.int8), (size,))
+        str(n): TensorInfo(np.dtype(np.int8), (size,))
         for n, size in enumerate([40, 60, 1, 99, 150, 10, 90, 1])
     }
     assert [list(shard) for shard in plan(tensors, 100)] == [
@@ -123,7 +130,7 @@ def test_data_is_aligned(tmp_path):
     size.
     """
     arrays = some()
-    write_theirs(tmp_path / "out", Arrays(arrays), {}, [])
+    write_hf_folder(tmp_path / "out", Arrays(arrays), {}, [])
     data = (tmp_path / "out" / "model.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     entries = json.loads(data[8 : 8 + length])
@@ -141,7 +148,7 @@ def test_our_own_folder(tmp_path):
     told = []
     out = tmp_path / "deep" / "out"
     texts = {"config.yml": "model_name: x\n", "hugging_face/config.json": "newer"}
-    write_ours(
+    write_native_folder(
         out,
         Arrays(arrays),
         texts,
@@ -154,7 +161,7 @@ def test_our_own_folder(tmp_path):
     assert (out / "hugging_face" / "config.json").read_text() == "newer"
     assert (out / "weights.safetensors.index.json").exists()
     assert len(list(out.glob("weights-*-of-*.safetensors"))) > 1
-    folder = Folder.open(out, OURS)
+    folder = SafetensorsFolder.open(out, NATIVE_STEM)
     assert all(
         folder.read(name).tobytes() == np.ascontiguousarray(array).tobytes()
         for name, array in arrays.items()
@@ -170,7 +177,7 @@ def test_our_own_folder(tmp_path):
 
 
 def test_one_shard_of_ours_has_an_index_too(tmp_path):
-    write_ours(tmp_path / "out", Arrays(some()), TEXTS, [])
+    write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "weights-00001-of-00001.safetensors", "weights.safetensors.index.json", "config.yml"
     }  # fmt: skip
@@ -179,15 +186,15 @@ def test_one_shard_of_ours_has_an_index_too(tmp_path):
 def test_existing_folders(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
-    write_ours(out, Arrays(some()), TEXTS, [])  # an empty folder is as good as none
+    write_native_folder(out, Arrays(some()), TEXTS, [])  # an empty folder is as good as none
     before = (out / "config.yml").stat().st_mtime_ns
     with pytest.raises(UserError, match="out exists already"):
-        write_ours(out, Arrays(some()), TEXTS, [])
+        write_native_folder(out, Arrays(some()), TEXTS, [])
     assert (out / "config.yml").stat().st_mtime_ns == before
     file = tmp_path / "file"
     file.write_text("kept")
     with pytest.raises(UserError, match="file exists already"):
-        write_ours(file, Arrays(some()), TEXTS, [])
+        write_native_folder(file, Arrays(some()), TEXTS, [])
     assert file.read_text() == "kept"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
 
@@ -195,7 +202,7 @@ def test_existing_folders(tmp_path):
 def test_a_link_to_an_empty_folder(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    write_ours(tmp_path / "link", Arrays(some()), TEXTS, [])
+    write_native_folder(tmp_path / "link", Arrays(some()), TEXTS, [])
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real" / "config.yml").exists()
 
@@ -214,7 +221,7 @@ def test_failures_leave_nothing(name, tmp_path):
     (tmp_path / "empty").mkdir()
     for out in ("new", "empty"):
         with pytest.raises(kind):
-            write_ours(tmp_path / out, stream, TEXTS, [], shard_bytes=100)
+            write_native_folder(tmp_path / out, stream, TEXTS, [], shard_bytes=100)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     assert not any((tmp_path / "empty").iterdir())
 
@@ -224,7 +231,7 @@ def test_keyboard_interrupt_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_ours(tmp_path / "out", Arrays(some()), TEXTS, [], progress=progress)
+        write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [], progress=progress)
     assert not any(tmp_path.iterdir())
 
 
@@ -236,7 +243,7 @@ def test_no_room(tmp_path, monkeypatch):
         UserError,
         match=r"out needs [\d.,]+ (bytes|B|KiB|MiB), and .* has only [\d.,]+ ?(B|KiB|MiB)? free",
     ):
-        write_ours(tmp_path / "out", Arrays(some()), TEXTS, [])
+        write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [])
     assert not any(tmp_path.iterdir())
 
 
@@ -246,13 +253,13 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writer, "write_at", full)
     with pytest.raises(UserError, match="out cannot be written: .*No space left on device"):
-        write_ours(tmp_path / "out", Arrays(some()), TEXTS, [])
+        write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [])
     assert not any(tmp_path.iterdir())
 
 
 def test_a_missing_companion_is_one_sentence(tmp_path):
     with pytest.raises(UserError, match=r"cannot be written: .*No such file.*nowhere\.json"):
-        write_ours(tmp_path / "out", Arrays(some()), TEXTS, [Path("nowhere.json")])
+        write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [Path("nowhere.json")])
     assert not any(tmp_path.iterdir())
 
 
@@ -262,8 +269,8 @@ def test_leftovers_go_but_not_those_in_use(tmp_path):
     """
     for name in (".out.partial-dead", ".other.partial-dead", ".out[1].partial-dead"):
         (tmp_path / name / "deep").mkdir(parents=True)
-    with new_folder(tmp_path / "out") as living:
-        write_ours(tmp_path / "out", Arrays(some()), TEXTS, [])
+    with atomic_folder(tmp_path / "out") as living:
+        write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [])
         assert living.exists()
         shutil.rmtree(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -271,7 +278,7 @@ def test_leftovers_go_but_not_those_in_use(tmp_path):
         ".out[1].partial-dead",
         "out",
     ]
-    write_ours(tmp_path / "out[1]", Arrays(some()), TEXTS, [])
+    write_native_folder(tmp_path / "out[1]", Arrays(some()), TEXTS, [])
     assert not (tmp_path / ".out[1].partial-dead").exists()
 
 
@@ -296,5 +303,5 @@ def test_killed_in_the_middle(llama, theirs, tmp_path):
     process.stdout.close()
     assert not out.exists()
     assert partial.exists()
-    write_ours(out, Arrays(some()), TEXTS, [])
+    write_native_folder(out, Arrays(some()), TEXTS, [])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

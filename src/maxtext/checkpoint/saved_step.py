@@ -15,18 +15,18 @@ import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.former_names import match_names
-from maxtext.checkpoint.saver import RUN_FILE, Storage, position_file, quiet_orbax
-from maxtext.checkpoint.state import Name, named, nested
-from maxtext.checkpoint.tensors import Tensor
+from maxtext.checkpoint.manager import RUN_FILE, StorageOptions, position_file, quiet_orbax
+from maxtext.checkpoint.state import Name, from_flat_dict, to_flat_dict
+from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 
 
-class Damaged(UserError):
+class CorruptCheckpoint(UserError):
     """A step cannot be read."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class SavedStep:
     """A step's folder."""
 
     path: Path
@@ -42,7 +42,7 @@ class Stored:
         """
         return self.read_json(RUN_FILE)
 
-    def positions(self) -> list[Any]:
+    def iterator_states(self) -> list[Any]:
         """The places in the data of all processes that saved the step, in their order."""
         return [self.read_json(position_file(process)) for process in range(self.run["processes"])]
 
@@ -51,7 +51,7 @@ class Stored:
         try:
             return json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise Damaged(
+            raise CorruptCheckpoint(
                 f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from error
 
@@ -60,44 +60,48 @@ class Stored:
         """Orbax's own record of each array: shape, dtype, sharding, chunks."""
         quiet_orbax()
         try:
-            with ocp.Checkpointer(Storage().handler()) as reader:
+            with ocp.Checkpointer(StorageOptions().handler()) as reader:
                 found = reader.metadata(self.path / steps.STATE).item_metadata
         except (ValueError, OSError, KeyError, RuntimeError) as error:
-            raise Damaged(f"{self.path} cannot be read: {error}") from error
+            raise CorruptCheckpoint(f"{self.path} cannot be read: {error}") from error
         if found is None:
-            raise Damaged(f"{self.path} cannot be read: what it says of its arrays is damaged")
-        return named(found.tree)
+            raise CorruptCheckpoint(
+                f"{self.path} cannot be read: what it says of its arrays is damaged"
+            )
+        return to_flat_dict(found.tree)
 
     @cached_property
-    def tensors(self) -> dict[Name, Tensor]:
+    def tensors(self) -> dict[Name, TensorInfo]:
         return {
-            name: Tensor(np.dtype(one.dtype), tuple(one.shape))
+            name: TensorInfo(np.dtype(one.dtype), tuple(one.shape))
             for name, one in self.metadata.items()
         }
 
-    def tensors_named_as(self, expected: Collection[Name]) -> dict[Name, Tensor]:
+    def tensors_named_as(self, expected: Collection[Name]) -> dict[Name, TensorInfo]:
         """All stored tensors; those under a former name have the name that `expected` has."""
         matched = match_names(self.tensors, expected)
         return {name: self.tensors[stored] for name, stored in matched.items()}
 
-    def read(
-        self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: Storage | None = None
+    def restore(
+        self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: StorageOptions | None = None
     ) -> dict[Name, Any]:
         """Restore these arrays in their dtypes and shardings, or as NumPy arrays where no sharding is
         given. All must be stored, possibly under their former names.
         """
         matched = match_names(self.metadata, wanted)
         stored_names = {name: matched.get(name, name) for name in wanted}
-        tree = nested({stored_names[name]: leaf for name, leaf in wanted.items()})
-        how = nested({stored_names[name]: restore_args(leaf) for name, leaf in wanted.items()})
-        handler = (storage or Storage()).handler()
+        tree = from_flat_dict({stored_names[name]: leaf for name, leaf in wanted.items()})
+        how = from_flat_dict(
+            {stored_names[name]: restore_args(leaf) for name, leaf in wanted.items()}
+        )
+        handler = (storage or StorageOptions()).handler()
         quiet_orbax()
         try:
             with ocp.Checkpointer(handler) as reader:
                 arguments = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
-                found = named(reader.restore(self.path / steps.STATE, args=arguments))
+                found = to_flat_dict(reader.restore(self.path / steps.STATE, args=arguments))
         except (ValueError, OSError, KeyError, RuntimeError) as error:
-            raise Damaged(
+            raise CorruptCheckpoint(
                 f"{self.path} cannot be read: {str(error).splitlines()[0][:300]}"
             ) from error
         return {name: found[stored_names[name]] for name in wanted}

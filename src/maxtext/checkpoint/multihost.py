@@ -34,7 +34,7 @@ def reason(error: BaseException) -> str:
     return text[:300]
 
 
-class Meetings:
+class SaveBarrier:
     """The barrier function for Orbax. `failed` is set by whoever could not write; a save begins
     with `begin`.
     """
@@ -62,10 +62,10 @@ class Meetings:
             )
 
 
-class Told:
+class BarrierFuture:
     """A write under way whose failure is told to the meetings instead of raised here."""
 
-    def __init__(self, write: Any, meetings: Meetings):
+    def __init__(self, write: Any, meetings: SaveBarrier):
         self.write, self.meetings = write, meetings
 
     def result(self, timeout: float | None = None) -> None:
@@ -78,12 +78,12 @@ class Told:
         self.write.cancel()
 
 
-class Together(ocp.CompositeCheckpointHandler):
+class MultihostHandler(ocp.CompositeCheckpointHandler):
     """Saves items as Orbax does; in a run of several processes no process leaves the others
     waiting.
     """
 
-    def __init__(self, meetings: Meetings, **items: Any):
+    def __init__(self, meetings: SaveBarrier, **items: Any):
         self.meetings = meetings
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         super().__init__(composite_options=ocp.CompositeOptions(async_options=options), **items)
@@ -93,16 +93,18 @@ class Together(ocp.CompositeCheckpointHandler):
         if jax.process_count() == 1:
             return writes
         return [
-            Told(write, self.meetings) for write in jax.tree.leaves(writes) if write is not None
+            BarrierFuture(write, self.meetings)
+            for write in jax.tree.leaves(writes)
+            if write is not None
         ]
 
 
-@ocp.args.register_with_handler(Together, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(MultihostHandler, for_save=True, for_restore=True)
 class Items(ocp.args.Composite):
     """What is saved together, by name."""
 
 
-def same_everywhere(value: int) -> int:
+def broadcast_from_first(value: int) -> int:
     """What the first process says, on all of them."""
     return (
         value
@@ -111,12 +113,12 @@ def same_everywhere(value: int) -> int:
     )
 
 
-def from_everyone(value: int) -> list[int]:
+def allgather_int(value: int) -> list[int]:
     """What each process says."""
-    return [numbers[0] for numbers in lists_from_everyone([value], 1)]
+    return [numbers[0] for numbers in allgather_ints([value], 1)]
 
 
-def lists_from_everyone(values: list[int], most: int) -> list[list[int]]:
+def allgather_ints(values: list[int], most: int) -> list[list[int]]:
     """A few whole numbers from 0 on of each process, at most `most`."""
     if jax.process_count() == 1:
         return [values]
