@@ -121,7 +121,7 @@ def counted(segmentations: Iterable[np.ndarray]) -> dict[str, int]:
 
 def ours(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     from maxtext.configs import load
-    from maxtext.input_pipeline import Split, grain_source, open_streams
+    from maxtext.input_pipeline import Split, grain_source, open_data_streams
 
     assert grain_source  # imported now, not when it is first used
     words = [
@@ -132,7 +132,7 @@ def ours(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     ]  # fmt: skip
     config = load(None, words, environ={})
     begin, used = time.perf_counter(), processor_seconds()
-    batches = open_streams(config, Split.TRAIN, lambda step: ROWS, [ROWS])
+    batches = open_data_streams(config, Split.TRAIN, lambda step: ROWS, [ROWS])
     assert batches is not None, "a source has training data, or says what is missing"
     found = counted(batch["targets_segmentation"] for batch in batches)
     seconds = time.perf_counter() - begin

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import ShardSpec, Split, make_train_iterator, open_streams
+from maxtext.input_pipeline import ShardSpec, Split, make_train_iterator, open_data_streams
 from maxtext.input_pipeline.sources import make_iterator
 from tests.input_pipeline.corpora import SOURCES
 
@@ -133,8 +133,8 @@ def test_the_batches_do_not_depend_on_who_loads_them(configured, source):
     """Two processes, each with half of the rows of a batch, have together what one has."""
     config = configured(source, grain_worker_count=0, data_streams=2)
 
-    def batches(held=None, processes=1):
-        streams = open_streams(config, Split.TRAIN, lambda step: 4, [4], held, processes)
+    def batches(local_rows=None, processes=1):
+        streams = open_data_streams(config, Split.TRAIN, lambda step: 4, [4], local_rows, processes)
         found = [batch["inputs"] for batch in streams]
         streams.close()
         return found

@@ -15,7 +15,7 @@ from maxtext.input_pipeline import (
     Split,
     make_eval_iterator,
     make_train_iterator,
-    most_streams,
+    max_data_streams,
 )
 from maxtext.input_pipeline.olmo_index import write_index
 from maxtext.input_pipeline.sources import make_iterator
@@ -268,5 +268,5 @@ def test_a_position_in_another_index_is_refused(corpus):
 
 def test_streams_and_evaluation(corpus):
     config = corpus(shards())
-    assert most_streams(config, Split.TRAIN) == 1  # of thirty instances
+    assert max_data_streams(config, Split.TRAIN) == 1  # of thirty instances
     assert make_eval_iterator(config) is None

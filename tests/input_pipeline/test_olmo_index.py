@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.input_pipeline.olmo_index import read_index, remapped, token_offsets, write_index
+from maxtext.input_pipeline.olmo_index import read_index, remap_paths, token_offsets, write_index
 
 
 @pytest.fixture
@@ -101,14 +101,14 @@ def test_a_header_says_the_type_and_where_tokens_begin(tmp_path):
 
 def test_remap_changes_the_start_of_paths_only(published, save):
     published["files"][0]["path"] = "gs://bucket/x/gs://bucket/a.npy"
-    index = remapped(read_index(save(published)), "gs://bucket/", "/mnt/")
+    index = remap_paths(read_index(save(published)), "gs://bucket/", "/mnt/")
     assert [shard.path for shard in index.shards] == [
         "/mnt/x/gs://bucket/a.npy", *(file["path"] for file in published["files"][1:]),
     ]  # fmt: skip
     with pytest.raises(
         ConfigError, match="olmo_path_remap_from=s3://: no path .* starts so, the first is gs:"
     ):
-        remapped(read_index(save(published)), "s3://", "/mnt/")
+        remap_paths(read_index(save(published)), "s3://", "/mnt/")
 
 
 def without(key):

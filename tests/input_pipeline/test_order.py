@@ -11,12 +11,12 @@ from maxtext.input_pipeline import make_train_iterator
 from maxtext.input_pipeline.formats import cache
 from maxtext.input_pipeline.formats.parquet import ParquetRows
 from maxtext.input_pipeline.interface import ShardSpec
-from maxtext.input_pipeline.order import PERMUTATIONS, one_epoch, pieces
+from maxtext.input_pipeline.order import PERMUTATIONS, epoch_order, split_blocks
 
 
 def test_pieces_cover_every_document_once_in_order():
     blocks = np.array([5, 0, 1, 100, 7, 0, 33])
-    starts, sizes = pieces(blocks, 16)
+    starts, sizes = split_blocks(blocks, 16)
     assert len(sizes) >= 16
     assert sizes.min() > 0
     covered = np.concatenate(
@@ -33,7 +33,7 @@ def test_pieces_cover_every_document_once_in_order():
 
 def test_a_million_blocks():
     blocks = np.full(10**6, 100)
-    order = one_epoch(10**8, blocks, ShardSpec(1, index=3, count=8), seed=1)
+    order = epoch_order(10**8, blocks, ShardSpec(1, index=3, count=8), seed=1)
     found = [order[place] for place in range(2000)]
     assert len(set(found)) == 2000
     assert len(order) > 10**7
@@ -41,7 +41,7 @@ def test_a_million_blocks():
 
 def test_streams_share_an_order():
     streams = [
-        one_epoch(1000, None, ShardSpec(1, index=number, count=4), seed=11) for number in range(4)
+        epoch_order(1000, None, ShardSpec(1, index=number, count=4), seed=11) for number in range(4)
     ]
     seen = [stream[place] for stream in streams for place in range(len(stream))]
     assert sorted(seen) == list(range(1000))

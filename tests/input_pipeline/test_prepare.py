@@ -24,7 +24,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
 from maxtext.input_pipeline import make_train_iterator
 from maxtext.input_pipeline import prepare as prepare_module
-from maxtext.input_pipeline.prepare import prepare, training_words
+from maxtext.input_pipeline.prepare import prepare, training_overrides
 from tests.input_pipeline.corpora import SOURCES
 
 KINDS = [
@@ -409,7 +409,7 @@ def test_bad_records_are_counted_over_all_runs(make_config, tmp_path):
 
 
 def test_the_settings_to_train_with():
-    assert training_words(Path("some/place")) == [
+    assert training_overrides(Path("some/place")) == [
         "dataset_type=grain", "grain_file_type=arrayrecord", "grain_train_files=some/place/*.array_record",
         "train_data_columns=[tokens]", "tokenize_train_data=false",
     ]  # fmt: skip

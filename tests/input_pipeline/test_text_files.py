@@ -142,7 +142,7 @@ def test_what_does_not_fit(make_config, write, update, said):
 def test_large_files_are_read_ahead_one_by_one(make_config):
     config = make_config(grain_num_threads=4, grain_prefetch_buffer_size=6, grain_ram_budget_mb=10)
 
-    def ahead(*megabytes, packet=1, known=True, local_streams=1):
+    def ahead(*megabytes, chunk=1, known=True, local_streams=1):
         sizes = np.array(megabytes) * 2**20
         facts = {
             "sizes": sizes if known else None,
@@ -151,12 +151,12 @@ def test_large_files_are_read_ahead_one_by_one(make_config):
         }
         documents = type("Documents", (), facts)()
         options = pipeline.read_options(
-            config, Split.TRAIN, [pipeline.Part(documents)], packet, local_streams
+            config, Split.TRAIN, [pipeline.MixtureComponent(documents)], chunk, local_streams
         )
         return options.prefetch_buffer_size, options.num_threads
 
     assert ahead(1, 1, 1) == (6, 4)  # all fit, the key stands
-    assert ahead(1, 1, 1, packet=2) == (3, 3)
+    assert ahead(1, 1, 1, chunk=2) == (3, 3)
     assert ahead(4, 1, 4, 4, 1) == (2, 2)  # 4 + 4 + 4 is too much
     assert ahead(100, 1) == (1, 1)
     assert ahead(4, 1, 4, 4, 1, local_streams=2) == (1, 1)

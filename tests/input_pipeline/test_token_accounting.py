@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.input_pipeline import Split, open_streams
+from maxtext.input_pipeline import Split, open_data_streams
 
 LENGTH, ROWS = 96, 6
 TEXTS = [
@@ -84,6 +84,6 @@ def test_every_token_once(make_config, write, packing, streams, truncate, split)
         enable_data_shuffling=shuffle, data_streams=streams, num_epoch=2, generate_padding_batch_train=True,
         grain_worker_count=0, grain_worker_count_eval=0, **how,
     )  # fmt: skip
-    batches = open_streams(config, split, lambda step: ROWS, [ROWS])
+    batches = open_data_streams(config, split, lambda step: ROWS, [ROWS])
     assert Counter(segments(batches)) == naive(packing, truncate, 2 if split is Split.TRAIN else 1)
     batches.close()

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.input_pipeline import ShardSpec, Split, Streams, workers
-from maxtext.input_pipeline.programs import start_program
+from maxtext.input_pipeline import DataStreams, ShardSpec, Split, workers
 from maxtext.input_pipeline.sources import make_iterator
-from maxtext.input_pipeline.workers import Workers, stream_opener, worker_count
+from maxtext.input_pipeline.subprocesses import start_program
+from maxtext.input_pipeline.workers import Workers, data_stream_factory, worker_count
 
 DOCUMENTS = [
     "".join(chr(97 + (place * number) % 26) for place in range(number % 30)) for number in range(40)
@@ -33,7 +33,7 @@ def config(make_config, write):
 
 
 def streams(open_stream):
-    return Streams(lambda *shard: open_stream(ShardSpec(2, *shard[:3])), 3, lambda step: 6, [6])
+    return DataStreams(lambda *shard: open_stream(ShardSpec(2, *shard[:3])), 3, lambda step: 6, [6])
 
 
 def here(config):
@@ -49,7 +49,7 @@ def alive(process):
 
 def test_the_same_batches_and_positions(config):
     local = here(config)
-    remote = streams(stream_opener(config, Split.TRAIN))
+    remote = streams(data_stream_factory(config, Split.TRAIN))
     try:
         workers = {stream.source.worker.process.pid for stream in remote.streams.values()}
         assert len(workers) == 2
@@ -74,21 +74,25 @@ def test_the_same_batches_and_positions(config):
 
 @pytest.mark.slow
 def test_errors_are_those_of_the_source(config):
-    open_stream = stream_opener(
+    open_stream = data_stream_factory(
         config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN
     )
     with pytest.raises(ConfigError, match="grain_train_files: /nowhere does not exist"):
         open_stream(ShardSpec(1))
     with pytest.raises(ConfigError, match="but one batch needs 80000"):
-        stream_opener(config, Split.TRAIN)(ShardSpec(10**4))
-    assert stream_opener(config, Split.EVAL)(ShardSpec(1)) is None
+        data_stream_factory(config, Split.TRAIN)(ShardSpec(10**4))
+    assert data_stream_factory(config, Split.EVAL)(ShardSpec(1)) is None
 
 
 def test_of_streams_that_cannot_be_opened_at_once_the_error_is_heard(config):
     """Six threads ask one worker, which ends when the last has its answer."""
-    open_stream = stream_opener(config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN)
+    open_stream = data_stream_factory(
+        config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN
+    )
     with pytest.raises(ConfigError, match="but one batch needs 80000"):
-        Streams(lambda *shard: open_stream(ShardSpec(10**4, *shard[:3])), 6, lambda step: 6, [6])
+        DataStreams(
+            lambda *shard: open_stream(ShardSpec(10**4, *shard[:3])), 6, lambda step: 6, [6]
+        )
 
 
 def test_a_worker_that_dies_is_noticed(config):
@@ -107,8 +111,8 @@ def test_workers_end_with_their_process(config, tmp_path):
     (tmp_path / "config").write_bytes(pickle.dumps(config))
     script = (
         "import pickle, sys, time\n"
-        "from maxtext.input_pipeline import ShardSpec, Split, stream_opener\n"
-        f"stream = stream_opener(pickle.load(open({str(tmp_path / 'config')!r}, 'rb')), Split.TRAIN)(ShardSpec(1))\n"
+        "from maxtext.input_pipeline import ShardSpec, Split, data_stream_factory\n"
+        f"stream = data_stream_factory(pickle.load(open({str(tmp_path / 'config')!r}, 'rb')), Split.TRAIN)(ShardSpec(1))\n"
         "print(stream.worker.process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )

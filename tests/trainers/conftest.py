@@ -349,7 +349,9 @@ def run_training(configure, light_compiler, tmp_path_factory):
             patch.setattr(pretrain, "Loop", Watched)
             if batches is not None:
                 patch.setattr(
-                    loader, "stream_opener", lambda config, split: lambda share: Scripted(batches)
+                    loader,
+                    "data_stream_factory",
+                    lambda config, split: lambda share: Scripted(batches),
                 )
             try:
                 made.result = pretrain.train(made.config)

@@ -10,12 +10,12 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.input_pipeline import FIELDS, BatchIterator, Streams
+from maxtext.input_pipeline import FIELDS, BatchIterator, DataStreams
 from maxtext.trainers.rows import row_counts, rows_at
 
 
 def ramp_up(config, source):
-    return Streams(lambda *_: source, 1, lambda step: rows_at(config, step), row_counts(config))
+    return DataStreams(lambda *_: source, 1, lambda step: rows_at(config, step), row_counts(config))
 
 
 def config_of(start, increment, full, samples, devices=1, pieces=1, words=()):

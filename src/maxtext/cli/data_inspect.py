@@ -176,7 +176,7 @@ def read(
     """The first rows of each batch, and how many documents the data has, if that is known."""
     from functools import partial
 
-    from maxtext.input_pipeline import Split, open_streams
+    from maxtext.input_pipeline import Split, open_data_streams
     from maxtext.trainers.rows import row_counts, rows_at
 
     start = time.perf_counter()
@@ -184,9 +184,11 @@ def read(
     config = config.model_copy(update={"grain_worker_count": 0, "grain_worker_count_eval": 0})
     if evaluation:
         size = config.global_batch_size_to_eval_on
-        iterator = open_streams(config, Split.EVAL, lambda step: size, [size])
+        iterator = open_data_streams(config, Split.EVAL, lambda step: size, [size])
     else:
-        iterator = open_streams(config, Split.TRAIN, partial(rows_at, config), row_counts(config))
+        iterator = open_data_streams(
+            config, Split.TRAIN, partial(rows_at, config), row_counts(config)
+        )
     if iterator is None:
         raise ConfigError(
             "--eval: the configuration names no evaluation data, set the key for it or leave --eval out"

@@ -18,7 +18,7 @@ LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 def run(words: list[str]) -> int:
-    from maxtext.input_pipeline.prepare import prepare, training_words
+    from maxtext.input_pipeline.prepare import prepare, training_overrides
     from maxtext.tokenizers.text import cores
 
     out = cli_words.take_value(words, "--out")
@@ -46,7 +46,7 @@ def run(words: list[str]) -> int:
     else:
         done = "there was nothing left to write in"
     print(
-        f"{done} {place}\n{aligned(rows, left=1)}train on it with\n{shlex.join(training_words(place))}"
+        f"{done} {place}\n{aligned(rows, left=1)}train on it with\n{shlex.join(training_overrides(place))}"
     )
     return 0
 

@@ -8,34 +8,41 @@ grain_batches) · olmo: rows of tokens · streams: batches dealt from data strea
 prefetch · prepare, shards: tokens written ahead of training.
 """
 
-from maxtext.input_pipeline.interface import FIELDS, Batch, BatchIterator, ShardSpec, Source, Split
-from maxtext.input_pipeline.loader import open_streams
+from maxtext.input_pipeline.data_streams import DataStreams, choose_stream_count, merge_states
+from maxtext.input_pipeline.interface import (
+    FIELDS,
+    Batch,
+    BatchIterator,
+    DataSource,
+    ShardSpec,
+    Split,
+)
+from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.input_pipeline.prefetch import prefetch
 from maxtext.input_pipeline.sources import (
     SOURCES,
     make_eval_iterator,
     make_train_iterator,
-    most_streams,
+    max_data_streams,
 )
-from maxtext.input_pipeline.streams import Streams, join_states, stream_count
-from maxtext.input_pipeline.workers import stream_opener, worker_count
+from maxtext.input_pipeline.workers import data_stream_factory, worker_count
 
 __all__ = [
     "FIELDS",
     "SOURCES",
     "Batch",
     "BatchIterator",
+    "DataSource",
+    "DataStreams",
     "ShardSpec",
-    "Source",
     "Split",
-    "Streams",
-    "join_states",
+    "choose_stream_count",
+    "data_stream_factory",
     "make_eval_iterator",
     "make_train_iterator",
-    "most_streams",
-    "open_streams",
+    "max_data_streams",
+    "merge_states",
+    "open_data_streams",
     "prefetch",
-    "stream_count",
-    "stream_opener",
     "worker_count",
 ]

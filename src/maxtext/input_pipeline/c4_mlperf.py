@@ -8,18 +8,18 @@ the column `ids` or that of eval_data_columns.
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
-from maxtext.input_pipeline.pipeline import document_batches, most_streams_of
-from maxtext.input_pipeline.tfds_source import part_of
+from maxtext.input_pipeline.pipeline import document_batches, max_streams_of
+from maxtext.input_pipeline.tfds_source import load_component
 
 
 def c4_mlperf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     config = as_benchmark(config, split)
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, shard, [part_of(config, split)], key)
+    return document_batches(config, split, shard, [load_component(config, split)], key)
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
-    return most_streams_of([part_of(as_benchmark(config, split), split)])
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+    return max_streams_of([load_component(as_benchmark(config, split), split)])
 
 
 def as_benchmark(config: MaxTextConfig, split: Split) -> MaxTextConfig:

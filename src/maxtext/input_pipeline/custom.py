@@ -18,7 +18,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import BadRecord, Record
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
-from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
+from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
 TYPICAL_BYTES = 4096  # of a document, for which only the user's function knows
 
@@ -62,12 +62,12 @@ def custom_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Batc
     documents = documents_of(config, split)
     if documents is None:
         return None
-    return document_batches(config, split, shard, [Part(documents)], "dataset_type")
+    return document_batches(config, split, shard, [MixtureComponent(documents)], "dataset_type")
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     documents = documents_of(config, split)
-    return most_streams_of([Part(documents)]) if documents else 1
+    return max_streams_of([MixtureComponent(documents)]) if documents else 1
 
 
 def documents_of(config: MaxTextConfig, split: Split) -> CustomDocuments | None:

@@ -25,7 +25,7 @@ ENCODERS: "WeakValueDictionary[tuple[Split, str], Encoder]" = WeakValueDictionar
 ENCODERS_LOCK = threading.Lock()
 
 
-class Unfit(ValueError):
+class UnusableRecord(ValueError):
     """A record that could be read, but has no text where it should."""
 
 
@@ -87,9 +87,11 @@ class Encoder:
             try:
                 return self.template.render(self.messages(values))
             except UserError as error:
-                raise Unfit(str(error)) from error
+                raise UnusableRecord(str(error)) from error
         if not isinstance(values[0], str):
-            raise Unfit(f"column {self.columns[0]} has {describe(values[0])} instead of text")
+            raise UnusableRecord(
+                f"column {self.columns[0]} has {describe(values[0])} instead of text"
+            )
         return values[0]
 
     def encode(self, prepared: Sequence[Any]) -> list[np.ndarray]:
@@ -104,7 +106,7 @@ class Encoder:
 
     def value(self, record: Record, column: str) -> Any:
         if column not in record:
-            raise Unfit(
+            raise UnusableRecord(
                 f"there is no column {column}, only {', '.join(map(str, record)) or 'an empty record'}"
             )
         return record[column]
@@ -114,10 +116,12 @@ class Encoder:
         if tokens.ndim == 1 and not tokens.size:
             return np.zeros(0, np.int32)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise Unfit(f"column {self.columns[0]} has {describe(value)} instead of token ids")
+            raise UnusableRecord(
+                f"column {self.columns[0]} has {describe(value)} instead of token ids"
+            )
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise Unfit(f"its token id {wrong} is outside vocab_size={self.vocab_size}")
+            raise UnusableRecord(f"its token id {wrong} is outside vocab_size={self.vocab_size}")
         return tokens.astype(np.int32)
 
     def messages(self, values: list[Any]) -> list[dict[str, Any]]:
@@ -131,12 +135,14 @@ class Encoder:
         try:
             value = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
-            raise Unfit(f"column {self.columns[0]} is text that is no JSON: {error}") from error
+            raise UnusableRecord(
+                f"column {self.columns[0]} is text that is no JSON: {error}"
+            ) from error
         if not (
             isinstance(value, list)
             and all(isinstance(one, dict) and "role" in one for one in value)
         ):
-            raise Unfit(
+            raise UnusableRecord(
                 f"column {self.columns[0]} has {describe(value)} instead of a list of messages"
             )
         return value

@@ -10,12 +10,12 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Documents, find_files, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
-from maxtext.input_pipeline.mixture import mixture_of
-from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
+from maxtext.input_pipeline.mixture_config import mixture_of
+from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
 
 def grain_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
-    parts = parts_of(config, split)
+    parts = load_components(config, split)
     return (
         document_batches(config, split, shard, parts, f"grain_{split.value}_files")
         if parts
@@ -23,11 +23,11 @@ def grain_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Batch
     )
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
-    return most_streams_of(parts_of(config, split))
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+    return max_streams_of(load_components(config, split))
 
 
-def parts_of(config: MaxTextConfig, split: Split) -> list[Part]:
+def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
     """Empty when no evaluation files are named."""
     if split is Split.EVAL and not config.grain_eval_files.strip():
         return []
@@ -37,11 +37,11 @@ def parts_of(config: MaxTextConfig, split: Split) -> list[Part]:
     for key, value, weight in mixture_of(config, split):
         files = find_files(key, value)
         try:
-            parts.append(Part(open_files(files, kind, columns, threads), weight))
+            parts.append(MixtureComponent(open_files(files, kind, columns, threads), weight))
         except ConfigError as error:
             raise ConfigError(
                 f"{key} with grain_file_type={kind}: {error.problems[0]}", *error.problems[1:]
             ) from error
     if split is Split.EVAL and len(parts) > 1:
-        return [Part(Documents([part.documents for part in parts]))]
+        return [MixtureComponent(Documents([part.documents for part in parts]))]
     return parts

@@ -24,13 +24,13 @@ from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import (
-    Part,
+    MixtureComponent,
     document_batches,
-    most_streams_of,
+    max_streams_of,
     record_batches,
     shuffle_seed,
 )
-from maxtext.input_pipeline.window import WindowShuffle
+from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 RECORD_WINDOW = 2048
 # Data streams are opened by several threads, and load_dataset may fail in two at once (its progress
@@ -46,11 +46,11 @@ def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIte
         return None
     if is_local(config, split, files):
         return document_batches(
-            config, split, shard, [local_part(config, split, files)], f"hf_{split.value}_files"
+            config, split, shard, [local_component(config, split, files)], f"hf_{split.value}_files"
         )
     seed = shuffle_seed(config, split)
     epochs = config.num_epoch if split is Split.TRAIN else 1
-    records: grain.IterDataset = Streamed(
+    records: grain.IterDataset = StreamingDataset(
         lambda: open_stream(config, split, shard), config.hf_path, epochs
     )
     if seed is not None:
@@ -59,22 +59,22 @@ def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIte
     return record_batches(config, split, shard, records, config.hf_path, made_by)
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     files = named_files(config, split)
     if is_local(config, split, files):
-        return most_streams_of([local_part(config, split, files)])
+        return max_streams_of([local_component(config, split, files)])
     # Each stream reads shards of its own; with more streams than shards each would read everything.
     return max(open_stream(config, split, ShardSpec(1)).num_shards, 1)
 
 
-def supports_streams(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
+def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
     """`datasets` gives each stream shards of its own if they can be divided evenly; otherwise each
     reads everything.
     """
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return lambda count: count == 1  # there is no evaluation data
-    most = most_streams(config, split)
+    most = max_data_streams(config, split)
     if is_local(config, split, files):
         return lambda count: count <= most
     return lambda count: most % count == 0
@@ -97,7 +97,7 @@ def is_local(config: MaxTextConfig, split: Split, files: str) -> bool:
     return bool(files) and "://" not in files and (not config.hf_path or config.hf_path in LOADERS)
 
 
-def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
+def local_component(config: MaxTextConfig, split: Split, value: str) -> MixtureComponent:
     key = f"hf_{split.value}_files"
     if config.hf_name or config.hf_data_dir:
         wrong = (
@@ -115,7 +115,7 @@ def local_part(config: MaxTextConfig, split: Split, value: str) -> Part:
                 f"{key}={value}: set hf_path to the kind of these files, one of {', '.join(LOADERS)}"
             )
         kind = "lines" if kinds == {"text"} else str(kinds.pop())
-    return Part(
+    return MixtureComponent(
         open_files(files, kind, data_columns(config, split), config.grain_data_source_max_workers)
     )
 
@@ -165,7 +165,7 @@ def reason_of(error: Exception) -> str:
     return textwrap.shorten(lines[0], 300, placeholder=" …")
 
 
-class Streamed(grain.IterDataset):
+class StreamingDataset(grain.IterDataset):
     """(number, record) of a stream of `datasets`, `epochs` times."""
 
     def __init__(self, make: Callable[[], Any], name: str, epochs: int):
@@ -173,11 +173,11 @@ class Streamed(grain.IterDataset):
         self.make, self.name, self.epochs = make, name, epochs
 
     def __iter__(self) -> grain.DatasetIterator:
-        return StreamedRecords(self)
+        return StreamingIterator(self)
 
 
-class StreamedRecords(grain.DatasetIterator):
-    def __init__(self, dataset: Streamed):
+class StreamingIterator(grain.DatasetIterator):
+    def __init__(self, dataset: StreamingDataset):
         super().__init__()
         self.dataset = dataset
         self.move(0, 0, None)

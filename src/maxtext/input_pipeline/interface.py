@@ -87,7 +87,7 @@ class BatchIterator(ABC):
         """Let go of threads and files; the iterator is not used afterwards."""
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """Makes the iterator of one split for one stream. None: the configuration names no data for
     evaluation.
     """

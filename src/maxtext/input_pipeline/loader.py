@@ -9,10 +9,10 @@ import numpy as np
 
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.data_streams import DataStreams, choose_stream_count
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split, keeps_last
-from maxtext.input_pipeline.sources import supports_streams
-from maxtext.input_pipeline.streams import Streams, stream_count
-from maxtext.input_pipeline.workers import stream_opener
+from maxtext.input_pipeline.sources import supports_stream_count
+from maxtext.input_pipeline.workers import data_stream_factory
 
 # What a stream loads at a time, at least: fewer and larger messages from a worker process
 LOADED_TOKENS, LOADED_ROWS = 2**14, 32
@@ -22,18 +22,18 @@ class NoData(Exception):
     """The configuration names no evaluation data."""
 
 
-def open_streams(
+def open_data_streams(
     config: MaxTextConfig,
     split: Split,
     rows: Callable[[int], int],
     sizes: Sequence[int],
-    held: Callable[[int], np.ndarray] | None = None,
+    local_rows: Callable[[int], np.ndarray] | None = None,
     processes: int = 1,
-) -> Streams | None:
-    """The batches of `split`, of which this process gives the rows `held(size)`. `rows(step)` is
+) -> DataStreams | None:
+    """The batches of `split`, of which this process gives the rows `local_rows(size)`. `rows(step)` is
     the size of a step's batch, one of `sizes`, the full one last. None: the configuration names no
     evaluation data."""
-    open_stream = stream_opener(config, split)
+    open_stream = data_stream_factory(config, split)
     keep_last = keeps_last(config, split)
     full = sizes[-1]
 
@@ -62,7 +62,15 @@ def open_streams(
                 "%d processes read %d data streams, so some read the same: data_streams=%d gives each its own, with "
                 "other batches", processes, count, processes,
             )  # fmt: skip
-        return Streams(make, count, rows, sizes, held=held, pad=keep_last, alone=processes == 1)
+        return DataStreams(
+            make,
+            count,
+            rows,
+            sizes,
+            local_rows=local_rows,
+            pad=keep_last,
+            single_process=processes == 1,
+        )
     except NoData:
         return None
 
@@ -73,5 +81,5 @@ def data_streams(config: MaxTextConfig, split: Split, sizes: Sequence[int]) -> i
     if config.data_streams > 0:
         return config.data_streams
     rows = math.gcd(*sizes)
-    supports = supports_streams(config, split) if rows > 1 else bool
-    return stream_count(rows, supports, config.grain_use_elastic_iterator)
+    supports = supports_stream_count(config, split) if rows > 1 else bool
+    return choose_stream_count(rows, supports, config.grain_use_elastic_iterator)

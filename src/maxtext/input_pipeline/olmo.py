@@ -18,8 +18,8 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.grain_batches import GrainBatches
 from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Split, keeps_last
-from maxtext.input_pipeline.olmo_index import Index, read_index, remapped, token_offsets
-from maxtext.input_pipeline.order import one_epoch
+from maxtext.input_pipeline.olmo_index import Index, read_index, remap_paths, token_offsets
+from maxtext.input_pipeline.order import epoch_order
 from maxtext.input_pipeline.packing import to_batches
 from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, shuffle_seed
 from maxtext.input_pipeline.repetition import is_repetitive
@@ -35,10 +35,10 @@ def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchI
             f"olmo_index_path={config.olmo_index_path} cuts instances of {index.sequence_length} tokens, but "
             f"max_target_length={length}: set it to {index.sequence_length}, or make an index for {length}"
         )
-    here = remapped(index, config.olmo_path_remap_from, config.olmo_path_remap_to)
+    here = remap_paths(index, config.olmo_path_remap_from, config.olmo_path_remap_to)
     read = ReadInstance(here, token_offsets(here), config.vocab_size)
     seed, keep_last = shuffle_seed(config, split), keeps_last(config, split)
-    order = one_epoch(index.instances, None, shard, seed)
+    order = epoch_order(index.instances, None, shard, seed)
     if len(order) * config.num_epoch < (shard.min_rows or (1 if keep_last else shard.rows)):
         raise too_little(config, index, shard)
     rows = (
@@ -56,7 +56,7 @@ def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchI
     )
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     return max(1, open_index(config).instances // STREAM_DOCUMENTS)
 
 

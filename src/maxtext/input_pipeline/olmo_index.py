@@ -188,7 +188,7 @@ def is_token_type(name: str) -> bool:
         return False
 
 
-def remapped(index: Index, before: str, after: str) -> Index:
+def remap_paths(index: Index, before: str, after: str) -> Index:
     """The same index with `after` in place of `before` at the start of every path that starts
     so.
     """
@@ -209,7 +209,7 @@ def remapped(index: Index, before: str, after: str) -> Index:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardHeader:
     """What a shard's file holds. `offset`: the bytes before its first token."""
 
     dtype: str
@@ -221,7 +221,7 @@ class BadShard(Exception):
     """What is wrong with one shard, as the rest of a sentence about it."""
 
 
-def look(path: str, raw_dtype: str) -> Layout:
+def look(path: str, raw_dtype: str) -> ShardHeader:
     """`raw_dtype`: the type of tokens if the file has no header that says it."""
     try:
         with open(path, "rb") as file:
@@ -232,7 +232,7 @@ def look(path: str, raw_dtype: str) -> Layout:
                 raise BadShard(
                     f"has the shape {array.shape}, and a shard is one flat row of tokens"
                 )
-            return Layout(str(array.dtype), array.size, array.offset)
+            return ShardHeader(str(array.dtype), array.size, array.offset)
         size = os.path.getsize(path)
     except FileNotFoundError:
         raise BadShard("does not exist") from None
@@ -245,11 +245,11 @@ def look(path: str, raw_dtype: str) -> Layout:
     tokens, rest = divmod(size, np.dtype(raw_dtype).itemsize)
     if rest:
         raise BadShard(f"has {size} bytes, which is no whole number of {raw_dtype} tokens")
-    return Layout(raw_dtype, tokens, 0)
+    return ShardHeader(raw_dtype, tokens, 0)
 
 
-def look_at_all(paths: Sequence[str], raw_dtype: str) -> list[Layout | BadShard]:
-    def attempt(path: str) -> Layout | BadShard:
+def look_at_all(paths: Sequence[str], raw_dtype: str) -> list[ShardHeader | BadShard]:
+    def attempt(path: str) -> ShardHeader | BadShard:
         try:
             return look(path, raw_dtype)
         except BadShard as problem:

@@ -28,7 +28,7 @@ WINDOW = 8  # blocks whose documents are mixed, at most
 PERMUTED = (
     2**20
 )  # documents whose order is kept as numbers; Grain's shuffle computes it, slowly for small counts
-PIECES = 8  # at least so many for each stream: larger blocks are divided
+BLOCKS_PER_STREAM = 8  # at least so many for each stream: larger blocks are divided
 
 # The streams of a process have one order of all documents, and each its part of it: it is kept
 # once, as long as a stream is in that epoch.
@@ -36,7 +36,7 @@ PERMUTATIONS: WeakValueDictionary[tuple[int, int, int], np.ndarray] = WeakValueD
 PERMUTATIONS_LOCK = threading.Lock()
 
 
-def one_epoch(
+def epoch_order(
     count: int, blocks: np.ndarray | None, shard: ShardSpec, seed: int | None, block_bytes: int = 0
 ) -> grain.MapDataset:
     """Indices of this stream's documents; `repeat` continues with the orders of further epochs.
@@ -101,7 +101,7 @@ class BlockOrder(EpochOrder):
     def __init__(self, blocks: np.ndarray, shard: ShardSpec, seed: int, window: int = WINDOW):
         super().__init__()
         self.seed, self.index, self.window = seed, shard.index, window
-        starts, sizes = pieces(blocks, PIECES * shard.count)
+        starts, sizes = split_blocks(blocks, BLOCKS_PER_STREAM * shard.count)
         mine = np.random.default_rng([seed, 0]).permutation(len(sizes))[shard.index :: shard.count]
         self.starts, self.sizes = starts[mine], sizes[mine]
         self.count = int(self.sizes.sum())
@@ -148,7 +148,7 @@ def streams_within(blocks: np.ndarray | None, block_bytes: int) -> int:
     return cache.DECODED_BYTES // max(2 * blocks_together(blocks, block_bytes) * each, 1)
 
 
-def pieces(blocks: np.ndarray, min_pieces: int) -> tuple[np.ndarray, np.ndarray]:
+def split_blocks(blocks: np.ndarray, min_pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """First document and number of documents of each block, after large ones are divided so that
     there are `min_pieces`.
     """

@@ -19,31 +19,37 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
-from maxtext.input_pipeline.formats import Format
+from maxtext.input_pipeline.formats import RecordSource
 from maxtext.input_pipeline.grain_batches import GrainBatches
 from maxtext.input_pipeline.interface import ShardSpec, Split, keeps_last
-from maxtext.input_pipeline.loading import PACKET, BadRecords, EncodeRecords, Load, packet_size
-from maxtext.input_pipeline.mixing import documents_read, mix
-from maxtext.input_pipeline.order import one_epoch, streams_within
+from maxtext.input_pipeline.load_documents import (
+    MAX_CHUNK_DOCUMENTS,
+    BadRecords,
+    EncodeRecords,
+    LoadDocuments,
+    documents_per_chunk,
+)
+from maxtext.input_pipeline.mixture import documents_read, mix
+from maxtext.input_pipeline.order import epoch_order, streams_within
 from maxtext.input_pipeline.packing import to_batches, to_rows
-from maxtext.input_pipeline.sequences import Long, ToSequences
-from maxtext.input_pipeline.window import WindowShuffle
+from maxtext.input_pipeline.sequences import LongDocuments, ToSequences
+from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 # Documents for each data stream, at least: streams of few documents have very different numbers of
 # rows.
 STREAM_DOCUMENTS = 512
-STREAM_PACKETS = 4  # packets that each of several streams reads ahead, at least
+STREAM_CHUNKS = 4  # packets that each of several streams reads ahead, at least
 
 
 @dataclass(frozen=True)
-class Part:
+class MixtureComponent:
     """Documents, and their share of a mixture."""
 
-    documents: Format
+    documents: RecordSource
     weight: float = 1.0
 
 
-def most_streams_of(parts: Sequence[Part]) -> int:
+def max_streams_of(parts: Sequence[MixtureComponent]) -> int:
     """How many data streams the documents are worth. Each stream keeps decoded blocks in memory:
     all of them together keep no more than one may."""
     if not parts:
@@ -54,7 +60,11 @@ def most_streams_of(parts: Sequence[Part]) -> int:
 
 
 def document_batches(
-    config: MaxTextConfig, split: Split, shard: ShardSpec, parts: Sequence[Part], named_by: str
+    config: MaxTextConfig,
+    split: Split,
+    shard: ShardSpec,
+    parts: Sequence[MixtureComponent],
+    named_by: str,
 ) -> GrainBatches:
     """`named_by`: the key that the user would change for other data."""
     encoder, bad = shared_encoder(config, split), BadRecords(config.max_bad_records)
@@ -67,16 +77,16 @@ def document_batches(
             "lower data_streams, or if the run began with other files, name those or start under a new run_name"
         )
     orders = [
-        one_epoch(len(part.documents), part.documents.blocks, shard, seed, part.documents.decoded)
+        epoch_order(len(part.documents), part.documents.blocks, shard, seed, part.documents.decoded)
         for part in parts
     ]
-    size = min(packet_size(part.documents) for part in parts)
+    size = min(documents_per_chunk(part.documents) for part in parts)
     options = read_options(config, split, parts, size, shard.local_streams)
     if len(parts) == 1:
         # Packets end with the epoch, so that a position in them means the same whatever num_epoch
         # is.
-        packets = orders[0].batch(size, batch_fn=list).repeat(epochs)
-        loaded = packets.map(Load(parts[0].documents, encoder, bad))
+        chunks = orders[0].batch(size, batch_fn=list).repeat(epochs)
+        loaded = chunks.map(LoadDocuments(parts[0].documents, encoder, bad))
     else:
         mixed = mix(
             orders, [part.weight for part in parts], epochs, config.mixture_stopping_strategy
@@ -84,7 +94,7 @@ def document_batches(
         if shard.index == 0:
             report_mixture(config, parts, named_by)
         loaded = mixed.batch(size, batch_fn=list).map(
-            LoadMixed([Load(part.documents, encoder, bad) for part in parts])
+            LoadMixture([LoadDocuments(part.documents, encoder, bad) for part in parts])
         )
     made_by: dict[str, Any] = {
         "stream": shard.index,
@@ -113,16 +123,16 @@ def record_batches(
     """
     encoder = shared_encoder(config, split)
     encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records))
-    packets = records.batch(PACKET, batch_fn=list).map(encode)
+    chunks = records.batch(MAX_CHUNK_DOCUMENTS, batch_fn=list).map(encode)
     made_by = {"stream": shard.index, "streams": shard.count, **made_by, **encoder.adds()}
-    return to_token_batches(config, split, shard, packets, made_by, named_by)
+    return to_token_batches(config, split, shard, chunks, made_by, named_by)
 
 
 def to_token_batches(
     config: MaxTextConfig,
     split: Split,
     shard: ShardSpec,
-    packets: grain.IterDataset,
+    chunks: grain.IterDataset,
     made_by: dict[str, Any],
     named_by: str,
 ) -> GrainBatches:
@@ -130,7 +140,7 @@ def to_token_batches(
     packing = config.grain_packing_type if config.packing else None
     length, seed = config.max_target_length, shuffle_seed(config, split)
     sequences = grain.experimental.FlatMapIterDataset(
-        packets, ToSequences(length, long_documents(config, packing))
+        chunks, ToSequences(length, long_documents(config, packing))
     )
     rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
     window = shard.window(config.grain_shuffle_buffer_size) if seed is not None else 1
@@ -150,7 +160,7 @@ def to_token_batches(
     iterator = GrainBatches(to_batches(rows, shard, keeps_last(config, split)), made_by)
     if iterator.first_rows < max(shard.min_rows, 1):
         iterator.close()
-        raise too_little(config, split, shard, packets, named_by)
+        raise too_little(config, split, shard, chunks, named_by)
     return iterator
 
 
@@ -162,7 +172,7 @@ def shuffle_seed(config: MaxTextConfig, split: Split) -> int | None:
     )
 
 
-def report_mixture(config: MaxTextConfig, parts: Sequence[Part], named_by: str) -> None:
+def report_mixture(config: MaxTextConfig, parts: Sequence[MixtureComponent], named_by: str) -> None:
     """Say how often each part of a training mixture is read."""
     counts = [len(part.documents) for part in parts]
     weights, strategy = [part.weight for part in parts], config.mixture_stopping_strategy
@@ -182,8 +192,8 @@ def report_mixture(config: MaxTextConfig, parts: Sequence[Part], named_by: str) 
     )  # fmt: skip
 
 
-class LoadMixed:
-    def __init__(self, loads: Sequence[Load]):
+class LoadMixture:
+    def __init__(self, loads: Sequence[LoadDocuments]):
         self.loads = loads
 
     def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[np.ndarray]:
@@ -196,7 +206,11 @@ class LoadMixed:
 
 
 def read_options(
-    config: MaxTextConfig, split: Split, parts: Sequence[Part], packet: int, local_streams: int
+    config: MaxTextConfig,
+    split: Split,
+    parts: Sequence[MixtureComponent],
+    chunk: int,
+    local_streams: int,
 ) -> grain.ReadOptions:
     """Threads and packets read ahead, within this stream's part of grain_ram_budget_mb."""
     if split is Split.TRAIN:
@@ -204,8 +218,8 @@ def read_options(
     else:
         threads, ahead = config.grain_num_threads_eval, config.grain_prefetch_buffer_size_eval
     # A batch takes from one stream after the other, so each has some packets ready.
-    threads = min(threads, max(-(-threads // local_streams), STREAM_PACKETS))
-    ahead = min(ahead, max(-(-ahead // local_streams), STREAM_PACKETS * packet))
+    threads = min(threads, max(-(-threads // local_streams), STREAM_CHUNKS))
+    ahead = min(ahead, max(-(-ahead // local_streams), STREAM_CHUNKS * chunk))
     budget = config.grain_ram_budget_mb * 2**20 // local_streams
     fits = max(min(documents_within(part.documents, budget, ahead) for part in parts), 1)
     if fits < ahead:
@@ -214,11 +228,11 @@ def read_options(
             fits,
             ahead,
         )
-    ahead = -(-min(fits, ahead) // packet)
+    ahead = -(-min(fits, ahead) // chunk)
     return grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
 
 
-def documents_within(documents: Format, budget: int, most: int) -> int:
+def documents_within(documents: RecordSource, budget: int, most: int) -> int:
     """How many documents, the largest if their sizes are known, are in a budget of bytes; at most
     `most`.
     """
@@ -235,17 +249,17 @@ def documents_within(documents: Format, budget: int, most: int) -> int:
     return most if within == len(largest) else within
 
 
-def long_documents(config: MaxTextConfig, packing: str | None) -> Long:
+def long_documents(config: MaxTextConfig, packing: str | None) -> LongDocuments:
     if config.use_truncation:
-        return Long.CUT
-    return Long.WHOLE if packing == "concat_then_split" else Long.SPLIT
+        return LongDocuments.CUT
+    return LongDocuments.WHOLE if packing == "concat_then_split" else LongDocuments.SPLIT
 
 
 def too_little(
-    config: MaxTextConfig, split: Split, shard: ShardSpec, packets: Any, named_by: str
+    config: MaxTextConfig, split: Split, shard: ShardSpec, chunks: Any, named_by: str
 ) -> ConfigError:
     """The error for data that makes no batch, with the numbers that show why."""
-    pairs = [max(len(tokens) - 1, 0) for packet in packets for tokens in packet]
+    pairs = [max(len(tokens) - 1, 0) for chunk in chunks for tokens in chunk]
     length, min_rows = config.max_target_length, shard.min_rows or shard.rows
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used

@@ -24,11 +24,11 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import write_text
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import Encoder, data_columns
-from maxtext.input_pipeline.formats import Format, find_files, open_files
+from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
 from maxtext.input_pipeline.interface import Split
-from maxtext.input_pipeline.loading import BadRecords, packet_size
-from maxtext.input_pipeline.mixture import mixture_of
-from maxtext.input_pipeline.shards import (
+from maxtext.input_pipeline.load_documents import BadRecords, documents_per_chunk
+from maxtext.input_pipeline.mixture_config import mixture_of
+from maxtext.input_pipeline.write_shards import (
     COLUMN,
     SUFFIX,
     Counts,
@@ -55,11 +55,11 @@ Progress = Callable[
 
 
 @dataclass(frozen=True)
-class Work:
+class PreparePlan:
     """What is to be written, before anything is."""
 
     files: list[str]
-    documents: Format
+    documents: RecordSource
     encoder: Encoder
     shards: list[Shard]
     settings: dict[str, Any]
@@ -134,7 +134,7 @@ def prepare(
     return Prepared(counts, len(work.shards), tokens, seconds)
 
 
-def training_words(out: Path) -> list[str]:
+def training_overrides(out: Path) -> list[str]:
     """The settings that train from what was written."""
     return [
         "dataset_type=grain",
@@ -148,7 +148,7 @@ def training_words(out: Path) -> list[str]:
 def run(
     config: MaxTextConfig,
     out: Path,
-    work: Work,
+    work: PreparePlan,
     manifest: Manifest,
     workers: int,
     lock: int,
@@ -161,7 +161,7 @@ def run(
     done, tokens = before.documents, 0
     if progress:
         progress(done, len(work.documents), tokens)
-    job = Job(work.documents, work.encoder, str(out), packet_size(work.documents))
+    job = Job(work.documents, work.encoder, str(out), documents_per_chunk(work.documents))
     # Closed at once where it is left early: its processes must have ended before anything is
     # cleaned up.
     with contextlib.closing(write_shards(job, todo, min(workers, len(todo)), lock)) as steps:
@@ -182,7 +182,7 @@ def total(manifest: Manifest) -> Counts:
     return sum(manifest.finished.values(), Counts())
 
 
-def plan(config: MaxTextConfig, shard_documents: int | None) -> Work:
+def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
     """The documents, the encoder, and the ranges; the same for the same files and settings on any
     machine.
     """
@@ -218,10 +218,10 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> Work:
         "documents": count,
         "shard_documents": each,
     }
-    return Work(files, documents, encoder, shards, settings, inputs)
+    return PreparePlan(files, documents, encoder, shards, settings, inputs)
 
 
-def open_documents(config: MaxTextConfig) -> tuple[list[str], Format]:
+def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
     """The files of the training data, and their documents in order."""
     kind = config.dataset_type.value
     if kind == "grain":
@@ -243,7 +243,7 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], Format]:
 
         value = hf_source.named_files(config, Split.TRAIN)
         if hf_source.is_local(config, Split.TRAIN, value):
-            return find_files("hf_train_files", value), hf_source.local_part(
+            return find_files("hf_train_files", value), hf_source.local_component(
                 config, Split.TRAIN, value
             ).documents
         raise ConfigError(
@@ -328,7 +328,7 @@ def wait_for_lock(handle: int, out: Path) -> None:
             return
 
 
-def taken_up(out: Path, work: Work) -> Manifest:
+def taken_up(out: Path, work: PreparePlan) -> Manifest:
     """The manifest of an earlier run with the same work, else a new one; refused if the work is
     another.
     """
@@ -385,7 +385,7 @@ def changed(before: dict[str, list[int]], after: dict[str, list[int]]) -> str:
     return f"{file} {how}"
 
 
-def clean(out: Path, work: Work, manifest: Manifest) -> None:
+def clean(out: Path, work: PreparePlan, manifest: Manifest) -> None:
     """Take away what a run that was stopped had begun."""
     begun = [out / shard.name for shard in work.shards if shard.name not in manifest.finished]
     leftovers = [*begun, *map(temporary, begun)]

@@ -16,7 +16,7 @@ import numpy as np
 TokenPairs = dict[str, np.ndarray]  # inputs and targets, both [pairs]
 
 
-class Long(Enum):
+class LongDocuments(Enum):
     """What happens to a document with more pairs than a row has places."""
 
     CUT = "cut"  # its beginning is used, the rest is not
@@ -29,17 +29,17 @@ class ToSequences(grain.experimental.FlatMapTransform):
 
     max_fan_out = sys.maxsize  # Grain asks for a bound; a book in one file has none worth naming
 
-    def __init__(self, length: int, long: Long):
+    def __init__(self, length: int, long: LongDocuments):
         self.length, self.long = length, long
 
-    def flat_map(self, packet: list[np.ndarray]) -> list[TokenPairs]:
-        return [sequence for tokens in packet for sequence in self.sequences(tokens)]
+    def flat_map(self, chunk: list[np.ndarray]) -> list[TokenPairs]:
+        return [sequence for tokens in chunk for sequence in self.sequences(tokens)]
 
     def sequences(self, tokens: np.ndarray) -> list[TokenPairs]:
         inputs, targets = tokens[:-1], tokens[1:]
-        if self.long is Long.CUT:
+        if self.long is LongDocuments.CUT:
             inputs, targets = inputs[: self.length], targets[: self.length]
-        step = max(len(inputs), 1) if self.long is Long.WHOLE else self.length
+        step = max(len(inputs), 1) if self.long is LongDocuments.WHOLE else self.length
         return [
             {"inputs": inputs[start : start + step], "targets": targets[start : start + step]}
             for start in range(0, len(inputs), step)

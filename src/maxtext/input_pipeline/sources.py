@@ -1,7 +1,7 @@
 """The registry of data sources, and the two doors of this room: make_train_iterator and
 make_eval_iterator.
 
-A new source is one file with a function of the `Source` shape and `most_streams`, and one line in
+A new source is one file with a function of the `DataSource` shape and `max_data_streams`, and one line in
 SOURCES. It is imported when it is used: a run on synthetic data does not wait for the libraries of
 the others.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Source, Split
-from maxtext.input_pipeline.reuse import ReusedBatch
+from maxtext.input_pipeline.interface import BatchIterator, DataSource, ShardSpec, Split
+from maxtext.input_pipeline.reuse_batch import ReusedBatch
 
 # value of dataset_type -> module:function that makes its batches
 SOURCES = {
@@ -49,7 +49,7 @@ def make_eval_iterator(
 
 def make_iterator(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     module, name = source_of(config)
-    source: Source = getattr(module, name)
+    source: DataSource = getattr(module, name)
     iterator = source(config, split, shard)
     return (
         ReusedBatch(iterator)
@@ -58,17 +58,17 @@ def make_iterator(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Batc
     )
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     """Into how many streams the documents can be dealt so that each has some to mix."""
-    return source_of(config)[0].most_streams(config, split)
+    return source_of(config)[0].max_data_streams(config, split)
 
 
-def supports_streams(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
+def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
     """Whether the documents can be divided over a number of data streams at no cost."""
     module = source_of(config)[0]
-    if hasattr(module, "supports_streams"):
-        return module.supports_streams(config, split)
-    most = module.most_streams(config, split)
+    if hasattr(module, "supports_stream_count"):
+        return module.supports_stream_count(config, split)
+    most = module.max_data_streams(config, split)
     return lambda count: count <= most
 
 

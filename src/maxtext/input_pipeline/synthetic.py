@@ -29,7 +29,7 @@ def synthetic_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> B
     )
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     return sys.maxsize
 
 

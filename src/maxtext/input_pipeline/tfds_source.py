@@ -17,7 +17,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Documents, Record, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
-from maxtext.input_pipeline.pipeline import Part, document_batches, most_streams_of
+from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
 # the library's names of file formats, and ours
 KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
@@ -25,14 +25,14 @@ KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
 
 def tfds_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, shard, [part_of(config, split)], key)
+    return document_batches(config, split, shard, [load_component(config, split)], key)
 
 
-def most_streams(config: MaxTextConfig, split: Split) -> int:
-    return most_streams_of([part_of(config, split)])
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+    return max_streams_of([load_component(config, split)])
 
 
-def part_of(config: MaxTextConfig, split: Split) -> Part:
+def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
     """The documents of the configured split."""
     train = split is Split.TRAIN
     key, name = (
@@ -64,7 +64,7 @@ def part_of(config: MaxTextConfig, split: Split) -> Part:
     files = open_files(
         paths, kind, data_columns(config, split), config.grain_data_source_max_workers
     )
-    return Part(Ranges(files, instructions))
+    return MixtureComponent(FileRanges(files, instructions))
 
 
 def open_dataset(key: str, name: str, folder: str) -> Any:
@@ -82,7 +82,7 @@ def open_dataset(key: str, name: str, folder: str) -> Any:
         ) from error
 
 
-class Ranges:
+class FileRanges:
     """The documents of a split: of each file, `take` records (-1: all) after `skip`."""
 
     blocks: np.ndarray | None = None

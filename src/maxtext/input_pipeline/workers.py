@@ -18,8 +18,8 @@ from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Split, State
 from maxtext.input_pipeline.prefetch import prefetch
-from maxtext.input_pipeline.programs import start_program
 from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline.subprocesses import start_program
 from maxtext.tokenizers.text import cores
 
 WORKER_MB = 256  # what a worker takes before it has read anything
@@ -32,7 +32,7 @@ def worker_count(config: MaxTextConfig, split: Split) -> int:
     return wanted if wanted >= 0 else max(min(cores(), config.grain_ram_budget_mb // WORKER_MB), 1)
 
 
-def stream_opener(
+def data_stream_factory(
     config: MaxTextConfig, split: Split
 ) -> Callable[[ShardSpec], BatchIterator | None]:
     """What makes a stream: here, or in the configured number of workers."""
@@ -144,7 +144,7 @@ class RemoteBatches(BatchIterator):
         self.worker.close(self.number)
 
 
-class Served:
+class WorkerServer:
     """The worker's side: its streams by number, and an answer to each question."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ def serve(descriptor: int) -> None:
     connection = Connection(descriptor)
     # A signal to all processes is for the one that trains; when it ends, so does the connection.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    served = Served()
+    served = WorkerServer()
     try:
         while True:
             what, *arguments = connection.recv()

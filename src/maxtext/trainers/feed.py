@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import FIELDS, Batch, Split, Streams, open_streams, prefetch
+from maxtext.input_pipeline import FIELDS, Batch, DataStreams, Split, open_data_streams, prefetch
 from maxtext.trainers.rows import row_counts, rows_at
 from maxtext.trainers.setup import Setup
 from maxtext.trainers.step import ENDED, GO_ON, STOP
@@ -66,7 +66,7 @@ class TrainFeed:
 class EvaluationFeed:
     """All batches of one evaluation, from the first, each time it is called."""
 
-    def __init__(self, setup: Setup, streams: Streams):
+    def __init__(self, setup: Setup, streams: DataStreams):
         self.setup, self.streams = setup, streams
 
     def __call__(self) -> Iterator[dict[str, jax.Array]]:
@@ -103,21 +103,21 @@ def anywhere(here: bool) -> bool:
     )
 
 
-def padding(config: MaxTextConfig, streams: Streams, rows: int) -> Batch:
+def padding(config: MaxTextConfig, streams: DataStreams, rows: int) -> Batch:
     """What a process without data gives to those that have some, for a batch of `rows`."""
-    shape = (len(streams.held(rows)), config.max_target_length)
+    shape = (len(streams.local_rows(rows)), config.max_target_length)
     return {field: np.zeros(shape, np.int32) for field in FIELDS}
 
 
-def on_devices(setup: Setup, batch: Batch, streams: Streams, full: int) -> dict[str, jax.Array]:
+def on_devices(setup: Setup, batch: Batch, streams: DataStreams, full: int) -> dict[str, jax.Array]:
     """`full`: rows of the batch, if this process has none of them."""
-    rows = streams.size_of(batch) or full
-    return setup.to_devices(batch, streams.held(rows), rows)
+    rows = streams.global_rows(batch) or full
+    return setup.to_devices(batch, streams.local_rows(rows), rows)
 
 
-def train_streams(setup: Setup) -> Streams:
+def train_streams(setup: Setup) -> DataStreams:
     config = setup.config
-    streams = open_streams(
+    streams = open_data_streams(
         config, Split.TRAIN, partial(rows_at, config), row_counts(config), partial(held_rows, setup),
         jax.process_count(),
     )  # fmt: skip
@@ -125,7 +125,7 @@ def train_streams(setup: Setup) -> Streams:
     return streams
 
 
-def eval_streams(setup: Setup) -> Streams | None:
+def eval_streams(setup: Setup) -> DataStreams | None:
     config = setup.config
     if config.eval_interval <= 0:
         return None
@@ -134,7 +134,7 @@ def eval_streams(setup: Setup) -> Streams | None:
             "eval_steps=-1 takes all evaluation data, and synthetic data never ends: set eval_steps"
         )
     rows = config.global_batch_size_to_eval_on
-    streams = open_streams(
+    streams = open_data_streams(
         config,
         Split.EVAL,
         lambda step: rows,

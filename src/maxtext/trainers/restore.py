@@ -37,7 +37,7 @@ from maxtext.checkpoint.state import (
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import BatchIterator, join_states
+from maxtext.input_pipeline import BatchIterator, merge_states
 from maxtext.models.transformer import make_template
 from maxtext.optimizers import make_optimizer
 from maxtext.sharding import use_rules
@@ -206,7 +206,7 @@ def damaged_steps(names: Sequence[str]) -> str:
 
 def at_position(found: tuple[TrainState, jax.Array, SavedStep], source: BatchIterator) -> Start:
     state, key, stored = found
-    source.set_state(join_states(stored.iterator_states()))
+    source.set_state(merge_states(stored.iterator_states()))
     return Start((state, key), stored.step, f"step {stored.step} of {stored.path.parent}")
 
 

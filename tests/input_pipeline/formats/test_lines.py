@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline.formats import BadRecord, jsonl, open_files
-from maxtext.input_pipeline.formats.lines import find_lines
+from maxtext.input_pipeline.formats.lines import index_lines
 
 
 def opened(path, data, columns=("text",)):
@@ -17,7 +17,7 @@ def opened(path, data, columns=("text",)):
     return open_files([str(path)], "jsonl", columns, threads=1)
 
 
-def pieces(data, size):
+def split_blocks(data, size):
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
@@ -36,7 +36,7 @@ def test_lines_are_those_of_python(seed):
     data = random_lines(seed)
     expected = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     for size in (1, 2, 3, 7, 1000):
-        lines = find_lines(pieces(data, size), head=2)
+        lines = index_lines(split_blocks(data, size), head=2)
         found = [
             data[lines.offsets[index] : lines.offsets[index + 1]].strip()
             for index in range(len(lines))

@@ -10,14 +10,14 @@ open files and decoded blocks.
 from maxtext.input_pipeline.formats.documents import KINDS, Documents, open_files
 from maxtext.input_pipeline.formats.example import decode_example, encode_example
 from maxtext.input_pipeline.formats.files import find_files, kind_of
-from maxtext.input_pipeline.formats.interface import BadRecord, Format, Record
+from maxtext.input_pipeline.formats.interface import BadRecord, Record, RecordSource
 
 __all__ = [
     "KINDS",
     "BadRecord",
     "Documents",
-    "Format",
     "Record",
+    "RecordSource",
     "decode_example",
     "encode_example",
     "find_files",

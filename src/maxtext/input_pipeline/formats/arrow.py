@@ -12,7 +12,7 @@ from typing import Any
 from maxtext.common.extras import require
 from maxtext.input_pipeline.formats.cache import Caches
 from maxtext.input_pipeline.formats.interface import BadFile, Record, gone, shrunk
-from maxtext.input_pipeline.formats.tables import Rows, TableFile, damaged, first_line
+from maxtext.input_pipeline.formats.tables import RowBlock, TableFile, damaged_block, first_line
 
 FILE_MAGIC = b"ARROW1"
 
@@ -44,15 +44,15 @@ class ArrowRows(TableFile):
             raise shrunk(self.path)
         return super().__getitem__(index)
 
-    def load(self, number: int) -> Rows:
+    def load(self, number: int) -> RowBlock:
         pyarrow = require("pyarrow", "reading arrow")
         try:
             batch = self.caches.files.get(self.path, lambda: Batches(self.path)).read(number)
-            return Rows({name: batch.column(name) for name in self.read_columns})
+            return RowBlock({name: batch.column(name) for name in self.read_columns})
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise gone(self.path, error) from error
-            return damaged(error)
+            return damaged_block(error)
 
 
 class Batches:

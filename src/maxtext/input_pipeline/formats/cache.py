@@ -13,7 +13,7 @@ from typing import Any
 OPEN_FILES = 128
 DECODED_BLOCKS = 16
 DECODED_BYTES = 2**30  # fewer blocks are kept when they are large, but always KEPT of them
-KEPT = 2  # threads read ahead: where one block ends, some are in it and some in the next
+MIN_BLOCKS = 2  # threads read ahead: where one block ends, some are in it and some in the next
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Cache:
     def drop_oldest(self) -> None:
         held = sum(entry.nbytes for entry in self.entries.values()) if self.limit else 0
         while len(self.entries) > self.count or (
-            len(self.entries) > KEPT and held > (self.limit or 0)
+            len(self.entries) > MIN_BLOCKS and held > (self.limit or 0)
         ):
             held -= self.entries.popitem(last=False)[1].nbytes
 

@@ -19,13 +19,13 @@ from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline.formats.array_record import ArrayRecords
 from maxtext.input_pipeline.formats.arrow import ArrowRows
 from maxtext.input_pipeline.formats.cache import Caches
-from maxtext.input_pipeline.formats.interface import BadFile, Format, Record, check_index
+from maxtext.input_pipeline.formats.interface import BadFile, Record, RecordSource, check_index
 from maxtext.input_pipeline.formats.jsonl import JsonLines, TextLines
 from maxtext.input_pipeline.formats.parquet import ParquetRows
 from maxtext.input_pipeline.formats.text import TextFiles
 from maxtext.input_pipeline.formats.tfrecord import TfRecords
 
-FORMATS: dict[str, Callable[[str, Sequence[str], Caches], Format]] = {
+FORMATS: dict[str, Callable[[str, Sequence[str], Caches], RecordSource]] = {
     "jsonl": JsonLines, "lines": TextLines, "parquet": ParquetRows, "arrow": ArrowRows, "tfrecord": TfRecords,
     "arrayrecord": ArrayRecords,
 }  # fmt: skip
@@ -37,7 +37,7 @@ LISTED = 20  # columns that are listed
 class Documents:
     """The records of several files, one file after the other."""
 
-    def __init__(self, files: Sequence[Format]):
+    def __init__(self, files: Sequence[RecordSource]):
         self.files = [file for file in files if len(file)]
         self.ends = list(accumulate(len(file) for file in self.files))
         self.nbytes = sum(file.nbytes for file in files)
@@ -54,7 +54,7 @@ class Documents:
         file, place = self.locate(index)
         return file.where(place)
 
-    def locate(self, index: int) -> tuple[Format, int]:
+    def locate(self, index: int) -> tuple[RecordSource, int]:
         index = int(index)
         check_index(index, len(self))
         number = bisect_right(self.ends, index)
@@ -125,7 +125,7 @@ def indexed(
 ) -> Documents:
     caches = Caches()
 
-    def open_file(path: str) -> Format | str:
+    def open_file(path: str) -> RecordSource | str:
         try:
             file = FORMATS[kind](path, columns, caches)
             return missing_column(path, file, columns) or file
@@ -157,7 +157,7 @@ def indexed(
     return documents
 
 
-def missing_column(path: str, file: Format, columns: Sequence[str]) -> str | None:
+def missing_column(path: str, file: RecordSource, columns: Sequence[str]) -> str | None:
     names = file.columns()
     if names is None or not len(file):
         return None

@@ -47,7 +47,7 @@ class BadFile(Exception):
     """
 
 
-class Format(Protocol):
+class RecordSource(Protocol):
     """The records of one file, or of many as one sequence."""
 
     def __len__(self) -> int: ...

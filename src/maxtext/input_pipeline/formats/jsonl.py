@@ -26,7 +26,7 @@ from maxtext.input_pipeline.formats.interface import (
     choose,
     gone,
 )
-from maxtext.input_pipeline.formats.lines import find_lines
+from maxtext.input_pipeline.formats.lines import index_lines
 
 CHUNK = 2**20
 DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
@@ -39,7 +39,7 @@ class JsonLines:
         with open(path, "rb") as file:
             self.compressed = file.read(len(GZIP)) == GZIP
         try:
-            self.lines = find_lines(self.chunks(), HEAD)
+            self.lines = index_lines(self.chunks(), HEAD)
         except DAMAGED as error:
             raise BadFile(f"cannot be decompressed ({error}): write or copy it again") from error
         self.names = self.look()

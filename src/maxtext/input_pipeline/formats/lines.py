@@ -12,7 +12,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it at the start of a file 
 
 
 @dataclass
-class Lines:
+class LineIndex:
     """Line `i` is the bytes from `offsets[i]` to `offsets[i + 1]`, with its line end and any blank
     lines after it.
     """
@@ -29,7 +29,7 @@ class Lines:
         return index + 1 + int(np.searchsorted(self.blanks, index, side="right"))
 
 
-def find_lines(chunks: Iterable[bytes], head: int) -> Lines:
+def index_lines(chunks: Iterable[bytes], head: int) -> LineIndex:
     """The index of lines of a file that is read in chunks, with its first `head` lines."""
     first: list[bytes] = []
     begins, blanks, total, offset = [], [], 0, 0
@@ -58,7 +58,7 @@ def find_lines(chunks: Iterable[bytes], head: int) -> Lines:
     # Half the memory for files below 4 GiB.
     kind = np.uint32 if offset < 2**32 else np.uint64
     offsets = np.concatenate([part.astype(kind) for part in begins] + [np.array([offset], kind)])
-    return Lines(offsets, np.concatenate([np.zeros(0, np.int64), *blanks]), first)
+    return LineIndex(offsets, np.concatenate([np.zeros(0, np.int64), *blanks]), first)
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

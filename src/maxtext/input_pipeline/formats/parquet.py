@@ -10,7 +10,7 @@ from typing import Any
 from maxtext.common.extras import require
 from maxtext.input_pipeline.formats.cache import Caches
 from maxtext.input_pipeline.formats.interface import BadFile, gone
-from maxtext.input_pipeline.formats.tables import Rows, TableFile, damaged, first_line
+from maxtext.input_pipeline.formats.tables import RowBlock, TableFile, damaged_block, first_line
 
 
 class ParquetRows(TableFile):
@@ -32,7 +32,7 @@ class ParquetRows(TableFile):
         super().__init__(path, columns, caches, names, counts)
         self.decoded = decoded_bytes(metadata, self.read_columns)
 
-    def load(self, number: int) -> Rows:
+    def load(self, number: int) -> RowBlock:
         pyarrow, parquet = (
             require("pyarrow", "reading parquet"),
             require("pyarrow.parquet", "reading parquet"),
@@ -48,8 +48,8 @@ class ParquetRows(TableFile):
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise gone(self.path, error) from error
-            return damaged(error)
-        return Rows({name: table.column(name) for name in self.read_columns})
+            return damaged_block(error)
+        return RowBlock({name: table.column(name) for name in self.read_columns})
 
 
 def decoded_bytes(metadata: Any, names: Sequence[str]) -> int:

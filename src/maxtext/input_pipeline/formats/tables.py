@@ -20,7 +20,7 @@ NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 6
 }
 
 
-class Rows:
+class RowBlock:
     """A block of rows in memory, or in a mapped file. `reason`: why none of them can be read.
 
     A damaged offset would send a reader outside of the memory of a column. So all rows are looked
@@ -71,11 +71,11 @@ def is_list_of_numbers(kind: Any) -> bool:
     return str(kind).startswith(LISTS) and str(kind.value_type) in NUMBERS
 
 
-def damaged(error: Exception) -> Rows:
+def damaged_block(error: Exception) -> RowBlock:
     """A block that cannot be decoded. It is kept like any other, or each of its rows would decode
     it again.
     """
-    return Rows({}, reason=f"its block of rows is damaged ({first_line(error)})")
+    return RowBlock({}, reason=f"its block of rows is damaged ({first_line(error)})")
 
 
 def first_line(error: Exception) -> str:
@@ -105,7 +105,7 @@ class TableFile(ABC):
         self.read_columns = [name for name in names if name in wanted] if wanted else names
 
     @abstractmethod
-    def load(self, number: int) -> Rows:
+    def load(self, number: int) -> RowBlock:
         """A block."""
 
     def __len__(self) -> int:

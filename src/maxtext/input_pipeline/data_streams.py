@@ -32,7 +32,7 @@ LAYOUTS = 4096
 MakeStream = Callable[[int, int, int, bool], BatchIterator]
 
 
-def stream_count(rows: int, supports: Callable[[int], bool], elastic: bool = False) -> int:
+def choose_stream_count(rows: int, supports: Callable[[int], bool], elastic: bool = False) -> int:
     """How many data streams share batches of `rows`: the largest divisor of `rows` up to
     DATA_STREAMS that the source supports. `elastic`: up to one for each row."""
     most = rows if elastic else min(rows, DATA_STREAMS)
@@ -114,10 +114,10 @@ class RowBuffer:
         self.clear()
 
 
-class Streams(BatchIterator):
+class DataStreams(BatchIterator):
     """The rows of each batch that this process holds.
 
-    `rows(step)`: the size of the whole batch of a step, one of `sizes`. `held(size)`: sorted
+    `rows(step)`: the size of the whole batch of a step, one of `sizes`. `local_rows(size)`: sorted
     indices of the rows of a batch that this process gives; None: all. `pad`: a stream that has
     ended gives padding until all have. Otherwise a process that trains alone goes on with the
     streams that are left, and one of several ends with the first.
@@ -130,13 +130,13 @@ class Streams(BatchIterator):
         rows: Callable[[int], int],
         sizes: Sequence[int],
         *,
-        held: Callable[[int], np.ndarray] | None = None,
+        local_rows: Callable[[int], np.ndarray] | None = None,
         pad: bool = False,
-        alone: bool = True,
+        single_process: bool = True,
     ):
         self.make, self.count, self.rows, self.sizes = make, count, rows, sizes
-        self.held = lru_cache(None)(held or np.arange)
-        self.pad, self.alone = pad, alone
+        self.local_rows = lru_cache(None)(local_rows or np.arange)
+        self.pad, self.single_process = pad, single_process
         self.first = self.step = 0
         self.full_window = False
         self.streams = self.open()
@@ -145,15 +145,15 @@ class Streams(BatchIterator):
         """The streams that have rows for this process, now or in a later step."""
         step = int(np.gcd.reduce([self.count, *self.sizes]))
         firsts = range(self.first % step, self.count, step)
-        held = {size: self.held(size) for size in self.sizes}
+        local_rows = {size: self.local_rows(size) for size in self.sizes}
         if (
-            all(len(rows) == size for size, rows in held.items())
-            or len(firsts) * len(held) > LAYOUTS
+            all(len(rows) == size for size, rows in local_rows.items())
+            or len(firsts) * len(local_rows) > LAYOUTS
         ):
-            return range(self.count) if any(map(len, held.values())) else ()
+            return range(self.count) if any(map(len, local_rows.values())) else ()
         layouts = (
             stream_of_rows(size, self.count, first)[rows]
-            for size, rows in held.items()
+            for size, rows in local_rows.items()
             for first in firsts
         )
         return np.unique(np.concatenate(list(layouts))).tolist()
@@ -199,7 +199,7 @@ class Streams(BatchIterator):
         """The deal when a stream has ended: the others go on in turn. Rows of each stream, and who
         is next.
         """
-        if not self.alone:
+        if not self.single_process:
             raise StopIteration
         counts, number, passed = np.zeros(self.count, int), self.first, 0
         while counts.sum() < rows:
@@ -232,24 +232,24 @@ class Streams(BatchIterator):
                     {name: np.zeros((size, *f.shape[1:]), f.dtype) for name, f in some.items()},
                 )
         batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        held, loaded = self.held(rows), np.concatenate(indices)
-        if len(held) == len(loaded):
+        local_rows, loaded = self.local_rows(rows), np.concatenate(indices)
+        if len(local_rows) == len(loaded):
             return batch
-        chosen = np.searchsorted(loaded, held)
+        chosen = np.searchsorted(loaded, local_rows)
         return {name: field[chosen] for name, field in batch.items()}
 
     def some_row(self) -> Batch:
         """A row that is not used now, for the names and types of its fields."""
         return next(stream.batches[0][1] for stream in self.streams.values() if stream.batches)
 
-    def size_of(self, batch: Batch) -> int | None:
+    def global_rows(self, batch: Batch) -> int | None:
         """The rows of the whole batch of which this process holds `batch`; None: it holds none of
         any.
         """
-        held = batch_rows(batch) if batch else 0
+        local_rows = batch_rows(batch) if batch else 0
         return (
-            next((size for size in self.sizes if len(self.held(size)) == held), None)
-            if held
+            next((size for size in self.sizes if len(self.local_rows(size)) == local_rows), None)
+            if local_rows
             else None
         )
 
@@ -293,7 +293,7 @@ def batch_rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def join_states(states: Iterable[State]) -> State:
+def merge_states(states: Iterable[State]) -> State:
     """The position of a run from those that its processes saved: each knows its own streams."""
     joined: Any = {}
     for state in states:

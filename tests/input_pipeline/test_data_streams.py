@@ -11,14 +11,14 @@ from maxtext.common.errors import UserError
 from maxtext.input_pipeline import (
     FIELDS,
     BatchIterator,
+    DataStreams,
     ShardSpec,
     Split,
-    Streams,
-    join_states,
+    choose_stream_count,
+    merge_states,
     sources,
-    stream_count,
 )
-from maxtext.input_pipeline.streams import RowBuffer
+from maxtext.input_pipeline.data_streams import RowBuffer
 
 
 class Counting(BatchIterator):
@@ -48,12 +48,12 @@ def of_size(size, length=10**9):
     return lambda *shard: Counting(*shard, length, size)
 
 
-def streams_of(count, rows, make=Counting, held=None, **more):
-    """`held`: the part of the batch that the process has, as (which, of how many)."""
-    which, parts = held or (0, 1)
-    indices = (lambda size: np.array_split(np.arange(size), parts)[which]) if held else None
-    more = {"alone": held is None} | more
-    return Streams(make, count, lambda step: rows, [rows], held=indices, **more)
+def streams_of(count, rows, make=Counting, local_rows=None, **more):
+    """`local_rows`: the part of the batch that the process has, as (which, of how many)."""
+    which, parts = local_rows or (0, 1)
+    indices = (lambda size: np.array_split(np.arange(size), parts)[which]) if local_rows else None
+    more = {"single_process": local_rows is None} | more
+    return DataStreams(make, count, lambda step: rows, [rows], local_rows=indices, **more)
 
 
 def rows(streams):
@@ -88,15 +88,15 @@ def test_a_batch_is_the_next_rows_of_the_deal(count, size, loaded):
 )
 @pytest.mark.parametrize("parts", [2, 4])
 def test_processes_load_what_one_loads(count, size, parts):
-    processes = [streams_of(count, size, held=(part, parts)) for part in range(parts)]
+    processes = [streams_of(count, size, local_rows=(part, parts)) for part in range(parts)]
     whole = streams_of(count, size)
     for _ in range(5):
         assert [row for process in processes for row in rows(process)] == rows(whole)
     # The position of all together is that of one, also through JSON, in any order.
     saved = [json.loads(json.dumps(process.get_state())) for process in reversed(processes)]
-    assert join_states(saved) == whole.get_state()
+    assert merge_states(saved) == whole.get_state()
     resumed = streams_of(count, size)
-    resumed.set_state(join_states(saved))
+    resumed.set_state(merge_states(saved))
     assert rows(resumed) == rows(whole)
 
 
@@ -104,7 +104,7 @@ def test_processes_load_what_one_loads(count, size, parts):
     ("count", "size", "streams"), [(8, 8, 4), (8, 64, 4), (8, 4, 4), (16, 4, 8), (4, 2, 2)]
 )
 def test_half_of_the_devices_need_half_of_the_streams(count, size, streams):
-    assert len(streams_of(count, size, held=(1, 2)).streams) == streams
+    assert len(streams_of(count, size, local_rows=(1, 2)).streams) == streams
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -147,7 +147,7 @@ def test_a_position_of_an_older_version_goes_on():
 
 def test_positions_that_contradict_each_other():
     with pytest.raises(ValueError, match="different data positions at /streams/0/step: 1 and 2"):
-        join_states([{"streams": {"0": {"step": 1}}}, {"streams": {"0": {"step": 2}}}])
+        merge_states([{"streams": {"0": {"step": 1}}}, {"streams": {"0": {"step": 2}}}])
 
 
 def test_used_rows_that_are_gone_are_refused():
@@ -157,7 +157,7 @@ def test_used_rows_that_are_gone_are_refused():
 
 
 def test_in_several_processes_the_first_stream_that_ends_is_the_end():
-    streams = streams_of(2, 2, lambda *shard: Counting(*shard, 2 + shard[0]), alone=False)
+    streams = streams_of(2, 2, lambda *shard: Counting(*shard, 2 + shard[0]), single_process=False)
     assert rows(streams) == [0, 100]
     assert rows(streams) == [1, 101]
     with pytest.raises(StopIteration):
@@ -227,7 +227,7 @@ def test_streams_of_text_cover_every_document_once(make_config, write):
         )
 
     assert (
-        sources.most_streams(config, Split.TRAIN) == 1
+        sources.max_data_streams(config, Split.TRAIN) == 1
     )  # too few to be worth more, unless data_streams says so
     streams = streams_of(4, 4, make)
     seen = [tuple(row) for batch in streams for row in batch["inputs"]]
@@ -250,4 +250,4 @@ def test_streams_of_text_cover_every_document_once(make_config, write):
     ],
 )
 def test_how_many_streams(rows, elastic, supports, count):
-    assert stream_count(rows, supports, elastic) == count
+    assert choose_stream_count(rows, supports, elastic) == count

@@ -13,16 +13,18 @@ import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
-from maxtext.input_pipeline.encode import Encoder, Unfit
-from maxtext.input_pipeline.formats import BadRecord, Format, Record
+from maxtext.input_pipeline.encode import Encoder, UnusableRecord
+from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource
 
 NAMED = 5  # bad records that the log describes; of the rest it gives the number
-PACKET_BYTES = 2**20  # of text that is tokenized at once, about
-PACKET = 64  # documents at most
+CHUNK_BYTES = 2**20  # of text that is tokenized at once, about
+MAX_CHUNK_DOCUMENTS = 64  # documents at most
 
 
-def packet_size(documents: Format) -> int:
-    return int(np.clip(PACKET_BYTES * len(documents) // max(documents.nbytes, 1), 1, PACKET))
+def documents_per_chunk(documents: RecordSource) -> int:
+    return int(
+        np.clip(CHUNK_BYTES * len(documents) // max(documents.nbytes, 1), 1, MAX_CHUNK_DOCUMENTS)
+    )
 
 
 class BadRecords:
@@ -59,10 +61,10 @@ class BadRecords:
         self.lock = threading.Lock()
 
 
-class Load:
+class LoadDocuments:
     """Indices of documents to their token ids."""
 
-    def __init__(self, documents: Format, encoder: Encoder, bad: BadRecords):
+    def __init__(self, documents: RecordSource, encoder: Encoder, bad: BadRecords):
         self.documents, self.encoder, self.bad = documents, encoder, bad
 
     def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
@@ -72,7 +74,7 @@ class Load:
                 prepared.append(self.encoder.prepare(self.documents[index]))
             except BadRecord as error:
                 self.bad.add(error)
-            except Unfit as error:
+            except UnusableRecord as error:
                 path, place = self.documents.where(index)
                 self.bad.add(BadRecord(path, place, str(error)))
         return self.encoder.encode(prepared)
@@ -89,6 +91,6 @@ class EncodeRecords:
         for number, record in records:
             try:
                 prepared.append(self.encoder.prepare(record))
-            except Unfit as error:
+            except UnusableRecord as error:
                 self.bad.add(BadRecord(self.name, number, str(error)))
         return self.encoder.encode(prepared)

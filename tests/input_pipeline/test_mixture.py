@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split
-from maxtext.input_pipeline.mixing import documents_read
+from maxtext.input_pipeline.mixture import documents_read
 from maxtext.input_pipeline.sources import make_iterator
 
 SMALL, LARGE = 8, 40

@@ -16,9 +16,9 @@ from typing import Any
 from maxtext.common.errors import UserError
 from maxtext.common.files import sync_directory
 from maxtext.input_pipeline.encode import Encoder
-from maxtext.input_pipeline.formats import BadRecord, Format, encode_example
-from maxtext.input_pipeline.loading import BadRecords, Load
-from maxtext.input_pipeline.programs import start_program
+from maxtext.input_pipeline.formats import BadRecord, RecordSource, encode_example
+from maxtext.input_pipeline.load_documents import BadRecords, LoadDocuments
+from maxtext.input_pipeline.subprocesses import start_program
 from maxtext.tokenizers.text import cores
 
 COLUMN = "tokens"
@@ -50,7 +50,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Step:
+class ShardProgress:
     """Some documents of a shard are written. `finished`: with these the shard is in its place."""
 
     shard: Shard
@@ -62,15 +62,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all shards. `packet`: documents that are tokenized at once."""
+    """What is the same for all shards. `chunk`: documents that are tokenized at once."""
 
-    documents: Format
+    documents: RecordSource
     encoder: Encoder
     folder: str
-    packet: int
+    chunk: int
 
 
-class Noted(BadRecords):
+class CollectedBadRecords(BadRecords):
     """Bad records for somebody else to judge."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_shard(job: Job, shard: Shard) -> Iterator[Step]:
+def write_shard(job: Job, shard: Shard) -> Iterator[ShardProgress]:
     """Write a shard; a step for each packet of documents, and one more when the file is in its
     place.
     """
@@ -95,22 +95,24 @@ def write_shard(job: Job, shard: Shard) -> Iterator[Step]:
     counts = Counts()
     with told(path):
         writer = ArrayRecordWriter(str(temporary(path)), OPTIONS)
-    for first in range(shard.first, shard.last, job.packet):
-        indices = range(first, min(first + job.packet, shard.last))
-        noted = Noted()
+    for first in range(shard.first, shard.last, job.chunk):
+        indices = range(first, min(first + job.chunk, shard.last))
+        noted = CollectedBadRecords()
         documents = [
-            tokens for tokens in Load(job.documents, job.encoder, noted)(indices) if len(tokens)
+            tokens
+            for tokens in LoadDocuments(job.documents, job.encoder, noted)(indices)
+            if len(tokens)
         ]
         with told(path):
             for tokens in documents:
                 writer.write(encode_example({COLUMN: tokens}))
-        step = Step(shard, len(indices), sum(map(len, documents)), noted.errors)
+        step = ShardProgress(shard, len(indices), sum(map(len, documents)), noted.errors)
         counts += Counts(step.documents, len(documents), step.tokens, len(step.bad))
         yield step
     with told(path):
         writer.close()
-        size = settle(path)
-    yield Step(shard, 0, 0, [], counts + Counts(bytes=size))
+        size = commit_file(path)
+    yield ShardProgress(shard, 0, 0, [], counts + Counts(bytes=size))
 
 
 @contextlib.contextmanager
@@ -122,7 +124,7 @@ def told(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written: {str(error).split(';')[0]}") from error
 
 
-def settle(path: Path) -> int:
+def commit_file(path: Path) -> int:
     """Put a file that was written beside `path` there, for good, and give its size."""
     with temporary(path).open("rb") as stream:
         os.fsync(stream.fileno())
@@ -132,7 +134,9 @@ def settle(path: Path) -> int:
     return size
 
 
-def write_shards(job: Job, shards: Sequence[Shard], workers: int, lock: int) -> Generator[Step]:
+def write_shards(
+    job: Job, shards: Sequence[Shard], workers: int, lock: int
+) -> Generator[ShardProgress]:
     """Write all shards, `workers` at a time. When it is closed early, nobody writes any more.
     `lock`: a descriptor that stays open as long as somebody might."""
     if workers <= 1:
@@ -153,7 +157,9 @@ def write_shards(job: Job, shards: Sequence[Shard], workers: int, lock: int) -> 
             process.wait()
 
 
-def hand_out(job: Job, shards: Sequence[Shard], workers: Sequence[Worker]) -> Iterator[Step]:
+def hand_out(
+    job: Job, shards: Sequence[Shard], workers: Sequence[Worker]
+) -> Iterator[ShardProgress]:
     waiting = iter(shards)
     processes: dict[Any, subprocess.Popen] = {
         connection: process for process, connection in workers

@@ -1,0 +1,99 @@
+"""Weighted mixtures of files, as one line or as a file, to a list of (key, files, weight)."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.interface import Split
+
+Entry = tuple[str, str, float]  # the key that names it, its files, its weight
+
+
+def mixture_of(config: MaxTextConfig, split: Split) -> list[Entry]:
+    path = config.grain_train_mixture_config_path.strip()
+    if split is Split.EVAL:
+        return inline("grain_eval_files", config.grain_eval_files)
+    if path and config.grain_train_files.strip():
+        raise ConfigError(
+            "grain_train_files and grain_train_mixture_config_path both name the data: keep one"
+        )
+    return from_file(path) if path else inline("grain_train_files", config.grain_train_files)
+
+
+def inline(key: str, value: str) -> list[Entry]:
+    """`files,weight;files,weight`, where files may themselves have commas; without `;` it is no
+    mixture.
+    """
+    if ";" not in value:
+        return [(key, value, 1.0)]
+    entries = []
+    for part in filter(None, (part.strip() for part in value.split(";"))):
+        files, comma, weight = part.rpartition(",")
+        if not comma or not files.strip():
+            raise ConfigError(
+                f"{key}: {part!r} of the mixture has no weight, write it as files,weight;files,weight"
+            )
+        entries.append((key, files, weight_of(f"{key}: {part!r}", weight)))
+    if not entries:
+        raise ConfigError(f"{key}={value}: names no files")
+    return entries
+
+
+def from_file(path: str) -> list[Entry]:
+    """JSON or YAML of `{name: {path: files, weight: number}}`, or a list of such entries."""
+    key = "grain_train_mixture_config_path"
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {path} is not UTF-8 (byte {error.start})") from error
+    try:
+        table: Any = (
+            json.loads(text) if text.lstrip().startswith(("{", "[")) else yaml.safe_load(text)
+        )
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key}: {path} is neither JSON nor YAML ({reason})") from error
+    items = (
+        table.items()
+        if isinstance(table, dict)
+        else enumerate(table)
+        if isinstance(table, list)
+        else ()
+    )
+    entries = []
+    for name, entry in items:
+        if not (
+            isinstance(entry, dict) and isinstance(entry.get("path"), str) and "weight" in entry
+        ):
+            raise ConfigError(f"{key}: entry {name} of {path} needs a path and a weight")
+        entries.append(
+            (
+                f"{key}, entry {name}",
+                entry["path"],
+                weight_of(f"{key}: entry {name}", entry["weight"]),
+            )
+        )
+    if not entries:
+        raise ConfigError(
+            f"{key}: {path} has no entries, write them as {{name: {{path: files, weight: number}}}}"
+        )
+    return entries
+
+
+def weight_of(where: str, value: Any) -> float:
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where} has the weight {value!r}, which is no number") from None
+    if not (math.isfinite(weight) and weight > 0):
+        raise ConfigError(
+            f"{where} has the weight {value}: weights are above 0, leave out what is not wanted"
+        )
+    return weight
