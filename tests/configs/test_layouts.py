@@ -18,7 +18,7 @@ def test_every_name_has_a_file(name):
     assert (LAYOUTS / f"{name}.yml").is_file()
     found = config(f"custom_mesh_and_rule={name}")
     assert [axis for axes in found.data_sharding for axis in axes] == found.mesh_axes
-    assert found.source("mesh_axes").place.endswith(f"{name}.yml")
+    assert found.source("mesh_axes").location.endswith(f"{name}.yml")
 
 
 def test_a_layout_replaces_its_own_rules_and_keeps_the_others():

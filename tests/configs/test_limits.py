@@ -75,7 +75,7 @@ def test_integers_that_float32_or_int32_would_cut_off_are_still_usable():
         "empty": (["steps="], r"^steps has no value \(command line\): expected a whole number$"),
         "no such day": (["steps=2001-13-45"], "not a valid value: month"),
         "deep list": ([f"mlp_activations={'[' * 5000}{']' * 5000}"], "nested more than 50 deep"),
-        "list in itself": (["mlp_activations=&a [*a]"], "inside of itself"),
+        "list in itself": (["mlp_activations=&a [*a]"], "contains itself"),
         "NUL": (["prompt=a\0b"], "prompt=.* NUL"),
         "NUL in a list": (['adamw_mask=["a\\0"]'], "adamw_mask=.* NUL"),
         "no UTF-8": (["prompt=\udcff"], "prompt=.* not UTF-8"),

@@ -129,8 +129,8 @@ def test_python_gives_the_same_object(monkeypatch):
     from_python = maxtext.config(
         model_name="mistral-7b", run_name="x", per_device_batch_size=2, num_slices=-1
     )
-    from_words = load(None, ["model_name=mistral-7b", "run_name=x", "per_device_batch_size=2"])
-    assert from_python.model_dump() == from_words.model_dump()
+    from_overrides = load(None, ["model_name=mistral-7b", "run_name=x", "per_device_batch_size=2"])
+    assert from_python.model_dump() == from_overrides.model_dump()
     assert str(from_python.source("run_name")) == "python"
 
 

@@ -42,7 +42,7 @@ def test_model_has_the_published_values(name):
                 wanted
             )
         else:
-            assert fields.same(key, getattr(config, key), value), key
+            assert fields.is_same(key, getattr(config, key), value), key
 
 
 # Scaled RoPE is part of Llama 3.1 and 3.3, and group-limited routing of DeepSeek V3, in their

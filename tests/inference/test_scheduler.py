@@ -15,7 +15,7 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.configs.sources import from_words
+from maxtext.configs.sources import from_overrides
 from maxtext.inference import engine
 from maxtext.inference import scheduler as scheduler_module
 from maxtext.inference.engine import Engine, Programs
@@ -44,7 +44,7 @@ def configuration(*words, devices=1):
     last = {
         word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *words)
     }
-    return load(None, from_words(last.values()), environ={}, devices=Devices(devices))
+    return load(None, from_overrides(last.values()), environ={}, devices=Devices(devices))
 
 
 def programs_of(config):

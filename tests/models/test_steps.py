@@ -12,7 +12,7 @@ import pytest
 
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.configs.sources import from_words
+from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import PAGES, POSITION, CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
@@ -87,7 +87,7 @@ def test_pieces_make_the_whole(name, layout):
 
 def check_pieces(settings, layout, draw_weights):
     words = {word.partition("=")[0]: word for word in (*SIZES, *settings)}
-    config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
+    config = load(None, from_overrides(words.values()), environ={}, devices=Devices(1))
     template = make_template(config)
     weights = jax.tree.map_with_path(draw_weights, template.weights)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 41, (2, sum(PIECES))))
@@ -175,13 +175,13 @@ def test_a_ring_keeps_the_last():
 
 def test_layers_that_keep_nothing_say_so():
     for words in (["moba=true", "moba_chunk_size=4", "moba_topk=2"], ["decoder_block=simple"]):
-        config = load(None, from_words([*SIZES, *words]), environ={}, devices=Devices(1))
+        config = load(None, from_overrides([*SIZES, *words]), environ={}, devices=Devices(1))
         assert empty_caches(config, CacheSize(1, 8, jnp.float32)) is None
 
 
 def test_an_indexer_keeps_nothing_where_ties_depend_on_the_length(monkeypatch):
     words = {word.partition("=")[0]: word for word in (*SIZES, *TIED["indexer"])}
-    config = load(None, from_words(words.values()), environ={}, devices=Devices(1))
+    config = load(None, from_overrides(words.values()), environ={}, devices=Devices(1))
     assert empty_caches(config, CacheSize(1, 5, jnp.float32)) is None
     assert empty_caches(config, CacheSize(1, 4, jnp.float32)) is not None  # it selects all keys
     monkeypatch.setattr("maxtext.layers.indexer.ties_depend_on_length", lambda: False)

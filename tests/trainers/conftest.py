@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from maxtext.common.errors import UserError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.configs.sources import from_python, from_words
+from maxtext.configs.sources import from_overrides, from_python
 from maxtext.input_pipeline import BatchIterator, loader
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
@@ -76,7 +76,7 @@ def with_defaults(words, defaults):
 @pytest.fixture(scope="session")
 def configure():
     def make(*words):
-        layer = from_words(
+        layer = from_overrides(
             word for word in with_defaults(words, TINY) if not word.startswith(FACTS)
         )
         facts = [

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.configs.sources import from_words
+from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import cudnn
 from maxtext.trainers import compiled
 from maxtext.trainers.compiled import ANY, CompiledSteps, most_counted, most_documents
@@ -27,7 +27,7 @@ WORDS = [
 def setup_of(*words):
     last = {word.partition("=")[0]: word for word in (*WORDS, *words)}
     return Setup.of(
-        load(None, from_words(last.values()), environ={}, devices=Devices(1)), jax.devices()[:1]
+        load(None, from_overrides(last.values()), environ={}, devices=Devices(1)), jax.devices()[:1]
     )
 
 

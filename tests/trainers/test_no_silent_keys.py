@@ -12,7 +12,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, load, types
 from maxtext.configs.derive import Devices
 from maxtext.configs.remat import CUSTOM_TENSORS
-from maxtext.configs.sources import from_python, from_words
+from maxtext.configs.sources import from_overrides, from_python
 
 # bfloat16, so that asking for float32 makes a difference; two rows, and more tokens than any window
 # or chunk.
@@ -206,7 +206,7 @@ def tried(groups):
 def configured(words):
     words = dict(words)
     facts = {"architecture": words.pop("architecture")} if "architecture" in words else {}
-    layer = from_words(f"{key}={value}" for key, value in words.items()) | from_python(facts)
+    layer = from_overrides(f"{key}={value}" for key, value in words.items()) | from_python(facts)
     return load(None, layer, environ={}, devices=Devices(1))
 
 

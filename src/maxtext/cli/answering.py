@@ -20,7 +20,7 @@ from maxtext.common import log, progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs import fields, ledger, load, sources
-from maxtext.configs.load import base_values, wanted
+from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Setting, Source
 from maxtext.configs.types import MaxTextConfig
 
@@ -113,21 +113,24 @@ class Answering:
             yield piece, answer
 
 
-def settle(place: str, path: str | None, words: Sequence[str]) -> Any:
+def settle(place: str, path: str | None, overrides: Sequence[str]) -> Any:
     """The configuration of FILE and key=value words for the model at `place`."""
-    chosen = sources.from_words(words)
+    chosen = sources.from_overrides(overrides)
     if local_path(place).is_dir():
         from maxtext.checkpoint.open import open_checkpoint
 
         model = open_checkpoint(place).settings
         learned = model.get("trainable_position_size")
-        if learned is not None and wanted("max_target_length", path, chosen, os.environ) is None:
+        if (
+            learned is not None
+            and peek_setting("max_target_length", path, chosen, os.environ) is None
+        ):
             chosen["max_target_length"] = Setting(
                 learned.value, Source("derived", "learned positions")
             )
         config = load(path, chosen, model=model)
     elif place in fields.choices("model_name"):
-        said = wanted("model_name", path, chosen, os.environ)
+        said = peek_setting("model_name", path, chosen, os.environ)
         if said not in (None, place):
             raise ConfigError(f"which of the two, {place} or model_name={said}? leave one out")
         config = load(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.answering import Answering, note, open_model, refuse, settle
 from maxtext.cli.batch_files import Answers, Line, lines
 from maxtext.cli.models import aligned
@@ -35,21 +35,21 @@ USELESS = {
 }
 
 
-def run(words: list[str]) -> int:
-    place = cli_words.take_value(words, "--model")
-    overwrite = cli_words.take_flag(words, "--overwrite")
-    if place is None or len(words) < 2 or any(word.startswith("-") for word in words):
+def run(args: list[str]) -> int:
+    place = arguments.take_value(args, "--model")
+    overwrite = arguments.take_flag(args, "--overwrite")
+    if place is None or len(args) < 2 or any(arg.startswith("-") for arg in args):
         raise ConfigError(
             "name two files and a model: maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]"
         )
-    requests, out = (local_path(word) for word in words[:2])
+    requests, out = (local_path(arg) for arg in args[:2])
     if not requests.is_file():
         raise ConfigError(f"there is no file {requests}: it should have a request on each line")
     if out.exists() and (not out.is_file() or out.samefile(requests)):
         reason = "it is no regular file" if not out.is_file() else "it is the file of requests"
         raise ConfigError(f"{out} cannot take the answers: {reason}; name another file")
     place = model_place(place)
-    config = settle(place, None, words[2:])
+    config = settle(place, None, args[2:])
     refuse(config, "batch", USELESS)
     from maxtext.checkpoint.open import MODEL_KEYS
 

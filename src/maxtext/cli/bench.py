@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.answering import note, open_model, settle
 from maxtext.cli.decode import model_place
 from maxtext.cli.models import aligned
@@ -24,12 +24,12 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 
 
-def run(words: list[str]) -> int:
-    if not words or words[0] != "inference":
+def run(args: list[str]) -> int:
+    if not args or args[0] != "inference":
         raise ConfigError("what is to be measured? maxtext bench inference [FILE] [key=value ...]")
-    path, settings = cli_words.split(words[1:])
-    place = model_place(path, settings)
-    config = settle(place, path, settings)
+    path, overrides = arguments.split(args[1:])
+    place = model_place(path, overrides)
+    config = settle(place, path, overrides)
     lengths = prompt_lengths(config)
     model = open_model(place, config, text=False).llm
     rows = []
@@ -48,13 +48,13 @@ def run(words: list[str]) -> int:
 
 
 def prompt_lengths(config: MaxTextConfig) -> list[int]:
-    words = config.inference_microbenchmark_prefill_lengths.replace(" ", "").split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
+    args = config.inference_microbenchmark_prefill_lengths.replace(" ", "").split(",")
+    if not all(arg.isdecimal() and int(arg) for arg in args):
         raise ConfigError(
             f"inference_microbenchmark_prefill_lengths={config.inference_microbenchmark_prefill_lengths!r} must be "
             "lengths of at least 1, separated by commas, such as 64,128"
         )
-    return [int(word) for word in words]
+    return [int(arg) for arg in args]
 
 
 def cases(model: Any, config: MaxTextConfig, lengths: list[int]) -> Iterator[dict[str, Any]]:

@@ -44,17 +44,17 @@ USELESS = {
 }
 
 
-def run(words: list[str]) -> int:
-    if not words or words[0].startswith("-") or "=" in words[0]:
+def run(args: list[str]) -> int:
+    if not args or args[0].startswith("-") or "=" in args[0]:
         raise ConfigError("which model? maxtext chat DIR [key=value ...]")
-    config = settle(words[0], None, words[1:])
+    config = settle(args[0], None, args[1:])
     refuse(config, "chat", USELESS)
-    model = open_model(words[0], config)
+    model = open_model(args[0], config)
     person = sys.stdin.isatty() and sys.stdout.isatty()
     conversation = Conversation(model)
     progress.stop()
     if person:
-        note(f"{words[0]}, loaded in {model.loading_seconds:.1f} s; /help lists the commands")
+        note(f"{args[0]}, loaded in {model.loading_seconds:.1f} s; /help lists the commands")
     with Keyboard(person) as keyboard:
         while (line := keyboard.read()) is not None:
             if not line.strip():

@@ -4,16 +4,16 @@ loads.
 
 import time
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.targets import load_for_target
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import size
 
 
-def run(words: list[str]) -> int:
-    path, settings = cli_words.split(words)
-    config, target = load_for_target(path, settings)
+def run(args: list[str]) -> int:
+    path, overrides = arguments.split(args)
+    config, target = load_for_target(path, overrides)
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")
     log.configure()

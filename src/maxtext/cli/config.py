@@ -3,22 +3,22 @@
 import json
 import sys
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, load, sources, text
 from maxtext.configs.load import base_values
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
 
 
-def run(words: list[str]) -> int:
-    if words[:1] == ["explain"]:
-        return explain(words[1:])
-    if words[:1] == ["status"]:
-        return status(words[1:])
-    changed = cli_words.take_flag(words, "--changed")
-    style = cli_words.take_option(words, "--format", ("yaml", "json"))
-    path, settings = cli_words.split(words)
-    config = load(path, settings)
+def run(args: list[str]) -> int:
+    if args[:1] == ["explain"]:
+        return explain(args[1:])
+    if args[:1] == ["status"]:
+        return status(args[1:])
+    changed = arguments.take_flag(args, "--changed")
+    style = arguments.take_option(args, "--format", ("yaml", "json"))
+    path, overrides = arguments.split(args)
+    config = load(path, overrides)
     keys = changed_keys(config) if changed else text.KEYS_IN_ORDER
     if style == "json":
         facts = {"architecture": found} if (found := text.facts(config)) else {}
@@ -60,14 +60,14 @@ def show(config: MaxTextConfig, keys: set[str]) -> None:
         print()
 
 
-def explain(words: list[str]) -> int:
-    if not words or "=" in words[0]:
+def explain(args: list[str]) -> int:
+    if not args or "=" in args[0]:
         raise ConfigError("explain which key? e.g. maxtext config explain remat_policy")
-    key = words[0]
+    key = args[0]
     if key not in fields.KEYS:
         raise ConfigError(f"unknown key {key!r}{sources.suggest(key, fields.KEYS)}")
-    path, settings = cli_words.split(words[1:])
-    config = load(path, settings)
+    path, overrides = arguments.split(args[1:])
+    config = load(path, overrides)
     default = base_values() if key not in DerivedValues.model_fields else None
     lines = {
         "group": group_of(key).__name__,
@@ -84,9 +84,9 @@ def explain(words: list[str]) -> int:
     return 0
 
 
-def status(words: list[str]) -> int:
-    if words:
-        raise ConfigError(f"maxtext config status takes no further words, got {words[0]!r}")
+def status(args: list[str]) -> int:
+    if args:
+        raise ConfigError(f"maxtext config status takes no further words, got {args[0]!r}")
     kinds: dict[str, list[str]] = {"acts": [], "computed": [], "not_yet": [], "never": []}
     for key in text.KEYS_IN_ORDER:
         kinds[ledger.status(key).kind].append(key)

@@ -5,7 +5,7 @@ training checkpoints.
 import shlex
 import sys
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.common.hardware import size
@@ -13,10 +13,10 @@ from maxtext.common.hardware import size
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def run(words: list[str]) -> int:
-    dtype = cli_words.take_option(words, "--dtype", DTYPES)
-    text_only = cli_words.take_flag(words, "--text-only")
-    if len(words) != 3 or words[0] not in ("from_hf", "to_hf", "params-only"):
+def run(args: list[str]) -> int:
+    dtype = arguments.take_option(args, "--dtype", DTYPES)
+    text_only = arguments.take_flag(args, "--text-only")
+    if len(args) != 3 or args[0] not in ("from_hf", "to_hf", "params-only"):
         raise ConfigError(
             "give a direction and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT OUT, or "
             "params-only CHECKPOINT OUT"
@@ -24,7 +24,7 @@ def run(words: list[str]) -> int:
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
     from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
 
-    what, source, out = words
+    what, source, out = args
     if text_only and what != "to_hf":
         raise ConfigError(
             f"--text-only would do nothing in maxtext convert {what}: it is for to_hf"

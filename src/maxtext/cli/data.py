@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
 
@@ -18,17 +18,17 @@ BATCH = "per_device_batch_size"
 MOST_DEVICES = 4096  # that share a sequence, where a device has a fraction of one
 
 
-def run(words: list[str]) -> int:
-    if not words or words[0] not in TASKS:
+def run(args: list[str]) -> int:
+    if not args or args[0] not in TASKS:
         raise ConfigError(
             "say what to do: maxtext data inspect [FILE] [key=value ...], prepare --out DIR [FILE] [key=value ...], "
             "throughput [FILE] [key=value ...], or index --out INDEX.json --length N FILES ..."
         )
     log.configure()
-    return importlib.import_module(f"maxtext.cli.data_{words[0]}").run(words[1:])
+    return importlib.import_module(f"maxtext.cli.data_{args[0]}").run(args[1:])
 
 
-def settled(words: list[str]) -> Any:
+def settled(args: list[str]) -> Any:
     """The configuration of FILE and key=value words, for as few devices as it allows: no device is
     asked for.
     """
@@ -36,8 +36,8 @@ def settled(words: list[str]) -> Any:
     from maxtext.configs.derive import Devices
     from maxtext.configs.load import resolve
 
-    path, settings = cli_words.split(words)
-    chosen = sources.from_words(settings)
+    path, overrides = arguments.split(args)
+    chosen = sources.from_overrides(overrides)
     found, _ = resolve(path, chosen, os.environ, None)
     return load(
         path,
@@ -67,8 +67,8 @@ def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:
     ), slices
 
 
-def take_number(words: list[str], option: str, least: int) -> int | None:
-    value = cli_words.take_value(words, option)
+def take_number(args: list[str], option: str, least: int) -> int | None:
+    value = arguments.take_value(args, option)
     if value is None:
         return None
     if not value.isdecimal() or int(value) < least:

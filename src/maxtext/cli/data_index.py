@@ -1,25 +1,25 @@
 """`maxtext data index`: the index of tokenised .npy files that dataset_type=olmo_grain reads."""
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.data import take_number
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     from maxtext.input_pipeline.formats import find_files
     from maxtext.input_pipeline.olmo_index import write_index
 
-    out = cli_words.take_value(words, "--out")
-    length = take_number(words, "--length", least=2)
-    dtype = cli_words.take_value(words, "--dtype") or "uint32"
-    if out is None or length is None or not words or any(word.startswith("-") for word in words):
+    out = arguments.take_value(args, "--out")
+    length = take_number(args, "--length", least=2)
+    dtype = arguments.take_value(args, "--dtype") or "uint32"
+    if out is None or length is None or not args or any(arg.startswith("-") for arg in args):
         raise ConfigError(
             "write it as: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ..."
         )
     if local_path(out).exists():
         raise ConfigError(f"{out} exists already: remove it first, or choose another --out")
-    index = write_index(out, find_files("FILES", ",".join(words)), length, dtype)
+    index = write_index(out, find_files("FILES", ",".join(args)), length, dtype)
     print(
         f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} rows of {length:,}"
     )

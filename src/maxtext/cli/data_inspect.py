@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.data import settled, take_number
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError
@@ -121,12 +121,12 @@ class Numbers:
         yield " ".join(map(str, tokens.tolist())), False
 
 
-def run(words: list[str]) -> int:
-    as_json = cli_words.take_flag(words, "--json")
-    evaluation = cli_words.take_flag(words, "--eval")
-    batches = take_number(words, "--batches", least=1) or BATCHES
-    rows = take_number(words, "--rows", least=0)
-    config = settled(words)
+def run(args: list[str]) -> int:
+    as_json = arguments.take_flag(args, "--json")
+    evaluation = arguments.take_flag(args, "--eval")
+    batches = take_number(args, "--batches", least=1) or BATCHES
+    rows = take_number(args, "--rows", least=0)
+    config = settled(args)
     tokenized = config.dataset_type.value not in TOKEN_SOURCES and (
         config.tokenize_eval_data if evaluation else config.tokenize_train_data
     )

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.data import settled, take_number
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError
@@ -17,19 +17,19 @@ from maxtext.common.hardware import size
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     from maxtext.input_pipeline.prepare import prepare, training_overrides
     from maxtext.tokenizers.text import cores
 
-    out = cli_words.take_value(words, "--out")
-    workers = take_number(words, "--workers", least=1) or cores()
-    shard_documents = take_number(words, "--shard-documents", least=1)
+    out = arguments.take_value(args, "--out")
+    workers = take_number(args, "--workers", least=1) or cores()
+    shard_documents = take_number(args, "--shard-documents", least=1)
     if out is None:
         raise ConfigError(
             "say where to write: maxtext data prepare --out DIR [FILE] [key=value ...]"
         )
     place = local_path(out)
-    config = settled(words)
+    config = settled(args)
     with Report(f"preparing {place}") as report:
         made = prepare(config, place, shard_documents, workers, report)
     counts = made.counts

@@ -18,13 +18,13 @@ LINE_SECONDS = 10.0  # between two signs of life
 AHEAD = 2  # batches that wait for the device in a run
 
 
-def run(words: list[str]) -> int:
+def run(args: list[str]) -> int:
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams, prefetch
     from maxtext.trainers.rows import row_counts, rows_at
 
-    config = settled(words)
+    config = settled(args)
     start = time.perf_counter()
     streams = open_data_streams(config, Split.TRAIN, partial(rows_at, config), row_counts(config))
     assert streams is not None, "a source has training data, or says what is missing"

@@ -8,22 +8,22 @@ import sys
 import time
 from typing import Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.answering import DIM, Answering, note, open_model, refuse, settle, write
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import load, sources
-from maxtext.configs.load import wanted
+from maxtext.configs.load import peek_setting
 from maxtext.configs.types import MaxTextConfig
 
 CONTEXT = 40  # characters of two texts that are shown where they part
 USELESS = {"enable_model_warmup": "the one prompt warms it up"}
 
 
-def run(words: list[str]) -> int:
-    path, settings = cli_words.split(words)
-    place = model_place(path, settings)
-    config = settle(place, path, settings)
+def run(args: list[str]) -> int:
+    path, overrides = arguments.split(args)
+    place = model_place(path, overrides)
+    config = settle(place, path, overrides)
     refuse(config, "decode", USELESS)
     check(config)
     model = open_model(place, config)
@@ -39,14 +39,14 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def model_place(path: str | None, settings: list[str]) -> str:
+def model_place(path: str | None, overrides: list[str]) -> str:
     """A checkpoint, or the name of a model that is to have random weights."""
-    words = sources.from_words(settings)
+    layer = sources.from_overrides(overrides)
     for key in ("load_parameters_path", "model_name"):
-        value = wanted(key, path, words, os.environ)
+        value = peek_setting(key, path, layer, os.environ)
         if value not in (None, "", "default"):
             return str(value)
-    load(path, words)  # a misspelt key is told first
+    load(path, layer)  # a misspelt key is told first
     raise ConfigError(
         "which model? set load_parameters_path=DIR, a Hugging Face folder or a checkpoint of ours; model_name=NAME "
         "alone gives random weights"

@@ -1,15 +1,15 @@
 """`maxtext doctor`: what this machine can run, and what to mend."""
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.diagnostics.doctor import examine
 
 
-def run(words: list[str]) -> int:
-    path, settings = cli_words.split(words)
+def run(args: list[str]) -> int:
+    path, overrides = arguments.split(args)
     # The doctor must speak where no device starts, so it does not ask JAX for them here.
-    report = examine(load(path, settings, devices=Devices(1)).base_output_directory)
+    report = examine(load(path, overrides, devices=Devices(1)).base_output_directory)
     for title, lines in report.sections.items():
         print(title)
         width = max(len(name) for name, _ in lines)

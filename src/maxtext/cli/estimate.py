@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import size
@@ -19,20 +19,20 @@ WIDTH = 110  # of tables that no terminal bounds
 TOO_SMALL = 2  # exit code
 
 
-def run(words: list[str]) -> int:
-    style = cli_words.take_option(words, "--format", ("json",))
-    compiling = not cli_words.take_flag(words, "--no-compile")
-    searching = cli_words.take_flag(words, "--search")
-    name = cli_words.take_value(words, "--target") or ""
-    slices = cli_words.take_value(words, "--slices") or "0"
+def run(args: list[str]) -> int:
+    style = arguments.take_option(args, "--format", ("json",))
+    compiling = not arguments.take_flag(args, "--no-compile")
+    searching = arguments.take_flag(args, "--search")
+    name = arguments.take_value(args, "--target") or ""
+    slices = arguments.take_value(args, "--slices") or "0"
     if not slices.isdigit():
         raise ConfigError(f"--slices takes a number, not {slices!r}")
     if searching and not compiling:
         raise ConfigError(
             "--search compiles to confirm, and --no-compile forbids it: leave one out"
         )
-    path, settings = cli_words.split(words)
-    config, target = load_for_target(path, settings, name, int(slices))
+    path, overrides = arguments.split(args)
+    config, target = load_for_target(path, overrides, name, int(slices))
     found = estimate(config, target, compiling)
     suggested = plans(found, searching)
     if style == "json":

@@ -4,18 +4,18 @@ import json
 from typing import Any
 
 from maxtext.checkpoint.inspect import CheckpointSummary, TensorRow, summarize
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 
 
-def run(words: list[str]) -> int:
-    thorough = cli_words.take_flag(words, "--verify")
-    as_json = cli_words.take_flag(words, "--json")
-    if len(words) != 1 or words[0].startswith("-"):
+def run(args: list[str]) -> int:
+    thorough = arguments.take_flag(args, "--verify")
+    as_json = arguments.take_flag(args, "--json")
+    if len(args) != 1 or args[0].startswith("-"):
         raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    summary = summarize(local_path(words[0]).absolute(), thorough)
+    summary = summarize(local_path(args[0]).absolute(), thorough)
     print(json.dumps(plain(summary)) if as_json else text(summary), end="\n" if as_json else "")
     if summary.damaged:
         raise UserError("\n".join(summary.damaged))
@@ -54,7 +54,7 @@ def cells(row: TensorRow) -> tuple[str, ...]:
 
 def words_of(value: Any) -> str:
     return (
-        ", ".join(f"{key} {word}" for key, word in value.items())
+        ", ".join(f"{key} {arg}" for key, arg in value.items())
         if isinstance(value, dict)
         else str(value)
     )

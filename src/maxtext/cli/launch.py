@@ -17,8 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from maxtext.cli import manifests
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments, manifests
 from maxtext.cli.train import checkpoint_model
 from maxtext.common import log, processes, rendezvous, supervise
 from maxtext.common.errors import ConfigError
@@ -53,8 +52,8 @@ def at_least(low: int) -> Any:
     return number
 
 
-def run(words: list[str]) -> int:
-    options, command = parse(words)
+def run(args: list[str]) -> int:
+    options, command = parse(args)
     if options.print:
         print(manifests.make(options, command), end="")
         return 0
@@ -62,7 +61,7 @@ def run(words: list[str]) -> int:
     return Local(options, command).run()
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """(our options, the words after `train`)."""
     parser = Parser(prog="maxtext launch", add_help=False, allow_abbrev=False)
     for option, low in (
@@ -75,9 +74,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--print", choices=tuple(manifests.KINDS))
     manifests.add_options(parser, at_least)
-    split = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:split])
-    verb, *rest = words[split + 1 :] or [""]
+    split = args.index("--") if "--" in args else len(args)
+    options = parser.parse_args(args[:split])
+    verb, *rest = args[split + 1 :] or [""]
     if verb != "train":
         raise ConfigError(
             "what shall run stands after `--`, and it is train: maxtext launch --local 2 -- train quickstart"
@@ -97,10 +96,10 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 class Local:
     """N processes of this machine."""
 
-    def __init__(self, options: argparse.Namespace, words: list[str]):
+    def __init__(self, options: argparse.Namespace, args: list[str]):
         self.full = options.local
-        self.words = words
-        self.path, self.settings = cli_words.split(words)
+        self.args = args
+        self.path, self.settings = arguments.split(args)
         self.restarts = options.restarts or 0
         self.grace = float(options.grace or 60)
         self.shared = shared_environment(os.environ, options.cpu)
@@ -113,7 +112,7 @@ class Local:
     def configuration(self, count: int) -> Any:
         """What `count` processes would train with; a ConfigError where they cannot."""
         devices = Devices(count * self.devices, full=self.full * self.devices)
-        model = checkpoint_model(self.path, sources.from_words(self.settings))
+        model = checkpoint_model(self.path, sources.from_overrides(self.settings))
         config: MaxTextConfig = load(self.path, self.settings, self.shared, devices, model)
         if config.global_batch_size_to_load % count:
             raise ConfigError(
@@ -190,7 +189,7 @@ class Local:
 
     def commands(self, count: int) -> list[Command]:
         address = f"127.0.0.1:{free_port()}"
-        line = [sys.executable, "-m", "maxtext", "train", *self.words]
+        line = [sys.executable, "-m", "maxtext", "train", *self.args]
         common = {
             **self.shared,
             "JAX_COORDINATOR_ADDRESS": address,
@@ -230,7 +229,7 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     if not plugin or environ.get("JAX_PLATFORMS", "") not in ("", "cuda", "gpu", "cuda,cpu"):
         return []
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [word for word in environ["CUDA_VISIBLE_DEVICES"].split(",") if word]
+        return [arg for arg in environ["CUDA_VISIBLE_DEVICES"].split(",") if arg]
     return [str(place) for place in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 

@@ -204,12 +204,12 @@ def verb_help(name: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
     with signals.ending_signals():
         try:
-            return run(words)
+            return run(args)
         except BrokenPipeError:  # `maxtext config | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -266,16 +266,16 @@ def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
     return processes.leave(code, last_words)
 
 
-def run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def run(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
         print(help_text(), end="")
         return 0
-    if words[0] == "--version":
+    if args[0] == "--version":
         from importlib import metadata
 
         print(f"maxtext {metadata.version('maxtext')}")
         return 0
-    name, rest = words[0], words[1:]
+    name, rest = args[0], args[1:]
     if name not in VERBS:
         import difflib
 
@@ -284,11 +284,11 @@ def run(words: list[str]) -> int:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the verbs are {', '.join(VERBS)}"
         raise ConfigError(f"unknown verb {name!r}; {hint}")
-    if any(word in ("-h", "--help") for word in rest):
+    if any(arg in ("-h", "--help") for arg in rest):
         print(verb_help(name), end="")
         return 0
     if name != "launch":  # whose options name images and the command of other machines
-        from maxtext.cli.words import refuse_remote
+        from maxtext.cli.arguments import refuse_remote
 
         refuse_remote(
             rest[:2] if name == "tokenizer" and rest[:1] == ["inspect"] else rest

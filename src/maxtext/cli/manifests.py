@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
 from maxtext.common.rendezvous import DEFAULT_PORT
 from maxtext.configs import sources
-from maxtext.configs.load import wanted
+from maxtext.configs.load import peek_setting
 
 # our name of a TPU -> GKE's name of its node pools; a host of each has four chips
 TPU_NODES = {
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser, at_least: Callable[[int], Any])
         parser.add_argument(option)
 
 
-def make(options: argparse.Namespace, words: list[str]) -> str:
+def make(options: argparse.Namespace, args: list[str]) -> str:
     name = options.name or "maxtext"
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise ConfigError(
@@ -52,28 +52,28 @@ def make(options: argparse.Namespace, words: list[str]) -> str:
             raise ConfigError(
                 f"--{option.replace('_', '-')} would do nothing: it does not belong to {options.print}"
             )
-    return KINDS[options.print](options, name, words)
+    return KINDS[options.print](options, name, args)
 
 
-def completed(words: list[str], **defaults: str) -> list[str]:
+def completed(args: list[str], **defaults: str) -> list[str]:
     """The words of `train`, with the keys that neither they nor their FILE set."""
-    path, settings = cli_words.split(words)
-    layer = sources.from_words(settings)
-    unset = [key for key in defaults if wanted(key, path, layer, {}) is None]
-    return [*words, *(f"{key}={defaults[key]}" for key in unset)]
+    path, overrides = arguments.split(args)
+    layer = sources.from_overrides(overrides)
+    unset = [key for key in defaults if peek_setting(key, path, layer, {}) is None]
+    return [*args, *(f"{key}={defaults[key]}" for key in unset)]
 
 
-def header(options: argparse.Namespace, words: list[str]) -> str:
+def header(options: argparse.Namespace, args: list[str]) -> str:
     given = [f"--print {options.print}"]
     for option in (*OPTIONS, "restarts", "grace"):
         if getattr(options, option) is not None:
             given.append(
                 f"--{option.replace('_', '-')} {shlex.quote(str(getattr(options, option)))}"
             )
-    return f"# maxtext launch {' '.join(given)} -- train {shlex.join(words)}\n"
+    return f"# maxtext launch {' '.join(given)} -- train {shlex.join(args)}\n"
 
 
-def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
+def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
     """A JobSet: one Job a slice, one pod a host, found by name through its headless service."""
     hosts, limits, selector = hardware(options)
     slices = options.slices or 1
@@ -88,7 +88,7 @@ def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
         "name": "train",
         "image": options.image or "maxtext:latest",
         "command": ["maxtext", "train"],
-        "args": completed(words, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
+        "args": completed(args, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
         "env": environment,
         "volumeMounts": [
             {"name": "output", "mountPath": OUTPUT},
@@ -140,7 +140,7 @@ def jobset(options: argparse.Namespace, name: str, words: list[str]) -> str:
             "replicatedJobs": [{"name": JOB, "replicas": slices, "template": {"spec": job}}],
         },
     }
-    return header(options, words) + yaml.safe_dump(manifest, sort_keys=False, width=120)
+    return header(options, args) + yaml.safe_dump(manifest, sort_keys=False, width=120)
 
 
 def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str, str]]:
@@ -200,7 +200,7 @@ stop_and_save() {{
 }}
 trap stop_and_save USR1
 
-srun --kill-on-bad-exit=1 maxtext train {words} &
+srun --kill-on-bad-exit=1 maxtext train {args} &
 step=$!
 wait "$step"
 code=$?
@@ -221,13 +221,13 @@ exit "$code"
 """
 
 
-def sbatch(options: argparse.Namespace, name: str, words: list[str]) -> str:
-    whole = completed(words, run_name="", enable_autocheckpoint="true")
+def sbatch(options: argparse.Namespace, name: str, args: list[str]) -> str:
+    whole = completed(args, run_name="", enable_autocheckpoint="true")
     line = " ".join(
-        'run_name="$run_name"' if word == "run_name=" else shlex.quote(word) for word in whole
+        'run_name="$run_name"' if arg == "run_name=" else shlex.quote(arg) for arg in whole
     )
     return SBATCH.format(
-        header=header(options, words),
+        header=header(options, args),
         name=name,
         nodes=options.nodes or 1,
         gpus=f"#SBATCH --gpus-per-node={options.gpus_per_node}\n" if options.gpus_per_node else "",
@@ -235,7 +235,7 @@ def sbatch(options: argparse.Namespace, name: str, words: list[str]) -> str:
         grace=options.grace or 120,
         restarts=restarts(options),
         port=DEFAULT_PORT,
-        words=line,
+        args=line,
     )
 
 

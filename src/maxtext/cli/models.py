@@ -20,12 +20,12 @@ NOTE = "active: of the experts those that a token meets, and all other weights (
 RUNS = "runs: no where the model needs keys that do not act yet; `maxtext models NAME` says which."
 
 
-def run(words: list[str]) -> int:
-    if len(words) > 1 or any(word.startswith("-") or "=" in word for word in words):
+def run(args: list[str]) -> int:
+    if len(args) > 1 or any(arg.startswith("-") or "=" in arg for arg in args):
         raise ConfigError(
-            f"maxtext models takes the name of one model or nothing, not {' '.join(words)!r}"
+            f"maxtext models takes the name of one model or nothing, not {' '.join(args)!r}"
         )
-    print(description(words[0]) if words else table(), end="")
+    print(description(args[0]) if args else table(), end="")
     return 0
 
 
@@ -60,8 +60,8 @@ def description(name: str) -> str:
 def model(name: str) -> tuple[Any, Any]:
     """The configuration as the model's file has it, and its weights without values."""
     # Scanned layers are described once for all repeats.
-    words = [f"model_name={name}", "scan_layers=true", "override_model_config=true"]
-    config = load(None, words, environ={}, devices=Devices(1))
+    overrides = [f"model_name={name}", "scan_layers=true", "override_model_config=true"]
+    config = load(None, overrides, environ={}, devices=Devices(1))
     return config, make_template(config).weights
 
 

@@ -7,21 +7,25 @@ from maxtext.cli.train import checkpoint_model
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, load, sources
 from maxtext.configs.derive import Devices
-from maxtext.configs.load import base_values, wanted
+from maxtext.configs.load import base_values, peek_setting
 from maxtext.sharding.topology import Target, find_target, look_for_no_tpu
 
 
 def load_for_target(
-    path: str | None, settings: list[str], name: str = "", slices: int = 0
+    path: str | None, overrides: list[str], name: str = "", slices: int = 0
 ) -> tuple[Any, Target]:
     """The target is that of `name`, else of compile_topology, else this machine."""
-    words = sources.from_words(settings)
-    topology = wanted("compile_topology", path, words, os.environ) or ""
+    layer = sources.from_overrides(overrides)
+    topology = peek_setting("compile_topology", path, layer, os.environ) or ""
     if name and topology and name != topology:
         raise ConfigError(
             f"--target {name} and compile_topology={topology} name two targets: leave one out"
         )
-    named = str(wanted("compile_topology_num_slices", path, words, os.environ)) if topology else ""
+    named = (
+        str(peek_setting("compile_topology_num_slices", path, layer, os.environ))
+        if topology
+        else ""
+    )
     target = find_target(
         name or str(topology), slices or (int(named) if named.isdigit() else 1) or 1
     )
@@ -29,7 +33,7 @@ def load_for_target(
         look_for_no_tpu()
     try:
         devices = Devices(target.count, target.slices, platform=target.platform)
-        config = load(path, words, devices=devices, model=checkpoint_model(path, words))
+        config = load(path, layer, devices=devices, model=checkpoint_model(path, layer))
     except ConfigError as error:
         about_devices = any(
             "devices" in problem or "slices" in problem for problem in error.problems

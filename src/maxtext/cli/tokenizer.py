@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
@@ -24,28 +24,28 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
 THREADS = 16  # that open files
 
 
-def run(words: list[str]) -> int:
-    if not words or words[0] not in ("train", "inspect"):
+def run(args: list[str]) -> int:
+    if not args or args[0] not in ("train", "inspect"):
         raise ConfigError(
             "say what to do: maxtext tokenizer train --out PATH FILES..., or inspect PATH [TEXT]"
         )
-    return {"train": train, "inspect": inspect}[words[0]](words[1:])
+    return {"train": train, "inspect": inspect}[args[0]](args[1:])
 
 
-def train(words: list[str]) -> int:
+def train(args: list[str]) -> int:
     from maxtext.tokenizers.train import SMALLEST, train_bpe, train_sentencepiece
 
-    overwrite = cli_words.take_flag(words, "--overwrite")
-    kind = cli_words.take_option(words, "--kind", KINDS) or "bpe"
-    out = cli_words.take_value(words, "--out")
+    overwrite = arguments.take_flag(args, "--overwrite")
+    kind = arguments.take_option(args, "--kind", KINDS) or "bpe"
+    out = arguments.take_value(args, "--out")
     keys = {
-        "vocab_size": cli_words.take_value(words, "--vocab-size"),
-        "max_corpus_chars": cli_words.take_value(words, "--max-chars"),
+        "vocab_size": arguments.take_value(args, "--vocab-size"),
+        "max_corpus_chars": arguments.take_value(args, "--max-chars"),
     }
     settings = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    if column := cli_words.take_value(words, "--column"):
+    if column := arguments.take_value(args, "--column"):
         settings.append(f"train_data_columns={json.dumps([column])}")
-    config, files = settled(settings, words)
+    config, files = settled(settings, args)
     if out is None:
         raise ConfigError(
             "say where to write: --out FOLDER for bpe, --out FILE.model for the other kinds"
@@ -73,25 +73,25 @@ def train(words: list[str]) -> int:
     return 0
 
 
-def settled(settings: list[str], words: list[str]) -> tuple[Any, list[str]]:
+def settled(settings: list[str], args: list[str]) -> tuple[Any, list[str]]:
     """The configuration with its few keys that count here, and the files."""
     from maxtext.configs import load
     from maxtext.configs.derive import Devices
     from maxtext.input_pipeline.formats import find_files
 
     named = []
-    for word in words:
-        key = word.partition("=")[0]
-        if "=" in word and not os.path.exists(word):
+    for arg in args:
+        key = arg.partition("=")[0]
+        if "=" in arg and not os.path.exists(arg):
             if key not in KEYS:
                 raise ConfigError(
                     f"{key}= means nothing to the training of a tokenizer: only {', '.join(KEYS)} do"
                 )
-            settings.append(word)
-        elif word.startswith("-"):
-            raise ConfigError(f"unknown option {word!r}; `maxtext tokenizer --help` lists them")
+            settings.append(arg)
+        elif arg.startswith("-"):
+            raise ConfigError(f"unknown option {arg!r}; `maxtext tokenizer --help` lists them")
         else:
-            named.append(word)
+            named.append(arg)
     config = load(None, settings, devices=Devices(1))
     if len(config.train_data_columns) != 1:
         raise ConfigError(f"train_data_columns={config.train_data_columns}: name one column")
@@ -99,7 +99,7 @@ def settled(settings: list[str], words: list[str]) -> tuple[Any, list[str]]:
         raise ConfigError(
             "name the files to learn from: maxtext tokenizer train --out PATH FILES..."
         )
-    return config, list(dict.fromkeys(file for word in named for file in find_files("FILES", word)))
+    return config, list(dict.fromkeys(file for arg in named for file in find_files("FILES", arg)))
 
 
 def read(files: list[str], config: MaxTextConfig) -> tuple[list[str], int, bool]:
@@ -155,14 +155,14 @@ def working(title: str) -> Iterator[None]:
         yield
 
 
-def inspect(words: list[str]) -> int:
+def inspect(args: list[str]) -> int:
     from maxtext.tokenizers import open_tokenizer
 
-    as_json = cli_words.take_flag(words, "--json")
-    if not words or words[0].startswith("-"):
+    as_json = arguments.take_flag(args, "--json")
+    if not args or args[0].startswith("-"):
         raise ConfigError("name a tokenizer: maxtext tokenizer inspect PATH [TEXT] [--json]")
-    tokenizer = open_tokenizer(words[0])
-    text = " ".join(words[1:]) if len(words) > 1 else None
+    tokenizer = open_tokenizer(args[0])
+    text = " ".join(args[1:]) if len(args) > 1 else None
     found = description(tokenizer, text)
     if as_json:
         print(json.dumps(found))

@@ -4,23 +4,23 @@ import logging
 import os
 from types import SimpleNamespace
 
-from maxtext.cli import words as cli_words
+from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import fields, ledger, load, sources
-from maxtext.configs.load import base_values, wanted
+from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.types import MaxTextConfig
 
 SAMPLE_TOKENS = 300
 
 
-def run(words: list[str]) -> int:
-    path, settings = cli_words.split(words)
+def run(args: list[str]) -> int:
+    path, overrides = arguments.split(args)
     die_with_launcher(os.environ)
     # The configuration counts the devices of all processes, so they join first.
-    world = processes.start(start_settings(path, sources.from_words(settings)))
-    config = load(path, settings, model=checkpoint_model(path, sources.from_words(settings)))
+    world = processes.start(start_settings(path, sources.from_overrides(overrides)))
+    config = load(path, overrides, model=checkpoint_model(path, sources.from_overrides(overrides)))
     ledger.refuse_unsupported_model(config, base_values())
     refuse_no_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
@@ -57,7 +57,7 @@ def refuse_no_data(config: MaxTextConfig) -> None:
         )
 
 
-def start_settings(path: str | None, words: sources.Layer) -> SimpleNamespace:
+def start_settings(path: str | None, overrides: sources.Layer) -> SimpleNamespace:
     """The keys of process start-up. One with a value that does not fit has its default: `load` then
     refuses it.
     """
@@ -67,19 +67,22 @@ def start_settings(path: str | None, words: sources.Layer) -> SimpleNamespace:
         "jax_distributed_initialization_timeout",
         "skip_jax_distributed_system",
     ):
-        value = fields.normalise(key, wanted(key, path, words, os.environ))
+        value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
         found[key] = (
             value if value is not None and fields.fits(key, value) else getattr(base_values(), key)
         )
     return SimpleNamespace(**found)
 
 
-def checkpoint_model(path: str | None, words: sources.Layer) -> sources.Layer | None:
+def checkpoint_model(path: str | None, overrides: sources.Layer) -> sources.Layer | None:
     """What the checkpoint that a run starts from says of its model; nothing where model_name says
     it.
     """
-    folder = wanted("load_parameters_path", path, words, os.environ)
-    if not folder or wanted("model_name", path, words, os.environ) not in (None, "default"):
+    folder = peek_setting("load_parameters_path", path, overrides, os.environ)
+    if not folder or peek_setting("model_name", path, overrides, os.environ) not in (
+        None,
+        "default",
+    ):
         return None
     from maxtext.checkpoint.open import open_checkpoint
 

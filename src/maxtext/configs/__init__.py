@@ -1,4 +1,4 @@
-"""Level 1: one YAML file of defaults, its types, how layers merge, and what follows from them."""
+"""Level 1: the configuration: defaults in base.yml, typed keys, merging, derived values, checks."""
 
 from maxtext.configs.load import config, load
 from maxtext.configs.types import MaxTextConfig

@@ -48,7 +48,7 @@ def take(base: Layer, layers: Iterable[Layer]) -> Architecture:
 
 
 def changes(key: str, layer: Layer, before: Layer) -> bool:
-    return key in layer and not fields.same(key, layer[key].value, before[key].value)
+    return key in layer and not fields.is_same(key, layer[key].value, before[key].value)
 
 
 def checked(setting: Setting) -> Architecture:

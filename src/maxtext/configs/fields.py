@@ -1,5 +1,5 @@
-"""What a key can hold, read off its type: how text becomes a value, what `none` means, how to
-describe a misfit.
+"""What a key accepts, according to its type: parsing text, the meaning of `none`, descriptions of
+the type for messages.
 """
 
 import types
@@ -20,7 +20,7 @@ KEYS = Settings.model_fields
 
 @cache
 def members(key: str) -> tuple[Any, ...]:
-    """The members of a key's type: its union's, or itself alone. Constraints are stripped."""
+    """The members of a key's union type, or the type itself. Constraints are stripped."""
     annotation = KEYS[key].annotation
     parts = typing.get_args(annotation) if is_union(annotation) else (annotation,)
     return tuple(
@@ -38,7 +38,7 @@ def admits_none(key: str) -> bool:
 
 
 def admits_text(key: str) -> bool:
-    """Whether a bare word is a value of this key: text, and choices that are words."""
+    """Whether the key accepts a bare string: text, or a choice that is a string."""
     return any(part is str or is_choice(part) for part in members(key))
 
 
@@ -49,14 +49,14 @@ def is_choice(part: Any) -> bool:
 
 
 def choices(key: str) -> list[str]:
-    """The values of a key with a fixed set of them."""
-    found: list[str] = []
+    """The accepted values of a key that has a fixed set of them."""
+    names: list[str] = []
     for part in members(key):
         if typing.get_origin(part) is typing.Literal:
-            found += [str(value) for value in typing.get_args(part)]
+            names += [str(value) for value in typing.get_args(part)]
         elif isinstance(part, type) and issubclass(part, Enum):
-            found += [str(member.value) for member in part]
-    return found
+            names += [str(member.value) for member in part]
+    return names
 
 
 def is_none(value: Any) -> bool:
@@ -64,8 +64,8 @@ def is_none(value: Any) -> bool:
 
 
 def from_text(key: str, text: str) -> Any:
-    """A word of the command line or environment as a value: text stays text, all else is read as
-    YAML.
+    """Parse the value of a key from the command line or environment: YAML, unless the key accepts
+    text.
     """
     if key not in KEYS:
         return text
@@ -91,24 +91,26 @@ def normalise(key: str, value: Any) -> Any:
 
 
 def fits(key: str, value: Any) -> bool:
-    """Refuses true/false for a number, which Python would take as 1 and 0."""
+    """Whether a value may be validated. False for true/false where a number is expected, since
+    Python would accept them as 1 and 0.
+    """
     return not isinstance(value, bool) or bool in members(key) or Any in members(key)
 
 
 def describe(key: str) -> str:
-    """A key's type in words."""
-    words = []
+    """A key's type, described for a message."""
+    kinds = []
     for part in members(key):
         if part is type(None):
             continue
         if is_choice(part):
-            words.append("one of " + ", ".join(value or "(empty)" for value in choices(key)))
+            kinds.append("one of " + ", ".join(value or "(empty)" for value in choices(key)))
         else:
-            words.append(PLAIN.get(part) or PLAIN.get(typing.get_origin(part)) or str(part))
+            kinds.append(PLAIN.get(part) or PLAIN.get(typing.get_origin(part)) or str(part))
             inner = [PLAIN_PLURAL[item] for item in typing.get_args(part) if item in PLAIN_PLURAL]
             if inner and typing.get_origin(part) is list:
-                words[-1] += f" of {inner[0]}"
-    text = " or ".join(words)
+                kinds[-1] += f" of {inner[0]}"
+    text = " or ".join(kinds)
     for bound in KEYS[key].metadata:
         text += (
             f" >= {bound.ge}"
@@ -133,13 +135,13 @@ PLAIN_PLURAL = {int: "whole numbers", str: "text", float: "numbers"}
 
 
 def is_true(value: Any) -> bool:
-    """Whether a switch that is read before validation is on."""
+    """Whether a boolean that is read before validation is true."""
     return value is True or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
 
 
-def same(key: str, one: Any, other: Any) -> bool:
-    """Whether two unchecked values of a key mean the same, e.g. 1e-5 and "1e-05"."""
-    return typed(key, one) == typed(key, other)
+def is_same(key: str, a: Any, b: Any) -> bool:
+    """Whether two values of a key are equal after validation, e.g. 1e-5 and "1e-05"."""
+    return validated(key, a) == validated(key, b)
 
 
 def is_valid(key: str, value: Any) -> bool:
@@ -153,7 +155,8 @@ def is_valid(key: str, value: Any) -> bool:
     return True
 
 
-def typed(key: str, value: Any) -> Any:
+def validated(key: str, value: Any) -> Any:
+    """The value as its key's type, or unchanged if it does not fit."""
     try:
         return adapter(key).validate_python(normalise(key, value))
     except ValidationError:

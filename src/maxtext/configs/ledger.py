@@ -1,5 +1,5 @@
-"""No silent knobs: which keys act, which do not and why (tables/ledger.yml), and what base.yml says
-that each means.
+"""No silent knobs: which keys act, which do not and why (tables/ledger.yml), and the descriptions
+in base.yml.
 """
 
 import re
@@ -41,13 +41,13 @@ class Status:
     reason: str = ""
 
     def __str__(self) -> str:
-        words = {
+        text = {
             "acts": "acts",
             "computed": "computed",
             "not_yet": "does not act yet",
             "never": "does not act here",
-        }
-        return f"{words[self.kind]}: {self.reason}" if self.reason else words[self.kind]
+        }[self.kind]
+        return f"{text}: {self.reason}" if self.reason else text
 
 
 @cache
@@ -115,8 +115,8 @@ def shown(value: Any) -> str:
 
 @cache
 def meanings() -> dict[str, str]:
-    """The comment of each key in base.yml: beside it, or in the lines above it."""
-    found: dict[str, str] = {}
+    """The comment of each key in base.yml: on its line, or in the lines above it."""
+    comments: dict[str, str] = {}
     above: list[str] = []
     for line in BASE.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# ----"):
@@ -124,9 +124,9 @@ def meanings() -> dict[str, str]:
             continue
         entry = re.match(r"(\w+):(?:.*?\s#\s(.*))?", line)
         if entry:
-            found[entry[1]] = entry[2] or " ".join(above)
+            comments[entry[1]] = entry[2] or " ".join(above)
         above = []
-    return found
+    return comments
 
 
 def meaning(key: str) -> str:

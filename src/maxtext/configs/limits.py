@@ -1,6 +1,7 @@
-"""Limits that every key of a type has: what counters, float32, text files and local paths can hold.
+"""Limits that follow from the type of a key: what counters, float32, text files and local paths can
+hold.
 
-Narrower ranges, which follow from what a key means, are `in_range` rules beside its group.
+Narrower ranges, which follow from the meaning of a key, are `in_range` rules.
 """
 
 import os
@@ -13,8 +14,8 @@ from maxtext.configs.types import Settings
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 FLOAT32_MAX = 3.4028234663852886e38
-# Whole numbers that no device counts: bytes, characters, floating-point operations and RoPE's
-# bases.
+# 64-bit integers, which never reach a device: bytes, characters, floating-point operations, RoPE
+# bases and seeds.
 WIDE = {
     "checkpoint_storage_target_data_file_size_bytes",
     "prefix_caching_hbm_byte",
@@ -31,8 +32,7 @@ WIDE = {
     "init_weights_seed",
     "engram_seed",
 }
-# What the program enumerates: more of it than any model or machine has would only take memory and
-# time.
+# Upper bounds of what the program enumerates, far above any model or machine.
 COUNTS = {
     "base_num_decoder_layers": 10_000,
     "num_decoder_layers": 10_000,
@@ -47,9 +47,8 @@ COUNTS = {
     "grain_num_threads_eval": 10_000,
     "grain_data_source_max_workers": 10_000,
 }
-# Keys that name a file or a folder of this machine, or a list of them. hf_path, hf_data_dir and
-# hf_*_files are not among them, for `datasets` also opens URLs; nor is olmo_path_remap_from, the
-# place where data once was.
+# Keys that name files or folders of this machine. hf_path, hf_data_dir and hf_*_files are not among
+# them, since `datasets` also opens URLs; nor is olmo_path_remap_from, the former location of data.
 PATH_KEYS = {
     "base_config",
     "base_output_directory",
@@ -73,7 +72,7 @@ PATH_KEYS = {
     "tokenizer_path",
     "chat_template_path",
 }
-# Folders inside another one, which they must not leave.
+# Paths that must stay inside another folder.
 INNER_PATHS = {
     "run_name": "base_output_directory",
     "checkpoint_todelete_subdir": "the checkpoints' folder",
@@ -93,32 +92,30 @@ def problems(config: Settings) -> list[Problem]:
 
 
 def problem_of(key: str, value: Any, chosen: bool) -> str | None:
-    """What is wrong with a value, as the end of a sentence. `chosen`: not from a model's file, nor
-    a default.
+    """What is wrong with a value, as the end of a sentence. `chosen` is false for values of a
+    model's file and defaults, whose paths are not checked.
     """
-    for number in leaves(value):
-        if isinstance(number, str):
-            if "\0" in number or surrogates(number):
+    for leaf in leaves(value):
+        if isinstance(leaf, str):
+            if "\0" in leaf or has_surrogates(leaf):
                 return "has a NUL character, or bytes that are not UTF-8: leave them out"
-        elif isinstance(number, int) and not isinstance(number, bool):
+        elif isinstance(leaf, int) and not isinstance(leaf, bool):
             limit = limit_of(key)
-            if abs(number) > limit:
+            if abs(leaf) > limit:
                 return f"is out of range: whole numbers go to {limit:,} here"
-        elif isinstance(number, float) and abs(number) > FLOAT32_MAX:
+        elif isinstance(leaf, float) and abs(leaf) > FLOAT32_MAX:
             return f"is out of range: numbers go to {FLOAT32_MAX:.2g}, the largest float32"
     if key in PATH_KEYS and chosen and isinstance(value, str):
-        return path_problem(value) or (
-            leaves_its_folder(key, value) if key in INNER_PATHS else None
-        )
+        return path_problem(value) or (outside_folder(key, value) if key in INNER_PATHS else None)
     return None
 
 
 def limit_of(key: str) -> int:
-    """The largest magnitude of a key's whole numbers."""
+    """The largest magnitude of an integer key."""
     return COUNTS.get(key, INT64_MAX if key in WIDE else INT32_MAX)
 
 
-def leaves_its_folder(key: str, value: str) -> str | None:
+def outside_folder(key: str, value: str) -> str | None:
     names = value.split("/")
     if os.path.isabs(value) or any(name in (".", "..") for name in names):
         return (
@@ -129,7 +126,7 @@ def leaves_its_folder(key: str, value: str) -> str | None:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Numbers and text in lists and mappings; keys of mappings, too."""
+    """The numbers and strings in nested lists and mappings, including keys of mappings."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(key)
@@ -141,12 +138,12 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def surrogates(text: str) -> bool:
+def has_surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def abbreviated(value: Any) -> str:
-    """A value for a message: on one line, and not longer than a line."""
+    """A value for a message, on one line and at most 60 characters long."""
     text = (
         str(getattr(value, "value", value))
         if isinstance(value, int)

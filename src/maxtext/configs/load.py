@@ -1,5 +1,5 @@
-"""From files, environment and words to one frozen, checked MaxTextConfig that knows where each
-value came from.
+"""Loads a configuration: merges files, environment and overrides, validates the result and derives
+the computed keys. The MaxTextConfig knows the source of every value.
 """
 
 import os
@@ -29,46 +29,47 @@ from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.yaml_loader import YamlLoader
 
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
-MOST_UNROLLED = 64  # layers, where unrolling is the default
-OF_SCANS = (
-    "param_scan_axis",
-    "inhomogeneous_layer_cycle_interval",
-)  # a person who sets one means scanned layers
+MAX_UNROLLED_LAYERS = 64  # on GPUs, where layers are unrolled by default
+# keys that only scanned layers read: a user who sets one wants layers to be scanned
+SCAN_KEYS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")
 
 
 def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
-    """The configuration of a run: defaults, the YAML file, the model's file, M_KEY variables, then
-    the keywords.
+    """The configuration of a run, merged from base.yml, the YAML file at `path`, the model's file,
+    M_KEY environment variables and the keywords.
     """
     return load(path, sources.from_python(overrides))
 
 
 def load(
     path: str | os.PathLike | None = None,
-    words: Layer | Iterable[str] = (),
+    overrides: Layer | Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
     devices: derive.Devices | None = None,
     model: Layer | None = None,
 ) -> MaxTextConfig:
-    """As `config`, from command-line words; devices are this machine's unless given. `model`: what
-    a checkpoint says of itself, in place of the file of model_name."""
+    """As `config`, from key=value overrides.
+
+    `devices` defaults to those of this machine. `model` is the description of the model in a
+    checkpoint, which replaces the file of model_name.
+    """
     environ = os.environ if environ is None else environ
-    words = words if isinstance(words, dict) else sources.from_words(words)
-    settings, facts = resolve(path, words, environ, model)
-    fill_empty(settings, environ)
+    layer = overrides if isinstance(overrides, dict) else sources.from_overrides(overrides)
+    settings, facts = resolve(path, layer, environ, model)
+    fill_defaults(settings, environ)
     checked = validate(settings)
     checked._architecture = facts
-    # The rules compute with these numbers, so they come after the ranges.
+    # Ranges come first: the rules compute with these numbers.
     raise_if_any(limits.problems(checked) + rules.check_ranges(checked))
     raise_if_any(rules.check_settings(checked) + ledger.problems(checked, base_values()))
     devices = devices or derive.visible_devices()
     derived = derive.derive(checked, devices)
-    free = settings["scan_layers"].source.kind == "default" and not any(
-        settings[key].source.is_user for key in OF_SCANS
+    scan_is_open = settings["scan_layers"].source.kind == "default" and not any(
+        settings[key].source.is_user for key in SCAN_KEYS
     )
-    if devices.platform == "gpu" and free:
-        # Scanned layers are a fifth slower there; very deep models would take too long to compile.
-        derived["scan_layers"] = derived["num_decoder_layers"] > MOST_UNROLLED
+    if devices.platform == "gpu" and scan_is_open:
+        # Scanning costs a fifth of the speed on GPUs; unrolled deep models compile too slowly.
+        derived["scan_layers"] = derived["num_decoder_layers"] > MAX_UNROLLED_LAYERS
     complete = MaxTextConfig.model_construct(**{**dict(checked), **derived})
     complete._architecture = facts
     complete._sources.update(checked._sources, **{key: Source("derived") for key in derived})
@@ -77,17 +78,18 @@ def load(
     return complete
 
 
-def wanted(
-    key: str, path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str]
+def peek_setting(
+    key: str, path: str | os.PathLike | None, overrides: Layer, environ: Mapping[str, str]
 ) -> Any:
-    """What files, environment and words say of a key before `load`; None where they say nothing, or
-    what `load` will refuse."""
+    """The value that a user gives a key, read before `load`. None if it is not set, or if `load`
+    will refuse the value.
+    """
     files = (
         [layer for _, layer in sources.file_chain(sources.find_file(str(path)))[1:]]
         if path is not None
         else []
     )
-    layers = [*files, sources.from_environment(environ), words]
+    layers = [*files, sources.from_environment(environ), overrides]
     value = next((layer[key].value for layer in reversed(layers) if key in layer), None)
     return (
         None if value is None or fields.is_none(value) or not fields.is_valid(key, value) else value
@@ -95,31 +97,35 @@ def wanted(
 
 
 def resolve(
-    path: str | os.PathLike | None, words: Layer, environ: Mapping[str, str], model: Layer | None
+    path: str | os.PathLike | None,
+    overrides: Layer,
+    environ: Mapping[str, str],
+    model: Layer | None,
 ) -> tuple[Layer, Architecture]:
-    """The winning setting of every key, not yet checked against its type, and the facts beyond
-    keys.
+    """The merged setting of every key, not yet validated, and the model's attributes that have no
+    key.
     """
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
     base, files = chain[0][1], [layer for _, layer in chain[1:]]
     environment = sources.from_environment(environ)
-    layout = str(merge.setting_of("custom_mesh_and_rule", base, *files, environment, words) or "")
-    if (
-        path := sources.LAYOUTS / f"{layout}.yml"
-    ).is_file():  # another name is refused with the other misfits
-        files = [sources.read_yaml(path, "file"), *files]
+    layout = str(
+        merge.last_value("custom_mesh_and_rule", base, *files, environment, overrides) or ""
+    )
+    layout_path = sources.LAYOUTS / f"{layout}.yml"
+    if layout_path.is_file():  # validation refuses an unknown name
+        files = [sources.read_yaml(layout_path, "file"), *files]
     if model is None:
-        name = str(merge.setting_of("model_name", base, *files, environment, words))
+        name = str(merge.last_value("model_name", base, *files, environment, overrides))
         model_path = sources.model_file(name)
         model = sources.read_yaml(model_path, "model") if model_path else {}
-    facts = architecture.take(base, [model := dict(model), *files, environment, words])
-    merge.refuse_unknown(*files, environment, words)
-    merge.refuse_unknown(model)
-    return merge.join(base, files, model, environment, words), facts
+    facts = architecture.take(base, [model := dict(model), *files, environment, overrides])
+    merge.refuse_unknown_keys(*files, environment, overrides)
+    merge.refuse_unknown_keys(model)
+    return merge.merge_layers(base, files, model, environment, overrides), facts
 
 
-def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
-    """Keys that mean something when left open: the run's name, folder and length, the model's
+def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
+    """Fill in keys whose default depends on others: the run's name, folder and length, the model's
     tokenizer.
     """
 
@@ -128,22 +134,22 @@ def fill_empty(settings: Layer, environ: Mapping[str, str]) -> None:
 
     model = str(settings["model_name"].value)
     if empty("run_name"):
-        place = "JOBSET_NAME" if environ.get("JOBSET_NAME") else "the model and the time"
+        origin = "JOBSET_NAME" if environ.get("JOBSET_NAME") else "the model and the time"
         weights = settings["load_parameters_path"].value
         name = derive.run_name(model, "" if fields.is_none(weights) else str(weights), environ)
-        settings["run_name"] = Setting(name, Source("derived", place))
-    if settings["steps"].value == -1:  # as long as the schedule; the range check refuses two of -1
+        settings["run_name"] = Setting(name, Source("derived", origin))
+    if settings["steps"].value == -1:  # the schedule's length; the range check refuses -1 for both
         settings["steps"] = Setting(
             settings["learning_rate_schedule_steps"].value, Source("derived")
         )
     attention = settings["attention"]
     if isinstance(attention.value, str) and attention.value in ATTENTION_ALIASES:
-        known = ATTENTION_ALIASES[attention.value]
+        name = ATTENTION_ALIASES[attention.value]
         LOGGER.warning(
-            "attention=%s is %s here: the same cuDNN kernels, called by JAX", attention.value, known
+            "attention=%s is %s here: the same cuDNN kernels, called by JAX", attention.value, name
         )
         settings["attention"] = Setting(
-            known, Source(attention.source.kind, f"alias {attention.value}")
+            name, Source(attention.source.kind, f"alias {attention.value}")
         )
     if empty("base_output_directory"):
         settings["base_output_directory"] = Setting(
@@ -163,12 +169,12 @@ def published_tokenizers() -> dict[str, str]:
 
 @cache
 def base_values() -> Settings:
-    """What base.yml alone says."""
+    """The values of base.yml."""
     return validate(sources.base_layer())
 
 
 def validate(settings: Layer) -> Settings:
-    """Typed values, or every misfit in one error."""
+    """Typed values. Raises one ConfigError that lists every value of the wrong type."""
     values = {
         key: fields.normalise(key, setting.value)
         for key, setting in settings.items()
@@ -177,12 +183,14 @@ def validate(settings: Layer) -> Settings:
     problems = []
     for key, value in values.items():
         if not fields.fits(key, value):
-            problems.append(misfit(key, value, settings[key]))
+            problems.append(type_problem(key, value, settings[key]))
     try:
         checked = Settings.model_validate(values)
     except ValidationError as error:
         wrong = {str(detail["loc"][0]) for detail in error.errors()}
-        problems += [misfit(key, values[key], settings[key]) for key in values if key in wrong]
+        problems += [
+            type_problem(key, values[key], settings[key]) for key in values if key in wrong
+        ]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     checked._sources.update({key: setting.source for key, setting in settings.items()})
@@ -203,11 +211,11 @@ def check_computed_keys(settings: Layer, complete: MaxTextConfig) -> list[Proble
         for key in DerivedValues.model_fields
         if not fields.is_none(settings[key].value)
         and settings[key].source.kind != "default"
-        and not fields.same(key, settings[key].value, getattr(complete, key))
+        and not fields.is_same(key, settings[key].value, getattr(complete, key))
     ]
 
 
-def misfit(key: str, value: Any, setting: Setting) -> str:
+def type_problem(key: str, value: Any, setting: Setting) -> str:
     hint = sources.suggest(value, fields.choices(key)) if isinstance(value, str) else ""
     expected = f"expected {fields.describe(key)}{hint}"
     if value is None or value == "":

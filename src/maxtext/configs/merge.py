@@ -1,5 +1,5 @@
-"""Which setting wins: base, user files, model file, environment, command line; and which
-combinations are refused.
+"""Merges the layers of a configuration: base.yml, user files, model file, environment, overrides.
+Refuses unknown keys and contradictions between layers.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from maxtext.configs.sources import suggest
 MERGED = "logical_axis_rules"
 
 
-def refuse_unknown(*layers: Layer) -> None:
+def refuse_unknown_keys(*layers: Layer) -> None:
     problems = []
     for layer in layers:
         for key, setting in layer.items():
@@ -24,75 +24,76 @@ def refuse_unknown(*layers: Layer) -> None:
         raise ConfigError(*problems)
 
 
-def setting_of(key: str, *layers: Layer) -> Any:
-    """The value that the last of the layers gives a key."""
+def last_value(key: str, *layers: Layer) -> Any:
+    """The value of a key in the last layer that sets it."""
     return next(layer[key].value for layer in reversed(layers) if key in layer)
 
 
-def join(base: Layer, files: list[Layer], model: Layer, environment: Layer, words: Layer) -> Layer:
-    """One layer out of all. `words` are the command line's or Python's."""
-    for key in environment.keys() & words.keys():
+def merge_layers(
+    base: Layer, files: list[Layer], model: Layer, environment: Layer, overrides: Layer
+) -> Layer:
+    """Merge all layers into one. `overrides` come from the command line or from Python."""
+    for key in environment.keys() & overrides.keys():
         raise ConfigError(
-            f"{key} is set by the environment ({environment[key].source.place}) and by the "
-            f"{words[key].source}: "
+            f"{key} is set by the environment ({environment[key].source.location}) and by the "
+            f"{overrides[key].source}: "
             "unset one of them"
         )
     user = {
-        key: setting for layer in [*files, environment, words] for key, setting in layer.items()
+        key: setting for layer in [*files, environment, overrides] for key, setting in layer.items()
     }
-    if fields.is_true(setting_of("override_model_config", base, user)):
-        order = [base, model, *files, environment, words]
+    if fields.is_true(last_value("override_model_config", base, user)):
+        order = [base, model, *files, environment, overrides]
     else:
-        # What a user says of a model's key is now known to be the same, or an untouched copy of
-        # base.yml.
+        # After this check, a user's value of a model's key equals the model's, or is a copy of
+        # the value in base.yml.
         refuse_conflicts(base, model, user)
-        order = [base, *files, environment, words, model]
+        order = [base, *files, environment, overrides, model]
     merged: Layer = {key: setting for layer in order for key, setting in layer.items()}
-    merged[MERGED] = join_axis_rules([base, *files, model, environment, words])
+    merged[MERGED] = merge_axis_rules([base, *files, model, environment, overrides])
     return merged
 
 
 def refuse_conflicts(base: Layer, model: Layer, user: Layer) -> None:
-    """A user who names a model and gives one of its keys another value has to say that this is
-    meant.
+    """Raise ConfigError if the user's value of a key differs from the value in the model's file.
 
-    A file may be a full copy of base.yml, so a value that it shares with base.yml does not count as
-    set.
+    A user's file may be a full copy of base.yml, so a value that equals base.yml's does not count.
     """
     problems = []
     for key in (model.keys() & user.keys()) - {MERGED}:
-        theirs, ours = user[key], model[key]
-        copied = theirs.source.kind == "file" and theirs.value == base[key].value
-        if not copied and not fields.same(key, theirs.value, ours.value):
+        chosen, published = user[key], model[key]
+        copied = chosen.source.kind == "file" and chosen.value == base[key].value
+        if not copied and not fields.is_same(key, chosen.value, published.value):
             problems.append(
-                f"{key}={theirs.value!r} ({theirs.source}) differs from {ours.value!r} in the "
-                "model's file "
-                f"({ours.source}): drop it, or set override_model_config=true to use yours"
+                f"{key}={chosen.value!r} ({chosen.source}) differs from {published.value!r} in the "
+                f"model's file ({published.source}): drop it, or set override_model_config=true to "
+                "use yours"
             )
     if problems:
         raise ConfigError(*sorted(problems))
 
 
-def join_axis_rules(layers: list[Layer]) -> Setting:
-    """Later rules replace the earlier ones of the same name, at their place; new names come last.
+def merge_axis_rules(layers: list[Layer]) -> Setting:
+    """Merge logical_axis_rules: later rules replace earlier ones of the same name, in the same
+    position; new names are appended.
 
-    With override_logical_axis_rules only the last layer that has rules counts.
+    With override_logical_axis_rules, only the last layer that has rules counts.
     """
     settings = [layer[MERGED] for layer in layers if MERGED in layer]
-    if fields.is_true(setting_of("override_logical_axis_rules", *layers)):
+    if fields.is_true(last_value("override_logical_axis_rules", *layers)):
         settings = settings[-1:]
     rules = axis_rules(settings[0])
     for setting in settings[1:]:
         later = axis_rules(setting)
         names = [name for name, _ in later]
-        kept: list[list] = []
+        merged: list[list] = []
         for name, axes in rules:
             if name not in names:
-                kept.append([name, axes])
-            elif name not in [done for done, _ in kept]:
-                kept += [rule for rule in later if rule[0] == name]
-        known = [name for name, _ in kept]
-        rules = kept + [rule for rule in later if rule[0] not in known]
+                merged.append([name, axes])
+            elif name not in [done for done, _ in merged]:
+                merged += [rule for rule in later if rule[0] == name]
+        known = [name for name, _ in merged]
+        rules = merged + [rule for rule in later if rule[0] not in known]
     last = settings[-1].source
     if len(settings) == 1:
         return Setting(rules, last)
@@ -102,14 +103,14 @@ def join_axis_rules(layers: list[Layer]) -> Setting:
 
 
 def axis_rules(setting: Setting) -> list[list]:
-    """Rules as [name, [axes]], from any of the ways to write them."""
+    """Normalise rules to [name, [axes]]; a single axis may be written without its list."""
     problem = f"logical_axis_rules ({setting.source}) must be a list of pairs [name, [mesh axes]]"
     if not isinstance(setting.value, list | tuple):
         raise ConfigError(f"{problem}, not {setting.value!r}")
     rules = []
     for entry in setting.value:
         if not (isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)):
-            raise ConfigError(f"{problem}; {entry!r} is none")
+            raise ConfigError(f"{problem}; {entry!r} is not such a pair")
         name, axes = entry
         rules.append([name, [axes] if isinstance(axes, str) else list(axes or [])])
     return rules

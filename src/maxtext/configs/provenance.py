@@ -14,7 +14,7 @@ class Source:
     """
 
     kind: str
-    place: str = ""
+    location: str = ""
     line: int | None = None
 
     @property
@@ -25,10 +25,10 @@ class Source:
         return self.kind in USER_KINDS
 
     def __str__(self) -> str:
-        place = f"{self.place}:{self.line}" if self.line else self.place
+        location = f"{self.location}:{self.line}" if self.line else self.location
         if self.kind in ("file", "model"):
-            return place
-        return f"{self.kind} ({place})" if place else self.kind
+            return location
+        return f"{self.kind} ({location})" if location else self.kind
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
-"""Where settings come from: YAML files, the model's file, the environment, the command line,
-Python.
+"""Reads settings from YAML files, the environment, the command line and Python.
 
-Every reader returns a Layer: key -> Setting, and a Setting knows the place that it was written in.
+Every reader returns a Layer: key -> Setting, and a Setting knows where it was written.
 """
 
 import difflib
@@ -23,13 +22,11 @@ HERE = Path(__file__).parent
 BASE = HERE / "base.yml"
 MODELS = HERE / "models"
 LAYOUTS = HERE / "layouts"  # of custom_mesh_and_rule
-LONGEST_WORD = 100  # to compare with names
+LONGEST_WORD = 100  # characters of a misspelt name that are compared with known names
 
 
 def short(path: Path) -> str:
-    """A path as a person would say it: relative to the package or to the current folder where it
-    lies below one.
-    """
+    """A path for messages: relative to this folder or the current one if it is below either."""
     for folder in (HERE, Path.cwd()):
         if path.is_relative_to(folder):
             return str(path.relative_to(folder))
@@ -76,7 +73,7 @@ def read_yaml(path: Path, kind: str) -> Layer:
 
 @cache
 def base_layer() -> Layer:
-    """base.yml, read once: callers do not change layers."""
+    """base.yml, read once. Callers must not change the layer."""
     return read_yaml(BASE, "default")
 
 
@@ -85,25 +82,26 @@ def presets() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.yml"))
 
 
-def find_file(name: str, beside: Path | None = None) -> Path:
-    """A YAML file by path (relative to the file that names it, then to here) or by the name of a
-    shipped preset.
+def find_file(name: str, parent: Path | None = None) -> Path:
+    """Find a YAML file by path or by the name of a shipped preset.
+
+    A relative path is looked up in `parent` (the current folder by default), then in this folder.
     """
-    wanted = local_path(name)
-    folders = [beside or Path.cwd(), HERE] if not wanted.is_absolute() else [Path("/")]
+    path = local_path(name)
+    folders = [parent or Path.cwd(), HERE] if not path.is_absolute() else [Path("/")]
     for folder in folders:
-        for candidate in (folder / wanted, folder / f"{wanted}.yml"):
+        for candidate in (folder / path, folder / f"{path}.yml"):
             if candidate.is_file():
                 return candidate.resolve()
-    hint = suggest(wanted.stem, presets())
+    hint = suggest(path.stem, presets())
     raise ConfigError(
         f"no configuration file {name!r}{hint or '; shipped presets: ' + ', '.join(presets())}"
     )
 
 
 def file_chain(path: Path) -> list[tuple[Path, Layer]]:
-    """The files that `path` inherits from through base_config, root first, with base.yml always at
-    the root.
+    """The files that `path` inherits from through base_config, root first. The root is always
+    base.yml.
     """
     chain: list[tuple[Path, Layer]] = []
     current: Path | None = path.resolve()
@@ -117,7 +115,7 @@ def file_chain(path: Path) -> list[tuple[Path, Layer]]:
         if parent is not None and fields.is_none(parent.value):
             parent = None
         if parent is not None:
-            current = find_file(str(parent.value), beside=current.parent)
+            current = find_file(str(parent.value), parent=current.parent)
         else:
             current = BASE if current != BASE else None
     return chain[::-1]
@@ -144,13 +142,13 @@ def from_environment(environ: Mapping[str, str]) -> Layer:
     return layer
 
 
-def from_words(words: Iterable[str]) -> Layer:
-    """key=value words of a command line."""
+def from_overrides(overrides: Iterable[str]) -> Layer:
+    """key=value arguments of a command line."""
     layer: Layer = {}
-    for word in words:
-        key, equals, text = word.partition("=")
+    for override in overrides:
+        key, equals, text = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"expected key=value, got {word!r}")
+            raise ConfigError(f"expected key=value, got {override!r}")
         setting = Setting(fields.from_text(key, text), Source("command line"))
         if key in layer and layer[key].value != setting.value:
             raise ConfigError(
@@ -165,28 +163,16 @@ def from_python(keywords: Mapping[str, Any]) -> Layer:
     return {key: Setting(value, Source("python")) for key, value in keywords.items()}
 
 
-GENERIC_WORDS = {
-    "enable",
-    "use",
-    "num",
-    "max",
-    "base",
-    "is",
-    "of",
-    "the",
-    "per",
-    "n",
-    "size",
-    "path",
-    "type",
-}
+GENERIC_WORDS = frozenset(
+    ("enable", "use", "num", "max", "base", "is", "of", "the", "per", "n", "size", "path", "type")
+)
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
     """'; did you mean …?' with the nearest names, or nothing.
 
-    A typing error is one name, spelt almost alike. Else names count that have the words of `word`
-    in them, or begin or end as it does.
+    A name that is spelt almost alike is taken for a typing error. Otherwise names qualify that
+    share the informative words of `word` or are similar to it.
     """
     word = word[:LONGEST_WORD]
     ratios = {name: difflib.SequenceMatcher(None, word, name).ratio() for name in names}

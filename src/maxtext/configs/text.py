@@ -13,7 +13,7 @@ KEYS_IN_ORDER = [key for group in GROUPS for key in group.model_fields]
 
 
 def plain(value: Any) -> Any:
-    """A choice as its word; anything else as it is."""
+    """The value of an enum member; anything else unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -24,19 +24,19 @@ def compact(value: Any) -> str:
 
 
 def yaml_line(key: str, value: Any) -> str:
-    """`key: value`; a list of lists takes a line for each."""
+    """`key: value`; a list of lists has one line per inner list."""
     if isinstance(value, list) and any(isinstance(item, list) for item in value):
         return "\n".join([f"{key}:", *(f"  - {compact(item)}" for item in value)])
     return f"{key}: {compact(value)}"
 
 
 def facts(config: MaxTextConfig) -> dict[str, Any]:
-    """What is set under `architecture`, as plain data."""
+    """The attributes set under `architecture`, as plain data."""
     return config.architecture.model_dump(exclude_defaults=True, mode="json")
 
 
 def yaml_text(config: MaxTextConfig, keys: Iterable[str]) -> str:
-    """These keys of a configuration, and its facts, as a file that can be read back."""
+    """The given keys and the `architecture` section as a YAML file that `load` can read back."""
     lines = [yaml_line(key, getattr(config, key)) for key in keys]
     if facts(config):
         section = yaml.safe_dump(facts(config), default_flow_style=None, sort_keys=False, width=120)

@@ -8,7 +8,10 @@ import yaml
 MAX_DEPTH, MAX_NODES = 50, 1_000_000  # of YAML from users
 
 
-class YamlLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):  # type: ignore[misc]
+SafeLoader: Any = yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader
+
+
+class YamlLoader(SafeLoader):
     """YAML 1.1 as PyYAML reads it, except that 1e-5 is a number, as everyone expects."""
 
 
@@ -20,7 +23,7 @@ YamlLoader.add_implicit_resolver(
 
 
 def check_nesting(text: str) -> None:
-    """Raise YAMLError for lists and mappings nested too deeply, or that aliases make too large, to
+    """Raise YAMLError for values that are nested too deeply or, with aliases expanded, too large to
     build in memory.
     """
     sizes: dict[str | None, int] = {}  # nodes under each anchor, aliases expanded
@@ -41,7 +44,7 @@ def check_nesting(text: str) -> None:
             sizes[anchor] = total - before
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in stack):
-                refuse(f"*{event.anchor} is inside of itself", event)
+                refuse(f"*{event.anchor} contains itself", event)
             total += sizes.get(event.anchor, 0)
         if total > MAX_NODES:
             refuse(f"there are more than {MAX_NODES:,} values, aliases expanded", event)

@@ -8,16 +8,16 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.files import REMOTE, path_problem
 
 
-def split(words: list[str]) -> tuple[str | None, list[str]]:
+def split(args: list[str]) -> tuple[str | None, list[str]]:
     """(FILE or None, key=value words)."""
-    options = [word for word in words if word.startswith("-")]
+    options = [arg for arg in args if arg.startswith("-")]
     if options:
         raise ConfigError(
             f"unknown option {options[0]!r}; settings are written key=value, without dashes"
         )
-    if words and "=" not in words[0]:
-        return words[0], words[1:]
-    return None, words
+    if args and "=" not in args[0]:
+        return args[0], args[1:]
+    return None, args
 
 
 def refuse_remote(args: list[str]) -> None:
@@ -30,21 +30,21 @@ def refuse_remote(args: list[str]) -> None:
             raise ConfigError(f"{value!r} {path_problem(value)}")
 
 
-def take_flag(words: list[str], flag: str) -> bool:
+def take_flag(args: list[str], flag: str) -> bool:
     """Remove a flag from the words and say whether it was there."""
-    present = flag in words
-    while flag in words:
-        words.remove(flag)
+    present = flag in args
+    while flag in args:
+        args.remove(flag)
     return present
 
 
-def take_value(words: list[str], option: str) -> str | None:
+def take_value(args: list[str], option: str) -> str | None:
     """Remove `--option value` or `--option=value` from the words and return the value."""
-    for place, word in enumerate(words):
-        if word == option or word.startswith(f"{option}="):
-            inline = "=" in word
-            value = word.partition("=")[2] if inline else "".join(words[place + 1 : place + 2])
-            del words[place : place + (1 if inline else 2)]
+    for place, arg in enumerate(args):
+        if arg == option or arg.startswith(f"{option}="):
+            inline = "=" in arg
+            value = arg.partition("=")[2] if inline else "".join(args[place + 1 : place + 2])
+            del args[place : place + (1 if inline else 2)]
             if not value or re.match(
                 r"-[^0-9.]", value
             ):  # -1 is a value, if a wrong one; --rows is not
@@ -53,9 +53,9 @@ def take_value(words: list[str], option: str) -> str | None:
     return None
 
 
-def take_option(words: list[str], option: str, choices: tuple[str, ...]) -> str | None:
+def take_option(args: list[str], option: str, choices: tuple[str, ...]) -> str | None:
     """The value of an option that takes one of `choices`."""
-    value = take_value(words, option)
+    value = take_value(args, option)
     if value is not None and value not in choices:
         raise ConfigError(f"{option} takes {' or '.join(choices)}, not {value!r}")
     return value
