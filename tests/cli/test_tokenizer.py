@@ -89,7 +89,7 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         ),
         (
             ["train", "--out", "OUT.model", "--kind", "sentencepiece", "DATA"],
-            "cannot be made from this text: Vocab",
+            "cannot be trained on this text: Vocab",
         ),
         (["train", "--out", "OUT", "ROWS"], "rows.jsonl has no column 'text', only id, body"),
         (
@@ -100,8 +100,8 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         (["train", "--out", "OUT", "EMPTY"], "all 1 files are empty"),
         (["inspect"], "name a tokenizer"),
         (["inspect", "OUT"], "does not exist"),
-        (["inspect", "ROWS"], "is not a tokenizer of Hugging Face"),
-        (["inspect", "DATA"], "holds no tokenizer"),
+        (["inspect", "ROWS"], "is not a Hugging Face tokenizer"),
+        (["inspect", "DATA"], "has no tokenizer"),
     ],
 )
 def test_bad_words(words, message, text, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""One tokenizer of each kind, made once."""
+"""One tokenizer of each kind, trained once."""
 
 import pytest
 

@@ -15,7 +15,7 @@ def load(**update):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("specials", [True, False])
-def test_text_survives_the_round_trip(text, specials):
+def test_round_trip(text, specials):
     tokenizer = ByteTokenizer(specials)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -38,7 +38,7 @@ def test_special_tokens_are_outside_the_bytes():
     assert max(range(256), key=lambda byte: byte + 3) + 3 == tokenizer.vocab_size - 1
 
 
-def test_decode_leaves_out_special_tokens():
+def test_decode_skips_special_tokens():
     assert ByteTokenizer().decode([1, 100, 0, 101, 2, 0, 0]) == "ab"
 
 
@@ -54,12 +54,12 @@ def test_a_vocabulary_of_256_is_plain_bytes():
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_half_a_character_decodes_to_the_replacement_character(cut):
+def test_incomplete_characters_decode_to_the_replacement_character(cut):
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("a🙂")[: 1 + cut]) == "a\ufffd"
 
 
-def test_ids_without_a_meaning_do_not_raise():
+def test_unknown_ids_do_not_raise():
     assert ByteTokenizer().decode([100, 5000, 101, -7]) == "a\ufffdb\ufffd"
 
 
@@ -68,11 +68,11 @@ def test_a_lone_surrogate_does_not_raise():
 
 
 @pytest.mark.parametrize("path", [None, "", " ", "byte", "BYTE", "Byte"])
-def test_the_byte_tokenizer_is_chosen(path):
+def test_an_empty_path_selects_the_byte_tokenizer(path):
     assert load(tokenizer_path=path, vocab_size=32000).name == "byte"
 
 
 @pytest.mark.parametrize("vocab_size", [1, 255, 257, 258])
-def test_a_vocabulary_that_is_too_small_is_refused_with_both_numbers(vocab_size):
+def test_rejects_a_vocab_size_that_is_too_small(vocab_size):
     with pytest.raises(ConfigError, match=rf"has 259 ids, but vocab_size={vocab_size}\b"):
         load(tokenizer_path="byte", vocab_size=vocab_size)

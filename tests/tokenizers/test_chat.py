@@ -64,36 +64,38 @@ CHATS = {
 
 
 @pytest.fixture(scope="module")
-def theirs(bpe):
+def hf_tokenizer(bpe):
     transformers = pytest.importorskip("transformers")
     return transformers.AutoTokenizer.from_pretrained(bpe)
 
 
-def load(path, *words):
-    config = load_config(None, [f"tokenizer_path={path}", *words], environ={}, devices=Devices(1))
+def load(path, *overrides):
+    config = load_config(
+        None, [f"tokenizer_path={path}", *overrides], environ={}, devices=Devices(1)
+    )
     return chat_template(config, load_tokenizer(config))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ask", [False, True])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_text_and_ids_are_those_of_transformers(style, chat, ask, theirs, bpe):
+def test_text_and_ids_equal_transformers(style, chat, add_generation_prompt, hf_tokenizer, bpe):
     config = load_config(None, [f"tokenizer_path={bpe}"], environ={}, devices=Devices(1))
     tokenizer = load_tokenizer(config)
     template = chat_template(
         config.model_copy(update={"chat_template": TEMPLATES[style]}), tokenizer
     )
-    text = template.render(CHATS[chat], add_generation_prompt=ask)
-    options = {"chat_template": TEMPLATES[style], "add_generation_prompt": ask}
-    assert text == theirs.apply_chat_template(CHATS[chat], tokenize=False, **options)
-    expected = theirs.apply_chat_template(CHATS[chat], tokenize=True, return_dict=True, **options)[
-        "input_ids"
-    ]
+    text = template.render(CHATS[chat], add_generation_prompt=add_generation_prompt)
+    options = {"chat_template": TEMPLATES[style], "add_generation_prompt": add_generation_prompt}
+    assert text == hf_tokenizer.apply_chat_template(CHATS[chat], tokenize=False, **options)
+    expected = hf_tokenizer.apply_chat_template(
+        CHATS[chat], tokenize=True, return_dict=True, **options
+    )["input_ids"]
     assert tokenizer.encode_with_specials(text) == expected
 
 
-def test_the_template_of_the_tokenizer(bpe, tmp_path):
+def test_reads_the_template_in_the_tokenizer_folder(bpe, tmp_path):
     assert load(bpe).source == CHATML
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -109,13 +111,13 @@ def test_the_template_of_the_tokenizer(bpe, tmp_path):
     assert load(tmp_path).source == "of the jinja file"
 
 
-def test_the_template_beside_a_sentencepiece_model(sentencepiece_file, tmp_path):
+def test_reads_the_template_next_to_a_sentencepiece_model(sentencepiece_file, tmp_path):
     shutil.copy(sentencepiece_file, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ bos_token }}x"}')
     assert load(tmp_path).render([]) == "<s>x"
 
 
-def test_a_template_of_ones_own(bpe, tmp_path):
+def test_config_overrides_the_template(bpe, tmp_path):
     assert load(bpe, "chat_template={{ eos_token }}").render([]) == "</s>"
     (tmp_path / "chat.jinja").write_text(
         "a\n{% for m in messages %}\n{{ m.content }}\n{% endfor %}\n"
@@ -128,12 +130,12 @@ def test_a_template_of_ones_own(bpe, tmp_path):
     assert load(bpe, f"chat_template_path={tmp_path}/other.json").render([]) == "c"
 
 
-def test_no_template(sentencepiece_file):
+def test_raises_if_a_required_template_is_missing(sentencepiece_file):
     for path in ("byte", sentencepiece_file):
         assert load(path) is None
         with pytest.raises(
             ConfigError,
-            match="use_chat_template=true, but the tokenizer .* came without a chat template",
+            match="use_chat_template=true, but the tokenizer .* has no chat template",
         ):
             load(path, "use_chat_template=true")
     assert (
@@ -147,19 +149,19 @@ def test_no_template(sentencepiece_file):
     )
 
 
-def test_a_template_travels_to_other_processes(bpe):
+def test_template_can_be_pickled(bpe):
     template = pickle.loads(pickle.dumps(load(bpe)))
     assert template.render(CHATS["short"]) == load(bpe).render(CHATS["short"])
 
 
-def test_messages_as_files_give_them(bpe):
+def test_accepts_messages_as_tuples_and_arrays(bpe):
     expected = load(bpe).render(CHATS["long"])
     assert load(bpe).render(tuple(CHATS["long"])) == expected
     assert load(bpe).render(np.array(CHATS["long"], object)) == expected
 
 
 @pytest.mark.parametrize("bad", [None, "text", ["text"], {"role": "user"}, [None], 3])
-def test_what_is_no_conversation(bad, bpe):
+def test_rejects_messages_that_are_no_conversation(bad, bpe):
     with pytest.raises(
         UserError, match="a conversation is a list of records with role and content, not"
     ):
@@ -176,7 +178,7 @@ def test_what_is_no_conversation(bad, bpe):
         ("{{ 1 / 0 }}", "division"),
     ],
 )
-def test_a_template_that_refuses(source, reason):
+def test_reports_errors_raised_by_a_template(source, reason):
     with pytest.raises(UserError, match=f"the chat template of here refuses .*({reason})"):
         ChatTemplate(source, "here").render(CHATS["short"])
 
@@ -201,7 +203,7 @@ HOSTILE = {
     ),
     "recursion": (
         "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}",
-        "calls itself without an end",
+        "recurses endlessly",
     ),
     "nested expression": (
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
@@ -220,12 +222,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_ends_in_one_sentence(name, monkeypatch):
-    """Endless loops, memory bombs and ways out of the sandbox; what follows is rendered as ever."""
+def test_hostile_template_becomes_a_one_line_error(name, monkeypatch):
+    """Endless loops, memory bombs and sandbox escapes; the next template renders as usual."""
     source, reason = HOSTILE[name]
-    monkeypatch.setattr(templates, "SECONDS", 0.5)
-    monkeypatch.setattr(templates, "MEMORY", 2**28)
-    templates.RUNNER.stop()  # of other limits
+    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(templates, "MEMORY_BYTES", 2**28)
+    templates.RUNNER.stop()  # a worker with other limits
     began = time.monotonic()
     with pytest.raises(UserError, match=f"the chat template of here .*({reason})") as refusal:
         ChatTemplate(source, "here").render(CHATS["short"])
@@ -236,7 +238,7 @@ def test_a_hostile_template_ends_in_one_sentence(name, monkeypatch):
     templates.RUNNER.stop()
 
 
-def test_templates_of_threads_and_forked_processes(bpe):
+def test_templates_work_in_threads_and_forked_processes(bpe):
     template, expected = load(bpe), load(bpe).render(CHATS["short"])
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda _: template.render(CHATS["short"]), range(40)))
@@ -250,12 +252,12 @@ def test_templates_of_threads_and_forked_processes(bpe):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_values_of_messages_that_cannot_be_sent():
+def test_reports_messages_that_cannot_be_pickled():
     with pytest.raises(UserError, match="cannot be sent"):
         ChatTemplate("{{ messages }}", "here").render([{"content": lambda: 0}])
 
 
-def test_bad_templates(bpe, tmp_path, monkeypatch):
+def test_reports_invalid_templates_and_files(bpe, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="the chat template of chat_template, line 2 is not valid Jinja"
     ):

@@ -1,4 +1,4 @@
-"""Every kind of tokenizer against its library used directly, and what all kinds promise."""
+"""Each kind of tokenizer against its library, and the contract of the interface."""
 
 import pickle
 import subprocess
@@ -20,13 +20,13 @@ BROKEN = ["a\ud800b", "\udfff", "\ud83d\ude42"]
 
 @pytest.fixture(params=KINDS)
 def tokenizer(request, paths):
-    found = open_tokenizer(paths[request.param])
-    assert found.kind == request.param
-    return found
+    tokenizer = open_tokenizer(paths[request.param])
+    assert tokenizer.kind == request.param
+    return tokenizer
 
 
 def library_encode(kind, path, text):
-    """Ids by the library alone, special text as plain text."""
+    """Ids by the library alone, special tokens as plain text."""
     if kind == "huggingface":
         from tokenizers import Tokenizer
 
@@ -40,7 +40,7 @@ def library_encode(kind, path, text):
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
 
-    # As Llama 3's reference code has it.
+    # the pattern of Llama 3's reference code
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
         r"\s+(?!\S)|\s+"
@@ -53,36 +53,36 @@ def library_encode(kind, path, text):
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 @pytest.mark.parametrize("text", TEXTS)
-def test_ids_are_those_of_the_library(kind, text, paths):
+def test_ids_equal_the_library(kind, text, paths):
     assert open_tokenizer(paths[kind]).encode(text) == library_encode(kind, paths[kind], text)
 
 
-def test_a_batch_is_its_texts(tokenizer):
+def test_encode_batch_equals_encode(tokenizer):
     texts = [*TEXTS, *BROKEN] * 5
-    for specials, one in ((False, tokenizer.encode), (True, tokenizer.encode_with_specials)):
+    for specials, encode in ((False, tokenizer.encode), (True, tokenizer.encode_with_specials)):
         batch = tokenizer.encode_batch(texts, specials)
-        assert [ids.tolist() for ids in batch] == [one(text) for text in texts]
+        assert [ids.tolist() for ids in batch] == [encode(text) for text in texts]
         assert all(ids.dtype == np.int32 and ids.ndim == 1 for ids in batch)
     assert tokenizer.encode_batch([]) == []
     assert [ids.tolist() for ids in tokenizer.encode_batch([""])] == [[]]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_the_round_trip(tokenizer, text):
+def test_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.slow
-def test_endless_text_is_encoded(tokenizer):
-    for endless in (" " * 1_000_000, "a" * 200_000):
-        assert tokenizer.decode(tokenizer.encode(endless + "x")) == endless + "x"
+def test_encodes_very_long_runs(tokenizer):
+    for run in (" " * 1_000_000, "a" * 200_000):
+        assert tokenizer.decode(tokenizer.encode(run + "x")) == run + "x"
 
 
-def test_any_text_is_encoded(tokenizer):
+def test_encodes_invalid_unicode(tokenizer):
     assert [tokenizer.decode(tokenizer.encode(text)) for text in BROKEN] == ["a?b", "?", "??"]
 
 
-def test_any_ids_are_decoded(tokenizer):
+def test_decodes_any_ids(tokenizer):
     end = tokenizer.vocab_size
     for ids in (
         [end],
@@ -104,33 +104,43 @@ def test_vocab_size_bounds_every_id(tokenizer):
     used = {token for ids in tokenizer.encode_batch(TEXTS, specials=True) for token in ids.tolist()}
     special = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
     assert 0 <= min(used | special) <= max(used | special) < tokenizer.vocab_size
-    assert isinstance(tokenizer.piece(tokenizer.vocab_size - 1), str)
+    assert isinstance(tokenizer.id_to_token(tokenizer.vocab_size - 1), str)
 
 
-def test_special_tokens_leave_no_text(tokenizer):
+def test_decode_skips_special_tokens(tokenizer):
     ids = [tokenizer.bos_id, *tokenizer.encode("some text"), tokenizer.eos_id]
     assert tokenizer.decode(ids) == "some text"
 
 
-def test_threads_share_a_tokenizer(tokenizer):
+def test_is_thread_safe(tokenizer):
     texts = TEXTS * 20
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(tokenizer.encode_with_specials, texts))
-    assert found == [tokenizer.encode_with_specials(text) for text in TEXTS] * 20
+        ids = list(pool.map(tokenizer.encode_with_specials, texts))
+    assert ids == [tokenizer.encode_with_specials(text) for text in TEXTS] * 20
 
 
-def test_a_copy_by_pickle_is_the_same(tokenizer):
+def test_pickle_reopens_the_file(tokenizer):
     copy = pickle.loads(pickle.dumps(tokenizer))
-    assert len(pickle.dumps(tokenizer)) < 1000, "the vocabulary does not travel"
+    assert len(pickle.dumps(tokenizer)) < 1000, "the vocabulary is not pickled"
     for text in TEXTS:
         assert copy.encode(text) == tokenizer.encode(text)
         assert copy.encode_with_specials(text) == tokenizer.encode_with_specials(text)
-    same = ("name", "vocab_size", "bos_id", "eos_id", "pad_id", "special_tokens", "chat_template")
-    assert [getattr(copy, name) for name in same] == [getattr(tokenizer, name) for name in same]
+    attributes = (
+        "name",
+        "vocab_size",
+        "bos_id",
+        "eos_id",
+        "pad_id",
+        "special_tokens",
+        "chat_template",
+    )
+    assert [getattr(copy, name) for name in attributes] == [
+        getattr(tokenizer, name) for name in attributes
+    ]
 
 
 @pytest.mark.slow
-def test_another_process_opens_them_from_another_folder(paths, tmp_path, monkeypatch):
+def test_unpickles_in_another_process_and_folder(paths, tmp_path, monkeypatch):
     """Even when they were opened by a relative path."""
     import os
 
@@ -139,14 +149,14 @@ def test_another_process_opens_them_from_another_folder(paths, tmp_path, monkeyp
     ]
     (tmp_path / "pickled").write_bytes(pickle.dumps(opened))
     code = "import pickle; print([t.encode('<s> the fox') for t in pickle.load(open('pickled', 'rb'))])"
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert said.stdout.strip() == str([tokenizer.encode("<s> the fox") for tokenizer in opened])
-    assert not said.stderr
+    assert result.stdout.strip() == str([tokenizer.encode("<s> the fox") for tokenizer in opened])
+    assert not result.stderr
 
 
-def test_hugging_face_special_text(bpe):
+def test_hugging_face_special_tokens(bpe):
     tokenizer = open_tokenizer(str(bpe))
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
     hello = tokenizer.encode("hello")
@@ -155,7 +165,7 @@ def test_hugging_face_special_text(bpe):
     assert not {1, 2, 3, 4} & set(tokenizer.encode("<s><|im_start|>hello</s>"))
 
 
-def test_sentencepiece_special_text(sentencepiece_file):
+def test_sentencepiece_special_tokens(sentencepiece_file):
     tokenizer = open_tokenizer(str(sentencepiece_file))
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
     hello = tokenizer.encode("hello")
@@ -176,7 +186,7 @@ def test_sentencepiece_special_text(sentencepiece_file):
     }
 
 
-def test_tiktoken_special_text(tiktoken_file):
+def test_tiktoken_special_tokens(tiktoken_file):
     tokenizer = open_tokenizer(str(tiktoken_file))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (
         320,

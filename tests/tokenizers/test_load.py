@@ -1,4 +1,4 @@
-"""Which tokenizer a configuration means, and every way in which it can be wrong."""
+"""Which tokenizer a configuration selects, and the errors for wrong ones."""
 
 import json
 import logging
@@ -13,29 +13,29 @@ from maxtext.configs.derive import Devices
 from maxtext.tokenizers import find_tokenizer, load_tokenizer, open_tokenizer
 
 
-def load(path, *words):
-    words = [f"tokenizer_path={path}", *words]
-    return load_tokenizer(load_config(None, words, environ={}, devices=Devices(1)))
+def load(path, *overrides):
+    overrides = [f"tokenizer_path={path}", *overrides]
+    return load_tokenizer(load_config(None, overrides, environ={}, devices=Devices(1)))
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken"])
-def test_the_kind_is_found_in_the_content(kind, paths):
+def test_detects_the_kind_from_the_content(kind, paths):
     assert load(paths[kind]).kind == kind
     assert load(paths[kind], f"tokenizer_type={kind}").kind == kind
 
 
-def test_a_tokenizer_json_of_any_name_and_a_folder_of_one_model(
+def test_opens_a_tokenizer_json_of_any_name_and_folders(
     bpe, sentencepiece_file, tiktoken_file, tmp_path
 ):
     shutil.copy(bpe / "tokenizer.json", tmp_path / "mine.json")
     assert load(tmp_path / "mine.json").kind == "huggingface"
     assert load(sentencepiece_file.parent).kind == "sentencepiece"
-    # Llama 3 calls its file so, too.
+    # Llama 3 uses this name, too.
     shutil.copy(tiktoken_file, tmp_path / "tokenizer.model")
     assert load(tmp_path).kind == "tiktoken"
 
 
-def test_the_type_chooses_in_a_folder_of_both(bpe, sentencepiece_file, tmp_path):
+def test_tokenizer_type_chooses_in_a_folder_of_both(bpe, sentencepiece_file, tmp_path):
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
     shutil.copy(sentencepiece_file, tmp_path)
     assert load(tmp_path).kind == "huggingface"
@@ -43,19 +43,19 @@ def test_the_type_chooses_in_a_folder_of_both(bpe, sentencepiece_file, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("huggingface", "tiktoken"), ("sentencepiece", "huggingface")]
+    ("kind", "tokenizer_type"), [("huggingface", "tiktoken"), ("sentencepiece", "huggingface")]
 )
-def test_a_type_that_the_content_is_not(kind, said, paths):
+def test_rejects_a_tokenizer_type_that_differs_from_the_content(kind, tokenizer_type, paths):
     with pytest.raises(
         ConfigError,
-        match=f"is a {kind} tokenizer, but tokenizer_type={said}: set tokenizer_type={kind}",
+        match=f"is a {kind} tokenizer, but tokenizer_type={tokenizer_type}: set tokenizer_type={kind}",
     ):
-        load(paths[kind], f"tokenizer_type={said}")
+        load(paths[kind], f"tokenizer_type={tokenizer_type}")
 
 
-def test_the_type_of_a_model_does_not_bind_another_path(sentencepiece_file):
-    words = ["model_name=qwen3-0.6b", f"tokenizer_path={sentencepiece_file}"]
-    config = load_config(None, words, environ={}, devices=Devices(1))
+def test_the_type_of_a_model_does_not_apply_to_another_path(sentencepiece_file):
+    overrides = ["model_name=qwen3-0.6b", f"tokenizer_path={sentencepiece_file}"]
+    config = load_config(None, overrides, environ={}, devices=Devices(1))
     assert config.tokenizer_type.value == "huggingface"
     assert load_tokenizer(config).kind == "sentencepiece"
 
@@ -63,7 +63,7 @@ def test_the_type_of_a_model_does_not_bind_another_path(sentencepiece_file):
 @pytest.mark.parametrize(
     ("kind", "size"), [("huggingface", 400), ("sentencepiece", 400), ("tiktoken", 576)]
 )
-def test_a_vocabulary_that_is_too_large(kind, size, paths):
+def test_rejects_a_vocabulary_that_is_too_large(kind, size, paths):
     assert load(paths[kind], f"vocab_size={size}").vocab_size == size
     with pytest.raises(
         ConfigError,
@@ -72,8 +72,8 @@ def test_a_vocabulary_that_is_too_large(kind, size, paths):
         load(paths[kind], f"vocab_size={size - 1}")
 
 
-def test_ids_beyond_the_count_of_tokens_count(bpe, tmp_path):
-    """A vocabulary with a hole: the largest id decides, not the number of tokens."""
+def test_vocab_size_is_the_largest_id_plus_one(bpe, tmp_path):
+    """A vocabulary with a gap: the largest id counts, not the number of tokens."""
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -87,7 +87,7 @@ def test_ids_beyond_the_count_of_tokens_count(bpe, tmp_path):
     )
 
 
-def test_lengths_kept_in_a_file_do_not_cut_documents(bpe, tmp_path):
+def test_ignores_truncation_and_padding_of_the_file(bpe, tmp_path):
     from tokenizers import Tokenizer
 
     inner = Tokenizer.from_file(str(bpe / "tokenizer.json"))
@@ -100,7 +100,7 @@ def test_lengths_kept_in_a_file_do_not_cut_documents(bpe, tmp_path):
     assert load(tmp_path).encode_batch([text])[0].tolist() == load(bpe).encode(text)
 
 
-def test_special_tokens_beside_the_file(bpe, tmp_path):
+def test_reads_special_tokens_next_to_the_file(bpe, tmp_path):
     shutil.copy(bpe / "tokenizer.json", tmp_path)
     assert (load(tmp_path).bos_id, load(tmp_path).eos_id, load(tmp_path).pad_id) == (None, None, 0)
     (tmp_path / "special_tokens_map.json").write_text(
@@ -121,9 +121,9 @@ def ranks(*lines):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("tokenizer.json", b"", "is not a tokenizer of Hugging Face"),
-        ("tokenizer.json", b"{}", "is not a tokenizer of Hugging Face"),
-        ("tokenizer.json", b'{"version": "1.0", "model"', "is not a tokenizer of Hugging Face"),
+        ("tokenizer.json", b"", "is not a Hugging Face tokenizer"),
+        ("tokenizer.json", b"{}", "is not a Hugging Face tokenizer"),
+        ("tokenizer.json", b'{"version": "1.0", "model"', "is not a Hugging Face tokenizer"),
         ("x.model", b"", "is not a SentencePiece model"),
         ("x.model", b"\x00\xff" * 500, "is not a SentencePiece model"),
         ("x.txt", b"some words\nof text", "is not a SentencePiece model"),
@@ -133,13 +133,13 @@ def ranks(*lines):
         ("x.tiktoken", ranks("IQ== 0", "Ig== 1"), "254 of the 256 bytes are no token"),
     ],
 )
-def test_files_that_are_no_tokenizer(name, data, message, tmp_path):
+def test_rejects_files_that_are_no_tokenizer(name, data, message, tmp_path):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=f"{name}.*{message}"):
         load(tmp_path / name)
 
 
-def test_ranks_with_a_gap(tiktoken_file, tmp_path):
+def test_rejects_ranks_with_a_gap(tiktoken_file, tmp_path):
     text = tiktoken_file.read_text().splitlines()
     (tmp_path / "x.tiktoken").write_text("\n".join([*text[:-2], text[-1]]))
     with pytest.raises(ConfigError, match="its ranks are not 0 to 318"):
@@ -148,46 +148,46 @@ def test_ranks_with_a_gap(tiktoken_file, tmp_path):
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("text", ["{", "[1]"])
-def test_settings_that_cannot_be_read(name, text, bpe, tmp_path):
+def test_reports_an_invalid_tokenizer_config(name, text, bpe, tmp_path):
     shutil.copy(bpe / "tokenizer.json", tmp_path)
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=name):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["./no/such/place/at.all", "/none.model", "no_such_name"])
-def test_a_path_that_is_not_there(path):
+@pytest.mark.parametrize("path", ["./no/such/folder/at.all", "/none.model", "no_such_name"])
+def test_reports_a_path_that_does_not_exist(path):
     with pytest.raises(ConfigError, match=f"tokenizer_path={path} does not exist"):
         load(path)
 
 
-def test_a_remote_path():
+def test_rejects_a_remote_path():
     with pytest.raises(ConfigError, match="'gs://bucket/tokenizer.model' .*is a remote path"):
         load("gs://bucket/tokenizer.model")
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
+def test_reports_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no tokenizer: there should be a tokenizer.json"):
+    with pytest.raises(ConfigError, match="has no tokenizer: expected a tokenizer.json"):
         load(tmp_path)
     assert find_tokenizer([tmp_path / "config.json"]) is None
 
 
-def test_a_name_on_the_hub(bpe, monkeypatch):
+def test_downloads_from_the_hub(bpe, monkeypatch):
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def download(name, allow_patterns, token):
-        asked.append((name, "tokenizer.json" in allow_patterns, token))
+        requests.append((name, "tokenizer.json" in allow_patterns, token))
         return str(bpe)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert load("someone/model-1.5", "hf_access_token=secret").vocab_size == 400
-    assert asked == [("someone/model-1.5", True, "secret")]
+    assert requests == [("someone/model-1.5", True, "secret")]
 
 
-def test_a_name_on_the_hub_without_a_network(monkeypatch):
+def test_reports_a_failed_hub_download_without_the_token(monkeypatch):
     import huggingface_hub
 
     def download(name, **_):
@@ -195,7 +195,7 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        ConfigError, match="someone/model is neither a file.*ConnectionError.*name its folder"
+        ConfigError, match="someone/model is neither a local file.*ConnectionError.*name its folder"
     ) as caught:
         load("someone/model", "hf_access_token=secret")
     assert "secret" not in str(caught.value)
@@ -204,7 +204,7 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "package"), [("sentencepiece", "sentencepiece"), ("tiktoken", "tiktoken")]
 )
-def test_a_missing_package(kind, package, paths, monkeypatch):
+def test_names_the_extra_of_a_missing_package(kind, package, paths, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         MissingExtra, match=rf"needs the package '{package}'.*pip install \"maxtext\[text\]\""
@@ -212,16 +212,20 @@ def test_a_missing_package(kind, package, paths, monkeypatch):
         load(paths[kind])
 
 
-def test_a_name_of_tiktoken(monkeypatch, tiktoken_file):
+def test_opens_a_published_tiktoken_encoding(monkeypatch, tiktoken_file):
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
 
-    made = tiktoken.Encoding("o200k_base", pat_str=".", mergeable_ranks=load_tiktoken_bpe(str(tiktoken_file)),
-                             special_tokens={"<|endoftext|>": 400})  # fmt: skip
-    monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": made}.__getitem__)
+    encoding = tiktoken.Encoding(
+        "o200k_base",
+        pat_str=".",
+        mergeable_ranks=load_tiktoken_bpe(str(tiktoken_file)),
+        special_tokens={"<|endoftext|>": 400},
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": encoding}.__getitem__)
     tokenizer = load("o200k_base")
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (400, 401)
-    assert tokenizer.decode([400, 350, *tokenizer.encode("hi")]) == "\ufffdhi", "350 is a hole"
+    assert tokenizer.decode([400, 350, *tokenizer.encode("hi")]) == "\ufffdhi", "350 is no token"
     monkeypatch.setattr(tiktoken, "get_encoding", {}.__getitem__)
     with pytest.raises(
         ConfigError, match="tiktoken could not fetch o200k_base .*TIKTOKEN_CACHE_DIR"
@@ -229,10 +233,12 @@ def test_a_name_of_tiktoken(monkeypatch, tiktoken_file):
         load("o200k_base", "tokenizer_type=tiktoken")
 
 
-def test_a_guess_is_said_once(tiktoken_file, caplog, monkeypatch):
+def test_warns_of_an_unknown_encoding_once(tiktoken_file, caplog, monkeypatch):
     import pickle
 
     monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
     tokenizer = open_tokenizer(str(tiktoken_file))
     pickle.loads(pickle.dumps(tokenizer))
-    assert [record.message.endswith("used as Llama 3's are") for record in caplog.records] == [True]
+    assert [record.message.endswith("reading it as Llama 3's") for record in caplog.records] == [
+        True
+    ]

@@ -1,13 +1,13 @@
-"""Tiny vocabularies of every kind, made by the libraries themselves."""
+"""Tiny vocabularies of every kind, trained by the libraries themselves."""
 
 import base64
 import io
 import json
 from pathlib import Path
 
-WORDS = "the quick brown fox jumps over the lazy dog while seven wizards brew hot tea and 1234567 liters of it cool"
+SENTENCE = "the quick brown fox jumps over the lazy dog while seven wizards brew hot tea and 1234567 liters of it cool"
 CORPUS = [
-    f"{WORDS.title()} {number}.\n\n\t{WORDS[::-1]}\nÄpfel, Öl und Übermut; été; 日本語の本。 🙂 it's {number * 37}"
+    f"{SENTENCE.title()} {number}.\n\n\t{SENTENCE[::-1]}\nÄpfel, Öl und Übermut; été; 日本語の本。 🙂 it's {number * 37}"
     for number in range(60)
 ]
 CHATML = (
@@ -18,7 +18,7 @@ EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": Fal
 SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def trained_bpe(vocab_size: int):
+def train_tiny_bpe(vocab_size: int):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -43,7 +43,7 @@ def write_bpe(folder: Path, vocab_size: int = 400, chat_template: str | None = C
     byte-level BPE.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    trained_bpe(vocab_size).save(str(folder / "tokenizer.json"))
+    train_tiny_bpe(vocab_size).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": EOS}
     settings |= {"pad_token": "<pad>", "clean_up_tokenization_spaces": False}
     settings |= {} if chat_template is None else {"chat_template": chat_template}
@@ -52,7 +52,7 @@ def write_bpe(folder: Path, vocab_size: int = 400, chat_template: str | None = C
 
 
 def write_byte_fallback(folder: Path) -> Path:
-    """As tokenizer.json of Llama 2: "▁" for spaces, `<0xE6>` … for unknown characters."""
+    """Like tokenizer.json of Llama 2: "▁" for spaces, `<0xE6>` … for unknown characters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
     pieces = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
@@ -117,7 +117,7 @@ def write_tiktoken(path: Path, ranks: int = 320) -> Path:
 
 def tiny_ranks(count: int) -> dict[bytes, int]:
     tokens = sorted(
-        trained_bpe(count + len(SPECIALS)).get_vocab().items(), key=lambda item: item[1]
+        train_tiny_bpe(count + len(SPECIALS)).get_vocab().items(), key=lambda item: item[1]
     )[len(SPECIALS) :]
     byte_of = byte_letters()
     return {
@@ -126,11 +126,11 @@ def tiny_ranks(count: int) -> dict[bytes, int]:
 
 
 def byte_letters() -> dict[str, int]:
-    """How byte-level BPE writes bytes: printable ones as themselves, the others as letters from
-    U+0100 on.
+    """The letters of bytes in byte-level BPE: printable bytes stand for themselves, the others are
+    the letters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + place): byte for place, byte in enumerate(others)
+        chr(0x100 + index): byte for index, byte in enumerate(unprintable)
     }

@@ -103,13 +103,15 @@ class Reader:
         if token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
             return True
         # A space at the beginning is left out by decoding, too, but is no special token.
-        return not self.tokenizer.decode([token]) and bool(self.tokenizer.piece(token).strip("▁ "))
+        return not self.tokenizer.decode([token]) and bool(
+            self.tokenizer.id_to_token(token).strip("▁ ")
+        )
 
     def parts(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
         """(text, whether it is the name of a special token)."""
         for special, together in groupby(tokens.tolist(), self.is_special):
             if special:
-                yield from ((self.tokenizer.piece(token), True) for token in together)
+                yield from ((self.tokenizer.id_to_token(token), True) for token in together)
             else:
                 yield self.tokenizer.decode(list(together)), False
 

@@ -19,10 +19,10 @@ LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 def run(args: list[str]) -> int:
     from maxtext.input_pipeline.prepare import prepare, training_overrides
-    from maxtext.tokenizers.text import cores
+    from maxtext.tokenizers.text_utils import num_cores
 
     out = arguments.take_value(args, "--out")
-    workers = take_number(args, "--workers", least=1) or cores()
+    workers = take_number(args, "--workers", least=1) or num_cores()
     shard_documents = take_number(args, "--shard-documents", least=1)
     if out is None:
         raise ConfigError(

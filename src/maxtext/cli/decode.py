@@ -121,7 +121,7 @@ def listed(model: Answering, ids: list[int], room: int, lead: str) -> list[str]:
         else:
             for token, log_prob in zip(answer.ids, answer.log_probs, strict=True):
                 # As Python writes it, so that a token stays on its line.
-                write(f"{log_prob:9.4f}  {token:6d}  {model.tokenizer.piece(token)!r}\n")
+                write(f"{log_prob:9.4f}  {token:6d}  {model.tokenizer.id_to_token(token)!r}\n")
     figures(model, None, tokens, time.perf_counter() - began)
     return texts
 

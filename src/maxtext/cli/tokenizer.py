@@ -33,7 +33,7 @@ def run(args: list[str]) -> int:
 
 
 def train(args: list[str]) -> int:
-    from maxtext.tokenizers.train import SMALLEST, train_bpe, train_sentencepiece
+    from maxtext.tokenizers.train import MIN_VOCAB_SIZE, train_bpe, train_sentencepiece
 
     overwrite = arguments.take_flag(args, "--overwrite")
     kind = arguments.take_option(args, "--kind", KINDS) or "bpe"
@@ -50,9 +50,9 @@ def train(args: list[str]) -> int:
         raise ConfigError(
             "say where to write: --out FOLDER for bpe, --out FILE.model for the other kinds"
         )
-    if config.vocab_size < SMALLEST:
+    if config.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone are {SMALLEST}"
+            f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone are {MIN_VOCAB_SIZE}"
         )
     place = local_path(out)
     check_place(place, kind, overwrite)
@@ -106,7 +106,7 @@ def read(files: list[str], config: MaxTextConfig) -> tuple[list[str], int, bool]
     """The texts to learn from, their characters, and whether this is all that the files have."""
     from maxtext.cli.convert import Bar
     from maxtext.input_pipeline.formats import BadRecord, Documents, kind_of, open_files
-    from maxtext.tokenizers.train import sample
+    from maxtext.tokenizers.train import sample_texts
 
     kinds = {file: kind_of(file) or "text" for file in files}
     column, most = config.train_data_columns[0], config.max_corpus_chars
@@ -122,7 +122,7 @@ def read(files: list[str], config: MaxTextConfig) -> tuple[list[str], int, bool]
                 progress(done, min(documents.nbytes, most), "reading")
 
         try:
-            texts = list(sample(documents, column, documents.nbytes, most, show))
+            texts = list(sample_texts(documents, column, documents.nbytes, most, show))
         except BadRecord as error:
             raise ConfigError(f"{error}: mend the file, or leave it out") from error
     if not texts:
@@ -178,7 +178,7 @@ def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "special": {
-            name: None if token is None else {"id": token, "piece": tokenizer.piece(token)}
+            name: None if token is None else {"id": token, "piece": tokenizer.id_to_token(token)}
             for name, token in ids.items()
         },
         "chat_template": tokenizer.chat_template is not None,
@@ -186,7 +186,7 @@ def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
     if text is not None:
         tokens = tokenizer.encode(text)
         found |= {
-            "tokens": [{"id": token, "piece": tokenizer.piece(token)} for token in tokens],
+            "tokens": [{"id": token, "piece": tokenizer.id_to_token(token)} for token in tokens],
             "bytes": len(text.encode("utf-8", errors="replace")),
             "round_trip": tokenizer.decode(tokens) == text,
             "decoded": tokenizer.decode(tokens),

@@ -63,7 +63,7 @@ class Text:
     def read_prompt(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         """Take the context from the end of a prompt: enough tokens for a text that is not blank."""
         for size in (CONTEXT, MAX_CONTEXT, len(prompt)):
-            self.is_boundary = tokenizer.boundaries()
+            self.is_boundary = tokenizer.boundary_detector()
             self.context: list[int] = []  # decoded tokens before `pending`
             # decode(context); blank only if the context is all that precedes `pending`
             self.context_text = ""

@@ -20,7 +20,7 @@ from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Sp
 from maxtext.input_pipeline.prefetch import prefetch
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.input_pipeline.subprocesses import start_program
-from maxtext.tokenizers.text import cores
+from maxtext.tokenizers.text_utils import num_cores
 
 WORKER_MB = 256  # what a worker takes before it has read anything
 
@@ -29,7 +29,9 @@ def worker_count(config: MaxTextConfig, split: Split) -> int:
     if config.dataset_type.value == "synthetic":  # a worker would send more than it saves
         return 0
     wanted = config.grain_worker_count if split is Split.TRAIN else config.grain_worker_count_eval
-    return wanted if wanted >= 0 else max(min(cores(), config.grain_ram_budget_mb // WORKER_MB), 1)
+    return (
+        wanted if wanted >= 0 else max(min(num_cores(), config.grain_ram_budget_mb // WORKER_MB), 1)
+    )
 
 
 def data_stream_factory(

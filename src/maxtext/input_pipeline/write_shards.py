@@ -19,7 +19,7 @@ from maxtext.input_pipeline.encode import Encoder
 from maxtext.input_pipeline.formats import BadRecord, RecordSource, encode_example
 from maxtext.input_pipeline.load_documents import BadRecords, LoadDocuments
 from maxtext.input_pipeline.subprocesses import start_program
-from maxtext.tokenizers.text import cores
+from maxtext.tokenizers.text_utils import num_cores
 
 COLUMN = "tokens"
 SUFFIX = ".array_record"
@@ -147,7 +147,7 @@ def write_shards(
     try:
         for _ in range(workers):
             # The library `tokenizers` would use all cores in each of them.
-            threads = {"RAYON_NUM_THREADS": str(max(cores() // workers, 1))}
+            threads = {"RAYON_NUM_THREADS": str(max(num_cores() // workers, 1))}
             started.append(start_program(__name__, "serve", threads, (lock,)))
         yield from hand_out(job, shards, started)
     finally:

@@ -1,4 +1,4 @@
-"""Where a sequence of ids can be cut without breaking a character, for streams of text.
+"""Where a sequence of ids can be split without breaking a character, for incremental detokenization.
 
 A boundary detector is called with each id of a sequence in turn. It returns True if the text of the
 ids so far is final: no later id can change it. A detector has state, so each sequence has its own.
@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 BoundaryDetector = Callable[[int], bool]
 
-# A byte that UTF-8 never has: an id with no bytes of its own ends the character before it.
+# A byte that is never part of UTF-8: an id without bytes ends the character before it.
 ENDS_CHARACTER = b"\xff"
 
 
 def utf8_boundaries(token_bytes: Callable[[int], bytes]) -> BoundaryDetector:
     """For vocabularies of bytes: a boundary is where no UTF-8 character is incomplete.
 
-    `token_bytes` gives the bytes of an id: empty for ids that decoding skips, `ENDS_CHARACTER` for
-    ids that decode to something else than bytes.
+    `token_bytes` returns the bytes of an id: empty for ids that decoding skips, `ENDS_CHARACTER`
+    for ids that decode to something else than bytes.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -32,7 +32,7 @@ def utf8_boundaries(token_bytes: Callable[[int], bytes]) -> BoundaryDetector:
 def byte_run_boundaries(
     is_byte: Callable[[int], bool], is_skipped: Callable[[int], bool]
 ) -> BoundaryDetector:
-    """For decoders that judge a run of byte tokens as a whole: a boundary is where no run is open.
+    """For decoders that validate a run of byte tokens at once: a boundary is where no run is open.
 
     The `ByteFallback` decoder of Hugging Face replaces every byte of a run, valid characters too,
     if any of them is invalid. `is_skipped`: ids that decoding removes before it looks for runs.

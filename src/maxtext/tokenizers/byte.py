@@ -1,9 +1,8 @@
-"""The built-in tokenizer: one token a byte of UTF-8, so it needs no file and no text is outside its
-vocabulary.
+"""The built-in tokenizer: one token per UTF-8 byte. It needs no file and encodes any text.
 
 With special tokens: 0 = padding, 1 = beginning, 2 = end, byte b = b + 3 (259 ids).
 Plain, for a model with exactly 256 ids: byte b = b, and padding shares id 0 with the byte 0.
-Special tokens have no text, so none can be written in one.
+Special tokens have no text, so no text contains one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from maxtext.tokenizers.boundaries import BoundaryDetector, utf8_boundaries
 
 BYTES = 256
 SPECIALS = ("<pad>", "<bos>", "<eos>")  # only as names of ids 0, 1 and 2
-UNKNOWN = 0xFF  # a byte that UTF-8 never has, so that it decodes to the replacement character
+UNKNOWN = 0xFF  # never part of UTF-8, so it decodes to the replacement character
 
 
 class ByteTokenizer:
@@ -35,9 +34,7 @@ class ByteTokenizer:
         return self.array(text).tolist()
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
-        return [
-            self.array(text) for text in texts
-        ]  # a copy of memory: threads would only add their overhead
+        return [self.array(text) for text in texts]  # a memory copy: threads would not pay
 
     def encode_with_specials(self, text: str) -> list[int]:
         return self.encode(text)
@@ -46,25 +43,24 @@ class ByteTokenizer:
         return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text)]
 
     def array(self, text: str) -> np.ndarray:
-        # Half a surrogate pair, as a broken command line may hold, is not UTF-8: it becomes a
-        # question mark.
+        # Lone surrogates, which a broken command line may hold, become question marks.
         data = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
         return data.astype(np.int32) + self.first_byte
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
-    def boundaries(self) -> BoundaryDetector:
+    def boundary_detector(self) -> BoundaryDetector:
         return utf8_boundaries(self.token_bytes)
 
     def token_bytes(self, token: int) -> bytes:
         if 0 <= token < self.first_byte:
             return b""
-        # A model may know more ids than there are bytes, and may produce them: shown, not skipped.
+        # A model with a larger vocabulary may produce other ids: they are shown, not skipped.
         byte = int(token) - self.first_byte
         return bytes([byte if 0 <= byte < BYTES else UNKNOWN])
 
-    def piece(self, token: int) -> str:
+    def id_to_token(self, token: int) -> str:
         if 0 <= token < self.first_byte:
             return SPECIALS[token]
         byte = token - self.first_byte

@@ -1,17 +1,15 @@
-"""Conversations to text by a chat template: Jinja, in the environment that templates are written
-for.
+"""Render conversations to text by a Jinja chat template, in the environment of transformers.
 
-That is the one of transformers: a sandbox, blocks that leave no blank lines, `break` and
-`continue`, `raise_exception(text)`, `strftime_now(format)`, `tojson` that keeps characters as they
-are, and `{% generation %}` around what the model is to write, which changes nothing here. A
-template sees `messages`, `add_generation_prompt`, `tools` and `documents` (none), and the special
-tokens by name (bos_token, eos_token …).
+That environment is a sandbox with trimmed blocks, `break` and `continue`, `raise_exception(text)`,
+`strftime_now(format)`, a `tojson` that does not escape Unicode, and `{% generation %}` around the
+model's turns, which has no effect here. A template sees `messages`, `add_generation_prompt`,
+`tools` and `documents` (both None), and the special tokens by name (bos_token, eos_token …).
 
-A template is a program that came with a model: it runs in a process of its own, with limits on time
-and memory (`templates.py`), so that a faulty or hostile one ends in one sentence.
+A template is a program that came with a model. It runs in its own process, with limits on time and
+memory (`templates.py`), so that a faulty or hostile template becomes a one-line error.
 
-The text has special tokens in it, a beginning too where the template writes one: encode it by
-`encode_with_specials`.
+The rendered text contains special tokens, including BOS where the template writes it: encode it
+with `encode_with_specials`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +21,19 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.tokenizers.beside import read_json, template_text
 from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.templates import TemplateFailure, run_template
+from maxtext.tokenizers.tokenizer_config import chat_template_entry, read_json
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`place`: where the template came from, for messages."""
+    """`origin`: where the template comes from, for error messages."""
 
     source: str
-    place: str
+    origin: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,78 +42,79 @@ class ChatTemplate:
         except TemplateFailure as error:
             line = f", line {error.line}" if error.line else ""
             raise ConfigError(
-                f"the chat template of {self.place}{line} is not valid Jinja: {error}"
+                f"the chat template of {self.origin}{line} is not valid Jinja: {error}"
             ) from error
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        """The conversation as text; with `add_generation_prompt`, up to where the model is to
-        answer.
+        """The conversation as text; with `add_generation_prompt`, followed by the header of the
+        model's turn.
         """
-        plain_messages = plain(messages)
-        if not isinstance(plain_messages, list) or not all(
-            isinstance(message, dict) for message in plain_messages
-        ):
+        records = to_builtins(messages)
+        if not isinstance(records, list) or not all(isinstance(entry, dict) for entry in records):
             raise UserError(
-                f"a conversation is a list of records with role and content, not {shown(messages)}"
+                "a conversation is a list of records with role and content, "
+                f"not {short_repr(messages)}"
             )
-        variables: dict[str, Any] = {"messages": plain_messages, "tools": None, "documents": None}
-        variables |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
+        variables: dict[str, Any] = {
+            "messages": records,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+        }
         try:
             return run_template(self.source, variables)
         except TemplateFailure as error:
             raise UserError(
-                f"the chat template of {self.place} refuses {shown(messages)}: {error}"
+                f"the chat template of {self.origin} refuses {short_repr(messages)}: {error}"
             ) from error
 
 
 def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Of the configuration, else the tokenizer's own; None where there is none and none is
-    needed.
+    """The template of the configuration, else the tokenizer's own, else None.
+
+    Raises ConfigError if there is none and `use_chat_template` is set.
     """
     if config.chat_template:
-        source, place = config.chat_template, "chat_template"
+        source, origin = config.chat_template, "chat_template"
     elif config.chat_template_path:
-        source, place = (
-            read_template(Path(config.chat_template_path).expanduser()),
-            config.chat_template_path,
-        )
+        origin = config.chat_template_path
+        source = read_template(Path(origin).expanduser())
     elif tokenizer.chat_template is not None:
-        source, place = tokenizer.chat_template, tokenizer.name
+        source, origin = tokenizer.chat_template, tokenizer.name
     elif config.use_chat_template:
         raise ConfigError(
-            f"use_chat_template=true, but the tokenizer {tokenizer.name} came without a chat template: set "
-            "chat_template_path or chat_template"
+            f"use_chat_template=true, but the tokenizer {tokenizer.name} has no chat template: "
+            "set chat_template_path or chat_template"
         )
     else:
         return None
-    return ChatTemplate(source, place, tokenizer.special_tokens)
+    return ChatTemplate(source, origin, tokenizer.special_tokens)
 
 
 def read_template(path: Path) -> str:
-    """Jinja text, or a JSON object with an entry chat_template as tokenizer_config.json has it."""
+    """A Jinja file, or a JSON file with an entry chat_template like tokenizer_config.json."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template_path={path} cannot be read: {error}") from error
     if path.suffix != ".json":
         return text
-    found = template_text(read_json(path))
-    if found is None:
+    template = chat_template_entry(read_json(path))
+    if template is None:
         raise ConfigError(f"chat_template_path={path} has no text under chat_template")
-    return found
+    return template
 
 
-def plain(value: Any) -> Any:
-    """Records as files give them (mappings, tuples, arrays) as the dicts and lists that templates
-    test for.
-    """
+def to_builtins(value: Any) -> Any:
+    """Convert mappings, tuples and arrays to the dicts and lists that templates test for."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_builtins(item) for key, item in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [plain(item) for item in value]
+        return [to_builtins(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}…"

@@ -1,8 +1,7 @@
-"""Tokenizers as Hugging Face ships them: tokenizer.json, read by the `tokenizers` library, and the
-files beside it.
+"""Hugging Face tokenizers: tokenizer.json, read by the `tokenizers` library, and the files next to it.
 
-Text of special tokens in a document is plain text: a page that shows `</s>` does not end there.
-Added tokens that are not special stay tokens, as everywhere in that library.
+The text of a special token in a document is encoded as plain text: a page that shows `</s>` does
+not end there. Added tokens that are not special stay tokens, as in the library.
 """
 
 import json
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from maxtext.common.errors import ConfigError
-from maxtext.tokenizers.beside import own_template, read_settings, special_texts
 from maxtext.tokenizers.boundaries import (
     ENDS_CHARACTER,
     BoundaryDetector,
@@ -26,81 +24,83 @@ from maxtext.tokenizers.boundaries import (
     every_boundary,
     utf8_boundaries,
 )
-from maxtext.tokenizers.text import decode_known, valid
-from maxtext.tokenizers.words import Words, words_of
+from maxtext.tokenizers.pretoken_cache import PretokenCache
+from maxtext.tokenizers.text_utils import decode_with_unknown_ids, replace_surrogates
+from maxtext.tokenizers.tokenizer_config import (
+    read_chat_template,
+    read_tokenizer_config,
+    special_token_texts,
+)
 
-BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")  # what the decoder `ByteFallback` takes for a byte
+BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")  # a byte, for the decoder `ByteFallback`
 
 
 class HuggingFaceTokenizer:
     kind = "huggingface"
 
     def __init__(self, path: Path):
-        """`path`: of tokenizer.json, whatever its name."""
+        """`path`: tokenizer.json, under any name."""
         self.path = path
         self.name = str(path)
-        self.inner = opened(path)
-        self.inner.encode_special_tokens = True  # means: as plain text
-        settings = read_settings(path.parent)
-        self.special_tokens = special_texts(settings)
-        self.chat_template = own_template(path.parent, settings)
-        self.bos_id, self.eos_id = self.special("bos_token"), self.special("eos_token")
-        pad = self.special("pad_token")
-        self.pad_id = 0 if pad is None else pad
-        self.known = frozenset(self.inner.get_vocab(with_added_tokens=True).values())
-        self.vocab_size = max(self.known, default=-1) + 1
+        self.inner = open_library_tokenizer(path)
+        self.inner.encode_special_tokens = True  # as plain text
+        tokenizer_config = read_tokenizer_config(path.parent)
+        self.special_tokens = special_token_texts(tokenizer_config)
+        self.chat_template = read_chat_template(path.parent, tokenizer_config)
+        self.bos_id = self.special_id("bos_token")
+        self.eos_id = self.special_id("eos_token")
+        pad_id = self.special_id("pad_token")
+        self.pad_id = 0 if pad_id is None else pad_id
+        self.token_ids = frozenset(self.inner.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = max(self.token_ids, default=-1) + 1
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (
-            self.path.absolute(),
-        )  # the library's own pickle forgets what special text means
+        # The library's own pickle loses encode_special_tokens.
+        return type(self), (self.path.absolute(),)
 
     @cached_property
     def with_specials(self) -> Tokenizer:
-        """A second copy, since the meaning of special text is a state of the whole tokenizer."""
-        return opened(self.path)
+        """A second copy, since encode_special_tokens is a state of the tokenizer."""
+        return open_library_tokenizer(self.path)
 
-    def special(self, name: str) -> int | None:
+    def special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.inner.token_to_id(text)
 
     def encode(self, text: str) -> list[int]:
-        return self.inner.encode(valid(text), add_special_tokens=False).ids
+        return self.inner.encode(replace_surrogates(text), add_special_tokens=False).ids
 
     @cached_property
-    def remembered(self) -> Words | None:
-        return words_of(self.inner)
+    def pretoken_cache(self) -> PretokenCache | None:
+        return PretokenCache.from_tokenizer(self.inner)
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
         if specials:
-            return encoded(self.with_specials, texts)
+            return encode_batch(self.with_specials, texts)
         with self.lock:
-            words = self.remembered
-        if words is None:
-            return encoded(self.inner, texts)
-        found = words.encode_batch(texts)
-        others = iter(
-            encoded(
-                self.inner, [text for text, ids in zip(texts, found, strict=True) if ids is None]
-            )
-        )
-        return [next(others) if ids is None else ids for ids in found]
+            cache = self.pretoken_cache
+        if cache is None:
+            return encode_batch(self.inner, texts)
+        ids = cache.encode_batch(texts)
+        uncached = [text for text, cached in zip(texts, ids, strict=True) if cached is None]
+        rest = iter(encode_batch(self.inner, uncached))
+        return [next(rest) if cached is None else cached for cached in ids]
 
     def encode_with_specials(self, text: str) -> list[int]:
-        return self.with_specials.encode(valid(text), add_special_tokens=False).ids
+        return self.with_specials.encode(replace_surrogates(text), add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        return self.with_specials.encode(valid(text), add_special_tokens=True).ids
+        return self.with_specials.encode(replace_surrogates(text), add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return decode_known(
+        return decode_with_unknown_ids(
             ids,
-            self.known.__contains__,
+            self.token_ids.__contains__,
             lambda run: self.inner.decode(run, skip_special_tokens=True),
         )
 
-    def boundaries(self) -> BoundaryDetector:
+    def boundary_detector(self) -> BoundaryDetector:
         if "ByteFallback" in self.decoder_steps:
             return byte_run_boundaries(self.is_byte, self.skipped.__contains__)
         if "ByteLevel" in self.decoder_steps:
@@ -109,46 +109,45 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def decoder_steps(self) -> list[str]:
-        """The types of the steps that turn pieces into text; empty without a decoder."""
-        return (
-            []
-            if self.inner.decoder is None
-            else step_types(json.loads(self.inner.decoder.__getstate__()))
-        )
+        """The types of the decoder's steps; empty without a decoder."""
+        if self.inner.decoder is None:
+            return []
+        return step_types(json.loads(self.inner.decoder.__getstate__()))
 
     @cached_property
     def skipped(self) -> frozenset[int]:
-        """The ids of special tokens, which `decode` leaves out."""
+        """The ids of special tokens, which `decode` skips."""
         added = self.inner.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
 
     def is_byte(self, token: int) -> bool:
-        return token in self.known and BYTE_TOKEN.fullmatch(self.piece(token)) is not None
+        return token in self.token_ids and BYTE_TOKEN.fullmatch(self.id_to_token(token)) is not None
 
     def token_bytes(self, token: int) -> bytes:
-        """Of a byte-level piece: its letters stand for bytes; if one of them does not, all are
-        text.
+        """The bytes of a byte-level token, whose letters stand for bytes. A token with any other
+        letter is plain text.
         """
         if token in self.skipped:
             return b""
-        if token not in self.known:
+        if token not in self.token_ids:
             return ENDS_CHARACTER
-        piece = self.piece(token)
+        text = self.id_to_token(token)
         try:
-            return bytes(BYTE_OF_LETTER[letter] for letter in piece)
+            return bytes(BYTE_OF_LETTER[letter] for letter in text)
         except KeyError:
-            return piece.encode()
+            return text.encode()
 
-    def piece(self, token: int) -> str:
+    def id_to_token(self, token: int) -> str:
         return self.inner.id_to_token(token) or ""
 
 
 def byte_letters() -> dict[str, int]:
-    """The letter that stands for each byte in byte-level vocabularies: a printable byte is its own,
-    the others have the letters from U+0100 on, in order."""
+    """The byte of each letter in byte-level vocabularies: a printable byte stands for itself, the
+    others are the letters from U+0100 on, in order.
+    """
     letters = set(ByteLevel.alphabet())
-    others = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
-    return {chr(byte) if chr(byte) in letters else next(others): byte for byte in range(256)}
+    unprintable = iter(sorted(letter for letter in letters if ord(letter) >= 0x100))
+    return {chr(byte) if chr(byte) in letters else next(unprintable): byte for byte in range(256)}
 
 
 BYTE_OF_LETTER = byte_letters()
@@ -159,17 +158,18 @@ def step_types(decoder: dict[str, Any]) -> list[str]:
     return [decoder["type"], *nested]
 
 
-def encoded(inner: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    found = inner.encode_batch_fast([valid(text) for text in texts], add_special_tokens=False)
-    return [np.array(one.ids, np.int32) for one in found]
+def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    valid_texts = [replace_surrogates(text) for text in texts]
+    encodings = tokenizer.encode_batch_fast(valid_texts, add_special_tokens=False)
+    return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
 
-def opened(path: Path) -> Tokenizer:
+def open_library_tokenizer(path: Path) -> Tokenizer:
     try:
-        inner = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
-        raise ConfigError(f"{path} is not a tokenizer of Hugging Face: {error}") from error
-    # Some files keep the length that batches once had; a document is neither cut nor filled here.
-    inner.no_truncation()
-    inner.no_padding()
-    return inner
+        raise ConfigError(f"{path} is not a Hugging Face tokenizer: {error}") from error
+    # Some files have truncation or padding of earlier batches; documents need neither.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,8 +1,8 @@
-"""What every tokenizer offers.
+"""The interface of all tokenizers.
 
-`encode` adds no special tokens: whether documents have them the pipeline decides. Any str can be
-encoded and any ids decoded; neither raises. A tokenizer may be used by many threads at once, and
-can be pickled: it is opened again from its file in the other process.
+`encode` adds no special tokens; the input pipeline does. Any str can be encoded and any ids can be
+decoded without an error. A tokenizer is thread-safe. It can be pickled, and is then opened again
+from its file in the other process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that `encode` or a special token can be."""
+        """One more than the largest id, special tokens included."""
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning of a sequence; None when this vocabulary has no such token. So too `eos_id`."""
+        """Beginning of a sequence; None, like `eos_id`, if the vocabulary has no such token."""
 
     @property
     def eos_id(self) -> int | None: ...
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """What chat templates know: bos_token, eos_token … to the text of the token."""
+        """The texts of bos_token, eos_token …, as chat templates use them."""
 
     @property
     def chat_template(self) -> str | None:
@@ -46,27 +46,27 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
-        """The ids of each text as int32, by all cores: as `encode`, or with `specials` as
-        `encode_with_specials`. The arrays may be read-only."""
+        """The ids of each text as int32, computed on all cores: as by `encode`, or with `specials`
+        as by `encode_with_specials`. The arrays may be read-only.
+        """
 
     def encode_with_specials(self, text: str) -> list[int]:
-        """As `encode`, but the text of a special token, as chat templates write it, becomes that
-        token.
+        """Like `encode`, but the text of a special token, as in the output of a chat template,
+        becomes that token.
         """
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As `encode_with_specials`, after the special tokens that a text starts with in this
+        """Like `encode_with_specials`, after the special tokens that start a text in this
         vocabulary.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of any ids, special tokens left out; never raises, even in the middle of a
-        character.
+        """The text of any ids without special tokens; incomplete characters become U+FFFD."""
+
+    def boundary_detector(self) -> BoundaryDetector:
+        """A new detector of the positions where a sequence of ids can be split for decoding: there,
+        `decode` of the ids before is a prefix of `decode` of all.
         """
 
-    def boundaries(self) -> BoundaryDetector:
-        """A new detector of the positions where a sequence of ids can be cut for decoding: there,
-        `decode` of the ids before is a prefix of `decode` of all."""
-
-    def piece(self, token: int) -> str:
-        """One token as its vocabulary writes it."""
+    def id_to_token(self, token: int) -> str:
+        """A token as its vocabulary writes it."""

@@ -1,9 +1,9 @@
-"""From a path to a tokenizer, and from the configuration to one that fits the model's vocabulary.
+"""Open a tokenizer by its path, and check it against the model's vocabulary.
 
-A path is a file, a folder, `byte`, a name on the Hugging Face hub (org/name) or one that tiktoken
-knows (o200k_base). What kind of tokenizer a file is shows in its content; a tokenizer_type that the
-user sets must agree. Of several kinds in one folder tokenizer_type chooses, else tokenizer.json
-comes first.
+A path is a file, a folder, `byte`, a repository on the Hugging Face Hub (org/name) or a tiktoken
+encoding (o200k_base). The kind of a tokenizer is detected from the content of its file and must
+agree with a tokenizer_type that the user sets. In a folder with several kinds tokenizer_type
+chooses; otherwise tokenizer.json comes first.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from maxtext.tokenizers.byte import BYTES, ByteTokenizer
 from maxtext.tokenizers.hugging_face import HuggingFaceTokenizer
 from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.sentence_piece import SentencePieceTokenizer
-from maxtext.tokenizers.tiktoken_file import TiktokenTokenizer, looks_like_ranks
+from maxtext.tokenizers.tiktoken_file import TiktokenTokenizer, is_rank_file
 
 KINDS: dict[str, Callable[[Path], Tokenizer]] = {
     "huggingface": HuggingFaceTokenizer,
@@ -36,8 +36,10 @@ TIKTOKEN_NAMES = (
 
 
 def load_tokenizer(config: MaxTextConfig) -> Tokenizer:
-    """The tokenizer of tokenizer_path; bytes without one, since loading fills in the path of a
-    published tokenizer.
+    """The tokenizer of tokenizer_path, or of bytes if it is empty.
+
+    (The configuration sets the path if model_name has a published tokenizer.) Raises ConfigError if
+    it has more ids than vocab_size.
     """
     path = (config.tokenizer_path or "").strip() or "byte"
     kind = config.tokenizer_type.value if config.source("tokenizer_type").is_user else None
@@ -49,7 +51,8 @@ def load_tokenizer(config: MaxTextConfig) -> Tokenizer:
         remedy = ", or name another tokenizer_path"
     if tokenizer.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"the {tokenizer.name} tokenizer has {tokenizer.vocab_size} ids, but vocab_size={config.vocab_size}: "
+            f"the {tokenizer.name} tokenizer has {tokenizer.vocab_size} ids, "
+            f"but vocab_size={config.vocab_size}: "
             f"set vocab_size to {tokenizer.vocab_size} or more{remedy}"
         )
     return tokenizer
@@ -58,42 +61,43 @@ def load_tokenizer(config: MaxTextConfig) -> Tokenizer:
 def open_tokenizer(
     path: str, kind: str | None = None, access_token: str | None = None
 ) -> Tokenizer:
-    """`kind`: a tokenizer_type that the content must have; None: whatever it has."""
+    """`kind`: the required tokenizer_type; None accepts any."""
     if path.lower() == "byte":
         return ByteTokenizer()
-    place = local_path(path)
-    if not place.exists():
+    location = local_path(path)
+    if not location.exists():
         if path in TIKTOKEN_NAMES and kind in (None, "tiktoken"):
             return TiktokenTokenizer(path)
         if not hub.is_hub_name(path):
             raise ConfigError(
-                f"tokenizer_path={path} does not exist: name a file, a folder, org/name of the hub, or byte"
+                f"tokenizer_path={path} does not exist: "
+                "name a file, a folder, org/name of the hub, or byte"
             )
-        place = hub.download(path, access_token)
-    found = kinds_in(tokenizer_files(place.iterdir()) if place.is_dir() else [place])
-    if not found:
+        location = hub.download(path, access_token)
+    files = files_by_kind(tokenizer_files(location.iterdir()) if location.is_dir() else [location])
+    if not files:
         raise ConfigError(
-            f"tokenizer_path={path} holds no tokenizer: there should be a tokenizer.json, a SentencePiece *.model or a "
-            "*.tiktoken"
+            f"tokenizer_path={path} has no tokenizer: expected a tokenizer.json, "
+            "a SentencePiece *.model or a *.tiktoken"
         )
-    chosen = kind or next(iter(found))
-    if chosen not in found:
+    chosen = kind or next(iter(files))
+    if chosen not in files:
         raise ConfigError(
-            f"tokenizer_path={path} is a {' and a '.join(found)} tokenizer, but tokenizer_type={chosen}: "
-            f"set tokenizer_type={next(iter(found))}, or leave it out"
+            f"tokenizer_path={path} is a {' and a '.join(files)} tokenizer, "
+            f"but tokenizer_type={chosen}: set tokenizer_type={next(iter(files))}, or leave it out"
         )
-    return KINDS[chosen](found[chosen])
+    return KINDS[chosen](files[chosen])
 
 
 def find_tokenizer(files: Iterable[Path]) -> Tokenizer | None:
-    """The tokenizer among the files that came with a model."""
-    for kind, file in kinds_in(tokenizer_files(files)).items():
+    """The tokenizer among the files of a model, or None."""
+    for kind, file in files_by_kind(tokenizer_files(files)).items():
         return KINDS[kind](file)
     return None
 
 
 def tokenizer_files(files: Iterable[Path]) -> list[Path]:
-    """Those of a folder that are named as tokenizers are, a plain `tokenizer` first."""
+    """The files with the name of a tokenizer; those named `tokenizer` first."""
     named = [
         file
         for file in files
@@ -104,20 +108,20 @@ def tokenizer_files(files: Iterable[Path]) -> list[Path]:
     )
 
 
-def kinds_in(files: Iterable[Path]) -> dict[str, Path]:
+def files_by_kind(files: Iterable[Path]) -> dict[str, Path]:
     """The first file of each kind of tokenizer, in the order of `KINDS`."""
-    found: dict[str, Path] = {}
+    first: dict[str, Path] = {}
     for file in files:
-        found.setdefault(kind_of(file), file)
-    return {kind: found[kind] for kind in KINDS if kind in found}
+        first.setdefault(detect_kind(file), file)
+    return {kind: first[kind] for kind in KINDS if kind in first}
 
 
-def kind_of(file: Path) -> str:
+def detect_kind(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
-            first = stream.read(4096)
+        with file.open("rb") as opened:
+            head = opened.read(4096)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    if file.suffix == ".json" or first.lstrip()[:1] == b"{":
+    if file.suffix == ".json" or head.lstrip()[:1] == b"{":
         return "huggingface"
-    return "tiktoken" if looks_like_ranks(first) else "sentencepiece"
+    return "tiktoken" if is_rank_file(head) else "sentencepiece"

@@ -1,11 +1,11 @@
 """The process that runs chat templates: `python -I template_worker.py SITE_PACKAGES SECONDS BYTES`.
 
-A template is a program that came with a model. Jinja's sandbox keeps it from the machine's files,
-but not from endless loops or from strings that fill the memory. So templates run in a process with
-a limit on its memory, which `templates.py` ends if a template takes too long.
+A template is a program that came with a model. Jinja's sandbox denies it access to the machine's
+files, but does not prevent endless loops or strings that fill the memory. Therefore templates run
+in a process with limited memory, which `templates.py` kills if a template takes too long.
 
-Messages on stdin and stdout are a length of 8 bytes and so many bytes: pickles to this process, and
-JSON back, so that the main process never unpickles what a template may have written.
+Messages on stdin and stdout are an 8-byte length and that many bytes: pickles to this process, and
+JSON back, so that the main process never unpickles the output of a template.
 """
 
 import json
@@ -16,14 +16,14 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-HEADER = 8  # bytes of a length
-MAX_OUTPUT = 2**28  # characters of a text
-GRACE_SECONDS = 10  # after which the process ends itself, if the main process is gone
+HEADER_BYTES = 8  # the length of a message
+MAX_OUTPUT_CHARS = 2**28
+GRACE_SECONDS = 10  # after the time limit the process ends itself, if the main process is gone
 
 
 @lru_cache(maxsize=16)
-def compiled(source: str) -> Any:
-    """The template in the environment of transformers' `apply_chat_template`."""
+def compile_template(source: str) -> Any:
+    """Compile in the environment of transformers' `apply_chat_template`."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -53,28 +53,27 @@ def compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-def answer(request: bytes) -> dict[str, Any]:
-    """The text of a pickled (source, variables); without variables, whether the template is valid.
-    Never raises.
+def render(request: bytes) -> dict[str, Any]:
+    """Render a pickled (source, variables); if variables is None, only validate the template.
+
+    Returns {"text"}, or {"error", "compiled", "line"} if the template fails. Never raises.
     """
     template = None
     try:
         source, variables = pickle.loads(request)
-        template = compiled(source)
+        template = compile_template(source)
         text = "" if variables is None else template.render(**variables)
-        if len(text) > MAX_OUTPUT:
+        if len(text) > MAX_OUTPUT_CHARS:
             return {
-                "error": f"it writes {len(text):,} characters, and {MAX_OUTPUT:,} are the most",
+                "error": f"it writes {len(text):,} characters; the limit is {MAX_OUTPUT_CHARS:,}",
                 "compiled": True,
             }
         return {"text": text}
     except MemoryError:
         reason = "it needs too much memory"
     except RecursionError:
-        reason = "it is nested too deeply, or calls itself without an end"
-    except (
-        BaseException
-    ) as error:  # a template is a program of its own: any type may come out of it
+        reason = "it is nested too deeply or recurses endlessly"
+    except BaseException as error:  # a template can raise any type
         reason = " ".join(str(error).split()) or type(error).__name__
         if template is None:
             return {"error": reason, "line": getattr(error, "lineno", None), "compiled": False}
@@ -87,22 +86,22 @@ def limit_memory(size: int) -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     except (ImportError, ValueError, OSError):
-        pass  # the limit on time remains
+        pass  # the time limit remains
 
 
-def serve(requests: BinaryIO, answers: BinaryIO, seconds: float) -> None:
-    while header := requests.read(HEADER):
+def serve(requests: BinaryIO, responses: BinaryIO, seconds: float) -> None:
+    while header := requests.read(HEADER_BYTES):
         request = requests.read(int.from_bytes(header, "big"))
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
-        data = json.dumps(answer(request)).encode()
+        data = json.dumps(render(request)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(len(data).to_bytes(HEADER, "big") + data)
-        answers.flush()
+        responses.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
+        responses.flush()
 
 
 if __name__ == "__main__":
     sys.path.append(sys.argv[1])
-    import jinja2.sandbox  # noqa: F401  (before the limit on memory)
+    import jinja2.sandbox  # noqa: F401  (before memory is limited)
 
     limit_memory(int(sys.argv[3]))
     serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Runs chat templates in another process (`template_worker.py`), with limits on time and memory."""
+"""Run chat templates in another process (`template_worker.py`) with time and memory limits."""
 
 import atexit
 import contextlib
@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.common.errors import ConfigError
-from maxtext.tokenizers.template_worker import HEADER
+from maxtext.tokenizers.template_worker import HEADER_BYTES
 
-SECONDS = 10.0  # for one conversation; usual templates take less than a millisecond
-MEMORY = 2**30  # bytes of the process
-START_SECONDS = 120.0  # for the first one, with the start of Python on a busy machine
+RENDER_SECONDS = 10.0  # for one conversation; usual templates take less than a millisecond
+MEMORY_BYTES = 2**30
+START_SECONDS = 120.0  # to start Python and import jinja2 on a busy machine
 
 
 class TemplateFailure(Exception):
-    """`compiled`: the template is valid, but fails with these messages; `line` of a syntax
-    error.
-    """
+    """`compiled`: the template is valid, but fails for these messages. `line`: of a syntax error."""
 
     def __init__(self, reason: str, compiled: bool = True, line: int | None = None):
         super().__init__(reason)
@@ -34,43 +32,50 @@ class TemplateFailure(Exception):
 
 
 class TemplateRunner:
-    """One worker process for all templates of this process, started when it is needed.
-    Thread-safe.
-    """
+    """One worker process for all templates of this process, started on demand. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self, source: str, variables: dict[str, Any] | None) -> str:
-        """The text of a template; without variables, "" if it is valid. Raises TemplateFailure."""
+        """Render a template; if variables is None, validate it and return "".
+
+        Raises TemplateFailure.
+        """
         try:
             request = pickle.dumps((source, variables))
-        except Exception as error:  # whatever a user's own class raises
+        except Exception as error:  # a user's class can raise any type
             raise TemplateFailure(
                 f"its messages cannot be sent to the process that runs it ({error})"
             ) from error
         with self.lock:
-            seconds = SECONDS
             if self.process is None or self.process.poll() is not None:
                 self.start()
                 self.exchange(pickle.dumps(("", None)), START_SECONDS)
-            answer = self.exchange(request, seconds)
-        if "text" in answer:
-            return answer["text"]
-        raise TemplateFailure(answer["error"], answer["compiled"], answer.get("line"))
+            response = self.exchange(request, RENDER_SECONDS)
+        if "text" in response:
+            return response["text"]
+        raise TemplateFailure(response["error"], response["compiled"], response.get("line"))
 
     def start(self) -> None:
         self.stop()
-        found = importlib.util.find_spec("jinja2")
-        if found is None or found.origin is None:
+        jinja2 = importlib.util.find_spec("jinja2")
+        if jinja2 is None or jinja2.origin is None:
             raise ConfigError(
                 "chat templates need jinja2: install it, for example with pip install jinja2"
             )
         worker = Path(__file__).with_name("template_worker.py")
-        site_packages = Path(found.origin).parents[1]
+        site_packages = Path(jinja2.origin).parents[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-I", str(worker), str(site_packages), str(SECONDS), str(MEMORY)],
+            [
+                sys.executable,
+                "-I",
+                str(worker),
+                str(site_packages),
+                str(RENDER_SECONDS),
+                str(MEMORY_BYTES),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -78,15 +83,16 @@ class TemplateRunner:
         )
 
     def exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
+        """Send a request and return the worker's response."""
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.process.stdin.write(len(request).to_bytes(HEADER, "big") + request)
+            self.process.stdin.write(len(request).to_bytes(HEADER_BYTES, "big") + request)
             self.process.stdin.flush()
             deadline = time.monotonic() + seconds
             handle = self.process.stdout.fileno()
-            size = int.from_bytes(read_exactly(handle, HEADER, deadline), "big")
+            size = int.from_bytes(read_exactly(handle, HEADER_BYTES, deadline), "big")
             return json.loads(read_exactly(handle, size, deadline))
         except TimeoutError as error:
             self.stop()
@@ -96,10 +102,8 @@ class TemplateRunner:
         except (BrokenPipeError, EOFError) as error:
             self.stop()
             raise TemplateFailure("the process that runs it has died") from error
-        except (
-            BaseException
-        ):  # such as Ctrl-C: what comes next would be read as the answer to another request
-            self.stop()
+        except BaseException:
+            self.stop()  # after Ctrl-C the pending response would be read as that of the next request
             raise
 
     def stop(self) -> None:
@@ -121,18 +125,18 @@ def read_exactly(handle: int, size: int, deadline: float) -> bytes:
         while len(data) < size:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
-            part = os.read(handle, min(size - len(data), 2**20))
-            if not part:
+            chunk = os.read(handle, min(size - len(data), 2**20))
+            if not chunk:
                 raise EOFError
-            data += part
+            data += chunk
     return bytes(data)
 
 
 RUNNER = TemplateRunner()
 
 
-def forget_worker() -> None:
-    """In a process that was forked: the worker belongs to its parent."""
+def reset_runner() -> None:
+    """In a forked process: the worker belongs to the parent."""
     global RUNNER
     RUNNER = TemplateRunner()
 
@@ -142,4 +146,4 @@ def run_template(source: str, variables: dict[str, Any] | None) -> str:
 
 
 atexit.register(lambda: RUNNER.stop())
-os.register_at_fork(after_in_child=forget_worker)
+os.register_at_fork(after_in_child=reset_runner)

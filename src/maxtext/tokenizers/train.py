@@ -1,8 +1,8 @@
-"""New vocabularies from text: byte-level BPE as a Hugging Face folder, or a SentencePiece model.
+"""Train tokenizers: byte-level BPE as a Hugging Face folder, or a SentencePiece model.
 
 The same text gives the same vocabulary on every machine. All kinds have <pad>, <s>, </s> as ids 0,
-1, 2, and a token for every byte, so that no text is unknown, and it comes back from its tokens as
-it was (but for U+2581 through SentencePiece, which means a space there).
+1, 2, and a token for every byte, so that any text survives the round trip (except for U+2581, which
+is a space to SentencePiece).
 """
 
 import io
@@ -14,63 +14,66 @@ from typing import Any, Protocol
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.files import atomic_writer, write_text
-from maxtext.tokenizers.schemes import WORDS
-from maxtext.tokenizers.text import valid
+from maxtext.tokenizers.text_utils import replace_surrogates
+from maxtext.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-SMALLEST = 256 + 4  # bytes, special tokens, and what SentencePiece calls unknown
-LONGEST_LINE = 4096  # characters; SentencePiece leaves out longer lines, so they are cut
-THREADS = 16  # of SentencePiece: the result depends on their number, so it is not the machine's
-SHARE = 10_000  # characters of a document that are used at once, at least, where not all text is
+MIN_VOCAB_SIZE = 256 + 4  # bytes, special tokens, and SentencePiece's unknown token
+MAX_LINE_CHARS = 4096  # SentencePiece skips longer lines, so they are split
+NUM_THREADS = 16  # SentencePiece's result depends on it, so it does not depend on the machine
+MIN_EXCERPT_CHARS = 10_000  # taken from a document at once, if not all text is used
 
 
 class Records(Protocol):
-    """Documents by number, each with columns."""
+    """Documents by index, each with columns."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
 
-def sample(
+def sample_texts(
     documents: Records, column: str, nbytes: int, max_chars: int, progress: Callable[[int], None]
 ) -> Iterator[str]:
-    """Texts from all over the documents, `max_chars` characters together; all, if they are no more
-    than that.
+    """Texts sampled evenly from the documents, `max_chars` characters in total, or all of them.
 
-    No document counts for more than its share while others have text left.
+    Documents contribute excerpts in turn, so that none dominates while others have text left.
+    `nbytes` is the size of all documents; `progress` is called with the characters so far.
     """
-    count, room = len(documents), max_chars
-    step = min(max(nbytes // max_chars, 1), max(count, 1))
-    share = room if nbytes <= max_chars else max(max_chars // max(count, 1), SHARE)
-    start, longer = 0, True
-    while longer:
-        longer = False
-        for index in (index for first in range(step) for index in range(first, count, step)):
+    count = len(documents)
+    budget = max_chars
+    stride = min(max(nbytes // max_chars, 1), max(count, 1))
+    excerpt = budget if nbytes <= max_chars else max(max_chars // max(count, 1), MIN_EXCERPT_CHARS)
+    start, has_more = 0, True
+    while has_more:
+        has_more = False
+        for index in (index for first in range(stride) for index in range(first, count, stride)):
             text = documents[index][column]
             if not isinstance(text, str):
                 raise ConfigError(
-                    f"column {column!r} has {type(text).__name__} instead of text: name another column"
+                    f"column {column!r} has {type(text).__name__} instead of text: "
+                    "name another column"
                 )
-            longer |= len(text) > start + share
-            part = valid(text[start : start + min(share, room)])
-            room -= len(part)
+            has_more |= len(text) > start + excerpt
+            part = replace_surrogates(text[start : start + min(excerpt, budget)])
+            budget -= len(part)
             if part:
-                progress(max_chars - room)
+                progress(max_chars - budget)
                 yield part
-            if room == 0:
+            if budget == 0:
                 return
-        start += share
+        start += excerpt
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> int:
-    """Byte-level BPE, written as tokenizer.json and tokenizer_config.json; returns the size it came
-    to.
+    """Train byte-level BPE; write tokenizer.json and tokenizer_config.json to the folder `out`.
+
+    Returns the size of the vocabulary, which is smaller than `vocab_size` if the text is short.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
@@ -96,21 +99,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> int:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path, model_type: str) -> int:
-    """`model_type`: unigram or bpe. Returns the size, which is the one asked for."""
+    """Train a SentencePiece model (`model_type`: unigram or bpe) and write it to the file `out`.
+
+    Returns the size of the vocabulary. Raises ConfigError if the text is too short for it.
+    """
     library = require("sentencepiece", "training a SentencePiece tokenizer")
     model = io.BytesIO()
     try:
         library.SentencePieceTrainer.train(
-            sentence_iterator=lines(texts),
+            sentence_iterator=split_lines(texts),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
-            num_threads=THREADS,
+            num_threads=NUM_THREADS,
             byte_fallback=True,
             split_digits=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=4 * LONGEST_LINE,
+            max_sentence_length=4 * MAX_LINE_CHARS,
             pad_id=0,
             bos_id=1,
             eos_id=2,
@@ -118,20 +124,19 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, out: Path, model_
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = (
-            str(error).rpartition("] ")[2].partition(" Increase")[0]
-        )  # then come options that are not ours
+        # After " Increase" the message names options that this function does not have.
+        reason = str(error).rpartition("] ")[2].partition(" Increase")[0]
         raise ConfigError(
-            f"a vocabulary of {vocab_size} cannot be made from this text: {reason}"
+            f"a vocabulary of {vocab_size} cannot be trained on this text: {reason}"
         ) from error
-    with atomic_writer(out, "wb") as stream:
-        stream.write(model.getvalue())
+    with atomic_writer(out, "wb") as file:
+        file.write(model.getvalue())
     return library.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
 
 
-def lines(texts: Iterable[str]) -> Iterator[str]:
-    """SentencePiece learns from lines."""
+def split_lines(texts: Iterable[str]) -> Iterator[str]:
+    """SentencePiece trains on lines of at most MAX_LINE_CHARS characters."""
     for text in texts:
         for line in text.splitlines():
-            for start in range(0, len(line), LONGEST_LINE):
-                yield line[start : start + LONGEST_LINE]
+            for start in range(0, len(line), MAX_LINE_CHARS):
+                yield line[start : start + MAX_LINE_CHARS]

@@ -1,4 +1,4 @@
-"""Words cut and remembered here have the ids that the library gives for the whole text."""
+"""The pre-token cache gives the same ids as the library."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from maxtext.tokenizers.words import known_characters, words_of
+from maxtext.tokenizers.pretoken_cache import PretokenCache, supported_characters
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -25,7 +25,7 @@ O200K = (
 PATTERNS = {"gpt2": None, "llama3": LLAMA3, "o200k": O200K}
 
 
-def trained(pattern, normalizer=None):
+def train(pattern, normalizer=None):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizer
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
@@ -45,12 +45,12 @@ def trained(pattern, normalizer=None):
 
 
 def texts(count, seed=0):
-    """Runs of kinds of characters in any order, so that every two kinds meet."""
+    """Runs of characters of random kinds, so that all pairs of kinds are adjacent somewhere."""
     generator = random.Random(seed)
-    known = known_characters()
+    supported = supported_characters()
     kinds = [
         "abc", "XYZ", "019", " ", "  ", "\n", "\r", "\t", "'", "'s", "'LL", "'Ve", "/", ".,!?", "éüß", "ДЖя", "αΩ",
-        "²½Ⅷ", "“”’–…", "\u00a0\u2003\u2028", "\x1c\x1f\x0b\x0c\x85", "ǅʰª", "</s>", "🙂→✓", known, known,
+        "²½Ⅷ", "“”’–…", "\u00a0\u2003\u2028", "\x1c\x1f\x0b\x0c\x85", "ǅʰª", "</s>", "🙂→✓", supported, supported,
     ]  # fmt: skip
     for _ in range(count):
         runs = (
@@ -61,36 +61,36 @@ def texts(count, seed=0):
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_ids_are_those_of_the_library(name, normalizer):
-    tokenizer = trained(PATTERNS[name], normalizer)
-    words = words_of(tokenizer)
+def test_ids_equal_the_library(name, normalizer):
+    tokenizer = train(PATTERNS[name], normalizer)
+    cache = PretokenCache.from_tokenizer(tokenizer)
     samples = [__doc__, "", *texts(1500)]
     expected = tokenizer.encode_batch(samples, add_special_tokens=False)
-    for sample, got, want in zip(samples, words.encode_batch(samples), expected, strict=True):
+    for sample, got, want in zip(samples, cache.encode_batch(samples), expected, strict=True):
         assert got is not None
         assert got.dtype == np.int32
         assert got.tolist() == want.ids, sample
 
 
-def test_strange_texts_are_left_to_the_library():
-    tokenizer = trained(None)
+def test_leaves_unsupported_texts_to_the_library():
+    tokenizer = train(None)
     tokenizer.add_tokens(["<gap>"])
-    words = words_of(tokenizer)
-    left = ["e\u0301", "漢字", "a <gap> b", "\u017f", "\ud800", "नमस्ते", "\ue000"]
-    assert words.encode_batch(left) == [None] * len(left)
-    assert words.encode_batch(["a < gap > b"])[0] is not None
+    cache = PretokenCache.from_tokenizer(tokenizer)
+    unsupported = ["e\u0301", "漢字", "a <gap> b", "\u017f", "\ud800", "नमस्ते", "\ue000"]
+    assert cache.encode_batch(unsupported) == [None] * len(unsupported)
+    assert cache.encode_batch(["a < gap > b"])[0] is not None
 
 
-def test_a_full_memory_begins_anew(monkeypatch):
-    monkeypatch.setattr("maxtext.tokenizers.words.MOST", 100)
-    tokenizer = trained(None)
-    words = words_of(tokenizer)
+def test_a_full_cache_is_cleared(monkeypatch):
+    monkeypatch.setattr("maxtext.tokenizers.pretoken_cache.MAX_CHARS", 100)
+    tokenizer = train(None)
+    cache = PretokenCache.from_tokenizer(tokenizer)
     for text in texts(50):
         assert (
-            words.encode_batch([text])[0].tolist()
+            cache.encode_batch([text])[0].tolist()
             == tokenizer.encode(text, add_special_tokens=False).ids
         )
-        assert words.size < 400
+        assert cache.num_chars < 400
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,13 @@ def test_a_full_memory_begins_anew(monkeypatch):
         {"model": models.BPE(dropout=0.1)},
     ],
 )
-def test_tokenizers_that_need_the_whole_text(change):
-    tokenizer = trained(None)
+def test_is_none_for_tokenizers_without_independent_pretokens(change):
+    tokenizer = train(None)
     for name, value in change.items():
         setattr(tokenizer, name, value)
-    assert words_of(tokenizer) is None
+    assert PretokenCache.from_tokenizer(tokenizer) is None
 
 
 @pytest.mark.parametrize("pattern", [r"[a[b]]+|.", r"[a-z&&b]|.", r"(a)|.", r"\h+|.", r"\[+|."])
-def test_patterns_that_mean_something_else_to_re(pattern):
-    assert words_of(trained(pattern)) is None
+def test_is_none_for_patterns_without_an_equivalent_in_re(pattern):
+    assert PretokenCache.from_tokenizer(train(pattern)) is None

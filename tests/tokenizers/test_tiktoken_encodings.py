@@ -1,4 +1,4 @@
-"""How published tiktoken vocabularies split text, and the names of their special tokens."""
+"""The patterns and special tokens of published tiktoken encodings."""
 
 import json
 
@@ -7,7 +7,7 @@ import regex
 import tiktoken
 
 from maxtext.common.errors import ConfigError
-from maxtext.tokenizers import open_tokenizer, schemes
+from maxtext.tokenizers import open_tokenizer, tiktoken_encodings
 from tests.tokenizers.tiny import CHATML, CORPUS, tiny_ranks, write_tiktoken
 
 TEXTS = [
@@ -16,8 +16,8 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def test_kimi_is_split_as_published():
-    """The pattern as its tokenization_kimi.py has it."""
+def test_kimi_pattern_and_special_tokens_equal_the_published_ones():
+    """The pattern is that of its tokenization_kimi.py."""
     letters = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
     upper, lower, endings = (
         rf"[\p{{Lu}}\p{{Lt}}{letters}",
@@ -29,33 +29,33 @@ def test_kimi_is_split_as_published():
         rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
     ]  # fmt: skip
-    scheme = schemes.kimi(163584)
-    assert scheme.pattern == "|".join(parts)
-    assert (scheme.specials["[BOS]"], scheme.specials["[EOS]"]) == (163584, 163585)
-    assert sorted(scheme.specials.values()) == list(range(163584, 163840))
+    spec = tiktoken_encodings.kimi(163584)
+    assert spec.pattern == "|".join(parts)
+    assert (spec.specials["[BOS]"], spec.specials["[EOS]"]) == (163584, 163585)
+    assert sorted(spec.specials.values()) == list(range(163584, 163840))
     inner = tiktoken.Encoding(
-        "kimi", pat_str=scheme.pattern, mergeable_ranks=tiny_ranks(320), special_tokens={}
+        "kimi", pat_str=spec.pattern, mergeable_ranks=tiny_ranks(320), special_tokens={}
     )
     assert [inner.decode(inner.encode_ordinary(text)) for text in TEXTS] == TEXTS
 
 
 @pytest.mark.parametrize("name", ["r50k_base", "cl100k_base", "o200k_base"])
-def test_published_vocabularies_are_split_as_published(name, monkeypatch):
-    """By tiktoken's own description, without the ranks, which would have to be fetched."""
+def test_patterns_and_special_tokens_equal_tiktokens(name, monkeypatch):
+    """Against tiktoken's own definitions, without the ranks, which would be downloaded."""
     import tiktoken_ext.openai_public as published
 
     monkeypatch.setattr(published, "load_tiktoken_bpe", lambda *_, **__: {})
-    theirs = published.ENCODING_CONSTRUCTORS[name]()
-    scheme = getattr(schemes, name.removesuffix("_base"))(0)
-    assert scheme.specials == theirs["special_tokens"]
-    split = [regex.findall(scheme.pattern, text) for text in TEXTS]
-    assert split == [regex.findall(theirs["pat_str"], text) for text in TEXTS]
+    reference = published.ENCODING_CONSTRUCTORS[name]()
+    spec = getattr(tiktoken_encodings, name.removesuffix("_base"))(0)
+    assert spec.specials == reference["special_tokens"]
+    split = [regex.findall(spec.pattern, text) for text in TEXTS]
+    assert split == [regex.findall(reference["pat_str"], text) for text in TEXTS]
     assert ["".join(parts) for parts in split] == TEXTS
 
 
 def test_llama3_special_tokens():
-    """Ids as published with Llama 3.1."""
-    specials = schemes.llama3(128000).specials
+    """The ids are those of Llama 3.1."""
+    specials = tiktoken_encodings.llama3(128000).specials
     published = {
         "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_special_token_0|>": 128002,
         "<|reserved_special_token_1|>": 128003, "<|finetune_right_pad_id|>": 128004,
@@ -67,7 +67,7 @@ def test_llama3_special_tokens():
     assert sorted(specials.values()) == list(range(128000, 128256))
 
 
-def test_settings_beside_the_file_name_the_special_tokens(tmp_path):
+def test_tokenizer_config_names_the_special_tokens(tmp_path):
     file = write_tiktoken(tmp_path / "tiktoken.model")
     settings = {
         "added_tokens_decoder": {"320": {"content": "[BOS]"}, "330": {"content": "<|im_end|>"}, "5": {"content": "no"}},
@@ -97,8 +97,8 @@ def test_settings_beside_the_file_name_the_special_tokens(tmp_path):
         open_tokenizer(str(file))
 
 
-def test_a_vocabulary_whose_rules_are_not_known():
+def test_rejects_llama4_ranks():
     from pathlib import Path
 
     with pytest.raises(ConfigError, match="Llama 4: use the tokenizer.json"):
-        schemes.scheme_of(Path("tokenizer.model"), 200_000, {}, quiet=False)
+        tiktoken_encodings.encoding_spec(Path("tokenizer.model"), 200_000, {})
