@@ -121,7 +121,7 @@ def quick_programs():
     faster.
     """
     importlib.import_module(
-        "maxtext.kernels.grouped_hopper"
+        "maxtext.kernels.grouped_matmul_hopper"
     )  # else it would be imported, and wrapped, in between
 
     def quick(*arguments, jit=jax.jit, **options):  # not for a part of a program

@@ -21,7 +21,7 @@ from maxtext.checkpoint.weights import ModelWeights, flatten
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
-from maxtext.kernels.quantized import Quantized
+from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.models import make_template
 from maxtext.sharding import AxisRules, make_mesh
 
@@ -177,7 +177,7 @@ def test_floats_of_one_kernel_at_a_time(llama):
     for leaf, arrays in zip(flatten(weights).values(), live, strict=True):
         expected += sum(part.nbytes for part in jax.tree.leaves(leaf))
         assert sum(array.nbytes for array in arrays) == expected
-    assert sum(isinstance(leaf, Quantized) for leaf in flatten(weights).values()) == 8
+    assert sum(isinstance(leaf, QuantizedWeight) for leaf in flatten(weights).values()) == 8
 
 
 def test_a_folder_that_is_there_is_kept(folders, llama):

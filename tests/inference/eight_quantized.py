@@ -16,7 +16,7 @@ import numpy as np
 from maxtext import LLM
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.kernels.quantized import Quantized
+from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.quantized import quantize_weights
 from maxtext.models.transformer import initial_weights, make_template
 
@@ -59,7 +59,7 @@ def compare(model: str, dtype: str, layout: str) -> dict:
         "case": [model, dtype, layout],
         "error": float(np.abs(ours - expected).max() / np.abs(expected).max()),
         "kernels": len(kernels),
-        "split": sum(not leaf.values.sharding.is_fully_replicated for leaf in kernels),
+        "split": sum(not leaf.qvalue.sharding.is_fully_replicated for leaf in kernels),
     }
 
 
@@ -81,7 +81,7 @@ def birth() -> dict:
 
 
 def is_quantized(leaf: object) -> bool:
-    return isinstance(leaf, Quantized)
+    return isinstance(leaf, QuantizedWeight)
 
 
 if __name__ == "__main__":

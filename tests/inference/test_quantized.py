@@ -17,7 +17,7 @@ from maxtext import LLM
 from maxtext.checkpoint.weights import flatten
 from maxtext.common.errors import ConfigError
 from maxtext.configs import load
-from maxtext.kernels.quantized import Quantized
+from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.trainers.setup import Setup
 from tests.compiling import FAST_COMPILE_FLAGS
 from tests.inference.eight_quantized import CASES
@@ -33,7 +33,7 @@ KINDS = pytest.mark.parametrize("dtype", ["int8", "int4"])
 
 
 def is_quantized(leaf):
-    return isinstance(leaf, Quantized)
+    return isinstance(leaf, QuantizedWeight)
 
 
 def in_floats(weights):

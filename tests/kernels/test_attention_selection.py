@@ -19,7 +19,7 @@ from maxtext.kernels.attention import (
     max_logits,
     mean_weights,
 )
-from maxtext.kernels.attention.masks import largest
+from maxtext.kernels.attention.topk import topk_mask
 from tests.compiling import FAST_COMPILE
 
 SCALE = 0.3
@@ -194,9 +194,9 @@ def test_largest_takes_exactly_as_many_and_the_first_of_equals():
     }
     for count, rows in expected.items():
         assert [
-            "".join(map(str, row)) for row in largest(scores, count).astype(int).tolist()
+            "".join(map(str, row)) for row in topk_mask(scores, count).astype(int).tolist()
         ] == rows
-    assert largest(scores, 5).all()
+    assert topk_mask(scores, 5).all()
 
 
 @pytest.mark.parametrize("length", [3, 4, 8, 11])

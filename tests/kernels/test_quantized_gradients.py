@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels import grouped_fp8
+from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
 from maxtext.kernels.quantized_matmul import quantized_matmul
 
 E4M3, E5M2 = (3, 2.0**-9, 448.0), (2, 2.0**-16, 57344.0)  # mantissa bits, smallest number, largest
@@ -179,7 +179,7 @@ def test_grouped_fp8_gradients_are_within_the_step_of_their_formats(tokens, size
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(x, w, dy):
         y, pull = jax.vjp(
-            lambda x, w: grouped_fp8.product(x, w, jnp.array(sizes, jnp.int32), PLATFORM), x, w
+            lambda x, w: grouped_matmul_fp8(x, w, jnp.array(sizes, jnp.int32), PLATFORM), x, w
         )
         return y, *pull(dy)
 

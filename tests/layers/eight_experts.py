@@ -18,14 +18,14 @@ import numpy as np
 
 from maxtext.common import noise
 from maxtext.configs import load
-from maxtext.kernels import exchange
+from maxtext.kernels import all_to_all
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import RouterSpec
 from maxtext.sharding import AxisRules, use_rules
 from tests.compiling import FAST_COMPILE
-from tests.kernels.test_exchange import emulated
+from tests.kernels.test_all_to_all import emulated_ragged_all_to_all
 
 BATCH, LENGTH, SIZE, EXPERTS, WIDTH = 8, 8, 24, 8, 40
 ROUTER = RouterSpec(EXPERTS, 2, normalise=True)
@@ -212,7 +212,7 @@ def run(sizes, options):
     stream = rules.sharding(
         ("activation_batch", "activation_norm_length", "activation_embed"), x.shape
     )
-    exchange.RAGGED_PLATFORMS = ("cpu",) if options.get("ragged") else ("tpu", "gpu")
+    all_to_all.RAGGED_PLATFORMS = ("cpu",) if options.get("ragged") else ("tpu", "gpu")
     both = jax.value_and_grad(lambda *rest: loss(spec, *rest), (0, 1), has_aux=True)
     with use_rules(rules):
         jitted = jax.jit(
@@ -267,7 +267,7 @@ def lowered():
     """The program for other platforms, which have the ragged exchange."""
     found, spec, rules = {}, PLAIN, rules_of({"fsdp": 2, "expert": 4}, ())
     weights, x, real, target = weights_of(spec), values(BATCH, 1), segments(BATCH), values(BATCH, 2)
-    exchange.RAGGED_PLATFORMS = ("cpu",)
+    all_to_all.RAGGED_PLATFORMS = ("cpu",)
     jax.lax.ragged_all_to_all = REAL
     with use_rules(rules):
         traced = jax.jit(
@@ -280,7 +280,7 @@ def lowered():
 
 
 if __name__ == "__main__":
-    REAL, jax.lax.ragged_all_to_all = jax.lax.ragged_all_to_all, emulated
+    REAL, jax.lax.ragged_all_to_all = jax.lax.ragged_all_to_all, emulated_ragged_all_to_all
     found = {name: run(*CASES[name]) for name in sys.argv[1:] or CASES}
     print(
         json.dumps(

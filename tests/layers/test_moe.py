@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxtext.common import noise
-from maxtext.kernels import grouped
+from maxtext.kernels import grouped_matmul
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec, expert_capacity
@@ -168,37 +168,32 @@ def test_sparse_options_that_change_nothing():
 
 
 @jax.custom_vjp
-def careless_product(rows, kernels, sizes):
-    """As a kernel that writes nothing behind the last group: neither results nor their gradient."""
-    return jnp.where(
-        jnp.arange(len(rows))[:, None] < sizes.sum(),
-        grouped.grouped_product(rows, kernels, sizes),
-        jnp.nan,
-    )
+def nan_padded_matmul(x, weights, group_sizes):
+    """As a kernel that writes no rows after the last group, neither of the output nor of dx."""
+    in_group = jnp.arange(len(x))[:, None] < group_sizes.sum()
+    return jnp.where(in_group, grouped_matmul.grouped_matmul(x, weights, group_sizes), jnp.nan)
 
 
-def careless_backward(kept, cotangent):
-    rows, kernels, sizes = kept
-    mine = jnp.arange(len(rows))[:, None] < sizes.sum()
-    _, pull = jax.vjp(
-        lambda rows, kernels: grouped.grouped_product(rows, kernels, sizes), rows, kernels
-    )
-    of_rows, of_kernels = pull(cotangent)
-    return jnp.where(mine, of_rows, jnp.nan), of_kernels, grouped.no_gradient(sizes)
+def nan_padded_backward(residuals, dy):
+    x, weights, group_sizes = residuals
+    in_group = jnp.arange(len(x))[:, None] < group_sizes.sum()
+    _, vjp = jax.vjp(lambda x, w: grouped_matmul.grouped_matmul(x, w, group_sizes), x, weights)
+    dx, dw = vjp(dy)
+    return jnp.where(in_group, dx, jnp.nan), dw, grouped_matmul.zero_cotangent(group_sizes)
 
 
-careless_product.defvjp(lambda *inputs: (careless_product(*inputs), inputs), careless_backward)
+nan_padded_matmul.defvjp(lambda *inputs: (nan_padded_matmul(*inputs), inputs), nan_padded_backward)
 
 
 @pytest.mark.parametrize("spec", [PLAIN, replace(PLAIN, custom_sort_vjp=False), *SPECS.values()])
-def test_sparse_reads_nothing_behind_the_last_expert(spec, monkeypatch):
+def test_sparse_reads_no_rows_after_the_last_expert(spec, monkeypatch):
     expected = value_and_gradients(spec, SEGMENTS)
     monkeypatch.setattr(
-        "maxtext.layers.sorted_experts.grouped",
+        "maxtext.layers.sorted_experts.grouped_matmul",
         SimpleNamespace(
             **{
-                **vars(grouped),
-                "grouped_product": lambda *arguments: careless_product(*arguments[:3]),
+                **vars(grouped_matmul),
+                "grouped_matmul": lambda *arguments: nan_padded_matmul(*arguments[:3]),
             }
         ),
     )
@@ -208,11 +203,11 @@ def test_sparse_reads_nothing_behind_the_last_expert(spec, monkeypatch):
 def test_sparse_says_for_which_device_products_are(monkeypatch):
     said = []
 
-    def run_anywhere(rows, kernels, sizes, platform, real=grouped.grouped_product):
+    def run_anywhere(x, weights, group_sizes, platform, real=grouped_matmul.grouped_matmul):
         said.append(platform)
-        return real(rows, kernels, sizes)
+        return real(x, weights, group_sizes)
 
-    monkeypatch.setattr(grouped, "grouped_product", run_anywhere)
+    monkeypatch.setattr(grouped_matmul, "grouped_matmul", run_anywhere)
     monkeypatch.setattr(manual, "only_platform", lambda: "gpu")
     jax.eval_shape(lambda weights, x: applied(PLAIN, weights, x), draw_weights(PLAIN), values())
     assert said == ["gpu"] * 3

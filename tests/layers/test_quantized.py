@@ -13,7 +13,7 @@ from maxtext.checkpoint.weights import flatten
 from maxtext.common import noise
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.kernels.quantized import Quantized
+from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
@@ -66,7 +66,7 @@ def spread(text):
 
 
 def is_quantized(leaf):
-    return isinstance(leaf, Quantized)
+    return isinstance(leaf, QuantizedWeight)
 
 
 def template_of(*words, size=32, layers=2, scanned=False):
@@ -131,19 +131,19 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
 def test_a_scale_is_split_like_the_outputs():
     axes, weights = described(template_of("decoder_block=mixtral", *EXPERTS, scanned=True), "int8")
     block = axes["layers"][0]["blocks"][0]
-    assert block["attention"]["query"]["kernel"] == Quantized(
+    assert block["attention"]["query"]["kernel"] == QuantizedWeight(
         ("embed", "layers", "q_heads", "kv"), (None, "layers", "q_heads", "kv")
     )
-    assert block["attention"]["out"]["kernel"] == Quantized(
+    assert block["attention"]["out"]["kernel"] == QuantizedWeight(
         ("heads", "layers", "kv", "embed"), (None, "layers", None, "embed")
     )
-    assert block["mlp"]["experts"]["wo"]["kernel"] == Quantized(
+    assert block["mlp"]["experts"]["wo"]["kernel"] == QuantizedWeight(
         ("exp", "layers", "mlp_moe", "embed_moe"), ("exp", "layers", None, "embed_moe")
     )
     assert block["mlp"]["router"]["kernel"] == ("embed", "layers", "exp")
     experts = weights["layers"][0]["blocks"][0]["mlp"]["experts"]["wo"]["kernel"]
-    assert (experts.values.shape, experts.scale.shape) == ((4, 2, 16, 32), (4, 2, 1, 32))
-    assert (experts.values.dtype, experts.scale.dtype) == (jnp.int8, jnp.float32)
+    assert (experts.qvalue.shape, experts.scale.shape) == ((4, 2, 16, 32), (4, 2, 1, 32))
+    assert (experts.qvalue.dtype, experts.scale.dtype) == (jnp.int8, jnp.float32)
 
 
 EXPERT_LAYER = MoeSpec(

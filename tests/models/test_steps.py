@@ -140,7 +140,7 @@ def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
     On CPUs an indexer's ties need all tokens, so the rule of accelerators is put in its place.
     """
     monkeypatch.setattr("maxtext.layers.indexer.ties_depend_on_length", lambda: False)
-    monkeypatch.setattr("maxtext.kernels.attention.ties.ties_depend_on_length", lambda: False)
+    monkeypatch.setattr("maxtext.kernels.attention.topk.ties_depend_on_length", lambda: False)
 
     def tied(path, leaf):
         values = stirred(path, leaf)

@@ -2,7 +2,7 @@
 
 Such a folder is one of ours (weights.safetensors …, by layer), with two tensors for a kernel: NAME
 has its integers, I8, or for int4 U8 with two in a byte, neighbours along the last axis, the first
-in the lower half; NAME.scale has its scales, F32, as `Quantized` keeps them. Its config.yml says
+in the lower half; NAME.scale has its scales, F32, as `QuantizedWeight` keeps them. Its config.yml says
 quantization and checkpoint_is_quantized. To whoever wants plain tensors it shows them in float32.
 """
 
@@ -36,7 +36,7 @@ from maxtext.checkpoint.weights import (
 )
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.kernels.quantized import Quantized, quantized
+from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.quantized import described
 from maxtext.sharding import AxisRules
@@ -112,7 +112,9 @@ class QuantizedFolder:
     def read(self, name: str) -> np.ndarray:
         if name not in self.scales.tensors:
             return self.folder.read(name)
-        return np.asarray(Quantized(self.integers.read(name), self.scales.read(name)).astype(F32))
+        return np.asarray(
+            QuantizedWeight(self.integers.read(name), self.scales.read(name)).astype(F32)
+        )
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.tensors:
@@ -191,7 +193,7 @@ class PackedWeights:
         found = {}
         for name, place in self.model.param_infos.items():
             leaf = self.model.leaves[place.path]
-            if not isinstance(leaf, Quantized):
+            if not isinstance(leaf, QuantizedWeight):
                 found[name] = self.model.tensors[name]
                 continue
             dtype = np.dtype(leaf.dtype).name
@@ -202,11 +204,11 @@ class PackedWeights:
 
     def read(self, name: str) -> np.ndarray:
         weight = self.model.take(name.removesuffix(SCALE))
-        if not isinstance(weight, Quantized):
+        if not isinstance(weight, QuantizedWeight):
             return np.asarray(weight)
         if name.endswith(SCALE):
             return np.asarray(weight.scale)
-        values = np.asarray(weight.values)
+        values = np.asarray(weight.qvalue)
         return values if values.dtype == I8 else pack(values)
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -244,7 +246,9 @@ def load_model(
             "out, or load the folder that they were made from"
         )
     axes, weights = described(template, dtype)
-    kernels = {path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, Quantized)}
+    kernels = {
+        path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
+    }
     contracted = flatten(template.contracted)
     if stored is not None:
         raise_problems(stored.title, misfits(stored, param_infos, kernels))
@@ -259,13 +263,13 @@ def load_model(
         if path not in kernels:
             return load_leaf(source, named, whole, sharding, host_bytes)
         if stored is None:
-            floats = load_leaf(source, named, whole, sharding.values, host_bytes)
+            floats = load_leaf(source, named, whole, sharding.qvalue, host_bytes)
             return jax.block_until_ready(quantizer(contracted[path], dtype, sharding)(floats))
         values, scale = (
             TensorInfo(np.dtype(part.dtype), part.shape) for part in jax.tree.leaves(kernels[path])
         )
-        return Quantized(
-            load_leaf(stored.integers, named, values, sharding.values, host_bytes),
+        return QuantizedWeight(
+            load_leaf(stored.integers, named, values, sharding.qvalue, host_bytes),
             load_leaf(stored.scales, named, scale, sharding.scale, host_bytes),
         )
 
@@ -280,7 +284,9 @@ def load_model(
 
 
 def misfits(
-    stored: QuantizedFolder, param_infos: Mapping[str, ParamInfo], kernels: Mapping[Path, Quantized]
+    stored: QuantizedFolder,
+    param_infos: Mapping[str, ParamInfo],
+    kernels: Mapping[Path, QuantizedWeight],
 ) -> list[str]:
     """What a folder keeps otherwise than the model."""
     problems = []
@@ -301,7 +307,9 @@ def misfits(
 
 @lru_cache
 def quantizer(
-    contracted: tuple[int, ...], dtype: Any, sharding: Quantized
-) -> Callable[[jax.Array], Quantized]:
+    contracted: tuple[int, ...], dtype: Any, sharding: QuantizedWeight
+) -> Callable[[jax.Array], QuantizedWeight]:
     """Compiled once for kernels that are alike."""
-    return jax.jit(partial(quantized, contracted=contracted, dtype=dtype), out_shardings=sharding)
+    return jax.jit(
+        partial(quantize_weight, contracted=contracted, dtype=dtype), out_shardings=sharding
+    )

@@ -24,7 +24,7 @@ from maxtext.checkpoint.tensors import (
     TensorSource,
     check_names_and_shapes,
 )
-from maxtext.kernels.quantized import Quantized
+from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.stack import Segment
 
@@ -120,13 +120,15 @@ class ModelWeights:
         kinds = {name: self.leaves[place.path] for name, place in self.param_infos.items()}
         return {
             name: TensorInfo(
-                place.dtype if isinstance(kinds[name], Quantized) else np.dtype(kinds[name].dtype),
+                place.dtype
+                if isinstance(kinds[name], QuantizedWeight)
+                else np.dtype(kinds[name].dtype),
                 place.shape,
             )
             for name, place in self.param_infos.items()
         }
 
-    def take(self, name: str) -> jax.Array | Quantized:
+    def take(self, name: str) -> jax.Array | QuantizedWeight:
         """A weight as the model keeps it."""
         place = self.param_infos[name]
         leaf = self.leaves[place.path]
@@ -143,7 +145,9 @@ class ModelWeights:
     def read(self, name: str) -> np.ndarray:
         weight = self.take(name)
         return np.asarray(
-            weight.astype(self.param_infos[name].dtype) if isinstance(weight, Quantized) else weight
+            weight.astype(self.param_infos[name].dtype)
+            if isinstance(weight, QuantizedWeight)
+            else weight
         )
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.attention.masks import largest
 from maxtext.kernels.attention.queries import map_queries
+from maxtext.kernels.attention.topk import topk_mask
 
 
 def moba_selection(
@@ -59,7 +59,7 @@ def moba_selection(
         visible = (visible & same)[:, None]
     own, place = chunk_of[:, :, None, None, None], jnp.arange(chunks)
     gates = jnp.where(place > own, -jnp.inf, jnp.where(place == own, jnp.inf, gates))
-    chosen = largest(gates, min(topk, chunks)).reshape(batch, length, q_heads, chunks)
+    chosen = topk_mask(gates, min(topk, chunks)).reshape(batch, length, q_heads, chunks)
     # From chunks to their keys by a product with ones and zeros, which is faster than a gather on
     # most hardware.
     members = jax.nn.one_hot(chunk_of, chunks, dtype=dtype)

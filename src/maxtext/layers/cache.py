@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.kernels.attention import AttentionMask
-from maxtext.kernels.quantized import dequantize, quantize
+from maxtext.kernels.weight_only import dequantize, quantize
 from maxtext.layers.inputs import Cache, LayerInputs
 from maxtext.sharding import constrain
 

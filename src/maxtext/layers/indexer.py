@@ -26,10 +26,10 @@ from maxtext.kernels.attention import (
     AttentionInputs,
     dense_head_mask,
     dense_mask,
-    largest_keys,
     map_queries,
     mean_weights,
     ties_depend_on_length,
+    torch_topk_mask,
 )
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
@@ -124,7 +124,7 @@ class Indexer(nnx.Module):
         )
         if choosing:
             chosen = constrain(
-                largest_keys(hide(scores, dense_mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
+                torch_topk_mask(hide(scores, dense_mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
                 "activation_batch_attn", None, "activation_length_attn", "activation_kv_length",
             )  # fmt: skip
             attention = replace(attention, selected=chosen)

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
 from maxtext.kernels.fp8.quantize import sum_products
-from maxtext.kernels.quantized import Quantized, products
 from maxtext.kernels.quantized_matmul import quantized_matmul
+from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
 from maxtext.layers.joined import Joined
 from maxtext.layers.parameters import Initializer
 from maxtext.sharding.manual import only_platform
@@ -22,7 +22,7 @@ class Linear(nnx.Module):
     shape outputs.
 
     Weights are kept in their own dtype and cast to the computation's on use; a kernel may be
-    `Quantized`. `exact`: not in eight bits, whatever the initializer's recipe is.
+    `QuantizedWeight`. `exact`: not in eight bits, whatever the initializer's recipe is.
     """
 
     def __init__(
@@ -61,17 +61,20 @@ def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> lis
         return with_biases(kernels[0].products(x, dtype), linears)
     # Cast first, so that gradients wait in the dtype of the product and not in the weights' own.
     kernels = [
-        kernel if isinstance(kernel, Quantized) else kernel.astype(dtype) for kernel in kernels
+        kernel if isinstance(kernel, QuantizedWeight) else kernel.astype(dtype)
+        for kernel in kernels
     ]
     if weights_early:
         x, kernels = weights_first(x, kernels)
-    if recipe and not isinstance(kernels[0], Quantized):
+    if recipe and not isinstance(kernels[0], QuantizedWeight):
         found = [*quantized_matmul(x, tuple(kernels), rank, recipe, dtype, only_platform())]
-    elif len(kernels) > 2 and not isinstance(kernels[0], Quantized):
+    elif len(kernels) > 2 and not isinstance(kernels[0], QuantizedWeight):
         each = zip(copies(x, len(kernels)), kernels, strict=True)
-        found = [products(x, [kernel], rank, dtype, only_platform())[0] for x, kernel in each]
+        found = [
+            weight_only_matmul(x, [kernel], rank, dtype, only_platform())[0] for x, kernel in each
+        ]
     else:
-        found = products(x, kernels, rank, dtype, only_platform())
+        found = weight_only_matmul(x, kernels, rank, dtype, only_platform())
     return with_biases(found, linears)
 
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.kernels.quantized import Quantized, dequantize
+from maxtext.kernels.weight_only import QuantizedWeight, dequantize
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, weights_first
 from maxtext.layers.mlp import MlpSpec, combine
@@ -79,7 +79,7 @@ class MoeSpec:
 
 
 class ExpertLinear(nnx.Module):
-    """A kernel, which may be `Quantized`, and an optional bias for each expert."""
+    """A kernel, which may be `QuantizedWeight`, and an optional bias for each expert."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class ExpertLinear(nnx.Module):
         """
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
         kernel = self.kernel[...]
-        if isinstance(kernel, Quantized) and kernel.scaled_after((1,)):
-            return Affine(kernel.values, bias, kernel.scale[:, 0])
+        if isinstance(kernel, QuantizedWeight) and kernel.has_output_scale((1,)):
+            return Affine(kernel.qvalue, bias, kernel.scale[:, 0])
         return Affine(kernel.astype(self.dtype), bias)
 
     def names(self, weights: Affine) -> Affine:

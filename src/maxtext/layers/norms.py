@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.norm import rms_norm
+from maxtext.kernels.rms_norm import rms_norm
 from maxtext.layers.parameters import Initializer
 
 

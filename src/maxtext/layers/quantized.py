@@ -2,7 +2,7 @@
 
 A kernel says itself that it may be quantized, by the dimensions that its product adds up over
 (`Initializer.kernel`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and all
-that is small stay as they are. In the tree of a model's weights, a `Quantized` stands where the
+that is small stay as they are. In the tree of a model's weights, a `QuantizedWeight` stands where the
 array was, so `Template.bind` takes both.
 """
 
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
-from maxtext.kernels.quantized import Quantized, quantized
+from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.parameters import Template, Tree
 from maxtext.sharding.manual import only_platform
 
@@ -23,7 +23,9 @@ def quantize_weights(template: Template, weights: Tree, dtype: Any) -> Tree:
     """All kernels that may be quantized, in `dtype`; None: all weights as they are."""
     if dtype is None:
         return weights
-    return by_kernel(lambda leaf, contracted: quantized(leaf, contracted, dtype), template, weights)
+    return by_kernel(
+        lambda leaf, contracted: quantize_weight(leaf, contracted, dtype), template, weights
+    )
 
 
 def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
@@ -38,7 +40,7 @@ def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
         lambda weights: quantize_weights(template, weights, dtype), template.weights
     )
     axes = by_kernel(
-        lambda names, contracted: Quantized(
+        lambda names, contracted: QuantizedWeight(
             names, tuple(None if place in contracted else name for place, name in enumerate(names))
         ),
         template,
@@ -54,11 +56,11 @@ def laid_out(template: Template, weights: Tree) -> Tree:
         return weights
 
     def lay_out(kernel: Any, contracted: tuple[int, ...]) -> Any:
-        if not isinstance(kernel, Quantized) or kernel.dtype != jnp.int8:
+        if not isinstance(kernel, QuantizedWeight) or kernel.dtype != jnp.int8:
             return kernel
         order = (*(axis for axis in range(kernel.ndim) if axis not in contracted), *contracted)
-        form = Format(Layout(order), kernel.values.sharding)
-        return replace(kernel, values=jax.device_put(kernel.values, form, donate=True))
+        form = Format(Layout(order), kernel.qvalue.sharding)
+        return replace(kernel, qvalue=jax.device_put(kernel.qvalue, form, donate=True))
 
     return by_kernel(lay_out, template, weights)
 

@@ -10,7 +10,7 @@ parts:
 - tokens: axes that split batch or length. Kernels that they split, too (fsdp), are gathered for the
   product.
 - owners: axes that split the experts, as `exp` and `activation_exp` have them. Rows travel to the
-  owner of their expert and back (`kernels/exchange.py`). With `ring`, or where an owner axis does
+  owner of their expert and back (`kernels/all_to_all.py`). With `ring`, or where an owner axis does
   not split tokens, the owners gather all their tokens instead, each multiplies by its experts, and
   the sums are scattered.
 - width: axes that split the width of experts and not the tokens (tensor parallelism). Each device
@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels import exchange, grouped, grouped_fp8
-from maxtext.kernels.quantized import dequantize
+from maxtext.kernels import all_to_all, grouped_matmul
+from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
+from maxtext.kernels.weight_only import dequantize
 from maxtext.sharding import AxisRules, manual
 
 if TYPE_CHECKING:
@@ -100,12 +101,14 @@ class SortedExperts:
         """The experts of rows that are sorted by them. `first`: whether this device adds the last
         bias. `platform`: of the only device."""
 
-        multiply = grouped_fp8.product if self.recipe == "fp8" else grouped.grouped_product
+        multiply = grouped_matmul_fp8 if self.recipe == "fp8" else grouped_matmul.grouped_matmul
 
-        def run(rows: Array, order: grouped.Order | exchange.Plan) -> Array:
+        def run(
+            rows: Array, order: grouped_matmul.GroupPermutation | all_to_all.AllToAllPlan
+        ) -> Array:
             def apply(name: str, rows: Array) -> Array:
                 kernel, bias, scale = weights[name]
-                y = multiply(rows, kernel.astype(rows.dtype), order.sizes, platform)
+                y = multiply(rows, kernel.astype(rows.dtype), order.group_sizes, platform)
                 if scale is not None:
                     y = dequantize(y, of_rows(scale, order), y.dtype)
                 if bias is None:
@@ -132,17 +135,17 @@ class SortedExperts:
         """
         spec = self.spec
         sort, give_back = (
-            (grouped.gather_rows_fast, grouped.return_rows_fast)
+            (grouped_matmul.permute_gather_vjp, grouped_matmul.unpermute_gather_vjp)
             if spec.custom_sort_vjp
-            else (grouped.gather_rows, grouped.return_rows)
+            else (grouped_matmul.permute, grouped_matmul.unpermute)
         )
-        order = grouped.sort_by_group(targets.reshape(-1, spec.router.chosen), count, bound)
+        order = grouped_matmul.sort_by_group(targets.reshape(-1, spec.router.chosen), count, bound)
         rows = sort(x.reshape(-1, x.shape[-1]), order)
         if spec.weigh_input:
             rows = rows * jnp.take(shares.reshape(-1, 1), order.assignments, axis=0).astype(
                 rows.dtype
             )
-            rows = grouped.in_groups(
+            rows = grouped_matmul.zero_ungrouped_rows(
                 rows, order
             )  # for the gradient of the others, which can be anything
         rows = run(rows, order)
@@ -208,16 +211,16 @@ class SortedExperts:
         bound = self.bound(targets.size, peers)
         among = tuple(axis for axis in layout.owners if axis in layout.tokens)
         if not spec.ring and among == layout.owners:
-            ragged = manual.platform(rules) in exchange.RAGGED_PLATFORMS
-            way = exchange.Way(layout.owners, targets.size, bound, ragged, layout.all)
+            ragged = manual.platform(rules) in all_to_all.RAGGED_PLATFORMS
+            way = all_to_all.AllToAllSpec(layout.owners, targets.size, bound, ragged, layout.all)
             send, fetch = (
-                (exchange.send_fast, exchange.fetch_fast)
+                (all_to_all.dispatch_gather_vjp, all_to_all.combine_gather_vjp)
                 if spec.custom_sort_vjp
-                else (exchange.send, exchange.fetch)
+                else (all_to_all.dispatch, all_to_all.combine)
             )
 
-            def travel(rows: Array, order: grouped.Order) -> Array:
-                plan = exchange.make_plan(order.sizes, way)
+            def travel(rows: Array, order: grouped_matmul.GroupPermutation) -> Array:
+                plan = all_to_all.plan_all_to_all(order.group_sizes, way)
                 return fetch(experts(send(rows, plan, way), plan), plan, way)
 
             return self.chosen_sum(x, targets, shares, count, targets.size, travel)
@@ -326,9 +329,9 @@ class Layout:
         return jax.lax.psum(y, rest) if rest else y
 
 
-def of_rows(each: Array, order: grouped.Order | exchange.Plan) -> Array:
+def of_rows(each: Array, order: grouped_matmul.GroupPermutation | all_to_all.AllToAllPlan) -> Array:
     """each [X, outputs] -> [N, outputs]: that of each row's expert, zeros behind the last."""
-    return jnp.take(each, order.groups, axis=0, mode="fill", fill_value=0)
+    return jnp.take(each, order.group_ids, axis=0, mode="fill", fill_value=0)
 
 
 def gather(array: Array, axes: tuple[str, ...], place: int) -> Array:

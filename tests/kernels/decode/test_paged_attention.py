@@ -8,7 +8,7 @@ import pytest
 
 from maxtext.kernels.attention import AttentionMask, attend
 from maxtext.kernels.decode import paged_attention as decode
-from maxtext.kernels.quantized import dequantize, quantize
+from maxtext.kernels.weight_only import dequantize, quantize
 
 BATCH, HEADS, GROUPS, SIZE, PAGES, PAGE, COLUMNS = 4, 6, 2, 16, 30, 16, 3
 REACH = PAGE * COLUMNS

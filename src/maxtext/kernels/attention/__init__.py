@@ -30,7 +30,7 @@ from maxtext.kernels.attention.request import (
     BlockSizes,
 )
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
-from maxtext.kernels.attention.ties import largest_keys, ties_depend_on_length
+from maxtext.kernels.attention.topk import ties_depend_on_length, torch_topk_mask
 
 __all__ = [
     "AUTOSELECTED",
@@ -44,13 +44,13 @@ __all__ = [
     "dense_head_mask",
     "dense_mask",
     "fastest_backend",
-    "largest_keys",
     "map_queries",
     "max_logits",
     "mean_weights",
     "run_attention",
     "select_backend",
     "ties_depend_on_length",
+    "torch_topk_mask",
     "try_backends",
     "validate_inputs",
     "zero_fully_masked_queries",

@@ -55,17 +55,6 @@ def positions(given: Array | None, length: int, mask: AttentionMask) -> Array:
     )
 
 
-def largest(scores: Array, count: int) -> Array:
-    """True for the `count` largest of the last dimension, exactly as many: of equal ones, the
-    first.
-    """
-    cut = lax.top_k(scores, count)[0][..., -1:]
-    above, equal = scores > cut, scores == cut
-    # Comparisons and a running count instead of a scatter of indices, which is slow on TPUs.
-    missing = count - above.sum(axis=-1, keepdims=True)
-    return above | (equal & (jnp.cumsum(equal, axis=-1) <= missing))
-
-
 def zero_fully_masked_queries(output: Array, inputs: AttentionInputs) -> Array:
     """Set to zero the [B, S, H, ...] output of every query that sees no key.
 

@@ -1,0 +1,169 @@
+"""Weight-only quantization for inference: int8 and int4 weights with float scales, x ≈ qvalue ·
+scale.
+
+Quantization is symmetric. The values of a group share a scale, their largest magnitude over 127
+(int8) or 7 (int4), and each value is rounded to the nearest multiple of it: the error is at most
+half a scale.
+
+An int8 weight has one scale for each output. The matmul takes the integers, and its result is
+scaled. Fifteen levels are too coarse for that, so in int4 groups of up to 128 neighbouring inputs
+share a scale, and the matmul takes a weight that is dequantized on use.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.kernels.decode import small_batch_matmul as decode_matmul
+
+MAX_QVALUE = {"int8": 127, "int4": 7}  # symmetric about zero
+MAX_GROUP = {"int8": None, "int4": 128}  # inputs that share a scale at most; None: all
+MIN_GROUP = 32  # with smaller groups, scales would take much of the memory that int4 saves
+
+
+def quantize(x: jax.Array, axes: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """qvalue in `dtype`, int8 or int4, and float32 scales: one for all values along `axes`, which
+    keep size 1.
+    """
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / MAX_QVALUE[jnp.dtype(dtype).name]
+    # Zeros, and values too small to divide by, round to zero with a scale of one.
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    return jnp.round(x / scale).astype(dtype), scale
+
+
+def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """qvalue · scale, which must broadcast, rounded once, to `dtype`."""
+    return (qvalue.astype(jnp.float32) * scale).astype(dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=[])
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight as integers. It replaces an array in a tree of weights; `astype` dequantizes it.
+
+    Along each dimension, `scale` has one entry for each group of neighbours that share a scale.
+    """
+
+    qvalue: Any
+    scale: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.qvalue.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.qvalue.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The storage dtype."""
+        return self.qvalue.dtype
+
+    def __getitem__(self, index: EllipsisType) -> "QuantizedWeight":
+        """Itself, for `weight[...]` of an nnx parameter."""
+        if index is not Ellipsis:
+            raise TypeError("a quantized weight cannot be sliced: use weight[...]")
+        return self
+
+    def astype(self, dtype: Any) -> jax.Array:
+        num_groups = self.scale.shape
+        qvalue = self.qvalue.reshape(split_groups(self.shape, num_groups))
+        scale = self.scale.reshape(split_groups(num_groups, num_groups))
+        return dequantize(qvalue, scale, dtype).reshape(self.shape)
+
+    def has_output_scale(self, contracted: Sequence[int]) -> bool:
+        """Whether the scale is constant along the `contracted` dimensions, so that the result of
+        the contraction can be scaled instead of the weight.
+        """
+        return all(self.scale.shape[axis] == 1 for axis in contracted)
+
+
+def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, ...]:
+    """Each dimension as two: the groups, and the values within a group."""
+    return tuple(
+        part for dim, count in zip(shape, num_groups, strict=True) for part in (count, dim // count)
+    )
+
+
+def quantize_weight(x: jax.Array, contracted: Sequence[int], dtype: Any) -> QuantizedWeight:
+    """A weight whose matmul contracts the `contracted` dimensions."""
+    num_groups = tuple(groups_per_dim(x.shape, contracted, MAX_GROUP[jnp.dtype(dtype).name]))
+    within_group = tuple(range(1, 2 * x.ndim, 2))
+    qvalue, scale = quantize(x.reshape(split_groups(x.shape, num_groups)), within_group, dtype)
+    return QuantizedWeight(qvalue.reshape(x.shape), scale.reshape(num_groups))
+
+
+def groups_per_dim(
+    shape: Sequence[int], contracted: Sequence[int], max_group: int | None
+) -> list[int]:
+    """The number of groups of each dimension: as few as possible with `max_group` values in each,
+    last dimensions first.
+    """
+    num_groups = [1 if axis in contracted else dim for axis, dim in enumerate(shape)]
+    if max_group is None or math.prod(shape[axis] for axis in contracted) <= max_group:
+        return num_groups
+    budget = max_group
+    for axis in sorted(contracted, reverse=True):
+        group = max(part for part in range(1, budget + 1) if shape[axis] % part == 0)
+        num_groups[axis] = shape[axis] // group
+        budget = budget // group if group == shape[axis] else 1
+    group_size = math.prod(shape[axis] // num_groups[axis] for axis in contracted)
+    if group_size < MIN_GROUP:
+        return groups_per_dim(shape, contracted, None)
+    return num_groups
+
+
+def weight_only_matmul(
+    x: jax.Array, weights: Sequence[Any], input_dims: int, dtype: Any, platform: str | None = None
+) -> list[jax.Array]:
+    """x [..., inputs] times each weight [inputs, outputs], an array or a QuantizedWeight;
+    `input_dims`: the number of input dimensions.
+
+    `platform` is that of the only device; None if there are several, or any will do. A few rows
+    times int8 weights are computed by `decode.small_batch_matmul` on NVIDIA GPUs.
+    """
+    outer, inputs = x.shape[: x.ndim - input_dims], tuple(range(input_dims))
+    rows, depth = math.prod(outer), math.prod(x.shape[x.ndim - input_dims :])
+    if (
+        platform == "gpu"
+        and is_nvidia(target_capability())
+        and all(
+            isinstance(weight, QuantizedWeight)
+            and weight.dtype == jnp.int8
+            and weight.has_output_scale(inputs)
+            and decode_matmul.supports(rows, depth, math.prod(weight.shape[input_dims:]), dtype)
+            for weight in weights
+        )
+    ):
+        weights_T = [weight.qvalue.reshape(depth, -1).T for weight in weights]
+        sums = decode_matmul.small_batch_matmul(x.astype(dtype).reshape(rows, depth), weights_T)
+        return [
+            scale_outputs(y.reshape(*outer, *weight.shape[input_dims:]), weight, input_dims, dtype)
+            for y, weight in zip(sums, weights, strict=True)
+        ]
+    return [xla_matmul(x, weight, input_dims, dtype) for weight in weights]
+
+
+def xla_matmul(x: jax.Array, weight: Any, input_dims: int, dtype: Any) -> jax.Array:
+    inputs = tuple(range(input_dims))
+    dimensions = ((tuple(range(x.ndim - input_dims, x.ndim)), inputs), ((), ()))
+    if not (isinstance(weight, QuantizedWeight) and weight.has_output_scale(inputs)):
+        return jax.lax.dot_general(x, weight.astype(dtype), dimensions)
+    # Sums of integers may overflow float16, and are rounded once only if scaled in float32.
+    y = jax.lax.dot_general(
+        x, weight.qvalue.astype(dtype), dimensions, preferred_element_type=jnp.float32
+    )
+    return scale_outputs(y, weight, input_dims, dtype)
+
+
+def scale_outputs(y: jax.Array, weight: QuantizedWeight, input_dims: int, dtype: Any) -> jax.Array:
+    return (y * weight.scale.reshape(weight.scale.shape[input_dims:])).astype(dtype)
