@@ -23,9 +23,11 @@ from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import to_flat_dict
 from maxtext.configs import load
-from maxtext.trainers.feed import TrainFeed
-from maxtext.trainers.restore import description, tree_to_save
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.data_loader import TrainDataLoader
+from maxtext.trainers.init_state import initial_state
+from maxtext.trainers.restore import describe_run, tree_to_save
+from maxtext.trainers.run_context import RunContext
 
 WIDTH, REPEATS = 256, 3
 
@@ -48,19 +50,19 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=300)
     config = load(None, words(parser.parse_args().megabytes), environ={})
-    setup = Setup.of(config)
-    feed = TrainFeed(setup)
+    context = RunContext.from_config(config)
+    data_loader = TrainDataLoader(context)
     state, step = (
-        setup.initial_state(),
-        setup.compile_train_step(config.global_batch_size_to_train_on),
+        initial_state(context),
+        compile_train_step(context, config.global_batch_size_to_train_on),
     )
     size = sum(array.nbytes for array in to_flat_dict(state).values())
 
     def train() -> float:
         nonlocal state
-        batch = next(feed)
+        batch = next(data_loader).fields
         begin = time.perf_counter()
-        state, _ = step(state, batch, setup.key)
+        state, _ = step(state, batch, context.key)
         jax.block_until_ready(state)
         return time.perf_counter() - begin
 
@@ -71,11 +73,11 @@ def main() -> None:
 
         def save(number: int) -> float:
             begin = time.perf_counter()
-            position = feed.source.get_state()
+            position = data_loader.source.get_state()
             saver.save(
                 number,
-                tree_to_save(state, setup.key),
-                description(setup, number),
+                tree_to_save(state, context.key),
+                describe_run(context, number),
                 model_text(config),
                 position,
             )
@@ -93,7 +95,7 @@ def main() -> None:
                 slower.append(train() - usual)
                 saver.wait()
         saver.close()
-    feed.close()
+    data_loader.close()
     # The first of each kind warms up files and threads.
     stall, whole = statistics.median(stalls[1:]), statistics.median(blocking[1:])
     print(

@@ -28,8 +28,8 @@ from maxtext.configs import load
 from maxtext.inference.serving import cache_size
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import empty_caches
-from maxtext.trainers.feed import EvaluationFeed, eval_streams
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.data_loader import EvalDataLoader, open_eval_streams
+from maxtext.trainers.run_context import RunContext
 
 INT8, INT4 = (
     "quantize_kvcache=true,kv_quant_dtype=int8",
@@ -48,12 +48,12 @@ DEFAULT = [
 
 def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
     config = load(run / "config.yml", [], environ={})
-    setup = Setup.of(config)
-    streams = eval_streams(setup)
+    context = RunContext.from_config(config)
+    streams = open_eval_streams(context)
     if streams is None:
         raise SystemExit(f"{run} has no evaluation data: train with eval_interval above 0")
     count = config.eval_steps if config.eval_steps > 0 else None  # None: all
-    for batch in itertools.islice(EvaluationFeed(setup, streams)(), count):
+    for batch in itertools.islice(EvalDataLoader(context, streams)(), count):
         yield {name: np.asarray(field) for name, field in batch.items()}
 
 

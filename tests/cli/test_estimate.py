@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from maxtext.cli.main import main
-from maxtext.trainers.setup import COMPILER_OPTIONS
+from maxtext.trainers.compile import COMPILER_OPTIONS
 from tests.compiling import FAST_COMPILE, FAST_COMPILE_FLAGS
 
 TINY = [

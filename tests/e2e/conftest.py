@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.cli.main import main
 from maxtext.common.log import LOGGER
-from maxtext.trainers.setup import COMPILER_OPTIONS
+from maxtext.trainers.compile import COMPILER_OPTIONS
 from tests.compiling import FAST_COMPILE
 
 TINY = [

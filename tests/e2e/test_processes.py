@@ -58,13 +58,13 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(start, number):
 FEEDS = """
 import json, sys
 from maxtext.configs import load
-from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
+from maxtext.trainers.run_context import RunContext
 
 config = load(None, sys.argv[1:])
-setup = Setup.of(config)
-train = list(TrainFeed(setup))
-evaluation = list(EvaluationFeed(setup, eval_streams(setup))())
+context = RunContext.from_config(config)
+train = [batch.fields for batch in TrainDataLoader(context)]
+evaluation = list(EvalDataLoader(context, open_eval_streams(context))())
 count = lambda batches: sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches)
 print(json.dumps({
     "devices": len(train[0]["inputs"].devices()),

@@ -18,7 +18,7 @@ from maxtext.checkpoint.weights import flatten
 from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.kernels.weight_only import QuantizedWeight
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.run_context import RunContext
 from tests.compiling import FAST_COMPILE_FLAGS
 from tests.inference.eight_quantized import CASES
 
@@ -154,7 +154,9 @@ def test_saved_and_loaded_again(folder, quantized, ids, dtype, tmp_path):
 
 def test_training_refuses_it():
     with pytest.raises(ConfigError, match=r"quantization=int4 \(command line\) is for inference"):
-        Setup.of(load(None, ["quantization=int4", "dataset_type=synthetic"], environ={}))
+        RunContext.from_config(
+            load(None, ["quantization=int4", "dataset_type=synthetic"], environ={})
+        )
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from maxtext.configs.derive import Devices
 from maxtext.layers import eight_bits, linear
 from maxtext.models import transformer
 from maxtext.trainers.losses import language_model_losses
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.run_context import RunContext
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -81,7 +81,9 @@ def gradients(words):
     """The loss, and the gradient of each weight."""
     given = dict(word.split("=") for word in [*WORDS, *words])
     words = [f"{key}={value}" for key, value in given.items()]
-    setup = Setup.of(load(None, words, environ={}, devices=Devices(1)), jax.devices()[:1])
+    context = RunContext.from_config(
+        load(None, words, environ={}, devices=Devices(1)), jax.devices()[:1]
+    )
     ids = np.random.default_rng(0).integers(0, 384, (2, 65))
     positions = np.tile(np.arange(64), (2, 1))
     documents = (positions < 50).astype(np.int32)  # what follows them does not count
@@ -94,13 +96,13 @@ def gradients(words):
         return (
             sum(
                 language_model_losses(
-                    setup.config, setup.template, weights, batch, None
+                    context.config, context.template, weights, batch, None
                 ).sums.values()
             )
             / 100
         )
 
-    return jax.jit(jax.value_and_grad(loss))(jax.jit(setup.fresh)().weights)
+    return jax.jit(jax.value_and_grad(loss))(jax.jit(context.random_state)().weights)
 
 
 QUICK = ("llama", "joined kernels", "widths without tiles")

@@ -10,7 +10,10 @@ import numpy as np
 
 from maxtext.configs import load
 from maxtext.sharding import make_mesh
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.init_state import initial_state
+from maxtext.trainers.run_context import RunContext
 
 
 def mesh_of(words):
@@ -23,12 +26,12 @@ def train(words, batch, folder):
     """Two steps. The loss of each, and the shard and global shape of each weight; the weights go to
     a file.
     """
-    setup = Setup.of(load(None, words, environ={}))
+    context = RunContext.from_config(load(None, words, environ={}))
     rows = len(next(iter(batch.values())))
-    state, step = setup.initial_state(), setup.compile_train_step(rows)
+    state, step = initial_state(context), compile_train_step(context, rows)
     losses = []
     for _ in range(2):
-        state, metrics = step(state, setup.to_devices(batch), setup.key)
+        state, metrics = step(state, to_devices(context, batch), context.key)
         losses.append(float(metrics["loss"]))
     leaves = {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)

@@ -17,7 +17,10 @@ import optax
 from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
-from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
+from maxtext.trainers.compile import COMPILER_OPTIONS, compile_train_step
+from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.init_state import initial_state
+from maxtext.trainers.run_context import RunContext
 from tests.compiling import FAST_COMPILE
 from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABULARY
 
@@ -51,18 +54,18 @@ def set_up(words, devices):
         environ={},
         devices=Devices(devices),
     )
-    return Setup.of(config, jax.devices()[:devices])
+    return RunContext.from_config(config, jax.devices()[:devices])
 
 
-def train(setup, state, step=None, rows=slice(None)):
+def train(context, state, step=None, rows=slice(None)):
     """The loss and the gradients of three steps on the rows in this order, and the compiled
     step.
     """
-    step = step or setup.compile_train_step(ROWS)
+    step = step or compile_train_step(context, ROWS)
     losses, gradients = [], []
     for _ in range(3):
         ordered = {name: field[rows] for name, field in batch().items()}
-        state, metrics = step(state, setup.to_devices(ordered), setup.key)
+        state, metrics = step(state, to_devices(context, ordered), context.key)
         losses.append(float(metrics["loss"]))
         gradients.append(flat(optax.tree_utils.tree_get(state.optimizer, "mu")))
     return losses, gradients, step
@@ -89,10 +92,10 @@ def largest_error(found, expected):
     )
 
 
-def gathered_weights(setup, collectives):
+def gathered_weights(context, collectives):
     """Weights that an all-gather makes larger than a device needs: axes that split tokens (fsdp)
     have to be gathered, those that split the work (tensor, the owners of experts) must not be."""
-    rules, template = setup.rules, setup.template
+    rules, template = context.rules, context.template
     tokens = {axis for names in (("activation_batch",), ("activation_length",))
               for axis in rules.axes_of(names, (10**9 * rules.mesh.size,))[0]}  # fmt: skip
     owners = set(rules.axes_of(("activation_exp",), (rules.mesh.size,))[0])
@@ -149,15 +152,15 @@ def main(model, names):
     noise = largest_error(reordered, gradients)[0]
     for name in names:
         try:
-            setup = set_up([*words, *LAYOUTS[name]], 8)
+            context = set_up([*words, *LAYOUTS[name]], 8)
         except ConfigError as error:
             print(json.dumps({"layout": name, "refused": str(error)}), flush=True)
             continue
         same = jax.tree.map(np.shape, start) == jax.tree.map(
-            lambda leaf: leaf.shape, setup.abstract_state
+            lambda leaf: leaf.shape, context.abstract_state
         )
-        placed = jax.device_put(start, setup.state_shardings) if same else setup.initial_state()
-        found, after, step = train(setup, placed)
+        placed = jax.device_put(start, context.shardings.state) if same else initial_state(context)
+        found, after, step = train(context, placed)
         collectives = sent(step.as_text())
         report = {
             "layout": name,
@@ -167,7 +170,7 @@ def main(model, names):
             "gradient": largest_error(after, gradients),
             "noise": noise,
             "collectives": sorted({kind for kind, _ in collectives}),
-            "gathered": gathered_weights(setup, collectives),
+            "gathered": gathered_weights(context, collectives),
         }
         print(json.dumps(report), flush=True)
 

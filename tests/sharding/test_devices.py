@@ -17,7 +17,10 @@ from maxtext.configs.derive import Devices
 from maxtext.models import make_template
 from maxtext.optimizers import make_optimizer
 from maxtext.sharding import AxisRules, make_mesh
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.init_state import initial_state
+from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH = 8, 16
 MODEL = [
@@ -101,11 +104,11 @@ def one():
     config = load(None, [*MODEL, f"per_device_batch_size={ROWS}"], environ={}, devices=Devices(1))
     template = make_template(config)
     rules = AxisRules.of(config, make_mesh(config, jax.devices()[:1]))
-    setup = Setup(config, rules, template, make_optimizer(config, template.axes))
-    state, step = setup.initial_state(), setup.compile_train_step(ROWS)
+    context = RunContext(config, rules, template, make_optimizer(config, template.axes))
+    state, step = initial_state(context), compile_train_step(context, ROWS)
     losses = []
     for _ in range(2):
-        state, metrics = step(state, setup.to_devices(batch()), setup.key)
+        state, metrics = step(state, to_devices(context, batch()), context.key)
         losses.append(float(metrics["loss"]))
     return losses, {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)

@@ -18,7 +18,7 @@ from maxtext.sharding.estimate import (
     shard_bytes,
 )
 from maxtext.sharding.manual import current, only_platform
-from maxtext.trainers.estimate import abstract_setup
+from maxtext.trainers.estimate import abstract_context
 
 MESH = AbstractMesh((2, 4), ("fsdp", "tensor"))
 
@@ -55,8 +55,8 @@ def test_llama2_7b_over_64():
     more for each.
     """
     config = load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(64))
-    setup = abstract_setup(config)
-    state, places = setup.abstract_state, setup.state_shardings
+    context = abstract_context(config)
+    state, places = context.abstract_state, context.shardings.state
     weights = 4 * 6_738_415_616 // 64
     assert shard_bytes(state.weights, places.weights) == Bytes(device=weights)
     moments = shard_bytes(state.optimizer, places.optimizer).device
@@ -72,8 +72,8 @@ def test_state_of_a_product_mesh():
     ]
     config = load(None, words, environ={}, devices=Devices(64))
     assert dict(abstract_mesh(config).shape)["fsdp"] == 8
-    setup = abstract_setup(config)
-    whole = shard_bytes(setup.abstract_state.weights, setup.state_shardings.weights).device
+    context = abstract_context(config)
+    whole = shard_bytes(context.abstract_state.weights, context.shardings.state.weights).device
     assert whole == pytest.approx(4 * 6_738_415_616 / 32, rel=0.001)  # data holds copies
 
 
@@ -121,13 +121,15 @@ def test_bytes_of_an_activation():
 def test_gathered_weights():
     """One layer of llama2-7b has more weights than the embedding or the head."""
     config = load(None, ["model_name=llama2-7b", *TENSOR], environ={}, devices=Devices(64))
-    setup = abstract_setup(config)
-    size = gathered_bytes(setup.rules, setup.template.weights, setup.template.axes, "bfloat16")
+    context = abstract_context(config)
+    size = gathered_bytes(
+        context.rules, context.template.weights, context.template.axes, "bfloat16"
+    )
     matrices = 4 * 4096**2 + 3 * 4096 * 11008
     assert size == 2 * (
         matrices // 8 + 2 * 4096
     )  # tensor parallelism gathers nothing, and does not split norms
-    alone = abstract_setup(load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(1)))
+    alone = abstract_context(load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(1)))
     assert gathered_bytes(alone.rules, alone.template.weights, alone.template.axes, "bfloat16") == 0
 
 

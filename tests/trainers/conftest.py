@@ -24,8 +24,9 @@ from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.trainers import pretrain
+from maxtext.trainers.compile import COMPILER_OPTIONS
 from maxtext.trainers.losses import language_model_losses
-from maxtext.trainers.setup import COMPILER_OPTIONS, Setup
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
 from tests.compiling import FAST_COMPILE
 
@@ -48,22 +49,22 @@ class Bench:
     """A configuration's train step, not donating, so that a state can be used again."""
 
     config: Any
-    setup: Setup
+    context: RunContext
     step: Any
     weights: Callable[[], Any]
 
     @cached_property
     def state(self):
         """The start, made when it is asked for."""
-        return self.setup.first_state(self.weights())
+        return self.context.state_from_weights(self.weights())
 
     def __call__(self, batch, state=None):
-        state, metrics = self.step(self.state if state is None else state, batch, self.setup.key)
+        state, metrics = self.step(self.state if state is None else state, batch, self.context.key)
         return state, {name: float(value) for name, value in metrics.items()}
 
     def logits(self, weights, batch):
         """[rows, length, vocabulary] as the model gives them, without the loss head."""
-        model = self.setup.template.bind(weights)
+        model = self.context.template.bind(weights)
         return model(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
 
 
@@ -101,18 +102,18 @@ def make_bench(configure):
             # As from files: rows of synthetic data hold one document, and attention need not keep
             # them apart.
             config = configure(*with_defaults(words, [*CONSTANT_RATE, "dataset_type=grain"]))
-            setup = Setup.of(config)
+            context = RunContext.from_config(config)
             step = make_train_step(
-                config, setup.template, setup.optimizer, learning_rate_schedule(config)
+                config, context.template, context.optimizer, learning_rate_schedule(config)
             )
-            made[words] = Bench(config, setup, quick(step), lambda: initial(config, setup))
+            made[words] = Bench(config, context, quick(step), lambda: initial(config, context))
         return made[words]
 
-    def initial(config, setup):
+    def initial(config, context):
         """Op by op: models share the shapes of most weights, and a program that makes them all
         compiles for long.
         """
-        shapes = f"{setup.template.weights} {config.init_weights_seed}"
+        shapes = f"{context.template.weights} {config.init_weights_seed}"
         if shapes not in weights:
             weights[shapes] = initial_weights(config)
         return weights[shapes]
@@ -178,7 +179,7 @@ class Program:
     PARTS = ("weights", "loss", "kept", "start", "evaluation", "step")
 
     def __init__(self, config):
-        self.config, self.setup = config, Setup.of(config)
+        self.config, self.context = config, RunContext.from_config(config)
 
     def differs(self, other, parts=PARTS):
         """The part in which two programs differ first, or None."""
@@ -186,7 +187,7 @@ class Program:
 
     @cached_property
     def weights(self):
-        return str(self.setup.template.weights)
+        return str(self.context.template.weights)
 
     @cached_property
     def loss(self):
@@ -206,22 +207,28 @@ class Program:
 
     @cached_property
     def start(self):
-        return self.traced(self.setup.fresh)
+        return self.traced(self.context.random_state)
 
     @cached_property
     def evaluation(self):
-        step = make_eval_step(self.config, self.setup.template)
-        return self.traced(step, self.setup.template.weights, self.setup.abstract_batch(self.rows))
+        step = make_eval_step(self.config, self.context.template)
+        return self.traced(
+            step, self.context.template.weights, self.context.abstract_batch(self.rows)
+        )
 
     @cached_property
     def step(self):
-        setup = self.setup
+        context = self.context
         rate = learning_rate_schedule(self.config)
         step = make_train_step(
-            self.config, setup.template, setup.optimizer, rate, setup.to_optimizer
+            self.config,
+            context.template,
+            context.optimizer,
+            rate,
+            context.shardings.constrain_gradients,
         )
         return self.traced(
-            step, setup.abstract_state, setup.abstract_batch(self.rows), setup.abstract_key
+            step, context.abstract_state, context.abstract_batch(self.rows), context.abstract_key
         )
 
     @property
@@ -232,18 +239,18 @@ class Program:
     def inputs(self):
         dropping = self.config.enable_dropout and self.config.dropout_rate > 0
         return (
-            self.setup.template.weights,
-            self.setup.abstract_batch(self.rows),
-            self.setup.abstract_key if dropping else None,
+            self.context.template.weights,
+            self.context.abstract_batch(self.rows),
+            self.context.abstract_key if dropping else None,
         )
 
     def losses(self, weights, batch, key):
-        losses = language_model_losses(self.config, self.setup.template, weights, batch, key)
-        return losses.sums, losses.auxiliary
+        losses = language_model_losses(self.config, self.context.template, weights, batch, key)
+        return losses.sums, losses.aux_losses
 
     def traced(self, function, *inputs):
         with (
-            use_rules(self.setup.rules),
+            use_rules(self.context.rules),
             jax.default_matmul_precision(self.config.matmul_precision.value),
         ):
             traced = jax.make_jaxpr(function)(*inputs)

@@ -15,7 +15,7 @@ import pytest
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.layers.inputs import LayerInputs
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.run_context import RunContext
 
 ADAMW = ("learning_rate=0.01", "adam_weight_decay=0.5")
 LATENT = (
@@ -31,7 +31,9 @@ UNROLLED, SCANNED = "scan_layers=false", "scan_layers=true"
 
 def named(bench, state):
     """The weights of a state by their names in checkpoints."""
-    return dict(ModelWeights(state.weights, model_param_infos(bench.setup.template, bench.config)))
+    return dict(
+        ModelWeights(state.weights, model_param_infos(bench.context.template, bench.config))
+    )
 
 
 def changed(state, end, change):
@@ -60,7 +62,7 @@ def loads(bench, state, batch, quickly):
     """How many tokens choose each expert of each layer, [layers, X]; padding chooses none."""
 
     def scores(weights, batch):
-        model, found = bench.setup.template.bind(weights), []
+        model, found = bench.context.template.bind(weights), []
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x = model.embed(batch["inputs"])
         for layer in layers_of(model):
@@ -89,15 +91,15 @@ def uneven(bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_biases_follow_the_load_and_nothing_else(make_bench, packed, quickly, pieces):
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_biases_follow_the_load_and_nothing_else(make_bench, packed, quickly, microbatches):
     """By exactly the rate, from biases that would decay if anything let them."""
-    words = (*BIASED, *ADAMW, f"gradient_accumulation_steps={pieces}")
+    words = (*BIASED, *ADAMW, f"gradient_accumulation_steps={microbatches}")
     unrolled = make_bench(*words, UNROLLED)
     expected = loads(unrolled, changed(unrolled.state, "router/bias", uneven), packed, quickly)
     assert (expected != expected.mean(axis=1, keepdims=True)).any(axis=1).all()
     benches = [unrolled, make_bench(*words, SCANNED)]
-    for bench in benches if pieces == 1 else benches[1:]:
+    for bench in benches if microbatches == 1 else benches[1:]:
         begin = changed(bench.state, "router/bias", uneven)
         before, after = named(bench, begin), named(bench, bench(packed, begin)[0])
         for layer, load in enumerate(expected):
@@ -119,13 +121,13 @@ FACTORS = np.array([0.01, 3.0, 30.0, 90.0])  # on the queries of the four heads
 def largest_logits(bench, state, batch):
     """[layers, heads], over the keys that queries see: before them, in the same document."""
     segments = batch["inputs_segmentation"]
-    param_infos = np.arange(segments.shape[1])
+    places = np.arange(segments.shape[1])
     seen = (
-        (param_infos[:, None] >= param_infos)
+        (places[:, None] >= places)
         & (segments[:, :, None] == segments[:, None])
         & (segments[:, :, None] > 0)
     )
-    model, found = bench.setup.template.bind(state.weights), []
+    model, found = bench.context.template.bind(state.weights), []
     inputs = LayerInputs(batch["inputs_position"], segments)
     x = model.embed(batch["inputs"])
     for layer in layers_of(model):
@@ -254,9 +256,9 @@ def test_no_optimizer_touches_what_the_model_keeps(configure, quickly, block):
         word.partition("=")[::2]
         for word in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant)
     )
-    setup = Setup.of(configure(*(f"{key}={value}" for key, value in words.items())))
-    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), setup.template.weights)
-    updates, _ = quickly(setup.optimizer.update)(ones, setup.optimizer.init(ones), ones)
+    context = RunContext.from_config(configure(*(f"{key}={value}" for key, value in words.items())))
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), context.template.weights)
+    updates, _ = quickly(context.optimizer.update)(ones, context.optimizer.init(ones), ones)
     kept = {"gemma4": r"blocks/\d+/scale$", "deepseek": r"router/bias$", "gpt_oss": r"^$"}[block]
     for path, update in jax.tree.leaves_with_path(updates):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

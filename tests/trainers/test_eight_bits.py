@@ -15,7 +15,9 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.inference.llm import LLM
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.compile import compile_train_step, lower_train_step
+from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH, STEPS = 8, 32, 200
 WORDS = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16",
@@ -26,8 +28,10 @@ LAST = 20  # steps whose loss counts
 EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"]
 
 
-def setup_of(*words):
-    return Setup.of(load(None, [*WORDS, *words], environ={}, devices=Devices(1)), jax.devices()[:1])
+def context_of(*words):
+    return RunContext.from_config(
+        load(None, [*WORDS, *words], environ={}, devices=Devices(1)), jax.devices()[:1]
+    )
 
 
 def batches():
@@ -50,12 +54,12 @@ def batches():
 
 def trained(*words):
     """The mean loss of the last steps."""
-    setup = setup_of(*words)
-    step = setup.compile_train_step(ROWS)
-    state = jax.jit(setup.fresh, out_shardings=setup.state_shardings)()
+    context = context_of(*words)
+    step = compile_train_step(context, ROWS)
+    state = jax.jit(context.random_state, out_shardings=context.shardings.state)()
     losses = []
     for batch in batches():
-        state, metrics = step(state, setup.to_devices(batch), setup.key)
+        state, metrics = step(state, to_devices(context, batch), context.key)
         losses.append(metrics["loss"])
     losses = [float(loss) for loss in losses]
     assert np.mean(losses[-LAST:]) < 0.7 * losses[0]
@@ -82,26 +86,26 @@ def test_experts_learn_as_in_bfloat16():
     ("quantization", "rounded"), [("fp8", True), ("int8", False), ("none", False)]
 )
 def test_experts_are_rounded_in_fp8(quantization, rounded):
-    setup = setup_of(*EXPERTS, f"quantization={quantization}", "scan_layers=false")
-    program = setup.lower_train_step(ROWS).as_text()
+    context = context_of(*EXPERTS, f"quantization={quantization}", "scan_layers=false")
+    program = lower_train_step(context, ROWS).as_text()
     assert ("tensor<4x32x64xf8E4M3FN>" in program) == rounded
 
 
 def products(*words):
     """How many products, forward and backward, have inputs in int8, in e4m3 and in e5m2."""
-    setup = setup_of("scan_layers=false", *words)
+    context = context_of("scan_layers=false", *words)
     batch = {name: jnp.asarray(field) for name, field in next(iter(batches())).items()}
 
     def loss(weights):
         return jnp.sum(
-            setup.template.bind(weights)(batch["inputs"], batch["inputs_position"]).astype(
+            context.template.bind(weights)(batch["inputs"], batch["inputs_position"]).astype(
                 jnp.float32
             )
         )
 
     kinds = dict.fromkeys(("int8", "float8_e4m3fn", "float8_e5m2"), 0)
     for inputs in dot_inputs(
-        jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(setup.fresh).weights).jaxpr
+        jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(context.random_state).weights).jaxpr
     ):
         for kind in inputs & set(kinds):
             kinds[kind] += 1
@@ -144,7 +148,7 @@ def test_which_products(quantization, right):
 )
 def test_what_training_refuses(words, message):
     with pytest.raises(ConfigError, match=message):
-        setup_of(*words)
+        context_of(*words)
 
 
 def test_inference_refuses_what_is_for_training():

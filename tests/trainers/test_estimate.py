@@ -18,7 +18,7 @@ from maxtext.configs.derive import Devices
 from maxtext.sharding.topology import Target, find_target
 from maxtext.trainers import estimate as estimates
 from maxtext.trainers.activations import kept_by_policy, policy_of, products, trace, under
-from maxtext.trainers.estimate import Estimate, Program, abstract_setup, estimate, plans, shortage
+from maxtext.trainers.estimate import Estimate, Program, abstract_context, estimate, plans, shortage
 
 LAYERS, ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, INNER, WORDS = 2, 4, 32, 48, 4, 2, 8, 80, 112
 MODEL = [
@@ -36,7 +36,7 @@ def configure(*words, devices=1):
 @pytest.fixture(scope="module")
 def policies():
     config = configure()
-    return {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
+    return {kept.policy: kept for kept in kept_by_policy(config, abstract_context(config).rules)}
 
 
 # Numbers of bfloat16 that a layer keeps for a token, beside its input.
@@ -104,8 +104,8 @@ def test_products_of_a_step_are_three_times_the_forward(policies):
 def test_devices_share_activations():
     config = configure(devices=8)
     alone = configure("gradient_accumulation_steps=3")
-    eight = {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
-    one = {kept.policy: kept for kept in kept_by_policy(alone, abstract_setup(alone).rules)}
+    eight = {kept.policy: kept for kept in kept_by_policy(config, abstract_context(config).rules)}
+    one = {kept.policy: kept for kept in kept_by_policy(alone, abstract_context(alone).rules)}
     for name in (
         "full",
         "minimal",
@@ -125,7 +125,7 @@ def test_names_of_policies(word, name):
 @pytest.mark.slow
 def test_custom_policies_are_listed():
     config = configure("remat_policy=custom", "out_proj=device")
-    kept = {kept.policy: kept for kept in kept_by_policy(config, abstract_setup(config).rules)}
+    kept = {kept.policy: kept for kept in kept_by_policy(config, abstract_context(config).rules)}
     assert kept["custom"].layers.device == kept["save_out_proj"].layers.device
 
 

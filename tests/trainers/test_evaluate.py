@@ -46,7 +46,7 @@ def text(tmp_path):
 @pytest.fixture
 def mean_loss(quickly):
     return lambda run, documents: mean_loss_of(
-        run.result.setup.template, run.result.state.weights, documents, quickly
+        run.result.context.template, run.result.state.weights, documents, quickly
     )
 
 

@@ -61,7 +61,7 @@ SGD = ("opt_type=sgd", "learning_rate=0.1", "gradient_clipping_threshold=0")
 
 def named(bench, weights):
     """Weights a layer at a time, however the model keeps them."""
-    return dict(ModelWeights(weights, model_param_infos(bench.setup.template, bench.config)))
+    return dict(ModelWeights(weights, model_param_infos(bench.context.template, bench.config)))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def named(bench, weights):
 def test_a_step_scanned_and_unrolled(make_bench, packed, block):
     words = (f"decoder_block={block}", *FAMILIES[block], *SGD)
     unrolled, scanned = make_bench(*words), make_bench(*words, "scan_layers=true")
-    template = scanned.setup.template
+    template = scanned.context.template
     before = load_weights(
-        ModelWeights(unrolled.state.weights, model_param_infos(unrolled.setup.template, unrolled.config)),
+        ModelWeights(unrolled.state.weights, model_param_infos(unrolled.context.template, unrolled.config)),
         model_param_infos(template, scanned.config), template,
     )  # fmt: skip
-    state, metrics = scanned(packed, scanned.setup.first_state(before))
+    state, metrics = scanned(packed, scanned.context.state_from_weights(before))
     assert np.isfinite(metrics["loss"])
     ours, start = named(scanned, state.weights), named(unrolled, unrolled.state.weights)
     other, other_metrics = unrolled(packed)
@@ -150,7 +150,7 @@ def test_the_loss_of_further_tokens(make_bench, packed, quickly):
     state, metrics = bench(packed)
 
     def further(weights, batch):
-        model = bench.setup.template.bind(weights)
+        model = bench.context.template.bind(weights)
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x, _ = model.run(batch["inputs"], inputs)
         return [

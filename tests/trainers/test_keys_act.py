@@ -11,7 +11,7 @@ import pytest
 from maxtext.checkpoint.convert.registry import their_config
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, types
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.run_context import RunContext
 
 GROUPS = (
     types.ModelArchitecture, types.DataTypes, types.Logits, types.Attention, types.Optimizer, types.AdamW, types.Muon,
@@ -360,12 +360,12 @@ def test_a_key_that_would_do_nothing_is_refused(configure, word, words):
     error.
     """
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
-        Setup.of(configure(*words, word))
+        RunContext.from_config(configure(*words, word))
 
 
 def test_learned_positions_reach_to_the_end_of_a_row(configure):
     with pytest.raises(ConfigError, match="trainable_position_size"):
-        Setup.of(configure("trainable_position_size=8", "max_target_length=16"))
+        RunContext.from_config(configure("trainable_position_size=8", "max_target_length=16"))
 
 
 # Tensors kept under remat_policy=custom. With norms on outputs, the backward pass needs what comes

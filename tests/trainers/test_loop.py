@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from maxtext.trainers.loop import AHEAD, ASKED_ELSEWHERE, Hook, Loop
-from maxtext.trainers.step import ENDED, GO_ON, STOP
+from maxtext.trainers.loop import METRICS_DELAY, STOPPED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.step import STOP_FLAG, StopFlag
 
 
 class Journal(Hook):
@@ -42,18 +42,31 @@ def count(state, batch, key):
     return state + batch, {"loss": state}
 
 
-def make_loop(steps, *hooks, step=count, batches=None, first_step=0):
-    endless = iter(lambda: 1, None)
-    return Loop(
-        first_step, step, endless if batches is None else batches, None, steps, hooks, first_step
-    )
+class Loader:
+    """The given batches, or endless ones; of a single process, or of one of several."""
+
+    def __init__(self, batches=None, processes=1):
+        self.batches = iter(lambda: 1, None) if batches is None else iter(batches)
+        self.processes = processes
+        self.stop_requested = False
+
+    def __next__(self):
+        return next(self.batches)
+
+    def request_stop(self):
+        self.stop_requested = True
+        return self.processes > 1
+
+
+def make_loop(steps, *hooks, step=count, loader=None, first_step=0):
+    return Loop(first_step, step, loader or Loader(), None, steps, hooks, first_step)
 
 
 def test_every_hook_sees_every_step_in_order():
     first, second = Journal(), Journal()
     loop = make_loop(7, first, second)
     assert loop.run() == loop.state == loop.step == 7
-    assert loop.stop is None
+    assert loop.stop_reason is None
     assert first.events == second.events
     for kind in ("before", "after", "metrics"):
         assert first.steps(kind) == list(range(7))
@@ -69,9 +82,9 @@ def test_metrics_are_read_late_but_at_most_so_many_steps():
     make_loop(9, journal).run()
     dispatched = {step: count for kind, step, count in journal.events if kind == "metrics"}
     late = [dispatched[step] - 1 - step for step in range(9)]
-    # While steps are dispatched the host stays ahead by exactly AHEAD; at the end it has to wait
+    # While steps are dispatched the host stays ahead by exactly METRICS_DELAY; at the end it has to wait
     # for the rest.
-    assert late == [AHEAD] * (9 - AHEAD) + list(range(AHEAD - 1, -1, -1))
+    assert late == [METRICS_DELAY] * (9 - METRICS_DELAY) + list(range(METRICS_DELAY - 1, -1, -1))
 
 
 class Value:
@@ -88,14 +101,14 @@ class Value:
 
 
 def test_the_host_runs_ahead_of_the_device():
-    """No value comes before AHEAD more steps were asked for: a loop that waited for one earlier
+    """No value comes before METRICS_DELAY more steps were asked for: a loop that waited for one earlier
     would never end.
     """
-    ready = [threading.Event() for _ in range(8 + AHEAD)]
+    ready = [threading.Event() for _ in range(8 + METRICS_DELAY)]
 
     def step(state, batch, key):
-        if state >= AHEAD:
-            ready[state - AHEAD].set()
+        if state >= METRICS_DELAY:
+            ready[state - METRICS_DELAY].set()
         if state == 7:
             for event in ready:
                 event.set()
@@ -134,15 +147,15 @@ def test_wait_reads_everything():
 
 def test_the_data_may_end_first():
     journal = Journal()
-    loop = make_loop(100, journal, batches=iter([1, 1, 1]))
+    loop = make_loop(100, journal, loader=Loader([1, 1, 1]))
     assert loop.run() == 3
-    assert (loop.step, loop.stop) == (3, "the data ended")
+    assert (loop.step, loop.stop_reason) == (3, "the data ended")
     assert journal.steps("before") == journal.steps("metrics") == [0, 1, 2]
     assert journal.events[-1] == ("end", 3, 3)
 
 
 def test_no_steps_and_no_data():
-    for loop in (make_loop(0), make_loop(5, batches=iter([]))):
+    for loop in (make_loop(0), make_loop(5, loader=Loader([]))):
         assert loop.run() == 0
         assert loop.step == 0
 
@@ -159,12 +172,12 @@ def test_a_hook_ends_it_after_the_current_step():
     class Enough(Hook):
         def after_step(self, loop):
             if loop.step == 4:
-                loop.stop = "enough"
+                loop.stop_reason = "enough"
 
     journal = Journal()
     loop = make_loop(100, Enough(), journal)
     assert loop.run() == 4
-    assert loop.stop == "enough"
+    assert loop.stop_reason == "enough"
     assert journal.steps("metrics") == [0, 1, 2, 3], "what was dispatched is also read"
     assert journal.steps("end") == [4]
 
@@ -180,7 +193,7 @@ def test_a_signal_ends_it_after_the_current_step(number):
     journal = Journal()
     loop = make_loop(1000, journal, step=step)
     assert loop.run() == 4, "the step in which it came is finished, no other is begun"
-    assert loop.stop == number.name
+    assert loop.stop_reason == number.name
     assert journal.steps("metrics") == journal.steps("after") == [0, 1, 2, 3]
     assert journal.steps("end") == [4]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -209,7 +222,7 @@ def test_repeated_terminations_do_not_tear_it():
 
     loop = make_loop(10, step=step)
     assert loop.run() == 1
-    assert loop.stop == "SIGTERM"
+    assert loop.stop_reason == "SIGTERM"
 
 
 def test_an_error_passes_and_leaves_the_handlers_as_they_were():
@@ -254,34 +267,50 @@ def test_times_add_up_and_leave_out_what_a_hook_took():
     assert all(0.05 <= duration < 0.6 for duration in seconds), seconds
 
 
-def voting(votes):
-    """Steps whose metrics carry the strongest vote of several processes; one without data changes
-    nothing.
-    """
+def flagged_step(flags):
+    """A step whose metrics carry the all-reduced stop flag; without data it changes nothing."""
 
     def step(state, batch, key):
-        vote = votes.get(state, GO_ON)
-        return (state if vote == ENDED else state + batch), {"loss": state, "vote": vote}
+        flag = flags.get(state, StopFlag.CONTINUE)
+        new = state if flag == StopFlag.DATA_ENDED else state + batch
+        return new, {"loss": state, STOP_FLAG: flag}
 
     return step
 
 
-def test_all_processes_stop_when_the_vote_is_read():
-    """One process was asked in step 4; every process reads that after AHEAD more steps, and none
-    leaves before.
-    """
-    journal = Journal()
-    loop = make_loop(100, journal, step=voting({4: STOP}))
+def test_a_request_to_stop_is_sent_to_other_processes_first():
+    """The loop goes on until the flag comes back with the metrics of a step."""
+    loader = Loader(processes=2)
+
+    def step(state, batch, key):
+        if state == 3:
+            loop.request_stop("enough")
+            assert loop.stop_reason is None
+        flag = StopFlag.STOP if state == 4 else StopFlag.CONTINUE
+        return state + 1, {"loss": state, STOP_FLAG: flag}
+
+    loop = make_loop(100, step=step, loader=loader)
     loop.run()
-    assert loop.stop == ASKED_ELSEWHERE
-    assert loop.step == loop.state == 4 + 1 + AHEAD
+    assert loader.stop_requested
+    assert loop.stop_reason == "enough"
+    assert loop.step == 4 + 1 + METRICS_DELAY
+
+
+def test_all_processes_stop_when_the_stop_flag_is_read():
+    """Another process was asked to stop in step 4; every process reads that METRICS_DELAY steps
+    later, and none leaves before."""
+    journal = Journal()
+    loop = make_loop(100, journal, step=flagged_step({4: StopFlag.STOP}))
+    loop.run()
+    assert loop.stop_reason == STOPPED_ELSEWHERE
+    assert loop.step == loop.state == 4 + 1 + METRICS_DELAY
     assert journal.steps("metrics") == list(range(loop.step))
 
 
 def test_a_step_without_data_in_one_process_is_no_step():
     journal = Journal()
-    loop = make_loop(100, journal, step=voting({5: ENDED}))
+    loop = make_loop(100, journal, step=flagged_step({5: StopFlag.DATA_ENDED}))
     loop.run()
-    assert loop.stop == "the data ended"
+    assert loop.stop_reason == "the data ended"
     assert loop.step == loop.state == 5
     assert journal.steps("metrics") == list(range(5))  # those that were on their way are not told

@@ -13,8 +13,13 @@ import pytest
 
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
-from maxtext.trainers.losses import evaluation_sums, language_model_losses, separates, token_counts
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.losses import (
+    evaluation_sums,
+    language_model_losses,
+    needs_segment_mask,
+    token_counts,
+)
+from maxtext.trainers.run_context import RunContext
 
 GRAIN = "dataset_type=grain"
 AHEAD = (
@@ -45,7 +50,7 @@ class Model:
 
     @classmethod
     def of(cls, config, quickly):
-        template = Setup.of(config).template
+        template = RunContext.from_config(config).template
         draw = np.random.default_rng(3).normal
         weights = quickly(lambda: initial_weights(config))()
         weights = jax.tree.map(
@@ -184,9 +189,9 @@ def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed
     with jax.default_matmul_precision("highest"):
         expected = list(balance(model, packed))
     losses = model.losses(model.weights, packed)
-    reported = np.ravel(losses.reports["layers"][0]["blocks"][0]["load_balance_loss"])
+    reported = np.ravel(losses.layer_aux["layers"][0]["blocks"][0]["load_balance_loss"])
     np.testing.assert_allclose(reported, 0.3 * np.array(expected), rtol=1e-5)
-    assert float(losses.auxiliary["load_balance_loss"]) == pytest.approx(
+    assert float(losses.aux_losses["load_balance_loss"]) == pytest.approx(
         0.3 * sum(expected), rel=1e-5
     )
 
@@ -194,10 +199,10 @@ def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed
 def test_further_layers_have_their_part_in_it(configure, quickly, packed):
     model = Model.of(configure("decoder_block=mixtral", *EXPERTS, "mtp_num_layers=1"), quickly)
     losses = model.losses(model.weights, packed)
-    of_layers = float(jnp.sum(losses.reports["layers"][0]["blocks"][0]["load_balance_loss"]))
-    further = float(losses.reports["mtp"]["layers"][0]["block"]["load_balance_loss"])
+    of_layers = float(jnp.sum(losses.layer_aux["layers"][0]["blocks"][0]["load_balance_loss"]))
+    further = float(losses.layer_aux["mtp"]["layers"][0]["block"]["load_balance_loss"])
     assert further > 0.3  # times two at an even load
-    assert float(losses.auxiliary["load_balance_loss"]) == pytest.approx(
+    assert float(losses.aux_losses["load_balance_loss"]) == pytest.approx(
         of_layers + further, rel=1e-6
     )
 
@@ -220,4 +225,4 @@ def test_further_layers_have_their_part_in_it(configure, quickly, packed):
     ],
 )
 def test_documents_are_kept_apart_where_it_matters(configure, words, expected):
-    assert separates(configure(*words)) is expected
+    assert needs_segment_mask(configure(*words)) is expected

@@ -6,25 +6,27 @@ from pathlib import Path
 import pytest
 
 from maxtext.common.log import LOGGER
-from maxtext.trainers import pretrain
+from maxtext.models.counts import parameter_count
+from maxtext.trainers import memory
+from maxtext.trainers.run_context import RunContext
 
 GIB = 2**30
 
 
 @pytest.mark.parametrize(("limit", "warned"), [(23 * GIB, True), (40 * GIB, False), (None, False)])
-def test_a_step_that_does_not_fit_is_warned_of(monkeypatch, log_messages, limit, warned):
-    monkeypatch.setattr(pretrain, "local_memory", lambda device, count: limit)
-    assert pretrain.warn_of_memory(39 * GIB, "a step") == bool(log_messages) == warned
+def test_warns_if_a_step_does_not_fit(monkeypatch, log_messages, limit, warned):
+    monkeypatch.setattr(memory, "local_memory", lambda device, count: limit)
+    assert memory.warn_if_too_large(39 * GIB, "a step") == bool(log_messages) == warned
     if warned:
         assert "a step needs about 39.00 GiB on each device, which has 23.00 GiB" in log_messages[0]
         assert "lower per_device_batch_size" in log_messages[0]
 
 
-def test_the_bytes_of_a_state(configure):
+def test_state_bytes(configure):
     """Three float32 arrays for each weight (the weight and two moments), and a few counters."""
-    setup = pretrain.Setup.of(configure())
-    weights = pretrain.parameter_count(setup.template.weights)
-    assert 12 * weights <= pretrain.state_bytes(setup) <= 12 * weights + 100
+    context = RunContext.from_config(configure())
+    weights = parameter_count(context.template.weights)
+    assert 12 * weights <= memory.state_bytes(context) <= 12 * weights + 100
 
 
 def test_training_without_matplotlib_only_lacks_the_plot(run_training, monkeypatch, log_messages):

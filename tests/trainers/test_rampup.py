@@ -11,23 +11,25 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.input_pipeline import FIELDS, BatchIterator, DataStreams
-from maxtext.trainers.rows import row_counts, rows_at
+from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
 
 def ramp_up(config, source):
-    return DataStreams(lambda *_: source, 1, lambda step: rows_at(config, step), row_counts(config))
+    return DataStreams(
+        lambda *_: source, 1, lambda step: batch_size_at(config, step), batch_sizes(config)
+    )
 
 
-def config_of(start, increment, full, samples, devices=1, pieces=1, words=()):
+def config_of(start, increment, full, samples, devices=1, microbatches=1, words=()):
     ramp = [
         "enable_rampup_batch_size=true", f"per_device_batch_size_start={start}",
         f"per_device_batch_size_increment={increment}", f"per_device_batch_size={full}",
-        f"global_rampup_samples={samples}", f"gradient_accumulation_steps={pieces}",
+        f"global_rampup_samples={samples}", f"gradient_accumulation_steps={microbatches}",
     ]  # fmt: skip
     return load(None, [*ramp, *words], environ={}, devices=Devices(devices))
 
 
-def closed_form(start, increment, full, samples, devices=1, pieces=1):
+def closed_form(start, increment, full, samples, devices=1, microbatches=1):
     """The rows of each step until the full size: the k-th of n sizes until k/n of the samples are
     used.
     """
@@ -35,7 +37,7 @@ def closed_form(start, increment, full, samples, devices=1, pieces=1):
     rows = []
     for stage in range(increments):
         while sum(rows) * increments < samples * (stage + 1):
-            rows.append(round((start + stage * increment) * devices) * pieces)
+            rows.append(round((start + stage * increment) * devices) * microbatches)
     return rows
 
 
@@ -70,7 +72,7 @@ CASES = [
     {"start": 4, "increment": 2, "full": 12, "samples": 500},
     {"start": 3, "increment": 5, "full": 8, "samples": 1},
     {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 4},
-    {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 2, "pieces": 2},
+    {"start": 1, "increment": 1, "full": 3, "samples": 40, "devices": 2, "microbatches": 2},
     {"start": 1.3, "increment": 0.9, "full": 4.0, "samples": 96, "devices": 8},
     {
         "start": 1.3,
@@ -85,11 +87,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_follow_the_closed_form_and_none_is_lost_or_repeated(case):
     expected, config = closed_form(**case), config_of(**case)
-    full = round(case["full"]) * case.get("devices", 1) * case.get("pieces", 1)
+    full = round(case["full"]) * case.get("devices", 1) * case.get("microbatches", 1)
     assert config.rampup_end_step == len(expected)
     expected = [*expected, full, full, full]
-    assert [rows_at(config, step) for step in range(len(expected))] == expected
-    assert rows_at(config, 10**6) == full
+    assert [batch_size_at(config, step) for step in range(len(expected))] == expected
+    assert batch_size_at(config, 10**6) == full
 
     batches = ramp_up(config, Numbered(full))
     seen = []
@@ -108,15 +110,15 @@ def test_fractional_sizes_end_the_ramp_within_a_batch_of_its_samples():
     of them.
     """
     config = config_of(1.3, 0.9, 4.0, 96, devices=8)
-    ramp = [rows_at(config, step) for step in range(config.rampup_end_step)]
+    ramp = [batch_size_at(config, step) for step in range(config.rampup_end_step)]
     assert ramp == [10, 10, 10, 10, 18, 18, 25]
     assert 96 <= sum(ramp) < 96 + ramp[-1]
-    assert row_counts(config) == [10, 18, 25, 32]
+    assert batch_sizes(config) == [10, 18, 25, 32]
 
 
 def test_without_ramp_up_every_step_has_the_full_batch():
     config = load(None, ["per_device_batch_size=6"], environ={}, devices=Devices(2))
-    assert {rows_at(config, step) for step in range(5)} == {12}
+    assert {batch_size_at(config, step) for step in range(5)} == {12}
 
 
 def test_a_restart_at_any_step_goes_on_with_the_same_rows():

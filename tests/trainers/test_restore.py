@@ -31,9 +31,9 @@ def choose(monkeypatch, tmp_path):
         monkeypatch.setattr(
             restore, "verify", lambda path, *_: ["it is damaged"] if path.name in broken else []
         )
-        monkeypatch.setattr(restore, "read_state", lambda setup, stored: (None, None))
+        monkeypatch.setattr(restore, "read_state", lambda context, stored: (None, None))
         monkeypatch.setattr(restore, "SavedStep", lambda path: SimpleNamespace(step=int(path.name)))
-        found = restore.newest(None, [tmp_path / str(step) for step in shared], local)
+        found = restore.restore_newest(None, [tmp_path / str(step) for step in shared], local)
         return found[-1].step if isinstance(found, tuple) else found.step if found else None
 
     return run

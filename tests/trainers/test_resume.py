@@ -123,12 +123,12 @@ def test_layers_may_be_unrolled_on_the_way(go):
                 weights.read("layers/1/attention/query/kernel"), stacked[:, 1]
             )
     # Without a step in between the very bits.
-    setup = restore.Setup.of(
-        go("there", "steps=6", "scan_layers=true").setup.config.model_copy(
+    context = restore.RunContext.from_config(
+        go("there", "steps=6", "scan_layers=true").context.config.model_copy(
             update={"scan_layers": False}
         )
     )
-    state, _ = restore.read_state(setup, SavedStep(go.checkpoints("there") / "6"))
+    state, _ = restore.read_state(context, SavedStep(go.checkpoints("there") / "6"))
     saved = arrays(go.checkpoints("there") / "6")
     for tree, prefix in (
         (state.weights, "weights"),
@@ -330,8 +330,8 @@ def stop_at(monkeypatch):
 
     def at(step):
         monkeypatch.setattr(
-            pretrain, "Loop", lambda state, run, batches, key, steps, hooks, first: loop(
-                state, run, batches, key, steps, [*hooks, Stop(step)], first
+            pretrain, "Loop", lambda state, run, loader, key, steps, hooks, first: loop(
+                state, run, loader, key, steps, [*hooks, Stop(step)], first
             )
         )  # fmt: skip
 

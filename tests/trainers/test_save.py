@@ -29,6 +29,14 @@ class FakeManager:
     def close(self): ...
 
 
+class EndlessLoader:
+    def __next__(self):
+        return 1
+
+    def request_stop(self):
+        return False
+
+
 class State(SimpleNamespace):
     pass
 
@@ -37,11 +45,11 @@ class State(SimpleNamespace):
 def make(monkeypatch):
     """(hook, loop) that saves every 10 of 100 steps."""
     monkeypatch.setattr(module, "CheckpointManager", FakeManager)
-    monkeypatch.setattr(module, "local_tier", lambda setup: None)
-    monkeypatch.setattr(module, "attic", lambda config: None)
+    monkeypatch.setattr(module, "local_tier", lambda context: None)
+    monkeypatch.setattr(module, "trash_folder", lambda config: None)
     monkeypatch.setattr(module, "checkpoints_folder", lambda config: None)
     monkeypatch.setattr(module.StorageOptions, "of", lambda config: None)
-    for name in ("tree_to_save", "description", "model_text"):
+    for name in ("tree_to_save", "describe_run", "model_text"):
         monkeypatch.setattr(module, name, lambda *arguments: None)
 
     def build(**keys):
@@ -56,7 +64,7 @@ def make(monkeypatch):
         def step(state, batch, key):
             return State(step=state.step + 1), {"loss": 1.0}
 
-        return hook, Loop(State(step=0), step, iter(lambda: 1, None), None, 100, [hook])
+        return hook, Loop(State(step=0), step, EndlessLoader(), None, 100, [hook])
 
     return build
 
@@ -104,6 +112,9 @@ def test_a_stopped_run_is_saved_by_default(make, stop):
         ({"save_checkpoint_on_completion": False, "enable_autocheckpoint": True}, [3]),
     ):
         hook, loop = make(**keys)
-        loop.stop, loop.step, loop.state, hook.places = stop, 3, State(step=3), {3: None}
+        loop.stop_reason = stop
+        loop.step = 3
+        loop.state = State(step=3)
+        hook.positions = {3: None}
         hook.finish(loop)
         assert hook.saver.saved == saved

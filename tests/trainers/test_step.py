@@ -118,16 +118,17 @@ def test_the_update_is_the_rate_times_the_gradient(make_bench, packed, whole, in
     assert metrics["param_norm"] == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("pieces", [2, 4])
-def test_accumulation_gives_the_update_of_the_whole_batch(make_bench, packed, whole, pieces):
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_accumulation_gives_the_update_of_the_whole_batch(make_bench, packed, whole, microbatches):
     """Also where a piece holds rows of very unequal token counts, and with an auxiliary loss."""
     expected, metrics = whole
     counts = np.count_nonzero(packed["targets_segmentation"], axis=1)
-    assert len({int(counts[place::pieces].sum()) for place in range(pieces)}) == pieces, (
-        "the pieces must differ"
-    )
+    assert (
+        len({int(counts[place::microbatches].sum()) for place in range(microbatches)})
+        == microbatches
+    ), "the microbatches must differ"
     update, pieced = update_of(
-        make_bench(*PLAIN, *Z_LOSS, f"gradient_accumulation_steps={pieces}"), packed
+        make_bench(*PLAIN, *Z_LOSS, f"gradient_accumulation_steps={microbatches}"), packed
     )
     assert_same_update(update, expected)
     assert pieced == pytest.approx(metrics, rel=2e-6)
@@ -240,11 +241,11 @@ def test_gradients_of_many_microbatches_add_up_in_float32():
     def gradient(weights, batch, key):
         return {"w": jnp.full(2, 0.01, jnp.bfloat16)}, {"tokens": jnp.float32(1)}
 
-    gradients, rest = accumulate(
+    gradients, aux = accumulate(
         gradient, weights, {"inputs": jnp.zeros((512, 1), jnp.int32)}, None, 512
     )
     np.testing.assert_allclose(gradients["w"], 512 * np.float64(jnp.bfloat16(0.01)), rtol=1e-4)
-    assert rest["tokens"] == 512
+    assert aux["tokens"] == 512
 
 
 def test_clipping_counts_the_gradients_of_weights_that_train(make_bench, packed, independent):
@@ -335,7 +336,7 @@ def test_dropout_follows_key_and_step(make_bench, packed):
 
 
 def test_dropout_of_accumulated_pieces_differs(make_bench, packed):
-    """Two pieces with the same rows must not drop the same units: their gradients would not average
+    """Two microbatches with the same rows must not drop the same units: their gradients would not average
     anything out.
     """
     rows = {name: np.repeat(field[:1], 8, axis=0) for name, field in packed.items()}

@@ -17,19 +17,20 @@ def run(args: list[str]) -> int:
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")
     log.configure()
-    from maxtext.trainers import ahead
+    from maxtext.trainers import aot
+    from maxtext.trainers.compile import lower_train_step
     from maxtext.trainers.estimate import Program
-    from maxtext.trainers.setup import Setup
+    from maxtext.trainers.run_context import RunContext
 
-    ahead.check_writable(config.compiled_trainstep_file)
+    aot.check_writable(config.compiled_trainstep_file)
     started = time.perf_counter()
-    setup = Setup.of(config, target.devices())
-    setup.check_layout()
-    lowered = setup.lower_train_step(config.global_batch_size_to_train_on)
-    compiled = ahead.compile_to_save(setup, lowered)
+    context = RunContext.from_config(config, target.devices())
+    context.shardings.check()
+    lowered = lower_train_step(context, config.global_batch_size_to_train_on)
+    compiled = aot.compile_without_cache(context, lowered)
     program = Program.of(compiled)
     print(f"compiled for {target} in {time.perf_counter() - started:.1f} s")
     print(f"a device needs {size(program.needed)}, of it {size(program.temporaries)} temporary")
-    written = ahead.save(config.compiled_trainstep_file, setup, lowered, compiled)
+    written = aot.save(config.compiled_trainstep_file, context, lowered, compiled)
     print(f"wrote {size(written)} to {config.compiled_trainstep_file}")
     return 0

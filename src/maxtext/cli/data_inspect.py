@@ -179,7 +179,7 @@ def read(
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams
-    from maxtext.trainers.rows import row_counts, rows_at
+    from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
     start = time.perf_counter()
     # Workers do not change the batches, and take longer to start than most looks at the data take.
@@ -189,7 +189,7 @@ def read(
         iterator = open_data_streams(config, Split.EVAL, lambda step: size, [size])
     else:
         iterator = open_data_streams(
-            config, Split.TRAIN, partial(rows_at, config), row_counts(config)
+            config, Split.TRAIN, partial(batch_size_at, config), batch_sizes(config)
         )
     if iterator is None:
         raise ConfigError(

@@ -22,11 +22,13 @@ def run(args: list[str]) -> int:
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams, prefetch
-    from maxtext.trainers.rows import row_counts, rows_at
+    from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
     config = settled(args)
     start = time.perf_counter()
-    streams = open_data_streams(config, Split.TRAIN, partial(rows_at, config), row_counts(config))
+    streams = open_data_streams(
+        config, Split.TRAIN, partial(batch_size_at, config), batch_sizes(config)
+    )
     assert streams is not None, "a source has training data, or says what is missing"
     batches = prefetch(streams, AHEAD)
     try:

@@ -31,6 +31,7 @@ from maxtext.kernels.attention import (
     ties_depend_on_length,
     torch_topk_mask,
 )
+from maxtext.layers import aux_names
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.norms import Norm, NormSpec
@@ -130,7 +131,7 @@ class Indexer(nnx.Module):
             attention = replace(attention, selected=chosen)
         if spec.loss_factor == 0:
             return attention, {}
-        return attention, {"indexer_loss": spec.loss_factor * divergence(scores, attention)}
+        return attention, {aux_names.INDEXER_LOSS: spec.loss_factor * divergence(scores, attention)}
 
     def keys(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[B, S, D], one a token for all scoring heads."""

@@ -31,6 +31,7 @@ from maxtext.kernels.attention import (
     BlockSizes,
     max_logits,
 )
+from maxtext.layers import aux_names
 from maxtext.layers.attend import attend, packed_request
 from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
 from maxtext.layers.indexer import IndexerSpec
@@ -205,7 +206,7 @@ class Mla(nnx.Module):
             attention, report = self.indexer(attention, x, query_latent, seen[INDEX_KEY], inputs)
             aux |= report
         if spec.report_max_logits:
-            aux = aux | {"max_logits": max_logits(attention)}
+            aux = aux | {aux_names.MAX_LOGITS: max_logits(attention)}
         mixed = attend(attention, backend_of(spec.backend, inputs))
         if spec.latent:
             mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])

@@ -31,6 +31,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.weight_only import QuantizedWeight, dequantize
+from maxtext.layers import aux_names
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, weights_first
 from maxtext.layers.mlp import MlpSpec, combine
@@ -279,9 +280,11 @@ class Moe(nnx.Module):
     def report(self, routing: Routing, real: jax.Array | None) -> Aux:
         aux: Aux = {}
         if self.spec.balance_weight > 0:
-            aux["load_balance_loss"] = self.spec.balance_weight * load_balance_loss(routing, real)
+            aux[aux_names.LOAD_BALANCE_LOSS] = self.spec.balance_weight * load_balance_loss(
+                routing, real
+            )
         if self.spec.report_load:
-            aux["expert_load"] = jnp.sum(
+            aux[aux_names.EXPERT_LOAD] = jnp.sum(
                 expert_counts(routing.indices, self.spec.router.experts, real), axis=0
             )
         return aux

@@ -120,7 +120,7 @@ def trace(config: MaxTextConfig, run_only: bool = False) -> Traced:
         if run_only:
             return template.bind(weights).run(batch["inputs"], layer_inputs(config, batch, key))[0]
         losses = language_model_losses(config, template, weights, batch, key)
-        return sum((*losses.sums.values(), *losses.auxiliary.values()), jnp.float32(0))
+        return sum((*losses.sums.values(), *losses.aux_losses.values()), jnp.float32(0))
 
     def both(weights: Any, batch: dict[str, jax.Array]) -> Any:
         value, backward = jax.vjp(lambda weights: loss(weights, batch), weights)

@@ -1,7 +1,6 @@
-"""What a step changes beside the optimizer's updates, from what the layers reported of it.
+"""Changes to weights besides the optimizer's update, from the auxiliary outputs of the layers.
 
-Reports lie in a tree like the weights': the report of a stacked block is [layers, ...], that of a
-single one is not.
+The auxiliary outputs form a tree like that of the weights: [layers, ...] for a stacked block.
 """
 
 from collections.abc import Callable
@@ -11,64 +10,61 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.aux_names import EXPERT_LOAD, MAX_LOGITS
 from maxtext.layers.routers import updated_bias
 from maxtext.optimizers.qk_clip import clip_mla
 
 Tree = dict
+# (weights of a block, its auxiliary output, the stacked axis or None) -> weights
+BlockUpdate = Callable[[Tree, jax.Array, int | None], Tree]
 
 
-def after_update(config: MaxTextConfig, weights: Tree, reports: Tree) -> Tree:
+def after_update(config: MaxTextConfig, weights: Tree, layer_aux: Tree) -> Tree:
     """Weights after the loss-free balancing of experts (routed_bias_update_rate) and QK-clip
-    (use_qk_clip).
-    """
+    (use_qk_clip)."""
     rate = config.routed_bias_update_rate
     if rate > 0:
-        weights = each_block(
-            config, weights, reports, "expert_load", partial(rebalanced, rate=rate)
-        )
+        update_bias = partial(update_router_bias, rate=rate)
+        weights = update_blocks(config, weights, layer_aux, EXPERT_LOAD, update_bias)
     if config.use_qk_clip:
-        clip = partial(clipped, threshold=config.qk_clip_threshold, nope=config.qk_nope_head_dim)
-        weights = each_block(config, weights, reports, "max_logits", clip)
+        clip = partial(
+            clip_attention, threshold=config.qk_clip_threshold, nope_dim=config.qk_nope_head_dim
+        )
+        weights = update_blocks(config, weights, layer_aux, MAX_LOGITS, clip)
     return weights
 
 
-Change = Callable[
-    [Tree, jax.Array, int | None], Tree
-]  # (a block's weights, the report, the axis of a stack) -> weights
-
-
-def each_block(
-    config: MaxTextConfig, weights: Tree, reports: Tree, name: str, change: Change
+def update_blocks(
+    config: MaxTextConfig, weights: Tree, layer_aux: Tree, name: str, update: BlockUpdate
 ) -> Tree:
-    """The weights with every block changed that has a report of this name."""
-    if name in reports:
-        report = reports[name]
-        if all(
-            isinstance(key, int) for key in weights
-        ):  # a block for each layer, and a stack of reports
-            return {
-                repeat: change(block, report[repeat], None) for repeat, block in weights.items()
-            }
-        stacked = report.ndim > 1
-        return change(weights, report, config.param_scan_axis if stacked else None)
-    changed = {
-        key: each_block(config, weights[key], below, name, change)
-        for key, below in reports.items()
-        if isinstance(below, dict)
+    """The weights with every block updated that has an auxiliary output of this name."""
+    if name in layer_aux:
+        value = layer_aux[name]
+        if all(isinstance(key, int) for key in weights):  # unrolled layers, stacked outputs
+            return {repeat: update(block, value[repeat], None) for repeat, block in weights.items()}
+        is_stacked = value.ndim > 1
+        return update(weights, value, config.param_scan_axis if is_stacked else None)
+    updated = {
+        key: update_blocks(config, weights[key], subtree, name, update)
+        for key, subtree in layer_aux.items()
+        if isinstance(subtree, dict)
     }
-    return weights | changed
+    return weights | updated
 
 
-def rebalanced(block: Tree, load: jax.Array, axis: int | None, rate: float) -> Tree:
+def update_router_bias(block: Tree, load: jax.Array, axis: int | None, rate: float) -> Tree:
     router = block["mlp"]["router"]
     bias = router["bias"]
     if axis is None:
         new = updated_bias(bias, load, rate)
     else:
-        place = min(axis, bias.ndim - 1)
-        new = jnp.moveaxis(updated_bias(jnp.moveaxis(bias, place, 0), load, rate), 0, place)
+        axis = min(axis, bias.ndim - 1)
+        new = jnp.moveaxis(updated_bias(jnp.moveaxis(bias, axis, 0), load, rate), 0, axis)
     return block | {"mlp": block["mlp"] | {"router": router | {"bias": new}}}
 
 
-def clipped(block: Tree, logits: jax.Array, axis: int | None, threshold: float, nope: int) -> Tree:
-    return block | {"attention": clip_mla(block["attention"], logits, threshold, nope, axis)}
+def clip_attention(
+    block: Tree, max_logits: jax.Array, axis: int | None, threshold: float, nope_dim: int
+) -> Tree:
+    attention = clip_mla(block["attention"], max_logits, threshold, nope_dim, axis)
+    return block | {"attention": attention}

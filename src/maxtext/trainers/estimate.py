@@ -20,15 +20,13 @@ from maxtext.configs import derive
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.counts import active_count, parameter_count
 from maxtext.models.registry import layers
-from maxtext.models.transformer import make_template
-from maxtext.optimizers import make_optimizer
 from maxtext.sharding import AxisRules
 from maxtext.sharding.collectives import Collective, collectives
 from maxtext.sharding.estimate import Bytes, abstract_mesh, gathered_bytes, shard_bytes
 from maxtext.sharding.topology import Target
-from maxtext.trainers import ahead
 from maxtext.trainers.activations import Kept, kept_by_policy, policy_of
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.compile import OutOfDeviceMemory, compile_lowered, lower_train_step
+from maxtext.trainers.run_context import RunContext
 
 TRIES = 3  # compilations that confirm a suggestion
 # of so many rows one is left out, where more than fit were tried: else the next try may fail by a
@@ -195,45 +193,48 @@ class Estimate:
 
 
 def estimate(config: MaxTextConfig, target: Target, compiling: bool = True) -> Estimate:
-    setup = Setup.of(config, target.devices()) if compiling else abstract_setup(config)
-    setup.check_layout()
-    policies = kept_by_policy(config, setup.rules, target.platform)
-    state, places = setup.abstract_state, setup.state_shardings
-    weights = shard_bytes(state.weights, places.weights)
+    if compiling:
+        context = RunContext.from_config(config, target.devices())
+    else:
+        context = abstract_context(config)
+    context.shardings.check()
+    policies = kept_by_policy(config, context.rules, target.platform)
+    state, shardings = context.abstract_state, context.shardings.state
+    weights = shard_bytes(state.weights, shardings.weights)
     everything = next(kept for kept in policies if kept.policy == "none")
     again = 0 if policy_of(config) == "none" else everything.layers.device // len(layers(config))
     counted = Estimate(
         config=config,
         target=target,
-        parameters=parameter_count(setup.template.weights),
-        active=active_count(config, setup.template.weights),
+        parameters=parameter_count(context.template.weights),
+        active=active_count(config, context.template.weights),
         weights=weights,
         optimizer=shard_bytes(
             (state.step, state.optimizer, state.nonfinite_steps),
-            (places.step, places.optimizer, places.nonfinite_steps),
+            (shardings.step, shardings.optimizer, shardings.nonfinite_steps),
         ),
         gradients=shard_bytes(
-            state.weights, setup.moment_shardings, config.grad_dtype.value
+            state.weights, context.shardings.gradients, config.grad_dtype.value
         ).device,
         batch=shard_bytes(
-            (setup.abstract_batch(config.global_batch_size_to_train_on), setup.abstract_key)
+            (context.abstract_batch(config.global_batch_size_to_train_on), context.abstract_key)
         ).device,
         policies=policies,
         working=again
         + gathered_bytes(
-            setup.rules, setup.template.weights, setup.template.axes, config.dtype.value
+            context.rules, context.template.weights, context.template.axes, config.dtype.value
         ),
-        batch_pieces=pieces(setup.rules),
+        batch_pieces=pieces(context.rules),
     )
-    return measured(counted, setup) if compiling else counted
+    return measured(counted, context) if compiling else counted
 
 
-def measured(counted: Estimate, setup: Setup) -> Estimate:
+def measured(counted: Estimate, context: RunContext) -> Estimate:
     """With what the compiler says."""
-    lowered = setup.lower_train_step(setup.config.global_batch_size_to_train_on)
+    lowered = lower_train_step(context, context.config.global_batch_size_to_train_on)
     try:
-        return replace(counted, program=Program.of(ahead.compile_step(setup, lowered)))
-    except ahead.TooSmall as error:
+        return replace(counted, program=Program.of(compile_lowered(context, lowered)))
+    except OutOfDeviceMemory as error:
         return replace(counted, refusal=str(error))
 
 
@@ -245,12 +246,10 @@ def pieces(rules: AxisRules) -> int:
     return parts
 
 
-def abstract_setup(config: MaxTextConfig) -> Setup:
+def abstract_context(config: MaxTextConfig) -> RunContext:
     """For devices of which only the number is known."""
-    template = make_template(config)
     mesh: Any = abstract_mesh(config)
-    rules = AxisRules.of(config, mesh)
-    return Setup(config, rules, template, make_optimizer(config, template.axes, template.trained))
+    return RunContext.from_rules(config, AxisRules.of(config, mesh))
 
 
 def compiled_as(found: Estimate, plan: Plan) -> Estimate:
@@ -265,7 +264,7 @@ def compiled_as(found: Estimate, plan: Plan) -> Estimate:
         program=None,
         refusal="",
     )
-    return measured(there, Setup.of(config, found.target.devices()))
+    return measured(there, RunContext.from_config(config, found.target.devices()))
 
 
 def confirmed_policy(found: Estimate) -> Plan | None:

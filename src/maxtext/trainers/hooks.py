@@ -1,4 +1,4 @@
-"""What happens around the steps: records, evaluation, profiles."""
+"""Hooks of the loop: metric records, evaluation, profiles."""
 
 import math
 from collections import deque
@@ -14,19 +14,20 @@ from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.step import max_nonfinite_steps
 
-WINDOW_SECONDS, WINDOW_STEPS = 1.0, 50
+WINDOW_SECONDS = 1.0
+WINDOW_STEPS = 50
 
 
 class TrainingFailed(UserError):
-    """The loss is not a number any more. `state` is that of the last good step."""
+    """The loss or gradient norm is not finite. `state` is that of the last finite step."""
 
     state: Any = None
 
 
 class Throughput:
     """Tokens per second over the newest steps that together took WINDOW_SECONDS, at most
-    WINDOW_STEPS: one tiny step says little. The first step of a run, which warms everything up,
-    counts only for itself."""
+    WINDOW_STEPS: a single short step is noise. The first step of a run, which warms everything up,
+    is left out of later windows."""
 
     def __init__(self) -> None:
         self.steps: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (tokens, seconds)
@@ -43,7 +44,7 @@ class Throughput:
 
 
 class Record(Hook):
-    """Turns the metrics of each step into a record, and ends a run whose loss is lost."""
+    """Writes a record of each step's metrics, and ends a run whose loss is not finite."""
 
     def __init__(
         self,
@@ -53,11 +54,14 @@ class Record(Hook):
         peak_flops: float | None,
         profiler: Profiler,
     ):
-        self.config, self.recorder, self.profiler = config, recorder, profiler
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.config = config
+        self.recorder = recorder
+        self.profiler = profiler
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
         self.losses: list[tuple[int, float]] = []
         self.throughput = Throughput()
-        self.nonfinite_steps = 0  # in a row, as in TrainState
+        self.nonfinite_steps = 0  # consecutive, as in TrainState
         self.last: dict[str, Any] = {}
 
     def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
@@ -68,8 +72,8 @@ class Record(Hook):
         self.check(step, metrics["loss"], metrics["raw_grad_norm"])
 
     def timing(self, tokens: float, seconds: float) -> dict[str, float | None]:
-        """The time of a step, and speeds over a window of steps. They count the tokens that were
-        learned from: padding is no work done."""
+        """The time of a step, and the throughput over a window of steps, of target tokens without
+        padding."""
         rate = self.throughput.add(tokens, seconds) / jax.device_count()
         flops = rate * self.flops_per_token
         return {
@@ -80,41 +84,41 @@ class Record(Hook):
         }
 
     def check(self, step: int, loss: float, norm: float) -> None:
-        """Raises TrainingFailed where a step ends the run: see `hold_if_failed`."""
+        """Raise TrainingFailed if a step ends the run: see `skip_update_if_nonfinite`."""
         value = loss if not math.isfinite(loss) else norm
-        ends = (math.isnan(value) and self.config.abort_on_nan_loss) or (
+        is_failure = (math.isnan(value) and self.config.abort_on_nan_loss) or (
             math.isinf(value) and self.config.abort_on_inf_loss
         )
-        self.nonfinite_steps = self.nonfinite_steps + 1 if ends else 0
+        self.nonfinite_steps = self.nonfinite_steps + 1 if is_failure else 0
         if self.nonfinite_steps >= max_nonfinite_steps(self.config):
-            what = "loss" if not math.isfinite(loss) else "gradient norm"
-            state = "training stops with the weights of the step before"
+            quantity = "loss" if not math.isfinite(loss) else "gradient norm"
+            outcome = "training stops with the weights of the step before"
             if self.config.skip_step_on_spikes:
-                state = f"training stops after {self.nonfinite_steps} steps in a row that were not finite and skipped"
+                outcome = (
+                    f"training stops after {self.nonfinite_steps} steps in a row that were not "
+                    "finite and skipped"
+                )
             raise TrainingFailed(
-                f"the {what} of step {step} is {value}: {state}; "
-                "lower learning_rate, check the data, or set abort_on_nan_loss=false and abort_on_inf_loss=false"
+                f"the {quantity} of step {step} is {value}: {outcome}; lower learning_rate, check "
+                "the data, or set abort_on_nan_loss=false and abort_on_inf_loss=false"
             )
 
 
 class Evaluate(Hook):
     """Every eval_interval steps: the mean loss over eval_steps batches (-1: all) of the evaluation
-    data.
-    """
+    data."""
 
     def __init__(
         self,
         config: MaxTextConfig,
         recorder: Recorder,
-        batches: Callable[[], Iterator[Any]],
+        data_loader: Callable[[], Iterator[Any]],
         eval_step: Callable[[Any, Any], dict[str, jax.Array]],
     ):
-        self.config, self.recorder, self.batches, self.eval_step = (
-            config,
-            recorder,
-            batches,
-            eval_step,
-        )
+        self.config = config
+        self.recorder = recorder
+        self.data_loader = data_loader
+        self.eval_step = eval_step
         self.points: list[tuple[int, float]] = []
 
     def after_step(self, loop: Loop) -> None:
@@ -130,7 +134,7 @@ class Evaluate(Hook):
             record["eval_mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
         self.recorder.write(record)
         if self.config.target_eval_loss and loss <= self.config.target_eval_loss:
-            loop.stop = (
+            loop.stop_reason = (
                 f"eval_loss {loss:.4f} reached target_eval_loss {self.config.target_eval_loss}"
             )
         loop.restart_clock()
@@ -138,7 +142,7 @@ class Evaluate(Hook):
     def evaluate(self, weights: Any) -> dict[str, float]:
         """The sums of eval_step over the batches."""
         total: dict[str, Any] = {"loss": 0.0, "weights": 0.0}
-        for count, batch in enumerate(self.batches()):
+        for count, batch in enumerate(self.data_loader()):
             if count == self.config.eval_steps:
                 break
             sums = self.eval_step(weights, batch)
@@ -151,12 +155,12 @@ class Profile(Hook):
         self.profiler = profiler
 
     def before_step(self, loop: Loop) -> None:
-        self.profiler.before_step(loop.step, lambda: self.settle(loop))
+        self.profiler.before_step(loop.step, lambda: self.block(loop))
 
     def after_step(self, loop: Loop) -> None:
-        self.profiler.after_step(loop.step - 1, lambda: self.settle(loop))
+        self.profiler.after_step(loop.step - 1, lambda: self.block(loop))
 
-    def settle(self, loop: Loop) -> None:
+    def block(self, loop: Loop) -> None:
         jax.block_until_ready(loop.state)
 
     def at_end(self, loop: Loop) -> None:

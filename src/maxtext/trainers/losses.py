@@ -1,8 +1,8 @@
 """Losses as pure functions of weights and batch.
 
-What is averaged over tokens comes as a sum with its weight, so that batches of unequal size add up
-right; what layers report about themselves (balance of experts, the indexer's loss) keeps its own
-full weight.
+A loss over tokens is returned as a sum, to be divided by its token count, so that microbatches of
+unequal token counts add up. Auxiliary losses of layers (load balance, indexer) are not divided by
+tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxtext.common.order import Order
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers import aux_names
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
@@ -21,30 +22,29 @@ from maxtext.sharding.explicit import by_compiler
 from maxtext.sharding.state import to_device
 
 Batch = dict[str, jax.Array]
-AUXILIARY = ("load_balance_loss", "indexer_loss")  # reports that are losses
-MTP_KEY = 0x6D7470  # folded into the key of dropout, far from the numbers of layers
+MTP_KEY = 0x6D7470  # folded into the dropout key; layers fold in small indices
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Losses:
     sums: dict[str, jax.Array]  # over tokens: lm_loss, z_loss, mtp_loss
-    auxiliary: dict[str, jax.Array]  # summed over layers
-    reports: dict  # of the layers, by their paths in the weights
+    aux_losses: dict[str, jax.Array]  # summed over layers
+    layer_aux: dict  # auxiliary outputs of the layers, by their paths in the weights
 
 
 def token_weights(batch: Batch) -> jax.Array:
-    """1 where a token is learned from, 0 at padding."""
+    """[B, S]: 1 for a target token, 0 for padding."""
     return (batch["targets_segmentation"] != 0).astype(jnp.float32)
 
 
 def token_counts(config: MaxTextConfig, batch: Batch) -> dict[str, jax.Array]:
-    """What each sum over tokens is divided by."""
+    """The divisor of each sum over tokens."""
     tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
     counts = {"lm_loss": tokens, "z_loss": tokens}
     if config.mtp_num_layers:
-        ahead = [mtp_mask(batch, step) for step in range(1, config.mtp_num_layers + 1)]
-        counts["mtp_loss"] = jnp.maximum(sum(jnp.sum(mask) for mask in ahead), 1.0)
+        masks = [mtp_mask(batch, step) for step in range(1, config.mtp_num_layers + 1)]
+        counts["mtp_loss"] = jnp.maximum(sum(jnp.sum(mask) for mask in masks), 1.0)
     return counts
 
 
@@ -52,33 +52,33 @@ def mtp_mask(batch: Batch, step: int) -> jax.Array:
     return mtp_targets(batch["targets"], batch["targets_segmentation"], step)[1].astype(jnp.float32)
 
 
-def separates(config: MaxTextConfig) -> bool:
-    """Whether attention has to keep documents apart. Rows of one document need no mask for it,
-    which is faster: causal attention does not look at the padding after it, and what padding itself
-    computes is not learned from. Experts would make room for padding, so they are told of it."""
-    packed = config.packing and config.dataset_type.value != "synthetic"
-    crowded = config.num_experts > 1 and config.dataset_type.value != "synthetic"
-    return packed or crowded or config.attention_type == "full"
+def needs_segment_mask(config: MaxTextConfig) -> bool:
+    """Whether attention must mask other segments of a row. A row of one document is faster without
+    a mask: causal attention does not see the padding after it, and the outputs at padding have no
+    loss. Expert layers need the segments to leave padding out of their capacity."""
+    if config.attention_type == "full":
+        return True
+    is_packed = config.packing or config.num_experts > 1
+    return is_packed and config.dataset_type.value != "synthetic"
 
 
 def layer_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> LayerInputs:
-    segments = batch["inputs_segmentation"] if separates(config) else None
+    segments = batch["inputs_segmentation"] if needs_segment_mask(config) else None
     return LayerInputs(batch["inputs_position"], segments, key, order=token_order(config))
 
 
 def token_order(config: MaxTextConfig) -> Order | None:
-    """In which order a row's tokens come, where they are split over devices and are to make equal
-    work for them.
-    """
+    """The order of a row's tokens that balances causal attention over the context-parallel shards;
+    None: unchanged."""
     shards, strategy = config.context_parallel_size, config.context_parallel_reorder_strategy.value
     if shards == 1 or not config.context_parallel_load_balance:
         return None
     return Order("dual_chunk_swap" if strategy == "auto" else strategy, shards)
 
 
-def bound(config: MaxTextConfig, template: Template, weights: Any) -> Any:
-    """The model with its weights. Those that live in host memory come to the device here, except
-    for the layers', which come one layer at a time (see stack.py)."""
+def bind_model(config: MaxTextConfig, template: Template, weights: Any) -> Any:
+    """The model with its weights. Weights in host memory are moved to the device here, except those
+    of the layers, which are moved one layer at a time (see stack.py)."""
     if config.parameter_memory_host_offload:
         weights = {
             name: tree if name == "layers" else to_device(tree) for name, tree in weights.items()
@@ -89,42 +89,47 @@ def bound(config: MaxTextConfig, template: Template, weights: Any) -> Any:
 def language_model_losses(
     config: MaxTextConfig, template: Template, weights: Any, batch: Batch, key: jax.Array | None
 ) -> Losses:
-    model = bound(config, template, weights)
-    # With the padding after them. See compiled.py, which sees to it that rows have no more.
-    most = 0 if config.max_segments_per_seq < 0 else config.max_segments_per_seq + 1
-    inputs = replace(layer_inputs(config, batch, key), max_segments=most)
-    x, reports = model.run(batch["inputs"], inputs)
-    around = {
-        name: tree for name, tree in weights.items() if name != "layers"
-    }  # what the head needs, and more
-    _, sums = by_compiler(
-        lambda around, x, batch: (x, head_sums(config, bound(config, template, weights | around), x, batch)),
-        around, x, batch, axes=STREAM[3],
-    )  # fmt: skip
+    model = bind_model(config, template, weights)
+    # The padding is one more segment. step_cache.py runs a batch only where its rows have no more.
+    bound = config.max_segments_per_seq
+    inputs = replace(layer_inputs(config, batch, key), max_segments=0 if bound < 0 else bound + 1)
+    x, layer_aux = model.run(batch["inputs"], inputs)
+
+    def head(outer_weights: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, dict]:
+        model = bind_model(config, template, weights | outer_weights)
+        return x, head_loss_sums(config, model, x, batch)
+
+    # The weights of the head are arguments: by_compiler changes the sharding types of arguments.
+    outer_weights = {name: tree for name, tree in weights.items() if name != "layers"}
+    _, sums = by_compiler(head, outer_weights, x, batch, axes=STREAM[3])
     if config.mtp_num_layers:
-        outputs, report = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
-        sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_sum(config, model, outputs, batch)
-        each = {
-            number: {"block": jax.tree.map(lambda value, at=number: value[at], report)}
-            for number in range(len(outputs))
+        outputs, mtp_aux = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
+        sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_loss_sum(
+            config, model, outputs, batch
+        )
+        aux_by_layer = {
+            index: {"block": jax.tree.map(lambda value, at=index: value[at], mtp_aux)}
+            for index in range(len(outputs))
         }
-        reports = reports | {"mtp": {"layers": each}}
-    return Losses(sums, auxiliary(reports), reports)
+        layer_aux = layer_aux | {"mtp": {"layers": aux_by_layer}}
+    return Losses(sums=sums, aux_losses=sum_aux_losses(layer_aux), layer_aux=layer_aux)
 
 
-def head_sums(
+def head_loss_sums(
     config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch
 ) -> dict[str, jax.Array]:
-    """Sums over tokens of what the output of the last layer loses."""
-    losses, partition = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
+    """Losses of the output of the last layer [B, S, E], summed over tokens."""
+    losses, log_z = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
     sums = {"lm_loss": jnp.sum(losses * mask)}
     if config.z_loss_multiplier:
-        sums["z_loss"] = config.z_loss_multiplier * jnp.sum(jnp.square(partition) * mask)
+        sums["z_loss"] = config.z_loss_multiplier * jnp.sum(jnp.square(log_z) * mask)
     return sums
 
 
-def mtp_sum(config: MaxTextConfig, model: Any, outputs: list[jax.Array], batch: Batch) -> jax.Array:
+def mtp_loss_sum(
+    config: MaxTextConfig, model: Any, outputs: list[jax.Array], batch: Batch
+) -> jax.Array:
     total = jnp.float32(0)
     for step, hidden in enumerate(outputs, start=1):
         targets, mask = mtp_targets(batch["targets"], batch["targets_segmentation"], step)
@@ -133,12 +138,12 @@ def mtp_sum(config: MaxTextConfig, model: Any, outputs: list[jax.Array], batch: 
     return total
 
 
-def auxiliary(reports: dict) -> dict[str, jax.Array]:
-    """The losses among the reports, each summed over the layers."""
+def sum_aux_losses(layer_aux: dict) -> dict[str, jax.Array]:
+    """The losses among the auxiliary outputs, each summed over the layers."""
     totals: dict[str, jax.Array] = {}
-    for path, value in jax.tree.leaves_with_path(reports):
+    for path, value in jax.tree.leaves_with_path(layer_aux):
         name = path[-1].key
-        if name in AUXILIARY:
+        if name in aux_names.LOSSES:
             totals[name] = totals.get(name, jnp.float32(0)) + jnp.sum(value)
     return totals
 
@@ -146,19 +151,20 @@ def auxiliary(reports: dict) -> dict[str, jax.Array]:
 def evaluation_sums(
     config: MaxTextConfig, template: Template, weights: Any, batch: Batch
 ) -> dict[str, jax.Array]:
-    """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also how many of that
-    layer's drafts the model itself would have said, and of how many."""
-    model = bound(config, template, weights)
+    """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also the draft tokens
+    of that MTP layer, and how many of them the model accepts."""
+    model = bind_model(config, template, weights)
     inputs = layer_inputs(config, batch, None)
     x, _ = model.run(batch["inputs"], inputs)
     hidden = model.final_norm(x)
     losses, _ = model.losses(hidden, batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
     sums = {"loss": jnp.sum(losses * mask), "weights": jnp.sum(mask)}
-    ahead = config.mtp_eval_target_module
-    if ahead:
+    step = config.mtp_eval_target_module
+    if step:
         outputs, _ = model.mtp(x, model.embed, inputs, batch["inputs"])
-        said, drafted = (jnp.argmax(model.logits(y), axis=-1) for y in (hidden, outputs[ahead - 1]))
-        taken, drafts = accepted(said, drafted, mtp_mask(batch, ahead), ahead)
-        sums |= {"accepted": taken, "drafts": drafts}
+        predicted = jnp.argmax(model.logits(hidden), axis=-1)
+        drafted = jnp.argmax(model.logits(outputs[step - 1]), axis=-1)
+        num_accepted, num_drafts = accepted(predicted, drafted, mtp_mask(batch, step), step)
+        sums |= {"accepted": num_accepted, "drafts": num_drafts}
     return sums

@@ -1,10 +1,8 @@
-"""Pre-training: a configuration in, a trained state out, with everything a person wants to see on
-the way.
-"""
+"""Pre-training: from a configuration to a trained state, with metrics, checkpoints and a
+summary."""
 
 import contextlib
 import json
-import math
 import os
 import signal
 import time
@@ -16,6 +14,7 @@ import jax
 
 from maxtext.checkpoint.manager import check_writable
 from maxtext.checkpoint.multihost import SaveFailed
+from maxtext.checkpoint.open import Checkpoint
 from maxtext.common import hardware, progress, signals
 from maxtext.common.errors import MissingExtra, UserError
 from maxtext.common.files import write_text
@@ -31,86 +30,85 @@ from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
 from maxtext.models.counts import parameter_count, train_flops_per_token
-from maxtext.models.registry import layers
-from maxtext.sharding.topology import local_memory
-from maxtext.trainers import restore
-from maxtext.trainers.compiled import CompiledSteps
-from maxtext.trainers.feed import EvaluationFeed, TrainFeed, eval_streams
+from maxtext.trainers.banner import banner
+from maxtext.trainers.batch_size import batch_size_at
+from maxtext.trainers.compile import compile_eval_step
+from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
-from maxtext.trainers.loop import ASKED_ELSEWHERE, Hook, Loop
-from maxtext.trainers.rows import rows_at
+from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.memory import state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.restore import Start, find_start
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.save import Save
-from maxtext.trainers.setup import Setup
 from maxtext.trainers.step import TrainState
+from maxtext.trainers.step_cache import StepCache
 
 
 @dataclass
 class Result:
-    setup: Setup
+    context: RunContext
     state: TrainState
     summary: dict[str, Any]
     signal: int | None = None  # that ended the run before its steps were done
 
 
-def train(config: MaxTextConfig) -> Result:
+def train(config: MaxTextConfig, checkpoint: Checkpoint | None = None) -> Result:
+    """`checkpoint`: load_parameters_path, if it is open already."""
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
-        return train_here(config)
+        return train_locked(config, checkpoint)
 
 
-def train_here(config: MaxTextConfig) -> Result:
-    """In a folder that no other run works in."""
-    started = time.perf_counter()
-    setup = Setup.of(config)
-    setup.check_layout()
-    feed = TrainFeed(setup)
-    evaluation = eval_streams(setup)
-    warned = warn_of_memory(
-        state_bytes(setup), "the state of training alone"
-    )  # before any of it is made
-    start = restore.start(setup, feed.source)
+def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result:
+    """Train while this process holds the lock of the run's folder."""
+    start_time = time.perf_counter()
+    context = RunContext.from_config(config)
+    context.shardings.check()
+    data_loader = TrainDataLoader(context)
+    eval_streams = open_eval_streams(context)
+    warned = warn_if_too_large(state_bytes(context), "the state of training alone")
+    start = find_start(context, data_loader.source, checkpoint)
     if start.step >= config.steps:
-        feed.close()
-        return nothing_to_do(setup, start)
-    peak = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
+        data_loader.close()
+        return nothing_to_do(context, start)
+    peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
     profiler = Profiler(config, start.step, config.steps - 1)
-    steps = CompiledSteps(setup)
+    step_cache = StepCache(context)
     LOGGER.info("compiling the train step")
     with progress.working("compiling the train step"):
-        first_step = steps.for_rows(rows_at(config, start.step))
+        first_step = step_cache.get(batch_size_at(config, start.step))
     if not warned:
-        warn_of_memory(step_bytes(first_step), "a step")
+        warn_if_too_large(step_bytes(first_step), "a step")
     with progress.working("preparing the weights"):
-        state, key = start.ready()
+        state, key = start.result()
     if jax.process_index() == 0:
-        start_banner(banner(setup, first_step, start))
+        start_banner(banner(context, first_step, run_folder(config), start.origin))
     writers = make_writers(
         config,
         is_writer=jax.process_index() == 0,
         first_step=start.step,
-        peak_flops=peak,
+        peak_flops=peak_flops,
         peak_format=config.dtype.value,
     )
     write_configuration(config)
-    with (
-        contextlib.ExitStack() as asked
-    ):  # a signal after the last step does not tear its save or the summary
+    # A signal after the last step must not interrupt the last save or the summary.
+    with contextlib.ExitStack() as signal_handlers:
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
-            record = Record(config, recorder, train_flops_per_token(config), peak, profiler)
+            flops_per_token = train_flops_per_token(config)
+            record = Record(config, recorder, flops_per_token, peak_flops, profiler)
             hooks: list[Hook] = [Profile(profiler), record]
-            if evaluation is not None:
-                eval_step = setup.compile_eval_step(config.global_batch_size_to_eval_on)
-                hooks.append(
-                    Evaluate(config, recorder, EvaluationFeed(setup, evaluation), eval_step)
-                )
-            save = Save(setup, feed.source, start) if config.enable_checkpointing else None
+            if eval_streams is not None:
+                eval_step = compile_eval_step(context, config.global_batch_size_to_eval_on)
+                eval_loader = EvalDataLoader(context, eval_streams)
+                hooks.append(Evaluate(config, recorder, eval_loader, eval_step))
+            save = Save(context, data_loader.source, start) if config.enable_checkpointing else None
             if save is not None:
                 hooks.append(save)
                 closing.callback(save.close)
-            loop = Loop(state, steps, feed, key, config.steps, hooks, start.step)
-            LOGGER.info("set up in %.1f s", time.perf_counter() - started)
-            asked.enter_context(asked_by_signals(loop.on_signal))
+            loop = Loop(state, step_cache, data_loader, key, config.steps, hooks, start.step)
+            LOGGER.info("set up in %.1f s", time.perf_counter() - start_time)
+            signal_handlers.enter_context(asked_by_signals(loop.on_signal))
             failure: UserError | None = None
             try:
                 loop.run()
@@ -118,141 +116,45 @@ def train_here(config: MaxTextConfig) -> Result:
                 error.state = loop.state
                 failure = error
             finally:
-                feed.close()
+                data_loader.close()
             if save is not None:
                 try:
                     save.finish(loop)
                 except SaveFailed as error:
                     failure = failure or error
-        summary = summarise(config, setup, loop, hooks, time.perf_counter() - started, failure)
+        seconds = time.perf_counter() - start_time
+        summary = summarize(context, loop, hooks, seconds, failure)
     if failure is not None:
         raise failure
-    return Result(setup, loop.state, summary, stopped_by(loop))
+    return Result(context, loop.state, summary, stop_signal(loop))
 
 
 def stop_reason(loop: Loop) -> str:
-    late = loop.step >= loop.steps and loop.stop in (
-        *signals.NAMES,
-        ASKED_ELSEWHERE,
-    )  # it came after the last step
-    return "all steps done" if loop.stop is None or late else loop.stop
+    # A request to stop may arrive after the last step.
+    is_late = loop.step >= loop.steps and loop.stop_reason in (*signals.NAMES, STOPPED_ELSEWHERE)
+    return "all steps done" if loop.stop_reason is None or is_late else loop.stop_reason
 
 
-def stopped_by(loop: Loop) -> int | None:
-    """The signal that ended a run with steps left; where another process got it, SIGTERM stands for
-    it.
-    """
+def stop_signal(loop: Loop) -> int | None:
+    """The signal that ended a run before its last step; SIGTERM if another process received it."""
     if loop.step >= loop.steps:
         return None
-    if loop.stop in signals.NAMES:
+    if loop.stop_reason in signals.NAMES:
         return loop.signal
-    return signal.SIGTERM if loop.stop == ASKED_ELSEWHERE else None
+    return signal.SIGTERM if loop.stop_reason == STOPPED_ELSEWHERE else None
 
 
-def nothing_to_do(setup: Setup, start: restore.Start) -> Result:
-    """The end of a run that had ended before: nothing is written."""
+def nothing_to_do(context: RunContext, start: Start) -> Result:
+    """The result of a run that had all its steps already. Nothing is written."""
+    config = context.config
     LOGGER.info(
         "nothing to do: %s is at steps=%d already; raise steps to go on",
         start.origin,
-        setup.config.steps,
+        config.steps,
     )
-    path = Path(run_folder(setup.config)) / "summary.json"
+    path = Path(run_folder(config)) / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return Result(setup, start.ready()[0], summary | {"steps": start.step})
-
-
-def banner(
-    setup: Setup, step: jax.stages.Compiled, start: restore.Start
-) -> dict[str, dict[str, str]]:
-    """What is about to run, in numbers."""
-    config = setup.config
-    memory = step.memory_analysis()
-    needed = step_bytes(step)
-    mesh = {axis: size for axis, size in setup.rules.mesh.shape.items() if size > 1}
-    model = {
-        "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
-        "parameters": f"{parameter_count(setup.template.weights):,}",
-        "layers": f"{len(layers(config))}, {'scanned' if config.scan_layers else 'unrolled'}",
-        "FLOPs a token": f"{train_flops_per_token(config):.3e} in training (products only, causal, no remat)",
-    }
-    if memory is not None:
-        state, rest = (
-            hardware.size(memory.argument_size_in_bytes),
-            hardware.size(memory.temp_size_in_bytes),
-        )
-        model["memory a device"] = (
-            f"{hardware.size(needed)} ({state} state and batch, {rest} temporary)"
-        )
-    tokens = config.global_batch_size_to_train_on * config.max_target_length
-    return {
-        "Model": model,
-        "Mesh": {
-            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-            "axes": ", ".join(f"{axis} {length}" for axis, length in mesh.items()) or "one device",
-            "numbers": f"{config.dtype.value} on {config.weight_dtype.value} weights",
-        },
-        "Plan": {
-            "run": run_folder(config),
-            "steps": f"{config.steps:,}",
-            "tokens a step": f"{tokens:,} ({config.global_batch_size_to_train_on} x {config.max_target_length})",
-            "optimizer": f"{config.opt_type.value}, {config.lr_schedule_type.value} to {config.learning_rate:g}",
-            "data": config.dataset_type.value,
-            "start": start.origin,
-            "saved": saved(config),
-        },
-    }
-
-
-def step_bytes(step: jax.stages.Compiled) -> int:
-    """What a step needs on one device; 0 where the compiler does not say."""
-    memory = step.memory_analysis()
-    if memory is None:
-        return 0
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + max(new, 0) + memory.temp_size_in_bytes
-
-
-def state_bytes(setup: Setup) -> int:
-    """Weights and optimizer state on one device."""
-    leaves, shardings = (
-        jax.tree.leaves(setup.abstract_state),
-        jax.tree.leaves(setup.state_shardings),
-    )
-    return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-        if sharding.memory_kind != "pinned_host"
-    )
-
-
-def warn_of_memory(needed: int, what: str) -> bool:
-    """Say that `what` does not fit, and what to change; whether it does not."""
-    devices = jax.local_devices()
-    limit = local_memory(devices[0], len(devices))
-    too_large = limit is not None and needed > limit
-    if too_large:
-        LOGGER.warning(
-            "%s needs about %s on each device, which has %s: expect it to fail or to swap; lower "
-            "per_device_batch_size, max_target_length or the size of the model (base_emb_dim, "
-            "base_num_decoder_layers), set remat_policy=full, or use more devices; `maxtext estimate` with the same "
-            "words says what fits",
-            what,
-            hardware.size(needed),
-            hardware.size(limit or 0),
-        )
-    return too_large
-
-
-def saved(config: MaxTextConfig) -> str:
-    if not config.enable_checkpointing:
-        return "metrics and plots, no checkpoints"
-    when = (
-        "at every chance"
-        if config.enable_continuous_checkpointing
-        else f"every {config.checkpoint_period:,} steps"
-    )
-    kept = config.max_num_checkpoints_to_keep
-    return f"metrics, plots, and checkpoints {when}" + (f", of which {kept} stay" if kept else "")
+    return Result(context, start.result()[0], summary | {"steps": start.step})
 
 
 def run_folder(config: MaxTextConfig) -> str:
@@ -260,7 +162,7 @@ def run_folder(config: MaxTextConfig) -> str:
 
 
 def write_configuration(config: MaxTextConfig) -> None:
-    """The whole configuration beside the run's other files, to read and to run again."""
+    """Write the resolved configuration to the run's folder, as a file to read and to run again."""
     if config.log_config and jax.process_index() == 0:
         write_text(
             os.path.join(run_folder(config), "config.yml"),
@@ -268,48 +170,43 @@ def write_configuration(config: MaxTextConfig) -> None:
         )
 
 
-def summarise(
-    config: MaxTextConfig,
-    setup: Setup,
+def summarize(
+    context: RunContext,
     loop: Loop,
     hooks: list[Hook],
     seconds: float,
     failure: Exception | None,
 ) -> dict[str, Any]:
-    """loss.png and summary.json in the run's folder."""
+    """Log the outcome, and write summary.json and loss.png to the run's folder."""
+    config = context.config
     record = next(hook for hook in hooks if isinstance(hook, Record))
-    evaluations = [point for hook in hooks if isinstance(hook, Evaluate) for point in hook.points]
+    eval_points = [point for hook in hooks if isinstance(hook, Evaluate) for point in hook.points]
     summary = {
         "run_name": config.run_name,
         "steps": loop.step,
         "stopped": str(failure) if failure else stop_reason(loop),
-        "parameters": parameter_count(setup.template.weights),
+        "parameters": parameter_count(context.template.weights),
         "seconds": round(seconds, 3),
-        # An upper bound of what steps waited for data: while the host did, the device may have had
-        # a step to work on.
+        # An upper bound of the time that steps waited for data: while the host waited, the device
+        # may have been running a step.
         "data_wait": round(loop.data_seconds / loop.step_seconds, 5) if loop.step_seconds else None,
         "first_loss": record.losses[0][1] if record.losses else None,
         "final": record.last,
-        "eval_loss": evaluations[-1][1] if evaluations else None,
+        "eval_loss": eval_points[-1][1] if eval_points else None,
     }
-    waited = (
-        ""
-        if summary["data_wait"] is None
-        else f"; waited for data {summary['data_wait']:.2%} of the time"
-    )
-    goes_on = (
-        "; the same command goes on"
-        if failure is None and stopped_by(loop) and config.enable_checkpointing
-        else ""
-    )
-    LOGGER.info("stopped after %d steps: %s%s%s", loop.step, summary["stopped"], goes_on, waited)
+    message = f"stopped after {loop.step} steps: {summary['stopped']}"
+    if failure is None and stop_signal(loop) and config.enable_checkpointing:
+        message += "; the same command goes on"
+    if summary["data_wait"] is not None:
+        message += f"; waited for data {summary['data_wait']:.2%} of the time"
+    LOGGER.info("%s", message)
     if jax.process_index() == 0:
         write_summary(os.path.join(run_folder(config), "summary.json"), summary)
         if record.losses:
             steps, losses = zip(*record.losses, strict=True)
             path = os.path.join(run_folder(config), "loss.png")
             try:
-                save_loss_png(path, steps, losses, evaluations, title=config.run_name)
+                save_loss_png(path, steps, losses, eval_points, title=config.run_name)
                 LOGGER.info("wrote summary.json and loss.png to %s", run_folder(config))
             except MissingExtra as error:
                 LOGGER.info("wrote summary.json to %s; %s", run_folder(config), error)

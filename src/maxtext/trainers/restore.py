@@ -1,15 +1,14 @@
-"""Where a run starts: at its own newest checkpoint, else at load_full_state_path or
-load_parameters_path, else fresh.
+"""Where a run starts: its own newest checkpoint, else load_full_state_path or load_parameters_path,
+else random weights.
 
 A checkpoint may come from another mesh, another number of processes, other dtypes, and from layers
-scanned or unrolled; arrays go straight into this run's shards. One of another model is refused, and
-so is the state of another optimizer.
+scanned or unrolled. Arrays are read straight into this run's shards. A checkpoint of another model
+or the state of another optimizer is an error.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.local_checkpoints import LocalCheckpointManager
 from maxtext.checkpoint.manager import StorageOptions
 from maxtext.checkpoint.multihost import allgather_int, allgather_ints
-from maxtext.checkpoint.open import model_param_infos, open_checkpoint
+from maxtext.checkpoint.open import Checkpoint, model_param_infos, open_checkpoint
 from maxtext.checkpoint.restack import restack_layers
 from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import (
@@ -38,108 +37,116 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator, merge_states
-from maxtext.models.transformer import make_template
-from maxtext.optimizers import make_optimizer
 from maxtext.sharding import use_rules
-from maxtext.trainers.setup import Setup, placed, refuse_other_model
+from maxtext.trainers.init_state import (
+    apply_conversion,
+    check_same_model,
+    initial_state,
+    state_from_weights,
+)
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import TrainState
 
 LAYOUT_KEYS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")
-SHOWN = 5  # of the tensors that differ
-MOST = 256  # checkpoints that are examined
+MAX_SHOWN = 5  # problems that an error lists
+MAX_EXAMINED = 256  # checkpoints
 
 
 @dataclass
 class Start:
-    """What the first step needs. `step` is the number of steps done. State and key may still be in
-    the making.
-    """
+    """What the first step needs. `step`: the number of steps done. `state_and_key` may still be
+    under construction in a thread."""
 
-    made: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
+    state_and_key: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
     step: int
     origin: str
 
-    def ready(self) -> tuple[TrainState, jax.Array]:
-        return self.made.result() if isinstance(self.made, Future) else self.made
+    def result(self) -> tuple[TrainState, jax.Array]:
+        if isinstance(self.state_and_key, Future):
+            return self.state_and_key.result()
+        return self.state_and_key
 
 
-def start(setup: Setup, source: BatchIterator) -> Start:
-    """The state to start from; `source` is moved to the place that belongs to it."""
-    config = setup.config
+def find_start(
+    context: RunContext, source: BatchIterator, checkpoint: Checkpoint | None = None
+) -> Start:
+    """The state to start from; `source` is moved to its position in the data. `checkpoint`:
+    load_parameters_path, if it is open already."""
+    config = context.config
     if config.enable_checkpointing:
         folder = checkpoints_folder(config)
         for path in steps.incomplete(folder):
             LOGGER.warning("%s is no complete checkpoint and is not used", path)
-        found = newest(
-            setup,
-            [folder / str(step) for step in steps.all_steps(folder)],
-            LocalSteps(setup, source),
-        )
-        if found is not None:
-            return found if isinstance(found, Start) else at_position(found, source)
+        paths = [folder / str(step) for step in steps.all_steps(folder)]
+        newest = restore_newest(context, paths, LocalSteps(context, source))
+        if newest is not None:
+            return newest if isinstance(newest, Start) else resume_at(newest, source)
     if config.load_full_state_path:
-        path = existing(config.load_full_state_path, "load_full_state_path")
+        path = existing_folder(config.load_full_state_path, "load_full_state_path")
         check_layout(config, path)
         if not steps.is_checkpoints(path):
             raise UserError(
-                f"load_full_state_path={path} holds no checkpoint of training: for weights use load_parameters_path"
+                f"load_full_state_path={path} holds no checkpoint of training: for weights use "
+                "load_parameters_path"
             )
-        found = newest(setup, steps.steps_under(path))
-        assert isinstance(found, tuple)
-        return at_position(found, source)
+        newest = restore_newest(context, steps.steps_under(path))
+        assert isinstance(newest, tuple)
+        return resume_at(newest, source)
     if not config.load_parameters_path:
-        thread = ThreadPoolExecutor(1)  # so that the step can be compiled at the same time
-        made = thread.submit(lambda: (setup.initial_state(), setup.key))
+        thread = ThreadPoolExecutor(1)  # the step is compiled at the same time
+        future = thread.submit(lambda: (initial_state(context), context.key))
         thread.shutdown(wait=False)
-        return Start(made, 0, "fresh")
-    path = existing(config.load_parameters_path, "load_parameters_path")
+        return Start(future, step=0, origin="fresh")
+    path = existing_folder(config.load_parameters_path, "load_parameters_path")
     check_layout(config, path)
-    return Start((state_of_weights(setup, path), setup.key), 0, f"from {path}")
+    state = load_initial_weights(context, path, checkpoint)
+    return Start((state, context.key), step=0, origin=f"from {path}")
 
 
 def checkpoints_folder(config: MaxTextConfig) -> Path:
     return Path(config.checkpoint_dir).absolute()
 
 
-def local_tier(setup: Setup) -> LocalCheckpointManager | None:
-    config = setup.config
+def local_tier(context: RunContext) -> LocalCheckpointManager | None:
+    config = context.config
     if not (config.enable_emergency_checkpoint or config.enable_multi_tier_checkpointing):
         return None
     directory = Path(config.local_checkpoint_directory).expanduser().absolute()
     return LocalCheckpointManager(
-        directory, config.run_name, str(checkpoints_folder(config)), setup.rules.mesh.shape
+        directory, config.run_name, str(checkpoints_folder(config)), context.rules.mesh.shape
     )
 
 
 class LocalSteps:
-    """The newest step on the machines' own disks, to be used where the shared checkpoints have none
-    that is newer.
-    """
+    """The newest step on the local disks of the machines. It is used if no shared checkpoint is
+    newer."""
 
-    def __init__(self, setup: Setup, source: BatchIterator):
-        self.setup, self.source = setup, source
-        self.tier = local_tier(setup)
+    def __init__(self, context: RunContext, source: BatchIterator):
+        self.context = context
+        self.source = source
+        self.tier = local_tier(context)
         self.step = None if self.tier is None else self.tier.latest_step()
 
     def after(self, shared: int) -> Start | None:
-        """The start from that step if it is newer than step `shared` and fits this run."""
+        """The start from the local step if it is newer than step `shared` and fits this run."""
         if self.tier is None or self.step is None or self.step <= shared:
             return None
         step, self.step = self.step, None  # it is tried once
-        like = saved_tree(self.setup)
-        found = self.tier.restore(step, to_flat_dict(like))
-        if found is None:
+        abstract = abstract_tree(self.context)
+        restored = self.tier.restore(step, to_flat_dict(abstract))
+        if restored is None:
             return None
-        arrays, position = found
+        arrays, position = restored
         self.source.set_state(position)
         return Start(
-            state_and_key(self.setup, unflatten_like(like, arrays)),
-            step,
-            f"step {step} of {self.tier.folder.parent}",
+            state_and_key(self.context, unflatten_like(abstract, arrays)),
+            step=step,
+            origin=f"step {step} of {self.tier.folder.parent}",
         )
 
 
-def existing(text: str, key: str) -> Path:
+def existing_folder(text: str, key: str) -> Path:
     path = Path(text).expanduser().absolute()
     if not path.is_dir():
         raise UserError(f"{key}: there is no folder {path}")
@@ -147,28 +154,30 @@ def existing(text: str, key: str) -> Path:
 
 
 def check_layout(config: MaxTextConfig, path: Path) -> None:
-    """A person who says what kind of checkpoint it is must be right; else it is found out."""
-    found = "orbax" if steps.is_checkpoints(path) else "safetensors"
-    said = config.source_checkpoint_layout
-    if config.source("source_checkpoint_layout").is_user and said != found:
+    """Raise ConfigError if source_checkpoint_layout is set and wrong. The layout is detected
+    anyway."""
+    detected = "orbax" if steps.is_checkpoints(path) else "safetensors"
+    stated = config.source_checkpoint_layout
+    if config.source("source_checkpoint_layout").is_user and stated != detected:
         raise ConfigError(
-            f"source_checkpoint_layout={said}, but {path} holds {found}: leave the key out"
+            f"source_checkpoint_layout={stated}, but {path} holds {detected}: leave the key out"
         )
 
 
-def newest(
-    setup: Setup, paths: Sequence[Path], local: LocalSteps | None = None
+def restore_newest(
+    context: RunContext, paths: Sequence[Path], local: LocalSteps | None = None
 ) -> tuple[TrainState, jax.Array, SavedStep] | Start | None:
-    """The state of the last of these steps that is whole; which they are, the first process says. A
-    local step is taken before every shared one that is older than it."""
-    numbers = allgather_ints([int(path.name) for path in paths[-MOST:]], MOST)[0]
+    """The state of the newest of these steps that is intact; process 0 decides which steps exist.
+    A local step is preferred to every older shared one."""
+    numbers = allgather_ints([int(path.name) for path in paths[-MAX_EXAMINED:]], MAX_EXAMINED)[0]
     if local is not None and (start := local.after(numbers[-1] if numbers else 0)):
         return start
     if not numbers:
         return None
     if not paths:
         raise UserError(
-            "this process does not see the checkpoints of process 0: they must be on a disk that all share"
+            "this process does not see the checkpoints of process 0: they must be on a disk that "
+            "all share"
         )
     folder = paths[0].parent
     damaged = []
@@ -179,202 +188,167 @@ def newest(
         problems = verify(path, jax.process_index(), jax.process_count())
         if not max(allgather_int(len(problems))):
             try:
-                state, key = read_state(setup, SavedStep(path))
+                state, key = read_state(context, SavedStep(path))
                 return state, key, SavedStep(path)
             except CorruptCheckpoint as error:
-                if jax.process_count() > 1:  # the others may have read theirs
+                if jax.process_count() > 1:  # other processes may have read theirs
                     raise
                 problems = [str(error)]
-        for problem in problems[:SHOWN]:
+        for problem in problems[:MAX_SHOWN]:
             LOGGER.warning("checkpoint %s is damaged: %s", path, problem)
         damaged.append(path.name)
         LOGGER.warning("checkpoint %s is not used; trying the one before", path)
     if local is not None and (start := local.after(0)):
         return start
     raise UserError(
-        f"{folder} has no checkpoint that can be read: {damaged_steps(damaged[::-1])} damaged; "
+        f"{folder} has no checkpoint that can be read: {describe_damaged(damaged[::-1])} damaged; "
         "bring back their files, or start again under a new run_name"
     )
 
 
-def damaged_steps(names: Sequence[str]) -> str:
+def describe_damaged(names: Sequence[str]) -> str:
     """`step 2 is`, `steps 2, 6 are`, `all 133 steps from 10 to 1330 are`."""
-    if len(names) > SHOWN:
+    if len(names) > MAX_SHOWN:
         return f"all {len(names)} steps from {names[0]} to {names[-1]} are"
-    return f"step{'s' if len(names) > 1 else ''} {', '.join(names)} {'are' if len(names) > 1 else 'is'}"
+    return f"steps {', '.join(names)} are" if len(names) > 1 else f"step {', '.join(names)} is"
 
 
-def at_position(found: tuple[TrainState, jax.Array, SavedStep], source: BatchIterator) -> Start:
-    state, key, stored = found
+def resume_at(newest: tuple[TrainState, jax.Array, SavedStep], source: BatchIterator) -> Start:
+    state, key, stored = newest
     source.set_state(merge_states(stored.iterator_states()))
-    return Start((state, key), stored.step, f"step {stored.step} of {stored.path.parent}")
+    origin = f"step {stored.step} of {stored.path.parent}"
+    return Start((state, key), step=stored.step, origin=origin)
 
 
-def read_state(setup: Setup, stored: SavedStep) -> tuple[TrainState, jax.Array]:
-    check_optimizer(setup, stored)
-    return state_and_key(setup, read(setup, stored, saved_tree))
+def read_state(context: RunContext, stored: SavedStep) -> tuple[TrainState, jax.Array]:
+    check_optimizer(context, stored)
+    return state_and_key(context, read(context, stored, abstract_tree))
 
 
-def state_and_key(setup: Setup, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
-    wrap = jax.jit(jax.random.wrap_key_data, out_shardings=setup.rules.replicated())
-    zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=setup.rules.replicated())()
-    return TrainState(tree["step"], tree[WEIGHTS], tree[OPTIMIZER], nonfinite_steps=zero), wrap(
-        tree["key"]
+def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
+    replicated = context.shardings.replicated
+    wrap_key = jax.jit(jax.random.wrap_key_data, out_shardings=replicated)
+    zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()
+    state = TrainState(
+        step=tree["step"], weights=tree[WEIGHTS], optimizer=tree[OPTIMIZER], nonfinite_steps=zero
     )
+    return state, wrap_key(tree["key"])
 
 
-def saved_tree(setup: Setup) -> dict[str, Any]:
-    """What a checkpoint of this run holds, without values."""
-    state = placed(setup.abstract_state, setup.state_shardings)
-    key = jax.eval_shape(jax.random.key_data, setup.abstract_key)
-    where = setup.rules.replicated()
+def abstract_tree(context: RunContext) -> dict[str, Any]:
+    """What a checkpoint of this run holds, as abstract arrays."""
+    state = with_shardings(context.abstract_state, context.shardings.state)
+    key = jax.eval_shape(jax.random.key_data, context.abstract_key)
     return {
         "step": state.step,
         WEIGHTS: state.weights,
         OPTIMIZER: state.optimizer,
-        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=where),
+        "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=context.shardings.replicated),
     }
 
 
-def only_weights(setup: Setup) -> dict[str, Any]:
-    return {WEIGHTS: placed(setup.template.weights, setup.weight_shardings)}
+def abstract_weights(context: RunContext) -> dict[str, Any]:
+    return {WEIGHTS: with_shardings(context.template.weights, context.shardings.weights)}
 
 
-def read(setup: Setup, stored: SavedStep, wanted: Callable[[Setup], dict[str, Any]]) -> Any:
-    """The part of a checkpoint that a run wants, in the run's own layout."""
-    like = wanted(setup)
-    parts = tuple(like)
-    storage = StorageOptions.of(setup.config)
-    there = in_layout_of(setup, stored)
-    expected = to_flat_dict(wanted(there))
+def read(
+    context: RunContext, stored: SavedStep, abstract_of: Callable[[RunContext], dict[str, Any]]
+) -> Any:
+    """The part of a checkpoint that `abstract_of` selects, in the layout of this run."""
+    abstract = abstract_of(context)
+    storage = StorageOptions.of(context.config)
+    saved_context = with_layout_of(context, stored)
+    expected = to_flat_dict(abstract_of(saved_context))
     saved = {
         name: tensor
         for name, tensor in stored.tensors_named_as(expected).items()
-        if name[0] in parts
+        if name[0] in abstract
     }
     problems = compare_trees(saved, tensor_infos(expected))
     if problems:
-        refuse(stored, problems)
-    if there is setup:
-        return unflatten_like(like, stored.restore(to_flat_dict(like), storage))
+        raise_mismatch(stored, problems)
+    if saved_context is context:
+        return unflatten_like(abstract, stored.restore(to_flat_dict(abstract), storage))
     LOGGER.info(
         "%s: layers are laid out as %s and now become those of this run",
         stored.path,
         stored.run["layout"],
     )
-    old, new = (model_param_infos(one.template, one.config) for one in (there, setup))
+    old = model_param_infos(saved_context.template, saved_context.config)
+    new = model_param_infos(context.template, context.config)
     arrays = stored.restore(expected, storage)
-    with use_rules(setup.rules):
-        return unflatten_like(like, restack_layers(arrays, old, new, to_flat_dict(like)))
+    with use_rules(context.rules):
+        return unflatten_like(abstract, restack_layers(arrays, old, new, to_flat_dict(abstract)))
 
 
-def in_layout_of(setup: Setup, stored: SavedStep) -> Setup:
-    """This run's setup, with its layers stacked as those of a checkpoint are."""
+def with_layout_of(context: RunContext, stored: SavedStep) -> RunContext:
+    """This run's context, with its layers stacked like those of a checkpoint."""
     layout = {key: value for key, value in stored.run["layout"].items() if key in LAYOUT_KEYS}
-    if layout == layout_of(setup.config):
-        return setup
-    config = setup.config.model_copy(update=layout)
-    template = make_template(config)
-    return replace(
-        setup,
-        config=config,
-        template=template,
-        optimizer=make_optimizer(config, template.axes, template.trained),
-    )
+    if layout == layout_of(context.config):
+        return context
+    return RunContext.from_rules(context.config.model_copy(update=layout), context.rules)
 
 
 def layout_of(config: MaxTextConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in LAYOUT_KEYS}
 
 
-def refuse(stored: SavedStep, problems: Sequence[str]) -> None:
-    some = "; ".join(problems[:SHOWN])
-    rest = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+def raise_mismatch(stored: SavedStep, problems: Sequence[str]) -> None:
+    shown = "; ".join(problems[:MAX_SHOWN])
+    if len(problems) > MAX_SHOWN:
+        shown += f"; and {len(problems) - MAX_SHOWN} more"
     if all(problem.startswith(f"{OPTIMIZER}/") for problem in problems):
         raise ConfigError(
-            f"{stored.path} was saved with other settings of the optimizer ({some}{rest}): set them as they were, or "
-            "start a new run from its weights with load_parameters_path"
+            f"{stored.path} was saved with other settings of the optimizer ({shown}): set them as "
+            "they were, or start a new run from its weights with load_parameters_path"
         )
     raise ConfigError(
-        f"{stored.path} is of another model ({some}{rest}): set the model as it was, or choose another run_name"
+        f"{stored.path} is of another model ({shown}): set the model as it was, or choose another "
+        "run_name"
     )
 
 
-def check_optimizer(setup: Setup, stored: SavedStep) -> None:
-    saved, wanted = stored.run["optimizer"], setup.config.opt_type.value
-    if saved != wanted:
+def check_optimizer(context: RunContext, stored: SavedStep) -> None:
+    saved, current = stored.run["optimizer"], context.config.opt_type.value
+    if saved != current:
         raise ConfigError(
-            f"{stored.path} was saved with opt_type={saved}, and this run has opt_type={wanted}: "
+            f"{stored.path} was saved with opt_type={saved}, and this run has opt_type={current}: "
             f"set opt_type={saved}, or start a new run from its weights with load_parameters_path"
         )
 
 
-def state_of_weights(setup: Setup, path: Path) -> TrainState:
-    """A first state with the weights of a folder, or of the newest step of a checkpoint of
-    training.
-    """
+def load_initial_weights(
+    context: RunContext, path: Path, checkpoint: Checkpoint | None
+) -> TrainState:
+    """The state before the first step, with the weights of a folder or of the newest step of a
+    training checkpoint. `checkpoint`: the same, if it is open already."""
     if not steps.is_checkpoints(path):
-        return converted(setup, setup.initial_state())
+        return apply_conversion(context, initial_state(context, checkpoint))
     stored = SavedStep(steps.steps_under(path)[-1])
     problems = verify(stored.path, jax.process_index(), jax.process_count())
     if max(allgather_int(len(problems))):
-        raise UserError(
-            f"{stored.path} is damaged: {(problems or ['see the other processes'])[0]}; name an older step"
-        )
-    refuse_other_model(setup.config, open_checkpoint(stored.path))
-    with use_rules(setup.rules):
-        make = jax.jit(setup.first_state, out_shardings=setup.state_shardings, donate_argnums=0)
-        return converted(setup, make(read(setup, stored, only_weights)[WEIGHTS]))
+        problem = problems[0] if problems else "see the other processes"
+        raise UserError(f"{stored.path} is damaged: {problem}; name an older step")
+    check_same_model(context.config, checkpoint or open_checkpoint(stored.path))
+    weights = read(context, stored, abstract_weights)[WEIGHTS]
+    return apply_conversion(context, state_from_weights(context, weights))
 
 
-def converted(setup: Setup, state: TrainState) -> TrainState:
-    """The state with checkpoint_conversion_fn applied to its weights."""
-    name = setup.config.checkpoint_conversion_fn
-    if name is None:
-        return state
-    weights = conversion(name)(state.weights)
-    wrong = compare_trees(
-        tensor_infos(to_flat_dict(weights)), tensor_infos(to_flat_dict(state.weights))
-    )
-    if wrong:
-        raise UserError(
-            f"checkpoint_conversion_fn={name} returned other weights than the model has: {wrong[0]}"
-        )
-    with use_rules(setup.rules):
-        return jax.jit(setup.first_state, out_shardings=setup.state_shardings)(
-            jax.tree.map(
-                lambda new, old: jax.device_put(new, old.sharding).astype(old.dtype),
-                weights,
-                state.weights,
-            )
-        )
-
-
-def conversion(name: str) -> Callable[[Any], Any]:
-    module, _, function = name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"checkpoint_conversion_fn={name} cannot be imported ({error}): name a function as package.module.function"
-        ) from error
-
-
-def description(setup: Setup, step: int) -> dict[str, Any]:
-    """What a checkpoint says of the run that saved it."""
-    config = setup.config
+def describe_run(context: RunContext, step: int) -> dict[str, Any]:
+    """What a checkpoint records about the run that saved it."""
+    config = context.config
     return {
         "step": step,
         "layout": layout_of(config),
         "optimizer": config.opt_type.value,
         "weight_dtype": config.weight_dtype.value,
         "processes": jax.process_count(),
-        "mesh": {axis: size for axis, size in setup.rules.mesh.shape.items() if size > 1},
+        "mesh": {axis: size for axis, size in context.rules.mesh.shape.items() if size > 1},
     }
 
 
 def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
-    """As saved_tree, with values. `nonfinite_steps` starts at 0 again in a resumed run."""
+    """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
     leaves: dict[Name, Any] = to_flat_dict(
         {"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer}
     )

@@ -1,4 +1,4 @@
-"""The hook that saves a run: every so many steps, without pause, and at the end."""
+"""The hook that saves checkpoints: periodically, continuously, and at the end."""
 
 from pathlib import Path
 
@@ -10,55 +10,56 @@ from maxtext.common import signals
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator
-from maxtext.trainers.loop import AHEAD, ASKED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.loop import METRICS_DELAY, STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.restore import (
     Start,
     checkpoints_folder,
-    description,
+    describe_run,
     local_tier,
     tree_to_save,
 )
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.run_context import RunContext
 
-FAILURES_IN_A_ROW = 2  # saves that may fail before the run ends
+MAX_FAILED_SAVES = 2  # consecutive; then the run ends
 
 
 class Save(Hook):
-    """A step is saved when it is known to be good: its loss has been read. What is saved of the
-    data is the place after the batch of that step."""
+    """A step is saved only after its loss has been read and is known to be finite. The saved data
+    position is that after the batch of the step."""
 
-    def __init__(self, setup: Setup, source: BatchIterator, start: Start):
-        config = setup.config
-        self.setup, self.config, self.source = setup, config, source
-        folder, kept = checkpoints_folder(config), config.max_num_checkpoints_to_keep
+    def __init__(self, context: RunContext, source: BatchIterator, start: Start):
+        config = context.config
+        self.context = context
+        self.config = config
+        self.source = source
         self.saver = CheckpointManager(
-            folder, StorageOptions.of(config), kept, attic(config), start.step
+            checkpoints_folder(config),
+            StorageOptions.of(config),
+            config.max_num_checkpoints_to_keep,
+            trash_folder(config),
+            start.step,
         )
-        self.local = local_tier(setup)
-        self.places = {
-            start.step: source.get_state()
-        }  # after the last few steps, one of which may be the last good
-        self.begun = start.step  # the newest step that is saved, or was begun to be
+        self.local = local_tier(context)
+        # data positions after the last few steps, one of which may be the last finite one
+        self.positions = {start.step: source.get_state()}
+        self.last_saved = start.step  # the newest step whose save was started
 
     def after_step(self, loop: Loop) -> None:
-        if (
-            self.gave_up and loop.asked is None
-        ):  # all processes stop after the same step, and try once more
-            loop.ask_to_stop(f"{FAILURES_IN_A_ROW} saves in a row failed")
-        self.places[loop.step] = self.source.get_state()
-        self.places.pop(loop.step - AHEAD - 2, None)
+        # All processes stop after the same step, and try once more to save.
+        if self.has_failed and loop.requested_stop is None:
+            loop.request_stop(f"{MAX_FAILED_SAVES} saves in a row failed")
+        self.positions[loop.step] = self.source.get_state()
+        self.positions.pop(loop.step - METRICS_DELAY - 2, None)
         step = loop.step
-        due, due_here = (
-            self.due(step),
-            self.local is not None and step % self.config.local_checkpoint_period == 0,
-        )
-        if due or due_here:
+        is_due = self.is_due(step)
+        is_local_due = self.local is not None and step % self.config.local_checkpoint_period == 0
+        if is_due or is_local_due:
             loop.wait()
             if loop.step == step:  # else the data ended before it
-                self.save(step, loop) if due else self.save_here(step, loop)
+                self.save(step, loop) if is_due else self.save_local(step, loop)
             loop.restart_clock()
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         if step % self.config.checkpoint_period == 0:
             return True
         return self.config.enable_continuous_checkpointing and not broadcast_from_first(
@@ -66,55 +67,64 @@ class Save(Hook):
         )
 
     def save(self, step: int, loop: Loop) -> None:
-        self.begun = step
+        self.last_saved = step
         tree = tree_to_save(loop.state, loop.key)
         self.saver.save(
-            step, tree, description(self.setup, step), model_text(self.config), self.places[step]
+            step,
+            tree,
+            describe_run(self.context, step),
+            model_text(self.config),
+            self.positions[step],
         )
         if not self.config.async_checkpointing:
             self.saver.wait()
 
-    def save_here(self, step: int, loop: Loop) -> None:
-        """On this machine's disk."""
+    def save_local(self, step: int, loop: Loop) -> None:
+        """Save on the local disk of this machine."""
         assert self.local is not None
-        self.local.save(step, to_flat_dict(tree_to_save(loop.state, loop.key)), self.places[step])
+        self.local.save(
+            step, to_flat_dict(tree_to_save(loop.state, loop.key)), self.positions[step]
+        )
 
     @property
-    def gave_up(self) -> bool:
-        return self.saver.failures_in_a_row >= FAILURES_IN_A_ROW
+    def has_failed(self) -> bool:
+        return self.saver.failures_in_a_row >= MAX_FAILED_SAVES
 
     def finish(self, loop: Loop) -> None:
-        """Save where the run ended. Raises SaveFailed where that is not possible, or where the run
-        ended because saves had failed."""
+        """Save the last state. Raises SaveFailed if that fails, or if the run ended because saves
+        had failed."""
         self.saver.wait()
-        gave_up = self.gave_up
-        step = int(loop.state.step)  # fewer than loop.step where the last ones had no finite loss
-        if self.wants_last(loop) and (step != self.begun or self.saver.failure is not None):
+        has_failed = self.has_failed
+        step = int(loop.state.step)  # less than loop.step if the last steps were not finite
+        if self.should_save_last(loop) and (
+            step != self.last_saved or self.saver.failure is not None
+        ):
             self.save(step, loop)
             self.saver.wait()
         if self.saver.failure is not None:
             raise SaveFailed(
-                f"step {self.begun}, the last, could not be saved to {self.saver.folder}: {self.saver.failure}"
+                f"step {self.last_saved}, the last, could not be saved to {self.saver.folder}: "
+                f"{self.saver.failure}"
             )
-        if gave_up:
+        if has_failed:
             raise SaveFailed(
-                f"{FAILURES_IN_A_ROW} saves in a row failed, so the run ended; a last one succeeded: free space in "
-                f"{self.saver.folder}, then the same command goes on at step {self.begun}"
+                f"{MAX_FAILED_SAVES} saves in a row failed, so the run ended; a last one succeeded: "
+                f"free space in {self.saver.folder}, then the same command goes on at step "
+                f"{self.last_saved}"
             )
 
-    def wants_last(self, loop: Loop) -> bool:
-        """save_checkpoint_on_completion asks for it at any end, enable_autocheckpoint at a
-        signal.
-        """
-        if self.config.save_checkpoint_on_completion or self.gave_up:
+    def should_save_last(self, loop: Loop) -> bool:
+        """save_checkpoint_on_completion saves at any end, enable_autocheckpoint after a signal."""
+        if self.config.save_checkpoint_on_completion or self.has_failed:
             return True
-        stopped = loop.stop in (*signals.NAMES, ASKED_ELSEWHERE)
-        if stopped and not self.config.enable_autocheckpoint and loop.step != self.begun:
+        was_stopped = loop.stop_reason in (*signals.NAMES, STOPPED_ELSEWHERE)
+        if was_stopped and not self.config.enable_autocheckpoint and loop.step != self.last_saved:
             LOGGER.warning(
-                "%s: not saved, since save_checkpoint_on_completion=false and enable_autocheckpoint=false",
-                loop.stop,
+                "%s: not saved, since save_checkpoint_on_completion=false and "
+                "enable_autocheckpoint=false",
+                loop.stop_reason,
             )
-        return stopped and self.config.enable_autocheckpoint
+        return was_stopped and self.config.enable_autocheckpoint
 
     def close(self) -> None:
         self.saver.close()
@@ -122,8 +132,8 @@ class Save(Hook):
             self.local.wait()
 
 
-def attic(config: MaxTextConfig) -> Path | None:
-    """Where old checkpoints go instead of being deleted."""
+def trash_folder(config: MaxTextConfig) -> Path | None:
+    """Where old checkpoints are moved instead of being deleted."""
     if config.checkpoint_todelete_full_path:
         return Path(config.checkpoint_todelete_full_path).expanduser() / config.run_name
     if config.checkpoint_todelete_subdir:

@@ -1,12 +1,13 @@
-"""One training step and one evaluation step: pure functions, each under one jit.
+"""The train step and the eval step: pure functions, each under one jit.
 
-`train_step(state, batch, key) -> (state, metrics)`. A batch may be cut into micro-batches whose
-gradients add up; the loss is the sum over all learned tokens divided by their number, so the cut
-does not change the update.
+`train_step(state, batch, key) -> (state, metrics)`. A batch may be split into microbatches whose
+gradients are accumulated. The loss is the sum over all target tokens divided by their number, so
+the split does not change the update.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers import aux_names
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_parameters
 from maxtext.sharding.explicit import as_first, by_compiler, zeros_like
@@ -28,18 +30,26 @@ from maxtext.trainers.losses import (
 )
 
 Metrics = dict[str, jax.Array]
-GO_ON, STOP, ENDED = range(3)  # what processes vote (see feed.py); the strongest counts
-MAX_NONFINITE_STEPS = (
-    10  # in a row that skip_step_on_spikes skips, before abort_on_{nan,inf}_loss ends the run
-)
+# With skip_step_on_spikes: consecutive non-finite steps that are skipped before
+# abort_on_{nan,inf}_loss ends the run
+MAX_NONFINITE_STEPS = 10
+STOP_FLAG = "stop_flag"  # [devices] in a batch of several processes, a scalar in the metrics
+
+
+class StopFlag(IntEnum):
+    """What processes tell each other with each batch (see data_loader.py). The maximum counts."""
+
+    CONTINUE = 0
+    STOP = 1
+    DATA_ENDED = 2
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """`nonfinite_steps`: int32, the steps in a row up to this one whose loss or gradient norm is of
-    a kind that ends the run. Once they reach `max_nonfinite_steps` nothing changes any more (see
-    `hold_if_failed`)."""
+    """`nonfinite_steps`: int32, consecutive steps up to this one with a non-finite loss or gradient
+    norm of a kind that ends the run. At `max_nonfinite_steps` the state stops changing (see
+    `skip_update_if_nonfinite`)."""
 
     step: jax.Array
     weights: Any
@@ -52,42 +62,40 @@ def make_train_step(
     template: Template,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Callable[[jax.Array], jax.Array],
-    to_optimizer: Callable[[Any], Any] = lambda gradients: gradients,
+    constrain_gradients: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
-    pieces = config.gradient_accumulation_steps
+    microbatches = config.gradient_accumulation_steps
     trainable = trainable_weights(config, template)
-    dropping = config.enable_dropout and config.dropout_rate > 0
+    has_dropout = config.enable_dropout and config.dropout_rate > 0
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
-        vote = jnp.max(batch["vote"]) if "vote" in batch else None
-        batch = {name: field for name, field in batch.items() if name != "vote"}
-        step_key = jax.random.fold_in(key, state.step) if dropping else None
+        stop_flag = jnp.max(batch[STOP_FLAG]) if STOP_FLAG in batch else None
+        batch = {name: field for name, field in batch.items() if name != STOP_FLAG}
+        step_key = jax.random.fold_in(key, state.step) if has_dropout else None
         counts = token_counts(config, batch)
 
         def loss(
-            weights: Any, piece: Batch, key: jax.Array | None
+            weights: Any, microbatch: Batch, key: jax.Array | None
         ) -> tuple[jax.Array, tuple[Metrics, dict]]:
-            losses = language_model_losses(config, template, weights, piece, key)
+            losses = language_model_losses(config, template, weights, microbatch, key)
             means = {name: value / counts[name] for name, value in losses.sums.items()}
-            means |= {name: value / pieces for name, value in losses.auxiliary.items()}
-            return objective(config, means), (means, losses.reports)
+            means |= {name: value / microbatches for name, value in losses.aux_losses.items()}
+            return objective(config, means), (means, losses.layer_aux)
 
-        gradients, (means, reports) = accumulate(
+        gradients, (means, layer_aux) = accumulate(
             jax.grad(loss, has_aux=True),
             state.weights,
             batch,
-            step_key,
-            pieces,
-            config.grad_dtype.value,
+            key=step_key,
+            microbatches=microbatches,
+            accum_dtype=config.grad_dtype.value,
         )
         if config.parameter_memory_host_offload:
-            gradients, state = (
-                to_device(gradients),
-                replace(state, weights=to_device(state.weights)),
-            )
+            gradients = to_device(gradients)
+            state = replace(state, weights=to_device(state.weights))
         if config.optimizer_memory_host_offload:
             state = replace(state, optimizer=to_device(state.optimizer))
-        gradients = to_optimizer(select_trainable(gradients, trainable))
+        gradients = constrain_gradients(select_trainable(gradients, trainable))
         gradients = jax.tree.map(
             lambda gradient: gradient.astype(config.grad_dtype.value), gradients
         )
@@ -98,20 +106,19 @@ def make_train_step(
         )
         # Weight decay would change weights without a gradient.
         weights = optax.apply_updates(state.weights, select_trainable(updates, trainable))
-        if not warms_up(config):
+        if not trains_only_indexers(config):
             weights = as_first(
-                lambda weights, reports: after_update(config, weights, reports), weights, reports
+                lambda weights, aux: after_update(config, weights, aux), weights, layer_aux
             )
         skipped = getattr(optimizer_state, "skipped", None)
         if skipped is not None:
-            weights = choose(skipped, state.weights, weights)
+            weights = select_tree(skipped, state.weights, weights)
         new = TrainState(state.step + 1, weights, optimizer_state, state.nonfinite_steps)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
-            new = hold_if_failed(
-                config, new, state, is_nonfinite(config, value) | is_nonfinite(config, raw_norm)
-            )
-        if vote is not None:
-            new = choose(vote == ENDED, state, new)
+            nonfinite = is_nonfinite(config, value) | is_nonfinite(config, raw_norm)
+            new = skip_update_if_nonfinite(config, new, state, nonfinite)
+        if stop_flag is not None:
+            new = select_tree(stop_flag == int(StopFlag.DATA_ENDED), state, new)
         metrics = means | {
             "loss": value,
             "learning_rate": schedule(updates_done(state)),
@@ -120,8 +127,8 @@ def make_train_step(
             "param_norm": global_norm(new.weights),
             "total_weights": jnp.sum(token_weights(batch)),
         }
-        if vote is not None:
-            metrics["vote"] = vote.astype(jnp.float32)
+        if stop_flag is not None:
+            metrics[STOP_FLAG] = stop_flag.astype(jnp.float32)
         if skipped is not None:
             metrics["skipped"] = skipped.astype(jnp.float32)
         return new, metrics
@@ -129,8 +136,8 @@ def make_train_step(
     return train_step
 
 
-def warms_up(config: MaxTextConfig) -> bool:
-    """Whether indexers learn what attention looks at while it is still dense: they alone change."""
+def trains_only_indexers(config: MaxTextConfig) -> bool:
+    """During indexer warm-up attention is dense, and indexers learn to predict its weights."""
     return (
         config.use_indexer
         and config.indexer_loss_scaling_factor > 0
@@ -139,66 +146,64 @@ def warms_up(config: MaxTextConfig) -> bool:
 
 
 def objective(config: MaxTextConfig, means: Metrics) -> jax.Array:
-    """What is minimised."""
-    learned = {"indexer_loss": means["indexer_loss"]} if warms_up(config) else means
-    return sum(learned.values(), jnp.float32(0))
+    """The sum of the losses that are minimized."""
+    if trains_only_indexers(config):
+        means = {aux_names.INDEXER_LOSS: means[aux_names.INDEXER_LOSS]}
+    return sum(means.values(), jnp.float32(0))
 
 
 def trainable_weights(config: MaxTextConfig, template: Template) -> Any:
-    """Bools in the weights' tree: what an update may change. While indexers warm up, they alone."""
+    """Bools in the tree of the weights: what an update may change."""
     trainable = trainable_parameters(config, template.axes, template.trained, warn=False)
-    if not warms_up(config):
+    if not trains_only_indexers(config):
         return trainable
 
-    def in_indexer(path: tuple, trains: bool) -> bool:
-        return trains and any(getattr(step, "key", None) == "indexer" for step in path)
+    def in_indexer(path: tuple, is_trainable: bool) -> bool:
+        return is_trainable and any(getattr(entry, "key", None) == "indexer" for entry in path)
 
     return jax.tree.map_with_path(in_indexer, trainable)
 
 
 def select_trainable(tree: Any, trainable: Any) -> Any:
-    """Gradients or updates with zeros for frozen weights, so that these count in no norm and do not
-    decay.
-    """
+    """Gradients or updates with zeros for frozen weights, which then neither count in norms nor
+    decay."""
     return jax.tree.map(
-        lambda leaf, trains: leaf if trains else jnp.zeros_like(leaf), tree, trainable
+        lambda leaf, is_trainable: leaf if is_trainable else jnp.zeros_like(leaf), tree, trainable
     )
 
 
 def is_nonfinite(config: MaxTextConfig, value: jax.Array) -> jax.Array:
-    """Whether a loss or a norm is of a kind that ends the run."""
+    """Whether a loss or norm is non-finite in a way that ends the run."""
     return (jnp.isnan(value) & config.abort_on_nan_loss) | (
         jnp.isinf(value) & config.abort_on_inf_loss
     )
 
 
 def max_nonfinite_steps(config: MaxTextConfig) -> int:
-    """After so many non-finite steps in a row a run ends: at the first, unless skip_step_on_spikes
-    skips it.
-    """
+    """Consecutive non-finite steps that end a run: one, or more if skip_step_on_spikes skips
+    them."""
     return MAX_NONFINITE_STEPS if config.skip_step_on_spikes else 1
 
 
-def hold_if_failed(
+def skip_update_if_nonfinite(
     config: MaxTextConfig, after: TrainState, before: TrainState, nonfinite: jax.Array
 ) -> TrainState:
-    """The state before the step that ends the run, for it and those dispatched after it, until the
-    loop reads its loss; else the state after the step."""
+    """The state before the step if this step ends the run, or if an earlier one did whose loss the
+    loop has not read yet; else the state after the step."""
     limit = max_nonfinite_steps(config)
     failed = before.nonfinite_steps >= limit
     count = jnp.where(nonfinite | failed, jnp.minimum(before.nonfinite_steps + 1, limit), 0)
-    return replace(choose(count >= limit, before, after), nonfinite_steps=count)
+    return replace(select_tree(count >= limit, before, after), nonfinite_steps=count)
 
 
-def choose(first: jax.Array, one: Any, other: Any) -> Any:
-    """The tree `one` where `first` is true, else `other`."""
-    return jax.tree.map(lambda one, other: jax.lax.select(first, one, other), one, other)
+def select_tree(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
+    return jax.tree.map(
+        lambda true, false: jax.lax.select(condition, true, false), on_true, on_false
+    )
 
 
 def updates_done(state: TrainState) -> jax.Array:
-    """The optimizer's own count, by which it reads its schedule: a skipped step does not advance
-    it.
-    """
+    """The optimizer's own count, which indexes its schedule: a skipped step does not advance it."""
     counts = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
     return counts[0][1] if counts else state.step
 
@@ -208,49 +213,51 @@ def accumulate(
     weights: Any,
     batch: Batch,
     key: jax.Array | None,
-    pieces: int,
+    microbatches: int,
     accum_dtype: Any = jnp.float32,
 ) -> tuple[Any, Any]:
-    """Gradients and what comes with them summed over `pieces` equal cuts of the batch, one after
-    the other.
+    """gradient(weights, microbatch, key), summed over `microbatches` equal parts of the batch.
 
     Gradients are summed in `accum_dtype`, or in their own dtype if that is wider: a sum in bfloat16
     stops growing when a microbatch adds less than 1/256 of it.
     """
-    if pieces == 1:
+    if microbatches == 1:
         return gradient(weights, batch, key)
 
     def microbatch_gradient(weights: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
-        gradients, rest = gradient(weights, batch, key)
-        return jax.tree.map(
+        gradients, aux = gradient(weights, batch, key)
+        gradients = jax.tree.map(
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, accum_dtype)), gradients
-        ), rest
+        )
+        return gradients, aux
 
-    def cut(field: jax.Array) -> jax.Array:
-        # Rows are dealt out in turn, so that each piece holds rows of every device.
-        dealt, _ = by_compiler(
-            lambda field: (field.reshape(field.shape[0] // pieces, pieces, *field.shape[1:]).swapaxes(0, 1), None),
-            field, axes=(None, "activation_embed_and_logits_batch", "activation_norm_length"),
-        )  # fmt: skip
-        return dealt
+    def interleave(field: jax.Array) -> tuple[jax.Array, None]:
+        # [B, S] to [microbatches, B / microbatches, S]: row b goes to microbatch b % microbatches,
+        # so that every microbatch has rows of every device.
+        parts = field.reshape(field.shape[0] // microbatches, microbatches, *field.shape[1:])
+        return parts.swapaxes(0, 1), None
 
-    def merge(path: tuple, sums: jax.Array, piece: jax.Array) -> jax.Array:
-        largest = getattr(path[-1], "key", None) == "max_logits"
-        return jnp.maximum(sums, piece) if largest else sums + piece
+    def split(field: jax.Array) -> jax.Array:
+        axes = (None, "activation_embed_and_logits_batch", "activation_norm_length")
+        parts, _ = by_compiler(interleave, field, axes=axes)
+        return parts
 
-    def add(sums: Any, piece: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-        index, rows = piece
-        piece_key = None if key is None else jax.random.fold_in(key, index)
-        return jax.tree.map_with_path(
-            merge, sums, microbatch_gradient(weights, rows, piece_key)
-        ), None
+    def combine(path: tuple, total: jax.Array, value: jax.Array) -> jax.Array:
+        is_maximum = getattr(path[-1], "key", None) in aux_names.MAXIMA
+        return jnp.maximum(total, value) if is_maximum else total + value
 
-    cuts = jax.tree.map(cut, batch)
+    def add(total: Any, indexed: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        index, microbatch = indexed
+        microbatch_key = None if key is None else jax.random.fold_in(key, index)
+        values = microbatch_gradient(weights, microbatch, microbatch_key)
+        return jax.tree.map_with_path(combine, total, values), None
+
+    parts = jax.tree.map(split, batch)
     shapes = jax.eval_shape(
-        microbatch_gradient, weights, jax.tree.map(lambda field: field[0], cuts), key
+        microbatch_gradient, weights, jax.tree.map(lambda field: field[0], parts), key
     )
-    sums, _ = jax.lax.scan(add, zeros_like(shapes), (jnp.arange(pieces), cuts))
-    return sums
+    total, _ = jax.lax.scan(add, zeros_like(shapes), (jnp.arange(microbatches), parts))
+    return total
 
 
 def make_eval_step(config: MaxTextConfig, template: Template) -> Callable[[Any, Batch], Metrics]:

@@ -10,19 +10,28 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.trainers import ahead
-from maxtext.trainers.setup import Setup
+from maxtext.trainers import aot
+from maxtext.trainers.compile import (
+    OutOfDeviceMemory,
+    compile_lowered,
+    compiler_options,
+    lower_train_step,
+)
+from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.init_state import initial_state
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step_cache import load_or_compile
 
 
 @pytest.fixture(scope="module")
 def saved(configure, tmp_path_factory):
     """(configuration, its compiled step, the file)."""
-    path = tmp_path_factory.mktemp("ahead") / "deep" / "step.bin"
+    path = tmp_path_factory.mktemp("aot") / "deep" / "step.bin"
     config = configure(f"compiled_trainstep_file={path}")
-    setup = Setup.of(config)
-    lowered = setup.lower_train_step(config.global_batch_size_to_train_on)
-    compiled = ahead.compile_to_save(setup, lowered)
-    size = ahead.save(str(path), setup, lowered, compiled)
+    context = RunContext.from_config(config)
+    lowered = lower_train_step(context, config.global_batch_size_to_train_on)
+    compiled = aot.compile_without_cache(context, lowered)
+    size = aot.save(str(path), context, lowered, compiled)
     assert path.stat().st_size == size
     return config, compiled, path
 
@@ -35,15 +44,15 @@ def no_compiler(monkeypatch):
 
 
 def train_step(config):
-    return ahead.train_step(Setup.of(config), config.global_batch_size_to_train_on)
+    return load_or_compile(RunContext.from_config(config), config.global_batch_size_to_train_on)
 
 
 @pytest.mark.slow
 def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
     config, compiled, _ = saved
-    setup = Setup.of(config)
-    first, second = setup.initial_state(), setup.initial_state()
-    batch, key = setup.to_devices(packed), setup.key
+    context = RunContext.from_config(config)
+    first, second = initial_state(context), initial_state(context)
+    batch, key = to_devices(context, packed), context.key
     with monkeypatch.context() as patch:
         no_compiler(patch)
         loaded = train_step(config)
@@ -62,10 +71,10 @@ def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
 @pytest.mark.slow
 def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
     config = configure(f"compiled_trainstep_file={tmp_path / 'step.bin'}", "learning_rate=0.125")
-    setup = Setup.of(config)
-    state = setup.initial_state()
+    context = RunContext.from_config(config)
+    state = initial_state(context)
     first, lowered = (
-        setup.lower_train_step(config.global_batch_size_to_train_on) for _ in range(2)
+        lower_train_step(context, config.global_batch_size_to_train_on) for _ in range(2)
     )
     keys = {
         "jax_compilation_cache_dir": str(tmp_path / "cache"),
@@ -76,16 +85,19 @@ def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
         compilation_cache.reset_cache()
         for key, value in keys.items():
             jax.config.update(key, value)
-        ahead.compile_step(setup, first)
+        compile_lowered(context, first)
         assert list((tmp_path / "cache").iterdir())
-        ahead.save(
-            config.compiled_trainstep_file, setup, lowered, ahead.compile_to_save(setup, lowered)
+        aot.save(
+            config.compiled_trainstep_file,
+            context,
+            lowered,
+            aot.compile_without_cache(context, lowered),
         )
     finally:
         for key, value in before.items():
             jax.config.update(key, value)
         compilation_cache.reset_cache()
-    _, metrics = train_step(config)(state, setup.to_devices(packed), setup.key)
+    _, metrics = train_step(config)(state, to_devices(context, packed), context.key)
     assert np.isfinite(metrics["loss"])
 
 
@@ -161,21 +173,21 @@ def test_damage_is_found(saved, configure, tmp_path):
         train_step(configure(word))
 
 
-def test_places_that_cannot_be_written(tmp_path):
+def test_reports_paths_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write .*is not a folder to write in"):
-        ahead.check_writable(str(tmp_path / "file" / "step.bin"))
+    with pytest.raises(UserError, match="cannot write .*is not a writable folder"):
+        aot.check_writable(str(tmp_path / "file" / "step.bin"))
     with pytest.raises(UserError, match="is a folder: name a file"):
-        ahead.check_writable(str(tmp_path))
-    ahead.check_writable(str(tmp_path / "new" / "deep" / "step.bin"))
+        aot.check_writable(str(tmp_path))
+    aot.check_writable(str(tmp_path / "new" / "deep" / "step.bin"))
 
 
 def test_options_of_the_compiler():
-    assert ahead.compiler_options("--xla_a=b  --xla_tpu_c=1") == {"xla_a": "b", "xla_tpu_c": "1"}
-    assert ahead.compiler_options("") == {}
+    assert compiler_options("--xla_a=b  --xla_tpu_c=1") == {"xla_a": "b", "xla_tpu_c": "1"}
+    assert compiler_options("") == {}
     for wrong in ("xla_a=b", "--xla_a", "--xla_a=", "--other=1"):
         with pytest.raises(ConfigError, match="is not of the form --xla_name=value"):
-            ahead.compiler_options(wrong)
+            compiler_options(wrong)
 
 
 def test_options_reach_the_compiler(configure, monkeypatch):
@@ -237,7 +249,7 @@ def test_a_compiler_without_room(configure, monkeypatch):
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     with pytest.raises(
-        ahead.TooSmall,
+        OutOfDeviceMemory,
         match="cannot fit the step: Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G$",
     ):
         train_step(configure())

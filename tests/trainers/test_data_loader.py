@@ -1,4 +1,4 @@
-"""From streams to devices: which process reads what, and what devices get."""
+"""From data streams to devices: which rows each device gets."""
 
 import itertools
 import json
@@ -11,8 +11,8 @@ import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split, pipeline
 from maxtext.input_pipeline.sources import make_iterator
-from maxtext.trainers.feed import TrainFeed
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.data_loader import TrainDataLoader
+from maxtext.trainers.run_context import RunContext
 from tests.trainers.conftest import TINY, with_defaults
 
 FIELD = "inputs"
@@ -28,9 +28,9 @@ def words(tmp_path):
     )  # fmt: skip
 
 
-def taken(feed):
-    batches = [np.asarray(batch[FIELD]) for batch in feed]
-    feed.close()
+def taken(loader):
+    batches = [np.asarray(batch.fields[FIELD]) for batch in loader]
+    loader.close()
     return batches
 
 
@@ -40,22 +40,24 @@ def stream(config, rows):
 
 def test_one_device_has_one_stream(configure, words):
     config = configure(*words, "per_device_batch_size=3")
-    np.testing.assert_array_equal(taken(TrainFeed(Setup.of(config))), stream(config, 3))
+    np.testing.assert_array_equal(
+        taken(TrainDataLoader(RunContext.from_config(config))), stream(config, 3)
+    )
 
 
 SCRIPT = """
 import sys
 import numpy as np
 from maxtext.configs import load
-from maxtext.trainers.feed import TrainFeed
-from maxtext.trainers.setup import Setup
+from maxtext.trainers.data_loader import TrainDataLoader
+from maxtext.trainers.run_context import RunContext
 
 out, layouts, *words = sys.argv[1:]
 batches = {}
 for layout in layouts.split(";"):
-    feed = TrainFeed(Setup.of(load(None, [*words, *layout.split()])))
-    batches[layout] = [np.asarray(batch["inputs"]) for batch in feed]
-    feed.close()
+    loader = TrainDataLoader(RunContext.from_config(load(None, [*words, *layout.split()])))
+    batches[layout] = [np.asarray(batch.fields["inputs"]) for batch in loader]
+    loader.close()
 np.savez(out, **batches)
 """
 
@@ -83,7 +85,9 @@ def test_the_batches_do_not_depend_on_the_mesh(configure, words, tmp_path_factor
     all.
     """
     words = [*words, "data_streams=4"]
-    expected = taken(TrainFeed(Setup.of(configure(*words, "per_device_batch_size=8"))))
+    expected = taken(
+        TrainDataLoader(RunContext.from_config(configure(*words, "per_device_batch_size=8")))
+    )
     out = tmp_path_factory.mktemp("out") / "batches.npz"
     batches = on_eight_devices(out, LAYOUTS, [*words, "per_device_batch_size=1"])
     assert len(expected) > 2
@@ -102,24 +106,26 @@ def test_another_batch_size_loses_and_repeats_no_row(
     """As when a run goes on with another number of devices: `after` is what they hold together."""
     words = SYNTHETIC if source == "synthetic" else [*words, f"grain_packing_type={source}"]
 
-    def feed_of(rows):
-        return TrainFeed(
-            Setup.of(configure(*words, f"per_device_batch_size={rows}", f"data_streams={streams}"))
+    def loader_of(rows):
+        return TrainDataLoader(
+            RunContext.from_config(
+                configure(*words, f"per_device_batch_size={rows}", f"data_streams={streams}")
+            )
         )
 
-    def rows_of(feed, batches):
-        taken = (np.asarray(batch[FIELD]) for batch in itertools.islice(feed, batches))
+    def rows_of(loader, batches):
+        taken = (np.asarray(batch.fields[FIELD]) for batch in itertools.islice(loader, batches))
         rows = [row.tobytes() for batch in taken for row in batch]
-        feed.close()
+        loader.close()
         return rows
 
     total = 24 if source == "synthetic" else None
-    straight = rows_of(feed_of(1), total or 10**6)
-    first = feed_of(before)
-    seen = [row.tobytes() for _ in range(2) for row in np.asarray(next(first)[FIELD])]
+    straight = rows_of(loader_of(1), total or 10**6)
+    first = loader_of(before)
+    seen = [row.tobytes() for _ in range(2) for row in np.asarray(next(first).fields[FIELD])]
     state = json.loads(json.dumps(first.source.get_state()))
     first.close()
-    resumed = feed_of(after)
+    resumed = loader_of(after)
     resumed.source.set_state(state)
     seen += rows_of(resumed, (total - len(seen)) // after if total else 10**6)
     assert len(seen) > 2 * before
@@ -131,8 +137,10 @@ def test_another_batch_size_loses_and_repeats_no_row(
 
 def test_the_last_batch_may_be_filled_up(configure, words):
     config = configure(*words, "per_device_batch_size=7", "generate_padding_batch_train=true")
-    batches = taken(TrainFeed(Setup.of(config)))
-    without = taken(TrainFeed(Setup.of(configure(*words, "per_device_batch_size=7"))))
+    batches = taken(TrainDataLoader(RunContext.from_config(config)))
+    without = taken(
+        TrainDataLoader(RunContext.from_config(configure(*words, "per_device_batch_size=7")))
+    )
     assert len(batches) == len(without) + 1
     np.testing.assert_array_equal(batches[:-1], without)
     last = batches[-1]
@@ -145,10 +153,12 @@ def test_the_last_batch_may_be_filled_up(configure, words):
 @pytest.mark.slow
 def test_workers_give_what_the_process_itself_would(configure, words):
     words = [*words, "per_device_batch_size=4", "data_streams=4"]
-    here = taken(TrainFeed(Setup.of(configure(*words))))
+    here = taken(TrainDataLoader(RunContext.from_config(configure(*words))))
     for workers in (1, 3):
         there = (word for word in words if not word.startswith("grain_worker_count"))
-        there = TrainFeed(Setup.of(configure(*there, f"grain_worker_count={workers}")))
+        there = TrainDataLoader(
+            RunContext.from_config(configure(*there, f"grain_worker_count={workers}"))
+        )
         np.testing.assert_array_equal(taken(there), here)
 
 
@@ -156,9 +166,9 @@ def test_the_data_decides_the_number_of_streams(configure, words, monkeypatch):
     """Not the workers, and not the devices."""
 
     def count(*more):
-        feed = TrainFeed(Setup.of(configure(*words, *more)))
-        feed.close()
-        return feed.streams.count
+        loader = TrainDataLoader(RunContext.from_config(configure(*words, *more)))
+        loader.close()
+        return loader.streams.count
 
     assert count("per_device_batch_size=4") == 1  # of sixty documents
     monkeypatch.setattr(pipeline, "STREAM_DOCUMENTS", 8)

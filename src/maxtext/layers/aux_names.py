@@ -1,0 +1,9 @@
+"""Names of the auxiliary outputs of layers (`inputs.Aux`): small float32 arrays."""
+
+LOAD_BALANCE_LOSS = "load_balance_loss"
+INDEXER_LOSS = "indexer_loss"
+EXPERT_LOAD = "expert_load"  # [X], the tokens routed to each expert
+MAX_LOGITS = "max_logits"  # [H], the largest attention logit of each head
+
+LOSSES = (LOAD_BALANCE_LOSS, INDEXER_LOSS)  # added to the objective, summed over layers
+MAXIMA = (MAX_LOGITS,)  # the maximum over microbatches; other outputs are summed

@@ -1,0 +1,70 @@
+"""The banner of a run: model, mesh and plan, in numbers."""
+
+import jax
+
+from maxtext.common import hardware
+from maxtext.configs.types import MaxTextConfig
+from maxtext.models.counts import parameter_count, train_flops_per_token
+from maxtext.models.registry import layers
+from maxtext.trainers.memory import step_bytes
+from maxtext.trainers.run_context import RunContext
+
+
+def banner(
+    context: RunContext, step: jax.stages.Compiled, run_folder: str, origin: str
+) -> dict[str, dict[str, str]]:
+    """`origin`: where the first state comes from."""
+    config = context.config
+    mesh = {axis: size for axis, size in context.rules.mesh.shape.items() if size > 1}
+    rows, length = config.global_batch_size_to_train_on, config.max_target_length
+    schedule = config.lr_schedule_type.value
+    return {
+        "Model": describe_model(context, step),
+        "Mesh": {
+            "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+            "axes": ", ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device",
+            "numbers": f"{config.dtype.value} on {config.weight_dtype.value} weights",
+        },
+        "Plan": {
+            "run": run_folder,
+            "steps": f"{config.steps:,}",
+            "tokens a step": f"{rows * length:,} ({rows} x {length})",
+            "optimizer": f"{config.opt_type.value}, {schedule} to {config.learning_rate:g}",
+            "data": config.dataset_type.value,
+            "start": origin,
+            "saved": describe_outputs(config),
+        },
+    }
+
+
+def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, str]:
+    config = context.config
+    flops = f"{train_flops_per_token(config):.3e}"
+    model = {
+        "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
+        "parameters": f"{parameter_count(context.template.weights):,}",
+        "layers": f"{len(layers(config))}, {'scanned' if config.scan_layers else 'unrolled'}",
+        "FLOPs a token": f"{flops} in training (products only, causal, no remat)",
+    }
+    memory = step.memory_analysis()
+    if memory is not None:
+        arguments = hardware.size(memory.argument_size_in_bytes)
+        temporaries = hardware.size(memory.temp_size_in_bytes)
+        model["memory a device"] = (
+            f"{hardware.size(step_bytes(step))} ({arguments} state and batch, {temporaries} "
+            "temporary)"
+        )
+    return model
+
+
+def describe_outputs(config: MaxTextConfig) -> str:
+    if not config.enable_checkpointing:
+        return "metrics and plots, no checkpoints"
+    if config.enable_continuous_checkpointing:
+        period = "at every chance"
+    else:
+        period = f"every {config.checkpoint_period:,} steps"
+    limit = config.max_num_checkpoints_to_keep
+    return f"metrics, plots, and checkpoints {period}" + (
+        f", of which {limit} stay" if limit else ""
+    )

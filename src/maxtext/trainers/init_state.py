@@ -1,0 +1,101 @@
+"""The state before the first step: random weights, or those of load_parameters_path."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from maxtext.checkpoint.convert.faithful import unsaid
+from maxtext.checkpoint.open import Checkpoint, model_param_infos, open_checkpoint
+from maxtext.checkpoint.state import compare_trees, tensor_infos, to_flat_dict
+from maxtext.checkpoint.weights import load_weights
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import load
+from maxtext.configs.sources import from_python
+from maxtext.configs.types import MaxTextConfig
+from maxtext.sharding import use_rules
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState
+
+
+def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:
+    """`checkpoint`: load_parameters_path, if it is open already."""
+    path = context.config.load_parameters_path
+    if not path:
+        with use_rules(context.rules):
+            return jax.jit(context.random_state, out_shardings=context.shardings.state)()
+    return state_from_weights(context, read_weights(context, checkpoint or open_checkpoint(path)))
+
+
+def state_from_weights(context: RunContext, weights: Any) -> TrainState:
+    """The state before the first step, in its shards. Donates the weights."""
+    with use_rules(context.rules):
+        init = jax.jit(
+            context.state_from_weights, out_shardings=context.shardings.state, donate_argnums=0
+        )
+        return init(weights)
+
+
+def read_weights(context: RunContext, checkpoint: Checkpoint) -> Any:
+    """The weights of a checkpoint, read straight into their shards. Raises ConfigError if they are
+    quantized or of another model."""
+    if "checkpoint_is_quantized" in checkpoint.settings:
+        raise ConfigError(
+            f"{checkpoint.path} holds quantized weights, and training needs floats: start from a "
+            "folder that is not quantized"
+        )
+    locations = model_param_infos(context.template, context.config)
+    source = checkpoint.weights(context.config, locations)
+    check_same_model(context.config, checkpoint)
+    with use_rules(context.rules):
+        return load_weights(source, locations, context.template, context.shardings.weights)
+
+
+def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the checkpoint describes another model than the configuration does,
+    unless override_model_config allows it."""
+    overrides = from_python({"max_target_length": config.max_target_length})
+    saved = load(None, overrides, environ={}, devices=Devices(1), model=checkpoint.settings)
+    differing = unsaid(config, saved)
+    if differing and not config.override_model_config:
+        raise ConfigError(
+            f"load_parameters_path={checkpoint.path} holds another model: this run's has "
+            f"{', '.join(differing)}; leave out what differs (the folder says what model it is), "
+            "or set override_model_config=true to use its weights so"
+        )
+
+
+def apply_conversion(context: RunContext, state: TrainState) -> TrainState:
+    """The state with checkpoint_conversion_fn applied to its weights."""
+    name = context.config.checkpoint_conversion_fn
+    if name is None:
+        return state
+    weights = import_conversion(name)(state.weights)
+    problems = compare_trees(
+        tensor_infos(to_flat_dict(weights)), tensor_infos(to_flat_dict(state.weights))
+    )
+    if problems:
+        raise UserError(
+            f"checkpoint_conversion_fn={name} returned other weights than the model has: "
+            f"{problems[0]}"
+        )
+    weights = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding).astype(old.dtype),
+        weights,
+        state.weights,
+    )
+    with use_rules(context.rules):
+        return jax.jit(context.state_from_weights, out_shardings=context.shardings.state)(weights)
+
+
+def import_conversion(name: str) -> Callable[[Any], Any]:
+    module, _, function = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"checkpoint_conversion_fn={name} cannot be imported ({error}): name a function as "
+            "package.module.function"
+        ) from error

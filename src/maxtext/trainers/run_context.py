@@ -1,0 +1,114 @@
+"""What every part of a run shares: configuration, mesh rules, abstract model and optimizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline import FIELDS
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import initial_weights, make_template
+from maxtext.optimizers import make_optimizer
+from maxtext.sharding import AxisRules, make_mesh
+from maxtext.trainers.shardings import Shardings
+from maxtext.trainers.step import TrainState
+
+
+@dataclass(frozen=True)
+class RunContext:
+    config: MaxTextConfig
+    rules: AxisRules
+    template: Template
+    optimizer: optax.GradientTransformationExtraArgs
+
+    @classmethod
+    def from_config(
+        cls, config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
+    ) -> "RunContext":
+        """For the devices of this run, or for given ones, which may be absent: then the step can
+        be compiled but not run. Raises ConfigError for keys that only inference supports."""
+        reject_inference_keys(config)
+        return cls.from_rules(config, AxisRules.of(config, make_mesh(config, devices)))
+
+    @classmethod
+    def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
+        template = make_template(config)
+        return cls(
+            config=config,
+            rules=rules,
+            template=template,
+            optimizer=make_optimizer(config, template.axes, template.trained),
+        )
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        return jax.eval_shape(self.state_from_weights, self.template.weights)
+
+    @cached_property
+    def shardings(self) -> Shardings:
+        return Shardings(
+            config=self.config,
+            rules=self.rules,
+            template=self.template,
+            abstract_state=self.abstract_state,
+        )
+
+    def random_state(self) -> TrainState:
+        """The state before the first step, with random weights."""
+        return self.state_from_weights(initial_weights(self.config, loop=True))
+
+    def state_from_weights(self, weights: Any) -> TrainState:
+        """The state before the first step, with these weights."""
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            weights=weights,
+            optimizer=self.optimizer.init(weights),
+            nonfinite_steps=jnp.zeros((), jnp.int32),
+        )
+
+    def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (rows, self.config.max_target_length)
+        field = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.shardings.batch(shape))
+        return dict.fromkeys(FIELDS, field)
+
+    @cached_property
+    def key(self) -> jax.Array:
+        """The RNG key of training (dropout), independent of that of the initial weights;
+        replicated."""
+        return jax.jit(self.make_key, out_shardings=self.shardings.replicated)()
+
+    def make_key(self) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(self.config.init_weights_seed), 1)
+
+    @property
+    def abstract_key(self) -> jax.ShapeDtypeStruct:
+        key = jax.eval_shape(self.make_key)
+        return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.shardings.replicated)
+
+
+def reject_inference_keys(config: MaxTextConfig) -> None:
+    """Raise ConfigError for a key that only inference supports."""
+    for key, value in (("attention", "paged"), ("use_ragged_attention", True)):
+        if getattr(config, key) == value:
+            raise ConfigError(
+                f"{key}={str(value).lower()} ({config.source(key)}) is about the KV cache of "
+                "generation, and training has none: leave it out"
+            )
+    quantization = config.quantization.value if config.quantization else ""
+    values = {
+        "checkpoint_is_quantized": "true" if config.checkpoint_is_quantized else "",
+        "save_quantized_params_path": config.save_quantized_params_path,
+        "quantization": quantization if quantization == "int4" else "",
+    }
+    for key in filter(values.get, values):
+        raise ConfigError(
+            f"{key}={values[key]} ({config.source(key)}) is for inference, and training needs "
+            "weights in floats: leave it out; quantization=int8 or fp8 trains with int8 or fp8 "
+            "matmuls"
+        )

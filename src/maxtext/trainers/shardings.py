@@ -1,0 +1,129 @@
+"""Shardings of the training state, of gradients and of batches on the mesh of a run."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.parameters import Template
+from maxtext.sharding import AxisRules
+from maxtext.sharding.state import (
+    check_batch,
+    check_split,
+    describe,
+    on_device,
+    on_host,
+    split_further,
+)
+from maxtext.trainers.step import TrainState
+
+
+@dataclass(frozen=True)
+class Shardings:
+    config: MaxTextConfig
+    rules: AxisRules
+    template: Template
+    abstract_state: TrainState
+
+    @property
+    def replicated(self) -> Any:
+        """Of scalars, metrics and RNG keys."""
+        return self.rules.replicated()
+
+    @property
+    def one_per_device(self) -> Any:
+        """Of a [devices] array."""
+        return self.rules.over_devices()
+
+    @property
+    def spans_processes(self) -> bool:
+        return len({device.process_index for device in self.rules.mesh.devices.flat}) > 1
+
+    @cached_property
+    def weights(self) -> Any:
+        shardings = self.rules.shardings(self.template.axes, self.template.weights)
+        if self.config.parameter_memory_host_offload:
+            return jax.tree.map(on_host, shardings)
+        return shardings
+
+    @cached_property
+    def gradients(self) -> Any:
+        """Of gradients when they reach the optimizer, and of its moments while it updates them:
+        those of the weights, with ZeRO-1 also split over the data axis."""
+        shardings = jax.tree.map(on_device, self.weights)
+        if not self.config.shard_optimizer_over_data:
+            return shardings
+        return jax.tree.map(
+            lambda sharding, weight: split_further(sharding, weight.shape, "data"),
+            shardings,
+            self.template.weights,
+        )
+
+    @cached_property
+    def state(self) -> TrainState:
+        """An optimizer leaf whose path ends with the path of a weight of the same shape is sharded
+        like that weight's gradient. Other leaves are replicated."""
+        moments = self.gradients
+        if self.config.optimizer_memory_host_offload:
+            moments = jax.tree.map(on_host, moments)
+        by_path = {
+            path: (weight.shape, sharding)
+            for (path, weight), sharding in zip(
+                jax.tree.leaves_with_path(self.template.weights),
+                jax.tree.leaves(moments),
+                strict=True,
+            )
+        }
+
+        def leaf_sharding(path: tuple, leaf: Any) -> Any:
+            for start in range(len(path)):
+                shape, sharding = by_path.get(path[start:], (None, None))
+                if shape == leaf.shape:
+                    return sharding
+            return self.replicated
+
+        shardings = jax.tree.map_with_path(leaf_sharding, self.abstract_state)
+        return replace(shardings, weights=self.weights)
+
+    def batch(self, shape: tuple[int, ...]) -> Any:
+        """By the logical axes of input data, over the mesh axes that data_sharding allows."""
+        allowed = {
+            axis
+            for axes in self.config.data_sharding
+            for axis in ([axes] if isinstance(axes, str) else axes)
+        }
+        return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape, allowed)
+
+    def constrain_gradients(self, gradients: Any) -> Any:
+        """Under jit: with ZeRO-1, reduce-scatter gradients to the shards that a device updates."""
+        if not self.config.shard_optimizer_over_data:
+            return gradients
+        return jax.lax.with_sharding_constraint(gradients, self.gradients)
+
+    def check(self) -> None:
+        """Raise ConfigError if a batch does not divide over the mesh, or if more weights than
+        sharding_tolerance allows are replicated although the mesh could split them. With
+        debug_sharding, log the sharding of every weight."""
+        config = self.config
+        check_batch(self.rules, config.micro_batch_size_to_train_on, "per_device_batch_size")
+        if config.eval_interval > 0:
+            check_batch(
+                self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size"
+            )
+        weights, axes = self.template.weights, self.template.axes
+        if config.debug_sharding:
+            for line in describe(self.rules, axes, weights):
+                LOGGER.info("sharding: %s", line)
+        check_split(self.rules, axes, weights, config.sharding_tolerance)
+
+
+def with_shardings(tree: Any, shardings: Any) -> Any:
+    """A tree of abstract arrays with these shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
