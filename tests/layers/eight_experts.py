@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.configs import load
 from maxtext.kernels import all_to_all
 from maxtext.layers.inputs import LayerInputs
@@ -92,7 +92,7 @@ CASES = {
 
 def template(spec):
     return Template.of(
-        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     )
 
 

@@ -13,7 +13,7 @@ from transformers import GptOssConfig, Qwen3Config
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import Attention, AttentionSpec
 from maxtext.layers.inputs import LayerInputs
@@ -31,7 +31,7 @@ def template(heads, groups, **options):
         heads, groups, HEAD, HEAD**-0.5, options.pop("mask", AttentionMask()), **options
     )
     return Template.of(
-        lambda: Attention(Initializer(noise.seed_key(0), "float32"), spec, SIZE, "float32")
+        lambda: Attention(Initializer(hash_rng.key_from_seed(0), "float32"), spec, SIZE, "float32")
     )
 
 

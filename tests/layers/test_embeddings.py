@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.parameters import Initializer, Template
 
@@ -14,7 +14,7 @@ IDS = np.array([[0, 3, 10, 3], [7, 7, 1, 2]], np.int32)
 
 
 def embedding(one_hot, dtype="float32"):
-    initializer = Initializer(noise.seed_key(0), "float32")
+    initializer = Initializer(hash_rng.key_from_seed(0), "float32")
     return Template.of(lambda: Embedding(initializer, 11, 6, dtype, one_hot))
 
 
@@ -40,7 +40,7 @@ def test_gradient_adds_up_over_repeated_tokens(one_hot):
 
 def test_learned_positions():
     template = Template.of(
-        lambda: Positions(Initializer(noise.seed_key(0), "float32"), 11, 6, "float32")
+        lambda: Positions(Initializer(hash_rng.key_from_seed(0), "float32"), 11, 6, "float32")
     )
     np.testing.assert_array_equal(template.bind({"embedding": TABLE})(jnp.asarray(IDS)), TABLE[IDS])
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Regex, normalizers
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.engram import (
     Compression,
     EngramSpec,
@@ -40,7 +40,9 @@ def spec(**changes):
 
 @lru_cache
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+    )
 
 
 def weights(spec, seed=0):
@@ -324,11 +326,11 @@ def test_start():
     """The convolution does nothing, norms have scale 1; a value is half-way let in, give or
     take.
     """
-    module = spec().build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    module = spec().build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     assert not np.any(module.convolution[...])
     np.testing.assert_array_equal(module.key_norm.scale[...], np.ones((1, SIZE)))
     offset = spec(norm=NormSpec(epsilon=EPSILON, offset=True)).build(
-        Initializer(noise.seed_key(0), "float32"), SIZE, "float32"
+        Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32"
     )
     np.testing.assert_array_equal(offset.key_norm.scale[...], np.zeros((1, SIZE)))
     x, ids = values()

@@ -15,7 +15,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.kernels.delta_rule import causal_convolution_step, gated_delta_step
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, unit_length
 from maxtext.layers.inputs import LayerInputs
@@ -36,7 +36,9 @@ def template(group, dtype="float32", **options):
     spec = GatedDeltaNetSpec(
         HEADS, HEADS * group, KEY, VALUE, WIDTH, **{"chunk": 8, "norm_epsilon": EPSILON, **options}
     )
-    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), dtype), SIZE, dtype))
+    return Template.of(
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), dtype), SIZE, dtype)
+    )
 
 
 def theirs(family, group):
@@ -263,7 +265,7 @@ def test_weights():
 def test_initial_rates():
     """Uniform between 0.01 and 16, in as many heads as the statistics need."""
     spec = GatedDeltaNetSpec(32, 1024, 1, 1, WIDTH, 8, EPSILON)
-    module = spec.build(Initializer(noise.seed_key(0), "float32"), 1, "float32")
+    module = spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), 1, "float32")
     rates = np.sort(np.exp(module.log_rate[...]).ravel())
     assert rates[0] >= 0.01
     np.testing.assert_allclose(

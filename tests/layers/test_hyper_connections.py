@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.hyper_connections import HyperConnectionSpec, collapse, expand, sinkhorn
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
@@ -24,11 +24,13 @@ def spec(streams=4, iterations=20, **norm):
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+    )
 
 
 def initial(spec):
-    return spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    return spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
 
 
 def weights(streams, scaled=False):

@@ -17,7 +17,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32RotaryEmbedding,
 )
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import LayerInputs
@@ -45,7 +45,7 @@ def mla_spec(topk=TOP, latent=False, **options):
 
 def template(spec):
     return Template.of(
-        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     )
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.linear import Linear, dropout, together, weights_first
 from maxtext.layers.parameters import Initializer, Template
 
@@ -27,7 +27,7 @@ def test_numpy(inputs, outputs, product, bias):
     axes = (None,) * len(inputs + outputs)
     template = Template.of(
         lambda: Linear(
-            Initializer(noise.seed_key(0), "float32"),
+            Initializer(hash_rng.key_from_seed(0), "float32"),
             in_shape=inputs,
             out_shape=outputs,
             axes=axes,
@@ -52,7 +52,7 @@ def test_numpy(inputs, outputs, product, bias):
 def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
     template = Template.of(
         lambda: Linear(
-            Initializer(noise.seed_key(0), "float32"),
+            Initializer(hash_rng.key_from_seed(0), "float32"),
             in_shape=(6,),
             out_shape=(4,),
             axes=(None, None),
@@ -106,7 +106,7 @@ def test_gradients_of_weights_come_before_that_of_the_input():
 def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
     template = Template.of(
         lambda: Linear(
-            Initializer(noise.seed_key(0), "float32"),
+            Initializer(hash_rng.key_from_seed(0), "float32"),
             in_shape=(6,),
             out_shape=(4,),
             axes=(None, None),

@@ -22,7 +22,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3RotaryEmbedding,
 )
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.indexer import IndexerSpec
@@ -67,7 +67,7 @@ def mla_spec(query_rank=QUERY_RANK, yarn=False, interleave=True, **options):
 
 def template(spec):
     return Template.of(
-        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     )
 
 

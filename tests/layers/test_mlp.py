@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
 from maxtext.layers.parameters import Initializer, Template
@@ -30,7 +30,9 @@ TORCH = {
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+    )
 
 
 def apply(mlp, x, key=None):

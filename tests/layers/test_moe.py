@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.kernels import grouped_matmul
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
@@ -48,7 +48,9 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 0, 0, 0, 0], [0, 1, 1, 1, 0, 2, 2, 2, 2]], 
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+    )
 
 
 def draw_weights(spec, seed=0):
@@ -390,7 +392,7 @@ def test_weights():
 
 def test_initial_experts_differ_and_have_the_variance_of_their_fan_in():
     built = MoeSpec(RouterSpec(16, 2), 40).build(
-        Initializer(noise.seed_key(0), "float32"), 160, "float32"
+        Initializer(hash_rng.key_from_seed(0), "float32"), 160, "float32"
     )
     for layer, fan_in in (
         (built.experts.wi_0, 160),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
@@ -26,7 +26,7 @@ def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel, monkeypatc
     config = load(None, [*words, word], environ={}, devices=Devices(1))
     built = Template.of(
         lambda: moe_spec(config, router_spec(config)).build(
-            Initializer(noise.seed_key(0), "float32"), 64, "bfloat16"
+            Initializer(hash_rng.key_from_seed(0), "float32"), 64, "bfloat16"
         )
     )
     monkeypatch.setattr(manual, "only_platform", lambda: "gpu")

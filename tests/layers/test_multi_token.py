@@ -12,7 +12,7 @@ import pytest
 import torch
 from flax import nnx
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear
 from maxtext.layers.multi_token import MultiTokenSpec, accepted, mtp_targets, shifted
@@ -57,7 +57,7 @@ def spec(**changes):
 @lru_cache
 def template(spec, remat=None, dtype="float32"):
     return Template.of(
-        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype, remat)
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype, remat)
     )
 
 
@@ -232,7 +232,7 @@ def test_shapes_and_axes():
     shapes = jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
     assert shapes == {"layers": dict.fromkeys(range(LAYERS), layer)}
     assert abstract.axes["layers"][0]["projection"] == {"kernel": ("embed", "mlp")}
-    made = spec().build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    made = spec().build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     kernels = [np.asarray(one.projection.kernel[...]) for one in made.layers]
     assert not np.array_equal(kernels[0], kernels[1])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer, Template
 
@@ -15,7 +15,9 @@ SIZE, EPSILON = 24, 1e-2  # large, so that it matters
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: Norm(Initializer(noise.seed_key(0), "float32"), spec, SIZE, dtype))
+    return Template.of(
+        lambda: Norm(Initializer(hash_rng.key_from_seed(0), "float32"), spec, SIZE, dtype)
+    )
 
 
 def values(seed=0):
@@ -89,7 +91,7 @@ def test_bfloat16_is_normed_in_float32(kind):
 
 def test_initial_scale_does_nothing():
     """1, or 0 where it is added to 1; biases 0."""
-    initializer = Initializer(noise.seed_key(0), "float32")
+    initializer = Initializer(hash_rng.key_from_seed(0), "float32")
     for kind, expected in (("rms", 1.0), ("layer", 1.0), ("offset", 0.0)):
         norm = Norm(initializer, SPECS[kind], SIZE, "float32")
         np.testing.assert_array_equal(norm.scale[...], np.full(SIZE, expected))

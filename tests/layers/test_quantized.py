@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint.weights import flatten
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
@@ -157,7 +157,7 @@ EXPERT_LAYER = MoeSpec(
 def test_experts_of_integers_give_what_their_floats_give(method, dtype):
     spec, size = replace(EXPERT_LAYER, method=method), 256
     template = Template.of(
-        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), size, "float32")
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), size, "float32")
     )
     draw = np.random.default_rng(0).normal
     floats = jax.tree.map(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import (
     RouterSpec,
@@ -130,7 +130,9 @@ FAMILIES = {
 
 
 def template(spec, dtype="float32"):
-    return Template.of(lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, dtype))
+    return Template.of(
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+    )
 
 
 def draw_weights(spec, seed=0):
@@ -295,7 +297,7 @@ def test_axes():
     assert template(spec).axes == {
         "kernel": ("embed", "exp"), "bias": ("exp",), "scale": ("norm",), "expert_scale": ("exp",),
     }  # fmt: skip
-    fresh = spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+    fresh = spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     np.testing.assert_array_equal(fresh.bias[...], np.zeros(EXPERTS))
     np.testing.assert_array_equal(fresh.scale[...], np.ones(SIZE))
     np.testing.assert_array_equal(fresh.expert_scale[...], np.ones(EXPERTS))
@@ -359,7 +361,7 @@ def test_the_selection_bias_of_bfloat16_weights_is_float32():
     """
     for kind, dtype in (("selection", jnp.float32), ("logits", jnp.bfloat16)):
         spec = RouterSpec(EXPERTS, 2, score="sigmoid", bias=kind)
-        router = spec.build(Initializer(noise.seed_key(0), "bfloat16"), 8, "bfloat16")
+        router = spec.build(Initializer(hash_rng.key_from_seed(0), "bfloat16"), 8, "bfloat16")
         assert router.bias[...].dtype == dtype
         assert router.kernel[...].dtype == jnp.bfloat16
         if kind == "selection":

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask, attend, cudnn
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import Block, LayerSpec
@@ -43,7 +43,7 @@ KEYS = {"one": None, "two segments": jax.random.key(5)}  # of dropout
 
 
 def initializer():
-    return Initializer(noise.fold(noise.seed_key(0), 2), "float32")
+    return Initializer(hash_rng.fold_in(hash_rng.key_from_seed(0), 2), "float32")
 
 
 def tower(name, scanned, axis=1):
@@ -249,7 +249,7 @@ def test_layers_of_one_kind_are_traced_once(monkeypatch):
     def program(repeats):
         def function(x):
             stack = Stack(
-                Initializer(noise.seed_key(0), "float32"),
+                Initializer(hash_rng.key_from_seed(0), "float32"),
                 Segment((LOCAL,), repeats),
                 0,
                 "float32",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mla import MlaSpec
@@ -28,7 +28,7 @@ def template(query_rank):
         query_rank=query_rank, report_max_logits=True,
     )  # fmt: skip
     return Template.of(
-        lambda: spec.build(Initializer(noise.seed_key(0), "float32"), SIZE, "float32")
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     )
 
 

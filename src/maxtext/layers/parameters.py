@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 
 Tree = Any
 
@@ -41,14 +41,14 @@ class Initializer:
     def fold(self, name: str) -> jax.Array | None:
         if self.key is None:
             return None
-        return noise.fold(self.key, np.uint32(zlib.crc32(name.encode())))
+        return hash_rng.fold_in(self.key, np.uint32(zlib.crc32(name.encode())))
 
     def standard_normal(
         self, name: str, shape: tuple[int, ...], cut: float | None = None
     ) -> jax.Array:
         """Standard normal values, truncated at +-`cut` if that is given."""
         key = self.fold(name)
-        return jnp.zeros(shape) if key is None else noise.normal(key, shape, cut)
+        return jnp.zeros(shape) if key is None else hash_rng.normal(key, shape, cut)
 
     def weight(
         self,

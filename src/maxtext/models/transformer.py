@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.common import noise
+from maxtext.common import hash_rng
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.layers import eight_bits
@@ -245,5 +245,5 @@ def initial_weights(config: MaxTextConfig, loop: bool = False) -> Any:
     """Fresh weights as a nested dict; to be called under jit, so that they are born where they
     belong. `loop`: compiled faster, but not to be used one by one."""
     return nnx.to_pure_dict(
-        nnx.state(Transformer(config, noise.seed_key(config.init_weights_seed), loop))
+        nnx.state(Transformer(config, hash_rng.key_from_seed(config.init_weights_seed), loop))
     )
