@@ -77,7 +77,7 @@ def test_free_axes_are_inferred():
 def test_special_axes():
     config = resolved(
         "ici_context_parallelism=2", "ici_fsdp_parallelism=2", "ici_data_parallelism=2", devices=8
-    )  # fmt: skip
+    )
     assert config.context_parallel_size == 2
     assert config.num_target_devices == 8
     assert not resolved(devices=8).using_pipeline_parallelism
@@ -87,9 +87,13 @@ def test_special_axes():
 
 def test_rampup():
     config = resolved(
-        "enable_rampup_batch_size=true", "per_device_batch_size=8", "per_device_batch_size_start=2",
-        "per_device_batch_size_increment=3", "global_rampup_samples=100", devices=2,
-    )  # fmt: skip
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size=8",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=3",
+        "global_rampup_samples=100",
+        devices=2,
+    )
     # two increments from 4 by 6 to 16 sequences; 50 samples at 4 a step take 13 steps, 50 at 10
     # take 5
     assert config.global_batch_size_to_load_start == 4

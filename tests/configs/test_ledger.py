@@ -16,10 +16,17 @@ PACKAGE = Path(maxtext.configs.__file__).parents[1]
 CONFIG_NAMES = {"config", "c"}
 # Keys whose whole effect is inside configs/: they choose and merge the layers.
 LOADER_KEYS = {
-    "base_config", "model_name", "override_model_config", "override_logical_axis_rules", "run_name",
-    "base_output_directory", "tokenizer_path", "tokenizer_type", "logical_axis_rules",
+    "base_config",
+    "model_name",
+    "override_model_config",
+    "override_logical_axis_rules",
+    "run_name",
+    "base_output_directory",
+    "tokenizer_path",
+    "tokenizer_type",
+    "logical_axis_rules",
     "custom_mesh_and_rule",
-}  # fmt: skip
+}
 INPUTS_BY_PATTERN = {  # derive.py reads these through a name made from another key
     **{
         key: "parallelism" for key in MaxTextConfig.model_fields if key.startswith(("ici_", "dcn_"))
@@ -72,14 +79,20 @@ def test_every_listed_key_exists_and_once():
         key for kind in ("not_yet", "never") for section in table[kind] for key in section["keys"]
     ]
     assert len(listed) == len(set(listed))
-    assert set(table["already_so"]) <= set(listed)
+    assert set(table["accepted_values"]) <= set(listed)
 
 
 @pytest.mark.parametrize(
     "setting",
-    ["enable_nnx=true", "pure_nnx=true", "pure_nnx_decoder=true", "force_unroll=true",
-     "monitor_step_time_deviation=false", "use_pathways=false"],
-)  # fmt: skip
+    [
+        "enable_nnx=true",
+        "pure_nnx=true",
+        "pure_nnx_decoder=true",
+        "force_unroll=true",
+        "monitor_step_time_deviation=false",
+        "use_pathways=false",
+    ],
+)
 def test_asking_for_what_is_so_anyway_is_accepted(setting):
     load(None, [setting], environ={}, devices=Devices(1))
 

@@ -15,8 +15,10 @@ from maxtext.configs.types import DerivedValues
 
 ONE = Devices(1)
 INTEGERS = [
-    key for key in fields.KEYS if int in fields.members(key) and key not in DerivedValues.model_fields
-]  # fmt: skip
+    key
+    for key in fields.KEYS
+    if int in fields.members(key) and key not in DerivedValues.model_fields
+]
 FLOATS = [
     key
     for key in fields.KEYS

@@ -142,7 +142,7 @@ def test_which_products(quantization, right):
         (["checkpoint_is_quantized=true"], "checkpoint_is_quantized=true"),
         (
             ["quantization=te_fp8_currentscaling"],
-            "is not in this version: use int8, fp8 or fp8_full to train",
+            "is not implemented: use int8, fp8 or fp8_full for training",
         ),
     ],
 )

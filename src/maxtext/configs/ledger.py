@@ -90,7 +90,7 @@ def problems(
         if key not in excused
         and config.source(key).kind in sources
         and getattr(config, key)
-        not in (getattr(base, key), table()["already_so"].get(key, getattr(base, key)))
+        not in (getattr(base, key), table()["accepted_values"].get(key, getattr(base, key)))
     ]
 
 

@@ -11,6 +11,7 @@ from maxtext.configs.rules import (
     moe,
     multimodal,
     parallelism,
+    positions,
     rl,
     run,
     training,

@@ -1,4 +1,4 @@
-"""Cross-checks of the attention keys."""
+"""Rules of the attention keys."""
 
 from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
 from maxtext.configs.types import Settings
@@ -52,18 +52,16 @@ for _layout in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
     one_of(_layout, "HEAD_DIM_MINOR", "SEQ_MINOR")
 
 
-def typed(settings: Settings) -> bool:
-    """Whether attention_type says what the layers see; a window that a block has anyway may be said
-    again.
-    """
+def attention_type_acts(settings: Settings) -> bool:
+    """Whether attention_type determines the mask of the layers. It may repeat a block's window."""
     if not attends(settings) or settings.architecture.layer_kinds or block(settings) in PATTERNS:
         return False
     return sees(settings) == {KINDS[settings.attention_type]}
 
 
 inert_unless(
-    typed,
-    "a decoder_block with attention that does not say itself what each layer sees",
+    attention_type_acts,
+    "a decoder_block with attention that does not fix the attention type of its layers",
     "attention_type",
 )
 inert_unless(
@@ -78,8 +76,7 @@ inert_unless(
 )
 inert_unless(
     lambda s: rotates(s) and block(s) != "gemma4",
-    "rotary positions, in a decoder_block other than gemma4 (which has local_ and "
-    "global_rope_proportion)",
+    "RoPE, in a decoder_block other than gemma4 (which has local_ and global_rope_proportion)",
     "partial_rotary_factor",
 )
 inert_unless(
@@ -92,7 +89,7 @@ inert_unless(
 inert_unless(plainly_attends, "attention other than MLA", "attention_sink", "use_qk_norm")
 inert_unless(
     in_turn,
-    "a decoder_block whose attention and MLP follow each other",
+    "a decoder_block that applies attention and MLP in sequence",
     "use_post_attn_norm",
     "use_post_ffw_norm",
 )
@@ -152,7 +149,7 @@ inert_unless(
     "use_qk_norm_in_gdn",
 )
 
-# Tensors that remat_policy=custom can keep only where they exist.
+# remat_policy=custom can save only tensors that the model has.
 inert_unless(
     lambda s: attends(s) and not s.fused_qkv,
     "fused_qkv=false",
@@ -180,22 +177,22 @@ inert_unless(
 
 
 @rule("attention_type")
-def latent_attention_has_its_block(settings: Settings) -> str | None:
+def mla_needs_the_deepseek_block(settings: Settings) -> str | None:
     if latent(settings) and block(settings) != "deepseek":
         return (
             f"attention_type=mla needs decoder_block=deepseek, not {block(settings)}: no other "
-            "block has latent attention"
+            "block implements multi-head latent attention"
         )
     return None
 
 
 @rule("base_num_kv_heads")
-def every_head_of_latent_attention_has_its_own_keys(settings: Settings) -> str | None:
+def mla_has_one_kv_head_per_query_head(settings: Settings) -> str | None:
     if latent(settings) and settings.base_num_kv_heads != settings.base_num_query_heads:
         return (
             f"base_num_kv_heads={settings.base_num_kv_heads} does not fit attention_type=mla, "
-            "where each query head has its "
-            f"own keys: set it to {settings.base_num_query_heads}, as base_num_query_heads"
+            f"where each query head has its own keys: set it to {settings.base_num_query_heads}, "
+            "as base_num_query_heads"
         )
     return None
 
@@ -208,9 +205,8 @@ def global_heads_divide_evenly(settings: Settings) -> str | None:
     ):
         return (
             f"base_num_query_heads={settings.base_num_query_heads} is not a multiple of "
-            "global_num_kv_heads="
-            f"{settings.global_num_kv_heads}: each key/value head serves the same number of "
-            "query heads"
+            f"global_num_kv_heads={settings.global_num_kv_heads}: every key/value head must serve "
+            "the same number of query heads"
         )
     return None
 
@@ -225,13 +221,13 @@ def sliding_attention_has_a_window(settings: Settings) -> str | None:
         else f"decoder_block={block(settings)}"
     )
     return (
-        f"{who} needs sliding_window_size: the number of tokens that a token sees in a sliding "
-        "layer"
+        f"{who} needs sliding_window_size: the number of tokens that a sliding-window layer "
+        "attends to"
     )
 
 
 @rule("chunk_attn_window_size")
-def chunk_attention_has_a_chunk(settings: Settings) -> str | None:
+def chunked_attention_has_a_chunk_size(settings: Settings) -> str | None:
     if settings.chunk_attn_window_size or "chunk" not in sees(settings):
         return None
     who = (
@@ -257,12 +253,11 @@ def indexer_needs_a_query_latent(settings: Settings) -> str | None:
 
 
 @rule("indexer_head_dim")
-def indexer_heads_hold_the_rotary_part(settings: Settings) -> str | None:
+def indexer_heads_contain_the_rotary_part(settings: Settings) -> str | None:
     if settings.use_indexer and settings.indexer_head_dim < settings.qk_rope_head_dim:
         return (
             f"indexer_head_dim={settings.indexer_head_dim} is below "
-            f"qk_rope_head_dim={settings.qk_rope_head_dim}, the part of a "
-            "head that turns"
+            f"qk_rope_head_dim={settings.qk_rope_head_dim}, the rotary part of a head"
         )
     return None
 
@@ -285,11 +280,11 @@ def delta_net_heads_divide_evenly(settings: Settings) -> str | None:
 
 
 @rule("moba")
-def moba_is_causal_attention(settings: Settings) -> str | None:
+def moba_needs_causal_attention(settings: Settings) -> str | None:
     if settings.moba and (latent(settings) or sees(settings) - {"linear"} != {"full"}):
         seen = "mla" if latent(settings) else " and ".join(sorted(sees(settings))) or "no"
         return (
-            "moba=true works on plain causal attention (attention_type=global), and there is "
-            f"{seen} attention"
+            f"moba=true needs causal attention (attention_type=global), and this model has {seen} "
+            "attention"
         )
     return None

@@ -1,4 +1,4 @@
-"""Cross-checks of the checkpointing keys."""
+"""Rules of the checkpointing keys."""
 
 from maxtext.configs.rules.rule import in_range, inert_unless, rule
 from maxtext.configs.types import Settings
@@ -15,7 +15,7 @@ inert_unless(
 inert_unless(lambda s: s.load_parameters_path, "load_parameters_path", "checkpoint_conversion_fn")
 inert_unless(
     lambda s: s.max_num_checkpoints_to_keep,
-    "max_num_checkpoints_to_keep, for without it nothing is deleted",
+    "max_num_checkpoints_to_keep: without it nothing is deleted",
     "checkpoint_todelete_subdir",
     "checkpoint_todelete_full_path",
 )
@@ -45,10 +45,9 @@ inert_unless(
 def one_checkpoint_to_load(settings: Settings) -> str | None:
     if settings.load_parameters_path and settings.load_full_state_path:
         return (
-            "load_parameters_path and load_full_state_path are both set, and a run starts from "
-            "one checkpoint: "
-            "keep load_full_state_path to continue that run, or load_parameters_path to start "
-            "anew from its weights"
+            "load_parameters_path and load_full_state_path are both set, but a run starts from "
+            "one checkpoint: keep load_full_state_path to continue that run, or "
+            "load_parameters_path to start a new run from its weights"
         )
     return None
 
@@ -74,7 +73,7 @@ def zarr3_needs_ocdbt(settings: Settings) -> str | None:
 
 
 @rule("local_checkpoint_period")
-def local_checkpoints_need_a_place_and_a_period(settings: Settings) -> str | None:
+def local_checkpoints_need_a_folder_and_a_period(settings: Settings) -> str | None:
     if not (settings.enable_multi_tier_checkpointing or settings.enable_emergency_checkpoint):
         return None
     missing = [
@@ -104,7 +103,7 @@ def one_kind_of_local_checkpoint(settings: Settings) -> str | None:
 
 
 @rule("checkpoint_todelete_subdir")
-def one_place_for_expired_checkpoints(settings: Settings) -> str | None:
+def one_folder_for_expired_checkpoints(settings: Settings) -> str | None:
     if settings.checkpoint_todelete_subdir and settings.checkpoint_todelete_full_path:
         return (
             "checkpoint_todelete_subdir and checkpoint_todelete_full_path exclude each other: "

@@ -1,4 +1,4 @@
-"""Cross-checks of the data keys."""
+"""Rules of the data, tokenizer and batch size keys."""
 
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
 from maxtext.configs.types import MaxTextConfig, Settings
@@ -28,14 +28,14 @@ in_range(0, None, "grain_prefetch_buffer_size_eval")
 in_range(0, None, "max_bad_records", special=(-1,))
 inert_unless(
     lambda s: s.dataset_type not in (DatasetType.C4MLPERF, DatasetType.OLMO_GRAIN),
-    "another dataset_type than c4_mlperf and olmo_grain, which fill rows in a way of their own",
+    "a dataset_type other than c4_mlperf and olmo_grain, which pack rows in their own way",
     "grain_packing_type",
     "max_segments_per_seq",
     "use_truncation",
 )
 inert_unless(
     lambda s: s.dataset_type is not DatasetType.OLMO_GRAIN,
-    "another dataset_type than olmo_grain, whose data is tokens",
+    "a dataset_type other than olmo_grain, whose data is already tokenized",
     "packing",
     "add_bos",
     "add_eos",
@@ -48,8 +48,7 @@ def tiles_divide_the_vocabulary_batch(settings: Settings) -> str | None:
     if settings.num_vocab_tiling > 1 and settings.max_target_length % settings.num_vocab_tiling:
         return (
             f"num_vocab_tiling={settings.num_vocab_tiling} does not divide "
-            f"max_target_length={settings.max_target_length}: "
-            "use a divisor"
+            f"max_target_length={settings.max_target_length}: use a divisor"
         )
     return None
 
@@ -58,9 +57,8 @@ def tiles_divide_the_vocabulary_batch(settings: Settings) -> str | None:
 def a_step_has_at_least_one_sequence(config: MaxTextConfig) -> str | None:
     if config.global_batch_size_to_train_on < 1:
         return (
-            f"per_device_batch_size={config.per_device_batch_size} on "
-            f"{config.num_target_devices} devices is less than one "
-            "sequence a step: increase it"
+            f"per_device_batch_size={config.per_device_batch_size} on {config.num_target_devices} "
+            "devices is less than one sequence per step: increase it"
         )
     return None
 
@@ -70,9 +68,8 @@ def fractional_batches_fill_the_devices(config: MaxTextConfig) -> str | None:
     product = config.per_device_batch_size * config.num_target_devices
     if abs(product - round(product)) > 1e-6:
         return (
-            f"per_device_batch_size={config.per_device_batch_size} on "
-            f"{config.num_target_devices} devices makes {product:g} "
-            "sequences: choose a value that makes a whole number"
+            f"per_device_batch_size={config.per_device_batch_size} on {config.num_target_devices} "
+            f"devices makes {product:g} sequences: choose a value that makes a whole number"
         )
     return None
 
@@ -100,38 +97,33 @@ def rampup_grows_to_the_full_batch(settings: Settings) -> str | None:
 
 
 @rule("enable_rampup_batch_size")
-def rampup_counts_what_is_loaded(settings: Settings) -> str | None:
+def rampup_starts_from_whole_sequences(settings: Settings) -> str | None:
     if settings.enable_rampup_batch_size and (
         settings.expansion_factor_real_data > 0 or settings.per_device_batch_size_start < 1
     ):
         return (
-            "enable_rampup_batch_size works with whole sequences on every device: leave "
-            "expansion_factor_real_data -1 "
-            "and start from per_device_batch_size_start of at least 1"
+            "enable_rampup_batch_size needs at least one sequence per device: leave "
+            "expansion_factor_real_data -1 and set per_device_batch_size_start to 1 or more"
         )
     return None
 
 
 @rule("packing")
-def the_benchmark_is_packed(settings: Settings) -> str | None:
+def c4_mlperf_is_packed(settings: Settings) -> str | None:
     if settings.dataset_type is DatasetType.C4MLPERF and not settings.packing:
-        return (
-            "dataset_type=c4_mlperf fills rows with documents one after the other: leave "
-            "packing=true"
-        )
+        return "dataset_type=c4_mlperf always packs documents: leave packing=true"
     return None
 
 
 @derived_rule("expansion_factor_real_data")
-def reading_hosts_are_a_whole_part(config: MaxTextConfig) -> str | None:
+def expansion_factor_divides_the_devices(config: MaxTextConfig) -> str | None:
     factor = config.expansion_factor_real_data
     if factor > 0 and (
         factor < 1 or factor != round(factor) or config.num_target_devices % round(factor)
     ):
         return (
             f"expansion_factor_real_data={factor:g} does not divide {config.num_target_devices} "
-            "devices: choose a whole "
-            "number that does, or -1"
+            "devices: choose a whole number that does, or -1"
         )
     return None
 
@@ -139,7 +131,7 @@ def reading_hosts_are_a_whole_part(config: MaxTextConfig) -> str | None:
 @rule("chat_template")
 def one_chat_template(settings: Settings) -> str | None:
     if settings.chat_template and settings.chat_template_path:
-        return "chat_template and chat_template_path both give the template: keep one"
+        return "chat_template and chat_template_path both set the template: keep one"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Cross-checks of the inference keys."""
+"""Rules of the inference keys."""
 
 from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
 from maxtext.configs.types import Settings
@@ -43,7 +43,7 @@ def prompts_fit_in_the_sequence(settings: Settings) -> str | None:
 
 
 @rule("decode_sampling_strategy")
-def sampling_has_its_parameter(settings: Settings) -> str | None:
+def sampling_strategy_has_its_parameter(settings: Settings) -> str | None:
     strategy = settings.decode_sampling_strategy.value
     if strategy == "nucleus" and settings.decode_sampling_nucleus_p <= 0:
         return "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p, e.g. 0.95"
@@ -63,7 +63,7 @@ def sampling_has_its_parameter(settings: Settings) -> str | None:
 def axis_orders_are_permutations(settings: Settings) -> str | None:
     for key in ("prefill_cache_axis_order", "ar_cache_axis_order", "compute_axis_order"):
         if sorted(getattr(settings, key).replace(" ", "").split(",")) != ["0", "1", "2", "3"]:
-            return f"{key}={getattr(settings, key)!r} is not an order of the axes 0,1,2,3"
+            return f"{key}={getattr(settings, key)!r} is not a permutation of the axes 0,1,2,3"
     return None
 
 
@@ -75,7 +75,7 @@ def benchmark_stages_are_known(settings: Settings) -> str | None:
     }
     if unknown:
         return (
-            f"inference_microbenchmark_stages has unknown stages {', '.join(sorted(unknown))}: "
-            "use prefill,generate"
+            f"inference_microbenchmark_stages has unknown stages {', '.join(sorted(unknown))}: use "
+            "prefill,generate"
         )
     return None

@@ -1,4 +1,4 @@
-"""Cross-checks of the model keys."""
+"""Rules of the model keys."""
 
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
@@ -7,7 +7,6 @@ from maxtext.configs.types.blocks import (
     DELTA_NETS,
     NARROW,
     NORMS_QUERIES,
-    SKIPS_POSITIONS,
     attends,
     block,
     custom_remat,
@@ -18,7 +17,6 @@ from maxtext.configs.types.blocks import (
     latent,
     layered,
     plainly_attends,
-    rotates,
 )
 
 in_range(
@@ -30,104 +28,20 @@ in_range(
     "base_mlp_dim",
     "base_num_decoder_layers",
 )
-in_range(
-    1,
-    None,
-    "head_dim",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "rope_factor",
-)
-in_range(1, None, "rope_min_timescale", "rope_max_timescale")
-in_range(0, None, "beta_fast", "beta_slow")
-in_range(
-    1, None, "trainable_position_size", "nope_layer_interval", "attention_output_dim", special=(-1,)
-)
-in_range(1, None, "local_rope_max_timescale", "global_rope_max_timescale", special=(-1,))
-in_range(
-    0,
-    None,
-    "normalization_layer_epsilon",
-    "dense_init_scale",
-    "z_loss_multiplier",
-    "rope_linear_scaling_factor",
-)
-in_range(0, 1, "global_rope_proportion", "local_rope_proportion")
+in_range(1, None, "head_dim")
+in_range(1, None, "attention_output_dim", special=(-1,))
+in_range(0, None, "normalization_layer_epsilon", "dense_init_scale", "z_loss_multiplier")
 in_range(1, None, "weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_update_step")
 in_range(2, None, "engram_max_ngram_size")
 in_range(1, None, "engram_num_heads", "engram_head_dim", "engram_kernel_size")
-in_range(0, None, "engram_seed", "global_head_dim", "mscale")
+in_range(0, None, "engram_seed", "global_head_dim")
 one_of("dtype_mm", "float32", "bfloat16", "float16")
-
-
-def stretches(settings: Settings) -> bool:
-    return settings.rope_type.value == "yarn" or (
-        settings.rope_type.value == "llama3.1" and settings.rope_use_scale
-    )
-
-
-def yarn(settings: Settings) -> bool:
-    return rotates(settings) and settings.rope_type.value == "yarn"
 
 
 def gemma4(settings: Settings) -> bool:
     return block(settings) == "gemma4"
 
 
-inert_unless(
-    rotates,
-    "rotary positions (no trainable_position_size or use_untrainable_positional_embedding)",
-    "rope_type",
-    "rope_min_timescale",
-    "rope_max_timescale",
-)
-inert_unless(
-    lambda s: rotates(s) and block(s) in SKIPS_POSITIONS,
-    f"rotary positions, in one of the decoder_blocks {', '.join(SKIPS_POSITIONS)}",
-    "nope_layer_interval",
-)
-inert_unless(
-    lambda s: (
-        stretches(s) or (s.rope_type.value == "llama3.1" and s.source("rope_use_scale").is_user)
-    ),
-    "rope_type=yarn, or llama3.1 with rope_use_scale=true",
-    "rope_factor",
-    "original_max_position_embeddings",
-)
-inert_unless(yarn, "rope_type=yarn", "beta_fast", "beta_slow", "rope_truncate")
-inert_unless(
-    lambda s: yarn(s) and block(s) != "llama4",
-    "rope_type=yarn, and not llama4, which always turns neighbours",
-    "rope_interleave",
-)
-inert_unless(
-    lambda s: yarn(s) and s.rope_factor > 1,
-    "rope_type=yarn and a rope_factor above 1",
-    "rope_attention_scaling",
-)
-inert_unless(
-    lambda s: yarn(s) and s.rope_factor > 1 and latent(s),
-    "rope_type=yarn, a rope_factor above 1 and attention_type=mla",
-    "mscale",
-)
-inert_unless(
-    lambda s: rotates(s) and s.rope_type.value == "llama3.1", "rope_type=llama3.1", "rope_use_scale"
-)
-inert_unless(
-    lambda s: rotates(s) and not stretches(s), "rope_type=default", "rope_linear_scaling_factor"
-)
-inert_unless(
-    lambda s: rotates(s) and block(s) in ("gemma3", "gemma4"),
-    "decoder_block=gemma3 or gemma4",
-    "local_rope_max_timescale",
-)
-inert_unless(
-    lambda s: rotates(s) and gemma4(s),
-    "decoder_block=gemma4",
-    "global_rope_max_timescale",
-    "global_rope_proportion",
-    "local_rope_proportion",
-)
 inert_unless(gemma4, "decoder_block=gemma4", "global_head_dim", "v_norm_with_scale")
 inert_unless(
     lambda s: s.logits_via_embedding, "logits_via_embedding=true", "normalize_embedding_logits"
@@ -155,7 +69,7 @@ inert_unless(
     "out_proj",
     "attention_out",
 )
-inert_unless(dense_mlp, "a layer with an MLP beside or in place of experts", "fused_mlp")
+inert_unless(dense_mlp, "a layer with a dense MLP", "fused_mlp")
 inert_unless(
     lambda s: plainly_attends(s) and s.use_qk_norm and block(s) not in NORMS_QUERIES,
     f"use_qk_norm=true, in a decoder_block other than {', '.join(NORMS_QUERIES)}",
@@ -164,7 +78,7 @@ inert_unless(
 inert_unless(lambda s: block(s) == NARROW, f"decoder_block={NARROW}", "attention_output_dim")
 inert_unless(
     lambda s: layered(s) and (s.enable_dropout or s.source("enable_dropout").is_user),
-    "enable_dropout=true, and a decoder_block that drops (not simple, simple_mlp or "
+    "enable_dropout=true and a decoder_block with dropout (not simple, simple_mlp or "
     "qwen3_custom_moe)",
     "dropout_rate",
 )
@@ -189,8 +103,8 @@ inert_unless(
     "engram_seed",
 )
 
-# Tensors that remat_policy=custom can keep only where they exist.
-inert_unless(layered, "a decoder_block that keeps what enters its layers", "decoder_layer_input")
+# remat_policy=custom can save only tensors that the model has.
+inert_unless(layered, "a decoder_block whose layer inputs can be saved", "decoder_layer_input")
 inert_unless(
     lambda s: len(s.mlp_activations) == 1 or (s.fused_mlp and dense_mlp(s)),
     "fused_mlp=true or one activation",
@@ -216,9 +130,8 @@ def heads_divide_evenly(settings: Settings) -> str | None:
     if settings.base_num_query_heads % settings.base_num_kv_heads:
         return (
             f"base_num_query_heads={settings.base_num_query_heads} is not a multiple of "
-            "base_num_kv_heads="
-            f"{settings.base_num_kv_heads}: each key/value head serves the same number of query "
-            "heads"
+            f"base_num_kv_heads={settings.base_num_kv_heads}: every key/value head must serve the "
+            "same number of query heads"
         )
     return None
 
@@ -244,23 +157,20 @@ def activations_are_known(settings: Settings) -> str | None:
 
 
 @rule("mlp_activations_limit")
-def a_limit_is_on_a_gate_and_a_branch(settings: Settings) -> str | None:
+def activation_limit_needs_a_gated_mlp(settings: Settings) -> str | None:
     limit = settings.mlp_activations_limit
     if limit <= 0 and limit != -1:
         return f"mlp_activations_limit={limit:g} is out of range: it must be above 0, or -1"
     if limit > 0 and len(settings.mlp_activations) != 2:
         return (
-            f"mlp_activations_limit={limit:g} cuts off a gate and its branch: mlp_activations "
-            "must be two"
+            f"mlp_activations_limit={limit:g} clips the gate and the linear branch of a gated MLP: "
+            "mlp_activations must have two names"
         )
     return None
 
 
 @rule("base_mlp_dim", ProblemKind.INERT)
-def mlp_width_is_of_some_mlp(settings: Settings) -> str | None:
-    """Where every layer has experts, their width is base_moe_mlp_dim; base_mlp_dim may only repeat
-    it.
-    """
+def some_layer_has_a_dense_mlp(settings: Settings) -> str | None:
     chosen = settings.source("base_mlp_dim").is_user
     if (
         chosen
@@ -270,114 +180,56 @@ def mlp_width_is_of_some_mlp(settings: Settings) -> str | None:
     ):
         return (
             f"base_mlp_dim={settings.base_mlp_dim} ({settings.source('base_mlp_dim')}) would do "
-            "nothing: all layers have experts, "
-            f"which are base_moe_mlp_dim={settings.base_moe_mlp_dim} wide; leave one of the two out"
-        )
-    return None
-
-
-@rule("head_dim")
-def rope_rotates_pairs(settings: Settings) -> str | None:
-    if not rotates(settings):
-        return None
-    key = "qk_rope_head_dim" if latent(settings) else "head_dim"
-    whole = block(settings) == "gemma4"  # which turns by proportions of its own
-    rotated = int(getattr(settings, key) * (1 if whole else settings.partial_rotary_factor))
-    if rotated % 2:
-        return (
-            f"{key}={getattr(settings, key)} x "
-            f"partial_rotary_factor={settings.partial_rotary_factor:g} makes {rotated} "
-            "dimensions "
-            "that turn, and rotary positions turn pairs: choose values that make an even number"
-        )
-    if settings.global_head_dim % 2:
-        return (
-            f"global_head_dim={settings.global_head_dim} is odd, and rotary positions turn "
-            "pairs: choose an even number"
-        )
-    return None
-
-
-@rule("attention_type")
-def latent_attention_has_rotary_positions(settings: Settings) -> str | None:
-    if latent(settings) and not rotates(settings):
-        key = (
-            "trainable_position_size"
-            if settings.trainable_position_size > 0
-            else "use_untrainable_positional_embedding"
-        )
-        return (
-            f"{key} does not go with attention_type=mla, which has rotary positions built in: "
-            "leave it out"
+            "nothing: all layers have experts, whose width is "
+            f"base_moe_mlp_dim={settings.base_moe_mlp_dim}; leave one of the two out"
         )
     return None
 
 
 @rule("fused_qkv")
-def fused_projections_are_of_queries_keys_and_values(settings: Settings) -> str | None:
+def fused_qkv_needs_plain_projections(settings: Settings) -> str | None:
     if settings.fused_qkv and block(settings) in DELTA_NETS:
         return (
-            f"fused_qkv=true does not go with decoder_block={block(settings)}, whose attention "
-            "has a gate: leave it out"
+            f"fused_qkv=true does not go with decoder_block={block(settings)}, whose attention has "
+            "a gate: leave it out"
         )
     if settings.fused_qkv and settings.share_kv_projections:
         return (
-            "fused_qkv=true does not go with share_kv_projections=true: there are no values to "
-            "project"
+            "fused_qkv=true does not go with share_kv_projections=true, which has no value "
+            "projection"
         )
     return None
 
 
 @rule("moe_expert_input_dim")
-def attention_and_experts_are_equally_narrow(settings: Settings) -> str | None:
+def experts_read_the_attention_output(settings: Settings) -> str | None:
     if block(settings) == NARROW and settings.moe_expert_input_dim != settings.attention_output_dim:
         return (
-            f"moe_expert_input_dim={settings.moe_expert_input_dim} is what experts read, and "
-            "attention writes "
-            f"attention_output_dim={settings.attention_output_dim}: give both the same value"
+            f"moe_expert_input_dim={settings.moe_expert_input_dim} must equal "
+            f"attention_output_dim={settings.attention_output_dim}: experts read the output of "
+            "attention"
         )
     return None
 
 
 @rule("decoder_block")
-def add_ons_fit_the_block(settings: Settings) -> str | None:
+def block_supports_add_ons(settings: Settings) -> str | None:
     name = block(settings)
     if settings.mtp_num_layers and not layered(settings):
         return (
-            f"mtp_num_layers={settings.mtp_num_layers} does not go with decoder_block={name}: "
-            "its layers cannot look ahead"
+            f"mtp_num_layers={settings.mtp_num_layers} does not go with decoder_block={name}: its "
+            "layers do not support multi-token prediction"
         )
     if settings.engram_layers and not layered(settings):
         return (
-            f"engram_layers does not go with decoder_block={name}: its layers have no place for "
-            "a memory"
+            f"engram_layers does not go with decoder_block={name}: its layers do not support "
+            "engram memory"
         )
     if settings.mhc_expansion_rate > 1 and not in_turn(settings):
         return (
             f"mhc_expansion_rate={settings.mhc_expansion_rate} does not go with "
-            f"decoder_block={name}: streams need a block "
-            "whose attention and MLP follow each other"
-        )
-    return None
-
-
-@rule("trainable_position_size")
-def learned_positions_reach_the_end(settings: Settings) -> str | None:
-    if 0 < settings.trainable_position_size < settings.max_target_length:
-        return (
-            f"trainable_position_size={settings.trainable_position_size} is below "
-            f"max_target_length={settings.max_target_length}: "
-            "a token would have no position"
-        )
-    return None
-
-
-@rule("rope_min_timescale")
-def rope_timescales_are_ordered(settings: Settings) -> str | None:
-    if settings.rope_min_timescale >= settings.rope_max_timescale:
-        return (
-            f"rope_min_timescale={settings.rope_min_timescale} must be below "
-            f"rope_max_timescale={settings.rope_max_timescale}"
+            f"decoder_block={name}: hyper-connections need a block that applies attention and MLP "
+            "in sequence"
         )
     return None
 
@@ -389,14 +241,14 @@ def sparsity_keeps_n_of_m(settings: Settings) -> str | None:
         return "weight_sparsity_n and weight_sparsity_m go together: set both or neither"
     if n is not None and m is not None and n >= m:
         return (
-            f"weight_sparsity_n={n} must be below weight_sparsity_m={m}: n of every m weights "
-            "are kept"
+            f"weight_sparsity_n={n} must be below weight_sparsity_m={m}: n of every m weights are "
+            "kept"
         )
     return None
 
 
 @rule("quantization")
-def quantization_is_known(settings: Settings) -> str | None:
+def quantization_is_implemented(settings: Settings) -> str | None:
     if settings.quantization and settings.quantization.value not in (
         "int8",
         "int4",
@@ -405,23 +257,22 @@ def quantization_is_known(settings: Settings) -> str | None:
         "fp8_full",
     ):
         return (
-            f"quantization={settings.quantization.value} is not in this version: use int8, fp8 "
-            "or fp8_full to train, int8 or "
-            "int4 for the weights of a model that is not trained"
+            f"quantization={settings.quantization.value} is not implemented: use int8, fp8 or "
+            "fp8_full for training, int8 or int4 for weight-only quantization in inference"
         )
     return None
 
 
 @rule("quantization")
-def full_eight_bits_have_a_head(settings: Settings) -> str | None:
+def fp8_full_needs_an_output_head(settings: Settings) -> str | None:
     if (
         settings.quantization
         and settings.quantization.value == "fp8_full"
         and settings.logits_via_embedding
     ):
         return (
-            "quantization=fp8_full is fp8 with the head, and with logits_via_embedding=true "
-            "there is none: use fp8"
+            "quantization=fp8_full quantizes the output head, and logits_via_embedding=true "
+            "leaves none: use fp8"
         )
     return None
 
@@ -439,7 +290,7 @@ inert_unless(
 
 
 @rule("kv_quant_axis")
-def quantized_cache_is_quantized_by_an_axis(settings: Settings) -> str | None:
+def quantized_cache_has_an_axis(settings: Settings) -> str | None:
     if settings.quantize_kvcache and not settings.kv_quant_axis.value:
         return "quantize_kvcache=true needs kv_quant_axis: dkv or heads_and_dkv"
     return None
@@ -463,8 +314,7 @@ def engram_has_a_vocabulary_for_each_order(settings: Settings) -> str | None:
     ):
         return (
             "engram_vocab_bases needs one size for each n-gram order "
-            f"2..{settings.engram_max_ngram_size}, "
-            f"and has {len(settings.engram_vocab_bases)}"
+            f"2..{settings.engram_max_ngram_size}, and has {len(settings.engram_vocab_bases)}"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Cross-checks of the moe keys."""
+"""Rules of the mixture-of-experts keys."""
 
 import math
 
@@ -63,7 +63,7 @@ inert_unless(
 )
 inert_unless(
     lambda s: experts(s) and (block(s) != "llama4" or not s.sparse_matmul),
-    f"{NEEDS_EXPERTS}; llama4 weighs what experts read, and its sum is in float32",
+    f"{NEEDS_EXPERTS}; llama4 weights the inputs of experts and always sums in float32",
     "float32_weight_sum",
 )
 inert_unless(
@@ -91,7 +91,7 @@ inert_unless(
 )
 inert_unless(
     lambda s: dense_mlp(s) or block(s) == "gpt_oss",
-    "an MLP beside or in place of experts (experts themselves have biases in gpt_oss)",
+    "a dense MLP, or decoder_block=gpt_oss, whose experts have biases",
     "mlp_bias",
 )
 inert_unless(
@@ -128,18 +128,19 @@ def tokens_choose_among_the_experts(settings: Settings) -> str | None:
 
 @rule("n_routing_groups")
 def routing_groups_divide_the_experts(settings: Settings) -> str | None:
-    groups, kept = settings.n_routing_groups, settings.topk_routing_group
-    if groups == -1 and kept == -1:
+    groups, topk = settings.n_routing_groups, settings.topk_routing_group
+    if groups == -1 and topk == -1:
         return None
-    if groups < 1 or not 1 <= kept <= groups:
-        return f"topk_routing_group={kept} must lie in 1..n_routing_groups={groups}, or both be -1"
+    if groups < 1 or not 1 <= topk <= groups:
+        return (
+            f"topk_routing_group={topk} must be in 1..n_routing_groups={groups}, or both must be -1"
+        )
     if settings.num_experts % groups:
         return f"n_routing_groups={groups} does not divide num_experts={settings.num_experts}"
-    if kept * settings.num_experts // groups < settings.num_experts_per_tok:
+    if topk * settings.num_experts // groups < settings.num_experts_per_tok:
         return (
-            f"topk_routing_group={kept} groups of {settings.num_experts // groups} experts are "
-            "fewer than "
-            f"num_experts_per_tok={settings.num_experts_per_tok}: keep more groups"
+            f"topk_routing_group={topk} groups of {settings.num_experts // groups} experts are "
+            f"fewer than num_experts_per_tok={settings.num_experts_per_tok}: keep more groups"
         )
     return None
 
@@ -162,61 +163,62 @@ def loss_free_balancing_needs_a_bias(settings: Settings) -> str | None:
 
 
 @rule("capacity_factor")
-def capacity_is_of_experts_that_drop(settings: Settings) -> str | None:
+def capacity_needs_dense_matmul(settings: Settings) -> str | None:
     factor = settings.capacity_factor
     if factor <= 0 and factor != -1:
         return (
-            f"capacity_factor={factor:g} leaves experts no room: it must be above 0, or -1 to "
-            "drop nothing"
+            f"capacity_factor={factor:g} is out of range: it must be above 0, or -1 to drop no "
+            "tokens"
         )
     if factor > 0 and settings.sparse_matmul:
-        return f"capacity_factor={factor:g} is of experts that drop tokens: set sparse_matmul=false"
+        return (
+            f"capacity_factor={factor:g} drops tokens, which sparse_matmul=true never does: "
+            "set sparse_matmul=false"
+        )
     return None
 
 
 @rule("ragged_buffer_factor")
-def a_buffer_has_room(settings: Settings) -> str | None:
+def ragged_buffer_factor_is_positive(settings: Settings) -> str | None:
     factor = settings.ragged_buffer_factor
     if factor <= 0 and factor != -1:
         return (
-            f"ragged_buffer_factor={factor:g} leaves experts no room: it must be above 0, or -1 "
-            "for all tokens"
+            f"ragged_buffer_factor={factor:g} is out of range: it must be above 0, or -1 for all "
+            "tokens"
         )
     return None
 
 
 @derived_rule("ragged_buffer_factor", ProblemKind.INERT)
-def a_buffer_that_holds_everything_is_no_bound(config: MaxTextConfig) -> str | None:
-    factor, sharing = config.ragged_buffer_factor, expert_parallel_size(config)
-    if factor >= sharing:
+def ragged_buffer_bounds_something(config: MaxTextConfig) -> str | None:
+    factor, size = config.ragged_buffer_factor, expert_parallel_size(config)
+    if factor >= size:
         return (
-            f"ragged_buffer_factor={factor:g} would do nothing: with experts shared by {sharing} "
-            f"device{'s' * (sharing > 1)}, from {sharing} on the buffer holds all tokens; leave "
+            f"ragged_buffer_factor={factor:g} would do nothing: with experts over {size} "
+            f"device{'s' * (size > 1)}, a buffer factor of {size} already holds all tokens; leave "
             "it -1"
         )
     return None
 
 
 @derived_rule("use_ring_of_experts", ProblemKind.INERT)
-def a_ring_has_several_devices(config: MaxTextConfig) -> str | None:
+def ring_of_experts_needs_expert_parallelism(config: MaxTextConfig) -> str | None:
     if config.use_ring_of_experts and expert_parallel_size(config) == 1:
         return (
-            "use_ring_of_experts=true would do nothing: it needs devices that share the experts; "
-            "set "
+            "use_ring_of_experts=true would do nothing: it needs expert parallelism; set "
             f"ici_expert_parallelism above 1, to a divisor of num_experts={config.num_experts}"
         )
     return None
 
 
 @derived_rule("moe_fsdp_use_two_stage_all_gather", ProblemKind.INERT)
-def two_stages_have_two_axes(config: MaxTextConfig) -> str | None:
+def two_stage_all_gather_needs_two_axes(config: MaxTextConfig) -> str | None:
     if config.moe_fsdp_use_two_stage_all_gather and not (
         num_shards(config, "fsdp") > 1 and num_shards(config, "fsdp_transpose") > 1
     ):
         return (
             "moe_fsdp_use_two_stage_all_gather=true would do nothing: it needs "
-            "ici_fsdp_parallelism and "
-            "ici_fsdp_transpose_parallelism above 1"
+            "ici_fsdp_parallelism and ici_fsdp_transpose_parallelism above 1"
         )
     return None
 
@@ -242,8 +244,8 @@ def fsdp_splits_the_experts(config: MaxTextConfig) -> str | None:
     idle = axes_of(config, "exp") - axes
     if num_shards(config, *idle) > 1:
         return (
-            f"shard_exp_on_fsdp=true leaves the mesh axis {sorted(idle)[0]!r} without experts: "
-            "set its parallelism to 1, or add it to the rule exp_with_fsdp in logical_axis_rules"
+            f"shard_exp_on_fsdp=true leaves the mesh axis {sorted(idle)[0]!r} without experts: set "
+            "its parallelism to 1, or add it to the rule exp_with_fsdp in logical_axis_rules"
         )
     return None
 
@@ -273,10 +275,10 @@ def expert_parallel_size(config: MaxTextConfig) -> int:
 
 
 @rule("capacity_factor")
-def one_way_to_bound_expert_buffers(settings: Settings) -> str | None:
+def one_bound_of_expert_buffers(settings: Settings) -> str | None:
     if settings.capacity_factor > 0 and settings.ragged_buffer_factor > 0:
         return (
-            "capacity_factor and ragged_buffer_factor both bound what experts take: set one, "
-            "leave the other -1"
+            "capacity_factor and ragged_buffer_factor both bound the tokens of an expert: set "
+            "one, leave the other -1"
         )
     return None

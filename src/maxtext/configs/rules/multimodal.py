@@ -1,4 +1,4 @@
-"""Cross-checks of the multimodal keys."""
+"""Rules of the vision and audio keys."""
 
 from maxtext.configs.rules.rule import in_range, rule
 from maxtext.configs.types import Settings

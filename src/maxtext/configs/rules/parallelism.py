@@ -1,4 +1,4 @@
-"""Cross-checks of the parallelism keys."""
+"""Rules of the mesh, sharding and rematerialization keys."""
 
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
@@ -67,20 +67,20 @@ inert_unless(
 
 
 @rule("shard_mode")
-def explicit_sharding_has_its_limits(settings: Settings) -> str | None:
-    """What works on whole matrices or keeps state apart from its weight has no single layout that a
-    type could say.
+def explicit_sharding_supports_the_features(settings: Settings) -> str | None:
+    """Computations on whole matrices and state stored apart from its weight have no single layout
+    that a type could express.
     """
-    beyond = {
+    features = {
         "opt_type=muon": settings.opt_type.value == "muon",
         "shard_optimizer_over_data": settings.shard_optimizer_over_data,
         "optimizer_memory_host_offload": settings.optimizer_memory_host_offload,
         "parameter_memory_host_offload": settings.parameter_memory_host_offload,
         "mtp_num_layers": settings.mtp_num_layers > 0,
     }
-    found = [name for name, present in beyond.items() if present]
-    if settings.shard_mode is ShardMode.EXPLICIT and found:
-        return f"shard_mode=explicit does not go with {found[0]}: set shard_mode=auto"
+    unsupported = [name for name, present in features.items() if present]
+    if settings.shard_mode is ShardMode.EXPLICIT and unsupported:
+        return f"shard_mode=explicit does not support {unsupported[0]}: set shard_mode=auto"
     return None
 
 
@@ -110,22 +110,22 @@ def axis_rules_are_pairs(settings: Settings) -> str | None:
 
 
 @rule("optimizer_memory_host_offload")
-def optimizer_state_has_one_place(settings: Settings) -> str | None:
+def optimizer_state_has_one_location(settings: Settings) -> str | None:
     if settings.optimizer_memory_host_offload and settings.shard_optimizer_over_data:
         return (
-            "optimizer_memory_host_offload and shard_optimizer_over_data exclude each other: "
-            "keep one"
+            "optimizer_memory_host_offload and shard_optimizer_over_data exclude each other: keep "
+            "one"
         )
     return None
 
 
 @derived_rule("param_scan_axis")
-def offloaded_layers_lie_together(config: MaxTextConfig) -> str | None:
+def offloaded_layers_are_contiguous(config: MaxTextConfig) -> str | None:
     if config.parameter_memory_host_offload and config.scan_layers and config.param_scan_axis != 0:
         return (
-            "parameter_memory_host_offload=true brings one layer at a time to the device, and "
-            "param_scan_axis="
-            f"{config.param_scan_axis} interleaves them: set param_scan_axis=0 or scan_layers=false"
+            "parameter_memory_host_offload=true moves one layer at a time to the device, so "
+            f"layers must be contiguous: set param_scan_axis=0 (it is {config.param_scan_axis}) or "
+            "scan_layers=false"
         )
     return None
 
@@ -152,44 +152,42 @@ def context_divides_the_sequence(config: MaxTextConfig) -> str | None:
     chunks = config.context_parallel_size * (2 if config.context_parallel_load_balance else 1)
     if config.context_parallel_size > 1 and config.max_target_length % chunks:
         return (
-            f"max_target_length={config.max_target_length} does not split into {chunks} chunks for "
-            f"{config.context_parallel_size} context shards (twice as many with "
+            f"max_target_length={config.max_target_length} does not divide into {chunks} chunks "
+            f"for {config.context_parallel_size} context shards (two chunks per shard with "
             "context_parallel_load_balance)"
         )
     return None
 
 
 @derived_rule("context_parallel_load_balance")
-def balanced_context_is_even(config: MaxTextConfig) -> str | None:
+def load_balancing_needs_an_even_number_of_shards(config: MaxTextConfig) -> str | None:
     if balanced(config) and config.context_parallel_size % 2:
         return (
             "context_parallel_load_balance needs an even number of context shards, not "
-            f"{config.context_parallel_size}: "
-            "change the number or set it to false"
+            f"{config.context_parallel_size}: change the number or set it to false"
         )
     return None
 
 
 def balanced(config: MaxTextConfig) -> bool:
-    """Whether tokens come in an order that gives every context shard the same work."""
+    """Whether tokens are reordered so that every context shard has the same work."""
     return config.context_parallel_load_balance and config.context_parallel_size > 1
 
 
 @derived_rule("context_parallel_load_balance")
-def balanced_context_has_no_neighbours(config: MaxTextConfig) -> str | None:
-    needing = {
-        "gated DeltaNet layers": "linear" in sees(config),
+def load_balancing_needs_order_independence(config: MaxTextConfig) -> str | None:
+    features = {
+        "a gated DeltaNet layer": "linear" in sees(config),
         "engram_layers": config.engram_layers,
         "mtp_num_layers": config.mtp_num_layers,
         "moba": config.moba,
         "capacity_factor": config.num_experts > 1 and config.capacity_factor > 0,
     }
-    found = [name for name, present in needing.items() if present]
-    if balanced(config) and found:
+    unsupported = [name for name, present in features.items() if present]
+    if balanced(config) and unsupported:
         return (
-            f"context_parallel_load_balance=true changes the order of tokens, and {found[0]} "
-            "need them in their own: "
-            "set context_parallel_load_balance=false"
+            f"context_parallel_load_balance=true reorders tokens, which {unsupported[0]} does not "
+            "support: set context_parallel_load_balance=false"
         )
     return None
 
@@ -202,8 +200,8 @@ def reordering_needs_balance(config: MaxTextConfig) -> str | None:
     ):
         return (
             f"context_parallel_reorder_strategy={config.context_parallel_reorder_strategy.value} "
-            "would do nothing: it needs "
-            "context_parallel_load_balance=true and more than one context shard"
+            "would do nothing: it needs context_parallel_load_balance=true and more than one "
+            "context shard"
         )
     return None
 
@@ -219,9 +217,8 @@ def every_mesh_axis_splits_something(config: MaxTextConfig) -> str | None:
     idle = [axis for axis, ici, dcn in sizes if ici * dcn > 1 and axis not in named]
     if idle:
         return (
-            f"mesh axis {idle[0]} has more than one device, but no logical axis rule names it, "
-            "so its devices all "
-            "do the same: use another axis, or add it to logical_axis_rules"
+            f"mesh axis {idle[0]} has more than one device, but no logical axis rule names it, so "
+            "all its devices compute the same: use another axis, or add it to logical_axis_rules"
         )
     return None
 
@@ -244,14 +241,14 @@ def pipeline_divides_the_layers(config: MaxTextConfig) -> str | None:
         config.num_pipeline_repeats > 0 and layers != block * config.num_pipeline_repeats
     ):
         return (
-            f"{layers} pipelined layers are not {stages} stages x num_layers_per_pipeline_stage="
-            f"{config.num_layers_per_pipeline_stage} x "
+            f"{layers} pipelined layers are not {stages} stages x "
+            f"num_layers_per_pipeline_stage={config.num_layers_per_pipeline_stage} x "
             f"num_pipeline_repeats={config.num_pipeline_repeats}"
         )
     microbatches = config.num_pipeline_microbatches
     if microbatches > 0 and microbatches % stages:
         return (
-            f"num_pipeline_microbatches={microbatches} is not a multiple of the {stages} "
-            "pipeline stages"
+            f"num_pipeline_microbatches={microbatches} is not a multiple of the {stages} pipeline "
+            "stages"
         )
     return None

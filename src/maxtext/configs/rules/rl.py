@@ -1,4 +1,4 @@
-"""Cross-checks of the rl keys."""
+"""Rules of the reinforcement learning keys."""
 
 from maxtext.configs.rules.rule import in_range, rule
 from maxtext.configs.types import Settings

@@ -1,4 +1,4 @@
-"""Cross-checks of the run keys."""
+"""Rules of the run, compilation and debugging keys."""
 
 from maxtext.configs.rules.rule import in_range, inert_unless, rule
 from maxtext.configs.types import Settings
@@ -12,17 +12,17 @@ inert_unless(lambda s: s.compile_topology, "compile_topology", "compile_topology
 def topology_has_its_slices(settings: Settings) -> str | None:
     if settings.compile_topology and settings.compile_topology_num_slices == -1:
         return (
-            f"compile_topology={settings.compile_topology} needs compile_topology_num_slices: "
-            "how many slices, such as 1"
+            f"compile_topology={settings.compile_topology} needs compile_topology_num_slices: how "
+            "many slices, such as 1"
         )
     return None
 
 
 @rule("compiled_trainstep_file")
-def one_program_is_compiled_ahead(settings: Settings) -> str | None:
+def aot_compiles_one_program(settings: Settings) -> str | None:
     if settings.compiled_trainstep_file and settings.enable_rampup_batch_size:
         return (
-            "compiled_trainstep_file holds one program, and enable_rampup_batch_size needs one a "
-            "size: leave one out"
+            "compiled_trainstep_file holds one program, and enable_rampup_batch_size needs one "
+            "per batch size: leave one out"
         )
     return None

@@ -1,4 +1,4 @@
-"""Cross-checks of the training keys."""
+"""Rules of the training, optimizer and fine-tuning keys."""
 
 import re
 
@@ -40,7 +40,10 @@ def warmup_and_decay_fit_in_the_schedule(settings: Settings) -> str | None:
         settings.lr_schedule_type.value == "wsd"
         and settings.warmup_steps_fraction + settings.wsd_decay_steps_fraction > 1
     ):
-        return "warmup_steps_fraction + wsd_decay_steps_fraction is above 1: the two phases overlap"
+        return (
+            "warmup_steps_fraction + wsd_decay_steps_fraction is above 1: the two phases "
+            "would overlap"
+        )
     return None
 
 
@@ -49,7 +52,7 @@ def mu_dtype_is_a_float(settings: Settings) -> str | None:
     if settings.mu_dtype not in ("", "float32", "bfloat16", "float16"):
         return (
             f"mu_dtype={settings.mu_dtype!r} is not known: use float32, bfloat16, float16, or "
-            "empty for the weights' own"
+            "empty for the dtype of the weights"
         )
     return None
 
