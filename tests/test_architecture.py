@@ -9,9 +9,22 @@ import maxtext
 
 PACKAGE = Path(maxtext.__file__).parent
 LEVEL = {
-    "common": 0, "configs": 1, "sharding": 2, "kernels": 2, "tokenizers": 2, "optimizers": 2, "layers": 3, "models": 4,
-    "input_pipeline": 4, "checkpoint": 5, "diagnostics": 5, "inference": 6, "trainers": 7, "cli": 8,
-}  # fmt: skip
+    "common": 0,
+    "configs": 1,
+    "sharding": 2,
+    "kernels": 2,
+    "tokenizers": 2,
+    "optimizers": 2,
+    "layers": 3,
+    "hf": 3,
+    "models": 4,
+    "input_pipeline": 4,
+    "checkpoint": 5,
+    "diagnostics": 5,
+    "inference": 6,
+    "trainers": 7,
+    "cli": 8,
+}
 # Modules beside the rooms: the package itself and the doors for familiar commands.
 DOORS = {
     "__init__",

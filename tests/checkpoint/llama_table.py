@@ -13,7 +13,6 @@ import numpy as np
 
 from maxtext.checkpoint.convert import (
     NATIVE_STEM,
-    Rule,
     SafetensorsFolder,
     from_hf,
     to_hf,
@@ -24,6 +23,7 @@ from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import find_param_infos, flatten, load_weights
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.hf.rules import Rule
 from maxtext.models import make_template
 from maxtext.models.registry import segments
 
@@ -104,7 +104,7 @@ def their_tensors(param_infos, dtype, rules=RULES):
     return {
         name: TensorInfo(np.dtype(dtype), shape)
         for bound in bounds
-        for name, shape in zip(bound.theirs, bound.their_shapes, strict=True)
+        for name, shape in zip(bound.hf_names, bound.hf_shapes, strict=True)
     }
 
 

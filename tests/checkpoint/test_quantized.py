@@ -21,16 +21,12 @@ from transformers.modeling_layers import MtpLayer
 
 from maxtext import LLM
 from maxtext.checkpoint.convert.command import from_folder, to_folder
-from maxtext.checkpoint.convert.quantized import (
-    BlockFloat8,
-    Dequantized,
-    MicroscalingFloat4,
-    scheme_of,
-)
+from maxtext.checkpoint.convert.dequantize import Dequantized
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.hf.quantized import BlockFloat8, MicroscalingFloat4, quantized_format
 from maxtext.layers.inputs import LayerInputs
 
 BLOCK = 128
@@ -399,7 +395,7 @@ def test_memory():
     """A tensor in bfloat16 and blocks of it, never the whole in float32."""
     codes, scales = codes8(4096, 1024), np.ones((32, 8), np.float32)
     tracemalloc.start()
-    value = BlockFloat8(BLOCK, BLOCK).values(codes, scales)
+    value = BlockFloat8(BLOCK, BLOCK).dequantize(codes, scales)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < value.nbytes + 4 * value.size
@@ -426,7 +422,7 @@ ONES = np.ones((2, 3), np.float32)
         ({W: codes8(7), S: ONES}, r"x.weight has shape \[7\], not \[..., outputs, inputs\]"),
         (
             {W: ONES.astype(ml_dtypes.float8_e5m2)},
-            "x.weight is F8_E5M2, which means nothing in this scheme",
+            "x.weight is F8_E5M2, which means nothing in this format",
         ),
     ],
 )
@@ -457,7 +453,7 @@ def test_fp8_in_pieces(arrays, message):
             (2, 4, 3, 16),
             (2, 4, 3),
             {"y": codes8(2)},
-            "y is F8_E4M3, which means nothing in this scheme",
+            "y is F8_E4M3, which means nothing in this format",
         ),
     ],
 )
@@ -491,11 +487,13 @@ def test_other_schemes_are_refused(deepseek, tmp_path, stated, method):
 
 
 def test_schemes():
-    assert scheme_of({}, "here") is None
-    assert scheme_of({"quantization_config": None}, "here") is None
+    assert quantized_format({}, "here") is None
+    assert quantized_format({"quantization_config": None}, "here") is None
     ue8m0 = {"quantization_config": FP8 | {"weight_block_size": [64, 32], "scale_fmt": "ue8m0"}}
     assert (
-        scheme_of(ue8m0, "here") == scheme_of({"text_config": ue8m0}, "here") == BlockFloat8(64, 32)
+        quantized_format(ue8m0, "here")
+        == quantized_format({"text_config": ue8m0}, "here")
+        == BlockFloat8(64, 32)
     )
 
 

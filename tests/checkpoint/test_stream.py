@@ -13,7 +13,6 @@ import pytest
 from maxtext.checkpoint.convert import (
     NATIVE_STEM,
     RenamedTensors,
-    Rule,
     SafetensorsFolder,
     TensorInfo,
     from_hf,
@@ -23,6 +22,7 @@ from maxtext.checkpoint.convert import (
 )
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, load_weights
 from maxtext.common.errors import UserError
+from maxtext.hf.rules import Rule
 
 
 class Values:
@@ -120,7 +120,7 @@ def test_transformers_computes_the_same(llama, tmp_path):
 def test_one_error_for_all_problems(llama, theirs, tmp_path):
     folder = SafetensorsFolder.open(theirs[0])
     _, _, param_infos = llama.model("base_num_kv_heads=4", "base_num_decoder_layers=5")
-    rules = [rule for rule in llama.RULES if rule.theirs != "model.norm.weight"]
+    rules = [rule for rule in llama.RULES if rule.hf != "model.norm.weight"]
     with pytest.raises(UserError) as caught:
         write_native_folder(tmp_path / "out", from_hf(folder, rules, param_infos), {}, [])
     message = str(caught.value)
@@ -129,7 +129,7 @@ def test_one_error_for_all_problems(llama, theirs, tmp_path):
     assert message.startswith(f"{theirs[0]} does not fit the model (19 problems): ")
     assert message.count(";") == 5
     assert message.endswith("; and 14 more")
-    assert "no rule is known for our final_norm/scale [32]" in message
+    assert "no rule is known for the weight final_norm/scale [32]" in message
     assert "\n" not in message
     assert not any(tmp_path.iterdir())
 
@@ -165,7 +165,7 @@ def test_each_problem(llama, theirs):
 def test_tensors_of_one_rule_have_one_dtype():
     rule = Rule(("a", "b"), "o", "w -> w", join="w")
     source = Values(a=numbers(2), b=numbers(2, dtype=np.float16))
-    with pytest.raises(UserError, match="a and b belong together and have dtypes F16 and F32"):
+    with pytest.raises(UserError, match="a and b are one weight and have dtypes F16 and F32"):
         from_hf(source, [rule], make_param_infos(o=(4,)))
     made = from_hf(source, [rule], make_param_infos(o=(4,)), dtype=np.dtype(np.float32))
     np.testing.assert_array_equal(made.read("o"), [0, 1, 0, 1])
@@ -238,7 +238,7 @@ def test_our_side_is_checked_as_well():
         UserError, match=r"\(2 problems\): a is missing; b is not a weight of this model"
     ):
         to_hf(Values(b=numbers(2)), [rule], make_param_infos(a=(2,)))
-    with pytest.raises(UserError, match=r"no rule is known for our b \[2\]"):
+    with pytest.raises(UserError, match=r"no rule is known for the weight b \[2\]"):
         to_hf(Values(a=numbers(2), b=numbers(2)), [rule], make_param_infos(a=(2,), b=(2,)))
 
 

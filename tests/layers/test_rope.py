@@ -66,7 +66,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def their_config(parameters):
+def hf_config(parameters):
     if parameters["rope_type"] in ("llama3", "yarn"):
         parameters = dict(parameters, original_max_position_embeddings=4096)
     return LlamaConfig(
@@ -78,7 +78,7 @@ def their_config(parameters):
 @pytest.mark.parametrize("name", KINDS)
 def test_frequencies_and_magnitude_of_transformers(name):
     spec, parameters = KINDS[name]
-    expected, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](their_config(parameters))
+    expected, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config(parameters))
     ours = frequencies(spec, HEAD)
     assert ours.shape == (spec.rotated(HEAD) // 2,)
     np.testing.assert_allclose(ours, expected.numpy(), rtol=2e-6)  # theirs are float32
@@ -144,7 +144,7 @@ def random_heads(head=HEAD, dtype=np.float32):
 def test_rotation_of_transformers(name):
     spec, parameters = KINDS.get(name, (RopeSpec(), {"rope_type": "default", "rope_theta": 1e4}))
     x, positions = random_heads()
-    rotary = LlamaRotaryEmbedding(their_config(parameters))
+    rotary = LlamaRotaryEmbedding(hf_config(parameters))
     theirs = torch.tensor(x)
     cos, sin = rotary(theirs, torch.tensor(positions))
     expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)

@@ -16,11 +16,10 @@ from maxtext.models import make_template
 from maxtext.models.counts import (
     breakdown,
     forward_flops_per_token,
-    moba_keys,
     parameter_count,
     train_flops_per_token,
-    visible_keys,
 )
+from maxtext.models.flops import moba_keys, visible_keys
 
 
 def configuration(*words):

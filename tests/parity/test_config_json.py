@@ -10,8 +10,6 @@ import transformers
 import zoo
 
 from maxtext import LLM
-from maxtext.checkpoint.convert.registry import TABLES, model_layer, table_of, their_config
-from maxtext.checkpoint.convert.schema import read_config
 from maxtext.checkpoint.open import save_hf_folder, with_max_positions
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import UserError
@@ -19,7 +17,8 @@ from maxtext.configs import fields
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
 from maxtext.models import make_template
-from maxtext.models.registry import layers
+from maxtext.models.hf_registry import MAPPINGS, hf_config, mapping_of, model_layer, read_config
+from maxtext.models.registry import FAMILIES, layers
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -111,21 +110,23 @@ def test_of_a_fresh_model(tmp_path):
     assert zoo.distance(ours.logits(ids), expected) < tolerance
 
 
-def test_all_tables_are_tested(specimen):
+def test_all_mappings_are_tested(specimen):
     blocks = {load(None, from_python({"model_name": name})).decoder_block.value for name in MODELS}
-    assert blocks == {table.block for table in TABLES}
-    found = [table_of(read_config(specimen(name).folder), name) for name in zoo.ONE_EACH]
-    assert {table.model_type for table in found} == {table.model_type for table in TABLES}
+    assert blocks == {name for name, family in FAMILIES.items() if family.hf}
+    mappings = [mapping_of(read_config(specimen(name).folder), name) for name in zoo.ONE_EACH]
+    assert {mapping.model_type for mapping in mappings} == {
+        mapping.model_type for mapping in MAPPINGS
+    }
 
 
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.model_type)
-def test_an_entry_left_out_is_the_default_of_their_class(table):
-    given = {"architectures": [table.architectures[0]]}
-    if table.model_type == "gemma4_text":
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda mapping: mapping.model_type)
+def test_absent_entry_has_the_default_of_the_transformers_class(mapping):
+    given = {"architectures": [mapping.architectures[0]]}
+    if mapping.model_type == "gemma4_text":
         given["hidden_size_per_layer_input"] = 0  # what the class has by default is not supported
-    if table.model_type == "deepseek_v2":
+    if mapping.model_type == "deepseek_v2":
         given["num_experts_per_tok"] = 6  # nor can a model be made of none
-    config = transformers.AutoConfig.for_model(table.model_type, **given)
+    config = transformers.AutoConfig.for_model(mapping.model_type, **given)
     full = json.loads(config.to_json_string(use_diff=False)) | given
     expected = model_layer(full, "config.json")
     for name in sorted(full.keys() - given.keys()):
@@ -167,7 +168,7 @@ def test_what_has_no_entry_is_refused(name, changes, words):
     """And is not left out in silence."""
     config = load(None, from_python(TINY | MODELS[name] | {"model_name": name} | changes))
     with pytest.raises(UserError, match=words):
-        their_config(config, "float32")
+        hf_config(config, "float32")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_what_has_no_entry_is_refused(name, changes, words):
 def test_how_it_is_computed_is_no_part_of_it(changes):
     words = TINY | DENSE | {"model_name": "llama3.1-8b"}
     plain, other = (load(None, from_python(words | more)) for more in ({}, changes))
-    assert their_config(other, "float32") == their_config(plain, "float32")
+    assert hf_config(other, "float32") == hf_config(plain, "float32")
 
 
 @pytest.mark.slow
@@ -190,7 +191,7 @@ def test_every_named_model_has_one_that_transformers_takes():
     for name in fields.choices("model_name"):
         config = load(None, from_python({"model_name": name}))
         try:
-            written = their_config(config, "bfloat16")
+            written = hf_config(config, "bfloat16")
         except UserError:
             without.append(name)
             continue

@@ -8,9 +8,9 @@ with the test that shows it elsewhere. test_no_silent_keys.py asks the same of e
 
 import pytest
 
-from maxtext.checkpoint.convert.registry import their_config
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, types
+from maxtext.models.hf_registry import hf_config
 from maxtext.trainers.run_context import RunContext
 
 GROUPS = (
@@ -323,7 +323,7 @@ def test_a_back_end_that_cannot_run_is_refused(programs):
 
 
 def test_the_longest_context_is_told_to_hugging_face(configure):
-    written = their_config(configure("max_position_embeddings=4321"), "float32")
+    written = hf_config(configure("max_position_embeddings=4321"), "float32")
     assert written["max_position_embeddings"] == 4321
 
 

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.convert import registry, schema
-from maxtext.checkpoint.convert.quantized import Dequantized, scheme_of
-from maxtext.checkpoint.convert.stream import from_hf, to_hf
+from maxtext.checkpoint.convert.conversion import from_hf, to_hf
+from maxtext.checkpoint.convert.dequantize import Dequantized
 from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.manager import MODEL_FILE
 from maxtext.checkpoint.quantized import INTEGERS, SCALE, QuantizedFolder, quantized_weight_dtype
@@ -43,7 +42,11 @@ from maxtext.configs.problems import ProblemKind
 from maxtext.configs.provenance import Layer, Source
 from maxtext.configs.sources import read_yaml
 from maxtext.configs.types import MaxTextConfig
+from maxtext.hf import schema
+from maxtext.hf.config_json import HfMapping
+from maxtext.hf.quantized import quantized_format
 from maxtext.layers.parameters import Template
+from maxtext.models import hf_registry
 from maxtext.models.registry import segments
 
 HF_ASSETS_DIR, NAMES = "hugging_face", "tensor_names.json"
@@ -69,7 +72,7 @@ class Checkpoint:
     settings: Layer  # what it says of the model, as a model's file would
     hf_assets: tuple[Path, ...]  # configuration and tokenizer files in Hugging Face's form
     hf_tensor_names: frozenset[str]  # as in the Hugging Face folder, where they are known
-    table: Any = None  # of a Hugging Face folder
+    mapping: HfMapping | None = None  # of a Hugging Face folder
 
     def weights(
         self,
@@ -78,18 +81,18 @@ class Checkpoint:
         dtype: np.dtype | None = None,
     ) -> Any:
         """Its tensors as the weights of a native model."""
-        if self.table is None:
+        if self.mapping is None:
             return under_current_names(self.source, param_infos)
-        renamed = registry.canonical(self.source.tensors, self.table)
+        renamed = hf_registry.canonical_names(self.source.tensors, self.mapping)
         source = RenamedTensors(self.source, renamed)
         weights = from_hf(
             source,
-            self.table.rules(config),
+            hf_registry.rules(self.mapping, config),
             param_infos,
-            registry.ignored(self.table, config),
+            hf_registry.ignored_tensors(self.mapping, config),
             dtype,
         )
-        left_out = set(renamed).difference(*(step.theirs for step in weights.steps))
+        left_out = set(renamed).difference(*(step.hf_names for step in weights.steps))
         if left_out:
             LOGGER.info(
                 "%s: %d tensors are no part of the model: %s …",
@@ -120,20 +123,18 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         return open_ours(path)
     if steps.is_checkpoints(path):
         return open_training(steps.steps_under(path.absolute())[-1])
-    hf = schema.read_config(path)
-    place = str(path / "config.json")
-    settings, table, scheme = (
-        registry.model_layer(hf, place),
-        registry.table_of(hf, place),
-        scheme_of(hf, place),
-    )
-    registry.check_model(settings, place)
+    hf_config = hf_registry.read_config(path)
+    config_path = str(path / "config.json")
+    settings = hf_registry.model_layer(hf_config, config_path)
+    mapping = hf_registry.mapping_of(hf_config, config_path)
+    weights_format = quantized_format(hf_config, config_path)
+    hf_registry.check_model(settings, config_path)
     check_assets(find_hf_assets(path))
     folder: TensorStream = SafetensorsFolder.open(path, HF_STEM)
-    if scheme is not None:
-        folder = Dequantized.of(folder, scheme)
-    names = frozenset(registry.canonical(folder.tensors, table))
-    return Checkpoint(path, folder, settings, tuple(find_hf_assets(path)), names, table)
+    if weights_format is not None:
+        folder = Dequantized.of(folder, weights_format)
+    names = frozenset(hf_registry.canonical_names(folder.tensors, mapping))
+    return Checkpoint(path, folder, settings, tuple(find_hf_assets(path)), names, mapping)
 
 
 def check_assets(files: Iterable[Path]) -> None:
@@ -155,7 +156,7 @@ def open_ours(path: Path) -> Checkpoint:
     names: frozenset[str] = frozenset()
     for file in hf_assets:
         if file.name == "config.json":
-            schema.read_config(file.parent)
+            hf_registry.read_config(file.parent)
         if file.name == NAMES:
             names = read_names(file)
     opened = SafetensorsFolder.open(path, NATIVE_STEM)
@@ -265,12 +266,12 @@ def save_hf_folder(
     the weights came from a folder with vision or audio tensors, unless text_only=True says that
     these may be lost."""
     if not text_only:
-        registry.refuse_other_parts(names)
-    table = registry.table_for(config)
-    tensors = to_hf(weights, table.rules(config), param_infos, names)
+        hf_registry.refuse_multimodal(names)
+    rules = hf_registry.rules(hf_registry.mapping_for(config), config)
+    tensors = to_hf(weights, rules, param_infos, names)
     floats = [tensor for tensor in tensors.tensors.values() if tensor.nbytes]
     widest = max(floats, key=lambda tensor: tensor.nbytes).dtype.name
-    hf = renewed(hf_assets, config, widest) or registry.their_config(config, widest)
+    hf = renewed(hf_assets, config, widest) or hf_registry.hf_config(config, widest)
     texts = {"config.json": json.dumps(hf, indent=2)}
     files = [file for file in hf_assets if file.name != NAMES]
     write_hf_folder(out, tensors, texts, files, shard_bytes, progress)

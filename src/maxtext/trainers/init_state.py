@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from maxtext.checkpoint.convert.faithful import unsaid
 from maxtext.checkpoint.open import Checkpoint, model_param_infos, open_checkpoint
 from maxtext.checkpoint.state import compare_trees, tensor_infos, to_flat_dict
 from maxtext.checkpoint.weights import load_weights
@@ -15,6 +14,7 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
+from maxtext.models.differences import config_differences
 from maxtext.sharding import use_rules
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
@@ -58,7 +58,7 @@ def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
     unless override_model_config allows it."""
     overrides = from_python({"max_target_length": config.max_target_length})
     saved = load(None, overrides, environ={}, devices=Devices(1), model=checkpoint.settings)
-    differing = unsaid(config, saved)
+    differing = config_differences(config, saved)
     if differing and not config.override_model_config:
         raise ConfigError(
             f"load_parameters_path={checkpoint.path} holds another model: this run's has "

@@ -1,9 +1,6 @@
-"""Hugging Face folders to our weights and back: rules as data, read and written a tensor at a
-time.
-"""
+"""Hugging Face folders to native weights and back, a tensor at a time."""
 
-from maxtext.checkpoint.convert.rules import Rule
-from maxtext.checkpoint.convert.stream import Conversion, from_hf, to_hf
+from maxtext.checkpoint.convert.conversion import Conversion, from_hf, to_hf
 from maxtext.checkpoint.safetensors_reader import (
     HF_STEM,
     NATIVE_STEM,
@@ -19,7 +16,6 @@ __all__ = [
     "Conversion",
     "Progress",
     "RenamedTensors",
-    "Rule",
     "SafetensorsFolder",
     "TensorInfo",
     "TensorSource",

@@ -36,7 +36,7 @@ def from_folder(
     `param_dtypes`).
     """
     checkpoint = open_checkpoint(source)
-    if checkpoint.table is None:
+    if checkpoint.mapping is None:
         raise UserError(f"{source} is a folder of ours already")
     config, param_infos = described(checkpoint)
     weights = checkpoint.weights(config, param_infos, dtype_of(dtype))
@@ -83,7 +83,7 @@ def to_folder(
     `save_hf_folder`.
     """
     checkpoint = open_checkpoint(source)
-    if checkpoint.table is not None:
+    if checkpoint.mapping is not None:
         raise UserError(f"{source} is a Hugging Face folder already")
     config, param_infos = described(checkpoint)
     wanted = dtype_of(dtype)

@@ -1,1 +1,0 @@
-"""One table a family: its config.json and its tensors, to ours and back."""

@@ -1,0 +1,174 @@
+"""Which mapping a Hugging Face folder or a configuration uses, and config.json in both directions."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import load
+from maxtext.configs.provenance import Layer, Setting, Source
+from maxtext.configs.sources import from_python
+from maxtext.configs.types import MaxTextConfig
+from maxtext.hf import schema
+from maxtext.hf.config_json import HfMapping, Json
+from maxtext.hf.quantized import quantized_format
+from maxtext.hf.rules import Rule
+from maxtext.models.differences import config_differences
+from maxtext.models.registry import FAMILIES, family, layers
+
+MAPPINGS: tuple[HfMapping, ...] = tuple(
+    mapping for member in FAMILIES.values() for mapping in member.hf
+)
+FIELDS = {name: kind for mapping in MAPPINGS for name, kind in mapping.fields.items()}
+
+# Prefixes of tensor names in folders of multimodal models -> prefixes that rules use.
+PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+# Tensors of such folders that are no part of the text model.
+MULTIMODAL_TENSORS = (
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",
+    r"(model\.)?(audio_tower|embed_vision|embed_audio)\..*",
+)
+
+
+def read_config(folder: Path) -> Json:
+    """config.json of a Hugging Face folder, checked. Raises ConfigError with every wrong field."""
+    return schema.read_config(folder, FIELDS)
+
+
+def mapping_of(hf_config: Json, source: str) -> HfMapping:
+    """The mapping of a config.json. Raises UserError if its architecture is unknown."""
+    architectures = hf_config.get("architectures") or []
+    for mapping in MAPPINGS:
+        if any(name in mapping.architectures for name in architectures):
+            return mapping
+    model_type = hf_config.get("model_type")
+    if not architectures:
+        for mapping in MAPPINGS:
+            if model_type in (mapping.model_type, mapping.model_type.removesuffix("_text")):
+                return mapping
+    supported = ", ".join(mapping.architectures[0] for mapping in MAPPINGS)
+    raise UserError(
+        f"{source}: the architecture {', '.join(architectures) or model_type} is not known; "
+        f"these are: {supported}"
+    )
+
+
+def mapping_for(config: MaxTextConfig) -> HfMapping:
+    """The mapping that writes a configuration. Raises UserError if there is none."""
+    for mapping in family(config).hf:
+        if mapping.matches(config):
+            return mapping
+    supported = ", ".join(sorted(name for name, member in FAMILIES.items() if member.hf))
+    raise UserError(
+        f"decoder_block={config.decoder_block.value} has no Hugging Face architecture; "
+        f"these have: {supported}"
+    )
+
+
+def rules(mapping: HfMapping, config: MaxTextConfig) -> list[Rule]:
+    """The tensor rules of a model."""
+    return mapping.rules(config, layers(config))
+
+
+def model_layer(hf_config: Json, source: str) -> Layer:
+    """The settings that a config.json states, as a layer in place of a model's YAML file.
+
+    Raises UserError if an entry is missing or not supported.
+    """
+    mapping = mapping_of(hf_config, source)
+    quantized_format(hf_config, source)  # refuses formats that are not supported
+    text_config = hf_config if hf_config.get("text_config") is None else hf_config["text_config"]
+    if "tie_word_embeddings" in hf_config and text_config is not hf_config:
+        text_config = {"tie_word_embeddings": hf_config["tie_word_embeddings"]} | text_config
+    try:
+        settings = mapping.read({**mapping.defaults, **text_config})
+    except KeyError as error:
+        raise UserError(
+            f"{source}: {error.args[0]} is missing, and {mapping.architectures[0]} needs it"
+        ) from error
+    origin = Source("model", source)
+    layer = {key: Setting(value, origin) for key, value in settings.keys.items()}
+    hf_attributes = {
+        name: value for name, value in settings.hf_attributes.items() if value is not None
+    }
+    if hf_attributes:
+        layer["architecture"] = Setting(hf_attributes, origin)
+    return layer
+
+
+def check_model(layer: Layer, source: str) -> None:
+    """Raise ConfigError, naming the config.json, for entries that no model can combine."""
+    positions = layer.get("trainable_position_size")
+    keys = {"max_target_length": positions.value} if positions is not None else {}
+    try:
+        load(None, from_python(keys), environ={}, devices=Devices(1), model=layer)
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                f"{source} describes a model that cannot be built: {problem}"
+                for problem in error.problems
+            )
+        ) from error
+
+
+def canonical_names(names: Iterable[str], mapping: HfMapping) -> dict[str, str]:
+    """The tensor names that rules use -> the names in a folder."""
+    names = list(names)
+    prefixes = (mapping.base_prefix, "model.", "language_model.")
+    without_head = not any(name.startswith(prefixes) for name in names)
+    canonical = {}
+    for name in names:
+        rule_name = next(
+            (new + name[len(old) :] for old, new in PREFIXES.items() if name.startswith(old)), name
+        )
+        if without_head and not rule_name.startswith("lm_head."):
+            rule_name = mapping.base_prefix + rule_name
+        canonical[rule_name] = name
+    return canonical
+
+
+def refuse_multimodal(names: Iterable[str]) -> None:
+    """Raise ConfigError if tensors of these names are vision or audio parts, which are read from no
+    folder.
+    """
+    tensors = sorted(
+        name for name in names if any(re.fullmatch(pattern, name) for pattern in MULTIMODAL_TENSORS)
+    )
+    if tensors:
+        raise ConfigError(
+            f"the folder that the weights came from had {len(tensors)} vision or audio tensors, "
+            f"such as {tensors[0]}, which would be lost: pass text_only=True (--text-only on the "
+            "command line) to write the text model alone"
+        )
+
+
+def ignored_tensors(mapping: HfMapping, config: MaxTextConfig) -> tuple[str, ...]:
+    """Tensors that a folder may have and the model does not, as regular expressions."""
+    tied = (r"lm_head\.weight",) if config.logits_via_embedding else ()
+    return (*mapping.ignored, *mapping.ignored_in(config), *MULTIMODAL_TENSORS, *tied)
+
+
+def hf_config(config: MaxTextConfig, dtype: str) -> Json:
+    """The config.json of a configuration. Raises UserError if it cannot express all of it."""
+    mapping = mapping_for(config)
+    entries = {
+        "architectures": [mapping.architectures[0]],
+        "model_type": mapping.model_type,
+        "dtype": dtype,
+        # A null states that there is none, where an absent entry would have transformers' default.
+        **mapping.write(config, layers(config)),
+    }
+    overrides = from_python({"max_target_length": config.max_target_length})
+    layer = model_layer(entries, "config.json")
+    read_back = load(None, overrides, environ={}, devices=Devices(1), model=layer)
+    differences = config_differences(config, read_back)
+    if differences:
+        raise UserError(
+            f"a config.json of {mapping.architectures[0]} cannot say: {', '.join(differences)}"
+        )
+    return entries

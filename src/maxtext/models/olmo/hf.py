@@ -1,0 +1,71 @@
+"""OLMo 3 in Hugging Face folders."""
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.hf.config_json import (
+    HfMapping,
+    Json,
+    ModelSettings,
+    dense_keys,
+    layer_kinds,
+    rope_fields,
+    rope_keys,
+    rope_parameters,
+    size_defaults,
+)
+from maxtext.hf.layer_rules import attention_rules, mlp_rules, norm_rules, outer_rules
+from maxtext.hf.rules import Rule
+from maxtext.models.hf_config import LayerSpecs, dense_entries, layer_types, rope_entries
+
+
+def read_olmo3(hf_config: Json) -> ModelSettings:
+    parameters = rope_parameters(hf_config)
+    if "full_attention" in parameters:
+        full, sliding = parameters["full_attention"], parameters["sliding_attention"]
+    else:
+        full, sliding = parameters, {"rope_theta": parameters.get("rope_theta")}
+    ropes = {"full": rope_fields(hf_config, full), "sliding": rope_fields(hf_config, sliding)}
+    keys = dense_keys(hf_config, "olmo3") | rope_keys(ropes["full"])
+    keys |= {"use_qk_norm": True, "sliding_window_size": hf_config["sliding_window"] or 0}
+    return ModelSettings(
+        keys,
+        {
+            "layer_kinds": layer_kinds(hf_config, lambda i: "sliding" if (i + 1) % 4 else "full"),
+            "rope": ropes,
+        },
+    )
+
+
+def write_olmo3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    return dense_entries(config, layers) | {
+        "layer_types": layer_types(layers),
+        "sliding_window": config.sliding_window_size,
+        "rope_parameters": rope_entries(layers),
+    }
+
+
+def olmo3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+    post_norms = {
+        "post_attention_layernorm": "post_attention_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    }
+    return outer_rules() + norm_rules(post_norms) + attention_rules(config) + mlp_rules()
+
+
+OLMO3 = HfMapping(
+    architectures=("Olmo3ForCausalLM",),
+    model_type="olmo3",
+    read=read_olmo3,
+    write=write_olmo3,
+    rules=olmo3_rules,
+    defaults=size_defaults(
+        vocab_size=50_304,
+        hidden_size=4096,
+        intermediate_size=11_008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        sliding_window=4096,
+    ),
+)

@@ -1,0 +1,156 @@
+"""Qwen 2.5 and 3, dense and with experts; Qwen3-Next and 3.5, whose layers are mostly Gated
+DeltaNets; and a variant that attends and mixes experts in a narrow space."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.attention import AttentionSpec
+from maxtext.layers.block import LayerSpec, stream
+from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear
+from maxtext.layers.mlp import MlpSpec
+from maxtext.layers.moe import MoeSpec
+from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.parameters import Initializer
+from maxtext.models.common import (
+    attention_spec,
+    feed_spec,
+    layer_kinds,
+    layer_spec,
+    moe_layers,
+    moe_spec,
+    norm_spec,
+    router_spec,
+)
+from maxtext.models.flops import feed_flops, layer_flops, mixer_flops
+
+
+def qwen2(config: MaxTextConfig) -> list[LayerSpec]:
+    """Llama with biases on queries, keys and values alone; a checkpoint may list sliding layers."""
+    return [
+        layer_spec(config, attention=attention_spec(config, kind, out_bias=False))
+        for kind in listed_kinds(config)
+    ]
+
+
+def qwen3(config: MaxTextConfig) -> list[LayerSpec]:
+    return [
+        layer_spec(config, attention=attention_spec(config, kind)) for kind in listed_kinds(config)
+    ]
+
+
+def listed_kinds(config: MaxTextConfig) -> list[str | None]:
+    return [*layer_kinds(config, config.num_decoder_layers, lambda _: "")]
+
+
+def qwen3_moe(config: MaxTextConfig) -> list[LayerSpec]:
+    experts = moe_spec(config, router_spec(config))
+    has_experts = moe_layers(config, config.num_decoder_layers, lambda _: True)
+    return [
+        layer_spec(
+            config, attention=attention_spec(config, kind), **({"mlp": experts} if sparse else {})
+        )
+        for kind, sparse in zip(listed_kinds(config), has_experts, strict=True)
+    ]
+
+
+def qwen3_next(config: MaxTextConfig) -> list[LayerSpec]:
+    """Every fourth layer attends, with a gate on its output; the others are Gated DeltaNets."""
+    norm = norm_spec(config, offset=True)
+    count = config.num_decoder_layers
+    kinds = layer_kinds(config, count, lambda layer: "linear" if (layer + 1) % 4 else "full")
+    has_experts = moe_layers(config, count, lambda _: True)
+    experts = moe_spec(config, router_spec(config), shared_gate=config.shared_experts > 0)
+
+    def layer(kind: str, sparse: bool) -> LayerSpec:
+        mixer: Any = delta_net_spec(config)
+        if kind != "linear":
+            mixer = attention_spec(config, kind, qk_norm=norm, gated=True)
+        return layer_spec(
+            config, attention=mixer, norm=norm, **({"mlp": experts} if sparse else {})
+        )
+
+    return [layer(kind, sparse) for kind, sparse in zip(kinds, has_experts, strict=True)]
+
+
+qwen3_5 = qwen3_next  # for text; they differ in how images are placed and in the names of weights
+
+
+def delta_net_spec(config: MaxTextConfig) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        key_heads=config.gdn_num_key_heads,
+        value_heads=config.gdn_num_value_heads,
+        key_dim=config.gdn_key_head_dim,
+        value_dim=config.gdn_value_head_dim,
+        conv_width=config.gdn_conv_kernel_dim,
+        chunk=config.gdn_chunk_size,
+        norm_epsilon=config.normalization_layer_epsilon,
+        qk_norm=config.use_qk_norm_in_gdn,
+    )
+
+
+def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
+    """Attention writes attention_output_dim numbers a token; experts work on those, and the result
+    is widened.
+    """
+    written, read = (
+        width if width > 0 else config.emb_dim
+        for width in (config.attention_output_dim, config.moe_expert_input_dim)
+    )
+    attention = attention_spec(config, output_dim=written)
+    spec = NarrowSpec(
+        config.emb_dim, read, attention, feed_spec(config, router_spec(config)), norm_spec(config)
+    )
+    return [spec] * config.num_decoder_layers
+
+
+@dataclass(frozen=True)
+class NarrowSpec:
+    """x + widened(experts(norm(attention(norm(x)))))."""
+
+    embed_dim: int
+    mlp_dim: int
+    attention: AttentionSpec
+    mlp: MoeSpec | MlpSpec
+    norm: NormSpec
+
+    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
+        return NarrowBlock(initializer, self, dtype)
+
+
+class NarrowBlock(nnx.Module):
+    def __init__(self, initializer: Initializer, spec: NarrowSpec, dtype: Any):
+        self.attention_norm = Norm(initializer, spec.norm, spec.embed_dim, dtype)
+        self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
+        self.mlp_norm = Norm(initializer, spec.norm, spec.mlp_dim, dtype)
+        self.mlp = spec.mlp.build(initializer.child("mlp"), spec.mlp_dim, dtype)
+        widens = spec.mlp_dim != spec.embed_dim
+        axes = ("mlp", "embed")
+        self.widen = (
+            Linear(
+                initializer.child("widen"),
+                in_shape=(spec.mlp_dim,),
+                out_shape=(spec.embed_dim,),
+                axes=axes,
+                dtype=dtype,
+            )
+            if widens
+            else None
+        )
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        mixed, _ = self.attention(self.attention_norm(stream(x)), inputs.fold(0))
+        fed, aux = self.mlp(self.mlp_norm(mixed), inputs.fold(1))
+        return stream(x + (fed if self.widen is None else self.widen(fed))), aux
+
+
+@layer_flops.register
+def _(spec: NarrowSpec, length: int) -> float:
+    widening = 2 * spec.mlp_dim * spec.embed_dim if spec.mlp_dim != spec.embed_dim else 0.0
+    mixer = mixer_flops(spec.attention, spec.embed_dim, length)
+    return mixer + feed_flops(spec.mlp, spec.mlp_dim) + widening
