@@ -1,19 +1,20 @@
 """No silent knobs: what the ledger says of a key is what the source does with it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 import maxtext.configs
 from maxtext.common.errors import ConfigError
-from maxtext.configs import ledger, load
+from maxtext.configs import ledger, load, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 
 PACKAGE = Path(maxtext.configs.__file__).parents[1]
-CONFIG_NAMES = {"config", "c"}
+CONFIG_NAMES = {"config"}
 # Keys whose whole effect is inside configs/: they choose and merge the layers.
 LOADER_KEYS = {
     "base_config",
@@ -144,12 +145,28 @@ def test_acting_keys_are_read():
     )
 
 
-def test_silent_keys_are_not_read():
+def test_base_yml_lists_inert_keys_apart_by_reason():
+    text = sources.BASE.read_text(encoding="utf-8")
+    acting, computed, inert = re.split(r"^# ==== .*\n", text, flags=re.M)[1:]
+
+    def keys(part: str) -> list[str]:
+        return re.findall(r"^(\w+):", part, re.M)
+
+    assert set(keys(inert)) == set(ledger.inert_keys())
+    assert keys(computed) == list(DerivedValues.model_fields)
+    assert set(keys(acting)).isdisjoint([*keys(computed), *keys(inert)])
+    for section in re.split(r"\n\n(?=# ----)", inert)[1:]:
+        title = " ".join(re.findall(r"^# ---- (.*)", section, re.M))
+        reasons = {ledger.status(key).reason for key in keys(section)}
+        assert reasons == {title.partition(": ")[2]}, title
+
+
+def test_inert_keys_are_not_read():
     read = set(ledger.inert_keys()) & read_outside()
     assert not read, f"code reads these, but the ledger says that they do not act: {sorted(read)}"
 
 
-def test_setting_a_silent_key_is_an_error_with_the_reason():
+def test_setting_an_inert_key_is_an_error_with_the_reason():
     with pytest.raises(
         ConfigError,
         match="gcs_metrics=True .* would be ignored: it does not act here: .*Google Cloud",
@@ -159,7 +176,7 @@ def test_setting_a_silent_key_is_an_error_with_the_reason():
         load(None, [], environ={"M_ENABLE_DILOCO": "true"}, devices=Devices(1))
 
 
-def test_the_default_of_a_silent_key_may_be_written_out():
+def test_the_default_of_an_inert_key_may_be_written_out():
     from maxtext.configs import text
 
     words = []

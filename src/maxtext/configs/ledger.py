@@ -119,7 +119,7 @@ def meanings() -> dict[str, str]:
     comments: dict[str, str] = {}
     above: list[str] = []
     for line in BASE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith("# ----"):
+        if line.startswith("# ") and not line.startswith(("# ----", "# ====")):
             above.append(line[2:])
             continue
         entry = re.match(r"(\w+):(?:.*?\s#\s(.*))?", line)

@@ -1,4 +1,4 @@
-"""A configuration as text: YAML lines in the order of base.yml."""
+"""A configuration as text: YAML lines in the order of the groups."""
 
 import textwrap
 from collections.abc import Iterable

@@ -199,7 +199,7 @@ class Settings(
     Engram,
     DerivedValues,
 ):
-    """The value of every key, before anything is derived. Groups stand in the order of base.yml."""
+    """The value of every key, before anything is derived."""
 
     _sources: dict[str, Source] = PrivateAttr(default_factory=dict)
     _architecture: Architecture = PrivateAttr(default_factory=Architecture)

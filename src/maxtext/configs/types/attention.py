@@ -1,4 +1,4 @@
-"""Attention in all its forms, and the kernels that compute it."""
+"""Attention: masks, MLA, sparse attention, Gated DeltaNet, and kernel tuning."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from maxtext.configs.types.group import Group
 
 
 class Attention(Group):
-    """Which kernel computes attention, and what each token may see."""
+    """Attention back end, masks, norms and logit caps."""
 
     attention: str = "autoselected"
     attention_type: Literal["global", "local_sliding", "chunk", "mla", "full"] = "global"
@@ -34,7 +34,7 @@ class Attention(Group):
 
 
 class MoBa(Group):
-    """Block attention in which each query picks a few key chunks."""
+    """Mixture of block attention: each query selects a few chunks of keys."""
 
     moba: bool = False
     moba_chunk_size: int = 1024
@@ -53,7 +53,7 @@ class MlaAttention(Group):
 
 
 class AttentionIndexer(Group):
-    """The small scorer that picks keys in DeepSeek sparse attention."""
+    """The indexer that selects keys in DeepSeek sparse attention."""
 
     use_indexer: bool = False
     indexer_head_dim: NonNegativeInt = 128

@@ -34,7 +34,7 @@ class Checkpointing(Group):
 
 
 class OrbaxStorage(Group):
-    """How checkpoint arrays are laid out in files on disk."""
+    """File layout of checkpoint arrays on disk."""
 
     checkpoint_storage_target_data_file_size_bytes: int = 2147483648
     checkpoint_storage_use_ocdbt: bool = True
@@ -43,7 +43,7 @@ class OrbaxStorage(Group):
 
 
 class EmergencyCheckpointing(Group):
-    """Frequent saves to node-local storage for quick recovery after failures."""
+    """Frequent saves to node-local storage for fast recovery."""
 
     enable_multi_tier_checkpointing: bool = False
     local_checkpoint_directory: str = ""

@@ -1,4 +1,4 @@
-"""Tokenizer, batches, and the sources they come from."""
+"""Tokenizer, batches, and data sources."""
 
 from typing import Literal
 
@@ -108,7 +108,7 @@ class BadData(Group):
 
 
 class DataOrder(Group):
-    """How the rows of a batch are dealt from the documents, and where a mixture ends."""
+    """How documents are distributed over the rows of a batch, and where a mixture ends."""
 
     data_streams: int = -1
     mixture_stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"

@@ -62,7 +62,7 @@ class InferenceBenchmark(Group):
 
 
 class PrefixCaching(Group):
-    """Memory for reusing the KV cache of shared prompt beginnings."""
+    """Memory for reusing the KV cache of shared prompt prefixes."""
 
     enable_prefix_caching: bool = False
     prefix_caching_hbm_byte: int = 10000000000

@@ -1,4 +1,4 @@
-"""The decoder: number formats, sizes, positions, output head, and add-on blocks."""
+"""The decoder: dtypes, sizes, positions, output head, and add-on blocks."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ from maxtext.configs.types.group import Group
 
 
 class DataTypes(Group):
-    """Number formats of weights, activations, gradients and matrix products."""
+    """Dtypes of weights, activations, gradients and matmuls."""
 
     dtype: DType = DType.BFLOAT16
     grad_dtype: DType = DType.FLOAT32
@@ -72,7 +72,7 @@ class ModelArchitecture(Group):
 
 
 class MTP(Group):
-    """Extra layers that learn to predict several tokens ahead."""
+    """Multi-token prediction: extra layers that predict tokens further ahead."""
 
     mtp_num_layers: NonNegativeInt = 0
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
@@ -80,7 +80,7 @@ class MTP(Group):
 
 
 class Logits(Group):
-    """From the last hidden state to the vocabulary scores and loss."""
+    """From the last hidden state to the logits and the loss."""
 
     logits_via_embedding: bool = False
     normalize_embedding_logits: bool = True
@@ -91,7 +91,7 @@ class Logits(Group):
 
 
 class PositionalEmbedding(Group):
-    """How positions enter the model other than by rotation."""
+    """Position embeddings other than RoPE."""
 
     use_iota_embed: bool = False
     use_untrainable_positional_embedding: bool = False
@@ -128,14 +128,14 @@ class YarnRope(Group):
 
 
 class ManifoldConstrainedHyperConnections(Group):
-    """Several residual streams mixed by doubly stochastic matrices (mHC)."""
+    """Residual streams mixed by doubly stochastic matrices."""
 
     mhc_expansion_rate: PositiveInt = 1
     sinkhorn_iterations: PositiveInt = 20
 
 
 class Engram(Group):
-    """Hashed n-gram memory layers beside attention, after the Engram paper."""
+    """Hashed n-gram memory in addition to attention, after the Engram paper."""
 
     engram_layers: list[int] = Field(default_factory=list)
     engram_num_heads: int = 8

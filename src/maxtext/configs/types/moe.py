@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: experts, routers, and the grouped product."""
+"""Mixture-of-experts layers: experts, routers, and the grouped matmul."""
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -31,7 +31,7 @@ class MoEGeneral(Group):
 
 
 class MoEKernels(Group):
-    """Choice and tile sizes of the grouped matrix product over experts."""
+    """Choice and tile sizes of the grouped matmul over experts."""
 
     megablox: bool = True
     sparse_matmul: bool = True

@@ -1,10 +1,10 @@
-"""Images, video and audio beside text."""
+"""Image, video and audio inputs."""
 
 from maxtext.configs.types.group import Group
 
 
 class MultimodalGeneral(Group):
-    """Images, video and audio beside text: inputs, placeholders and positions."""
+    """Image, video and audio inputs, their placeholders and positions."""
 
     use_multimodal: bool = False
     freeze_vision_encoder_params: bool = True

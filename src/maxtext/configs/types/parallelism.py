@@ -1,4 +1,4 @@
-"""The device mesh, sharding rules, pipelining, and what activations are kept."""
+"""The device mesh, sharding rules, pipelining, and rematerialization."""
 
 from typing import Any, Literal
 
@@ -114,7 +114,7 @@ class PipelineParallelism(Group):
 
 
 class RematAndOffload(Group):
-    """Which activations are kept, recomputed, or parked in host memory."""
+    """Which activations are saved, recomputed, or offloaded to host memory."""
 
     remat_policy: str = "full"
     remat_policy_for_vit: str = "minimal"
