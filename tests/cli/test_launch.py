@@ -86,14 +86,14 @@ def test_each_process_is_told_its_place(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=3")
     job = local("run_name=x", options=("--local", "2", "--cpu", "--devices-per-process", "2"))
     commands = job.commands(2)
-    places = [rendezvous.plan(command.environment) for command in commands]
+    places = [rendezvous.detect(command.environment) for command in commands]
     assert [(place.index, place.count) for place in places] == [(0, 2), (1, 2)]
     assert places[0].coordinator == places[1].coordinator
     assert places[0].coordinator.startswith("127.0.0.1:")
     assert {command.environment["JAX_PLATFORMS"] for command in commands} == {"cpu"}
     flags = commands[0].environment["XLA_FLAGS"].split()
     assert flags == ["--xla_a=1", "--xla_force_host_platform_device_count=2"]
-    assert list(commands[0].words)[-5:] == [*TINY, "run_name=x"]
+    assert list(commands[0].args)[-5:] == [*TINY, "run_name=x"]
     assert job.config.num_target_devices == 4
 
 
@@ -149,7 +149,7 @@ def outcomes(monkeypatch, job, *ends):
     ends = iter(ends)
 
     class Group:
-        def __init__(self, commands, stop_grace, failure_grace, noise):
+        def __init__(self, commands, stop_grace, failure_grace, ignored):
             counts.append(len(commands))
             self.failure_grace = failure_grace
 
@@ -161,9 +161,9 @@ def outcomes(monkeypatch, job, *ends):
 
 
 GOOD, BAD, KILLED = (
-    launch.supervise.Ended(0),
-    launch.supervise.Ended(2, (0,)),
-    launch.supervise.Ended(137, (1,)),
+    launch.supervise.GroupExit(0),
+    launch.supervise.GroupExit(2, (0,)),
+    launch.supervise.GroupExit(137, (1,)),
 )
 
 
@@ -175,7 +175,7 @@ def test_restarts_are_counted(monkeypatch):
     assert outcomes(monkeypatch, job("2"), KILLED, KILLED, KILLED) == (137, [2, 2, 2])
     assert outcomes(monkeypatch, job("2"), KILLED, GOOD) == (0, [2, 2])
     assert outcomes(monkeypatch, job("2"), BAD) == (2, [2])
-    asked = launch.supervise.Ended(137, (1,), asked=15)
+    asked = launch.supervise.GroupExit(137, (1,), stop_signal=15)
     assert outcomes(monkeypatch, job("2"), asked) == (137, [2])
 
 
@@ -312,7 +312,7 @@ def test_the_jobset_fits_its_schema_and_its_pods_find_each_other(capsys):
     environ = {entry["name"]: entry["value"] for entry in container["env"]} | {
         "JOB_COMPLETION_INDEX": "3"
     }
-    place = rendezvous.plan(environ)
+    place = rendezvous.detect(environ)
     name = manifest["metadata"]["name"]
     assert (place.index, place.count) == (3, 4)
     # pods are called <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>

@@ -8,13 +8,13 @@ from maxtext.common.errors import MissingExtra
 from maxtext.common.hardware import TABLE, lookup, peak_flops
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
+def test_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "folder" / "file.txt"
     files.write_text(path, "old")
 
     def fail():
-        with files.atomic_writer(path) as stream:
-            stream.write("half of the new")
+        with files.atomic_writer(path) as file:
+            file.write("half of the new")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -23,22 +23,22 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert os.listdir(path.parent) == ["file.txt"]
 
 
-def test_a_write_replaces_whole_and_keeps_the_mode(tmp_path):
+def test_write_is_atomic_and_keeps_the_mode(tmp_path):
     path = tmp_path / "file.bin"
-    with files.atomic_writer(path, "wb") as stream:
-        stream.write(b"one")
+    with files.atomic_writer(path, "wb") as file:
+        file.write(b"one")
     assert path.stat().st_mode & 0o777 == 0o666 & ~files.current_umask()
     path.chmod(0o640)
-    with files.atomic_writer(path, "wb") as stream:
-        stream.write(b"two")
+    with files.atomic_writer(path, "wb") as file:
+        file.write(b"two")
         assert path.read_bytes() == b"one"
     assert path.read_bytes() == b"two"
     assert path.stat().st_mode & 0o777 == 0o640
-    with pytest.raises(ValueError, match="whole files"), files.atomic_writer(path, "a"):
+    with pytest.raises(ValueError, match="replaces files"), files.atomic_writer(path, "a"):
         pass
 
 
-def test_a_missing_extra_names_the_command(monkeypatch):
+def test_missing_extra_names_the_command(monkeypatch):
     monkeypatch.setitem(extras.EXTRA_OF, "no_such_package", "hf")
     with pytest.raises(MissingExtra, match=r'pip install "maxtext\[hf\]"'):
         extras.require("no_such_package.module", "reading the hub")
@@ -64,12 +64,12 @@ def test_a_missing_extra_names_the_command(monkeypatch):
         ("NVIDIA L40S", "L40S"),
     ],
 )
-def test_known_devices(kind, name):
+def test_looks_up_listed_devices(kind, name):
     assert lookup(kind).name == name
 
 
 @pytest.mark.parametrize("kind", ["cpu", "NVIDIA H300", "TPU v9", "NVIDIA L400", "", "NVIDIA H100"])
-def test_unknown_devices_have_no_numbers(kind):
+def test_unlisted_devices_have_no_peak(kind):
     assert lookup(kind) is None
     assert peak_flops(kind, "bfloat16") is None
 
@@ -78,10 +78,7 @@ def test_peaks_are_dense_and_in_flops():
     assert peak_flops("NVIDIA H200", "bfloat16") == pytest.approx(989.4e12)
     assert peak_flops("TPU v5p", "bfloat16") == pytest.approx(459e12)
     assert peak_flops("NVIDIA V100", "bfloat16") is None
-    for (
-        _,
-        hardware,
-    ) in TABLE:  # a peak below what memory can feed at 1 FLOP a byte would be a slip of units
+    for _, hardware in TABLE:  # a peak below 1 FLOP per byte of bandwidth would be a wrong unit
         assert all(peak > hardware.bandwidth for peak in hardware.peak.values())
         assert 10e9 < hardware.memory_bytes < 400e9
 
@@ -104,7 +101,7 @@ def test_log_lines(capsys):
         log.LOGGER.setLevel(logging.NOTSET)
 
 
-def test_a_lost_peer_is_a_sentence():
+def test_lost_peer_becomes_a_user_error():
     class JaxRuntimeError(Exception):
         pass
 

@@ -1,15 +1,13 @@
-"""Who a process is among others, from the environments that schedulers make; and what start-up
-refuses.
-"""
+"""Index and coordinator from the environments of schedulers, and errors at start-up."""
 
 import os
 from types import SimpleNamespace
 
 import pytest
 
-from maxtext.common import processes, rendezvous
+from maxtext.common import processes
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.rendezvous import Rendezvous, host_names, plan, port_of
+from maxtext.common.rendezvous import ADDRESS_NAMES, Rendezvous, detect, host_names, port_of_job
 
 OLD, FLAG = "XLA_PYTHON_CLIENT_MEM_FRACTION", "--xla_gpu_enable_triton_gemm=false"
 SLURM = {
@@ -26,11 +24,11 @@ PODS = {
     "JOB_INDEX": "3",
     "JOBS_IN_JOBSET": "4",
 }
-HERE = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:99"}
+ADDRESS = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:99"}
 
 
-def explicit(**others):
-    return HERE | {"JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "2"} | others
+def explicit(**overrides):
+    return ADDRESS | {"JAX_PROCESS_COUNT": "4", "JAX_PROCESS_INDEX": "2"} | overrides
 
 
 @pytest.mark.parametrize(
@@ -47,33 +45,33 @@ def explicit(**others):
         (explicit(JAX_COORDINATOR_ADDRESS="fe80::1"), "[fe80::1]:1234", 4, 2),
         (explicit(JAX_COORDINATOR_ADDRESS="[fe80::1]:5"), "[fe80::1]:5", 4, 2),
         (explicit(JAX_NUM_PROCESSES="4", NODE_RANK="2"), "10.0.0.1:99", 4, 2),
-        (SLURM, f"gpu007:{port_of('4711')}", 6, 4),
-        (SLURM | HERE, "10.0.0.1:99", 6, 4),
+        (SLURM, f"gpu007:{port_of_job('4711')}", 6, 4),
+        (SLURM | ADDRESS, "10.0.0.1:99", 6, 4),
         (SLURM | explicit(), "10.0.0.1:99", 4, 2),
-        (OPEN_MPI, f"10.96.0.1:{port_of(OPEN_MPI['OMPI_MCA_orte_hnp_uri'])}", 4, 3),
-        (OPEN_MPI | SLURM, f"10.96.0.1:{port_of(OPEN_MPI['OMPI_MCA_orte_hnp_uri'])}", 4, 3),
-        (PODS | HERE, "10.0.0.1:99", 8, 7),
+        (OPEN_MPI, f"10.96.0.1:{port_of_job(OPEN_MPI['OMPI_MCA_orte_hnp_uri'])}", 4, 3),
+        (OPEN_MPI | SLURM, f"10.96.0.1:{port_of_job(OPEN_MPI['OMPI_MCA_orte_hnp_uri'])}", 4, 3),
+        (PODS | ADDRESS, "10.0.0.1:99", 8, 7),
         (
             PODS | {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "pods"},
             "run-pods-0-0.run:1234",
             8,
             7,
         ),
-        (HERE | {"JOB_COMPLETION_INDEX": "2", "JAX_PROCESS_COUNT": "3"}, "10.0.0.1:99", 3, 2),
+        (ADDRESS | {"JOB_COMPLETION_INDEX": "2", "JAX_PROCESS_COUNT": "3"}, "10.0.0.1:99", 3, 2),
     ],
 )
-def test_a_process_finds_its_place(environ, coordinator, count, index):
-    place = plan(environ)
-    assert (place.coordinator, place.count, place.index) == (coordinator, count, index)
+def test_detects_index_and_coordinator(environ, coordinator, count, index):
+    found = detect(environ)
+    assert (found.coordinator, found.count, found.index) == (coordinator, count, index)
 
 
 @pytest.mark.parametrize(
     "environ",
     [
         {},
-        HERE | {"JAX_PROCESS_COUNT": "1", "JAX_PROCESS_INDEX": "0"},
+        ADDRESS | {"JAX_PROCESS_COUNT": "1", "JAX_PROCESS_INDEX": "0"},
         {"NNODES": "1", "NODE_RANK": "0"},
-        # a batch script and a shell in an allocation know of the job's tasks, and are none of them
+        # a batch script, or a shell in an allocation, is none of the job's tasks
         {
             "SLURM_JOB_ID": "1",
             "SLURM_NTASKS": "4",
@@ -85,12 +83,12 @@ def test_a_process_finds_its_place(environ, coordinator, count, index):
         {"JOB_COMPLETION_INDEX": "3"},
     ],
 )
-def test_a_process_that_is_alone_joins_nobody(environ):
-    assert plan(environ) is None
+def test_single_process_needs_no_rendezvous(environ):
+    assert detect(environ) is None
 
 
 @pytest.mark.parametrize(
-    ("environ", "found"),
+    ("environ", "is_pod"),
     [
         ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
@@ -100,20 +98,20 @@ def test_a_process_that_is_alone_joins_nobody(environ):
         ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "cpu"}, False),
     ],
 )
-def test_on_tpus_jax_finds_the_others(environ, found):
-    place = plan(environ, tpu_here=True)
-    assert (place is not None) == found
-    assert place is None or (place.coordinator, place.count, place.index) == (None, None, None)
+def test_jax_detects_tpu_pods(environ, is_pod):
+    found = detect(environ, tpu=True)
+    assert (found is not None) == is_pod
+    assert found is None or (found.coordinator, found.count, found.index) == (None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("environ", "sentence"),
+    ("environ", "message"),
     [
         (explicit(JAX_PROCESS_INDEX="4"), "calls this process 4 of 4: they count from 0 to 3"),
         (explicit(JAX_PROCESS_COUNT="many"), "JAX_PROCESS_COUNT='many' is not a number"),
         (explicit(NNODES="5"), "JAX_PROCESS_COUNT=4 and NNODES=5 contradict"),
-        (HERE, "set JAX_PROCESS_COUNT and JAX_PROCESS_INDEX"),
-        (HERE | {"NNODES": "2"}, "set JAX_PROCESS_COUNT and JAX_PROCESS_INDEX"),
+        (ADDRESS, "set JAX_PROCESS_COUNT and JAX_PROCESS_INDEX"),
+        (ADDRESS | {"NNODES": "2"}, "set JAX_PROCESS_COUNT and JAX_PROCESS_INDEX"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "set JAX_COORDINATOR_ADDRESS=host:port"),
         (PODS, "the name of the first is not known"),
         (
@@ -126,22 +124,22 @@ def test_on_tpus_jax_finds_the_others(environ, found):
         ),
     ],
 )
-def test_half_a_description_is_refused(environ, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        plan(environ)
+def test_rejects_incomplete_descriptions(environ, message):
+    with pytest.raises(ConfigError, match=message):
+        detect(environ)
 
 
 @pytest.mark.parametrize(
     ("visible", "ids"), [(None, (1,)), ("0,1,2,3", (2, 3)), ("4,5", (1,)), ("3", None)]
 )  # the second of two processes on a node
-def test_gpus_of_a_node_are_dealt_out(visible, ids):
+def test_processes_of_a_node_split_its_gpus(visible, ids):
     environ = OPEN_MPI | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
-    assert plan(environ).local_device_ids == ids
+    assert detect(environ).local_device_ids == ids
 
 
-def test_one_process_a_node_keeps_all_gpus():
+def test_one_process_per_node_has_all_gpus():
     alone = {"SLURM_STEP_TASKS_PER_NODE": "1(x6)", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    assert plan(SLURM | alone).local_device_ids is None
+    assert detect(SLURM | alone).local_device_ids is None
 
 
 @pytest.mark.parametrize(
@@ -154,30 +152,30 @@ def test_one_process_a_node_keeps_all_gpus():
         ("r[1-2]n[01-02].lan", ["r1n01.lan", "r1n02.lan", "r2n01.lan", "r2n02.lan"]),
     ],
 )
-def test_node_lists(text, hosts):
+def test_expands_slurm_node_lists(text, hosts):
     assert list(host_names(text)) == hosts
 
 
-def test_two_jobs_meet_at_two_ports():
-    assert all(61440 <= port_of(str(job)) < 65536 for job in range(100))
-    assert port_of("4711") != port_of("4712")
+def test_jobs_have_different_ports():
+    assert all(61440 <= port_of_job(str(job)) < 65536 for job in range(100))
+    assert port_of_job("4711") != port_of_job("4712")
 
 
-def keys(**others):
-    usual = {
+def keys(**overrides):
+    defaults = {
         "hardware": "tpu",
         "skip_jax_distributed_system": False,
         "jax_distributed_initialization_timeout": 3,
     }
-    return SimpleNamespace(**usual | others)
+    return SimpleNamespace(**defaults | overrides)
 
 
-def test_start_of_a_process_that_is_alone_starts_nothing():
+def test_single_process_does_not_initialize_jax_distributed():
     assert processes.start(keys(), {}) == processes.World(0, 1)
     assert processes.start(keys(skip_jax_distributed_system=True), {}).count == 1
 
 
-def test_hardware_cpu_leaves_accelerators_alone(monkeypatch):
+def test_hardware_cpu_ignores_accelerators(monkeypatch):
     chosen = {}
     monkeypatch.setattr("jax.config.update", chosen.__setitem__)
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
@@ -189,11 +187,11 @@ def test_hardware_cpu_leaves_accelerators_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "settings"),
     [
         ({}, processes.GPU_DEFAULTS),
         ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, processes.GPU_DEFAULTS | {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
-        # JAX ends where both names are set.
+        # JAX refuses both names together.
         ({OLD: "0.5"}, {OLD: "0.5", "XLA_FLAGS": FLAG}),
         ({"XLA_FLAGS": "--xla_other=1"}, processes.GPU_DEFAULTS | {"XLA_FLAGS": f"--xla_other=1 {FLAG}"}),
         ({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
@@ -201,20 +199,20 @@ def test_hardware_cpu_leaves_accelerators_alone(monkeypatch):
         ({"XLA_FLAGS": "/etc/flags"}, processes.GPU_DEFAULTS | {"XLA_FLAGS": "/etc/flags"}),
     ],
 )  # fmt: skip
-def test_what_gpus_are_told_unless_the_environment_says_otherwise(environ, told):
-    assert processes.gpu_settings(environ) == told
+def test_environment_overrides_gpu_settings(environ, settings):
+    assert processes.gpu_settings(environ) == settings
 
 
-@pytest.mark.parametrize("here", [True, False])
-def test_gpus_are_told_where_there_are_any(monkeypatch, here):
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_sets_gpu_settings_only_with_a_gpu(monkeypatch, has_gpu):
     for name in processes.GPU_DEFAULTS:
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(processes, "gpu_is_here", lambda: here)
+    monkeypatch.setattr(processes, "has_gpu", lambda: has_gpu)
     processes.start(keys(), {})
-    assert (os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95") == here
+    assert (os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95") == has_gpu
 
 
-def test_skipping_start_up_in_company_is_refused():
+def test_rejects_skip_jax_distributed_system_in_a_group():
     with pytest.raises(
         ConfigError,
         match="skip_jax_distributed_system=true, but JAX_COORDINATOR_ADDRESS calls this",
@@ -223,31 +221,34 @@ def test_skipping_start_up_in_company_is_refused():
 
 
 @pytest.mark.parametrize("hardware", ["gpu", "gpu_multiprocess"])
-def test_hardware_that_is_not_here_is_refused(hardware, monkeypatch):
+def test_rejects_missing_hardware(hardware, monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "cpu")
     with pytest.raises(ConfigError, match=f"hardware={hardware}, but JAX finds no GPU, only cpu"):
         processes.start(keys(hardware=hardware), {})
 
 
-def test_gpu_multiprocess_is_not_for_one_process(monkeypatch):
+def test_rejects_gpu_multiprocess_with_one_process(monkeypatch):
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     assert processes.start(keys(hardware="gpu"), {}).count == 1
-    with pytest.raises(ConfigError, match="hardware=gpu_multiprocess, but this process is alone"):
+    with pytest.raises(
+        ConfigError, match="hardware=gpu_multiprocess, but this is the only process"
+    ):
         processes.start(keys(hardware="gpu_multiprocess"), {})
 
 
-def test_a_port_that_is_taken_is_a_sentence():
+def test_reports_a_port_in_use():
     import socket
 
     with socket.socket(socket.AF_INET6) as taken:
         taken.bind(("::", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        rendezvous = Rendezvous("test", coordinator=f"here:{port}", count=2, index=0)
         with pytest.raises(
             UserError, match=f"process 0 cannot listen at here:{port}.*choose another port"
         ):
-            processes.join(Rendezvous("test", f"here:{port}", 2, 0), 3)
+            processes.initialize_distributed(rendezvous, 3)
 
 
-def test_the_first_way_that_speaks_decides():
-    assert plan(explicit() | SLURM | OPEN_MPI | PODS).said_by == rendezvous.ADDRESS_NAMES[0]
+def test_explicit_variables_take_precedence():
+    assert detect(explicit() | SLURM | OPEN_MPI | PODS).source == ADDRESS_NAMES[0]

@@ -1,4 +1,4 @@
-"""The sign of life: only on a terminal, gone before anything else is written."""
+"""The spinner: only on a terminal, erased before anything else is written."""
 
 import io
 import sys
@@ -18,8 +18,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def make_terminal(monkeypatch):
-    """Makes both streams a terminal. Inside of the test, for pytest sets its own after the
-    fixtures.
+    """Replaces both streams by a terminal. Called inside the test, because pytest sets its own
+    streams after the fixtures.
     """
 
     def make():
@@ -34,7 +34,7 @@ def make_terminal(monkeypatch):
 
 
 def screen(stream):
-    """What a terminal shows: a carriage return with an erase begins the line anew."""
+    """What a terminal shows: CLEAR restarts the line."""
     lines = []
     for line in stream.getvalue().split("\n"):
         lines.append(line.rsplit(progress.CLEAR, 1)[-1])
@@ -48,7 +48,7 @@ def wait_for(stream, text):
         time.sleep(0.01)
 
 
-def test_it_is_shown_at_once_and_leaves_no_trace(make_terminal):
+def test_is_shown_at_once_and_erased(make_terminal):
     terminal = make_terminal()
     with progress.working("loading"):
         wait_for(terminal, "loading")
@@ -57,19 +57,19 @@ def test_it_is_shown_at_once_and_leaves_no_trace(make_terminal):
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
-def test_any_text_ends_it(make_terminal, name):
+def test_any_text_stops_it(make_terminal, name):
     terminal = make_terminal()
     with progress.working("loading"):
         wait_for(terminal, "loading")
-        kept = getattr(sys, name)
-        print("first", file=kept)
+        stream = getattr(sys, name)
+        print("first", file=stream)
         assert sys.stdout is sys.stderr is terminal
-        print("second", file=kept)
+        print("second", file=stream)
         time.sleep(2 * progress.PERIOD_SECONDS)
     assert screen(terminal) == "first\nsecond\n"
 
 
-def test_a_later_text_takes_its_place(make_terminal):
+def test_later_text_replaces_the_earlier_one(make_terminal):
     terminal = make_terminal()
     progress.start("loading")
     wait_for(terminal, "loading")
@@ -80,7 +80,7 @@ def test_a_later_text_takes_its_place(make_terminal):
     assert sys.stdout is sys.stderr is terminal
 
 
-def test_nothing_without_a_terminal(monkeypatch, make_terminal):
+def test_shows_nothing_without_a_terminal(monkeypatch, make_terminal):
     terminal = make_terminal()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.working("loading"):

@@ -1,4 +1,4 @@
-"""A run's folder belongs to one living process, and a dead one keeps nobody out."""
+"""A run's folder belongs to one running process; a dead process does not block it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ with RunLock(Path(sys.argv[1])):
 
 @pytest.fixture
 def hold(tmp_path):
-    """Another process that holds the lock of tmp_path / "run" until it is told to let go."""
+    """Starts a process that holds the lock of tmp_path / "run" until it reads a line."""
     processes = []
 
     def start():
@@ -41,7 +41,7 @@ def hold(tmp_path):
         process.communicate()
 
 
-def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, log_messages):
+def test_rejects_a_second_process(hold, tmp_path, log_messages):
     first = hold()
     with pytest.raises(
         UserError,
@@ -59,7 +59,7 @@ def test_a_second_process_is_refused_while_the_first_lives(hold, tmp_path, log_m
     assert not log_messages
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(hold, tmp_path, log_messages):
+def test_takes_over_the_lock_of_a_killed_process(hold, tmp_path, log_messages):
     first = hold()
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -72,7 +72,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(hold, tmp_path, log_
     )
 
 
-def test_files_of_the_run_stay(tmp_path):
+def test_release_keeps_the_files_of_the_run(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
     with RunLock(tmp_path / "run"):
@@ -81,15 +81,13 @@ def test_files_of_the_run_stay(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 3}'])
-def test_a_torn_lock_file_is_no_obstacle(tmp_path, text):
+def test_accepts_an_incomplete_lock_file(tmp_path, text):
     (tmp_path / ".lock").write_text(text)
     with RunLock(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
 
 
-def test_a_file_system_without_locks_costs_the_lock_and_not_the_run(
-    tmp_path, log_messages, monkeypatch
-):
+def test_warns_if_the_file_system_has_no_locks(tmp_path, log_messages, monkeypatch):
     def unsupported(descriptor, operation):
         raise OSError(95, "Operation not supported")
 

@@ -1,6 +1,4 @@
-"""Signals of a command: one line and the signal's exit code, wherever the main thread is when they
-come.
-"""
+"""A signal ends a command with one line and its exit code, whatever the main thread does."""
 
 import gc
 import os
@@ -12,10 +10,9 @@ import time
 import pytest
 
 from maxtext.common import signals
-from maxtext.common.signals import Interrupted, asked_by_signals, ending_signals, interrupt_at_once
+from maxtext.common.signals import Interrupted, call_on_signals, interrupt_now, interrupt_on_signals
 
-# Each says "ready" where the signal is to come. `STUCK` holds no Python line for long, as a
-# compiler does.
+# Each prints "ready" where the signal is sent. `STUCK` runs no Python for long, like a compiler.
 PLAIN = "print('ready', flush=True); time.sleep(60)"
 SWALLOWED = """
 def callback(phase, info):
@@ -49,8 +46,8 @@ finally:
 IMPORT = """
 import os, sys, tempfile
 folder = tempfile.mkdtemp()
-with open(os.path.join(folder, 'slow_module.py'), 'w') as stream:
-    stream.write("import time; print('ready', flush=True); time.sleep(60)")
+with open(os.path.join(folder, 'slow_module.py'), 'w') as file:
+    file.write("import time; print('ready', flush=True); time.sleep(60)")
 sys.path.append(folder)
 try:
     import slow_module
@@ -61,7 +58,7 @@ CHILD = """
 import gc, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
 from maxtext.cli import entry, main
-def run(words):
+def run(args):
     exec({program!r}, globals())
     return 0
 main.run = run
@@ -78,7 +75,7 @@ def start(program):
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
-def test_a_signal_ends_a_command_with_its_code_and_one_line(number):
+def test_signal_ends_a_command_with_its_exit_code(number):
     process = start(PLAIN)
     process.send_signal(number)
     assert process.communicate(timeout=20) == ("", "interrupted\n")
@@ -88,65 +85,68 @@ def test_a_signal_ends_a_command_with_its_code_and_one_line(number):
 @pytest.mark.parametrize(
     "program", [SWALLOWED, CAUGHT, STUCK, IMPORT], ids=["gc", "except", "compiler", "import"]
 )
-def test_an_interrupt_cannot_be_lost(program):
+def test_interrupt_is_never_lost(program):
     process = start(program)
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == ("", "interrupted\n")
     assert process.returncode == 130
 
 
-def test_cleanup_runs_undisturbed():
+def test_cleanup_runs_to_its_end():
     process = start(CLEANED)
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20) == ("cleaned\n", "interrupted\n")
     assert process.returncode == 143
 
 
-def test_a_second_signal_does_not_wait_for_cleanup():
+def test_second_signal_skips_cleanup():
     process = start(CLEANED.replace("0.5", "60"))
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    began = time.monotonic()
+    start_time = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20) == ("", "interrupted\n")
     assert process.returncode == 130
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start_time < 5
 
 
-def test_a_request_is_no_end():
-    asked = []
-    with ending_signals():
-        with asked_by_signals(asked.append):
+def test_callback_replaces_the_interrupt():
+    numbers = []
+    with interrupt_on_signals():
+        with call_on_signals(numbers.append):
             for number in signals.SIGNALS:
                 os.kill(os.getpid(), number)
             time.sleep(0.3)
         assert signals.pending() is None
-    assert asked == list(signals.SIGNALS)
+    assert numbers == list(signals.SIGNALS)
 
 
-def test_who_goes_on_after_an_interrupt_says_so():
+def test_consumed_interrupt_is_not_raised_again():
     before = [signal.getsignal(number) for number in signals.SIGNALS]
-    with ending_signals():
+    with interrupt_on_signals():
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
         assert signals.pending() is not None
         signals.consume()
-        time.sleep(0.4)  # else it would be raised again
+        time.sleep(0.4)  # the watchdog would raise it again
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
 
 
-def test_nohup_is_respected():
+def test_ignores_sighup_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ending_signals(), asked_by_signals(lambda number: pytest.fail("it was to be ignored")):
+        with (
+            interrupt_on_signals(),
+            call_on_signals(lambda number: pytest.fail("SIGHUP must be ignored")),
+        ):
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_outside_of_a_command_the_second_request_is_an_exception():
-    with asked_by_signals(interrupt_at_once), pytest.raises(Interrupted) as raised:
+def test_interrupt_now_raises_outside_of_a_command():
+    with call_on_signals(interrupt_now), pytest.raises(Interrupted) as raised:
         os.kill(os.getpid(), signal.SIGTERM)
     assert signals.exit_code_of(raised.value) == 143
     assert signals.exit_code_of(KeyboardInterrupt()) == 130
@@ -163,7 +163,7 @@ def test_other_unraisable_errors_are_still_shown():
         lambda details: shown.append(str(details.exc_value)),
     )
     try:
-        with ending_signals():
+        with interrupt_on_signals():
             Broken()
             gc.collect()
     finally:

@@ -53,7 +53,7 @@ def test_a_libtpu_that_jax_is_not_made_for_is_named(monkeypatch, libtpu, fits):
     if not fits:
         assert (
             problems[0][0]
-            == f"libtpu {libtpu} is installed, and jax 0.10.2 is made for libtpu 0.0.42.*"
+            == f"libtpu {libtpu} is installed, but jax 0.10.2 requires libtpu 0.0.42.*"
         )
         assert "jax[tpu]" in problems[0][1]
 

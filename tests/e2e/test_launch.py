@@ -246,7 +246,8 @@ def test_a_process_without_a_launcher_notices_a_death_by_itself(train, how):
         ),
         (
             0,
-            "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, not all the others came",
+            "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, "
+            "not all other processes connected",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.common.order import Order
+from maxtext.common.load_balance import LoadBalancedOrder
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.kernels.attention import AttentionInputs, AttentionMask, run_attention, validate_inputs
@@ -37,7 +37,7 @@ def errors(case):
         None, words, environ={}, devices=Devices(int(np.prod(list(case["mesh"].values()))))
     )
     rules = AxisRules.of(config, make_mesh(config, jax.devices()[: config.num_target_devices]))
-    order = Order("dual_chunk_swap", case["balanced"]) if case.get("balanced") else None
+    order = LoadBalancedOrder("dual_chunk_swap", case["balanced"]) if case.get("balanced") else None
     mask = AttentionMask(window=case.get("window"), order=order)
     given = validate_inputs(
         inputs(case["heads"], case["kv_heads"], mask, case.get("segments", False))

@@ -280,7 +280,7 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     monkeypatch.setattr(
         estimates,
         "libtpu_mismatch",
-        lambda: "libtpu 9 is installed, and jax 1 is made for libtpu 8",
+        lambda: "libtpu 9 is installed, but jax 1 requires libtpu 8",
     )
     program = Program.of(Unreadable())
     assert program.collectives is None
@@ -292,7 +292,7 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     assert "stack trace" not in err
     assert 'pip install "jax[tpu]"' in shown
     assert (
-        "collectives a step cannot be read: libtpu 9 is installed, and jax 1 is made for libtpu 8"
+        "collectives a step cannot be read: libtpu 9 is installed, but jax 1 requires libtpu 8"
         in shown
     )
     assert "RET_CHECK failure (hlo_instruction.cc:390) async-update)" in shown

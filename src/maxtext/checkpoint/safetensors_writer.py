@@ -24,7 +24,7 @@ from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
 from maxtext.checkpoint.tensors import DTYPE_NAMES, Progress, TensorInfo, TensorStream
 from maxtext.common.errors import UserError
 from maxtext.common.files import current_umask, local_path, sync_directory
-from maxtext.common.hardware import size as size_text
+from maxtext.common.hardware import format_bytes
 from maxtext.common.log import LOGGER
 
 GIGABYTE = 10**9
@@ -214,7 +214,7 @@ def atomic_folder(out: str | os.PathLike, size: int = 0) -> Iterator[Path]:
         remove_leftovers(target)
         free = shutil.disk_usage(target.parent).free
         if free < size:
-            needed, left = size_text(size), size_text(free)
+            needed, left = format_bytes(size), format_bytes(free)
             if needed == left:
                 needed, left = f"{size:,} bytes", f"{free:,}"
             raise UserError(f"{target} needs {needed}, and {target.parent} has only {left} free")

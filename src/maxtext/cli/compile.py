@@ -8,7 +8,7 @@ from maxtext.cli import arguments
 from maxtext.cli.targets import load_for_target
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
-from maxtext.common.hardware import size
+from maxtext.common.hardware import format_bytes
 
 
 def run(args: list[str]) -> int:
@@ -30,7 +30,9 @@ def run(args: list[str]) -> int:
     compiled = aot.compile_without_cache(context, lowered)
     program = Program.of(compiled)
     print(f"compiled for {target} in {time.perf_counter() - started:.1f} s")
-    print(f"a device needs {size(program.needed)}, of it {size(program.temporaries)} temporary")
+    print(
+        f"a device needs {format_bytes(program.needed)}, of it {format_bytes(program.temporaries)} temporary"
+    )
     written = aot.save(config.compiled_trainstep_file, context, lowered, compiled)
-    print(f"wrote {size(written)} to {config.compiled_trainstep_file}")
+    print(f"wrote {format_bytes(written)} to {config.compiled_trainstep_file}")
     return 0

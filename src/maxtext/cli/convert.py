@@ -8,7 +8,7 @@ import sys
 from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
-from maxtext.common.hardware import size
+from maxtext.common.hardware import format_bytes
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,9 +52,7 @@ def summary(out: str, stem: str) -> str:
     command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"
     if not tokenizer_files(folder.iterdir()):
         command += " tokenizer_path=TOKENIZER, the one that it was trained with"
-    return (
-        f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {size(nbytes)}\ntry it with: {command}"
-    )
+    return f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {format_bytes(nbytes)}\ntry it with: {command}"
 
 
 class Bar:

@@ -12,7 +12,7 @@ from maxtext.cli.data import settled, take_number
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
-from maxtext.common.hardware import size
+from maxtext.common.hardware import format_bytes
 
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -35,7 +35,7 @@ def run(args: list[str]) -> int:
     counts = made.counts
     rows = [("documents", f"{counts.documents:,}"), ("records", f"{counts.records:,}")]
     rows += [("tokens", f"{counts.tokens:,}"), ("bad records", f"{counts.bad:,}")]
-    rows += [("shards", f"{made.shards:,}"), ("size", size(counts.bytes))]
+    rows += [("shards", f"{made.shards:,}"), ("size", format_bytes(counts.bytes))]
     if made.tokens:
         rows.append(("tokens/s", f"{made.tokens / max(made.seconds, 1e-9):,.0f}"))
         done = (

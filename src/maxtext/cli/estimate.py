@@ -11,7 +11,7 @@ from typing import Any
 from maxtext.cli import arguments
 from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
-from maxtext.common.hardware import size
+from maxtext.common.hardware import format_bytes
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.estimate import Estimate, Plan, Program, estimate, plans, shortage
 
@@ -80,7 +80,7 @@ def parts(found: Estimate) -> list[tuple[str, int, str]]:
             (
                 "outputs",
                 program.outputs,
-                f"compiled program; {size(program.aliased)} in place of arguments",
+                f"compiled program; {format_bytes(program.aliased)} in place of arguments",
             )
         )
         if program.peak:
@@ -108,7 +108,9 @@ def show(found: Estimate, suggested: dict[str, Plan | None]) -> None:
     console.print(f"parameters {found.parameters:,}, active {found.active:,}")
     console.print(
         rows_table(
-            "Bytes a device", ("", "size", "from"), [(a, size(b), c) for a, b, c in parts(found)]
+            "Bytes a device",
+            ("", "size", "from"),
+            [(a, format_bytes(b), c) for a, b, c in parts(found)],
         )
     )
     console.print(policy_table(found))
@@ -124,7 +126,7 @@ def collectives_table(program: Program) -> Any:
         from rich.markup import escape
 
         return escape(f"collectives a step cannot be read: {program.collectives_error}")
-    rows = [(one.kind, f"{one.count:,}", size(one.bytes)) for one in program.collectives]
+    rows = [(one.kind, f"{one.count:,}", format_bytes(one.bytes)) for one in program.collectives]
     return rows_table(
         "Collectives a step", ("kind", "count", "bytes a device"), rows or [("none", "", "")]
     )
@@ -152,11 +154,11 @@ def policy_table(found: Estimate) -> Any:
         rows.append(
             (
                 f"{kept.policy}{mark}",
-                size(kept.layers.device),
-                size(kept.around),
-                size(kept.layers.host) if kept.layers.host else "0",
+                format_bytes(kept.layers.device),
+                format_bytes(kept.around),
+                format_bytes(kept.layers.host) if kept.layers.host else "0",
                 f"{kept.again:.0%}",
-                size(plan.expected),
+                format_bytes(plan.expected),
                 f"{largest.per_device:g}" if largest else "none",
             )
         )
@@ -187,10 +189,10 @@ def verdict(found: Estimate) -> str:
     if found.refusal:
         return f"does not fit: {found.refusal}"
     if memory is None:
-        return f"needs {size(found.needed)} a device; the memory of {found.target.kind} is not known here"
+        return f"needs {format_bytes(found.needed)} a device; the memory of {found.target.kind} is not known here"
     how = "does not fit" if not found.fits else "fits"
     by = "compiled" if found.program else "by arithmetic, not compiled"
-    return f"{how}: {size(found.needed)} of {size(memory)} a device ({found.needed / memory:.0%}; {by})"
+    return f"{how}: {format_bytes(found.needed)} of {format_bytes(memory)} a device ({found.needed / memory:.0%}; {by})"
 
 
 def suggestions(found: Estimate, suggested: dict[str, Plan | None]) -> list[str]:
@@ -213,8 +215,8 @@ def suggestions(found: Estimate, suggested: dict[str, Plan | None]) -> list[str]
 
 def needs(plan: Plan) -> str:
     if plan.measured is None:
-        return f"{size(plan.expected)}, extrapolated"
-    return f"{size(plan.measured)}, compiled; {size(plan.expected)} was expected"
+        return f"{format_bytes(plan.expected)}, extrapolated"
+    return f"{format_bytes(plan.measured)}, compiled; {format_bytes(plan.expected)} was expected"
 
 
 def as_data(found: Estimate, suggested: dict[str, Plan | None]) -> dict[str, Any]:

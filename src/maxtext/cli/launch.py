@@ -146,8 +146,13 @@ class Local:
                 if config.elastic_enabled
                 else supervise.FAILURE_GRACE_SECONDS
             )
-            ended = Supervisor(self.commands(count), self.grace, patience, COORDINATOR_NOISE).run()
-            if ended.code in (0, BAD_CONFIGURATION) or ended.asked is not None:
+            ended = Supervisor(
+                self.commands(count),
+                stop_grace=self.grace,
+                failure_grace=patience,
+                ignored=COORDINATOR_NOISE,
+            ).run()
+            if ended.code in (0, BAD_CONFIGURATION) or ended.stop_signal is not None:
                 return ended.code
             if restarts:
                 restarts -= 1
@@ -156,7 +161,7 @@ class Local:
                 )
             elif retries:
                 retries -= 1
-                fewer = self.after_loss(count - len(ended.lost))
+                fewer = self.after_loss(count - len(ended.failed))
                 if fewer is None:
                     return ended.code
                 count = fewer
@@ -243,7 +248,7 @@ def devices_each(options: argparse.Namespace, environ: Mapping[str, str], gpus: 
                 "--devices-per-process, or add --cpu"
             )
         return each or len(gpus) // count
-    if count > 1 and processes.tpu_is_here() and environ.get("JAX_PLATFORMS") != "cpu":
+    if count > 1 and processes.has_tpu() and environ.get("JAX_PLATFORMS") != "cpu":
         raise ConfigError("the TPU chips of a host belong to one process: use --local 1, or --cpu")
     flag = re.search(rf"{COUNT_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
     return each or (int(flag[1]) if flag else 1)

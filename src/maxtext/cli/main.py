@@ -207,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
-    with signals.ending_signals():
+    with signals.interrupt_on_signals():
         try:
             return run(args)
         except BrokenPipeError:  # `maxtext config | head`
@@ -263,7 +263,7 @@ def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
     """
     from maxtext.common import processes
 
-    return processes.leave(code, last_words)
+    return processes.exit_process(code, last_words)
 
 
 def run(args: list[str]) -> int:

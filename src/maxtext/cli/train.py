@@ -29,7 +29,7 @@ def run(args: list[str]) -> int:
         )
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
     set_up_jax(config)
-    processes.take_memory()
+    processes.preallocate_gpu_memory()
     from maxtext.trainers import sample
     from maxtext.trainers.pretrain import train
 

@@ -1,1 +1,1 @@
-"""Level 0: what every room may use and nothing that knows about models."""
+"""Level 0: helpers without knowledge of models, for all packages."""

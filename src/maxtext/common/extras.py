@@ -1,4 +1,6 @@
-"""Optional packages: imported where used; a missing one names the command that installs it."""
+"""Optional packages are imported where they are used. A missing one is reported with the command
+that installs it.
+"""
 
 import importlib
 import re
@@ -7,7 +9,7 @@ from types import ModuleType
 
 from maxtext.common.errors import MissingExtra
 
-# package (as imported) -> the extra of pyproject.toml that brings it
+# imported package -> the extra of pyproject.toml that installs it
 EXTRA_OF = {
     "datasets": "hf",
     "pyarrow": "parquet",
@@ -23,7 +25,7 @@ EXTRA_OF = {
 
 
 def require(module: str, feature: str) -> ModuleType:
-    """Import `module`, or say which extra `feature` needs."""
+    """Import `module`. Raises MissingExtra, which names the extra that `feature` needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -35,8 +37,10 @@ def require(module: str, feature: str) -> ModuleType:
 
 
 def libtpu_mismatch() -> str | None:
-    """Which libtpu is installed and which the installed jax pins, where these differ. A newer
-    libtpu compiles, but jax may not be able to read its programs."""
+    """A sentence if the installed libtpu is not the one that the installed jax pins, else None.
+
+    A newer libtpu compiles, but jax may not be able to read its programs.
+    """
     try:
         installed, jax = metadata.version("libtpu"), metadata.version("jax")
     except metadata.PackageNotFoundError:
@@ -47,5 +51,6 @@ def libtpu_mismatch() -> str | None:
     ]
     for version, any_patch in (pin.groups() for pin in pins if pin):
         if installed != version and not (any_patch and installed.startswith(f"{version}.")):
-            return f"libtpu {installed} is installed, and jax {jax} is made for libtpu {version}{any_patch or ''}"
+            pinned = f"{version}{any_patch or ''}"
+            return f"libtpu {installed} is installed, but jax {jax} requires libtpu {pinned}"
     return None

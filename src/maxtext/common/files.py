@@ -1,6 +1,4 @@
-"""Local paths, and files that are either complete or absent: written beside their place, synced,
-then renamed.
-"""
+"""Local paths, and atomic writes: to a temporary file in the same folder, synced, then renamed."""
 
 import contextlib
 import json
@@ -14,10 +12,9 @@ from typing import IO, Any
 from maxtext.common.errors import ConfigError
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-UNPRINTABLE = re.compile(
-    r"[\x00-\x1f\x7f\ud800-\udfff]"
-)  # lone surrogates stand for bytes that are not UTF-8
-LONGEST_NAME = 255  # bytes of a file's name on common file systems
+# Lone surrogates stand for bytes that are not UTF-8.
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+MAX_NAME_BYTES = 255  # of a file name on common file systems
 
 
 def is_remote(path: str) -> bool:
@@ -26,22 +23,26 @@ def is_remote(path: str) -> bool:
 
 
 def path_problem(path: str) -> str | None:
-    """Why a text cannot be a path of this machine, as the end of a sentence; None if it can."""
+    """Why a text cannot be a local path, as the end of a sentence; None if it can."""
     if is_remote(path):
-        return "is a remote path, and only local paths are supported: mount the storage, or copy the files"
+        return (
+            "is a remote path, and only local paths are supported: "
+            "mount the storage, or copy the files"
+        )
     if UNPRINTABLE.search(path):
-        return "has a character that no path should have: a control character, or bytes that are not UTF-8"
-    if any(len(name.encode()) > LONGEST_NAME for name in re.split("[/,;]", path)):
-        return f"has a name of more than {LONGEST_NAME} bytes, which file systems refuse"
+        return (
+            "has a character that no path should have: "
+            "a control character, or bytes that are not UTF-8"
+        )
+    if any(len(name.encode()) > MAX_NAME_BYTES for name in re.split("[/,;]", path)):
+        return f"has a name of more than {MAX_NAME_BYTES} bytes, which file systems refuse"
     if os.path.expanduser(path).startswith("~"):
-        return "begins with the home folder of an unknown user: write the folder out"
+        return "starts with the home folder of an unknown user: write the folder out"
     return None
 
 
 def local_path(path: str | os.PathLike) -> Path:
-    """A path of this machine with `~` expanded. Raises ConfigError for a URL or for text that
-    cannot be a path.
-    """
+    """A local path with `~` expanded. Raises ConfigError for a URL or an invalid path."""
     text = os.fspath(path)
     if problem := path_problem(text):
         raise ConfigError(f"{text!r} {problem}")
@@ -49,13 +50,11 @@ def local_path(path: str | os.PathLike) -> Path:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError where the file has no such thing."""
+    """The object in a JSON file. Raises ConfigError if there is none."""
     try:
         data = path.read_bytes()
         value = json.loads(data)
-        if (
-            b"\\ud" in data.lower()
-        ):  # half a surrogate pair is no text, and no file could be written with it
+        if b"\\ud" in data.lower():  # raises for lone surrogates, which cannot be written as UTF-8
             json.dumps(value, ensure_ascii=False).encode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -68,26 +67,22 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """Open a temporary file that takes `path`'s place on success and leaves `path` untouched on
-    failure.
-    """
+    """Open a temporary file that replaces `path` on success and is deleted on failure."""
     if mode not in ("w", "wb"):
-        raise ValueError(f"atomic_writer writes whole files: mode is 'w' or 'wb', not {mode!r}")
+        raise ValueError(f"atomic_writer replaces files: mode is 'w' or 'wb', not {mode!r}")
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(
         dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"
     )
     try:
-        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        # mkstemp makes private files; give the result the mode that open() would have given it.
-        os.chmod(
-            temporary,
-            target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~current_umask(),
-        )
+        with os.fdopen(handle, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp creates private files; open() would use the mode of the target or the umask.
+        exists = target.exists()
+        os.chmod(temporary, target.stat().st_mode & 0o777 if exists else 0o666 & ~current_umask())
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -97,8 +92,8 @@ def atomic_writer(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    with atomic_writer(path) as stream:
-        stream.write(text)
+    with atomic_writer(path) as file:
+        file.write(text)
 
 
 def current_umask() -> int:
@@ -109,7 +104,7 @@ def current_umask() -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Make a rename in `path` survive a power cut, where the file system offers that."""
+    """Make a rename in `path` survive a power failure, if the file system supports that."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -1,10 +1,10 @@
-"""The compute capability of this machine's GPU, asked for in one place."""
+"""The compute capability of this machine's GPU."""
 
 import functools
 
 import jax
 
-ASSUMED = "9.0"  # Hopper: when a program is compiled for a GPU that this machine does not have
+DEFAULT_CAPABILITY = "9.0"  # Hopper, when compiling for a GPU that this machine does not have
 
 
 @functools.cache
@@ -17,10 +17,10 @@ def gpu_capability() -> str:
 
 def target_capability() -> str:
     """The capability of the GPU that a program is compiled for."""
-    return gpu_capability() or ASSUMED
+    return gpu_capability() or DEFAULT_CAPABILITY
 
 
 def is_nvidia(capability: str, minimum: tuple[int, int] = (8, 0)) -> bool:
-    """Whether it is an NVIDIA GPU of at least this compute capability; AMD's are called gfx…"""
-    numbers = capability.split(".")
-    return all(map(str.isdigit, numbers)) and tuple(map(int, numbers)) >= minimum
+    """Whether it is an NVIDIA GPU of at least this compute capability (AMD's are named gfx…)."""
+    version = capability.split(".")
+    return all(map(str.isdigit, version)) and tuple(map(int, version)) >= minimum

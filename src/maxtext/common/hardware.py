@@ -1,8 +1,6 @@
-"""What accelerators can do: dense peak per number format, memory and its bandwidth, from the
-vendors' data sheets.
+"""Peak FLOP/s by dtype, memory and memory bandwidth of accelerators, from the vendors' data sheets.
 
-A device that is not listed has no peak here, and whoever divides by it must say "unknown" instead
-of a number.
+An unlisted device has no peak, and callers must report MFU as unknown.
 """
 
 import contextlib
@@ -16,8 +14,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """One JAX device. Peaks are dense (no structured sparsity), in FLOP/s; a missing format has no
-    fast path.
+    """One JAX device. Peaks are dense (no structured sparsity), in FLOP/s; a dtype without an entry
+    has no fast path.
     """
 
     name: str
@@ -33,7 +31,7 @@ def entry(name: str, memory: float, bandwidth: float, **teraflops: float) -> Har
     )
 
 
-# Marks in jax.Device.device_kind, most specific first -> what it is.
+# Substrings of jax.Device.device_kind, most specific first.
 TABLE: tuple[tuple[tuple[str, ...], Hardware], ...] = (
     # TPUs. A TPU 7x chip shows as two devices, so its row is half a chip.
     (("TPU v4",), entry("TPU v4", 32 * GIB, 1228, bfloat16=275, int8=275)),
@@ -176,21 +174,21 @@ TABLE: tuple[tuple[tuple[str, ...], Hardware], ...] = (
 
 
 def lookup(device_kind: str) -> Hardware | None:
-    """The row of a device by its `device_kind`, or None. A mark must end at a word's end: L4 is not
-    L40S.
+    """The entry of a device by its `device_kind`, or None. Names match at word boundaries: L4 is
+    not L40S.
     """
-    for marks, hardware in TABLE:
-        for mark in marks:
-            start = device_kind.lower().find(mark.lower())
-            end = start + len(mark)
-            starts = start == 0 or (start > 0 and not device_kind[start - 1].isalnum())
-            if starts and (end == len(device_kind) or not device_kind[end].isalnum()):
+    for names, hardware in TABLE:
+        for name in names:
+            start = device_kind.lower().find(name.lower())
+            end = start + len(name)
+            starts_word = start == 0 or (start > 0 and not device_kind[start - 1].isalnum())
+            if starts_word and (end == len(device_kind) or not device_kind[end].isalnum()):
                 return hardware
     return None
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak FLOP/s of a device for a number format, or None when it is not known."""
+    """Dense peak FLOP/s of a device for a dtype, or None if unknown."""
     hardware = lookup(device_kind)
     return hardware.peak.get(dtype) if hardware else None
 
@@ -199,20 +197,19 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 def host_memory_bytes(limits: tuple[str, ...] = CGROUP_LIMITS) -> int:
-    """All memory of this machine, or of the container if that may have less."""
+    """The memory of this machine, or the limit of its container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in limits:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # no container, or one without a limit ("max")
+        # OSError: no container. ValueError: a container without a limit ("max").
+        with contextlib.suppress(OSError, ValueError):
             total = min(total, int(Path(path).read_text()))
     return total
 
 
-def size(count: float) -> str:
-    """Bytes for people: 512 B, 7.63 MiB, 25.1 GiB."""
+def format_bytes(amount: float) -> str:
+    """Bytes in a readable unit: 512 B, 7.63 MiB, 25.1 GiB."""
     for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:,.2f} GiB"
+        if abs(amount) < 1024:
+            return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:,.2f} GiB"

@@ -1,5 +1,5 @@
-"""One line an event: rich on a terminal, plain in a pipe, with the process index when there is more
-than one.
+"""The package's logger: one line per event, formatted by rich on a terminal, with the process index
+in a run of several processes.
 """
 
 import contextlib
@@ -13,14 +13,13 @@ LOGGER = logging.getLogger("maxtext")
 
 
 @functools.cache
-def say_once(what: str) -> None:
-    LOGGER.info(what)
+def log_once(message: str) -> None:
+    """Log a message the first time that it occurs in this process."""
+    LOGGER.info(message)
 
 
 class ProcessFilter(logging.Filter):
-    """Marks each record with `[3/8] ` in a run of several processes, and with nothing in a run of
-    one.
-    """
+    """Adds `process_mark` to records: `[3/8] ` in a run of several processes, else empty."""
 
     def __init__(self, index: int, count: int):
         super().__init__()
@@ -32,9 +31,7 @@ class ProcessFilter(logging.Filter):
 
 
 def configure(process_index: int = 0, process_count: int = 1, level: int = logging.INFO) -> None:
-    """Set up the package's logger on standard error. Calling it again replaces the earlier
-    set-up.
-    """
+    """Set up the package's logger on standard error, replacing its handlers."""
     handler: logging.Handler
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
@@ -56,7 +53,7 @@ def configure(process_index: int = 0, process_count: int = 1, level: int = loggi
 
 
 class OneLine(logging.Formatter):
-    """Keeps an event on one line, so that a log can be searched and sorted."""
+    """Joins the lines of a message, so that a log can be searched and sorted."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return super().formatMessage(record).replace("\n", " | ")
@@ -64,7 +61,7 @@ class OneLine(logging.Formatter):
 
 @contextlib.contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Discards what is written to file descriptor 2, also by libraries that are not Python."""
+    """Discard everything written to file descriptor 2, also by native libraries."""
     sys.stderr.flush()
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)

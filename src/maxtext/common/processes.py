@@ -1,10 +1,9 @@
-"""Process start-up: how this process joins the other processes of its run, before any device is
-counted.
+"""Process start-up: joins the other processes of the run, before JAX is asked for devices.
 
-`rendezvous.plan` says from the environment who we are; `start` carries that out with
-`jax.distributed`. JAX aborts the process when a peer dies (noticed within HEARTBEAT_SECONDS), which
-is what we want: the collectives of a step cannot go on, and whoever started us starts us again. It
-aborts, too, when start-up takes too long; that we turn into a sentence.
+`rendezvous.detect` reads this process's index from the environment; `start` calls
+`jax.distributed`. JAX aborts the process when a peer dies (detected within HEARTBEAT_SECONDS). That
+is wanted: the collectives of a step cannot continue, and the launcher restarts the run. JAX also
+aborts when start-up takes too long; `exit_on_timeout` reports that first.
 """
 
 import contextlib
@@ -20,23 +19,22 @@ from pathlib import Path
 from typing import Protocol
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.rendezvous import Rendezvous, plan
+from maxtext.common.rendezvous import Rendezvous, detect
 
 HEARTBEAT_SECONDS = 10
-# when the run began, for its name: the same in all processes, and after a restart
+# The start time in the run's name: the same in all processes, and after a restart.
 STARTED = "MAXTEXT_STARTED"
-FULL_PROCESSES = (
-    "MAXTEXT_FULL_PROCESSES"  # of an elastic run that goes on with fewer: how many it began with
-)
+# The number of processes that an elastic run started with; it may continue with fewer.
+FULL_PROCESSES = "MAXTEXT_FULL_PROCESSES"
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
-# What a run on GPUs tells JAX, unless the environment does. It has its GPUs to itself; JAX would
-# leave a quarter of their memory. Of large products cuBLAS has the fastest, and finding that out
-# takes the compiler seconds.
+# Settings for JAX on GPUs, unless the environment has others. A run has its GPUs to itself, but JAX
+# would leave a quarter of their memory unused. cuBLAS is the fastest for large matmuls, and
+# autotuning against Triton takes seconds of compilation.
 GPU_DEFAULTS = {
     "XLA_CLIENT_MEM_FRACTION": "0.95",
     "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
 }
-OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX knows it, too, but does not take both
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # an alias; JAX refuses both together
 
 
 @dataclass(frozen=True)
@@ -47,37 +45,34 @@ class World:
     count: int = 1
 
 
-def tpu_is_here() -> bool:
-    """Chips, and the library that drives them."""
+def has_tpu() -> bool:
+    """Whether this machine has TPU chips and libtpu."""
     chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     return bool(chips) and importlib.util.find_spec("libtpu") is not None
 
 
-def gpu_is_here() -> bool:
-    """NVIDIA's driver and a card."""
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU with its driver."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """GPU_DEFAULTS, or what the environment says instead; flags are added to those that it has."""
+    """GPU_DEFAULTS overridden by the environment; XLA_FLAGS of both are merged."""
     settings = {name: environ.get(name) or value for name, value in GPU_DEFAULTS.items()}
     if environ.get(OLD_FRACTION):
         del settings["XLA_CLIENT_MEM_FRACTION"]
         settings[OLD_FRACTION] = environ[OLD_FRACTION]
-    given = environ.get("XLA_FLAGS", "").split()
-    if all(flag.startswith("-") for flag in given):  # else it is a file that has them
-        names = {flag.partition("=")[0] for flag in given}
-        ours = [
-            flag
-            for flag in GPU_DEFAULTS["XLA_FLAGS"].split()
-            if flag.partition("=")[0] not in names
-        ]
-        settings["XLA_FLAGS"] = " ".join([*given, *ours])
+    flags = environ.get("XLA_FLAGS", "").split()
+    if all(flag.startswith("-") for flag in flags):  # else it is the path of a file with flags
+        names = {flag.partition("=")[0] for flag in flags}
+        defaults = GPU_DEFAULTS["XLA_FLAGS"].split()
+        missing = [flag for flag in defaults if flag.partition("=")[0] not in names]
+        settings["XLA_FLAGS"] = " ".join([*flags, *missing])
     return settings
 
 
 class StartSettings(Protocol):
-    """The keys of process start-up: a whole configuration, or these alone."""
+    """The configuration keys of process start-up."""
 
     @property
     def hardware(self) -> str: ...
@@ -93,53 +88,53 @@ _WORLD = World()
 
 
 def world() -> World:
-    """Who this process is; alone until `start` says otherwise."""
+    """The index of this process and the number of processes; (0, 1) before `start`."""
     return _WORLD
 
 
 def start(config: StartSettings, environ: Mapping[str, str] = os.environ) -> World:
-    """Join the other processes, if there are any, and take the devices that `hardware` asks for."""
+    """Join the other processes, if any, and select the platform of `hardware`."""
     global _WORLD
-    place = None if already_joined() else plan(environ, tpu_is_here())
-    if place is not None and config.skip_jax_distributed_system:
-        if place.count is not None:
+    rendezvous = None if is_initialized() else detect(environ, has_tpu())
+    if rendezvous is not None and config.skip_jax_distributed_system:
+        if rendezvous.count is not None:
             raise ConfigError(
-                f"skip_jax_distributed_system=true, but {place.said_by} calls this process {place.index} of "
-                f"{place.count}: set it to false, or start one process"
+                f"skip_jax_distributed_system=true, but {rendezvous.source} calls this process "
+                f"{rendezvous.index} of {rendezvous.count}: set it to false, or start one process"
             )
-        place = None
+        rendezvous = None
     choose_platform(config.hardware)
-    if gpu_is_here():
+    if has_gpu():
         os.environ.update(gpu_settings(environ))
-    if place is not None:
-        join(place, config.jax_distributed_initialization_timeout)
-    if already_joined():
+    if rendezvous is not None:
+        initialize_distributed(rendezvous, config.jax_distributed_initialization_timeout)
+    if is_initialized():
         import jax
 
         _WORLD = World(jax.process_index(), jax.process_count())
-        agree_on_start()
+        broadcast_start_time()
     check_platform(config.hardware)
     return _WORLD
 
 
-def take_memory() -> None:
-    """On GPUs, JAX takes all the memory that it may have with the first array, which takes seconds
-    of a large card: let it begin, while the host does other things."""
+def preallocate_gpu_memory() -> None:
+    """Start JAX's preallocation of GPU memory in a thread.
+
+    It happens with the first array and takes seconds on a large GPU; the host can work meanwhile.
+    """
     import jax
 
-    def take() -> None:
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError
-        ):  # whoever needs memory next meets it, too
+    def allocate() -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the next allocation raises it again
             for device in jax.local_devices():
                 jax.device_put(0, device)
 
     if jax.default_backend() == "gpu":
-        threading.Thread(target=take).start()
+        threading.Thread(target=allocate).start()
 
 
-def already_joined() -> bool:
-    """Also when the program that calls us did it."""
+def is_initialized() -> bool:
+    """Whether this process has joined, here or in the program that imports this package."""
     if "jax" not in sys.modules:
         return False
     import jax
@@ -147,44 +142,50 @@ def already_joined() -> bool:
     return jax.distributed.is_initialized()
 
 
-def join(place: Rendezvous, timeout: int) -> None:
+def initialize_distributed(rendezvous: Rendezvous, timeout: int) -> None:
+    """Join the other processes. Exits after `timeout` seconds with an error message."""
     import jax
 
-    if place.index == 0 and place.coordinator:
-        check_port(place.coordinator)
-    where = place.coordinator or "the coordinator that JAX found"
-    who = "" if place.index is None else f"process {place.index} of {place.count}: "
-    late = threading.Timer(timeout, give_up, [who, where, timeout, place.index == 0])
-    late.daemon = True
-    late.start()
-    # It would catch SIGTERM, for programs that ask it at every step; ours ends well by the loop's
-    # own handler.
+    if rendezvous.index == 0 and rendezvous.coordinator:
+        check_port(rendezvous.coordinator)
+    coordinator = rendezvous.coordinator or "the coordinator that JAX found"
+    is_known = rendezvous.index is not None
+    process = f"process {rendezvous.index} of {rendezvous.count}: " if is_known else ""
+    timer = threading.Timer(
+        timeout, exit_on_timeout, [process, coordinator, timeout, rendezvous.index == 0]
+    )
+    timer.daemon = True
+    timer.start()
+    # The service would handle SIGTERM; the training loop has its own handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            coordinator_address=place.coordinator,
-            num_processes=place.count,
-            process_id=place.index,
-            local_device_ids=place.local_device_ids,
-            cluster_detection_method="deactivate" if place.coordinator else None,
-            initialization_timeout=timeout + 60,  # when it ends, JAX aborts: let `late` speak first
+            coordinator_address=rendezvous.coordinator,
+            num_processes=rendezvous.count,
+            process_id=rendezvous.index,
+            local_device_ids=rendezvous.local_device_ids,
+            cluster_detection_method="deactivate" if rendezvous.coordinator else None,
+            initialization_timeout=timeout + 60,  # later than the timer: JAX aborts
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise UserError(f"{who}cannot join the other processes at {where}: {error}") from error
+        raise UserError(
+            f"{process}cannot join the other processes at {coordinator}: {error}"
+        ) from error
     finally:
-        late.cancel()
+        timer.cancel()
 
 
-def give_up(who: str, where: str, timeout: int, first: bool) -> None:
+def exit_on_timeout(process: str, coordinator: str, timeout: int, is_first: bool) -> None:
     reason = (
-        "not all the others came: see their logs"
-        if first
-        else "no answer or not all came: check that process 0 runs there, and that its port can be reached from here"
+        "not all other processes connected: see their logs"
+        if is_first
+        else "no answer, or not all processes connected: check that process 0 runs there, "
+        "and that its port can be reached from here"
     )
     print(
-        f"maxtext: error: {who}could not join the other processes at {where} in {timeout} s, {reason}; "
-        "jax_distributed_initialization_timeout sets the time",
+        f"maxtext: error: {process}could not join the other processes at {coordinator} "
+        f"in {timeout} s, {reason}; jax_distributed_initialization_timeout sets the time",
         file=sys.stderr,
         flush=True,
     )
@@ -192,7 +193,7 @@ def give_up(who: str, where: str, timeout: int, first: bool) -> None:
 
 
 def check_port(address: str) -> None:
-    """Process 0 must be able to listen; JAX crashes where it is not."""
+    """Raise UserError if process 0 cannot listen at the address; JAX would crash."""
     port = int(address.rpartition(":")[2])
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -204,15 +205,15 @@ def check_port(address: str) -> None:
             ) from error
 
 
-def agree_on_start() -> None:
-    """All processes take process 0's clock for the name of the run."""
+def broadcast_start_time() -> None:
+    """Set STARTED to process 0's clock in all processes, for the name of the run."""
     if STARTED in os.environ or _WORLD.count == 1:
         return
     import numpy as np
     from jax.experimental import multihost_utils
 
-    mine = np.array([int(part) for part in now().split("-")], np.int32)
-    day, clock = multihost_utils.broadcast_one_to_all(mine).tolist()
+    local = np.array([int(part) for part in now().split("-")], np.int32)
+    day, clock = multihost_utils.broadcast_one_to_all(local).tolist()
     os.environ[STARTED] = f"{day:08d}-{clock:06d}"
 
 
@@ -221,7 +222,7 @@ def now() -> str:
 
 
 def choose_platform(hardware: str) -> None:
-    """hardware=cpu leaves accelerators alone. The default, tpu, takes the best that JAX finds."""
+    """hardware=cpu ignores accelerators. The default, tpu, takes JAX's default platform."""
     if hardware == "cpu":
         import jax
 
@@ -229,32 +230,37 @@ def choose_platform(hardware: str) -> None:
 
 
 def check_platform(hardware: str) -> None:
+    """Raise ConfigError if JAX does not run on the platform of `hardware`."""
     if hardware == "tpu":
         return
     import jax
 
-    found = jax.default_backend()
-    if hardware == "cpu" and found != "cpu":
+    backend = jax.default_backend()
+    if hardware == "cpu" and backend != "cpu":
         raise ConfigError(
-            f"hardware=cpu, but JAX runs on {found} already: set JAX_PLATFORMS=cpu before it starts"
+            f"hardware=cpu, but JAX runs on {backend} already: "
+            "set JAX_PLATFORMS=cpu before it starts"
         )
-    if hardware.startswith("gpu") and found not in GPU_PLATFORMS:
+    if hardware.startswith("gpu") and backend not in GPU_PLATFORMS:
         raise ConfigError(
-            f"hardware={hardware}, but JAX finds no GPU, only {found}: `maxtext doctor` says why"
+            f"hardware={hardware}, but JAX finds no GPU, only {backend}: `maxtext doctor` says why"
         )
     if hardware == "gpu_multiprocess" and _WORLD.count == 1:
         raise ConfigError(
-            "hardware=gpu_multiprocess, but this process is alone: start several with `maxtext launch --local N`, srun "
-            "or mpirun, or set hardware=gpu"
+            "hardware=gpu_multiprocess, but this is the only process: start several with "
+            "`maxtext launch --local N`, srun or mpirun, or set hardware=gpu"
         )
 
 
-def leave(code: int, last_words: Callable[[], None] | None = None) -> int:
-    """The exit code of a failed process. In company it speaks its last words and leaves at once:
-    JAX's own exit waits for the others, who wait for us."""
+def exit_process(code: int, before_exit: Callable[[], None] | None = None) -> int:
+    """Return the exit code of a failed process; in a run of several processes, exit at once.
+
+    A regular exit of JAX waits for the other processes, which wait for this one. `before_exit` is
+    called only where the process exits here.
+    """
     if _WORLD.count > 1:
-        if last_words is not None:
-            last_words()
+        if before_exit is not None:
+            before_exit()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

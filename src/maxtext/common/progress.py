@@ -1,9 +1,8 @@
-"""A sign of life on a terminal while nothing else is written: `⠋ loading the model`, with the
-seconds after a while.
+"""A spinner on the terminal: `⠋ loading the model`, with the elapsed seconds after a while.
 
-It is on standard error, leaves no trace, and ends by itself with the first text that anyone writes
-to standard output or standard error. Where standard error is no terminal, nothing is shown. Only
-the standard library is imported, so that it can begin before the imports that take seconds.
+It is drawn on standard error, and erases itself before the first text that is written to standard
+output or standard error. Nothing is shown if standard error is not a terminal. This module imports
+only the standard library, so that the spinner can start before slow imports.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import Any
 
 FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 PERIOD_SECONDS = 0.1
-SECONDS_FROM = 3  # then the time is shown, too
+SHOW_SECONDS_AFTER = 3
 CLEAR = "\r\x1b[K"
 
 _ACTIVE: "Spinner | None" = None
@@ -25,8 +24,8 @@ _ACTIVE: "Spinner | None" = None
 
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
-    """Show `text` while the block runs, until something is written. In a block inside another the
-    text changes.
+    """Show `text` while the block runs, until something is written. A nested block replaces the
+    text.
     """
     start(text)
     try:
@@ -36,7 +35,7 @@ def working(text: str) -> Iterator[None]:
 
 
 def start(text: str) -> None:
-    """Show `text` from now on, in place of an earlier one."""
+    """Show `text` from now on, instead of an earlier one."""
     global _ACTIVE
     stop()
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
@@ -52,40 +51,44 @@ def stop() -> None:
 
 
 class Spinner:
-    """A thread that draws one line, and streams in place of sys.stdout and sys.stderr that end it
+    """A thread that draws a line, and replacements of sys.stdout and sys.stderr that stop it
     before they write.
     """
 
     def __init__(self, text: str):
-        self.text, self.terminal, self.began = text, sys.stderr, time.monotonic()
+        self.text = text
+        self.terminal = sys.stderr
+        self.start_time = time.monotonic()
         self.frames = (
             FRAMES if (self.terminal.encoding or "").lower().startswith("utf") else "|/-\\"
         )
-        self.streams = {name: Announcing(getattr(sys, name), self) for name in ("stdout", "stderr")}
+        self.streams = {
+            name: StoppingStream(getattr(sys, name), self) for name in ("stdout", "stderr")
+        }
         for name, stream in self.streams.items():
             setattr(sys, name, stream)
-        self.ended = threading.Event()
+        self.stopped = threading.Event()
         self.lock = threading.Lock()
         self.thread = threading.Thread(target=self.draw, name="maxtext-progress", daemon=True)
         self.thread.start()
 
     def draw(self) -> None:
         for frame in itertools.cycle(self.frames):
-            seconds = int(time.monotonic() - self.began)
+            seconds = int(time.monotonic() - self.start_time)
             with self.lock, contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-                if self.ended.is_set():
+                if self.stopped.is_set():
                     return
-                after = f" ({seconds} s)" if seconds >= SECONDS_FROM else ""
-                self.terminal.write(f"{CLEAR}{frame} {self.text}{after}")
+                elapsed = f" ({seconds} s)" if seconds >= SHOW_SECONDS_AFTER else ""
+                self.terminal.write(f"{CLEAR}{frame} {self.text}{elapsed}")
                 self.terminal.flush()
-            if self.ended.wait(PERIOD_SECONDS):
+            if self.stopped.wait(PERIOD_SECONDS):
                 return
 
     def stop(self) -> None:
         with self.lock:
-            if self.ended.is_set():
+            if self.stopped.is_set():
                 return
-            self.ended.set()
+            self.stopped.set()
             for name, stream in self.streams.items():
                 if getattr(sys, name) is stream:
                     setattr(sys, name, stream.stream)
@@ -94,11 +97,12 @@ class Spinner:
                 self.terminal.flush()
 
 
-class Announcing:
-    """A stream that ends the spinner before its first text. Whoever kept it can go on using it."""
+class StoppingStream:
+    """A stream that stops the spinner before it writes. It stays usable afterwards."""
 
     def __init__(self, stream: Any, spinner: Spinner):
-        self.stream, self.spinner = stream, spinner
+        self.stream = stream
+        self.spinner = spinner
 
     def write(self, text: str) -> int:
         if text:

@@ -1,19 +1,18 @@
-"""Who this process is among those of its run, read from the environment. Knows no JAX and starts
-nothing.
+"""The index of this process and the coordinator's address, read from the environment, without JAX.
 
-In this order, the first that speaks of several processes decides:
+The first source that describes several processes decides:
 
 1. explicit: JAX_COORDINATOR_ADDRESS=host:port (or JAX_COORDINATOR_IP and JAX_COORDINATOR_PORT), the
-   number of processes in JAX_PROCESS_COUNT (also JAX_NUM_PROCESSES, NNODES) and this one in
-   JAX_PROCESS_INDEX (also JAX_PROCESS_ID, NODE_RANK); the address alone is joined to what 3 to 5
-   know of count and index;
+   number of processes in JAX_PROCESS_COUNT (also JAX_NUM_PROCESSES, NNODES) and the index in
+   JAX_PROCESS_INDEX (also JAX_PROCESS_ID, NODE_RANK); an address alone is combined with the count
+   and index of 3 to 5;
 2. TPU pods: JAX finds the other hosts itself;
-3. Open MPI, before SLURM, whose variables mpirun's daemons pass on to every process;
+3. Open MPI, before SLURM, whose variables mpirun's daemons pass on to all processes;
 4. SLURM, but only under `srun`: the batch script and a shell in an allocation have the job's
    variables, too;
-5. Kubernetes: the index in JOB_COMPLETION_INDEX, as Indexed Jobs and JobSets set it; the count must
-   be given;
-6. nothing of these: one process, nothing to start.
+5. Kubernetes: the index is JOB_COMPLETION_INDEX, which Indexed Jobs and JobSets set; the count must
+   be set, too;
+6. none of these: a single process.
 """
 
 import re
@@ -32,48 +31,47 @@ INDEX_NAMES = ("JAX_PROCESS_INDEX", "JAX_PROCESS_ID", "NODE_RANK")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Process `index` of `count`, joining at `coordinator`. Without an address JAX finds all of it
-    (TPU pods).
+    """Process `index` of `count`, which joins at `coordinator`. Without an address JAX detects all
+    of them (TPU pods). `source` is what described them, for error messages.
     """
 
-    said_by: str
+    source: str
     coordinator: str | None = None
     count: int | None = None
     index: int | None = None
     local_device_ids: tuple[int, ...] | None = None
 
 
-def plan(environ: Mapping[str, str], tpu_here: bool = False) -> Rendezvous | None:
-    """How to join, or None for a process that is alone. `tpu_here`: this machine has TPU chips."""
-    given = explicit_address(environ)
-    place = (
-        explicit(environ, given)
-        or (tpu_pod(environ) if tpu_here else None)
-        or open_mpi(environ, given)
-        or slurm(environ, given)
-        or kubernetes(environ, given)
+def detect(environ: Mapping[str, str], tpu: bool = False) -> Rendezvous | None:
+    """How to join, or None for a single process. `tpu`: this machine has TPU chips."""
+    address = explicit_address(environ)
+    rendezvous = (
+        explicit(environ, address)
+        or (tpu_pod(environ) if tpu else None)
+        or open_mpi(environ, address)
+        or slurm(environ, address)
+        or kubernetes(environ, address)
     )
-    if place is None:
-        refuse_half_said(environ, given)
+    if rendezvous is None:
+        refuse_incomplete(environ, address)
         return None
-    if place.count is None or place.index is None:
-        return place
-    if not 0 <= place.index < place.count:
+    if rendezvous.count is None or rendezvous.index is None:
+        return rendezvous
+    if not 0 <= rendezvous.index < rendezvous.count:
         raise ConfigError(
-            f"{place.said_by} calls this process {place.index} of {place.count}: they count from 0 to {place.count - 1}"
+            f"{rendezvous.source} calls this process {rendezvous.index} of {rendezvous.count}: "
+            f"they count from 0 to {rendezvous.count - 1}"
         )
-    return place if place.count > 1 else None
+    return rendezvous if rendezvous.count > 1 else None
 
 
-def refuse_half_said(environ: Mapping[str, str], given: str | None) -> None:
-    """Where only part of a meeting is described, a process that trained alone would be a
-    surprise.
-    """
-    count, index = number(environ, COUNT_NAMES), number(environ, INDEX_NAMES)
-    if given is not None and (count is None or (count > 1 and index is None)):
+def refuse_incomplete(environ: Mapping[str, str], address: str | None) -> None:
+    """Raise ConfigError for a partial description, instead of training in a single process."""
+    count, index = read_int(environ, COUNT_NAMES), read_int(environ, INDEX_NAMES)
+    if address is not None and (count is None or (count > 1 and index is None)):
         raise ConfigError(
-            f"process 0 listens at {given}, but it is not said how many processes there are and which one this is: "
-            f"set {COUNT_NAMES[0]} and {INDEX_NAMES[0]}"
+            f"process 0 listens at {address}, but the number of processes or the index of this one "
+            f"is missing: set {COUNT_NAMES[0]} and {INDEX_NAMES[0]}"
         )
     if count is not None and count > 1 and index is not None:
         raise ConfigError(
@@ -82,20 +80,22 @@ def refuse_half_said(environ: Mapping[str, str], given: str | None) -> None:
         )
 
 
-def explicit(environ: Mapping[str, str], given: str | None) -> Rendezvous | None:
-    count, index = number(environ, COUNT_NAMES), number(environ, INDEX_NAMES)
-    if count is None or index is None or given is None:
+def explicit(environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
+    count, index = read_int(environ, COUNT_NAMES), read_int(environ, INDEX_NAMES)
+    if count is None or index is None or address is None:
         return None
     ids = environ.get("JAX_LOCAL_DEVICE_IDS")
     return Rendezvous(
-        ADDRESS_NAMES[0], given, count, index, tuple(map(int, ids.split(","))) if ids else None
+        ADDRESS_NAMES[0],
+        coordinator=address,
+        count=count,
+        index=index,
+        local_device_ids=tuple(map(int, ids.split(","))) if ids else None,
     )
 
 
 def tpu_pod(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Several hosts by the variables of GKE, or TPU chips whose hosts only the machine's metadata
-    server knows.
-    """
+    """Several hosts by GKE's variables, or TPU chips whose hosts the metadata server knows."""
     if "tpu" not in (environ.get("JAX_PLATFORMS") or "tpu"):
         return None
     hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
@@ -106,70 +106,81 @@ def tpu_pod(environ: Mapping[str, str]) -> Rendezvous | None:
     return None
 
 
-def open_mpi(environ: Mapping[str, str], given: str | None) -> Rendezvous | None:
+def open_mpi(environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
     count, index = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ["OMPI_COMM_WORLD_RANK"])
-    here = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
-    address = given
+    local_count = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
     if address is None and count > 1:
         job = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or ""
-        # Open MPI 4 names the node of mpirun, where it puts rank 0 unless told otherwise.
+        # Open MPI 4 names the node of mpirun, which has rank 0 by default.
         node = re.search(r"tcp6?://\[?([^,\]]+?)[,\]:]", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-        if here == count:
+        if local_count == count:
             host = "127.0.0.1"
         elif node:
             host = node[1]
         else:
             raise ConfigError(
-                f"Open MPI started {count} processes on several hosts and does not say where the first one is: "
-                f"mpirun -x {ADDRESS_NAMES[0]}=host:port ..."
+                f"Open MPI started {count} processes on several hosts and does not name the host "
+                f"of the first: mpirun -x {ADDRESS_NAMES[0]}=host:port ..."
             )
-        address = f"{bracketed(host)}:{port_of(job)}"
-    ids = share_of_devices(environ, int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0), here)
-    return Rendezvous("OMPI_COMM_WORLD_RANK", address, count, index, ids)
+        address = f"{bracketed(host)}:{port_of_job(job)}"
+    local_rank = int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or 0)
+    return Rendezvous(
+        "OMPI_COMM_WORLD_RANK",
+        coordinator=address,
+        count=count,
+        index=index,
+        local_device_ids=local_device_ids(environ, local_rank, local_count),
+    )
 
 
-def slurm(environ: Mapping[str, str], given: str | None) -> Rendezvous | None:
+def slurm(environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
     if "SLURM_STEP_NODELIST" not in environ or "SLURM_PROCID" not in environ:
         return None
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
-    address = (
-        given
-        or f"{next(host_names(environ['SLURM_STEP_NODELIST']))}:{port_of(environ.get('SLURM_JOB_ID', ''))}"
+    if address is None:
+        host = next(host_names(environ["SLURM_STEP_NODELIST"]))
+        address = f"{host}:{port_of_job(environ.get('SLURM_JOB_ID', ''))}"
+    local_rank = int(environ.get("SLURM_LOCALID") or 0)
+    return Rendezvous(
+        "SLURM_PROCID",
+        coordinator=address,
+        count=count,
+        index=int(environ["SLURM_PROCID"]),
+        local_device_ids=local_device_ids(environ, local_rank, tasks_on_this_node(environ)),
     )
-    here = tasks_here(environ)
-    ids = share_of_devices(environ, int(environ.get("SLURM_LOCALID") or 0), here)
-    return Rendezvous("SLURM_PROCID", address, count, int(environ["SLURM_PROCID"]), ids)
 
 
-def kubernetes(environ: Mapping[str, str], given: str | None) -> Rendezvous | None:
+def kubernetes(environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
     """An Indexed Job, or the jobs of a JobSet (JOB_INDEX), each of PROCESSES_IN_JOB pods."""
     if "JOB_COMPLETION_INDEX" not in environ:
         return None
     in_job = int(environ.get("PROCESSES_IN_JOB") or 0)
-    count = number(environ, COUNT_NAMES) or in_job * int(environ.get("JOBS_IN_JOBSET") or 1)
+    count = read_int(environ, COUNT_NAMES) or in_job * int(environ.get("JOBS_IN_JOBSET") or 1)
     if not count:
         LOGGER.warning(
-            "JOB_COMPLETION_INDEX is set, but not how many pods there are: this one trains alone; "
-            "to join them set %s and %s",
+            "JOB_COMPLETION_INDEX is set, but not the number of pods: this pod trains alone; "
+            "to join the others set %s and %s",
             COUNT_NAMES[0],
             ADDRESS_NAMES[0],
         )
         return None
     index = int(environ.get("JOB_INDEX") or 0) * in_job + int(environ["JOB_COMPLETION_INDEX"])
     name, job = environ.get("JOBSET_NAME"), environ.get("REPLICATED_JOB_NAME")
-    address = given or (f"{name}-{job}-0-0.{name}:{DEFAULT_PORT}" if name and job else None)
+    if address is None and name and job:
+        address = f"{name}-{job}-0-0.{name}:{DEFAULT_PORT}"
     if address is None and count > 1:
         raise ConfigError(
-            f"this pod is {index} of {count}, but the name of the first is not known: set {ADDRESS_NAMES[0]} to "
-            "its name in the headless service and a port, or JOBSET_NAME and REPLICATED_JOB_NAME of the JobSet"
+            f"this pod is {index} of {count}, but the name of the first is not known: "
+            f"set {ADDRESS_NAMES[0]} to its name in the headless service and a port, "
+            "or JOBSET_NAME and REPLICATED_JOB_NAME of the JobSet"
         )
-    return Rendezvous("JOB_COMPLETION_INDEX", address, count, index)
+    return Rendezvous("JOB_COMPLETION_INDEX", coordinator=address, count=count, index=index)
 
 
 def explicit_address(environ: Mapping[str, str]) -> str | None:
-    """host:port of process 0, if the environment gives it."""
+    """host:port of process 0, if the environment has it."""
     host = next((environ[name] for name in ADDRESS_NAMES if environ.get(name)), None)
     if host is None:
         return None
@@ -179,25 +190,24 @@ def explicit_address(environ: Mapping[str, str]) -> str | None:
 
 
 def bracketed(host: str) -> str:
-    """IPv6 addresses stand in brackets before a port."""
+    """Put an IPv6 address in brackets, as needed before a port."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The one value that the variables of these names have."""
-    found = {name: environ[name] for name in names if environ.get(name)}
-    for name, text in found.items():
+def read_int(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    """The value of a variable with several names. Raises ConfigError if they contradict."""
+    values = {name: environ[name] for name in names if environ.get(name)}
+    for name, text in values.items():
         if not text.isdecimal():
             raise ConfigError(f"{name}={text!r} is not a number")
-    if len({int(text) for text in found.values()}) > 1:
-        raise ConfigError(
-            f"{' and '.join(f'{name}={text}' for name, text in found.items())} contradict: keep one"
-        )
-    return next((int(text) for text in found.values()), None)
+    if len({int(text) for text in values.values()}) > 1:
+        settings = " and ".join(f"{name}={text}" for name, text in values.items())
+        raise ConfigError(f"{settings} contradict: keep one")
+    return next((int(text) for text in values.values()), None)
 
 
-def port_of(job: str) -> int:
-    """A port that every process of a job computes alike, and two jobs on a node hardly ever."""
+def port_of_job(job: str) -> int:
+    """A port that is the same in all processes of a job, and rarely the same for two jobs."""
     return 61440 + zlib.crc32(job.encode()) % 4096
 
 
@@ -215,36 +225,34 @@ def expand(entry: str) -> Iterator[str]:
     inside, _, after = rest.partition("]")
     for part in inside.split(","):
         low, _, high = part.partition("-")
-        for place in range(int(low), int(high or low) + 1):
+        for number in range(int(low), int(high or low) + 1):
             for tail in expand(after):
-                yield f"{before}{place:0{len(low)}d}{tail}"
+                yield f"{before}{number:0{len(low)}d}{tail}"
 
 
-def tasks_here(environ: Mapping[str, str]) -> int:
-    """How many tasks of the step share this node: SLURM writes `4(x2),3` for nodes with 4, 4 and
-    3.
-    """
+def tasks_on_this_node(environ: Mapping[str, str]) -> int:
+    """The tasks of the step on this node: SLURM writes `4(x2),3` for nodes with 4, 4 and 3."""
     counts: list[int] = []
     for part in (environ.get("SLURM_STEP_TASKS_PER_NODE") or "1").split(","):
         tasks, _, times = part.partition("(x")
         counts += [int(tasks)] * int(times.rstrip(")") or 1)
-    place = int(environ.get("SLURM_NODEID") or 0)
-    return counts[place] if place < len(counts) else counts[-1]
+    node = int(environ.get("SLURM_NODEID") or 0)
+    return counts[node] if node < len(counts) else counts[-1]
 
 
-def share_of_devices(environ: Mapping[str, str], place: int, among: int) -> tuple[int, ...] | None:
-    """The GPUs of process `place` of `among` on a node, where the scheduler leaves all of them
-    visible to each.
-    """
-    visible = [word for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-    if among == 1 or len(visible) == 1:
+def local_device_ids(
+    environ: Mapping[str, str], local_rank: int, local_count: int
+) -> tuple[int, ...] | None:
+    """The GPUs of a process on its node, if the scheduler leaves all of them visible to all."""
+    visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if local_count == 1 or len(visible) == 1:
         return None
     if not visible:
-        return (place,)
-    if len(visible) % among:
+        return (local_rank,)
+    if len(visible) % local_count:
         raise ConfigError(
-            f"{len(visible)} GPUs do not divide over the {among} processes of this node: "
-            "start as many processes a node as there are GPUs, or one"
+            f"{len(visible)} GPUs do not divide over the {local_count} processes of this node: "
+            "start one process per GPU or one per node"
         )
-    each = len(visible) // among
-    return tuple(range(place * each, (place + 1) * each))
+    per_process = len(visible) // local_count
+    return tuple(range(local_rank * per_process, (local_rank + 1) * per_process))

@@ -1,10 +1,10 @@
-"""One process at a time trains in a run's folder.
+"""A lock on a run's folder, in which only one process may train.
 
-`RunLock` locks a file in the folder (POSIX `fcntl` locks), and writes into it who holds it. The
-kernel drops the lock when its process ends, however that ends, so a killed run can be started again
-at once: the file that it left is taken over. The lock holds among all machines that share the
-folder if their file system supports locks (NFS, Lustre with `-o flock`, CephFS, GPFS do); where
-there are none, the run goes on without one, after a warning.
+`RunLock` locks a file in the folder (POSIX `fcntl` locks) and writes the holder into it. The
+operating system releases the lock when its process ends in any way, so a killed run can be
+restarted at once and takes over the file. The lock works across all machines that share the folder
+if their file system supports locks (NFS, Lustre with `-o flock`, CephFS, GPFS do). Without that
+support the run continues without a lock, after a warning.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 
 FILE = ".lock"
-HELD = (errno.EACCES, errno.EAGAIN)
+HELD = (errno.EACCES, errno.EAGAIN)  # another process holds the lock
 
 
 class RunLock:
@@ -32,13 +32,13 @@ class RunLock:
     def __init__(self, folder: Path):
         self.path = folder / FILE
         self.descriptor: int | None = None
-        self.made: list[Path] = []  # folders that were not there before, innermost first
+        self.created: list[Path] = []  # folders that did not exist, innermost first
 
     def __enter__(self) -> "RunLock":
-        self.made = [folder for folder in self.path.parents if not folder.exists()]
+        self.created = [folder for folder in self.path.parents if not folder.exists()]
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # One descriptor for everything: closing any other of the same file would drop the lock.
+            # A single descriptor: closing another one of the same file would release the lock.
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 locked = self.lock(descriptor)
@@ -56,18 +56,18 @@ class RunLock:
                 holder["pid"],
                 holder["host"],
             )
-        me = {
+        holder = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(me).encode() + b"\n", 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
         self.descriptor = descriptor
         return self
 
     def lock(self, descriptor: int) -> bool:
-        """Whether the lock was taken; False where the file system has none."""
+        """Take the lock; False if the file system has none. Raises UserError if it is held."""
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -82,8 +82,9 @@ class RunLock:
                 "since": "?",
             }
             raise UserError(
-                f"{self.path.parent} is in use: process {holder['pid']} on {holder['host']} trains there since "
-                f"{holder['since']}; wait for it or stop it, or choose another run_name"
+                f"{self.path.parent} is in use: process {holder['pid']} on {holder['host']} "
+                f"trains there since {holder['since']}; "
+                "wait for it or stop it, or choose another run_name"
             ) from None
         return True
 
@@ -97,15 +98,15 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
-                self.path.unlink()  # before the lock goes, so that nobody else's file is removed
-                for folder in self.made:
-                    folder.rmdir()  # if the run left nothing there
+                self.path.unlink()  # before the release: afterwards it may be another process's file
+                for folder in self.created:
+                    folder.rmdir()  # fails, as it should, if the run wrote files
             os.close(self.descriptor)
             self.descriptor = None
 
 
 def read_holder(descriptor: int) -> dict[str, Any] | None:
-    """Who wrote the file; None if nobody did, or a kill came in between."""
+    """The holder in the file; None if the file is empty or incomplete."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:

@@ -1,14 +1,13 @@
-"""Several processes of this machine that live and die together. Knows nothing of JAX or models.
+"""A group of local processes that start and end together. Knows nothing of JAX or models.
 
-`Supervisor.run` starts one process a command, each in a session of its own (so that what it starts
-can be ended with it), copies their lines to our own output behind `[index] `, and waits. It fails
-fast: when one ends with another code than 0, the rest get SIGTERM, and SIGKILL after a grace time.
-SIGINT, SIGTERM and SIGHUP to us are passed on, so that the processes can end well by themselves,
-with the code of that signal or 0; after the grace time, or at the second signal, they are killed.
-If we are killed in a way that leaves no time for anything, each process notices by the end of a
-pipe (`die_with_launcher`).
+`Supervisor.run` starts one process per command, each in its own session (so that its children can
+be killed with it), copies their output with the prefix `[index] `, and waits. It fails fast: when a
+process exits with a code other than 0, the others get SIGTERM, and SIGKILL after a grace period.
+SIGINT, SIGTERM and SIGHUP are forwarded, so that the processes can shut down on their own, with the
+exit code of that signal or 0; after the grace period, or at a second signal, they are killed. If
+the supervisor itself is killed, each process notices that a pipe closes (`die_with_launcher`).
 
-One thread does all of it. It looks for dead processes every LOOK_SECONDS.
+A single thread does all of it; it polls the processes every POLL_SECONDS.
 """
 
 import contextlib
@@ -25,83 +24,87 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from maxtext.common.log import LOGGER
-from maxtext.common.signals import asked_by_signals, exit_code
+from maxtext.common.signals import call_on_signals, exit_code
 
-LOOK_SECONDS = 0.05
-SETTLE_SECONDS = 1.0  # after the first death, before the question who died first
-FAILURE_GRACE_SECONDS = 5.0  # after a peer died the rest cannot go on; they get this long to end
-LIFELINE = "MAXTEXT_LIFELINE"  # the file descriptor of a pipe that ends when the launcher does
-COLOURS = (36, 33, 32, 35, 34, 31)
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 1.0  # from the first exit to the decision which process failed first
+FAILURE_GRACE_SECONDS = 5.0  # for the others to end after a process has failed
+LIFELINE = "MAXTEXT_LIFELINE"  # the file descriptor of a pipe that closes when the launcher ends
+COLORS = (36, 33, 32, 35, 34, 31)
 
 
 @dataclass(frozen=True)
 class Command:
-    words: Sequence[str]
+    args: Sequence[str]
     environment: Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a group ended: the first failing process's exit code (128 + N after signal N), who was
-    lost by itself, and the signal that asked us to stop, if any."""
+class GroupExit:
+    """How a group ended.
+
+    `code` is that of the first process that failed (128 + N after signal N), `failed` are the
+    indices of the processes that failed on their own, `stop_signal` is the signal that requested
+    the end, if any.
+    """
 
     code: int
-    lost: tuple[int, ...] = ()
-    asked: int | None = None
+    failed: tuple[int, ...] = ()
+    stop_signal: int | None = None
 
 
 @dataclass
-class Stream:
-    """One output of one process, cut into lines."""
+class OutputCopier:
+    """Copies one output of one process by lines."""
 
     source: IO[bytes]
     sink: IO[str]
-    mark: str
-    noise: re.Pattern[str] | None = None  # lines to leave out
-    rest: bytes = b""
+    prefix: str
+    ignored: re.Pattern[str] | None = None  # lines that are not copied
+    incomplete: bytes = b""  # the start of a line
 
     def copy(self) -> bool:
-        """Pass on the whole lines that came; False at the end, after the last line, whole or
-        not.
-        """
-        piece = os.read(self.source.fileno(), 65536)
-        *lines, self.rest = (self.rest + piece).split(b"\n")
-        if not piece and self.rest:
-            lines, self.rest = [*lines, self.rest], b""
+        """Copy the lines that are available; False at the end of the output."""
+        data = os.read(self.source.fileno(), 65536)
+        *lines, self.incomplete = (self.incomplete + data).split(b"\n")
+        if not data and self.incomplete:
+            lines.append(self.incomplete)
+            self.incomplete = b""
         for line in (line.decode(errors="replace") for line in lines):
-            if self.noise is None or not self.noise.match(line):
-                self.sink.write(f"{self.mark}{line}\n")
+            if self.ignored is None or not self.ignored.match(line):
+                self.sink.write(f"{self.prefix}{line}\n")
         if lines:
             self.sink.flush()
-        return bool(piece)
+        return bool(data)
 
 
 @dataclass
 class Supervisor:
     commands: Sequence[Command]
-    stop_grace: float = 60.0  # for a stop that was asked for: the current step and a save must fit
+    stop_grace: float = 60.0  # seconds after a stop signal: must allow for a step and a save
     failure_grace: float = FAILURE_GRACE_SECONDS
-    noise: re.Pattern[str] | None = None  # lines of the processes that are not passed on
+    ignored: re.Pattern[str] | None = None  # lines of the processes that are not copied
     processes: list[subprocess.Popen] = field(default_factory=list)
-    asked: int | None = None
-    times_asked: int = 0
-    gone: set[int] = field(
+    stop_signal: int | None = None
+    num_signals: int = 0
+    reaped: set[int] = field(
         default_factory=set
-    )  # processes that are dead, and what they started, too
+    )  # processes that ended, and whose session is killed
 
-    def run(self) -> Ended:
+    def run(self) -> GroupExit:
         selector = selectors.DefaultSelector()
-        lifeline, ours = os.pipe()
+        lifeline, launcher_end = os.pipe()
         try:
-            with asked_by_signals(self.ask):
+            with call_on_signals(self.on_signal):
                 for index, command in enumerate(self.commands):
                     self.start(index, command, lifeline, selector)
                 return self.watch(selector)
         finally:
             self.kill(signal.SIGKILL)
-            self.reap()
-            for end in (lifeline, ours):
-                os.close(end)
+            for process in self.processes:
+                process.wait()
+            os.close(lifeline)
+            os.close(launcher_end)
             for key in list(selector.get_map().values()):
                 key.data.source.close()
             selector.close()
@@ -110,7 +113,7 @@ class Supervisor:
         self, index: int, command: Command, lifeline: int, selector: selectors.BaseSelector
     ) -> None:
         process = subprocess.Popen(
-            command.words,
+            command.args,
             env={**command.environment, LIFELINE: str(lifeline), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -121,65 +124,62 @@ class Supervisor:
         self.processes.append(process)
         for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert source is not None
-            selector.register(
-                source, selectors.EVENT_READ, Stream(source, sink, mark(index, sink), self.noise)
-            )
+            copier = OutputCopier(source, sink, prefix=prefix(index, sink), ignored=self.ignored)
+            selector.register(source, selectors.EVENT_READ, copier)
 
-    def watch(self, selector: selectors.BaseSelector) -> Ended:
+    def watch(self, selector: selectors.BaseSelector) -> GroupExit:
+        """Copy output and poll the processes until all have ended."""
         failed: tuple[int, ...] = ()
-        code, passed_on, deadline = 0, 0, float("inf")
+        code, num_forwarded, deadline = 0, 0, float("inf")
         while True:
-            self.copy(selector, LOOK_SECONDS)
-            codes = self.settled([process.poll() for process in self.processes])
-            self.sweep(codes)
-            if not failed and (failed := first_to_fall([self.unexpected(code) for code in codes])):
+            self.copy(selector, POLL_SECONDS)
+            codes = self.settle([process.poll() for process in self.processes])
+            self.kill_children(codes)
+            if not failed and (failed := first_failures([self.unexpected(code) for code in codes])):
                 code = shell_code(codes[failed[0]])
                 LOGGER.warning(
-                    "process %d %s: stopping the others", failed[0], how_it_ended(codes[failed[0]])
+                    "process %d %s: stopping the others", failed[0], describe_exit(codes[failed[0]])
                 )
                 self.kill(signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + self.failure_grace)
-            if self.asked is not None and self.times_asked > passed_on:
-                self.kill(signal.SIGKILL if passed_on else self.asked)
-                passed_on = self.times_asked
+            if self.stop_signal is not None and self.num_signals > num_forwarded:
+                self.kill(signal.SIGKILL if num_forwarded else self.stop_signal)
+                num_forwarded = self.num_signals
                 deadline = min(deadline, time.monotonic() + self.stop_grace)
             if None not in codes:
-                self.copy_rest(selector)
+                self.copy_remaining(selector)
                 expected = [code for code in codes if code and not self.unexpected(code)]
-                return Ended(code or max(expected, default=0), failed, self.asked)
+                return GroupExit(code or max(expected, default=0), failed, self.stop_signal)
             if time.monotonic() > deadline:
                 self.kill(signal.SIGKILL)
 
     def unexpected(self, code: int | None) -> int | None:
-        """An exit code, or 0 for the one of a process that ended by the signal that was passed on
-        to it.
-        """
-        return 0 if self.asked is not None and code == exit_code(self.asked) else code
+        """The exit code, or 0 if the process ended by the signal that was forwarded to it."""
+        is_expected = self.stop_signal is not None and code == exit_code(self.stop_signal)
+        return 0 if is_expected else code
 
-    def settled(self, codes: list[int | None]) -> list[int | None]:
-        """Where one was just found dead by itself: how all are a moment later. The end of a killed
-        process can take longer than that of a peer that noticed it."""
-        if (
-            any(codes[index] for index in range(len(codes)) if index not in self.gone)
-            and None in codes
-        ):
-            until = time.monotonic() + SETTLE_SECONDS
-            while None in codes and not struck(codes) and time.monotonic() < until:
-                time.sleep(LOOK_SECONDS)
+    def settle(self, codes: list[int | None]) -> list[int | None]:
+        """After a new failure, the exit codes a moment later.
+
+        A killed process can take longer to end than a peer that noticed its death.
+        """
+        failed = any(code for index, code in enumerate(codes) if index not in self.reaped)
+        if failed and None in codes:
+            deadline = time.monotonic() + SETTLE_SECONDS
+            while None in codes and not killed(codes) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
                 codes = [process.poll() for process in self.processes]
         return codes
 
-    def sweep(self, codes: Sequence[int | None]) -> None:
-        """What a dead process started does not outlive it. Once: later its number may be
-        another's.
-        """
+    def kill_children(self, codes: Sequence[int | None]) -> None:
+        """Kill the sessions of processes that have ended. Once: later the pid may be reused."""
         for index, (process, code) in enumerate(zip(self.processes, codes, strict=True)):
-            if code is not None and index not in self.gone:
-                self.gone.add(index)
+            if code is not None and index not in self.reaped:
+                self.reaped.add(index)
                 signal_group(process.pid, signal.SIGKILL)
 
     def copy(self, selector: selectors.BaseSelector, seconds: float) -> bool:
-        """Pass on what comes within the time; False when nothing did."""
+        """Copy the output that arrives within `seconds`; False if there was none."""
         if not selector.get_map():
             time.sleep(seconds)
             return False
@@ -190,38 +190,36 @@ class Supervisor:
                 key.data.source.close()
         return bool(ready)
 
-    def copy_rest(self, selector: selectors.BaseSelector) -> None:
-        """What the dead left in their pipes."""
-        while selector.get_map() and self.copy(selector, LOOK_SECONDS):
+    def copy_remaining(self, selector: selectors.BaseSelector) -> None:
+        """Copy what is left in the pipes of processes that have ended."""
+        while selector.get_map() and self.copy(selector, POLL_SECONDS):
             pass
 
     def kill(self, number: int) -> None:
-        """A signal to each living process. To end well is its own affair; SIGKILL also ends what it
-        started.
-        """
+        """Send a signal to all running processes; SIGKILL also goes to their children."""
         for index, process in enumerate(self.processes):
-            if index not in self.gone:
-                signal_group(
-                    process.pid, number
-                ) if number == signal.SIGKILL else process.send_signal(number)
+            if index in self.reaped:
+                continue
+            if number == signal.SIGKILL:
+                signal_group(process.pid, number)
+            else:
+                process.send_signal(number)
 
-    def reap(self) -> None:
-        for process in self.processes:
-            process.wait()
-
-    def ask(self, number: int) -> None:
-        self.asked = self.asked or number
-        self.times_asked += 1
+    def on_signal(self, number: int) -> None:
+        self.stop_signal = self.stop_signal or number
+        self.num_signals += 1
 
 
-def first_to_fall(codes: Sequence[int | None]) -> tuple[int, ...]:
-    """Of the processes that were found dead together, those that did not just follow another: a
-    peer's death ends a process by an error of its own or by SIGABRT, hardly ever by another
-    signal."""
-    return struck(codes) or tuple(index for index, code in enumerate(codes) if code)[:1]
+def first_failures(codes: Sequence[int | None]) -> tuple[int, ...]:
+    """The processes that failed on their own, of those that ended at about the same time.
+
+    A process whose peer has died ends by an error or by SIGABRT, hardly ever by another signal.
+    """
+    return killed(codes) or tuple(index for index, code in enumerate(codes) if code)[:1]
 
 
-def struck(codes: Sequence[int | None]) -> tuple[int, ...]:
+def killed(codes: Sequence[int | None]) -> tuple[int, ...]:
+    """The processes that a signal other than SIGABRT ended."""
     return tuple(
         index for index, code in enumerate(codes) if code and code < 0 and code != -signal.SIGABRT
     )
@@ -232,7 +230,7 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def how_it_ended(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     return (
         f"was ended by {signal.Signals(-code).name}"
         if code is not None and code < 0
@@ -241,31 +239,27 @@ def how_it_ended(code: int | None) -> str:
 
 
 def shell_code(code: int | None) -> int:
-    """As a shell says it: 128 + the signal's number."""
+    """The exit code in a shell: 128 + N after signal N."""
     return 0 if code is None else code if code >= 0 else 128 - code
 
 
-def mark(index: int, sink: IO[str]) -> str:
+def prefix(index: int, sink: IO[str]) -> str:
     if sink.isatty():
-        return f"\x1b[{COLOURS[index % len(COLOURS)]}m[{index}]\x1b[0m "
+        return f"\x1b[{COLORS[index % len(COLORS)]}m[{index}]\x1b[0m "
     return f"[{index}] "
 
 
 def die_with_launcher(environ: MutableMapping[str, str]) -> None:
-    """In a process that a Supervisor started: when that is gone, end this process and all that it
-    started.
+    """In a process that a Supervisor started: kill this process and its children when the
+    supervisor ends.
     """
     if LIFELINE not in environ:
         return
-    lifeline = int(
-        environ.pop(LIFELINE)
-    )  # not for our children: there the number may be another file's
+    lifeline = int(environ.pop(LIFELINE))  # children do not inherit the descriptor
 
     def wait() -> None:
         with contextlib.suppress(OSError):
-            os.read(
-                lifeline, 1
-            )  # nothing is ever written: this returns when the other end is closed
+            os.read(lifeline, 1)  # nothing is ever written: returns when the other end closes
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="maxtext-lifeline", daemon=True).start()

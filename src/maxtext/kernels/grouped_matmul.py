@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from maxtext.common.gpu import target_capability
-from maxtext.common.log import say_once
+from maxtext.common.log import log_once
 
 
 def grouped_matmul(
@@ -37,7 +37,7 @@ def grouped_matmul(
     hopper = is_hopper(platform) and hopper_supports(x, weights)
     if platform == "gpu":
         implementation = "the kernel for Hopper GPUs" if hopper else "ragged_dot"
-        say_once(f"{len(weights)} experts are multiplied by {implementation}")
+        log_once(f"{len(weights)} experts are multiplied by {implementation}")
     if hopper:
         return hopper_matmul(x, weights, group_sizes)
     in_group = (jnp.arange(x.shape[0]) < jnp.sum(group_sizes))[:, None]

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from maxtext.common.order import Order
+from maxtext.common.load_balance import LoadBalancedOrder
 
 # Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H];
 # and "cache".
@@ -22,7 +22,7 @@ class LayerInputs:
     )
     key: jax.Array | None = None  # randomness of dropout; None: no dropout
     tokens: jax.Array | None = None  # [B, S], the ids that were embedded
-    order: Order | None = field(
+    order: LoadBalancedOrder | None = field(
         default=None, metadata={"static": True}
     )  # of the tokens, if it is not their own
     cache: Cache | None = (

@@ -48,10 +48,10 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
     }
     memory = step.memory_analysis()
     if memory is not None:
-        arguments = hardware.size(memory.argument_size_in_bytes)
-        temporaries = hardware.size(memory.temp_size_in_bytes)
+        arguments = hardware.format_bytes(memory.argument_size_in_bytes)
+        temporaries = hardware.format_bytes(memory.temp_size_in_bytes)
         model["memory a device"] = (
-            f"{hardware.size(step_bytes(step))} ({arguments} state and batch, {temporaries} "
+            f"{hardware.format_bytes(step_bytes(step))} ({arguments} state and batch, {temporaries} "
             "temporary)"
         )
     return model

@@ -230,7 +230,7 @@ def to_devices(
 
     def to_array(field: np.ndarray) -> jax.Array:
         if order is not None:
-            field = field[:, order.tokens(length)]
+            field = field[:, order.positions(length)]
         sharding = context.shardings.batch(tall)
         return jax.make_array_from_callback(tall, sharding, partial(read_shard, field))
 

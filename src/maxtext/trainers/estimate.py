@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from maxtext.common.extras import libtpu_mismatch
-from maxtext.common.hardware import size
+from maxtext.common.hardware import format_bytes
 from maxtext.common.log import silent_stderr
 from maxtext.configs import derive
 from maxtext.configs.types import MaxTextConfig
@@ -323,5 +323,5 @@ def shortage(found: Estimate) -> str:
     """By how much the target is too small."""
     return (
         found.refusal
-        or f"{size(found.needed - (found.target.memory_bytes or 0))} a device too much"
+        or f"{format_bytes(found.needed - (found.target.memory_bytes or 0))} a device too much"
     )

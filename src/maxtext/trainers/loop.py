@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import jax
 
 from maxtext.common.log import LOGGER
-from maxtext.common.signals import asked_by_signals, interrupt_at_once
+from maxtext.common.signals import call_on_signals, interrupt_now
 from maxtext.trainers.step import STOP_FLAG, StopFlag, TrainState
 
 METRICS_DELAY = 2  # steps
@@ -85,7 +85,7 @@ class Loop:
 
     def run(self) -> TrainState:
         with (
-            asked_by_signals(self.on_signal),
+            call_on_signals(self.on_signal),
             contextlib.closing(self.metrics_reader),
             self.calling_at_end(),
         ):
@@ -114,7 +114,7 @@ class Loop:
         name, now = signal.Signals(number).name, time.monotonic()
         if self.signal is not None:
             if number == signal.SIGINT or now - self.signal_time > REPEAT_SECONDS:
-                interrupt_at_once(number)
+                interrupt_now(number)
             return
         self.signal = number
         self.signal_time = now

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.common.order import Order
+from maxtext.common.load_balance import LoadBalancedOrder
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
 from maxtext.layers.inputs import LayerInputs
@@ -67,13 +67,13 @@ def layer_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> 
     return LayerInputs(batch["inputs_position"], segments, key, order=token_order(config))
 
 
-def token_order(config: MaxTextConfig) -> Order | None:
+def token_order(config: MaxTextConfig) -> LoadBalancedOrder | None:
     """The order of a row's tokens that balances causal attention over the context-parallel shards;
     None: unchanged."""
     shards, strategy = config.context_parallel_size, config.context_parallel_reorder_strategy.value
     if shards == 1 or not config.context_parallel_load_balance:
         return None
-    return Order("dual_chunk_swap" if strategy == "auto" else strategy, shards)
+    return LoadBalancedOrder("dual_chunk_swap" if strategy == "auto" else strategy, shards)
 
 
 def bind_model(config: MaxTextConfig, template: Template, weights: Any) -> Any:

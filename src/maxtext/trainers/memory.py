@@ -42,7 +42,7 @@ def warn_if_too_large(needed: int, what: str) -> bool:
         "base_num_decoder_layers), set remat_policy=full, or use more devices; `maxtext estimate` "
         "with the same arguments says what fits",
         what,
-        hardware.size(needed),
-        hardware.size(limit),
+        hardware.format_bytes(needed),
+        hardware.format_bytes(limit),
     )
     return True

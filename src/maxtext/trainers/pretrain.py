@@ -20,7 +20,7 @@ from maxtext.common.errors import MissingExtra, UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
-from maxtext.common.signals import asked_by_signals
+from maxtext.common.signals import call_on_signals
 from maxtext.configs import text
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
@@ -108,7 +108,7 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
                 closing.callback(save.close)
             loop = Loop(state, step_cache, data_loader, key, config.steps, hooks, start.step)
             LOGGER.info("set up in %.1f s", time.perf_counter() - start_time)
-            signal_handlers.enter_context(asked_by_signals(loop.on_signal))
+            signal_handlers.enter_context(call_on_signals(loop.on_signal))
             failure: UserError | None = None
             try:
                 loop.run()

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from maxtext.common.errors import ConfigError
-from maxtext.common.order import Order
+from maxtext.common.load_balance import LoadBalancedOrder
 
 LAYOUTS = ("HEAD_DIM_MINOR", "SEQ_MINOR")
 TILE = 128  # the lanes of a TPU register: every block of the flash kernel is a multiple of it
@@ -33,7 +33,7 @@ class AttentionMask:
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
-    order: Order | None = None
+    order: LoadBalancedOrder | None = None
 
     def __post_init__(self) -> None:
         if not self.causal and (self.window is not None or self.chunk is not None):
@@ -55,7 +55,9 @@ class AttentionMask:
     def positions(self, length: int) -> np.ndarray:
         """[length], of the tokens as they stand."""
         return (
-            np.arange(length, dtype=np.int32) if self.order is None else self.order.tokens(length)
+            np.arange(length, dtype=np.int32)
+            if self.order is None
+            else self.order.positions(length)
         )
 
     def describe(self) -> str:
@@ -63,7 +65,7 @@ class AttentionMask:
         return (
             words
             if self.order is None
-            else f"{words} in {self.order.kind} order over {self.order.shards} shards"
+            else f"{words} in {self.order.strategy} order over {self.order.num_shards} shards"
         )
 
     def describe_mask(self) -> str:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.common.log import say_once
+from maxtext.common.log import log_once
 from maxtext.kernels.fp8.quantize import E4M3, QuantizedTensor, accum_dtype, quantize
 from maxtext.kernels.grouped_matmul import (
     grouped_matmul,
@@ -77,7 +77,7 @@ def quantized_grouped_matmul(
     hopper = hopper and not any(dim % FP8_BLOCK_K for dim in weights.qvalue.shape[1:])
     weights_T = weights.qvalue.swapaxes(1, 2)
     if platform == "gpu":
-        say_once(f"experts are multiplied in {'fp8' if hopper else x.dtype.name}, rounded to fp8")
+        log_once(f"experts are multiplied in {'fp8' if hopper else x.dtype.name}, rounded to fp8")
     if hopper:
         from maxtext.kernels import grouped_matmul_hopper
 

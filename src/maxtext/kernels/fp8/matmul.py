@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxtext.common.log import say_once
+from maxtext.common.log import log_once
 from maxtext.kernels.fp8 import rowwise
 from maxtext.kernels.fp8.quantize import (
     E4M3,
@@ -62,7 +62,7 @@ def supports(
     addressable = max(tokens, inputs) * max(inputs, sum(outputs)) < 2**31
     supported = aligned and addressable and supports_triton(platform, (8, 9))
     if platform == "gpu":
-        say_once(
+        log_once(
             f"fp8: {'Triton kernels quantize' if supported else 'XLA quantizes'} the operands of matmuls"
         )
     return supported
