@@ -27,27 +27,66 @@ from pathlib import Path
 PEAK = 989
 SKIPPED = 10  # steps, while clocks and caches settle
 TOGETHER = 5  # steps of the peer that are timed together
-COMMON = ["dataset_type=synthetic", "enable_checkpointing=false", "enable_tensorboard=false", "run_name=gpu_train",
-          "learning_rate_schedule_steps=1000"]  # fmt: skip
+COMMON = [
+    "dataset_type=synthetic",
+    "enable_checkpointing=false",
+    "enable_tensorboard=false",
+    "run_name=gpu_train",
+    "learning_rate_schedule_steps=1000",
+]
 DENSE = ["per_device_batch_size=12", "max_target_length=2048", "remat_policy=none"]
 EXPERTS = [
-    "decoder_block=mixtral", "per_device_batch_size=16", "max_target_length=2048", "remat_policy=none",
-    "base_emb_dim=2048", "base_num_decoder_layers=8", "base_num_query_heads=16", "base_num_kv_heads=16", "head_dim=128",
+    "decoder_block=mixtral",
+    "per_device_batch_size=16",
+    "max_target_length=2048",
+    "remat_policy=none",
+    "base_emb_dim=2048",
+    "base_num_decoder_layers=8",
+    "base_num_query_heads=16",
+    "base_num_kv_heads=16",
+    "head_dim=128",
     "vocab_size=32000",
-]  # fmt: skip
+]
 CASES = {
     "default": DENSE,
     "fp8": [*DENSE, "quantization=fp8"],
     "fp8_full": [*DENSE, "quantization=fp8_full"],
     "int8": [*DENSE, "quantization=int8"],
-    "8b": ["model_name=llama3.1-8b", "per_device_batch_size=2", "max_target_length=8192", "mu_dtype=bfloat16",
-           "remat_policy=minimal_with_context", "num_vocab_tiling=8"],
-    "moe8": [*EXPERTS, "num_experts=8", "num_experts_per_tok=2", "base_mlp_dim=7168", "base_moe_mlp_dim=7168"],
-    "moe64": [*EXPERTS, "num_experts=64", "num_experts_per_tok=6", "base_mlp_dim=1408", "base_moe_mlp_dim=1408"],
-    "tiny": ["per_device_batch_size=2", "max_target_length=64", "base_emb_dim=64", "base_num_decoder_layers=2",
-             "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=16", "base_mlp_dim=128", "vocab_size=256",
-             "remat_policy=none"],
-}  # fmt: skip
+    "8b": [
+        "model_name=llama3.1-8b",
+        "per_device_batch_size=2",
+        "max_target_length=8192",
+        "mu_dtype=bfloat16",
+        "remat_policy=minimal_with_context",
+        "num_vocab_tiling=8",
+    ],
+    "moe8": [
+        *EXPERTS,
+        "num_experts=8",
+        "num_experts_per_tok=2",
+        "base_mlp_dim=7168",
+        "base_moe_mlp_dim=7168",
+    ],
+    "moe64": [
+        *EXPERTS,
+        "num_experts=64",
+        "num_experts_per_tok=6",
+        "base_mlp_dim=1408",
+        "base_moe_mlp_dim=1408",
+    ],
+    "tiny": [
+        "per_device_batch_size=2",
+        "max_target_length=64",
+        "base_emb_dim=64",
+        "base_num_decoder_layers=2",
+        "base_num_query_heads=4",
+        "base_num_kv_heads=4",
+        "head_dim=16",
+        "base_mlp_dim=128",
+        "vocab_size=256",
+        "remat_policy=none",
+    ],
+}
 IN_EIGHT_BITS = ("fp8", "fp8_full", "int8")  # of the shapes of `default`
 PEERS = {
     "default": {
@@ -235,9 +274,12 @@ def main() -> None:
                 found["first_step_seconds_warm"] = warm["first_step_seconds"]
                 line = [sys.executable, __file__, "--peer", case, "--steps", str(options.steps)]
                 done = subprocess.run(
-                    [*line, "--started", str(time.time())], stdout=subprocess.PIPE, text=True, check=True,
+                    [*line, "--started", str(time.time())],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=True,
                     env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
-                )  # fmt: skip
+                )
                 found["peer"] = json.loads(done.stdout.splitlines()[-1])
         other = found.get("peer") or (
             result.get("default", {}).get("peer") if case in IN_EIGHT_BITS else None

@@ -1,7 +1,7 @@
 """Attention back ends against torch and a float64 reference, forward and gradients.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
-value size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim, Dv head
+dim of values.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ import torch
 
 from maxtext.kernels.attention import AttentionInputs, AttentionMask, BlockSizes, attend, cudnn
 from maxtext.kernels.attention import flash as flash_module
-from maxtext.kernels.attention.flash import fitting, ordered_mask
+from maxtext.kernels.attention.flash import computed_mask, fit_block
 from tests.compiling import FAST_COMPILE
 
 SCALE = 0.3
@@ -27,7 +27,7 @@ SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], 
 def problem(
     batch=2, q_length=12, k_length=None, q_heads=4, k_heads=2, head_dim=8, v_head_dim=None, seed=0
 ):
-    """q, k, v and the gradient that comes back to the output, in float64."""
+    """q, k, v and the dout of the output, in float64."""
     k_length, v_head_dim = k_length or q_length, v_head_dim or head_dim
     draw = np.random.default_rng(seed).normal
     q = draw(size=(batch, q_length, q_heads, head_dim))
@@ -57,9 +57,9 @@ def index(batch, length):
     return np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
 
 
-def reference(q, k, v, gradient, dense_mask, soft_cap=None, sinks=None):
-    """Output and gradients of q, k, v (and sinks) in float64: softmax by hand in numpy, its
-    derivative written out.
+def reference(q, k, v, dout, dense_mask, soft_cap=None, sinks=None):
+    """Output and gradients of q, k, v (and sinks) in float64, with the softmax and its derivative
+    written out in numpy.
     """
     groups = q.shape[2] // k.shape[2]
     k_all, v_all = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
@@ -71,35 +71,35 @@ def reference(q, k, v, gradient, dense_mask, soft_cap=None, sinks=None):
     weights = exponentials / np.where(total == 0, 1, total)[..., None]
     output = np.einsum("bhst,bthv->bshv", weights, v_all)
 
-    d_weights = np.einsum("bshv,bthv->bhst", gradient, v_all)
-    mean = (d_weights * weights).sum(-1, keepdims=True)
-    d_raw = weights * (d_weights - mean)
+    dweights = np.einsum("bshv,bthv->bhst", dout, v_all)
+    mean = (dweights * weights).sum(-1, keepdims=True)
+    draw = weights * (dweights - mean)
     if soft_cap is not None:
-        d_raw = d_raw * (1 - np.tanh(raw / soft_cap) ** 2)
+        draw = draw * (1 - np.tanh(raw / soft_cap) ** 2)
 
     def by_group(array):
         return array.reshape(*array.shape[:2], k.shape[2], groups, -1).sum(3)
 
-    d_q = SCALE * np.einsum("bhst,bthd->bshd", d_raw, k_all)
-    d_k = by_group(SCALE * np.einsum("bhst,bshd->bthd", d_raw, q))
-    d_v = by_group(np.einsum("bhst,bshv->bthv", weights, gradient))
+    dq = SCALE * np.einsum("bhst,bthd->bshd", draw, k_all)
+    dk = by_group(SCALE * np.einsum("bhst,bshd->bthd", draw, q))
+    dv = by_group(np.einsum("bhst,bshv->bthv", weights, dout))
     if sinks is None:
-        return [output, d_q, d_k, d_v]
+        return [output, dq, dk, dv]
     sink_weight = sink[None, :, None] / total
-    return [output, d_q, d_k, d_v, -(sink_weight * mean[..., 0]).sum((0, 2))]
+    return [output, dq, dk, dv, -(sink_weight * mean[..., 0]).sum((0, 2))]
 
 
-def torch_reference(q, k, v, gradient, dense_mask):
+def torch_reference(q, k, v, dout, dense_mask):
     tensors = [torch.tensor(array).transpose(1, 2).requires_grad_() for array in (q, k, v)]
     output = torch.nn.functional.scaled_dot_product_attention(
         *tensors, attn_mask=torch.tensor(dense_mask[:, None]), scale=SCALE, enable_gqa=True
     )
-    gradients = torch.autograd.grad(output, tensors, torch.tensor(gradient).transpose(1, 2))
+    gradients = torch.autograd.grad(output, tensors, torch.tensor(dout).transpose(1, 2))
     return [tensor.detach().transpose(1, 2).numpy() for tensor in (output, *gradients)]
 
 
-def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
-    """Output and gradients of `attend` on dot_product, or of a back end's own `run` on AttentionInputs."""
+def attend_with_vjp(q, k, v, dout, sinks=None, run=None, dtype=jnp.float32, **options):
+    """Output and gradients of `attend` with dot_product, or of the `run` of a back end."""
     options = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
     }
@@ -112,11 +112,11 @@ def ours(q, k, v, gradient, sinks=None, run=None, dtype=jnp.float32, **options):
         return attend(q, k, v, backend="dot_product", scale=SCALE, sinks=sinks, **options)
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
-    def output_and_gradients(arrays, gradient):
-        output, pull = jax.vjp(compute, *arrays)
-        return [output, *pull(gradient)]
+    def output_and_gradients(arrays, dout):
+        output, vjp = jax.vjp(compute, *arrays)
+        return [output, *vjp(dout)]
 
-    return output_and_gradients(arrays, jnp.asarray(gradient, dtype))
+    return output_and_gradients(arrays, jnp.asarray(dout, dtype))
 
 
 def assert_close(actual, expected, tolerance=1e-5):
@@ -128,7 +128,7 @@ def assert_close(actual, expected, tolerance=1e-5):
         )
 
 
-# ---- dot_product, the definition
+# ---- dot_product, the reference
 
 
 @pytest.mark.parametrize(
@@ -147,17 +147,17 @@ def test_dot_product_matches_torch(mask, k_heads):
     case = problem(q_heads=4, k_heads=k_heads)
     dense_mask = visible(mask, index(2, 12), index(2, 12))
     expected = torch_reference(*case, dense_mask)
-    assert_close(ours(*case, mask=mask), expected)
+    assert_close(attend_with_vjp(*case, mask=mask), expected)
     assert_close(
         expected, reference(*case, dense_mask), 1e-12
-    )  # the numpy reference used below is torch's, too
+    )  # the numpy reference used below equals torch's
 
 
-def test_dot_product_with_other_lengths_and_value_size_matches_torch():
+def test_dot_product_with_different_lengths_and_value_dim_matches_torch():
     case = problem(q_length=5, k_length=9, v_head_dim=6)
     for mask in (AttentionMask(), AttentionMask(causal=False)):
         expected = torch_reference(*case, visible(mask, index(2, 5), index(2, 9)))
-        assert_close(ours(*case, mask=mask), expected)
+        assert_close(attend_with_vjp(*case, mask=mask), expected)
 
 
 @pytest.mark.parametrize(
@@ -173,16 +173,18 @@ def test_segments_soft_cap_and_sinks(mask, soft_cap, with_sinks):
     sinks = np.array([-1.0, 0.0, 0.5, 2.0]) if with_sinks else None
     dense_mask = visible(mask, index(2, 12), index(2, 12), SEGMENTS, SEGMENTS)
     expected = reference(*case, dense_mask, soft_cap, sinks)
-    actual = ours(*case, sinks=sinks, mask=mask, q_segments=SEGMENTS, soft_cap=soft_cap)
+    actual = attend_with_vjp(*case, sinks=sinks, mask=mask, q_segments=SEGMENTS, soft_cap=soft_cap)
     assert_close(actual, expected)
 
 
-def test_segments_of_keys_may_be_their_own_array():
+def test_keys_may_have_their_own_segments():
     case = problem()
     expected = reference(
         *case, visible(AttentionMask(), index(2, 12), index(2, 12), SEGMENTS, SEGMENTS[:, ::-1])
     )
-    actual = ours(*case, mask=AttentionMask(), q_segments=SEGMENTS, k_segments=SEGMENTS[:, ::-1])
+    actual = attend_with_vjp(
+        *case, mask=AttentionMask(), q_segments=SEGMENTS, k_segments=SEGMENTS[:, ::-1]
+    )
     assert_close(actual, expected)
 
 
@@ -197,11 +199,11 @@ def test_positions_decide_what_is_visible(mask):
     k_positions = np.array([np.arange(12), np.roll(np.arange(12), 5)], np.int32)
     expected = reference(*case, visible(mask, q_positions, k_positions))
     assert_close(
-        ours(*case, mask=mask, q_positions=q_positions, k_positions=k_positions),
+        attend_with_vjp(*case, mask=mask, q_positions=q_positions, k_positions=k_positions),
         expected,
     )
     only_queries = reference(*case, visible(mask, q_positions, index(2, 12)))
-    assert_close(ours(*case, mask=mask, q_positions=q_positions), only_queries)
+    assert_close(attend_with_vjp(*case, mask=mask, q_positions=q_positions), only_queries)
 
 
 def test_packed_rows_need_no_positions_for_causal_and_window():
@@ -215,33 +217,41 @@ def test_packed_rows_need_no_positions_for_causal_and_window():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(dtype, with_sinks):
+def test_fully_masked_queries_have_zero_output_and_gradient(dtype, with_sinks):
     case = problem()
     q_segments = np.array([[0] * 12, [1, 1, 0, 0, 5, 1, 1, 1, 1, 1, 1, 1]], np.int32)
     k_segments = np.array([[0] * 12, [1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]], np.int32)
-    blind = ~visible(AttentionMask(), index(2, 12), index(2, 12), q_segments, k_segments).any(-1)
-    assert blind.sum() == 15  # a whole row, two of padding, and segment 5 that has no key
-    output, d_q, d_k, d_v, *d_sinks = ours(
-        *case, sinks=np.zeros(4) if with_sinks else None, dtype=dtype, mask=AttentionMask(),
-        q_segments=q_segments, k_segments=k_segments,
-    )  # fmt: skip
-    for array in (output, d_q, d_k, d_v, *d_sinks):
+    fully_masked = ~visible(
+        AttentionMask(), index(2, 12), index(2, 12), q_segments, k_segments
+    ).any(-1)
+    assert fully_masked.sum() == 15  # all of one row, two of padding, and segment 5 that has no key
+    output, dq, dk, dv, *dsinks = attend_with_vjp(
+        *case,
+        sinks=np.zeros(4) if with_sinks else None,
+        dtype=dtype,
+        mask=AttentionMask(),
+        q_segments=q_segments,
+        k_segments=k_segments,
+    )
+    for array in (output, dq, dk, dv, *dsinks):
         assert np.isfinite(np.asarray(array, np.float32)).all()
-    assert not np.asarray(output, np.float32)[blind].any()
-    assert not np.asarray(d_q, np.float32)[blind].any()
-    assert not np.asarray(d_k, np.float32)[k_segments == 0].any()
-    assert not np.asarray(d_v, np.float32)[k_segments == 0].any()
+    assert not np.asarray(output, np.float32)[fully_masked].any()
+    assert not np.asarray(dq, np.float32)[fully_masked].any()
+    assert not np.asarray(dk, np.float32)[k_segments == 0].any()
+    assert not np.asarray(dv, np.float32)[k_segments == 0].any()
 
 
-def test_the_output_of_low_precision_inputs():
-    """In bfloat16, the flags that keep more of the logits bring the output closer to float64."""
-    q, k, v, gradient = (
+def test_float32_logits_improve_bfloat16_outputs():
+    """The flags that keep logits in float32 bring the output closer to float64."""
+    q, k, v, dout = (
         np.asarray(jnp.asarray(array, jnp.bfloat16), np.float64) for array in problem(head_dim=64)
     )
-    expected = reference(q, k, v, gradient, visible(AttentionMask(), index(2, 12), index(2, 12)))[0]
+    expected = reference(q, k, v, dout, visible(AttentionMask(), index(2, 12), index(2, 12)))[0]
 
     def error(**flags):
-        output = ours(q, k, v, gradient, dtype=jnp.bfloat16, mask=AttentionMask(), **flags)[0]
+        output = attend_with_vjp(q, k, v, dout, dtype=jnp.bfloat16, mask=AttentionMask(), **flags)[
+            0
+        ]
         assert output.dtype == jnp.bfloat16
         return np.abs(np.asarray(output, np.float64) - expected).mean()
 
@@ -250,7 +260,7 @@ def test_the_output_of_low_precision_inputs():
     assert error(float32_product=True) == pytest.approx(error(float32_logits=True), rel=0.1)
 
 
-def test_plain_causal_attention_builds_no_mask_of_the_batch():
+def test_causal_attention_builds_no_mask_for_each_row():
     case = [jnp.asarray(array, jnp.float32) for array in problem(batch=3)[:3]]
     program = str(
         jax.make_jaxpr(
@@ -263,7 +273,7 @@ def test_plain_causal_attention_builds_no_mask_of_the_batch():
     assert "bool[3,12,12]" not in program
 
 
-# ---- flash: the kernel's program, interpreted
+# ---- flash: the kernel, interpreted
 
 
 def interpreted(inputs):
@@ -303,7 +313,7 @@ def test_flash_matches_the_reference(mask, options):
     segments = options.get("q_segments")
     dense_mask = visible_fast(mask, 256, segments)
     expected = reference(*case, dense_mask, options.get("soft_cap"), options.get("sinks"))
-    actual = ours(*case, run=interpreted, mask=mask, k_segments=segments, **options)
+    actual = attend_with_vjp(*case, run=interpreted, mask=mask, k_segments=segments, **options)
     assert_close(actual, expected, 2e-5)
 
 
@@ -323,9 +333,14 @@ def test_flash_zeroes_queries_whose_segment_has_no_key():
     q, k, v, _ = problem(batch=1, q_length=128, head_dim=16)
     q_segments = jnp.asarray(np.repeat([[1, 7]], [64, 64], axis=1), jnp.int32)
     inputs = AttentionInputs(
-        jnp.asarray(q, jnp.float32), jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), AttentionMask(), SCALE,
-        q_segments=q_segments, k_segments=jnp.ones((1, 128), jnp.int32),
-    )  # fmt: skip
+        jnp.asarray(q, jnp.float32),
+        jnp.asarray(k, jnp.float32),
+        jnp.asarray(v, jnp.float32),
+        AttentionMask(),
+        SCALE,
+        q_segments=q_segments,
+        k_segments=jnp.ones((1, 128), jnp.int32),
+    )
     output = np.asarray(interpreted(inputs))
     assert not output[:, 64:].any()
     dense_mask = visible_fast(AttentionMask(), 128, np.ones((1, 128), np.int32))
@@ -337,9 +352,7 @@ def test_flash_zeroes_queries_whose_segment_has_no_key():
     "mask", [AttentionMask(), AttentionMask(window=100), AttentionMask(chunk=96)], ids=str
 )
 def test_flash_lowers_for_a_tpu_without_one(mask):
-    """Pallas turns the kernels into Mosaic programs on any machine: one forward, one for dk and dv,
-    one for dq.
-    """
+    """Pallas lowers to Mosaic on any machine: one forward kernel, one for dk and dv, one for dq."""
     q = jax.ShapeDtypeStruct((2, 1024, 4, 192), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, 1024, 2, 192), jnp.bfloat16)
     v = jax.ShapeDtypeStruct((2, 1024, 2, 128), jnp.bfloat16)
@@ -364,14 +377,14 @@ def test_flash_lowers_for_a_tpu_without_one(mask):
     assert program.mlir_module().count("tpu_custom_call") == 3
 
 
-def test_chunk_mask_is_read_by_blocks_and_equal_by_value():
-    dense_mask = ordered_mask((256, 256), AttentionMask(chunk=96))
+def test_computed_mask_is_indexed_by_blocks_and_equal_by_value():
+    dense_mask = computed_mask((256, 256), AttentionMask(chunk=96))
     block = dense_mask[slice(128, 256), slice(0, 128)]
     expected = visible_fast(AttentionMask(chunk=96), 256, None)[0]
     assert (block == expected[128:256, 0:128]).all()
-    assert dense_mask == ordered_mask((256, 256), AttentionMask(chunk=96))
-    assert hash(dense_mask) == hash(ordered_mask((256, 256), AttentionMask(chunk=96)))
-    assert dense_mask != ordered_mask((256, 256), AttentionMask(chunk=97))
+    assert dense_mask == computed_mask((256, 256), AttentionMask(chunk=96))
+    assert hash(dense_mask) == hash(computed_mask((256, 256), AttentionMask(chunk=96)))
+    assert dense_mask != computed_mask((256, 256), AttentionMask(chunk=97))
 
 
 @pytest.mark.parametrize(
@@ -379,15 +392,15 @@ def test_chunk_mask_is_read_by_blocks_and_equal_by_value():
     [(512, 2048, 512), (512, 256, 256), (512, 640, 128), (300, 768, 256)],
 )
 def test_blocks_fit_the_length(size, length, expected):
-    assert fitting(size, length) == expected
+    assert fit_block(size, length) == expected
 
 
-# ---- cudnn_flash_jax: its call, computed by XLA (test_attention_gpu.py runs cuDNN itself)
+# ---- cudnn_flash_jax: its call, computed by XLA (test_attention_gpu.py runs cuDNN)
 
 
 @pytest.fixture
-def without_cudnn(monkeypatch):
-    """JAX defines one meaning for both implementations of its function; a CPU has the other."""
+def xla_implementation(monkeypatch):
+    """Run JAX's XLA implementation of the same function, which a CPU has."""
     public = jax.nn.dot_product_attention
 
     def by_xla(*arrays, implementation, **options):
@@ -409,14 +422,16 @@ def without_cudnn(monkeypatch):
         (AttentionMask(chunk=4), SEGMENTS),
     ],
 )
-def test_cudnn_is_asked_for_the_right_thing(without_cudnn, mask, segments):
+def test_cudnn_call_matches_the_reference(xla_implementation, mask, segments):
     case = problem(v_head_dim=6)
     dense_mask = visible(mask, index(2, 12), index(2, 12), segments, segments)
-    actual = ours(*case, run=cudnn.run, mask=mask, q_segments=segments, k_segments=segments)
+    actual = attend_with_vjp(
+        *case, run=cudnn.run, mask=mask, q_segments=segments, k_segments=segments
+    )
     assert_close(actual, reference(*case, dense_mask))
 
 
-def test_cudnn_pads_queries_and_keys_to_larger_values(without_cudnn):
+def test_cudnn_pads_queries_and_keys_to_a_larger_value_dim(xla_implementation):
     case = problem(head_dim=8, v_head_dim=16)
     expected = reference(*case, visible(AttentionMask(), index(2, 12), index(2, 12)))
-    assert_close(ours(*case, run=cudnn.run, mask=AttentionMask()), expected)
+    assert_close(attend_with_vjp(*case, run=cudnn.run, mask=AttentionMask()), expected)

@@ -1,4 +1,4 @@
-"""What each attention back end supports, which one is chosen, what is logged, and the errors."""
+"""Which requests attention back ends support, which one is selected, the log and the errors."""
 
 import logging
 from dataclasses import replace
@@ -18,7 +18,7 @@ from maxtext.kernels.attention import (
     fastest_backend,
     try_backends,
 )
-from maxtext.kernels.attention.dispatch import announce
+from maxtext.kernels.attention.dispatch import autoselect
 
 SCALE = 0.3
 GPU = AttentionRequest("gpu", "bfloat16", 256, 256, 8, 2, 128, 128, capability="9.0")
@@ -31,8 +31,8 @@ CPU = replace(TPU, platform="cpu")
     [
         ({"platform": "cpu"}, "needs a GPU"),
         ({"dtype": "float32"}, "float32"),
-        ({"head_dim": 264}, "head size"),
-        ({"head_dim": 100, "v_head_dim": 100}, "head size"),
+        ({"head_dim": 264}, "head dim"),
+        ({"head_dim": 100, "v_head_dim": 100}, "head dim"),
         ({"head_dim": 192, "capability": "8.0"}, "up to 128"),
         ({"head_dim": 192, "capability": "10.0"}, "up to 128"),
         ({"capability": "7.5"}, "7.5"),
@@ -47,7 +47,7 @@ CPU = replace(TPU, platform="cpu")
         ({"has_segments": True, "q_length": 255, "k_length": 255}, "even"),
     ],
 )
-def test_what_cudnn_cannot_do_goes_to_dot_product(change, word):
+def test_requests_that_cudnn_does_not_support_use_dot_product(change, word):
     request = replace(GPU, **change)
     assert word in BACKENDS["cudnn_flash_jax"].supports(request)
     assert fastest_backend(request) == "dot_product"
@@ -67,7 +67,7 @@ def test_what_cudnn_cannot_do_goes_to_dot_product(change, word):
         {"capability": ""},
     ],
 )
-def test_what_cudnn_can_do_goes_to_it(change):
+def test_requests_that_cudnn_supports_use_it(change):
     assert fastest_backend(replace(GPU, **change)) == "cudnn_flash_jax"
 
 
@@ -83,7 +83,7 @@ def test_what_cudnn_can_do_goes_to_it(change):
         ({"q_length": 128}, "128 and 256"),
     ],
 )
-def test_what_flash_cannot_do(change, word):
+def test_requests_that_flash_does_not_support(change, word):
     request = replace(TPU, **change)
     assert word in BACKENDS["flash"].supports(request)
     assert fastest_backend(request) != "flash"
@@ -104,11 +104,11 @@ def test_what_flash_cannot_do(change, word):
         {"mask": AttentionMask(causal=False), "q_length": 128},
     ],
 )
-def test_what_flash_can_do_goes_to_it(change):
+def test_requests_that_flash_supports_use_it(change):
     assert fastest_backend(replace(TPU, **change)) == "flash"
 
 
-def test_a_cpu_gets_dot_product_which_supports_everything():
+def test_cpu_uses_dot_product_which_supports_everything():
     assert fastest_backend(CPU) == "dot_product"
     anything = replace(
         CPU,
@@ -131,7 +131,7 @@ def arrays(length=12, q_heads=4, k_heads=2, head_dim=8):
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn_flash_jax"])
-def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend):
+def test_unsupported_named_backend_raises_with_an_alternative(backend):
     with pytest.raises(ConfigError) as caught:
         attend(*arrays(), backend=backend, mask=AttentionMask(), scale=SCALE, platform="cpu")
     (sentence,) = caught.value.problems
@@ -139,7 +139,7 @@ def test_a_named_back_end_that_cannot_is_an_error_that_says_what_to_use(backend)
     assert "use dot_product or autoselected" in sentence
 
 
-def test_an_error_on_another_platform_names_what_is_best_there():
+def test_error_names_the_fastest_backend_of_the_platform():
     with pytest.raises(ConfigError, match="use flash or autoselected"):
         attend(
             *arrays(length=128),
@@ -151,7 +151,7 @@ def test_an_error_on_another_platform_names_what_is_best_there():
 
 
 @pytest.mark.parametrize(("backend", "platform"), [("flash", "tpu"), ("cudnn_flash_jax", "gpu")])
-def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend, platform):
+def test_selection_of_keys_is_supported_by_dot_product_only(backend, platform):
     q, k, v = (array.astype(jnp.bfloat16) for array in arrays(length=128))
     selected = jnp.ones((2, 1, 128, 128), bool)
     with pytest.raises(ConfigError) as caught:
@@ -167,7 +167,8 @@ def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend,
         )
     (sentence,) = caught.value.problems
     assert sentence == (
-        f"Attention back end {backend} cannot do this: it takes no selection of keys; use dot_product or autoselected."
+        f"Attention back end {backend} cannot do this: it takes no selection of keys; "
+        "use dot_product or autoselected."
     )
     assert (
         fastest_backend(replace(TPU if platform == "tpu" else GPU, has_selection=True))
@@ -175,14 +176,14 @@ def test_a_selection_of_keys_is_refused_by_name_and_goes_to_dot_product(backend,
     )
 
 
-def test_an_unknown_back_end_lists_the_known():
+def test_unknown_backend_lists_the_names():
     with pytest.raises(ConfigError, match="dot_product, flash, cudnn_flash_jax"):
         attend(*arrays(), backend="flesh", mask=AttentionMask(), scale=SCALE)
 
 
 def test_autoselected_computes_and_logs_once(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
-    q, k, v = arrays(length=13)  # a length no other test has asked for
+    q, k, v = arrays(length=13)  # a length that no other test uses
     options = {"mask": AttentionMask(), "scale": SCALE, "platform": "cpu"}
     with caplog.at_level(logging.INFO, logger="maxtext"):
         output = attend(q, k, v, backend="autoselected", **options)
@@ -193,36 +194,36 @@ def test_autoselected_computes_and_logs_once(caplog, monkeypatch):
     ]
 
 
-def test_the_log_says_why_the_faster_one_was_not_taken(caplog, monkeypatch):
+def test_log_gives_the_reason_against_the_faster_backend(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("maxtext"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="maxtext"):
-        assert announce(replace(GPU, soft_cap=49.0)) == "dot_product"
+        assert autoselect(replace(GPU, soft_cap=49.0)) == "dot_product"
     assert "not cudnn_flash_jax: it has no soft cap" in caplog.text
 
 
-def test_a_window_or_chunk_that_covers_the_row_is_plain_causal(monkeypatch):
-    seen = []
+def test_window_or_chunk_that_covers_the_row_is_causal(monkeypatch):
+    masks = []
     monkeypatch.setitem(
         BACKENDS,
         "dot_product",
-        replace(BACKENDS["dot_product"], run=lambda inputs: seen.append(inputs.mask)),
+        replace(BACKENDS["dot_product"], run=lambda inputs: masks.append(inputs.mask)),
     )
     for mask in (AttentionMask(window=12), AttentionMask(chunk=12), AttentionMask(window=11)):
         attend(*arrays(), backend="dot_product", mask=mask, scale=SCALE)
-    assert seen == [AttentionMask(), AttentionMask(), AttentionMask(window=11)]
+    assert masks == [AttentionMask(), AttentionMask(), AttentionMask(window=11)]
 
 
 @pytest.mark.parametrize(
     "options",
     [{"causal": False, "window": 3}, {"window": 3, "chunk": 4}, {"window": 0}, {"chunk": -1}],
 )
-def test_impossible_visibility(options):
+def test_invalid_masks_raise(options):
     with pytest.raises(ConfigError):
         AttentionMask(**options)
 
 
 @pytest.mark.parametrize("options", [{"q": 64}, {"kv_layout": "x"}, {"k_layout": "ROW_MAJOR"}])
-def test_impossible_block_sizes(options):
+def test_invalid_block_sizes_raise(options):
     with pytest.raises((ConfigError, TypeError)):
         BlockSizes(**options)
 
@@ -239,17 +240,17 @@ def test_impossible_block_sizes(options):
         ({"selected": np.ones((2, 1, 12, 12), np.int32)}, "selected must be booleans"),
     ],
 )
-def test_shapes_are_checked(options, word):
+def test_mismatched_shapes_raise(options, word):
     with pytest.raises(ValueError, match=word):
         attend(*arrays(), backend="dot_product", mask=AttentionMask(), scale=SCALE, **options)
     with pytest.raises(ValueError, match="multiple"):
         attend(*arrays(q_heads=3), backend="dot_product", mask=AttentionMask(), scale=SCALE)
 
 
-def test_every_back_end_is_tried_here():
-    found = dict(try_backends())
-    assert set(found) == set(BACKENDS)
-    assert found["dot_product"] == "works"
+def test_try_backends_runs_every_backend():
+    results = dict(try_backends())
+    assert set(results) == set(BACKENDS)
+    assert results["dot_product"] == "works"
     if jax.default_backend() == "cpu":
-        assert found["flash"] == "not here: it needs a TPU"
-        assert found["cudnn_flash_jax"] == "not here: it needs a GPU"
+        assert results["flash"] == "not here: it needs a TPU"
+        assert results["cudnn_flash_jax"] == "not here: it needs a GPU"

@@ -1,8 +1,8 @@
 """cudnn_flash_jax against dot_product on an NVIDIA GPU, forward and gradients, in bfloat16. Skipped
 without one.
 
-Shapes: B batch, S query length, H query heads, K key/value heads, D head size, Dv value size.
-dot_product computes in float32 from the same bfloat16 inputs, so that the distance is cuDNN's
+Shapes: B batch, S query length, H query heads, K key/value heads, D head dim, Dv head dim of
+values. dot_product computes in float32 from the same bfloat16 inputs, so that the error is cuDNN's
 alone.
 """
 
@@ -29,7 +29,11 @@ CASES = {
     "segments in a window": {"mask": AttentionMask(window=100), "q_segments": PADDED},
     "segments in chunks": {"mask": AttentionMask(chunk=64), "q_segments": PADDED},
     "packed": {"mask": AttentionMask(), "q_segments": PADDED, "max_segments": 3},
-    "packed, with room": {"mask": AttentionMask(), "q_segments": PADDED, "max_segments": 8},
+    "packed, fewer than max_segments": {
+        "mask": AttentionMask(),
+        "q_segments": PADDED,
+        "max_segments": 8,
+    },
     "packed all to all": {
         "mask": AttentionMask(causal=False),
         "q_segments": PADDED,
@@ -45,7 +49,7 @@ CASES = {
         "q_segments": PADDED,
         "max_segments": 3,
     },
-    "own segments of keys": {
+    "different segments of keys": {
         "mask": AttentionMask(),
         "q_segments": PADDED,
         "k_segments": PADDED[::-1].copy(),
@@ -56,27 +60,29 @@ CASES = {
 def draw(q_heads, k_heads, head_dim, v_head_dim, dtype=jnp.bfloat16):
     normal = np.random.default_rng(0).normal
     shapes = (
-        (2, LENGTH, q_heads, head_dim), (2, LENGTH, k_heads, head_dim),
-        (2, LENGTH, k_heads, v_head_dim), (2, LENGTH, q_heads, v_head_dim),
-    )  # fmt: skip
+        (2, LENGTH, q_heads, head_dim),
+        (2, LENGTH, k_heads, head_dim),
+        (2, LENGTH, k_heads, v_head_dim),
+        (2, LENGTH, q_heads, v_head_dim),
+    )
     return [jnp.asarray(normal(size=shape), dtype) for shape in shapes]
 
 
 def compute(backend, arrays, **options):
     """Output and gradients of q, k and v, as float64."""
-    *arrays, gradient = arrays
+    *arrays, dout = arrays
     options = {
         name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
     }
 
     @jax.jit
-    def both(q, k, v, gradient):
-        output, pull = jax.vjp(
+    def output_and_gradients(q, k, v, dout):
+        output, vjp = jax.vjp(
             lambda q, k, v: attend(q, k, v, backend=backend, scale=0.1, **options), q, k, v
         )
-        return output, *pull(gradient)
+        return output, *vjp(dout)
 
-    return [np.asarray(array, np.float64) for array in both(*arrays, gradient)]
+    return [np.asarray(array, np.float64) for array in output_and_gradients(*arrays, dout)]
 
 
 def compare(arrays, **options):
@@ -87,8 +93,8 @@ def compare(arrays, **options):
         )
     for name, got, want in zip(("output", "dq", "dk", "dv"), actual, expected, strict=True):
         assert np.isfinite(got).all(), name
-        # bfloat16 keeps 8 bits: an element may be off by that share of its size and of a typical
-        # element's.
+        # bfloat16 has 8 bits of precision: the tolerance is relative to an element and to a typical
+        # element.
         np.testing.assert_allclose(
             got, want, rtol=2e-2, atol=2e-2 * max(1.0, want.std()), err_msg=name
         )
@@ -112,7 +118,7 @@ def test_cudnn_matches_dot_product(case):
         (4, 4, 72, 72),
     ],
 )
-def test_heads_and_sizes(heads):
+def test_heads_and_head_dims(heads):
     compare(draw(*heads), mask=AttentionMask())
 
 
@@ -121,12 +127,12 @@ def test_float16():
 
 
 def test_padding_gives_zero_and_no_gradient():
-    output, d_q, d_k, d_v = compare(draw(4, 2, 64, 64), mask=AttentionMask(), q_segments=PADDED)
-    for array in (output, d_q, d_k, d_v):
+    output, dq, dk, dv = compare(draw(4, 2, 64, 64), mask=AttentionMask(), q_segments=PADDED)
+    for array in (output, dq, dk, dv):
         assert not array[PADDED == 0].any()
 
 
-def test_packed_rows_of_more_segments_than_said_are_not_numbers():
+def test_rows_with_more_than_max_segments_are_nan():
     output, *_ = compute(
         "cudnn_flash_jax",
         draw(4, 2, 64, 64),
@@ -138,15 +144,15 @@ def test_packed_rows_of_more_segments_than_said_are_not_numbers():
     assert np.isfinite(output[1]).all()
 
 
-def test_packed_with_heads_of_two_sizes():
+def test_packed_with_different_value_dim():
     compare(draw(4, 4, 192, 128), mask=AttentionMask(), q_segments=PADDED, max_segments=4)
 
 
-def test_autoselected_takes_cudnn_here():
+def test_autoselected_uses_cudnn():
     assert dict(try_backends())["cudnn_flash_jax"] == "works"
     arrays = draw(4, 2, 64, 64)
-    taken = jax.jit(
+    lowered = jax.jit(
         lambda q, k, v: attend(q, k, v, backend="autoselected", mask=AttentionMask(), scale=0.1)
     ).lower(*arrays[:3])
-    assert "cudnn" in taken.as_text()
+    assert "cudnn" in lowered.as_text()
     assert BACKENDS["cudnn_flash_jax"].platform == "gpu"

@@ -1,7 +1,7 @@
-"""Attention to selected keys, its largest logits and mean weights against float64 numpy; work in
+"""Attention to selected keys, its largest logits and mean weights against float64 numpy; maps over
 blocks of queries.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim.
 """
 
 from functools import partial
@@ -33,9 +33,9 @@ def problem(length=12, q_heads=4, k_heads=2, batch=2, seed=0):
 
 
 def selection(heads, length=12, batch=2, seed=1):
-    """Half of the keys; some queries are left with none that they may see."""
+    """Half of the keys; some queries see none."""
     chosen = np.random.default_rng(seed).random((batch, heads, length, length)) < 0.5
-    chosen[0, :, 3] = False  # nothing at all
+    chosen[0, :, 3] = False  # padding at all
     chosen[1, -1, 7, :8] = False  # only the future, in the last head
     return chosen
 
@@ -56,7 +56,7 @@ def visible(length, window=None, segments=None, selected=None):
 
 
 def reference(q, k, mask, soft_cap=None):
-    """(logits, weights) [B, H, S, T]; weights are 0 where there is nothing to see."""
+    """(logits, weights) [B, H, S, T]; weights are 0 for fully masked queries."""
     mask = np.broadcast_to(mask, (len(q), q.shape[2], q.shape[1], k.shape[1]))
     logits = SCALE * np.einsum("bshd,bthd->bhst", q, np.repeat(k, q.shape[2] // k.shape[2], axis=2))
     if soft_cap:
@@ -93,28 +93,34 @@ def test_selected_keys(k_heads, by_head, window, segments):
     assert not expected[0, 3].any()
     assert expected[0, 4].all()
 
-    def run_attention(q, k, v):
+    def attend_selected(q, k, v):
         return attend(
-            q, k, v, backend="dot_product", mask=AttentionMask(window=window), scale=SCALE,
-            q_segments=None if segments is None else jnp.asarray(segments), selected=jnp.asarray(selected),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            backend="dot_product",
+            mask=AttentionMask(window=window),
+            scale=SCALE,
+            q_segments=None if segments is None else jnp.asarray(segments),
+            selected=jnp.asarray(selected),
+        )
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(*arrays):
-        output, pull = jax.vjp(run_attention, *arrays)
-        return output, pull(jnp.ones_like(output))
+        output, vjp = jax.vjp(attend_selected, *arrays)
+        return output, vjp(jnp.ones_like(output))
 
     output, gradients = run(*(jnp.asarray(array, jnp.float32) for array in (q, k, v)))
     np.testing.assert_allclose(output, expected, atol=1e-5)
     assert all(np.isfinite(gradient).all() for gradient in gradients)
-    blind = ~np.broadcast_to(mask, (2, 4, 12, 12)).any(-1).swapaxes(1, 2)  # [B, S, H]
-    assert blind[0, 3].all()
-    assert not np.asarray(gradients[0])[blind].any()
-    assert not np.asarray(output)[blind].any()
+    fully_masked = ~np.broadcast_to(mask, (2, 4, 12, 12)).any(-1).swapaxes(1, 2)  # [B, S, H]
+    assert fully_masked[0, 3].all()
+    assert not np.asarray(gradients[0])[fully_masked].any()
+    assert not np.asarray(output)[fully_masked].any()
 
 
-def test_selection_without_other_reasons():
-    """Not causal, no segments: only what is selected counts."""
+def test_selection_alone_masks_keys():
+    """Not causal, no segments: a query sees exactly the selected keys."""
     q, k, v = (jnp.asarray(array, jnp.float32) for array in problem())
     selected = np.eye(12, dtype=bool)[None, None].repeat(2, 0)
     output = attend(
@@ -134,52 +140,61 @@ def test_selection_without_other_reasons():
     # 300 queries are two blocks of 128 and a rest of 44.
     [(12, True, True), (300, None, False), (300, False, True), (300, True, False)],
 )
-def test_largest_logits_and_mean_weights(length, by_head, packed):
+def test_max_logits_and_mean_weights_match_numpy(length, by_head, packed):
     q, k, v = problem(length)
     segments = np.repeat(SEGMENTS, length // 12, axis=1) if packed else None
     selected = None if by_head is None else selection(4 if by_head else 1, length)
     logits, weights = reference(q, k, visible(length, 5, segments, selected), soft_cap=2.0)
     options = dict(
         q_segments=None if segments is None else jnp.asarray(segments),
-        selected=None if selected is None else jnp.asarray(selected), soft_cap=2.0,
-    )  # fmt: skip
+        selected=None if selected is None else jnp.asarray(selected),
+        soft_cap=2.0,
+    )
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(*arrays):
         inputs = AttentionInputs(*arrays, AttentionMask(window=5), SCALE, **options)
         return max_logits(inputs), mean_weights(inputs)
 
-    found_logits, found_weights = run(*(jnp.asarray(array, jnp.float32) for array in (q, k, v)))
-    np.testing.assert_allclose(found_logits, logits.max((0, 2, 3)), rtol=1e-5)
-    np.testing.assert_allclose(found_weights, weights.mean(1), atol=1e-6)
+    actual_logits, actual_weights = run(*(jnp.asarray(array, jnp.float32) for array in (q, k, v)))
+    np.testing.assert_allclose(actual_logits, logits.max((0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(actual_weights, weights.mean(1), atol=1e-6)
 
 
-def test_statistics_have_no_gradient_and_mind_positions():
+def test_statistics_use_positions_and_have_no_gradient():
     q, k, v = (jnp.asarray(array, jnp.float32) for array in problem())
-    turned = jnp.broadcast_to(jnp.arange(11, -1, -1), (2, 12))  # the last token is the first
+    reversed_positions = jnp.broadcast_to(jnp.arange(11, -1, -1), (2, 12))
 
-    def found(q, k):
+    def largest(q, k):
         return max_logits(
-            AttentionInputs(q, k, v, AttentionMask(), SCALE, q_positions=turned, k_positions=turned)
+            AttentionInputs(
+                q,
+                k,
+                v,
+                AttentionMask(),
+                SCALE,
+                q_positions=reversed_positions,
+                k_positions=reversed_positions,
+            )
         )
 
     logits, _ = reference(np.asarray(q), np.asarray(k), np.triu(np.ones((12, 12), bool)))
-    np.testing.assert_allclose(found(q, k), logits.max((0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(largest(q, k), logits.max((0, 2, 3)), rtol=1e-5)
     assert not any(
-        array.any() for array in jax.grad(lambda q, k: found(q, k).sum(), argnums=(0, 1))(q, k)
+        array.any() for array in jax.grad(lambda q, k: largest(q, k).sum(), argnums=(0, 1))(q, k)
     )
 
 
-def test_largest_logit_of_nothing():
+def test_max_logit_of_fully_masked_rows_is_minus_infinity():
     q, k, v = (jnp.asarray(array, jnp.float32) for array in problem())
-    nothing = AttentionInputs(
+    padding = AttentionInputs(
         q, k, v, AttentionMask(), SCALE, q_segments=jnp.zeros((2, 12), jnp.int32)
     )
-    assert (np.asarray(max_logits(nothing)) == -np.inf).all()
-    assert not mean_weights(nothing).any()
+    assert (np.asarray(max_logits(padding)) == -np.inf).all()
+    assert not mean_weights(padding).any()
 
 
-def test_largest_takes_exactly_as_many_and_the_first_of_equals():
+def test_topk_mask_has_exactly_k_keys_and_the_first_of_equals():
     scores = jnp.array(
         [
             [3.0, 1.0, 3.0, 3.0, 0.0],
@@ -200,7 +215,7 @@ def test_largest_takes_exactly_as_many_and_the_first_of_equals():
 
 
 @pytest.mark.parametrize("length", [3, 4, 8, 11])
-def test_blocks_of_queries_are_joined_in_order(length):
+def test_map_queries_concatenates_blocks_in_order(length):
     queries = jnp.arange(2 * length, dtype=jnp.float32).reshape(2, length)
     factor = jnp.float32(3)
     sizes = []

@@ -1,9 +1,9 @@
-"""Eight-bit products and their gradients at odd shapes, against float64, within what the formats'
-own step sizes allow.
+"""fp8 and int8 matmuls and their gradients at odd shapes, against float64, within error bounds that
+follow from the formats.
 
 A format with m mantissa bits rounds x with scale s to x', |x' - x| <= max(2^-(m + 1) |x|, s step /
-2), where `step` is its smallest number; integers have |x' - x| <= s / 2. A product of rounded
-factors is then off by at most sum(e_x |w| + |x| e_w + e_x e_w), and by the noise of a float32 sum.
+2), where `step` is its smallest number; integers have |x' - x| <= s / 2. The error of a matmul of
+rounded factors is then at most sum(e_x |w| + |x| e_w + e_x e_w), plus that of a float32 sum.
 
 Shapes: T tokens, K inputs, M outputs, X experts.
 """
@@ -19,13 +19,13 @@ from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
 from maxtext.kernels.quantized_matmul import quantized_matmul
 
 E4M3, E5M2 = (3, 2.0**-9, 448.0), (2, 2.0**-16, 57344.0)  # mantissa bits, smallest number, largest
-NOISE = 2.0**-20  # of a float32 sum, relative to the sum of magnitudes
+SUM_ERROR = 2.0**-20  # of a float32 sum, relative to the sum of magnitudes
 PLATFORM = "gpu" if jax.default_backend() == "gpu" else None
 QUICK = (
     {} if PLATFORM else {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 )
-# (outer dimensions, inputs, outputs of each weight): no multiple of a tile, one row, one column, an
-# odd vocabulary
+# (outer dimensions, inputs, outputs of each weight): not multiples of a tile, one row, one column,
+# an odd vocabulary
 SHAPES = [
     ((1,), 1, (1,)),
     ((1, 1), 129, (7, 1)),
@@ -38,14 +38,14 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True)
-def _no_shorter_numbers_on_gpus():
+def _full_matmul_precision():
     with jax.default_matmul_precision("highest"):
         yield
 
 
 def power_of_two_scale(x, axes, largest):
-    """The least that brings magnitudes below `largest`; 0 for nothing but zeros, which are exact
-    with any scale.
+    """The least scale that brings magnitudes below `largest`; 0 for zeros, which are exact with any
+    scale.
     """
     amax = np.abs(x).max(axis=axes, keepdims=True)
     return np.where(amax > 0, 2.0 ** np.ceil(np.log2(np.where(amax > 0, amax, 1) / largest)), 0)
@@ -60,63 +60,65 @@ def int8_error(x, axes):
     return np.broadcast_to(np.abs(x).max(axis=axes, keepdims=True) / 254, x.shape)
 
 
-def product_bound(x, x_error, w, w_error):
+def matmul_bound(x, x_error, w, w_error):
     """[T, M]: of x [T, K] times w [K, M]."""
     x, w = np.abs(x), np.abs(w)
-    return x_error @ w + x @ w_error + x_error @ w_error + NOISE * (x @ w)
+    return x_error @ w + x @ w_error + x_error @ w_error + SUM_ERROR * (x @ w)
 
 
 def draw(outer, inputs, outputs, seed):
-    """Tokens of sizes from 1e-3 to 1, some of them zero, and of gradients from 1e-9 to 1e-6."""
+    """Tokens of magnitudes from 1e-3 to 1, some of them zero, and gradients from 1e-9 to 1e-6."""
     random = np.random.default_rng(seed)
     tokens = int(np.prod(outer))
     x = random.normal(size=(tokens, inputs)) * 10.0 ** random.uniform(-3, 0, (tokens, 1))
     x[random.random(tokens) < 0.1] = 0
-    weights = [random.normal(size=(inputs, width)) * inputs**-0.5 for width in outputs]
+    weights = [random.normal(size=(inputs, columns)) * inputs**-0.5 for columns in outputs]
     dys = [
-        random.normal(size=(tokens, width)) * 10.0 ** random.uniform(-9, -6, (tokens, 1))
-        for width in outputs
+        random.normal(size=(tokens, columns)) * 10.0 ** random.uniform(-9, -6, (tokens, 1))
+        for columns in outputs
     ]
     for dy in dys:
         dy[random.random(tokens) < 0.1] = 0
     return [
         np.float64(np.float32(x)),
-        *([np.float64(np.float32(each)) for each in some] for some in (weights, dys)),
+        *([np.float64(np.float32(x)) for x in arrays] for arrays in (weights, dys)),
     ]
 
 
-def run_products(recipe, outer, x, weights, dys):
-    """The products, dx, and the gradients of the weights, in float64."""
+def run_matmuls(precision, outer, x, weights, dys):
+    """ys, dx and dws in float64."""
 
     @functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK)
     def run(x, weights, dys, outer):
         x = x.reshape(*outer, -1)
-        ys, pull = jax.vjp(
-            lambda x, w: quantized_matmul(x, w, 1, recipe, jnp.float32, PLATFORM), x, tuple(weights)
+        ys, vjp = jax.vjp(
+            lambda x, w: quantized_matmul(x, w, 1, precision, jnp.float32, PLATFORM),
+            x,
+            tuple(weights),
         )
-        dx, dws = pull(tuple(dy.reshape(*outer, -1) for dy in dys))
+        dx, dws = vjp(tuple(dy.reshape(*outer, -1) for dy in dys))
         return [y.reshape(-1, y.shape[-1]) for y in ys], dx.reshape(-1, dx.shape[-1]), dws
 
     arrays = (
         jnp.asarray(x, jnp.float32),
-        *([jnp.asarray(one, jnp.float32) for one in some] for some in (weights, dys)),
+        *([jnp.asarray(x, jnp.float32) for x in arrays] for arrays in (weights, dys)),
     )
     return jax.tree.map(lambda array: np.asarray(array, np.float64), run(*arrays, outer))
 
 
-def assert_within(found, expected, bound):
-    assert found.shape == expected.shape
-    assert np.isfinite(found).all()
-    excess = np.abs(found - expected) - bound
+def assert_within(actual, expected, bound):
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    excess = np.abs(actual - expected) - bound
     assert (excess <= 0).all(), (
-        f"{(excess > 0).sum()} of {excess.size} numbers are off by up to {excess.max():.3g} more"
+        f"{(excess > 0).sum()} of {excess.size} values exceed the bound by up to {excess.max():.3g}"
     )
 
 
 @pytest.mark.parametrize(("outer", "inputs", "outputs"), SHAPES)
-def test_fp8_gradients_are_within_the_step_of_their_formats(outer, inputs, outputs):
+def test_fp8_gradients_are_within_the_error_bound(outer, inputs, outputs):
     x, weights, dys = draw(outer, inputs, outputs, seed=inputs)
-    ys, dx, dws = run_products("fp8", outer, x, weights, dys)
+    ys, dx, dws = run_matmuls("fp8", outer, x, weights, dys)
     x_scale = power_of_two_scale(x, 1, E4M3[2])
     w_scale = max(power_of_two_scale(w, None, E4M3[2]).item() for w in weights)
     dy_scale = np.max([power_of_two_scale(dy, 1, E5M2[2]) for dy in dys], axis=0)
@@ -127,33 +129,32 @@ def test_fp8_gradients_are_within_the_step_of_their_formats(outer, inputs, outpu
     for w, w_error, dy, dy_error, y, dw in zip(
         weights, w_errors, dys, dy_errors, ys, dws, strict=True
     ):
-        assert_within(y, x @ w, product_bound(x, x_error, w, w_error))
+        assert_within(y, x @ w, matmul_bound(x, x_error, w, w_error))
         dx_expected += dy @ w.T
-        dx_bound += product_bound(dy, dy_error, w.T, w_error.T)
-        # Summed over tokens, the gradient is rounded again, with the scale of the largest token.
-        again_scale = np.divide(
+        dx_bound += matmul_bound(dy, dy_error, w.T, w_error.T)
+        # dw sums over tokens: dy is rounded again, with the scale of the largest token.
+        requantize_scale = np.divide(
             largest_scale, x_scale, out=np.zeros_like(x_scale), where=x_scale > 0
         )
-        again = fp8_error(np.abs(dy) + dy_error, again_scale, E5M2)
-        assert_within(dw, x.T @ dy, product_bound(x.T, x_error.T, dy, dy_error + again))
+        requantize_error = fp8_error(np.abs(dy) + dy_error, requantize_scale, E5M2)
+        assert_within(dw, x.T @ dy, matmul_bound(x.T, x_error.T, dy, dy_error + requantize_error))
     assert_within(dx, dx_expected, dx_bound)
 
 
 @pytest.mark.parametrize(("outer", "inputs", "outputs"), SHAPES)
-def test_int8_gradients_are_within_half_an_integer(outer, inputs, outputs):
+def test_int8_gradients_are_within_the_error_bound(outer, inputs, outputs):
     x, weights, dys = draw(outer, inputs, outputs, seed=inputs)
-    ys, dx, dws = run_products("int8", outer, x, weights, dys)
+    ys, dx, dws = run_matmuls("int8", outer, x, weights, dys)
     dx_expected, dx_bound = 0.0, 0.0
     for w, dy, y, dw in zip(weights, dys, ys, dws, strict=True):
-        assert_within(y, x @ w, product_bound(x, int8_error(x, 1), w, int8_error(w, 0)))
+        assert_within(y, x @ w, matmul_bound(x, int8_error(x, 1), w, int8_error(w, 0)))
         dx_expected += dy @ w.T
-        dx_bound += product_bound(dy, int8_error(dy, 1), w.T, int8_error(w, 1).T)
-        assert_within(dw, x.T @ dy, NOISE * np.abs(x).T @ np.abs(dy))
+        dx_bound += matmul_bound(dy, int8_error(dy, 1), w.T, int8_error(w, 1).T)
+        assert_within(dw, x.T @ dy, SUM_ERROR * np.abs(x).T @ np.abs(dy))
     assert_within(dx, dx_expected, dx_bound)
 
 
-# Tokens of each expert: none at all, all for one, odd numbers, one token; and rows that belong to
-# no expert.
+# Tokens of each expert: none, all for one, odd numbers, one token; and rows of no expert.
 GROUPS = [
     (1, (0, 1, 0)),
     (7, (0, 0, 7, 0)),
@@ -164,7 +165,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), GROUPS)
-def test_grouped_fp8_gradients_are_within_the_step_of_their_formats(tokens, sizes):
+def test_grouped_fp8_gradients_are_within_the_error_bound(tokens, sizes):
     random, inputs, outputs = np.random.default_rng(tokens), 37, 65
     used, experts = sum(sizes), len(sizes)
     x = np.float64(
@@ -174,18 +175,18 @@ def test_grouped_fp8_gradients_are_within_the_step_of_their_formats(tokens, size
     )
     w = np.float64(np.float32(random.normal(size=(experts, inputs, outputs))))
     dy = np.float64(np.float32(random.normal(size=(tokens, outputs)) * 1e-6))
-    x[used:], dy[used:] = np.nan, np.inf  # of no expert, so they must not count
+    x[used:], dy[used:] = np.nan, np.inf  # rows of no expert have no effect
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def run(x, w, dy):
-        y, pull = jax.vjp(
+        y, vjp = jax.vjp(
             lambda x, w: grouped_matmul_fp8(x, w, jnp.array(sizes, jnp.int32), PLATFORM), x, w
         )
-        return y, *pull(dy)
+        return y, *vjp(dy)
 
     y, dx, dw = (
-        np.asarray(each, np.float64)
-        for each in run(*(jnp.asarray(a, jnp.float32) for a in (x, w, dy)))
+        np.asarray(array, np.float64)
+        for array in run(*(jnp.asarray(a, jnp.float32) for a in (x, w, dy)))
     )
     assert np.isfinite(dw).all()
     w_error, end = fp8_error(w, power_of_two_scale(w, None, E4M3[2]), E4M3), 0
@@ -198,10 +199,10 @@ def test_grouped_fp8_gradients_are_within_the_step_of_their_formats(tokens, size
         x_error = fp8_error(own_x, power_of_two_scale(own_x, 1, E4M3[2]), E4M3)
         dy_error = fp8_error(own_dy, power_of_two_scale(own_dy, 1, E4M3[2]), E4M3)
         assert_within(
-            y[rows], own_x @ w[expert], product_bound(own_x, x_error, w[expert], w_error[expert])
+            y[rows], own_x @ w[expert], matmul_bound(own_x, x_error, w[expert], w_error[expert])
         )
         expected = own_dy @ w[expert].T
         assert_within(
-            dx[rows], expected, product_bound(own_dy, dy_error, w[expert].T, w_error[expert].T)
+            dx[rows], expected, matmul_bound(own_dy, dy_error, w[expert].T, w_error[expert].T)
         )
-        assert_within(dw[expert], own_x.T @ own_dy, NOISE * np.abs(own_x).T @ np.abs(own_dy))
+        assert_within(dw[expert], own_x.T @ own_dy, SUM_ERROR * np.abs(own_x).T @ np.abs(own_dy))

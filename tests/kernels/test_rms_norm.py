@@ -1,5 +1,5 @@
-"""RMS norms against their definition, differentiated by JAX; Triton kernels are interpreted where
-there is no GPU.
+"""RMS norms against the formula, differentiated by JAX; Triton kernels are interpreted unless there
+is a GPU.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ def problem(rows, columns, dtype=jnp.float32):
     return x, jnp.asarray(random.normal(size=columns), jnp.float32), dn, dresidual
 
 
-def definition(x, scale):
+def reference(x, scale):
     x = x.astype(jnp.float32)
     return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPSILON) * scale
 
@@ -38,44 +38,42 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("columns", [128, 384, 2048])
 def test_rms_norm_and_its_gradients(columns):
     x, scale, dn, _ = problem(256, columns)
-    y, pull = jax.vjp(lambda x, scale: rms_norm(x, scale, EPSILON, jnp.float32), x, scale)
-    expected, expected_pull = jax.vjp(definition, x, scale)
-    for actual, right in zip((y, *pull(dn)), (expected, *expected_pull(dn)), strict=True):
+    y, vjp = jax.vjp(lambda x, scale: rms_norm(x, scale, EPSILON, jnp.float32), x, scale)
+    expected, expected_vjp = jax.vjp(reference, x, scale)
+    for actual, right in zip((y, *vjp(dn)), (expected, *expected_vjp(dn)), strict=True):
         assert_close(actual, right)
 
 
 @pytest.mark.parametrize("columns", [128, 384, 2048])
 def test_triton_norm_and_its_gradients(columns):
-    """The gradient of the residual, which x is also added to, is part of dx."""
+    """dresidual is added to dx."""
     x, scale, dn, dresidual = problem(256, columns)
     y, inverse_rms = rms_norm_rows(x, scale, EPSILON, jnp.float32, interpret=INTERPRET)
     dx, dscale, amax = backward_rows(x, dn, dresidual, inverse_rms, scale)
-    (_, expected), pull = jax.vjp(lambda x, scale: (x, definition(x, scale)), x, scale)
-    expected_dx, expected_dscale = pull((dresidual, dn))
+    (_, expected), vjp = jax.vjp(lambda x, scale: (x, reference(x, scale)), x, scale)
+    expected_dx, expected_dscale = vjp((dresidual, dn))
     for actual, right in ((y, expected), (dx, expected_dx), (dscale, expected_dscale)):
         assert_close(actual, right)
     np.testing.assert_allclose(amax, np.abs(dx).max(axis=1), rtol=1e-6)
 
 
-def test_sum_before_the_norm():
+def test_add_rms_norm_rows():
     x, scale, y, _ = problem(128, 384)
     factor = jnp.asarray(2.0 ** np.random.default_rng(1).integers(-4, 5, 128), jnp.float32)
     total, normed, _ = add_rms_norm_rows(
         x, y, factor, scale, EPSILON, jnp.float32, interpret=INTERPRET
     )
     assert_close(total, x + y * factor[:, None])
-    assert_close(normed, definition(x + y * factor[:, None], scale))
+    assert_close(normed, reference(x + y * factor[:, None], scale))
 
 
 def test_triton_backward_equals_xla_in_bfloat16():
-    """But for the last digit: XLA rounds the gradient of the norm before the residual's is
-    added.
-    """
+    """But for the last digit: XLA rounds dx of the norm before it adds dresidual."""
     x, scale, dn, dresidual = problem(128, 256, jnp.bfloat16)
     _, inverse_rms = rms_norm_rows(x, scale, EPSILON, jnp.bfloat16, interpret=INTERPRET)
     dx, dscale, _ = backward_rows(x, dn, dresidual, inverse_rms, scale)
-    _, pull = jax.vjp(lambda x, scale: (x, rms_norm(x, scale, EPSILON, jnp.bfloat16)), x, scale)
-    expected_dx, expected_dscale = pull((dresidual, dn))
+    _, vjp = jax.vjp(lambda x, scale: (x, rms_norm(x, scale, EPSILON, jnp.bfloat16)), x, scale)
+    expected_dx, expected_dscale = vjp((dresidual, dn))
     assert dx.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         dx.astype(np.float32), expected_dx.astype(np.float32), rtol=2**-7, atol=0.05
@@ -93,7 +91,7 @@ def test_row_factor():
         np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)
 
 
-def test_it_lowers_for_gpus():
+def test_kernels_lower_for_gpus():
     x, scale = (
         jax.ShapeDtypeStruct((256, 1408), "bfloat16"),
         jax.ShapeDtypeStruct((1408,), "float32"),

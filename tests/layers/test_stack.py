@@ -226,7 +226,7 @@ def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypa
 
     q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
     program = str(jax.make_jaxpr(jax.grad(RematPolicy(kept).wrap(layer, in_scan=False)))(q))
-    assert program.count(f"{cudnn.FORWARD}[") == times
+    assert program.count(f"{cudnn.FORWARD_PRIMITIVE}[") == times
     assert program.count("dot_product_attention_bwd_wrapper[") == 1
 
 

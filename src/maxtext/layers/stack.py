@@ -89,7 +89,7 @@ class RematPolicy:
         attended = not RESULTS_OF_ATTENTION.isdisjoint(self.kept)
 
         def policy(primitive: Any, *arguments: Any, **options: Any) -> Any:
-            return (attended and primitive.name == cudnn.FORWARD) or named(
+            return (attended and primitive.name == cudnn.FORWARD_PRIMITIVE) or named(
                 primitive, *arguments, **options
             )
 

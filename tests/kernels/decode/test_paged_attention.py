@@ -1,5 +1,5 @@
-"""The kernel that reads pages where they lie, interpreted, against the definition over gathered
-pages; and that it can be lowered for GPUs that are not here."""
+"""Paged decode attention, interpreted unless there is a GPU, against dot_product over gathered
+pages; and its lowering for GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,19 @@ from maxtext.kernels.attention import AttentionMask, attend
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.kernels.weight_only import dequantize, quantize
 
-BATCH, HEADS, GROUPS, SIZE, PAGES, PAGE, COLUMNS = 4, 6, 2, 16, 30, 16, 3
-REACH = PAGE * COLUMNS
+BATCH, HEADS, GROUPS, HEAD_DIM, PAGES, PAGE, COLUMNS = 4, 6, 2, 16, 30, 16, 3
+MAX_LENGTH = PAGE * COLUMNS
 POSITIONS = np.array([37, -1, 9, 0])  # one row is idle, one has a single token
-
-
-GPU = jax.default_backend() == "gpu"  # where it is no longer interpreted
-DTYPE, CLOSE = (jnp.bfloat16, 2e-2) if GPU else (jnp.float32, 1e-5)
+GPU = jax.default_backend() == "gpu"
+DTYPE, TOLERANCE = (jnp.bfloat16, 2e-2) if GPU else (jnp.float32, 1e-5)
 
 
 def problem():
     random = np.random.default_rng(0)
-    q = jnp.asarray(random.normal(size=(BATCH, HEADS, SIZE)), DTYPE)
+    q = jnp.asarray(random.normal(size=(BATCH, HEADS, HEAD_DIM)), DTYPE)
     pool, new = (
         {
-            name: jnp.asarray(random.normal(size=(*first, GROUPS, SIZE)), DTYPE)
+            name: jnp.asarray(random.normal(size=(*first, GROUPS, HEAD_DIM)), DTYPE)
             for name in ("key", "value")
         }
         for first in ((PAGES, PAGE), (BATCH,))
@@ -35,8 +33,8 @@ def problem():
     return q, new, pool, table
 
 
-def written(new, pool, table):
-    """The pool with the new tokens where they belong."""
+def write_tokens(new, pool, table):
+    """The pool with the new tokens in their pages."""
     after = {name: np.array(array) for name, array in pool.items()}
     for row, position in enumerate(POSITIONS):
         if position >= 0:
@@ -45,22 +43,30 @@ def written(new, pool, table):
     return {name: jnp.asarray(array) for name, array in after.items()}
 
 
-def expected(q, pool, table, **options):
-    """By the definition, over a copy of each row's pages in order."""
+def reference(q, pool, table, **options):
+    """dot_product over a copy of each row's pages in order."""
     k, v = (
-        pool[name][table].reshape(BATCH, REACH, GROUPS, SIZE).astype(jnp.float32)
+        pool[name][table].reshape(BATCH, MAX_LENGTH, GROUPS, HEAD_DIM).astype(jnp.float32)
         for name in ("key", "value")
     )
     positions = jnp.asarray(POSITIONS)[:, None]
     return attend(
-        q[:, None].astype(jnp.float32), k, v, backend="dot_product", mask=AttentionMask(), scale=0.3,
-        q_positions=positions, k_positions=jnp.broadcast_to(jnp.arange(REACH), (BATCH, REACH)),
-        q_segments=(positions >= 0).astype(jnp.int32), k_segments=jnp.ones((BATCH, REACH), jnp.int32), **options,
-    )[:, 0]  # fmt: skip
+        q[:, None].astype(jnp.float32),
+        k,
+        v,
+        backend="dot_product",
+        mask=AttentionMask(),
+        scale=0.3,
+        q_positions=positions,
+        k_positions=jnp.broadcast_to(jnp.arange(MAX_LENGTH), (BATCH, MAX_LENGTH)),
+        q_segments=(positions >= 0).astype(jnp.int32),
+        k_segments=jnp.ones((BATCH, MAX_LENGTH), jnp.int32),
+        **options,
+    )[:, 0]
 
 
-def found(q, new, pool, table, **options):
-    mixed, after = decode.paged_attention(
+def run(q, new, pool, table, **options):
+    context, after = decode.paged_attention(
         q,
         new,
         pool,
@@ -70,42 +76,42 @@ def found(q, new, pool, table, **options):
         interpret=not GPU,
         **options,
     )
-    return np.asarray(mixed, np.float32), after
+    return np.asarray(context, np.float32), after
 
 
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("block", [4, 8, 64])
-def test_rows_of_all_lengths(block, splits):
+def test_rows_of_different_lengths(block, splits):
     q, new, pool, table = problem()
-    mixed, after = found(q, new, pool, table, block=block, splits=splits)
-    right = written(new, pool, table)
-    np.testing.assert_allclose(mixed, expected(q, right, table), atol=CLOSE)
-    assert not mixed[1].any()
+    context, after = run(q, new, pool, table, block=block, splits=splits)
+    right = write_tokens(new, pool, table)
+    np.testing.assert_allclose(context, reference(q, right, table), atol=TOLERANCE)
+    assert not context[1].any()
     for name, array in right.items():
         assert np.array_equal(after[name], array), name
 
 
 @pytest.mark.parametrize("option", ["soft_cap", "sinks"])
-def test_options(option):
+def test_soft_cap_and_sinks(option):
     q, new, pool, table = problem()
     options = (
         {"soft_cap": 2.0}
         if option == "soft_cap"
         else {"sinks": jnp.arange(HEADS, dtype=jnp.float32) / 3}
     )
-    mixed, _ = found(q, new, pool, table, **options)
-    right = written(new, pool, table)
-    np.testing.assert_allclose(mixed, expected(q, right, table, **options), atol=CLOSE)
-    assert np.abs(mixed - expected(q, right, table)).max() > 3 * CLOSE
+    context, _ = run(q, new, pool, table, **options)
+    right = write_tokens(new, pool, table)
+    np.testing.assert_allclose(context, reference(q, right, table, **options), atol=TOLERANCE)
+    assert np.abs(context - reference(q, right, table)).max() > 3 * TOLERANCE
 
 
 @pytest.mark.parametrize("by_head", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.int8] if GPU else [jnp.int8, jnp.int4])
-def test_integers(dtype, by_head):
+def test_quantized_cache(dtype, by_head):
     q, *floats, table = problem()
 
-    def stored(arrays):
-        """As integers, with a scale for each head of a token, or for the token."""
+    def quantize_cache(arrays):
+        """With a scale for each head of a token, or for the token."""
         values = {}
         for name, array in arrays.items():
             axes = (array.ndim - 1,) if by_head else (array.ndim - 2, array.ndim - 1)
@@ -113,57 +119,63 @@ def test_integers(dtype, by_head):
             values[name + "_scale"] = scale.reshape(scale.shape[: array.ndim - len(axes)])
         return values
 
-    def rounded(arrays):
+    def dequantize_cache(arrays):
         scales = [arrays[name + "_scale"] for name in ("key", "value")]
-        scales = [each[..., None] if by_head else each[..., None, None] for each in scales]
+        scales = [x[..., None] if by_head else x[..., None, None] for x in scales]
         return {
             name: dequantize(arrays[name], scale, DTYPE)
             for name, scale in zip(("key", "value"), scales, strict=True)
         }
 
-    new, pool = map(stored, floats)
-    mixed, after = found(q, new, pool, table)
-    right = written(new, pool, table)
-    np.testing.assert_allclose(mixed, expected(q, rounded(right), table), atol=CLOSE)
+    new, pool = map(quantize_cache, floats)
+    context, after = run(q, new, pool, table)
+    right = write_tokens(new, pool, table)
+    np.testing.assert_allclose(
+        context, reference(q, dequantize_cache(right), table), atol=TOLERANCE
+    )
     for name, array in right.items():
         assert np.array_equal(after[name], array), name
 
 
-def test_what_nobody_wrote_is_not_read():
+def test_unwritten_slots_are_not_read():
     q, new, pool, table = problem()
-    known = np.zeros((PAGES, PAGE), bool)
+    written = np.zeros((PAGES, PAGE), bool)
     for row, position in enumerate(POSITIONS):
-        for place in range(position):
-            known[table[row, place // PAGE], place % PAGE] = True
+        for index in range(position):
+            written[table[row, index // PAGE], index % PAGE] = True
     dirty = {
-        name: jnp.where(known[..., None, None], array, 1e30).astype(DTYPE)
+        name: jnp.where(written[..., None, None], array, 1e30).astype(DTYPE)
         for name, array in pool.items()
     }
-    mixed, _ = found(q, new, dirty, table, block=8)
-    np.testing.assert_allclose(mixed, expected(q, written(new, pool, table), table), atol=CLOSE)
+    context, _ = run(q, new, dirty, table, block=8)
+    right = write_tokens(new, pool, table)
+    np.testing.assert_allclose(context, reference(q, right, table), atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_it_can_be_lowered_for_gpus(dtype):
-    batch, heads, groups, size, page = 4, 32, 8, 128, 64
+def test_kernel_lowers_for_gpus(dtype):
+    batch, heads, groups, head_dim, page = 4, 32, 8, 128, 64
 
     def shape(*sizes, of=dtype):
         return jax.ShapeDtypeStruct(sizes, of)
 
     def arrays(*first):
-        made = {name: shape(*first, groups, size) for name in ("key", "value")}
-        return made | (
-            {f"{name}_scale": shape(*first, of="float32") for name in made}
-            if dtype == "int8"
-            else {}
-        )
+        cache = {name: shape(*first, groups, head_dim) for name in ("key", "value")}
+        if dtype == "int8":
+            cache |= {f"{name}_scale": shape(*first, of="float32") for name in ("key", "value")}
+        return cache
 
-    def run(q, new, pool, table, positions):
+    def lower(q, new, pool, table, positions):
         return decode.paged_attention(q, new, pool, table, positions, scale=0.1)
 
-    arguments = (shape(batch, heads, size, of="bfloat16"), arrays(batch), arrays(40, page),
-                 shape(batch, 8, of="int32"), shape(batch, of="int32"))  # fmt: skip
-    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    arguments = (
+        shape(batch, heads, head_dim, of="bfloat16"),
+        arrays(batch),
+        arrays(40, page),
+        shape(batch, 8, of="int32"),
+        shape(batch, of="int32"),
+    )
+    text = jax.jit(lower).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert "paged_attention" in text
     assert "triton" in text
 
@@ -184,15 +196,17 @@ def test_it_can_be_lowered_for_gpus(dtype):
         ((128, 64, "bfloat16", "gpu", "gfx942"), "8.0 or newer, not gfx942"),
     ],
 )
-def test_what_it_can_do(arguments, reason):
-    found = decode.supports(*arguments)
-    assert found is None if reason is None else reason in found
+def test_supports(arguments, reason):
+    answer = decode.supports(*arguments)
+    assert answer is None if reason is None else reason in answer
 
 
 @pytest.mark.parametrize("splits", [3, 66, 500])
-def test_its_parts_can_be_lowered_for_gpus(splits):
-    def run(x, angles, mixed, largest, sinks):
-        spans = decode.combine_spans(mixed, largest, largest, sinks, jnp.bfloat16, interpret=False)
+def test_split_and_combine_kernels_lower_for_gpus(splits):
+    def run(x, angles, context, largest, sinks):
+        spans = decode.combine_spans(
+            context, largest, largest, sinks, jnp.bfloat16, interpret=False
+        )
         return decode.split_qkv_rope(x, angles, angles, (8, 1)), spans
 
     shapes = (4, 10 * 256), (4, 128), (4, 1, splits, 8, 256), (4, 1, splits, 8), (8,)
@@ -202,44 +216,43 @@ def test_its_parts_can_be_lowered_for_gpus(splits):
     assert "combine_attention_spans" in text
 
 
-def test_parts_of_one_product():
-    """Halves of a head are a complex number that turns."""
+def test_split_qkv_rope():
+    """RoPE multiplies the complex number of a head's halves by exp(i angle)."""
     random = np.random.default_rng(5)
-    x = jnp.asarray(random.normal(size=(BATCH, (HEADS + 2 * GROUPS) * SIZE)), DTYPE)
-    angles = random.uniform(0, 6, (BATCH, SIZE // 2)).astype(np.float32)
-    found = decode.split_qkv_rope(
+    x = jnp.asarray(random.normal(size=(BATCH, (HEADS + 2 * GROUPS) * HEAD_DIM)), DTYPE)
+    angles = random.uniform(0, 6, (BATCH, HEAD_DIM // 2)).astype(np.float32)
+    actual = decode.split_qkv_rope(
         x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU
     )
-    heads = np.asarray(x, np.float64).reshape(BATCH, -1, SIZE)
-    turning = (heads[..., : SIZE // 2] + 1j * heads[..., SIZE // 2 :]) * np.exp(1j * angles)[
-        :, None
-    ]
-    turned = np.concatenate([turning.real, turning.imag], axis=-1)
-    right = turned[:, :HEADS], turned[:, HEADS:-GROUPS], heads[:, -GROUPS:]
-    for each, expected in zip(found, right, strict=True):
-        np.testing.assert_allclose(np.asarray(each, np.float64), expected, atol=CLOSE)
+    heads = np.asarray(x, np.float64).reshape(BATCH, -1, HEAD_DIM)
+    complex_heads = heads[..., : HEAD_DIM // 2] + 1j * heads[..., HEAD_DIM // 2 :]
+    complex_heads = complex_heads * np.exp(1j * angles)[:, None]
+    rotated = np.concatenate([complex_heads.real, complex_heads.imag], axis=-1)
+    right = rotated[:, :HEADS], rotated[:, HEADS:-GROUPS], heads[:, -GROUPS:]
+    for array, head in zip(actual, right, strict=True):
+        np.testing.assert_allclose(np.asarray(array, np.float64), head, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 7, 40])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_spans_as_one(monkeypatch, splits, sinks):
-    """Of two groups of three heads; some spans saw nothing. Eight at a time."""
-    monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 8 * SIZE)
+def test_combine_spans(monkeypatch, splits, sinks):
+    """Two groups of three heads; some spans are empty. Eight spans at a time."""
+    monkeypatch.setattr(decode, "COMBINED_ELEMENTS", 8 * HEAD_DIM)
     random = np.random.default_rng(6)
     logits = random.normal(size=(2, 2, splits, 3, 5)) * 4
-    values = random.normal(size=(2, 2, splits, 3, 5, SIZE))
-    seen = random.random((2, 2, splits, 1)) < 0.7
-    seen[:, :, 0] = True
+    values = random.normal(size=(2, 2, splits, 3, 5, HEAD_DIM))
+    nonempty = random.random((2, 2, splits, 1)) < 0.7
+    nonempty[:, :, 0] = True
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    largest = np.where(seen, logits.max(-1), decode.MASK_VALUE)
-    total = np.where(seen, weights.sum(-1), 0)
-    mixed = np.where(seen[..., None], (weights[..., None] * values).sum(-2), 0)
+    largest = np.where(nonempty, logits.max(-1), decode.MASK_VALUE)
+    total = np.where(nonempty, weights.sum(-1), 0)
+    context = np.where(nonempty[..., None], (weights[..., None] * values).sum(-2), 0)
     sink = random.normal(size=6) if sinks else None
-    whole = np.exp(logits) * seen[..., None]
-    right = (whole[..., None] * values).sum((2, 4))
-    right /= (whole.sum((2, 4)) + (np.exp(sink).reshape(2, 3) if sinks else 0))[..., None]
-    spans = [jnp.asarray(part, jnp.float32) for part in (mixed, largest, total)]
-    found = decode.combine_spans(
+    exponentials = np.exp(logits) * nonempty[..., None]
+    right = (exponentials[..., None] * values).sum((2, 4))
+    right /= (exponentials.sum((2, 4)) + (np.exp(sink).reshape(2, 3) if sinks else 0))[..., None]
+    spans = [jnp.asarray(part, jnp.float32) for part in (context, largest, total)]
+    actual = decode.combine_spans(
         *spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU
     )
-    np.testing.assert_allclose(found, right, atol=1e-5)
+    np.testing.assert_allclose(actual, right, atol=1e-5)

@@ -1,13 +1,13 @@
-"""Attention over arrays: `attend` with a named back end, or with the fastest that can do what is
-asked.
+"""Attention over arrays: `attend` runs a named back end, or the fastest that supports the request.
 
-dot_product: einsums and a softmax, everywhere and for everything; memory quadratic in the length.
-flash: the splash kernel on TPUs; lengths that are multiples of 128, positions by index, no
-selection of keys. cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no
-sinks, no selection, positions by index.
+- dot_product: einsums and a softmax; every platform and every option; memory quadratic in length.
+- flash: the splash kernel on TPUs; lengths are multiples of 128, positions are indices, no
+  selection of keys.
+- cudnn_flash_jax: cuDNN on NVIDIA GPUs in bfloat16 or float16; no soft cap, no sinks, no selection
+  of keys, positions are indices.
 
-`run_attention` is `attend` from gathered `AttentionInputs`, from which `max_logits` and `mean_weights` are had as
-well.
+`run_attention` is `attend` for an `AttentionInputs`, which `max_logits` and `mean_weights` take,
+too.
 """
 
 from maxtext.kernels.attention.checks import validate_inputs

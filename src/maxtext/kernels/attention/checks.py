@@ -1,7 +1,7 @@
-"""Mistakes of the caller of attention, found before a kernel says something obscure about them.
+"""Validation of the arguments of attention, before a kernel fails with an obscure message.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
-value size.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim, Dv head
+dim of values.
 """
 
 from dataclasses import replace
@@ -13,24 +13,27 @@ from maxtext.kernels.attention.request import AttentionInputs
 
 
 def validate_inputs(inputs: AttentionInputs) -> AttentionInputs:
-    """The same call with what it leaves open filled in and what says nothing left out; an error if
-    it is malformed.
+    """The inputs with defaults filled in and redundant options removed.
+
+    Raises ValueError if shapes or dtypes do not match.
     """
     check_shapes(inputs)
     if inputs.k_segments is None:
         inputs = replace(inputs, k_segments=inputs.q_segments)
     if not inputs.mask.causal:
-        inputs = replace(inputs, q_positions=None, k_positions=None)  # nothing compares them
+        inputs = replace(inputs, q_positions=None, k_positions=None)  # nothing compares positions
     if not inputs.custom_positions:
-        longest = max(inputs.q.shape[1], inputs.k.shape[1])
-        inputs = replace(inputs, mask=inputs.mask.within(longest))
+        max_length = max(inputs.q.shape[1], inputs.k.shape[1])
+        inputs = replace(inputs, mask=inputs.mask.simplify(max_length))
     return inputs
 
 
 def check_shapes(inputs: AttentionInputs) -> None:
     q, k, v = inputs.q, inputs.k, inputs.v
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
+        raise ValueError(
+            f"q, k and v must have the same dtype, not {q.dtype}, {k.dtype} and {v.dtype}"
+        )
     batch, q_length, q_heads, head_dim = q.shape
     _, k_length, k_heads, v_head_dim = v.shape
     if inputs.k_segments is not None and inputs.q_segments is None:
@@ -57,6 +60,6 @@ def check_shapes(inputs: AttentionInputs) -> None:
         shapes = [(batch, heads, q_length, k_length) for heads in (1, q_heads)]
         if selected.shape not in shapes or selected.dtype != jnp.bool_:
             raise ValueError(
-                f"selected must be booleans {list(shapes[0])} or {list(shapes[1])} for q {list(q.shape)}, "
-                f"not {selected.dtype} {list(selected.shape)}"
+                f"selected must be booleans {list(shapes[0])} or {list(shapes[1])} "
+                f"for q {list(q.shape)}, not {selected.dtype} {list(selected.shape)}"
             )

@@ -1,10 +1,12 @@
-"""Which back end computes attention: `attend` runs the one that was named, or chooses and says so
+"""The choice of the attention back end: `attend` runs the named one, or the fastest, which it logs
 once.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head size, Dv
-value size. A back end is two functions: `supports(request)` gives None or a reason in words,
-`run(inputs)` the output. A named back end that does not support the request is an error: nothing
-falls back in silence.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim, Dv head
+dim of values.
+
+A back end is two functions: `supports(request)` returns None or the reason why not, `run(inputs)`
+the output. A named back end that does not support the request raises ConfigError: nothing falls
+back silently.
 """
 
 import functools
@@ -17,7 +19,6 @@ import numpy as np
 from jax import Array
 
 from maxtext.common.errors import ConfigError
-from maxtext.common.gpu import gpu_capability
 from maxtext.common.log import LOGGER
 from maxtext.kernels.attention import cudnn, dot_product, flash
 from maxtext.kernels.attention.checks import validate_inputs
@@ -34,8 +35,8 @@ class Backend:
     name: str
     supports: Callable[[AttentionRequest], str | None]
     run: Callable[[AttentionInputs], Array]
-    platform: str | None = None  # the only one it runs on
-    opaque: bool = False  # the compiler cannot split it over devices
+    platform: str | None = None  # the only platform that it runs on
+    opaque: bool = False  # the compiler cannot partition it over devices
 
 
 BACKENDS: dict[str, Backend] = {
@@ -74,23 +75,24 @@ def attend(
 ) -> Array:
     """softmax(scale * q k + mask) v, as [B, S, H, Dv] in q's dtype.
 
-    q [B, S, H, D], k [B, T, K, D], v [B, T, K, Dv], one dtype; query head h uses key/value head h
-    // (H / K). q_positions [B, S], k_positions [B, T]: what `mask` compares; None is the
-    index, 0..S-1 and 0..T-1. Give them
-        only where the index would be wrong: packed rows need none for causal attention or a window (inside a segment
-        the differences are the same), and the fast back ends take none.
-    q_segments [B, S], k_segments [B, T]: tokens see only their own segment. Segment 0 is padding:
-    it sees nothing and
-        yields 0. k_segments None is q_segments.
-    max_segments: how many runs of equal q_segments a row has at most, padding among them, which
-    some back ends need to
-        be fast; 0: not known. Rows that have more become not-a-number where it was needed.
-    soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask. sinks
-    [H]: a learned logit in the denominator of each head's softmax. selected [B, 1 or H, S, T]: True
-    for keys that a query may see, beside what mask and segments ask. float32_logits,
-    float32_product: see dot_product; the other back ends always do as much. block_sizes: tiles of
-    the flash back end; others have none to set. backend: a name in BACKENDS, or "autoselected".
-    platform: of the default JAX backend unless given.
+    Args:
+      q, k, v: [B, S, H, D], [B, T, K, D], [B, T, K, Dv] of the same dtype; query head h uses
+        key/value head h // (H / K).
+      backend: a name in BACKENDS, or "autoselected".
+      mask: which positions see which.
+      q_positions, k_positions: [B, S], [B, T], compared by `mask`; None is the index. Packed rows
+        need none for causal or windowed attention (differences within a segment are the same), and
+        only dot_product supports them.
+      q_segments, k_segments: [B, S], [B, T]; tokens see only their own segment. Segment 0 is
+        padding: it sees no key, and its output is 0. k_segments defaults to q_segments.
+      max_segments: upper bound on the runs of equal q_segments in a row, padding included; 0:
+        unknown. cuDNN needs it to be fast with segments, and returns NaN for rows that have more.
+      soft_cap: logits become cap * tanh(logits / cap), after the scale and before the mask.
+      sinks: [H], a learned logit in the denominator of each head's softmax.
+      selected: [B, 1 or H, S, T], True for keys that a query may see if mask and segments allow it.
+      float32_logits, float32_product: see dot_product; the other back ends always do both.
+      block_sizes: of the flash back end.
+      platform: defaults to the platform of the default JAX backend.
     """
     inputs = AttentionInputs(
         q=q,
@@ -114,25 +116,26 @@ def attend(
 
 
 def run_attention(inputs: AttentionInputs, backend: str, platform: str | None = None) -> Array:
-    """As `attend`, from inputs that are gathered already."""
+    """`attend` for an AttentionInputs."""
     inputs = validate_inputs(inputs)
     return select_backend(inputs, backend, platform).run(inputs)
 
 
 def select_backend(inputs: AttentionInputs, backend: str, platform: str | None = None) -> Backend:
-    """The one that is named, or the one to be chosen, for validated inputs."""
-    request = request_of(inputs, platform or jax.default_backend())
-    return BACKENDS[announce(request)] if backend == AUTOSELECTED else demand(backend, request)
+    """The named back end, or the fastest one, for validated inputs."""
+    request = AttentionRequest.from_inputs(inputs, platform or jax.default_backend())
+    return BACKENDS[autoselect(request)] if backend == AUTOSELECTED else require(backend, request)
 
 
 def fastest_backend(request: AttentionRequest) -> str:
-    """The fastest back end for the platform that supports the request; dot_product supports all."""
+    """The fastest back end of the platform that supports the request; dot_product supports all."""
     names = FASTEST_FIRST.get(request.platform, ANYWHERE)
     return next(name for name in names if BACKENDS[name].supports(request) is None)
 
 
-@functools.cache  # once for each distinct request, however many layers make it
-def announce(request: AttentionRequest) -> str:
+@functools.cache  # logs once for each distinct request, however many layers make it
+def autoselect(request: AttentionRequest) -> str:
+    """`fastest_backend`, logged with the reasons against faster ones."""
     chosen = fastest_backend(request)
     message = f"attention: {chosen} on {request.platform} for {request.describe()}"
     for name in FASTEST_FIRST.get(request.platform, ANYWHERE):
@@ -143,8 +146,9 @@ def announce(request: AttentionRequest) -> str:
     return chosen
 
 
-def demand(name: str, request: AttentionRequest) -> Backend:
-    """The named back end, or an error that says what it cannot do and what to use."""
+def require(name: str, request: AttentionRequest) -> Backend:
+    """The named back end; raises ConfigError with the reason and an alternative if it does not
+    support the request."""
     if name not in BACKENDS:
         raise ConfigError(
             f"There is no attention back end {name}; use {AUTOSELECTED}, {', '.join(BACKENDS)}."
@@ -152,36 +156,17 @@ def demand(name: str, request: AttentionRequest) -> Backend:
     reason = BACKENDS[name].supports(request)
     if reason is not None:
         raise ConfigError(
-            f"Attention back end {name} cannot do this: {reason}; use {fastest_backend(request)} or {AUTOSELECTED}."
+            f"Attention back end {name} cannot do this: {reason}; "
+            f"use {fastest_backend(request)} or {AUTOSELECTED}."
         )
     return BACKENDS[name]
 
 
-def request_of(inputs: AttentionInputs, platform: str) -> AttentionRequest:
-    return AttentionRequest(
-        platform=platform,
-        dtype=inputs.q.dtype.name,
-        q_length=inputs.q.shape[1],
-        k_length=inputs.k.shape[1],
-        q_heads=inputs.q.shape[2],
-        k_heads=inputs.k.shape[2],
-        head_dim=inputs.q.shape[3],
-        v_head_dim=inputs.v.shape[3],
-        mask=inputs.mask,
-        has_segments=inputs.q_segments is not None,
-        soft_cap=inputs.soft_cap,
-        has_sinks=inputs.sinks is not None,
-        has_selection=inputs.selected is not None,
-        custom_positions=inputs.custom_positions,
-        capability=gpu_capability() if platform == "gpu" else "",
-    )
-
-
 def try_backends() -> Iterator[tuple[str, str]]:
-    """(name, what happened) for each back end on a small causal problem whose answer is known.
+    """(name, result) of each back end on a small causal problem with a known solution.
 
-    Equal keys weigh every visible value the same, so with value t at token t, query i must give the
-    mean of 0..i.
+    With equal keys all visible values have the same weight, so with value t at token t, the output
+    of query i is the mean of 0..i.
     """
     length = 128
     keys = jnp.ones((1, length, 2, 128), jnp.bfloat16)
@@ -195,10 +180,9 @@ def try_backends() -> Iterator[tuple[str, str]]:
             output = attend(
                 keys, keys, values, backend=backend.name, mask=AttentionMask(), scale=0.1
             )
-            wrong = np.abs(np.asarray(output, np.float32) - token[:, None, None] / 2).max()
-            yield (
-                backend.name,
-                "works" if wrong < 1 else f"fails: its output is wrong by {wrong:.3g}",
-            )
-        except Exception as error:  # any failure of a trial is the finding
-            yield backend.name, f"fails: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            error = np.abs(np.asarray(output, np.float32) - token[:, None, None] / 2).max()
+            result = "works" if error < 1 else f"fails: its output is wrong by {error:.3g}"
+            yield backend.name, result
+        except Exception as failure:  # any failure is the result
+            first_line = str(failure).splitlines()[0]
+            yield backend.name, f"fails: {type(failure).__name__}: {first_line[:120]}"

@@ -1,15 +1,15 @@
-"""Attention as two einsums and a softmax, for any platform and any request: the definition the
-other back ends match.
+"""Attention as two einsums and a softmax, for every platform and request: the reference of the
+other back ends.
 
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, G = H / K, D head
-size, Dv value size. Logits are [B, K, G, S, T], without G where it is 1, so this is the back end
-with the largest memory. Keys and values are never repeated.
+dim, Dv head dim of values. Logits are [B, K, G, S, T], without G if it is 1, so this back end uses
+the most memory. Keys and values are never repeated.
 
-Precision: products accumulate in float32. The product of queries and keys is rounded to the dtype
-of the inputs, unless float32_logits keeps it in float32, or float32_product casts queries and keys
-to float32 first (the result is the same where the hardware multiplies bfloat16 exactly, and is
-float32 either way). Scale, soft cap, mask, softmax and sinks are always float32. The weights are
-rounded to the dtype of the values for the second product.
+Precision: matmuls accumulate in float32. The product of queries and keys is rounded to the dtype of
+the inputs, unless float32_logits keeps it in float32, or float32_product casts queries and keys to
+float32 first (with the same result on hardware that multiplies bfloat16 exactly). Scale, soft cap,
+mask, softmax and sinks are always float32. The weights are rounded to the dtype of the values for
+the second matmul.
 """
 
 import jax
@@ -19,7 +19,7 @@ from jax import Array
 from maxtext.kernels.attention.masks import dense_head_mask, zero_fully_masked_queries
 from maxtext.kernels.attention.request import AttentionInputs, AttentionRequest
 
-MASK_VALUE = -1e30  # finite, so that a row with nothing visible has a finite softmax and gradient
+MASK_VALUE = -1e30  # finite, so that fully masked rows have a finite softmax and gradient
 
 
 def supports(request: AttentionRequest) -> str | None:
@@ -33,7 +33,7 @@ def run(inputs: AttentionInputs) -> Array:
     logits = masked_logits(inputs)
     weights = jax.nn.softmax(logits, axis=-1)
     if inputs.sinks is not None:
-        # With a sink s the denominator is e^s larger: every weight shrinks by sum / (sum + e^s) =
+        # A sink s adds e^s to the denominator: every weight is multiplied by sum / (sum + e^s) =
         # sigmoid(log sum - s).
         sinks = inputs.sinks.astype(jnp.float32).reshape(*logits.shape[1:-2], 1, 1)
         weights *= jax.nn.sigmoid(jax.nn.logsumexp(logits, axis=-1, keepdims=True) - sinks)
@@ -49,8 +49,8 @@ def run(inputs: AttentionInputs) -> Array:
 
 
 def masked_logits(inputs: AttentionInputs) -> Array:
-    """What enters the softmax, in float32: [B, K, S, T], or [B, K, G, S, T] where query heads share
-    keys.
+    """The logits that enter the softmax, in float32: [B, K, S, T], or [B, K, G, S, T] if query
+    heads share keys.
     """
     batch, q_length, q_heads, head_dim = inputs.q.shape
     k_heads = inputs.k.shape[2]
@@ -60,7 +60,7 @@ def masked_logits(inputs: AttentionInputs) -> Array:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
 
     logits_dtype = jnp.float32 if inputs.float32_logits else q.dtype
-    if groups == 1:  # without that dimension: on CPUs one of size 1 makes the softmax much slower
+    if groups == 1:  # on CPUs a dimension of size 1 makes the softmax much slower
         logits = jnp.einsum("bskd,btkd->bkst", q, k, preferred_element_type=logits_dtype)
     else:
         q = q.reshape(batch, q_length, k_heads, groups, head_dim)

@@ -1,8 +1,8 @@
-"""Boolean masks from positions, segments and scores, and the queries that see no key at all.
+"""Boolean masks from positions, segments and selections, and queries that see no key.
 
-Shapes: B batch, S query length, T key length, H query heads. A mask is [S, T] when it is the same
-for the whole batch (an iota that XLA fuses into its consumer), [B, S, T] when positions or segments
-differ by row, [B, 1 or H, S, T] with a selection of keys, and None when everything is visible.
+Shapes: B batch, S query length, T key length, H query heads. A dense mask is [S, T] if all rows
+share it (an iota that XLA fuses into its consumer), [B, S, T] if positions or segments differ by
+row, [B, 1 or H, S, T] with a selection of keys, and None if every key is visible.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from maxtext.kernels.attention.request import AttentionInputs, AttentionMask
 
 
 def dense_mask(inputs: AttentionInputs) -> Array | None:
-    """True where positions and segments let a query see a key; a selection of keys is not in it."""
+    """True where positions and segments let a query see a key; without the selection of keys."""
     by_position = position_mask(inputs)
     if inputs.q_segments is None or inputs.k_segments is None:
         return by_position
@@ -22,7 +22,7 @@ def dense_mask(inputs: AttentionInputs) -> Array | None:
 
 
 def dense_head_mask(inputs: AttentionInputs) -> Array | None:
-    """True where a query may see a key, for all reasons together: [S, T], [B, 1, S, T] or [B, H, S,
+    """True where a query sees a key, with the selection of keys: [S, T], [B, 1, S, T] or [B, H, S,
     T].
     """
     visible = dense_mask(inputs)
@@ -58,23 +58,22 @@ def positions(given: Array | None, length: int, mask: AttentionMask) -> Array:
 def zero_fully_masked_queries(output: Array, inputs: AttentionInputs) -> Array:
     """Set to zero the [B, S, H, ...] output of every query that sees no key.
 
-    A softmax over no key is undefined and each kernel makes something else of it: an average of
-    values, or worse. Doing it at the output also stops the gradient: it reaches the kernel as
-    zeros, and leaves it as zeros.
+    A softmax over no key is undefined, and kernels differ in their result: an average of values, or
+    worse. Zeroing the output also zeroes the gradient that enters and leaves the kernel.
     """
-    seeing = seeing_queries(inputs)
-    if seeing is None:
+    visible = has_visible_key(inputs)
+    if visible is None:
         return output
-    batched = seeing if seeing.ndim > 1 else seeing[None]
+    batched = visible if visible.ndim > 1 else visible[None]
     return jnp.where(
         batched.reshape(batched.shape + (1,) * (output.ndim - batched.ndim)), output, 0
     )
 
 
-def seeing_queries(inputs: AttentionInputs) -> Array | None:
-    """True for queries that see some key: [B, S], [S], or with a selection [B, S, 1 or H].
+def has_visible_key(inputs: AttentionInputs) -> Array | None:
+    """True for queries that see a key: [B, S], [S], or with a selection [B, S, 1 or H].
 
-    None when all do, for reasons known before any value is.
+    None if all queries do, whatever the values of the arrays are.
     """
     if inputs.selected is not None:
         visible = dense_head_mask(inputs)

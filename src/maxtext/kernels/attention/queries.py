@@ -1,5 +1,4 @@
-"""Work that goes query by query, done for a few queries at a time, so that its largest arrays never
-exist as a whole.
+"""Map over blocks of queries, to bound the memory of arrays that are quadratic in the length.
 
 Shapes: B batch, S query length.
 """
@@ -11,32 +10,33 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-BLOCK = 128  # queries at a time
+BLOCK = 128
 
 Tree = Any
 
 
 def map_queries(function: Callable[[Tree], Array], arrays: Tree, block: int = BLOCK) -> Array:
-    """function(arrays), where arrays are [B, S, ...] and so is the result, `block` queries at a
-    time.
+    """function(arrays) for arrays [B, S, ...] and a result [B, S, ...], `block` queries at a time.
 
-    A block takes every n-th query: where the sequence is split over devices, each has a part of
-    every block.
+    A block takes every n-th query: if the sequence is sharded, each device has a part of every
+    block.
     """
     length = jax.tree.leaves(arrays)[0].shape[1]
-    steps = length // block
-    if steps < 2:
+    num_blocks = length // block
+    if num_blocks < 2:
         return function(arrays)
-    whole = steps * block
+    mapped_length = num_blocks * block
 
     def split(array: Array) -> Array:
         return jnp.moveaxis(
-            array[:, :whole].reshape(array.shape[0], block, steps, *array.shape[2:]), 2, 0
+            array[:, :mapped_length].reshape(array.shape[0], block, num_blocks, *array.shape[2:]),
+            2,
+            0,
         )
 
     mapped = jnp.moveaxis(jax.lax.map(function, jax.tree.map(split, arrays)), 0, 2)
-    mapped = mapped.reshape(mapped.shape[0], whole, *mapped.shape[3:])
-    if whole == length:
+    mapped = mapped.reshape(mapped.shape[0], mapped_length, *mapped.shape[3:])
+    if mapped_length == length:
         return mapped
-    rest = function(jax.tree.map(lambda array: array[:, whole:], arrays))
+    rest = function(jax.tree.map(lambda array: array[:, mapped_length:], arrays))
     return jnp.concatenate([mapped, rest], axis=1)

@@ -97,9 +97,16 @@ def paged_attention(
     new_specs = [by_head(None, new[name], lambda b: b) for name in pool]
     pool_specs = [by_head(pages * page, flat_pool[name], lambda b: 0) for name in pool]
     kernel = functools.partial(
-        attention_span, names=tuple(pool), group=group, rows=rows, page=page, block=block, splits=splits, scale=scale,
+        attention_span,
+        names=tuple(pool),
+        group=group,
+        rows=rows,
+        page=page,
+        block=block,
+        splits=splits,
+        scale=scale,
         soft_cap=soft_cap,
-    )  # fmt: skip
+    )
     by_span = pl.BlockSpec((None, None, None, group), lambda b, k, s: (b, k, s, 0))
     context, largest, total, *written = pl.pallas_call(
         kernel,

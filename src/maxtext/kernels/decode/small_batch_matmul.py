@@ -224,7 +224,10 @@ def to_floats(integers: Array, interpret: bool) -> Array:
     code = "{ .reg .b32 t, a, b, c, d; " + UNPACK.format("$4")
     code += " ".join(f"mov.b32 ${place}, {name};" for place, name in enumerate("abcd")) + " }"
     [biased] = triton.elementwise_inline_asm(
-        code, args=[integers], constraints="=r,=r,=r,=r,r", pack=4,
+        code,
+        args=[integers],
+        constraints="=r,=r,=r,=r,r",
+        pack=4,
         result_shape_dtypes=[jax.ShapeDtypeStruct(integers.shape, jnp.float32)],
-    )  # fmt: skip
+    )
     return biased - BIAS
