@@ -1,14 +1,15 @@
-"""Tokens a second of generation, against `transformers` with a static, compiled cache, both with
+"""Tokens per second of generation, against `transformers` with a static, compiled cache, both with
 random weights.
 
     python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128] [--offline 512]
 
-A case is a shape and a batch, in bfloat16. Greedy; `batch` prompts of the same length through each
-side's `generate`; what counts is the time of `new` tokens less that of one, so reading the prompts
-does not; the best of three runs. Each side runs in a process of its own. A case `8b:1:int8` is ours
-alone with int8 weights, and its ratio is to our own bfloat16. --offline N serves N requests of
-mixed lengths (prompts of 64 to 1024 tokens, answers of 64 to 512) by continuous batching and counts
-the new tokens by all the time that it takes, after one run that compiles. Prints one JSON line.
+A case is a shape and a batch size, in bfloat16: greedy completions of `batch` prompts of the same
+length by `generate` of either library. The time is that of `new` tokens less that of one, so it
+excludes prefill; the best of three runs. Each library runs in its own process. A case `8b:1:int8`
+is maxtext with int8 weights, and its ratio is to maxtext in bfloat16. --offline N generates for N
+requests of mixed lengths (prompts of 64 to 1024 tokens, completions of 64 to 512) by continuous
+batching and divides the new tokens by the whole time, after one run that compiles. Prints one JSON
+line.
 """
 
 import argparse
@@ -43,7 +44,7 @@ RUNS = 3
 
 
 def rate(generate, new, batch):
-    """Tokens a second by `generate(count)`, less the first of each."""
+    """Tokens per second of `generate(count)`, without the first token of each row."""
     best = {}
     for count in (1, new):
         generate(count)
@@ -111,11 +112,10 @@ def ours(shape, batch, length, new, quantization=None):
 
 
 def offline(count, shape="8b"):
-    """New tokens a second of all requests together, and how many there were."""
-    from maxtext.inference import Ask
+    """New tokens per second of all requests together, and their number."""
+    from maxtext.inference import GenerationRequest, SamplingParams
 
-    # Pages for what requests have, 832 tokens on average and a page more, not for the most that one
-    # could have.
+    # Blocks for the average request, 832 tokens and one block more, and not for the longest one.
     pages = {
         "attention": "paged",
         "pagedattn_tokens_per_page": 64,
@@ -123,16 +123,18 @@ def offline(count, shape="8b"):
     }
     llm = load(shape, per_device_batch_size=count, **pages)
     random = np.random.default_rng(1)
-    asks = []
+    requests = []
     for _ in range(count):
-        prompt, new = int(random.integers(64, 1025)), int(random.integers(64, 513))
-        ids = random.integers(0, SHAPES[shape]["vocabulary"], prompt).tolist()
-        asks.append(Ask(ids, max_new_tokens=new, ignore_eos=True))
+        length, new = int(random.integers(64, 1025)), int(random.integers(64, 513))
+        ids = random.integers(0, SHAPES[shape]["vocabulary"], length).tolist()
+        params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        requests.append(GenerationRequest(ids, params))
     for _ in range(2):
         start = time.perf_counter()
-        tokens = sum(len(answer.ids) for answer in llm.answers(iter(asks)))
+        completions = llm.completions(iter(requests))
+        tokens = sum(len(completion.token_ids) for completion in completions)
         seconds = time.perf_counter() - start
-    assert tokens == sum(ask.max_new_tokens for ask in asks)
+    assert tokens == sum(request.params.max_new_tokens for request in requests)
     return {
         "requests": count,
         "new_tokens": tokens,
@@ -141,10 +143,10 @@ def offline(count, shape="8b"):
     }
 
 
-def apart(side, *words):
-    """The result of one measurement in a process of its own."""
-    line = [sys.executable, __file__, "--one", side, *map(str, words)]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+def run_in_process(side, *args):
+    """The result of one measurement in its own process."""
+    command = [sys.executable, __file__, "--one", side, *map(str, args)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -158,7 +160,7 @@ def main():
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        side, *words = options.one
+        side, *args = options.one
         sides = {
             "peer": lambda shape, batch, *rest: peer(
                 shape, int(batch), options.prompt, options.new
@@ -168,19 +170,19 @@ def main():
             ),
             "offline": lambda count, shape: offline(int(count), shape),
         }
-        print(json.dumps(sides[side](*words)))
+        print(json.dumps(sides[side](*args)))
         return
     result = {}
     sizes = ("--prompt", options.prompt, "--new", options.new)
     for case in filter(None, options.cases.split(",")):
         shape, batch, *quantization = case.split(":")
-        own = apart("ours", shape, batch, *quantization, *sizes)
+        own = run_in_process("ours", shape, batch, *quantization, *sizes)
         if quantization:
-            other = result.get(f"{shape}:{batch}", {}).get("ours") or apart(
+            other = result.get(f"{shape}:{batch}", {}).get("ours") or run_in_process(
                 "ours", shape, batch, *sizes
             )
         else:
-            other = apart("peer", shape, batch, *sizes)
+            other = run_in_process("peer", shape, batch, *sizes)
         result[case] = {
             "ours": round(own, 1),
             "other": round(other, 1),
@@ -188,7 +190,7 @@ def main():
         }
         print(case, result[case], file=sys.stderr, flush=True)
     if options.offline:
-        result["offline"] = apart("offline", options.offline, options.offline_shape)
+        result["offline"] = run_in_process("offline", options.offline, options.offline_shape)
     print(json.dumps(result))
 
 

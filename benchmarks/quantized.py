@@ -25,7 +25,7 @@ import numpy as np
 
 from maxtext import LLM
 from maxtext.configs import load
-from maxtext.inference.serving import cache_size
+from maxtext.inference.cache_config import cache_size
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import empty_caches
 from maxtext.trainers.data_loader import EvalDataLoader, open_eval_streams

@@ -1,4 +1,4 @@
-"""What several doors need: a tiny checkpoint that talks, and a logger that is left as it was."""
+"""What several commands need: a tiny checkpoint with a chat template, and a logger that is restored."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LENGTH = 64
 
 @pytest.fixture(autouse=True)
 def same_logger():
-    """Verbs set it up for the streams that they have."""
+    """Commands configure it for their output streams."""
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
     yield
     LOGGER.handlers[:], LOGGER.level, LOGGER.propagate = before
@@ -27,28 +27,25 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """The fake models that a door has loaded."""
+def loaded(monkeypatch):
+    """The fake models that a command has loaded."""
     monkeypatch.setattr(FakeLLM, "tokenizer_class", FakeLLM.tokenizer_class)
     return install(monkeypatch)
 
 
 @pytest.fixture(scope="session")
-def talker(tmp_path_factory):
-    """(a folder of ours with random weights and a tokenizer with a chat template, the model
-    itself).
-    """
+def chat_model(tmp_path_factory):
+    """(a native folder with random weights and a tokenizer with a chat template, the model)."""
     import jax
 
     import maxtext
     from maxtext.models.transformer import initial_weights, make_template
     from tests.tokenizers.tiny import write_bpe
 
-    folder = tmp_path_factory.mktemp("talker") / "model"
+    folder = tmp_path_factory.mktemp("chat_model") / "model"
     config = maxtext.config(**SIZES)
-    weights = jax.tree.map(
-        lambda weight: weight * 4, initial_weights(config)
-    )  # so that tokens differ
+    # Larger weights, so that tokens differ.
+    weights = jax.tree.map(lambda weight: weight * 4, initial_weights(config))
     maxtext.LLM(config, make_template(config), weights).save(folder)
     write_bpe(folder / "hugging_face")
     return folder, maxtext.LLM.load(
@@ -57,19 +54,18 @@ def talker(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def likeliest(talker):
-    """Greedy ids by running the whole sequence again for each token: no cache and no engine."""
+def greedy_ids(chat_model):
+    """Greedy ids by recomputing the sequence for each token, without cache and engine."""
     import numpy as np
 
     def extend(ids, count):
         ids = list(ids)
         for _ in range(count):
-            row = np.zeros(
-                LENGTH, int
-            )  # one length, so one program; what follows a token does not change its scores
+            # One length is one program; what follows a token does not change its logits.
+            row = np.zeros(LENGTH, int)
             row[: len(ids)] = ids
-            ids.append(int(np.argmax(np.asarray(talker[1].logits(row))[len(ids) - 1])))
-            if ids[-1] in talker[1].end_ids:
+            ids.append(int(np.argmax(np.asarray(chat_model[1].logits(row))[len(ids) - 1])))
+            if ids[-1] in chat_model[1].eos_ids:
                 break
         return ids
 

@@ -1,5 +1,5 @@
-"""A model of known answers, for tests of the doors: it says the prompt backwards, then how its
-tokens are drawn.
+"""A model with known completions, for tests of commands: the prompt reversed, then how its tokens
+are sampled.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import maxtext.inference
-from maxtext.inference.text import Answer, Ask
+from maxtext.inference.requests import Completion
 from maxtext.tokenizers import ByteTokenizer
 from tests.tokenizers.tiny import CHATML
 
@@ -19,7 +19,7 @@ IN_FLIGHT = 3
 
 
 def write_checkpoint(folder: Path, *settings: str) -> Path:
-    """A folder of ours that says what model it is of; its weights are never read."""
+    """A native folder with the configuration of a model; its weights are never read."""
     folder.mkdir()
     save_file({"nothing": np.zeros(1, np.float32)}, folder / "weights.safetensors")
     small = ["vocab_size: 259", "base_emb_dim: 32", "base_num_decoder_layers: 2", *settings]
@@ -27,70 +27,70 @@ def write_checkpoint(folder: Path, *settings: str) -> Path:
     return folder
 
 
-class Talkative(ByteTokenizer):
+class FakeTokenizer(ByteTokenizer):
     chat_template = CHATML
 
 
 class FakeLLM:
-    """`asked`: all asks; `keys`: what it was loaded with; `interrupt_after`: characters after which
-    Ctrl-C comes.
-    """
+    """`requests`: all requests; `interrupt_after`: characters after which Ctrl-C is pressed."""
 
-    made: "list[FakeLLM]" = []
-    tokenizer_class: type | None = Talkative
+    instances: "list[FakeLLM]" = []
+    tokenizer_class: type | None = FakeTokenizer
 
-    def __init__(self, place, keys):
-        self.place, self.keys, self.asked = place, keys, []
+    def __init__(self, config, checkpoint):
+        self.config = config
+        self.checkpoint = checkpoint
+        self.requests = []
         self.tokenizer = type(self).tokenizer_class() if type(self).tokenizer_class else None
         self.interrupt_after = None
 
     @classmethod
-    def load(cls, place, progress=None, **keys):
-        cls.made.append(cls(place, keys))
-        return cls.made[-1]
+    def from_config(cls, config, checkpoint=None, progress=None):
+        cls.instances.append(cls(config, checkpoint))
+        return cls.instances[-1]
 
-    def said(self, ask):
-        text = ByteTokenizer().decode(ask.prompt)[::-1]
-        if ask.sampling.temperature:
-            text += f" t={ask.sampling.temperature} k={ask.sampling.top_k} p={ask.sampling.top_p} seed={ask.seed}"
-        return text[: ask.max_new_tokens]
+    def generate_text(self, request):
+        params = request.params
+        text = ByteTokenizer().decode(request.prompt)[::-1]
+        if params.temperature:
+            sampling = f"t={params.temperature} k={params.top_k} p={params.top_p}"
+            text += f" {sampling} seed={params.seed}"
+        return text[: params.max_new_tokens]
 
-    def serving(self, slots, length):
-        assert slots == 1
-        return self
-
-    def run(self, asks):
-        """A character at a time, then the answer."""
-        (ask,) = asks
-        self.asked.append(ask)
-        answer = self.answer(0, ask)
-        for number, character in enumerate(answer.text or ""):
+    def stream_completion(self, request):
+        """A character at a time, then the completion."""
+        self.requests.append(request)
+        completion = self.complete(0, request)
+        for number, character in enumerate(completion.text or ""):
             if number + 1 == self.interrupt_after:
-                time.sleep(0.5)  # the main thread shows what came before
+                time.sleep(0.5)  # the main thread shows the text before
                 signal.raise_signal(signal.SIGINT)
-                time.sleep(0.5)  # the main thread hears it meanwhile
+                time.sleep(0.5)  # the main thread handles it meanwhile
             yield character, None
-        yield "", answer
+        yield "", completion
 
-    def answers(self, asks):
-        """Several at a time, those that came last first."""
-        asks = enumerate(asks)
-        while taken := list(itertools.islice(asks, IN_FLIGHT)):
-            for index, ask in reversed(taken):
-                self.asked.append(ask)
-                yield self.answer(index, ask)
+    def completions(self, requests):
+        """Several at a time, in reverse order."""
+        requests = enumerate(requests)
+        while batch := list(itertools.islice(requests, IN_FLIGHT)):
+            for index, request in reversed(batch):
+                self.requests.append(request)
+                yield self.complete(index, request)
 
-    def answer(self, index, ask):
-        if max(ask.prompt) >= 259 or min(ask.prompt) < 0:
-            return Answer(index, (), None, "error", "token id is outside the vocabulary")
-        text = self.said(ask)
-        ids = tuple(ByteTokenizer().encode(text))
-        log_probs = tuple(-0.5 - number for number in range(len(ids))) if ask.log_probs else ()
-        return Answer(index, ids, text if self.tokenizer else None, "length", None, log_probs)
+    def complete(self, index, request):
+        if max(request.prompt) >= 259 or min(request.prompt) < 0:
+            error = "token id is outside the vocabulary"
+            return Completion(index, (), None, "error", error)
+        text = self.generate_text(request)
+        token_ids = tuple(ByteTokenizer().encode(text))
+        log_probs = ()
+        if request.params.log_probs:
+            log_probs = tuple(-0.5 - number for number in range(len(token_ids)))
+        shown = text if self.tokenizer else None
+        return Completion(index, token_ids, shown, "length", None, log_probs)
 
 
 def install(monkeypatch):
-    FakeLLM.made = []
+    FakeLLM.instances = []
     monkeypatch.setattr(maxtext.inference, "LLM", FakeLLM, raising=False)
-    monkeypatch.setattr(maxtext.inference, "Ask", Ask, raising=False)
-    return FakeLLM.made
+    return FakeLLM.instances

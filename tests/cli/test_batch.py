@@ -1,4 +1,4 @@
-"""`maxtext batch`: every line gets one answer, whenever and however the job was stopped."""
+"""`maxtext batch`: every line gets one result, whenever and however the job was stopped."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.cli.batch_files import Answers, lines
+from maxtext.cli.batch_files import ResultFile, read_lines
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from tests.cli.fake_llm import FakeLLM
@@ -19,11 +19,10 @@ from tests.cli.fake_llm import FakeLLM
 PROMPTS = ["one", "two", "three", "four", "five", "six", "seven"]
 
 
-def requests(place, *records):
-    place.write_text(
-        "".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in records)
-    )
-    return place
+def write_requests(path, *records):
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
 
 
 def batch(tmp_path, *words):
@@ -31,23 +30,24 @@ def batch(tmp_path, *words):
     return main(["batch", *names, "--model", str(tmp_path / "model"), "jax_cache_dir=none", *words])
 
 
-def answers(tmp_path):
-    """By line; a line that is answered twice is an error."""
-    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len({one["index"] for one in found}) == len(found)
-    return {
-        one["index"]: {key: value for key, value in one.items() if key not in ("index", "check")}
-        for one in found
+def read_results(tmp_path):
+    """By the index of the line; fails if a line has two results."""
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    results = {
+        record.pop("index"): {key: value for key, value in record.items() if key != "check"}
+        for record in records
     }
+    assert len(results) == len(records)
+    return results
 
 
-def test_one_answer_a_line(tmp_path, folder, made, capsys):
-    requests(
+def test_one_result_a_line(tmp_path, folder, loaded, capsys):
+    write_requests(
         tmp_path / "in.jsonl",
         *({"prompt": text, "id": [number]} for number, text in enumerate(PROMPTS)),
     )
     assert batch(tmp_path) == 0
-    assert answers(tmp_path) == {
+    assert read_results(tmp_path) == {
         number: {"id": [number], "text": text[::-1], "finished": "length"}
         for number, text in enumerate(PROMPTS)
     }
@@ -56,9 +56,9 @@ def test_one_answer_a_line(tmp_path, folder, made, capsys):
     assert [line.split()[-1] for line in out.splitlines()[1:4]] == ["7", "0", str(tokens)]
 
 
-def test_what_a_line_may_say(tmp_path, folder, made):
+def test_fields_of_a_line(tmp_path, folder, loaded):
     messages = [{"role": "user", "content": "hi"}]
-    requests(
+    write_requests(
         tmp_path / "in.jsonl",
         {"prompt": [1, 100, 101]},
         "",
@@ -68,18 +68,18 @@ def test_what_a_line_may_say(tmp_path, folder, made):
         {"prompt": "abcdef", "max_new_tokens": 2, "stop": ["x", "y"]},
     )
     assert batch(tmp_path, "init_weights_seed=100") == 0
-    found = answers(tmp_path)
-    assert sorted(found) == [0, 2, 3, 4, 5]  # blank lines count, and have no answer
-    assert found[0] == {"ids": [101, 100], "finished": "length"}
-    assert found[2]["text"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"[::-1]
-    assert found[3]["text"] == "ba t=0.5 k=3 p=0.9 seed=11"
-    assert found[4]["text"] == "ba t=1 k=0 p=1.0 seed=104"  # the key, and the number of the line
-    assert found[5]["text"] == "fe"
-    assert {ask.stop for ask in made[-1].asked} == {(), ("x",), ("x", "y")}
+    results = read_results(tmp_path)
+    assert sorted(results) == [0, 2, 3, 4, 5]  # blank lines count, and have no result
+    assert results[0] == {"ids": [101, 100], "finished": "length"}
+    assert results[2]["text"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"[::-1]
+    assert results[3]["text"] == "ba t=0.5 k=3 p=0.9 seed=11"
+    assert results[4]["text"] == "ba t=1 k=0 p=1.0 seed=104"  # the key, and the number of the line
+    assert results[5]["text"] == "fe"
+    assert {request.params.stop for request in loaded[-1].requests} == {(), ("x",), ("x", "y")}
 
 
-def test_settings_of_the_command_and_a_line_against_them(tmp_path, folder, made):
-    requests(
+def test_line_overrides_the_keys_of_the_command(tmp_path, folder, loaded):
+    write_requests(
         tmp_path / "in.jsonl",
         {"prompt": "a"},
         {"prompt": "a", "temperature": 0},
@@ -91,8 +91,8 @@ def test_settings_of_the_command_and_a_line_against_them(tmp_path, folder, made)
         "decode_sampling_temperature=2",
     ]
     assert batch(tmp_path, *words) == 0
-    said = [one["text"] for _, one in sorted(answers(tmp_path).items())]
-    assert said == ["a t=2.0 k=5 p=1.0 seed=0", "a", "a t=2.0 k=5 p=0.3 seed=2"]
+    texts = [result["text"] for _, result in sorted(read_results(tmp_path).items())]
+    assert texts == ["a t=2.0 k=5 p=1.0 seed=0", "a", "a t=2.0 k=5 p=0.3 seed=2"]
 
 
 BAD = {
@@ -153,40 +153,40 @@ BAD = {
     '{"messages": [{"role": "user", "content": null}]}': "messages[0].content must be text, not null",
     '{"messages": [{"role": "user", "content": ["a"]}]}': "messages[0].content must be text",
     '{"prompt": "a", "temperature": -1}': "temperature=-1",
-    '{"prompt": "a", "top_k": 5}': "temperature=0 draws nothing",
+    '{"prompt": "a", "top_k": 5}': "temperature=0 is greedy",
     '{"prompt": "a", "seed": -1}': "seed=-1 must be between",
     '{"prompt": "a", "stop": [""]}': "none of them empty",
     '{"messages": "hi"}': "messages must be a list",
     "[" * 100_000: "nested more than 100 levels deep",
-    json.dumps({"prompt": "x" * 63}): "max_target_length=64 leaves no room",
+    json.dumps({"prompt": "x" * 63}): "max_target_length=64 leaves none",
 }
 
 
-def test_a_bad_line_gets_an_error_and_the_others_go_on(tmp_path, folder, made, capsys):
+def test_invalid_line_gets_an_error_and_the_others_go_on(tmp_path, folder, loaded, capsys):
     good = {"prompt": "good"}
-    requests(tmp_path / "in.jsonl", good, *(one for bad in BAD for one in (bad, good)))
+    write_requests(tmp_path / "in.jsonl", good, *(line for bad in BAD for line in (bad, good)))
     assert batch(tmp_path, "max_target_length=64") == 0
-    found = answers(tmp_path)
-    assert len(found) == 2 * len(BAD) + 1
+    results = read_results(tmp_path)
+    assert len(results) == 2 * len(BAD) + 1
     for number, (bad, expected) in enumerate(BAD.items()):
-        answer = found[2 * number + 1]
-        assert answer["finished"] == "error", bad
-        assert expected in answer["error"], bad
-        assert "text" not in answer
-        assert found[2 * number + 2]["text"] == "doog"
+        result = results[2 * number + 1]
+        assert result["finished"] == "error", bad
+        assert expected in result["error"], bad
+        assert "text" not in result
+        assert results[2 * number + 2]["text"] == "doog"
     assert f"with errors {len(BAD)}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_bytes_that_are_not_text(tmp_path, folder, made):
+def test_bytes_that_are_not_text(tmp_path, folder, loaded):
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "\xff"}\n{"prompt": "a", "id": "\\ud800"}')
     assert batch(tmp_path) == 0
-    assert answers(tmp_path) == {
+    assert read_results(tmp_path) == {
         0: {"finished": "error", "error": "the line is not UTF-8"},
         1: {"id": "\ud800", "text": "a", "finished": "length"},
     }
 
 
-def test_each_answer_is_valid_json(tmp_path, folder, made):
+def test_every_result_is_valid_json(tmp_path, folder, loaded):
     """Also of a file with a byte order mark, half surrogate pairs and nested ids."""
     lines = [
         '{"prompt": "a", "id": ' + "[" * 90 + "]" * 90 + "}",
@@ -208,8 +208,8 @@ def test_each_answer_is_valid_json(tmp_path, folder, made):
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "socket", "folder", "link to a device"])
-def test_answers_go_to_regular_files_only(kind, tmp_path, folder, made, capsys):
-    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+def test_results_go_to_regular_files_only(kind, tmp_path, folder, loaded, capsys):
+    write_requests(tmp_path / "in.jsonl", {"prompt": "a"})
     out = tmp_path / "out.jsonl"
     if kind == "device":
         out = Path("/dev/full")
@@ -232,30 +232,30 @@ def test_answers_go_to_regular_files_only(kind, tmp_path, folder, made, capsys):
     for more in ([], ["--overwrite"]):
         assert main([*command, *more]) == 2
         error = capsys.readouterr().err
-        assert "cannot take the answers: it is no regular file" in error
+        assert "cannot take the results: it is no regular file" in error
         assert "Traceback" not in error
     with pytest.raises(ConfigError, match="no regular file"):
-        Answers(out, {}, overwrite=False)
+        ResultFile(out, {}, overwrite=False)
 
 
-def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
-    place = requests(tmp_path / "in.jsonl", {"prompt": "a"})
-    journal = Answers(tmp_path / "out.jsonl", {}, overwrite=False)
+def test_full_disk_is_a_user_error(tmp_path, monkeypatch):
+    path = write_requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    results = ResultFile(tmp_path / "out.jsonl", {}, overwrite=False)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(UserError, match="cannot be written: No space left"):
-        journal.write(next(lines(place)), {"text": "a"})
-    journal.close()
+        results.write(next(read_lines(path)), {"text": "a"})
+    results.close()
 
 
-def test_log_probabilities_come_with_their_ids(tmp_path, folder, made):
-    requests(tmp_path / "in.jsonl", {"prompt": "ab"})
+def test_log_probabilities_come_with_token_ids(tmp_path, folder, loaded):
+    write_requests(tmp_path / "in.jsonl", {"prompt": "ab"})
     assert batch(tmp_path, "return_log_prob=true") == 0
-    (answer,) = answers(tmp_path).values()
-    assert answer == {
+    (result,) = read_results(tmp_path).values()
+    assert result == {
         "text": "ba",
         "ids": [101, 100],
         "log_probs": [-0.5, -1.5],
@@ -263,72 +263,75 @@ def test_log_probabilities_come_with_their_ids(tmp_path, folder, made):
     }
 
 
-def test_requests_are_read_as_they_are_needed(tmp_path, folder, made, monkeypatch):
-    """A job that stops after its first answer has not read the whole file."""
-    place = requests(tmp_path / "in.jsonl", *({"prompt": "a"} for _ in range(100)))
+def test_requests_are_read_as_they_are_needed(tmp_path, folder, loaded, monkeypatch):
+    """A job that stops after its first result has not read the whole file."""
+    path = write_requests(tmp_path / "in.jsonl", *({"prompt": "a"} for _ in range(100)))
     seen = []
 
-    def watched(path):
-        for line in lines(path):
+    def spy(path):
+        for line in read_lines(path):
             seen.append(line.index)
             yield line
 
-    monkeypatch.setattr("maxtext.cli.batch.lines", watched)
-    monkeypatch.setattr(FakeLLM, "answer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("maxtext.cli.batch.read_lines", spy)
+    monkeypatch.setattr(FakeLLM, "complete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert batch(tmp_path) == 130
     assert len(seen) <= 4
-    assert place.exists()
+    assert path.exists()
 
 
-def test_without_a_tokenizer_ids_are_answered(tmp_path, folder, made, monkeypatch):
+def test_without_a_tokenizer_prompts_of_ids_are_completed(tmp_path, folder, loaded, monkeypatch):
     monkeypatch.setattr(FakeLLM, "tokenizer_class", None)
-    requests(tmp_path / "in.jsonl", {"prompt": [1, 100]}, {"prompt": "a"})
+    write_requests(tmp_path / "in.jsonl", {"prompt": [1, 100]}, {"prompt": "a"})
     assert batch(tmp_path) == 0
-    found = answers(tmp_path)
-    assert found[0]["ids"] == [100]
-    assert "came without a tokenizer" in found[1]["error"]
+    results = read_results(tmp_path)
+    assert results[0]["ids"] == [100]
+    assert "came without a tokenizer" in results[1]["error"]
 
 
-def test_a_second_run_has_nothing_to_do(tmp_path, folder, made, capsys):
-    requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
+def test_a_second_run_has_nothing_to_do(tmp_path, folder, loaded, capsys):
+    write_requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
     assert batch(tmp_path) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
     assert batch(tmp_path) == 0
-    assert len(made) == 1  # the second run does not even load the model
+    assert len(loaded) == 1  # the second run does not even load the model
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert "all 7 requests" in capsys.readouterr().out
 
 
-def test_lines_that_are_appended_are_answered(tmp_path, folder, made):
-    requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:4]))
+def test_appended_lines_are_completed(tmp_path, folder, loaded):
+    write_requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:4]))
     assert batch(tmp_path) == 0
-    requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
+    write_requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
     assert batch(tmp_path) == 0
-    assert len(made[-1].asked) == 3
-    assert len(answers(tmp_path)) == 7
+    assert len(loaded[-1].requests) == 3
+    assert len(read_results(tmp_path)) == 7
 
 
-def test_requests_or_settings_that_changed_are_refused(tmp_path, folder, made, capsys):
-    place = requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
+def test_changed_requests_or_settings_are_refused(tmp_path, folder, loaded, capsys):
+    path = write_requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS))
     assert batch(tmp_path) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    requests(place, *({"prompt": text} for text in ["one", "TWO", *PROMPTS[2:]]))
+    write_requests(path, *({"prompt": text} for text in ["one", "TWO", *PROMPTS[2:]]))
     assert batch(tmp_path) == 2
-    assert "answers other requests than these, line 2 is another one now" in capsys.readouterr().err
-    requests(place, *({"prompt": text} for text in PROMPTS[:5]))
+    assert (
+        "has the results of other requests than these, line 2 has changed"
+        in capsys.readouterr().err
+    )
+    write_requests(path, *({"prompt": text} for text in PROMPTS[:5]))
     assert batch(tmp_path) == 2
-    assert "they have become fewer" in capsys.readouterr().err
-    requests(place, *({"prompt": text} for text in PROMPTS))
+    assert "some are missing" in capsys.readouterr().err
+    write_requests(path, *({"prompt": text} for text in PROMPTS))
     assert batch(tmp_path, "max_target_length=100") == 2
     assert "another model or of other settings" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert batch(tmp_path, "max_target_length=100", "--overwrite") == 0
-    assert len(answers(tmp_path)) == 7
-    assert len(made) == 2
+    assert len(read_results(tmp_path)) == 7
+    assert len(loaded) == 2
 
 
-def test_a_bad_configuration_keeps_the_answers(tmp_path, folder, made, monkeypatch):
-    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+def test_invalid_configuration_keeps_the_results(tmp_path, folder, loaded, monkeypatch):
+    write_requests(tmp_path / "in.jsonl", {"prompt": "a"})
     assert batch(tmp_path) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
     assert batch(tmp_path, "--overwrite", "stepz=1") == 2
@@ -336,60 +339,58 @@ def test_a_bad_configuration_keeps_the_answers(tmp_path, folder, made, monkeypat
     def broken(*_, **__):
         raise UserError("no such weights")
 
-    monkeypatch.setattr(FakeLLM, "load", broken)
+    monkeypatch.setattr(FakeLLM, "from_config", broken)
     assert batch(tmp_path, "--overwrite") == 1
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_answers_cut_off_anywhere(tmp_path):
-    """Whatever number of bytes has reached the file, what follows completes it, and nothing is
-    there twice.
-    """
-    place = requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:3]))
+def test_results_truncated_anywhere(tmp_path):
+    """However many bytes have reached the file, the next run completes it without duplicates."""
+    path = write_requests(tmp_path / "in.jsonl", *({"prompt": text} for text in PROMPTS[:3]))
     out = tmp_path / "out.jsonl"
 
-    def go_on():
-        journal = Answers(out, {"a": 1}, overwrite=False)
-        left = journal.verify(place)
-        journal.begin()
-        for line in lines(place):
-            if not journal.has(line):
-                journal.write(line, {"text": "é" * line.index})
-        journal.close()
+    def resume():
+        results = ResultFile(out, {"a": 1}, overwrite=False)
+        left = results.verify(path)
+        results.begin()
+        for line in read_lines(path):
+            if not results.has(line):
+                results.write(line, {"text": "é" * line.index})
+        results.close()
         return left
 
-    go_on()
-    whole = out.read_bytes()
-    expected = answers(tmp_path)
+    resume()
+    complete = out.read_bytes()
+    expected = read_results(tmp_path)
     assert len(expected) == 3
-    for size in range(len(whole) + 1):
-        out.write_bytes(whole[:size])
-        assert go_on() == (size < len(whole))
-        assert answers(tmp_path) == expected
-        assert out.read_bytes().startswith(whole[: whole[:size].rfind(b"\n") + 1])
+    for size in range(len(complete) + 1):
+        out.write_bytes(complete[:size])
+        assert resume() == (size < len(complete))
+        assert read_results(tmp_path) == expected
+        assert out.read_bytes().startswith(complete[: complete[:size].rfind(b"\n") + 1])
 
 
-def test_a_file_of_something_else_is_not_touched(tmp_path, folder, made, capsys):
-    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+def test_other_file_is_not_touched(tmp_path, folder, loaded, capsys):
+    write_requests(tmp_path / "in.jsonl", {"prompt": "a"})
     (tmp_path / "out.jsonl").write_text('{"index": 0}\n')
     assert batch(tmp_path) == 2
     assert "line 1 of" in (error := capsys.readouterr().err)
-    assert "is no answer of `maxtext batch`" in error
+    assert "is no result of `maxtext batch`" in error
     assert (tmp_path / "out.jsonl").read_text() == '{"index": 0}\n'
 
 
 def test_only_one_writer(tmp_path):
-    first = Answers(tmp_path / "out.jsonl", {}, overwrite=False)
+    first = ResultFile(tmp_path / "out.jsonl", {}, overwrite=False)
     with pytest.raises(UserError, match="another `maxtext batch` is writing"):
-        Answers(tmp_path / "out.jsonl", {}, overwrite=True)
+        ResultFile(tmp_path / "out.jsonl", {}, overwrite=True)
     first.close()
-    Answers(tmp_path / "out.jsonl", {}, overwrite=False).close()
+    ResultFile(tmp_path / "out.jsonl", {}, overwrite=False).close()
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_path_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        Answers(tmp_path / "file" / "out.jsonl", {}, overwrite=False)
+        ResultFile(tmp_path / "file" / "out.jsonl", {}, overwrite=False)
 
 
 @pytest.mark.parametrize(
@@ -402,9 +403,9 @@ def test_a_place_that_cannot_be_written(tmp_path):
         (["nowhere.jsonl", "out.jsonl", "--model", "m"], "there is no file nowhere.jsonl"),
         (
             ["in.jsonl", "in.jsonl", "--model", "m"],
-            "cannot take the answers: it is the file of requests",
+            "cannot take the results: it is the file of requests",
         ),
-        (["in.jsonl", ".", "--model", "m"], "cannot take the answers: it is no regular file"),
+        (["in.jsonl", ".", "--model", "m"], "cannot take the results: it is no regular file"),
         (["in.jsonl", "out.jsonl", "--model", "m"], "neither a folder nor the name of a model"),
         (
             ["in.jsonl", "out.jsonl", "--model", "model", "prompt=a"],
@@ -414,9 +415,9 @@ def test_a_place_that_cannot_be_written(tmp_path):
         (["in.jsonl", "out.jsonl", "--model", "model", "loose"], "expected key=value"),
     ],
 )
-def test_mistakes(words, expected, tmp_path, folder, made, capsys, monkeypatch):
+def test_errors(words, expected, tmp_path, folder, loaded, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    requests(tmp_path / "in.jsonl", {"prompt": "a"})
+    write_requests(tmp_path / "in.jsonl", {"prompt": "a"})
     assert main(["batch", *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -430,24 +431,24 @@ import pytest
 from tests.cli import fake_llm
 from maxtext.cli.main import main
 
-fast = fake_llm.FakeLLM.answer
-def slow(self, index, ask):
+fast = fake_llm.FakeLLM.complete
+def slow(self, index, request):
     time.sleep(0.005)
-    return fast(self, index, ask)
+    return fast(self, index, request)
 
 with pytest.MonkeyPatch.context() as monkeypatch:
     fake_llm.install(monkeypatch)
-    monkeypatch.setattr(fake_llm.FakeLLM, "answer", slow)
+    monkeypatch.setattr(fake_llm.FakeLLM, "complete", slow)
     sys.exit(main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(tmp_path, folder):
-    """kill -9 twice at work: the last run finds every answer of the others and adds what is
-    missing.
-    """
-    requests(tmp_path / "in.jsonl", *({"prompt": f"number {number}"} for number in range(200)))
+def test_killed_repeatedly(tmp_path, folder):
+    """kill -9 twice: the last run keeps every result of the others and adds the missing ones."""
+    write_requests(
+        tmp_path / "in.jsonl", *({"prompt": f"number {number}"} for number in range(200))
+    )
     names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
     command = [
         sys.executable,
@@ -479,22 +480,22 @@ def test_killed_again_and_again(tmp_path, folder):
     assert before.count(b"\n") < 200
     result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert answers(tmp_path) == {
+    assert read_results(tmp_path) == {
         number: {"text": f"number {number}"[::-1], "finished": "length"} for number in range(200)
     }
 
 
 @pytest.mark.slow
-def test_a_real_model(talker, likeliest, tmp_path):
-    folder, llm = talker
+def test_real_model(chat_model, greedy_ids, tmp_path):
+    folder, llm = chat_model
     prompts = [[1, 7, 9], [1, *range(20, 40)], [1, 300], [1, 5, 5, 5, 5, 5, 5]]
     counts = [3, 5, 9, 6]
-    asked = [
+    records = [
         {"prompt": ids, "max_new_tokens": count} for ids, count in zip(prompts, counts, strict=True)
     ]
-    requests(
+    write_requests(
         tmp_path / "in.jsonl",
-        *asked,
+        *records,
         {"prompt": [1, 400]},
         {"prompt": "the cat", "max_new_tokens": 4},
     )
@@ -507,9 +508,9 @@ def test_a_real_model(talker, likeliest, tmp_path):
     words += ["per_device_batch_size=2", "jax_cache_dir=none"]
     names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
     assert main(["batch", *names, "--model", str(folder), *words]) == 0
-    found = answers(tmp_path)
+    results = read_results(tmp_path)
     for number, (ids, count) in enumerate(zip(prompts, counts, strict=True)):
-        assert found[number]["ids"] == likeliest(ids, count)[len(ids) :]
-    assert "outside the vocabulary" in found[4]["error"]
+        assert results[number]["ids"] == greedy_ids(ids, count)[len(ids) :]
+    assert "outside the vocabulary" in results[4]["error"]
     ids = llm.tokenizer.encode_prompt("the cat")
-    assert found[5]["text"] == llm.tokenizer.decode(likeliest(ids, 4)[len(ids) :])
+    assert results[5]["text"] == llm.tokenizer.decode(greedy_ids(ids, 4)[len(ids) :])

@@ -1,4 +1,4 @@
-"""`maxtext bench inference`: what it prints and writes, and what it refuses."""
+"""`maxtext bench inference`: its table, its JSON file and its errors."""
 
 import json
 
@@ -16,7 +16,7 @@ TINY = [
 
 
 @pytest.mark.slow
-def test_what_is_measured(tmp_path, capsys):
+def test_table_and_json_file(tmp_path, capsys):
     words = [
         "per_device_batch_size=3", "inference_microbenchmark_prefill_lengths=5,9", "multi_sampling=true",
         "inference_microbenchmark_num_samples=[2]", f"inference_microbenchmark_log_file_path={tmp_path / 'speed.json'}",
@@ -59,6 +59,6 @@ def test_what_is_measured(tmp_path, capsys):
         ),
     ],
 )
-def test_what_is_refused(words, sentence, capsys):
+def test_errors(words, sentence, capsys):
     assert main(["bench", *words]) == 2
     assert sentence in capsys.readouterr().err

@@ -16,15 +16,16 @@ from tests.cli.fake_llm import FakeLLM
 
 
 @pytest.fixture
-def made(made, monkeypatch):
-    monkeypatch.setattr(
-        FakeLLM, "said", lambda self, ask: f"answer {len(self.asked)}"[: ask.max_new_tokens]
-    )
-    return made
+def loaded(loaded, monkeypatch):
+    def generate_text(self, request):
+        return f"reply {len(self.requests)}"[: request.params.max_new_tokens]
+
+    monkeypatch.setattr(FakeLLM, "generate_text", generate_text)
+    return loaded
 
 
 @pytest.fixture
-def chat(folder, made, monkeypatch, capsys):
+def chat(folder, loaded, monkeypatch, capsys):
     def run(lines, *words):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         code = main(["chat", str(folder), "jax_cache_dir=none", *words])
@@ -34,29 +35,29 @@ def chat(folder, made, monkeypatch, capsys):
     return run
 
 
-def heard(llm, number=-1):
-    """What the model was given, as text."""
-    return ByteTokenizer().decode(llm.asked[number].prompt)
+def prompt_text(llm, number=-1):
+    """The prompt of a request, as text."""
+    return ByteTokenizer().decode(llm.requests[number].prompt)
 
 
-def chatml(*turns):
-    said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-    return f"{said}<|im_start|>assistant\n"
+def chatml(*messages):
+    text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    return f"{text}<|im_start|>assistant\n"
 
 
-def test_answers_and_history(chat, made):
+def test_replies_and_history(chat, loaded):
     code, out, err = chat(["hello", "", "how are you?"])
-    assert (code, out) == (0, "answer 1\nanswer 2\n")
-    assert "no more room" in err  # as this model says how it finished
-    assert heard(made[-1], 0) == chatml(("user", "hello"))
-    assert heard(made[-1]) == chatml(
-        ("user", "hello"), ("assistant", "answer 1"), ("user", "how are you?")
+    assert (code, out) == (0, "reply 1\nreply 2\n")
+    assert "the reply ends at max_target_length" in err
+    assert prompt_text(loaded[-1], 0) == chatml(("user", "hello"))
+    assert prompt_text(loaded[-1]) == chatml(
+        ("user", "hello"), ("assistant", "reply 1"), ("user", "how are you?")
     )
-    first, second = made[-1].asked
-    assert (first.seed, second.seed) == (0, 1)
+    first, second = loaded[-1].requests
+    assert (first.params.seed, second.params.seed) == (0, 1)
 
 
-def test_commands(chat, made):
+def test_commands(chat, loaded):
     code, out, err = chat(
         [
             "/system be brief",
@@ -68,61 +69,63 @@ def test_commands(chat, made):
             "/nonsense",
             "//c",
             "/exit",
-            "never heard",
+            "never read",
         ]
     )
     assert code == 0
-    assert out == "answer 1\nanswer 2\nanswer 3\n"
-    assert heard(made[-1], 0) == chatml(("system", "be brief"), ("user", "a"))
-    assert heard(made[-1], 1) == chatml(("system", "be brief"), ("user", "b"))
-    assert heard(made[-1], 2) == chatml(("user", "b"), ("assistant", "answer 2"), ("user", "/c"))
-    assert "/reset         forget the conversation" in err
+    assert out == "reply 1\nreply 2\nreply 3\n"
+    assert prompt_text(loaded[-1], 0) == chatml(("system", "be brief"), ("user", "a"))
+    assert prompt_text(loaded[-1], 1) == chatml(("system", "be brief"), ("user", "b"))
+    assert prompt_text(loaded[-1], 2) == chatml(
+        ("user", "b"), ("assistant", "reply 2"), ("user", "/c")
+    )
+    assert "/reset         clear the conversation" in err
     assert "there is no command /nonsense" in err
 
 
-def test_the_oldest_turns_go_when_there_is_no_more_room(chat, made):
-    turn = "x" * 40
-    code, out, err = chat([turn] * 8, "max_target_length=400")
+def test_oldest_messages_are_dropped_when_the_prompt_is_too_long(chat, loaded):
+    message = "x" * 40
+    code, out, err = chat([message] * 8, "max_target_length=400")
     assert code == 0
-    assert out.count("answer") == 8
-    assert err.count("its oldest turns are dropped") == 1
-    for ask in made[-1].asked:
-        assert len(ask.prompt) <= 300
-        assert len(ask.prompt) + ask.max_new_tokens == 400
-    # A turn with its answer has 68 + 41 characters, the last one with the call for an answer 90:
-    # one goes before it.
-    assert heard(made[-1]).count(turn) == 2
-    assert heard(made[-1]).startswith("<|im_start|>user")
+    assert out.count("reply") == 8
+    assert err.count("its oldest messages are dropped") == 1
+    for request in loaded[-1].requests:
+        assert len(request.prompt) <= 300
+        assert len(request.prompt) + request.params.max_new_tokens == 400
+    # A message with its reply has 68 + 40 characters, the last one with the generation prompt 90:
+    # one fits before it.
+    assert prompt_text(loaded[-1]).count(message) == 2
+    assert prompt_text(loaded[-1]).startswith("<|im_start|>user")
 
 
-def test_a_message_without_room_is_refused_and_forgotten(chat, made):
+def test_message_that_is_too_long_is_refused_and_dropped(chat, loaded):
     code, out, err = chat(["y" * 200, "z"], "max_target_length=100")
-    assert (code, out) == (0, "answer 1\n")
-    assert "max_target_length=100 leaves no room" in err
-    assert heard(made[-1]) == chatml(("user", "z"))
+    assert (code, out) == (0, "reply 1\n")
+    assert "max_target_length=100 leaves none" in err
+    assert prompt_text(loaded[-1]) == chatml(("user", "z"))
 
 
-def test_interrupted_answers_stay_and_the_conversation_goes_on(chat, made, monkeypatch):
-    load = FakeLLM.load.__func__
+def test_interrupted_replies_stay_and_the_conversation_goes_on(chat, loaded, monkeypatch):
+    from_config = FakeLLM.from_config.__func__
 
-    def interrupted(cls, *args, **keys):
-        llm = load(cls, *args, **keys)
+    def interrupted(cls, *args):
+        llm = from_config(cls, *args)
         llm.interrupt_after = 4
         return llm
 
-    monkeypatch.setattr(FakeLLM, "load", classmethod(interrupted))
+    monkeypatch.setattr(FakeLLM, "from_config", classmethod(interrupted))
     code, out, _ = chat(["a", "b"])
-    assert (code, out) == (0, "ans … (stopped)\nans … (stopped)\n")
-    assert heard(made[-1]) == chatml(("user", "a"), ("assistant", "ans"), ("user", "b"))
+    assert (code, out) == (0, "rep … (stopped)\nrep … (stopped)\n")
+    assert prompt_text(loaded[-1]) == chatml(("user", "a"), ("assistant", "rep"), ("user", "b"))
 
 
-def test_a_template_that_refuses_says_so(chat, made):
+def test_error_of_the_chat_template_is_shown(chat, loaded):
     template = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('not so') }}{% endif %}{{ messages|length }}"
     code, out, err = chat(["bad", "good"], f"chat_template={template}")
-    assert (code, out) == (0, "answer 1\n")
+    assert (code, out) == (0, "reply 1\n")
     assert "refuses" in err
     assert "not so" in err
-    assert heard(made[-1]) == "1"
+    assert prompt_text(loaded[-1]) == "1"
 
 
 def test_no_chat_template(chat, monkeypatch, tmp_path):
@@ -132,7 +135,7 @@ def test_no_chat_template(chat, monkeypatch, tmp_path):
     assert "came without a chat template: name a file of one with chat_template_path=FILE" in err
     (tmp_path / "mine.jinja").write_text("{{ messages[-1]['content'] }}")
     code, out, _ = chat(["a"], f"chat_template_path={tmp_path / 'mine.jinja'}")
-    assert (code, out) == (0, "answer 1\n")
+    assert (code, out) == (0, "reply 1\n")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_no_chat_template(chat, monkeypatch, tmp_path):
         (["decode_sampling_strategy=sharp"], "decode_sampling_strategy"),
     ],
 )
-def test_mistakes(words, expected, chat):
+def test_errors(words, expected, chat):
     code, out, err = chat(["a"], *words)
     assert (code, out) == (2, "")
     assert expected in err
@@ -175,9 +178,7 @@ with pytest.MonkeyPatch.context() as monkeypatch:
 
 @pytest.mark.slow
 def test_in_a_terminal(folder):
-    """A person: a mark to type at, Ctrl-C that only clears the line, an answer, its figures,
-    Ctrl-D.
-    """
+    """The prompt sign, Ctrl-C that only clears the line, a reply, its timings, Ctrl-D."""
     terminal, other_side = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, "chat", str(folder), "jax_cache_dir=none"],
@@ -199,10 +200,8 @@ def test_in_a_terminal(folder):
 
     try:
         assert "/help lists the commands" in until(b"> ")
-        for _ in range(
-            20
-            # readline shows its mark a moment before it waits, and a Ctrl-C between the two waits, too
-        ):
+        # readline shows its prompt a moment before it reads; a Ctrl-C between the two is delayed.
+        for _ in range(20):
             os.write(terminal, b"\x03")
             if select.select([terminal], [], [], 3)[0]:
                 break
@@ -220,8 +219,8 @@ def test_in_a_terminal(folder):
 
 
 @pytest.mark.slow
-def test_a_real_model(talker, likeliest, monkeypatch, capsys):
-    folder, llm = talker
+def test_real_model(chat_model, greedy_ids, monkeypatch, capsys):
+    folder, llm = chat_model
     words = [
         "dtype=float32",
         "attention=dot_product",
@@ -230,13 +229,13 @@ def test_a_real_model(talker, likeliest, monkeypatch, capsys):
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand then?\n"))
     assert main(["chat", str(folder), "max_target_length=64", *words]) == 0
-    turns, said = [], []
-    for message in ("hi", "and then?"):
-        turns.append(("user", message))
-        ids = llm.tokenizer.encode_with_specials(chatml(*turns))
-        if len(ids) > 48:  # three quarters of the room
-            turns = turns[2:]
-            ids = llm.tokenizer.encode_with_specials(chatml(*turns))
-        said.append(llm.tokenizer.decode(likeliest(ids, 64 - len(ids))[len(ids) :]))
-        turns.append(("assistant", said[-1]))
-    assert capsys.readouterr().out == "".join(f"{text}\n" for text in said)
+    messages, replies = [], []
+    for text in ("hi", "and then?"):
+        messages.append(("user", text))
+        ids = llm.tokenizer.encode_with_specials(chatml(*messages))
+        if len(ids) > 48:  # three quarters of max_target_length
+            messages = messages[2:]
+            ids = llm.tokenizer.encode_with_specials(chatml(*messages))
+        replies.append(llm.tokenizer.decode(greedy_ids(ids, 64 - len(ids))[len(ids) :]))
+        messages.append(("assistant", replies[-1]))
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in replies)

@@ -1,4 +1,4 @@
-"""`maxtext decode`, with a model of known answers and with a real one."""
+"""`maxtext decode`, with a fake model and with a real one."""
 
 import io
 import subprocess
@@ -17,7 +17,7 @@ def decode(folder, *words):
     return main(["decode", f"load_parameters_path={folder}", CACHE, *words])
 
 
-def test_output_is_the_completion_and_figures_are_beside_it(folder, made, capsys):
+def test_stdout_is_the_completion_and_timings_go_to_stderr(folder, loaded, capsys):
     assert decode(folder, "prompt=abc") == 0
     printed = capsys.readouterr()
     assert printed.out == "cba\n"
@@ -25,20 +25,20 @@ def test_output_is_the_completion_and_figures_are_beside_it(folder, made, capsys
     assert "3 tokens" in printed.err
 
 
-def test_prompt_and_completion_share_the_sequence(folder, made, capsys):
+def test_prompt_and_completion_share_the_sequence(folder, loaded, capsys):
     assert decode(folder, "prompt=abcdef", "max_target_length=10") == 0
-    assert capsys.readouterr().out == "fed\n"  # 10 less the beginning and six bytes
-    assert made[-1].asked[-1].prompt == [1, *(byte + 3 for byte in b"abcdef")]
+    assert capsys.readouterr().out == "fed\n"  # 10 less BOS and six bytes
+    assert loaded[-1].requests[-1].prompt == [1, *(byte + 3 for byte in b"abcdef")]
     assert decode(folder, "prompt=abcdef", "max_target_length=10", "add_bos=false") == 0
     assert capsys.readouterr().out == "fedc\n"
 
 
-def test_a_reserved_prompt_bounds_the_completion_whatever_its_length(folder, made, capsys):
+def test_reserved_prompt_length_limits_the_completion(folder, loaded, capsys):
     assert decode(folder, "prompt=abcd", "max_target_length=8", "max_prefill_predict_length=6") == 0
     assert capsys.readouterr().out == "dc\n"
 
 
-def test_keys_of_file_and_words_reach_the_model(folder, made, tmp_path):
+def test_keys_of_file_and_arguments_reach_the_model(folder, loaded, tmp_path):
     (tmp_path / "mine.yml").write_text(
         "base_config: base.yml\nmax_target_length: 50\ndtype: float32\n"
     )
@@ -54,19 +54,19 @@ def test_keys_of_file_and_words_reach_the_model(folder, made, tmp_path):
         )
         == 0
     )
-    keys = made[-1].keys
-    assert keys["max_target_length"] == 50
-    assert keys["dtype"].value == "bfloat16"
-    assert made[-1].place == folder
+    config = loaded[-1].config
+    assert config.max_target_length == 50
+    assert config.dtype.value == "bfloat16"
+    assert loaded[-1].checkpoint.path == folder
 
 
-def test_the_preset(folder, made, capsys):
+def test_the_preset(folder, loaded, capsys):
     assert main(["decode", "inference", f"load_parameters_path={folder}", CACHE, "prompt=ab"]) == 0
     assert capsys.readouterr().out == "ba\n"
-    assert made[-1].asked[-1].max_new_tokens == 1024
+    assert loaded[-1].requests[-1].params.max_new_tokens == 1024
 
 
-def test_sampling_and_seed(folder, made, capsys):
+def test_sampling_and_seed(folder, loaded, capsys):
     words = [
         "decode_sampling_strategy=weighted",
         "decode_sampling_temperature=0.5",
@@ -76,7 +76,7 @@ def test_sampling_and_seed(folder, made, capsys):
     assert capsys.readouterr().out == "a t=0.5 k=0 p=1.0 seed=7\n"
 
 
-def test_chat_template(folder, made, capsys):
+def test_chat_template(folder, loaded, capsys):
     assert decode(folder, "prompt=hi", "use_chat_template=true") == 0
     assert (
         capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_chat_template(folder, made, capsys):
     )
 
 
-def test_assertion(folder, made, capsys):
+def test_assertion(folder, loaded, capsys):
     assert decode(folder, "prompt=abc", "autoregressive_decode_assert=cba") == 0
     capsys.readouterr()
     assert decode(folder, "prompt=abc", "autoregressive_decode_assert=cbx") == 1
@@ -93,7 +93,7 @@ def test_assertion(folder, made, capsys):
     assert "from character 2 on it should be 'x' and is 'a'" in printed.err
 
 
-def test_several_completions_have_seeds_of_their_own(folder, made, capsys):
+def test_several_completions_have_different_seeds(folder, loaded, capsys):
     words = ["multi_sampling=true", "decode_sampling_strategy=weighted", "per_device_batch_size=2"]
     assert decode(folder, "prompt=a", *words) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -106,13 +106,13 @@ def test_several_completions_have_seeds_of_their_own(folder, made, capsys):
     assert lines.index("--- completion 2 of 2") + 1 == lines.index("a t=1.0 k=0 p=1.0 seed=1")
 
 
-def test_log_probabilities(folder, made, capsys):
+def test_log_probabilities(folder, loaded, capsys):
     assert decode(folder, "prompt=ab", "return_log_prob=true") == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows == [["-0.5000", str(ord("b") + 3), "'b'"], ["-1.5000", str(ord("a") + 3), "'a'"]]
 
 
-def test_tokenizer_of_the_key(folder, made, monkeypatch, capsys):
+def test_tokenizer_of_the_key(folder, loaded, monkeypatch, capsys):
     monkeypatch.setattr(FakeLLM, "tokenizer_class", None)
     assert decode(folder, "prompt=ab", "tokenizer_path=byte") == 0
     assert capsys.readouterr().out == "ba\n"
@@ -120,13 +120,13 @@ def test_tokenizer_of_the_key(folder, made, monkeypatch, capsys):
     assert "came without a tokenizer: name one with tokenizer_path" in capsys.readouterr().err
 
 
-def test_random_weights_are_said_to_be(made, capsys):
+def test_random_weights_are_reported(loaded, capsys):
     assert main(["decode", "model_name=gpt3-52k", "tokenizer_path=byte", "prompt=ab", CACHE]) == 0
     printed = capsys.readouterr()
     assert printed.out == "ba\n"
     assert "gpt3-52k is a name, not a checkpoint: its weights are random" in printed.err
-    assert made[-1].place == "gpt3-52k"
-    assert "model_name" not in made[-1].keys
+    assert loaded[-1].checkpoint is None
+    assert loaded[-1].config.model_name == "gpt3-52k"
 
 
 class Terminal(io.StringIO):
@@ -134,7 +134,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_the_prompt_dimmed_and_does_not_obey_the_model(folder, made, monkeypatch):
+def test_terminal_shows_the_prompt_dimmed_and_no_control_characters(folder, loaded, monkeypatch):
     monkeypatch.setattr("sys.stdout", out := Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -146,7 +146,7 @@ def test_a_terminal_shows_the_prompt_dimmed_and_does_not_obey_the_model(folder, 
     ("words", "expected"),
     [
         (["prompt=", "add_bos=false"], "the prompt is empty"),
-        (["prompt=abcdef", "max_target_length=7"], "max_target_length=7 leaves no room"),
+        (["prompt=abcdef", "max_target_length=7"], "max_target_length=7 leaves none"),
         (
             ["prompt=abcdef", "max_prefill_predict_length=4"],
             "7 tokens, but max_prefill_predict_length=4",
@@ -155,7 +155,7 @@ def test_a_terminal_shows_the_prompt_dimmed_and_does_not_obey_the_model(folder, 
             ["max_prefill_predict_length=8", "max_target_length=8"],
             "leaves nothing of max_target_length=8",
         ),
-        (["multi_sampling=true"], "the same completion again and again"),
+        (["multi_sampling=true"], "would repeat the same completion"),
         (
             ["multi_sampling=true", "decode_sampling_strategy=weighted", "per_device_batch_size=1"],
             "completions: raise",
@@ -165,14 +165,14 @@ def test_a_terminal_shows_the_prompt_dimmed_and_does_not_obey_the_model(folder, 
         (["--prompt=a"], "without dashes"),
     ],
 )
-def test_mistakes(words, expected, folder, made, capsys):
+def test_errors(words, expected, folder, loaded, capsys):
     assert decode(folder, *words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert expected in printed.err
 
 
-def test_no_model(made, capsys, tmp_path):
+def test_no_model(loaded, capsys, tmp_path):
     assert main(["decode", "prompt=a"]) == 2
     assert "which model? set load_parameters_path=DIR" in capsys.readouterr().err
     assert main(["decode", "promt=a"]) == 2
@@ -185,12 +185,12 @@ REAL = ["dtype=float32", "attention=dot_product", "matmul_precision=highest", CA
 
 
 @pytest.mark.slow
-def test_a_real_model(talker, likeliest, capsys):
-    folder, llm = talker
+def test_real_model(chat_model, greedy_ids, capsys):
+    folder, llm = chat_model
     ids = llm.tokenizer.encode_prompt("the cat")
     length = len(ids) + 8
-    whole = likeliest(ids, 8)
-    expected = llm.tokenizer.decode(whole[len(ids) :])
+    all_ids = greedy_ids(ids, 8)
+    expected = llm.tokenizer.decode(all_ids[len(ids) :])
     words = [
         f"load_parameters_path={folder}",
         "prompt=the cat",
@@ -201,16 +201,18 @@ def test_a_real_model(talker, likeliest, capsys):
     assert capsys.readouterr().out == f"{expected}\n"
     assert main(["decode", *words, "return_log_prob=true"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [int(row[1]) for row in rows] == whole[len(ids) :]
-    scores = np.asarray(llm.logits(whole[:-1]), np.float64)[len(ids) - 1 :]
-    log_probs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    wanted = [row[token] for row, token in zip(log_probs, whole[len(ids) :], strict=True)]
-    np.testing.assert_allclose([float(row[0]) for row in rows], wanted, atol=2e-4)
+    assert [int(row[1]) for row in rows] == all_ids[len(ids) :]
+    logits = np.asarray(llm.logits(all_ids[:-1]), np.float64)[len(ids) - 1 :]
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected_log_probs = [
+        row[token] for row, token in zip(log_probs, all_ids[len(ids) :], strict=True)
+    ]
+    np.testing.assert_allclose([float(row[0]) for row in rows], expected_log_probs, atol=2e-4)
 
 
 @pytest.mark.slow
-def test_the_familiar_door_in_a_process_of_its_own(talker, tmp_path):
-    folder, _ = talker
+def test_python_m_maxtext_decode(chat_model, tmp_path):
+    folder, _ = chat_model
     words = [
         "inference",
         f"load_parameters_path={folder.name}",
@@ -224,4 +226,4 @@ def test_the_familiar_door_in_a_process_of_its_own(talker, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "first token after" in result.stderr
     assert result.stdout.endswith("\n")
-    assert any(tmp_path.iterdir())  # what was compiled is kept for the next start
+    assert any(tmp_path.iterdir())  # the compilation cache

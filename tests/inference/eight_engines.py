@@ -1,5 +1,5 @@
-"""Run with eight fake devices: the tokens of some requests by kind of model and mesh, as JSON on
-the last line.
+"""Run with eight fake devices: prints the tokens of some requests by kind of model and mesh, as
+JSON on the last line.
 """
 
 import json
@@ -9,20 +9,24 @@ from functools import partial
 import jax
 import pytest
 
-from maxtext.inference.sampling import Sampling
-from maxtext.inference.scheduler import Request
-from maxtext.inference.serving import make_scheduler
+from maxtext.inference.engine import InferenceEngine
 from tests.compiling import FAST_COMPILE
 from tests.inference import few_shapes
-from tests.inference.test_scheduler import KINDS, configuration, drawn_weights, programs_of
+from tests.inference.test_scheduler import (
+    KINDS,
+    configuration,
+    new_request,
+    programs_of,
+    random_weights,
+)
 
 LENGTH = 32
 REQUESTS = [
-    Request((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), 9),
-    Request((7,), 12, Sampling(1.5, 9, 0.9), seed=5),
-    Request((1,) * 20, 6, Sampling(1.0), seed=6),
+    new_request((3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5), 9),
+    new_request((7,), 12, 1.5, 9, 0.9, seed=5),
+    new_request((1,) * 20, 6, 1.0, seed=6),
 ]
-PAGES = ["attention=paged", "pagedattn_num_pages=16", "pagedattn_tokens_per_page=4"]
+PAGED = ["attention=paged", "pagedattn_num_pages=16", "pagedattn_tokens_per_page=4"]
 SPLIT_LENGTH = "logical_axis_rules=[[cache_sequence, [context_autoregressive]]]"
 MESHES = {
     "tensor": ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"],
@@ -33,12 +37,12 @@ MESHES = {
     ],
 }  # fmt: skip
 CASES = [
-    ("causal", "tensor", []), ("causal", "autoregressive", PAGES), ("causal", "length", []),
-    ("causal", "length", PAGES),
+    ("causal", "tensor", []), ("causal", "autoregressive", PAGED), ("causal", "length", []),
+    ("causal", "length", PAGED),
     ("latent", "length", []), ("delta", "tensor", []), ("sinks, windows and experts", "autoregressive", []),
 ]  # fmt: skip
 CASES_BY_NAME = {
-    f"{kind}, {mesh}{', pages' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES
+    f"{kind}, {mesh}{', paged' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES
 }
 
 
@@ -46,13 +50,13 @@ def tokens(kind, words, devices):
     config = configuration(*KINDS[kind], *words, devices=devices)
     programs = programs_of(config)
     shardings = programs.rules.shardings(programs.template.axes, programs.template.weights)
-    weights = jax.device_put(drawn_weights(kind), shardings)
-    scheduler = make_scheduler(programs, weights, 4, LENGTH)
-    found = scheduler.run(REQUESTS)
+    weights = jax.device_put(random_weights(kind), shardings)
+    engine = InferenceEngine(programs, weights, 4, LENGTH)
+    outputs = engine.generate(REQUESTS)
     if devices > 1:
-        kept = jax.tree.leaves(scheduler.engine.state.caches)
-        assert any(not array.sharding.is_fully_replicated for array in kept), "no cache is split"
-    return found
+        caches = jax.tree.leaves(engine.executor.state.caches)
+        assert any(not array.sharding.is_fully_replicated for array in caches), "no cache is split"
+    return outputs
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""For tests of what does not depend on the shapes of programs: few of them are compiled."""
+"""For tests that do not depend on the shapes of programs: few of them are compiled."""
 
 from typing import Any
 
-from maxtext.inference.sampling import Kind
-
-PLACE = "maxtext.inference.scheduler"
+from maxtext.inference.sampling import SamplingMode
 
 
 def patch(monkeypatch: Any) -> None:
-    """Prompts go in by four rows of 32 tokens, and tokens are drawn in the one way that does for
-    all.
-    """
-    monkeypatch.setattr(f"{PLACE}.LEAST_WIDTH", 32)
-    monkeypatch.setattr(f"{PLACE}.power", lambda count: 1 << max(count - 1, 3).bit_length())
-    monkeypatch.setattr(f"{PLACE}.kind_of", lambda samplings: Kind.TRUNCATED)
+    """Prefill batches have at least four rows of 32 tokens, and one sampling mode serves all."""
+    shapes = "maxtext.inference.shapes"
+    monkeypatch.setattr(f"{shapes}.MIN_ROW_TOKENS", 32)
+    monkeypatch.setattr(
+        f"{shapes}.next_power_of_two", lambda count: 1 << max(count - 1, 3).bit_length()
+    )
+    monkeypatch.setattr(
+        "maxtext.inference.batches.batch_mode", lambda params: SamplingMode.TRUNCATED
+    )

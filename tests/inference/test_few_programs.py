@@ -1,13 +1,14 @@
-"""As on a GPU: pages are read where they lie (the kernel is interpreted), loops have a known
-length, and there are few programs. The tokens are those of the other way, which gathers pages and
-may end at any step."""
+"""As on a GPU: attention reads blocks in place (the kernel is interpreted), decode loops have a
+static length, and there are few programs. The tokens are the same as with gathered blocks and
+dynamic loops.
+"""
 
 import jax
 import numpy as np
 import pytest
 
-from maxtext.inference.engine import FIXED_STEPS
-from maxtext.inference.serving import LEAST_SLOTS, make_scheduler
+from maxtext.inference.batches import STATIC_DECODE_STEPS
+from maxtext.inference.engine import MIN_GPU_SLOTS, InferenceEngine
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, configuration, programs_of, random_request
@@ -24,27 +25,26 @@ PAGED = ["attention=paged", "pagedattn_num_pages=9", "pagedattn_tokens_per_page=
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], PAGED], ids=["a page each", "few pages"])
+@pytest.mark.parametrize("words", [[], PAGED], ids=["contiguous", "few blocks"])
 def test_as_on_a_gpu(monkeypatch, words):
     config = configuration(*WORDS, *words)
     weights = jax.jit(lambda: initial_weights(config))()
     random = np.random.default_rng(3)
     requests = [random_request(random, greedy=1.0) for _ in range(12)]
-    usual = make_scheduler(programs_of(config), weights, 3, LENGTH)
-    assert not usual.engine.few_programs
-    assert not usual.engine.in_place
-    right = usual.run(requests)
+    cpu_engine = InferenceEngine(programs_of(config), weights, 3, LENGTH)
+    assert not cpu_engine.executor.few_programs
+    assert not cpu_engine.executor.reads_in_place
+    expected = cpu_engine.generate(requests)
 
     def interpreted(*arrays, attend=decode.paged_attention, **options):
         return attend(*arrays, interpret=True, **options)
 
     monkeypatch.setattr(decode, "supports", lambda *facts: None)
     monkeypatch.setattr(decode, "paged_attention", interpreted)
-    for place in ("engine", "serving"):
-        monkeypatch.setattr(f"maxtext.inference.{place}.platform", lambda rules: "gpu")
-    scheduler = make_scheduler(programs_of(config), weights, 3, LENGTH)
-    assert scheduler.engine.in_place
-    assert scheduler.run(requests) == right
-    programs = scheduler.engine.programs
-    assert programs.decode._cache_size() <= len(FIXED_STEPS)
-    assert make_scheduler(programs, weights, 1, LENGTH).engine.size.slots == LEAST_SLOTS
+    for module in ("engine", "executor"):
+        monkeypatch.setattr(f"maxtext.inference.{module}.platform", lambda rules: "gpu")
+    engine = InferenceEngine(programs_of(config), weights, 3, LENGTH)
+    assert engine.executor.reads_in_place
+    assert engine.generate(requests) == expected
+    assert engine.programs.decode._cache_size() <= len(STATIC_DECODE_STEPS)
+    assert InferenceEngine(engine.programs, weights, 1, LENGTH).size.slots == MIN_GPU_SLOTS

@@ -1,19 +1,18 @@
-"""Caches of integers: how far they are off, how little they take, and that a sequence's tokens do
-not depend on how it was cut."""
+"""Quantized KV caches: their error, their size, and that tokens do not depend on how a sequence was
+split into chunks.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.inference.sampling import Sampling
-from maxtext.inference.scheduler import Request
-from maxtext.inference.serving import make_scheduler
+from maxtext.inference.engine import InferenceEngine
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
-from tests.inference.test_scheduler import LENGTH, compiled, drawn_weights
+from tests.inference.test_scheduler import LENGTH, compiled, new_request, random_weights
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -23,7 +22,7 @@ LARGEST = {"int8": 127, "int4": 7}
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("by_head", [True, False])
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-def test_what_is_read_is_what_was_written_to_half_a_step(dtype, by_head, window):
+def test_rounding_error_is_at_most_half_a_step(dtype, by_head, window):
     """A step is the largest magnitude of a token, or of a head of it, over the largest integer."""
     size = CacheSize(2, 8, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
     cache = kept(AttentionMask(window=window), size, key=(3, 4))
@@ -59,9 +58,9 @@ def test_what_is_read_is_what_was_written_to_half_a_step(dtype, by_head, window)
         pytest.param("int4", False, "window", marks=pytest.mark.slow),
     ],
 )
-def test_windows_of_integers_in_random_pieces(dtype, by_head, limit):
-    """Whatever the pieces, a query sees its window, each token quantized once; and attention over
-    that is as near to attention over floats as the step sizes allow.
+def test_quantized_windows_in_random_chunks(dtype, by_head, limit):
+    """Whatever the chunks, a query sees its window, with every token quantized once, and attention
+    over that is as close to attention over floats as the step sizes allow.
 
     With logits q·k, keys that are off by half a step move a logit by at most e = |q|₁ step / 2 and
     a softmax weight by a factor of at most exp(2e); values are off by half a step.
@@ -93,12 +92,12 @@ def test_windows_of_integers_in_random_pieces(dtype, by_head, limit):
             for row, column in np.argwhere(shown >= 0):
                 position = shown[row, column]
                 first = position - position % 5 if limit == "chunk" else max(0, position - 4)
-                param_infos = np.flatnonzero(
+                columns = np.flatnonzero(
                     (seen["position"][row] >= first) & (seen["position"][row] <= position)
                 )
-                at = seen["position"][row][param_infos]
+                at = seen["position"][row][columns]
                 assert sorted(at) == list(range(first, position + 1))
-                keys, values = seen["key"][row, param_infos], seen["value"][row, param_infos]
+                keys, values = seen["key"][row, columns], seen["value"][row, columns]
                 np.testing.assert_allclose(keys, k_int[row, at], atol=1e-6)
                 np.testing.assert_allclose(values, v_int[row, at], atol=1e-6)
                 query = q[row, position]
@@ -117,69 +116,70 @@ def attended(q, k, v):
     return np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), v)
 
 
-def scheduler_of(kind, slots, *words):
-    return make_scheduler(compiled(kind, *words), drawn_weights(kind), slots, LENGTH)
+def engine_of(kind, slots, *words):
+    return InferenceEngine(compiled(kind, *words), random_weights(kind), slots, LENGTH)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("kind", ["latent", "sinks, windows and experts"])
-def test_a_sequence_may_be_cut_anywhere(kind):
-    """The same tokens whole and in pieces, with its pages in any order and known beginnings."""
+def test_tokens_do_not_depend_on_chunks_and_blocks(kind):
+    """The same tokens in one chunk and in several, with blocks in any order and cached prefixes."""
     words = ["quantize_kvcache=true", "kv_quant_axis=dkv"]
     requests = [
-        Request(tuple(range(3, 30)), 12),
-        Request(tuple(range(3, 20)), 12, Sampling(1.5), 4),
+        new_request(range(3, 30), 12),
+        new_request(range(3, 20), 12, 1.5, seed=4),
     ]
-    alone = scheduler_of(kind, 1, *words)
-    expected = [alone.run([request])[0] for request in requests]
-    pieces = ["use_chunked_prefill=true", "prefill_chunk_size=6", "enable_prefix_caching=true",
+    single = engine_of(kind, 1, *words)
+    expected = [single.generate([request])[0] for request in requests]
+    chunked = ["use_chunked_prefill=true", "prefill_chunk_size=6", "enable_prefix_caching=true",
               "pagedattn_tokens_per_page=4"]  # fmt: skip
-    scheduler = scheduler_of(kind, 2, *words, *pieces)
+    engine = engine_of(kind, 2, *words, *chunked)
     for _ in range(2):
-        assert scheduler.run(requests) == expected
-    assert scheduler.pages.hits > 0
+        assert engine.generate(requests) == expected
+    assert engine.prefix_cache.hits > 0
 
 
-def test_bytes_are_as_computed():
-    """A token of the small model has 2 layers x (key and value) x 2 heads x 8 numbers, and scales
+def test_cache_bytes():
+    """A token of the small model has 2 layers x (key and value) x 2 heads x 8 values, and scales
     of 4 bytes.
     """
-    numbers = 2 * 2 * 2 * 8
-    for words, each in (
-        ([], numbers * 4),
-        (["quantize_kvcache=true"], numbers + 2 * 2 * 4),
-        (["quantize_kvcache=true", "kv_quant_axis=dkv"], numbers + 2 * 2 * 2 * 4),
+    num_values = 2 * 2 * 2 * 8
+    for words, token_bytes in (
+        ([], num_values * 4),
+        (["quantize_kvcache=true"], num_values + 2 * 2 * 4),
+        (["quantize_kvcache=true", "kv_quant_axis=dkv"], num_values + 2 * 2 * 2 * 4),
     ):
-        engine = scheduler_of("causal", 3, *words).engine
-        assert (
-            sum(array.nbytes for array in jax.tree.leaves(engine.state.caches)) == 3 * LENGTH * each
-        )
-        assert engine.page_bytes == LENGTH * each
+        executor = engine_of("causal", 3, *words).executor
+        caches = jax.tree.leaves(executor.state.caches)
+        assert sum(array.nbytes for array in caches) == 3 * LENGTH * token_bytes
+        assert executor.block_bytes == LENGTH * token_bytes
 
 
 @pytest.mark.slow
-def test_scores_are_near_those_of_a_full_cache():
-    """Log-probabilities of the same tokens; finer integers and finer scales are nearer."""
+def test_log_probabilities_are_close_to_those_of_a_float_cache():
+    """Of the same tokens; more bits and finer scales are closer."""
     weights = jax.jit(lambda: initial_weights(compiled("causal").config))()
 
-    def written(*words):
+    def generate(*words):
         """Tokens, and their log-probabilities."""
-        scheduler = make_scheduler(compiled("causal", *words), weights, 1, LENGTH)
-        scheduler.add(0, Request((5, 6, 7, 8, 9, 10, 11, 12), 24, log_probs=True))
-        news = [each for _ in range(99) if scheduler.busy for each in scheduler.step()]
-        return [token for each in news for token in each.tokens], [
-            value for each in news for value in each.log_probs
-        ]
+        engine = InferenceEngine(compiled("causal", *words), weights, 1, LENGTH)
+        engine.add_request(0, new_request((5, 6, 7, 8, 9, 10, 11, 12), 24, log_probs=True))
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        tokens = [token for output in outputs for token in output.sampled_tokens]
+        return tokens, [value for output in outputs for value in output.log_probs]
 
-    tokens, full = written()
-    off = {}
+    tokens, log_probs = generate()
+    errors = {}
     for dtype in ("int8", "int4"):
-        theirs, found = written(
+        quantized_tokens, quantized_log_probs = generate(
             "quantize_kvcache=true", f"kv_quant_dtype={dtype}", "kv_quant_axis=dkv"
         )
-        same = [one == other for one, other in zip(tokens, theirs, strict=True)]
+        same = [a == b for a, b in zip(tokens, quantized_tokens, strict=True)]
         count = same.index(False) if False in same else len(same)
-        off[dtype] = np.abs(np.subtract(found, full)[: max(count, 1)]).max()
-    assert 0 < off["int8"] < 0.05
-    assert off["int8"] < off["int4"]
+        difference = np.subtract(quantized_log_probs, log_probs)[: max(count, 1)]
+        errors[dtype] = np.abs(difference).max()
+    assert 0 < errors["int8"] < 0.05
+    assert errors["int8"] < errors["int4"]

@@ -1,5 +1,5 @@
-"""The Python door against transformers: scores, continuations, text, folders, several devices, and
-what is refused.
+"""The Python API against transformers: logits, completions, text, folders, several devices, and
+invalid calls.
 """
 
 import json
@@ -13,8 +13,8 @@ import pytest
 
 from maxtext import LLM
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.inference import Ask
-from maxtext.inference.engine import Engine
+from maxtext.inference import GenerationRequest, SamplingParams
+from maxtext.inference.executor import Executor
 from tests.compiling import FAST_COMPILE_FLAGS
 
 torch = pytest.importorskip("torch")
@@ -27,6 +27,10 @@ EXACT = {
     "matmul_precision": "highest",
     "attention": "dot_product",
 }
+
+
+def new_request(prompt, max_new_tokens, **params):
+    return GenerationRequest(prompt, SamplingParams(max_new_tokens=max_new_tokens, **params))
 
 
 def their_logits(model, rows):
@@ -62,9 +66,9 @@ def test_prompts_of_mixed_lengths(llm, model, ids):
 
 
 @FEW
-def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
-    """The third greedy token of the first row is declared to be the end, for it and for whoever
-    says it later.
+def test_row_ends_with_the_end_of_sequence_token(folder, model, ids, tmp_path):
+    """generation_config.json declares the third greedy token of the first row an end-of-sequence
+    token.
     """
     free = [their_greedy(model, row, 6) for row in ids]
     end = free[0][2]
@@ -82,9 +86,7 @@ def test_a_row_ends_with_the_end_of_sequence(folder, model, ids, tmp_path):
 
 @FEW
 def test_text_in_text_out(llm, model):
-    """A prompt gets the <s> that the tokenizer puts before it; the answer is what follows, without
-    special tokens.
-    """
+    """The tokenizer puts <s> before a prompt; the completion has no special tokens."""
     words = their_greedy(model, [0, 5, 9], 4)
     assert 1 not in words
     answer = "".join(f" w{word}" for word in words if word > 2)
@@ -123,7 +125,7 @@ def test_samples_follow_the_distribution(llm, model, ids):
 
 
 @FEW
-def test_the_seed_decides(llm, ids):
+def test_seed_determines_the_tokens(llm, ids):
     one, same, other = (
         llm.generate(ids, 8, temperature=2.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)
     )
@@ -132,69 +134,69 @@ def test_the_seed_decides(llm, ids):
 
 
 @FEW
-def test_streams_and_stops(llm):
-    """Pieces make the text; a stop ends it before the text that it is."""
+def test_stream_and_stop_texts(llm):
+    """Deltas make up the text; a stop text ends it before that text."""
     whole = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
-    pieces = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))
-    assert "".join(pieces) == whole
+    deltas = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))
+    assert "".join(deltas) == whole
     word = whole.split()[2]
     before = whole[: whole.index(f" {word}")]
     assert llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True, stop=[f" {word}"]) == before
-    (answer,) = llm.answers([Ask("w5 w9", 12, stop=(f" {word}",), ignore_eos=True)])
-    assert (answer.finished, answer.text) == ("stop", before)
+    (completion,) = llm.completions([new_request("w5 w9", 12, stop=(f" {word}",), ignore_eos=True)])
+    assert (completion.finish_reason, completion.text) == ("stop", before)
     assert (
-        sum(token > 2 for token in answer.ids) == before.count(" w") + 1
-    )  # the others are not shown
+        sum(token > 2 for token in completion.token_ids) == before.count(" w") + 1
+    )  # the others are special tokens
     again = list(
         llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True)
     )  # the slot that was stopped is free
-    assert again == pieces
+    assert again == deltas
 
 
 @FEW
 @pytest.mark.slow
-def test_a_bad_ask_is_answered_and_the_others_go_on(llm):
-    good = Ask([5, 6], 4, ignore_eos=True)
-    asks = [
+def test_invalid_request_does_not_affect_the_others(llm):
+    good = new_request([5, 6], 4, ignore_eos=True)
+    requests = [
         good,
-        Ask([], 4),
-        Ask([5, 61], 4),
-        Ask("w5", 0),
-        Ask([5] * 127, 4, ignore_eos=True),
+        new_request([], 4),
+        new_request([5, 61], 4),
+        new_request("w5", 0),
+        new_request([5] * 127, 4, ignore_eos=True),
         good,
     ]
-    for given in (iter(asks), asks):
-        answers = sorted(llm.answers(given), key=lambda answer: answer.index)
-        assert [answer.index for answer in answers] == list(range(6))
-        assert [answer.finished for answer in answers] == [
+    for given in (iter(requests), requests):
+        completions = sorted(llm.completions(given), key=lambda completion: completion.index)
+        assert [completion.index for completion in completions] == list(range(6))
+        assert [completion.finish_reason for completion in completions] == [
             "length",
             "error",
             "error",
             "error",
             *["length"] * 2,
         ]
-        assert answers[0].ids == answers[5].ids
-        assert answers[0].text == answers[5].text
-    errors = [answer.error or "" for answer in answers]
+        assert completions[0].token_ids == completions[5].token_ids
+        assert completions[0].text == completions[5].text
+    errors = [completion.error or "" for completion in completions]
     assert "empty" in errors[1]
     assert "token id 61" in errors[2]
     assert "max_new_tokens=0" in errors[3]
 
 
 @FEW
-def test_streams_side_by_side(llm):
-    """Each has a scheduler of its own while another runs."""
+def test_two_streams_at_a_time(llm):
+    """A second stream has its own engine while the first one is running."""
     prompts = ("w5 w9", "w7")
     expected = [llm.generate(prompt, max_new_tokens=9, ignore_eos=True) for prompt in prompts]
     streams = [llm.stream(prompt, max_new_tokens=9, ignore_eos=True) for prompt in prompts]
-    pieces = list(zip_longest(*streams, fillvalue=""))
-    assert ["".join(each) for each in zip(*pieces, strict=True)] == expected
+    deltas = list(zip_longest(*streams, fillvalue=""))
+    assert ["".join(texts) for texts in zip(*deltas, strict=True)] == expected
 
 
 @FEW
 @pytest.mark.slow
-def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
-    """What was believed to be in the caches, and is not, is not learned."""
+def test_interrupted_step_is_not_cached(folder, monkeypatch):
+    """Blocks that an interrupted prefill did not compute are not in the prefix cache."""
     llm = LLM.load(
         folder,
         **EXACT,
@@ -209,16 +211,16 @@ def test_an_interrupted_step_leaves_nothing_behind(folder, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "prefill", interrupted)
+        patch.setattr(Executor, "prefill", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompt, 6, ignore_eos=True)
     for _ in range(2):
         assert llm.generate(prompt, 6, ignore_eos=True) == expected
-    assert llm.last_scheduler[1].pages.hits == 16
+    assert llm.engine.prefix_cache.hits == 16
 
 
 @FEW
-def test_prompts_that_come_together_share_what_they_begin_with(folder):
+def test_prompts_of_one_call_share_their_prefix(folder):
     llm = LLM.load(
         folder,
         **EXACT,
@@ -226,42 +228,42 @@ def test_prompts_that_come_together_share_what_they_begin_with(folder):
         pagedattn_tokens_per_page=4,
         max_target_length=64,
     )
-    answers = llm.generate([list(range(5, 25))] * 3, 4, ignore_eos=True)
-    assert answers[0] == answers[1] == answers[2]
-    assert llm.last_scheduler[1].pages.hits == 2 * 16
+    completions = llm.generate([list(range(5, 25))] * 3, 4, ignore_eos=True)
+    assert completions[0] == completions[1] == completions[2]
+    assert llm.engine.prefix_cache.hits == 2 * 16
 
 
 @FEW
 @pytest.mark.slow
-def test_limits_and_odd_numbers(llm):
-    asks = [
-        Ask([5, 6], 4, ignore_eos=True),
-        Ask([5, 6], 1 << 36),
-        Ask([5, "x"], 4),
-        Ask([5] * 9, 2.5),
-        Ask(None),
+def test_limits_and_invalid_values(llm):
+    requests = [
+        new_request([5, 6], 4, ignore_eos=True),
+        new_request([5, 6], 1 << 36),
+        new_request([5, "x"], 4),
+        new_request([5] * 9, 2.5),
+        GenerationRequest(None),
     ]
-    answers = sorted(llm.answers(asks), key=lambda answer: answer.index)
-    assert [answer.finished for answer in answers] == ["length", *["error"] * 4]
-    assert "do not fit into" in answers[1].error
-    assert "a prompt is text or whole numbers, token ids, not [5, 'x']" in answers[2].error
-    assert "not None" in answers[4].error
-    assert "must be a whole number" in answers[3].error
+    completions = sorted(llm.completions(requests), key=lambda completion: completion.index)
+    assert [completion.finish_reason for completion in completions] == ["length", *["error"] * 4]
+    assert "exceed" in completions[1].error
+    assert "a prompt is text or token ids, whole numbers, not [5, 'x']" in completions[2].error
+    assert "not None" in completions[4].error
+    assert "must be a whole number" in completions[3].error
     everything = llm.generate([5, 6], 4, temperature=1.0, top_k=1 << 40, seed=-1, ignore_eos=True)
     assert everything == llm.generate([[5, 6]], 4, temperature=1.0, seed=-1, ignore_eos=True)[0]
     alone = llm.generate(np.array([5, 6]), 4, temperature=1.0, seed=-1, ignore_eos=True)
     assert alone.tolist() == everything
     assert len(llm.generate([[5], [6]], 2, temperature=1.0, seed=-1, ignore_eos=True)) == 2
-    with pytest.raises(UserError, match="an Ask says all: put max_new_tokens into it"):
-        next(llm.stream(Ask("w5"), max_new_tokens=4))
+    with pytest.raises(UserError, match="has its own params: put max_new_tokens into them"):
+        next(llm.stream(GenerationRequest("w5"), max_new_tokens=4))
 
 
 @FEW
-def test_a_stream_that_is_left_frees_its_slot(llm):
+def test_closed_stream_frees_its_slot(llm):
     stream = llm.stream("w5", max_new_tokens=100, ignore_eos=True)
     next(stream)
     stream.close()
-    assert llm.last_scheduler[1].pages.held == 0
+    assert llm.engine.prefix_cache.pool.num_referenced == 0
     assert len(list(llm.stream("w5", max_new_tokens=4, ignore_eos=True))) > 0
 
 
@@ -269,7 +271,16 @@ def test_warm_up_compiles_what_is_needed(folder):
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 2}
     llm = LLM.load(folder, **EXACT, **sizes, enable_model_warmup=True)
     compiled = [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)]
-    list(llm.answers(iter([Ask([5] * 8, 4, ignore_eos=True), Ask([6] * 3, 20, ignore_eos=True)])))
+    list(
+        llm.completions(
+            iter(
+                [
+                    new_request([5] * 8, 4, ignore_eos=True),
+                    new_request([6] * 3, 20, ignore_eos=True),
+                ]
+            )
+        )
+    )
     assert min(compiled) > 0
     assert [
         program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)
@@ -277,26 +288,28 @@ def test_warm_up_compiles_what_is_needed(folder):
 
 
 @pytest.mark.slow
-def test_warm_up_compiles_programs_for_some_of_the_slots(folder, monkeypatch):
-    """As on a GPU, where blocks of two lengths are two programs."""
-    for place in ("engine", "llm"):
-        monkeypatch.setattr(f"maxtext.inference.{place}.platform", lambda rules: "gpu")
-    monkeypatch.setattr("maxtext.inference.engine.LEAST_ROWS", 1)
-    monkeypatch.setattr("maxtext.inference.scheduler.BLOCK_SECONDS", 100.0)
+def test_warm_up_compiles_programs_for_subsets_of_the_slots(folder, monkeypatch):
+    """As on a GPU, where two numbers of decode steps are two programs."""
+    for module in ("engine", "executor", "llm"):
+        monkeypatch.setattr(f"maxtext.inference.{module}.platform", lambda rules: "gpu")
+    monkeypatch.setattr("maxtext.inference.executor.MIN_DECODE_ROWS", 1)
+    monkeypatch.setattr("maxtext.inference.engine.STEP_SECONDS", 100.0)
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 4}
     pages = {"attention": "paged", "pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 16}
     llm = LLM.load(folder, **{**EXACT, **pages}, **sizes, enable_model_warmup=True)
     compiled = llm.programs.decode._cache_size()
     for count in (1, 2, 4):
-        list(llm.answers(iter([Ask([count] * 8, 20, ignore_eos=True) for _ in range(count)])))
-    assert compiled >= 6  # blocks of two lengths for 1, 2 and 4 slots
+        list(
+            llm.completions(
+                iter([new_request([count] * 8, 20, ignore_eos=True) for _ in range(count)])
+            )
+        )
+    assert compiled >= 6  # two numbers of steps for 1, 2 and 4 slots
     assert llm.programs.decode._cache_size() == compiled
 
 
 def test_save_and_load_again(llm, folder, ids, tmp_path):
-    """Ours, scanned and unrolled; and from ours back to theirs, bit for bit, with what came
-    along.
-    """
+    """A native folder, and from that a Hugging Face folder with the same bits and assets."""
     from safetensors.numpy import load_file
 
     llm.save(tmp_path / "ours")
@@ -313,7 +326,7 @@ def test_save_and_load_again(llm, folder, ids, tmp_path):
     assert (tmp_path / "theirs" / "tokenizer_config.json").exists()
 
 
-def test_a_dtype_for_hugging_face(llm, tmp_path):
+def test_save_hf_with_dtype(llm, tmp_path):
     llm.save_hf(tmp_path / "half", dtype="bfloat16")
     their = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(tmp_path / "half")
     assert {parameter.dtype for parameter in their.parameters()} == {torch.bfloat16}
@@ -332,7 +345,7 @@ def test_random_weights_of_a_named_model(tmp_path):
 
 @pytest.mark.slow
 def test_on_several_devices(llm, folder, ids):
-    """Split over a mesh of eight, the same scores and tokens."""
+    """On a mesh of eight devices, the logits and tokens are the same."""
     script = (
         "import sys, json, numpy as np; from maxtext import LLM\n"
         "ids = np.array(json.loads(sys.argv[2]))\n"
@@ -383,18 +396,18 @@ BAD_CALLS = {
         lambda llm: llm.generate("w4", temperature=-1.0),
         "temperature=-1.0 must be a number from 0 to 1e\\+30",
     ),
-    "top_k of nothing": (lambda llm: llm.generate("w4", top_k=3), "temperature=0 draws nothing"),
+    "top_k of nothing": (lambda llm: llm.generate("w4", top_k=3), "temperature=0 is greedy"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_what_is_refused(llm, name):
+def test_invalid_calls(llm, name):
     call, sentence = BAD_CALLS[name]
     with pytest.raises(UserError, match=sentence):
         call(llm)
 
 
-def test_what_cannot_be_loaded(folder, tmp_path):
+def test_load_errors(folder, tmp_path):
     with pytest.raises(
         ConfigError, match="'no-such-model' is neither a folder nor the name of a model"
     ):

@@ -1,8 +1,8 @@
-"""One model with all kinds of caches (pages, a window's ring, the states of Gated DeltaNet), served
-at random.
+"""A model with all kinds of caches (paged, sliding window, the recurrent state of Gated DeltaNet),
+with random requests.
 
-Prompts share beginnings, the pool is too small for all sequences, some requests are cancelled, and
-what a page loses goes to the host's memory. Each request gets the tokens that it gets alone.
+Prompts share prefixes, the pool is too small for all sequences, some requests are aborted, and
+evicted blocks are offloaded to host memory. The tokens of a request do not depend on the batch.
 """
 
 from dataclasses import replace
@@ -10,20 +10,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from maxtext.inference.serving import make_scheduler
+from maxtext.inference.engine import InferenceEngine
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.cache import PAGES, POSITION
 from maxtext.layers.gated_delta_net import STATE
 from maxtext.models import registry
 from tests.inference import test_scheduler as helpers
+from tests.inference.prefix_cache_checks import check_consistent
 from tests.inference.test_scheduler import (
     LENGTH,
     VOCABULARY,
-    alone,
+    check_released,
     compiled,
-    drawn_weights,
     random_request,
+    random_weights,
+    reference,
 )
 
 pytestmark = [pytest.mark.usefixtures("quick_programs", "few_programs"), pytest.mark.slow]
@@ -52,61 +54,61 @@ def mixed(monkeypatch):
     monkeypatch.setitem(helpers.KINDS, KIND, [*helpers.KINDS["delta"], "scan_layers=false"])
 
 
-def serve(scheduler, requests, random):
-    """The tokens of each request that was not cancelled, None of those that were."""
-    tokens = {number: [] for number in range(len(requests))}
-    waiting, open_numbers = list(enumerate(requests)), set()
-    while waiting or scheduler.busy:
+def serve(engine, requests, random):
+    """The tokens of each request; None for requests that were aborted."""
+    tokens = {index: [] for index in range(len(requests))}
+    waiting, running = list(enumerate(requests)), set()
+    while waiting or engine.has_unfinished:
         for _ in range(min(len(waiting), int(random.integers(0, 4)))):
-            number, request = waiting.pop(0)
-            assert scheduler.refusal(request) is None
-            scheduler.add(number, request)
-            open_numbers.add(number)
-        if open_numbers and random.random() < 0.1:
-            number = int(random.choice(sorted(open_numbers)))
-            scheduler.cancel(number)
-            open_numbers.remove(number)
-            tokens[number] = None
-        for news in scheduler.step():
-            if tokens[news.number] is None:
+            index, request = waiting.pop(0)
+            assert engine.reject_reason(request) is None
+            engine.add_request(index, request)
+            running.add(index)
+        if running and random.random() < 0.1:
+            index = int(random.choice(sorted(running)))
+            engine.abort(index)
+            running.remove(index)
+            tokens[index] = None
+        for output in engine.step():
+            if tokens[output.request_id] is None:
                 continue
-            assert news.error is None
-            tokens[news.number] += news.tokens
-            if news.finished:
-                open_numbers.remove(news.number)
-        scheduler.pages.check()
-    assert not open_numbers
-    assert scheduler.pages.held == 0
-    assert sorted(scheduler.slots) == list(range(scheduler.engine.size.slots))
+            assert output.error is None
+            tokens[output.request_id] += output.sampled_tokens
+            if output.finish_reason:
+                running.remove(output.request_id)
+        check_consistent(engine.prefix_cache)
+    assert not running
+    check_released(engine)
     return list(tokens.values())
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
-def test_random_requests_are_served_as_if_alone(quantized):
+def test_tokens_do_not_depend_on_the_batch(quantized):
     words = [*POOL, *(INT8 if quantized else [])]
-    weights = drawn_weights(KIND)
-    if quantized:  # through the same quantizer, by itself in an engine of its own
+    weights = random_weights(KIND)
+    if quantized:  # with the same quantization, in an engine of its own
 
         def expected(request):
-            return make_scheduler(compiled(KIND, *words), weights, 4, LENGTH).run([request])[0]
+            engine = InferenceEngine(compiled(KIND, *words), weights, 4, LENGTH)
+            return engine.generate([request])[0]
 
     else:
-        expected = alone(compiled(KIND), weights)
-    scheduler = make_scheduler(compiled(KIND, *words), weights, 4, LENGTH)
-    caches = scheduler.engine.state.caches
+        expected = reference(compiled(KIND), weights)
+    engine = InferenceEngine(compiled(KIND, *words), weights, 4, LENGTH)
+    caches = engine.executor.state.caches
     assert [STATE in caches[0], POSITION in caches[1], STATE in caches[2], PAGES in caches[3]] == [
         True
     ] * 4
-    cancelled = 0
+    num_aborted = 0
     for seed in range(2):
         random = np.random.default_rng(seed)
         prefixes = random.integers(0, VOCABULARY, (2, 18)).tolist()
         requests = [random_request(random, prefixes=prefixes) for _ in range(14)]
-        for request, tokens in zip(requests, serve(scheduler, requests, random), strict=True):
+        for request, tokens in zip(requests, serve(engine, requests, random), strict=True):
             if tokens is None:
-                cancelled += 1
+                num_aborted += 1
             else:
                 assert tokens == expected(request)
-    assert scheduler.pages.hits > 0
-    assert scheduler.preempted > 0
-    assert cancelled > 0
+    assert engine.prefix_cache.hits > 0
+    assert engine.scheduler.num_preemptions > 0
+    assert num_aborted > 0

@@ -1,4 +1,4 @@
-"""Split over eight devices in any way, the engine gives the tokens that it gives on one."""
+"""The engine gives the same tokens on one device and sharded over eight."""
 
 import json
 import os
@@ -19,16 +19,16 @@ def test_eight_devices_give_the_tokens_of_one():
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    words = [sys.executable, "-m", "tests.inference.eight_engines"]
+    command = [sys.executable, "-m", "tests.inference.eight_engines"]
     done = subprocess.run(
-        words, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    one = {
+    outputs = json.loads(done.stdout.splitlines()[-1])
+    single_device = {
         kind: eight_engines.tokens(kind, [], 1)
         for kind in {kind for kind, _, _ in eight_engines.CASES}
     }
-    assert dict(zip(eight_engines.CASES_BY_NAME, found, strict=True)) == {
-        name: one[case[0]] for name, case in eight_engines.CASES_BY_NAME.items()
+    assert dict(zip(eight_engines.CASES_BY_NAME, outputs, strict=True)) == {
+        name: single_device[case[0]] for name, case in eight_engines.CASES_BY_NAME.items()
     }

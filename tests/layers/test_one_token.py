@@ -47,8 +47,8 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(decode, "supports", lambda *facts: None)
     for place in (joined, attend):
         monkeypatch.setattr(place, "only_platform", lambda: "gpu")
-    for place in ("engine", "serving"):
-        monkeypatch.setattr(f"maxtext.inference.{place}.platform", lambda rules: "gpu")
+    for module in ("engine", "executor"):
+        monkeypatch.setattr(f"maxtext.inference.{module}.platform", lambda rules: "gpu")
     return found
 
 

@@ -102,10 +102,10 @@ def test_greedy(name, specimen, model, tmp_path):
         "pagedattn_tokens_per_page": 4,
         "per_device_batch_size": 2,
     }
-    known = known if model(name).programs.cached else {}
+    known = known if model(name).programs.has_caches else {}
     model(name).save(tmp_path)
     again = LLM.load(tmp_path, **(zoo.SETTINGS | {"scan_layers": False} | pieces | known))
     for _ in range(2):
         assert again.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
     if known:
-        assert again.last_scheduler[1].pages.hits >= 40
+        assert again.engine.prefix_cache.hits >= 40

@@ -1,7 +1,7 @@
-"""`maxtext batch`: the answers to a file of requests, offline and resumable.
+"""`maxtext batch`: offline, resumable completion of a file of requests.
 
-Each line of the requests gives one line of answers, in the order in which they finish. The same
-command goes on where an earlier one stopped.
+Each line of the requests gives one line of results, in the order in which they finish. The same
+command resumes where an earlier run stopped.
 """
 
 import itertools
@@ -12,16 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.cli import arguments
-from maxtext.cli.answering import Answering, note, open_model, refuse, settle
-from maxtext.cli.batch_files import Answers, Line, lines
+from maxtext.cli.batch_files import Line, ResultFile, read_lines
+from maxtext.cli.generation import (
+    GenerationSession,
+    load_session,
+    note,
+    refuse_useless,
+    resolve_model,
+)
 from maxtext.cli.models import aligned
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
+from maxtext.configs.load import base_values
+from maxtext.configs.types import MaxTextConfig
 
-LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
-# Beside the model, what shapes the answers. How they are computed (devices, pages …) may change
-# between two runs.
-SHAPING = (
+LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal
+# Besides the model, the keys that decide the results. How they are computed (devices, blocks …) may
+# change between two runs.
+RESULT_KEYS = (
     "max_target_length", "max_prefill_predict_length", "add_bos", "use_chat_template", "chat_template",
     "chat_template_path", "tokenizer_path", "decode_sampling_strategy", "decode_sampling_temperature",
     "decode_sampling_top_k", "decode_sampling_nucleus_p", "init_weights_seed", "return_log_prob", "quantization",
@@ -30,125 +38,144 @@ SHAPING = (
 USELESS = {
     "prompt": "the prompts are in the file",
     "load_parameters_path": "--model names the model",
-    "multi_sampling": "repeat the line, each has a seed of its own",
+    "multi_sampling": "repeat the line: each has its own seed",
     "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
 }
 
 
 def run(args: list[str]) -> int:
-    place = arguments.take_value(args, "--model")
+    path = arguments.take_value(args, "--model")
     overwrite = arguments.take_flag(args, "--overwrite")
-    if place is None or len(args) < 2 or any(arg.startswith("-") for arg in args):
+    if path is None or len(args) < 2 or any(arg.startswith("-") for arg in args):
         raise ConfigError(
-            "name two files and a model: maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]"
+            "name two files and a model: "
+            "maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]"
         )
     requests, out = (local_path(arg) for arg in args[:2])
-    if not requests.is_file():
-        raise ConfigError(f"there is no file {requests}: it should have a request on each line")
-    if out.exists() and (not out.is_file() or out.samefile(requests)):
-        reason = "it is no regular file" if not out.is_file() else "it is the file of requests"
-        raise ConfigError(f"{out} cannot take the answers: {reason}; name another file")
-    place = model_place(place)
-    config = settle(place, None, args[2:])
-    refuse(config, "batch", USELESS)
-    from maxtext.checkpoint.open import MODEL_KEYS
-
-    shaping = {key: getattr(config, key) for key in (*SHAPING, *sorted(MODEL_KEYS))}
-    answers = Answers(out, shaping | {"model": place}, overwrite)
-    before = len(answers)
+    check_files(requests, out)
+    model = resolve_model(newest_step(path), None, args[2:])
+    refuse_useless(model.config, "batch", USELESS)
+    results = ResultFile(out, result_settings(model.path, model.config), overwrite)
+    num_before = len(results)
     try:
-        if not answers.verify(requests):
-            answers.begin()
-            print(f"all {before:,} requests of {requests} are answered in {out}")
+        if not results.verify(requests):
+            results.begin()
+            print(f"all {num_before:,} requests of {requests} are completed in {out}")
             return 0
-        if before:
-            note(f"{before:,} requests are answered, the others follow")
-        model = open_model(place, config)
+        if num_before:
+            note(f"{num_before:,} requests are completed already")
+        session = load_session(model)
         with Report(requests) as report:
-            answer_all(model, requests, answers, report)
+            complete_all(session, requests, results, report)
     except KeyboardInterrupt:
         command = "the same command without --overwrite" if overwrite else "the same command"
-        note(f"{len(answers) - before:,} requests more are answered in {out}; {command} goes on")
+        count = len(results) - num_before
+        note(f"{count:,} more requests are completed in {out}; {command} resumes")
         raise
     finally:
-        answers.close()
+        results.close()
     print(f"wrote {out}\n{aligned(report.rows(), left=1)}", end="")
     return 0
 
 
-def model_place(named: str) -> str:
-    """The same model for all answers: of a run, which may go on, the step that is the newest
-    now.
+def check_files(requests: Path, out: Path) -> None:
+    if not requests.is_file():
+        raise ConfigError(f"there is no file {requests}: it should have a request on each line")
+    if out.exists() and (not out.is_file() or out.samefile(requests)):
+        reason = "it is no regular file" if not out.is_file() else "it is the file of requests"
+        raise ConfigError(f"{out} cannot take the results: {reason}; name another file")
+
+
+def newest_step(path: str) -> str:
+    """The folder of the model: of a run's checkpoints, the newest step now. The run may write newer
+    ones, but all results come from the same model.
     """
     from maxtext.checkpoint import steps
 
-    folder = local_path(named)
+    folder = local_path(path)
     if not folder.is_dir():
-        return named
-    return str(
-        (steps.steps_under(folder)[-1] if steps.is_checkpoints(folder) else folder).resolve()
-    )
+        return path
+    if steps.is_checkpoints(folder):
+        folder = steps.steps_under(folder)[-1]
+    return str(folder.resolve())
 
 
-def answer_all(model: Answering, requests: Path, answers: Answers, report: "Report") -> None:
-    from maxtext.cli.batch_requests import ask_of, parsed
-    from maxtext.inference.sampling import Sampling
+def result_settings(path: str, config: MaxTextConfig) -> dict[str, Any]:
+    """The settings that decide the results. A weight_dtype that was not set is the checkpoint's, so
+    the path of the model stands for it.
+    """
+    from maxtext.checkpoint.open import MODEL_KEYS
 
-    sampling = Sampling.of(model.config)
-    waiting: dict[int, tuple[Line, dict[str, Any]]] = {}  # by the number of the ask
-    number = itertools.count()
-    answers.begin()
+    settings = {key: getattr(config, key) for key in (*RESULT_KEYS, *sorted(MODEL_KEYS))}
+    if config.source("weight_dtype").kind == "derived":
+        settings["weight_dtype"] = base_values().weight_dtype
+    return settings | {"model": path}
+
+
+def complete_all(
+    session: GenerationSession, requests: Path, results: ResultFile, report: "Report"
+) -> None:
+    from maxtext.cli.batch_requests import build_request, parse_line
+    from maxtext.inference import SamplingParams
+
+    params = SamplingParams.from_config(session.config, log_probs=session.config.return_log_prob)
+    running: dict[int, tuple[Line, dict[str, Any]]] = {}  # by the index of the request
+    indices = itertools.count()
+    results.begin()
 
     def finish(line: Line, record: dict[str, Any], result: dict[str, Any], tokens: int) -> None:
-        answers.write(line, ({"id": record["id"]} if "id" in record else {}) | result)
+        results.write(line, ({"id": record["id"]} if "id" in record else {}) | result)
         report(line, tokens, failed="error" in result)
 
-    def asks() -> Iterator[Any]:
-        for line in lines(requests):
-            if answers.has(line):
+    def read_requests() -> Iterator[Any]:
+        for line in read_lines(requests):
+            if results.has(line):
                 report.skip(line)
                 continue
             record: dict[str, Any] = {}
             try:
-                record = parsed(line.data)
-                ask = ask_of(record, line.index, model, sampling)
+                record = parse_line(line.data)
+                request = build_request(record, line.index, session, params)
             except UserError as error:
                 finish(line, record, {"finished": "error", "error": str(error)}, 0)
                 continue
-            waiting[next(number)] = line, record
-            yield ask
+            running[next(indices)] = line, record
+            yield request
 
-    for answer in model.llm.answers(asks()):
-        line, record = waiting.pop(answer.index)
-        finish(
-            line, record, result_of(answer, record, model.config.return_log_prob), len(answer.ids)
-        )
-    if waiting:
-        raise UserError(
-            f"{len(waiting)} requests were left without an answer: run the same command again"
-        )
+    for completion in session.llm.completions(read_requests()):
+        line, record = running.pop(completion.index)
+        result = result_record(completion, record, session.config.return_log_prob)
+        finish(line, record, result, len(completion.token_ids))
+    if running:
+        raise UserError(f"{len(running)} requests were not completed: run the same command again")
 
 
-def result_of(answer: Any, record: dict[str, Any], log_probs: bool) -> dict[str, Any]:
-    """Text for text, ids for ids."""
-    if answer.error:
-        return {"finished": "error", "error": answer.error}
-    result: dict[str, Any] = {} if isinstance(record.get("prompt"), list) else {"text": answer.text}
+def result_record(completion: Any, record: dict[str, Any], log_probs: bool) -> dict[str, Any]:
+    """A line of the results: text for a text prompt, ids for a prompt of ids."""
+    if completion.error:
+        return {"finished": "error", "error": completion.error}
+    is_text = not isinstance(record.get("prompt"), list)
+    result: dict[str, Any] = {"text": completion.text} if is_text else {}
     if log_probs:
-        result["log_probs"] = [round(float(value), 6) for value in answer.log_probs]
-    if log_probs or "text" not in result:
-        result["ids"] = list(answer.ids)
-    return result | {"finished": answer.finished}
+        result["log_probs"] = [round(float(value), 6) for value in completion.log_probs]
+    if log_probs or not is_text:
+        result["ids"] = list(completion.token_ids)
+    return result | {"finished": completion.finish_reason}
 
 
 class Report:
-    """Progress, by bytes of the requests, since nobody has counted them: a bar on a terminal,
-    elsewhere a line now and then."""
+    """Progress by bytes of the request file, whose lines are not counted before: a bar on a
+    terminal, elsewhere a line now and then.
+    """
 
     def __init__(self, requests: Path):
-        self.total = requests.stat().st_size
-        self.done = self.answered = self.failed = self.tokens = 0  # `done`: bytes
-        self.began = self.said = time.monotonic()
+        self.total_bytes = requests.stat().st_size
+        self.num_bytes = 0
+        self.num_completed = 0
+        self.num_failed = 0
+        self.num_tokens = 0
+        self.started_at = time.monotonic()
+        self.logged_at = self.started_at
         self.bar: Any = None
 
     def __enter__(self) -> "Report":
@@ -169,7 +196,7 @@ class Report:
                 TimeRemainingColumn(),
             )
             self.bar = Progress(*columns, console=Console(stderr=True))
-            self.task = self.bar.add_task("", total=self.total)
+            self.task = self.bar.add_task("", total=self.total_bytes)
             self.bar.start()
         return self
 
@@ -178,31 +205,31 @@ class Report:
             self.bar.stop()
 
     def skip(self, line: Line) -> None:
-        """A line that an earlier run has answered."""
-        self.done += len(line.data)
+        """A line that an earlier run has completed."""
+        self.num_bytes += len(line.data)
 
     def __call__(self, line: Line, tokens: int, failed: bool) -> None:
-        self.done += len(line.data)
-        self.tokens += tokens
-        self.answered += 1
-        self.failed += failed
+        self.num_bytes += len(line.data)
+        self.num_tokens += tokens
+        self.num_completed += 1
+        self.num_failed += failed
         now = time.monotonic()
-        if not self.bar and now - self.said < LINE_SECONDS:
+        if not self.bar and now - self.logged_at < LOG_SECONDS:
             return
-        self.said = now
-        rate = (
-            f"{self.answered:,} requests, {self.tokens / max(now - self.began, 1e-9):,.0f} tokens/s"
-        )
+        self.logged_at = now
+        rate = self.num_tokens / max(now - self.started_at, 1e-9)
+        description = f"{self.num_completed:,} requests, {rate:,.0f} tokens/s"
         if self.bar:
-            self.bar.update(self.task, completed=self.done, description=rate)
+            self.bar.update(self.task, completed=self.num_bytes, description=description)
         else:
-            print(f"{self.done / self.total:.0%}: {rate}", file=sys.stderr, flush=True)
+            share = self.num_bytes / self.total_bytes
+            print(f"{share:.0%}: {description}", file=sys.stderr, flush=True)
 
     def rows(self) -> list[tuple[str, str]]:
-        seconds = max(time.monotonic() - self.began, 1e-9)
+        seconds = max(time.monotonic() - self.started_at, 1e-9)
         return [
-            ("requests", f"{self.answered:,}"),
-            ("with errors", f"{self.failed:,}"),
-            ("tokens", f"{self.tokens:,}"),
-            ("tokens/s", f"{self.tokens / seconds:,.1f}"),
+            ("requests", f"{self.num_completed:,}"),
+            ("with errors", f"{self.num_failed:,}"),
+            ("tokens", f"{self.num_tokens:,}"),
+            ("tokens/s", f"{self.num_tokens / seconds:,.1f}"),
         ]

@@ -1,10 +1,9 @@
-"""The two files of a batch job: requests, read one line at a time, and answers, appended a whole
-line at a time.
+"""The two files of a batch job: requests, read one line at a time, and results, appended one
+complete line at a time.
 
-An answer carries the number of its line and a sum of that line and of the settings that shape
-answers. So a job that was stopped, by any means, knows from its answers alone what is left, and one
-whose requests or settings have changed is refused before it mixes answers that do not belong
-together.
+A result carries the index of its line and a checksum of that line and of the settings that decide
+results. So a job that was stopped, in any way, knows from its results what is left, and a job whose
+requests or settings have changed is refused before it mixes results that do not belong together.
 """
 
 import array
@@ -21,7 +20,7 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 
-HALF = 32  # bits of a sum: the upper half is the line's, the lower half that of the settings
+HALF_BITS = 32  # of a checksum: the upper half is the line's, the lower half that of the settings
 
 
 @dataclass(frozen=True)
@@ -30,31 +29,32 @@ class Line:
     data: bytes
 
 
-def lines(path: Path) -> Iterator[Line]:
-    """The lines that are not blank, numbered as they stand in the file, from 0."""
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines that are not blank, with their index in the file, from 0."""
     try:
-        with path.open("rb") as stream:
-            for index, data in enumerate(stream):
+        with path.open("rb") as file:
+            for index, data in enumerate(file):
                 if data.strip():
                     yield Line(index, data)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def sum_of(data: bytes) -> int:
-    """Half a sum; never 0, which stands for no answer."""
-    return int.from_bytes(hashlib.blake2b(data.strip(), digest_size=HALF // 8).digest(), "big") or 1
+def half_checksum(data: bytes) -> int:
+    """Never 0, which stands for no result."""
+    digest = hashlib.blake2b(data.strip(), digest_size=HALF_BITS // 8).digest()
+    return int.from_bytes(digest, "big") or 1
 
 
-class Answers:
-    """The file of answers, of which this process is the only writer. `settings`: whatever shapes
-    the answers.
+class ResultFile:
+    """The file of results, of which this process is the only writer. `settings`: all that decides
+    the results.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool):
         self.path = path
-        self.settings = sum_of(json.dumps(settings, sort_keys=True, default=str).encode())
-        self.sums = array.array("Q")  # by the number of the line; 0 where there is no answer yet
+        self.settings = half_checksum(json.dumps(settings, sort_keys=True, default=str).encode())
+        self.checksums = array.array("Q")  # by the index of the line; 0 where there is no result
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and not path.is_file():
@@ -73,107 +73,109 @@ class Answers:
                 f"another `maxtext batch` is writing {path}: wait for it, or name another file"
             ) from error
         try:
-            self.whole = 0 if overwrite else self.read()
+            self.num_valid_bytes = 0 if overwrite else self.read()
         except BaseException:
             self.close()
             raise
 
     def read(self) -> int:
-        """Take in what is answered; returns the bytes of whole lines, for the last one may be
-        torn.
+        """Read the results of earlier runs; returns the bytes of complete lines, since the last
+        line may be torn.
         """
-        whole = 0
-        with self.path.open("rb") as stream:
-            for number, data in enumerate(stream, 1):
+        num_bytes = 0
+        with self.path.open("rb") as file:
+            for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
                     break
                 try:
                     record = json.loads(data)
-                    index, found = int(record["index"]), int(record["check"], 16)
+                    index, checksum = int(record["index"]), int(record["check"], 16)
                 except (ValueError, TypeError, KeyError, RecursionError) as error:
                     raise ConfigError(
-                        f"line {number} of {self.path} is no answer of `maxtext batch`: name another file, or replace "
-                        "this one with --overwrite"
+                        f"line {number} of {self.path} is no result of `maxtext batch`: "
+                        "name another file, or replace this one with --overwrite"
                     ) from error
-                if found & ((1 << HALF) - 1) != self.settings:
+                if checksum & ((1 << HALF_BITS) - 1) != self.settings:
                     raise ConfigError(
-                        f"{self.path} has answers of another model or of other settings of prompts and sampling: "
-                        "run with those, name another file, or begin anew with --overwrite"
+                        f"{self.path} has results of another model or of other settings of prompts"
+                        " and sampling: run with those, name another file, or start over with"
+                        " --overwrite"
                     )
-                self.note(index, found)
-                whole += len(data)
-        return whole
+                self.record(index, checksum)
+                num_bytes += len(data)
+        return num_bytes
 
-    def note(self, index: int, found: int) -> None:
-        if index >= len(self.sums):
-            self.sums.frombytes(bytes(8 * (index + 1 - len(self.sums))))
-        self.sums[index] = found
+    def record(self, index: int, checksum: int) -> None:
+        if index >= len(self.checksums):
+            self.checksums.frombytes(bytes(8 * (index + 1 - len(self.checksums))))
+        self.checksums[index] = checksum
 
     def has(self, line: Line) -> bool:
-        """Whether a line is answered; a line that is another one now is an error."""
-        found = self.sums[line.index] if line.index < len(self.sums) else 0
-        if found and found != self.check(line):
-            raise self.changed(f"line {line.index + 1} is another one now")
-        return bool(found)
+        """Whether a line has a result. Raises ConfigError if the line has changed since."""
+        checksum = self.checksums[line.index] if line.index < len(self.checksums) else 0
+        if checksum and checksum != self.checksum(line):
+            raise self.changed(f"line {line.index + 1} has changed")
+        return bool(checksum)
 
     def verify(self, requests: Path) -> bool:
-        """Hold the lines that are answered against those that were read then; returns whether some
-        are left.
+        """Compare the lines that have results with those of the request file; returns whether some
+        lines have no result yet.
         """
-        answered, some_left = len(self), False
-        for line in lines(requests):
+        num_results, some_left = len(self), False
+        for line in read_lines(requests):
             if self.has(line):
-                answered -= 1
+                num_results -= 1
             else:
                 some_left = True
-            if some_left and not answered:
+            if some_left and not num_results:
                 return True
-        if answered:
-            raise self.changed("they have become fewer")
+        if num_results:
+            raise self.changed("some are missing")
         return some_left
 
     def __len__(self) -> int:
-        return len(self.sums) - self.sums.count(0)
+        return len(self.checksums) - self.checksums.count(0)
 
     def changed(self, how: str) -> ConfigError:
         return ConfigError(
-            f"{self.path} answers other requests than these, {how}: name another file for the answers, or begin anew "
-            "with --overwrite"
+            f"{self.path} has the results of other requests than these, {how}: "
+            "name another file for the results, or start over with --overwrite"
         )
 
-    def check(self, line: Line) -> int:
-        return sum_of(line.data) << HALF | self.settings
+    def checksum(self, line: Line) -> int:
+        return half_checksum(line.data) << HALF_BITS | self.settings
 
     def begin(self) -> None:
-        """From here on the file changes: what is no whole answer is cut off, or all with
-        overwrite.
+        """Start to change the file: truncate it to its complete results, or, with overwrite, to
+        nothing.
         """
-        if os.fstat(self.handle).st_size > self.whole:
-            os.ftruncate(self.handle, self.whole)
+        if os.fstat(self.handle).st_size > self.num_valid_bytes:
+            os.ftruncate(self.handle, self.num_valid_bytes)
 
     def write(self, line: Line, record: Mapping[str, Any]) -> None:
-        """Append an answer, by one call of the system where it can be."""
-        named = {"index": line.index, **record, "check": f"{self.check(line):016x}"}
+        """Append a result, in one system call where possible."""
+        result = {"index": line.index, **record, "check": f"{self.checksum(line):016x}"}
         try:
-            data = json.dumps(named, ensure_ascii=False).encode()
+            data = json.dumps(result, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # half a surrogate pair, which JSON can only escape
-            data = json.dumps(named).encode()
+            data = json.dumps(result).encode()
         data += b"\n"
         try:
             while data:
                 data = data[os.write(self.handle, data) :]
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be written: {error.strerror or error}; the same command goes on once it can"
+                f"{self.path} cannot be written: {error.strerror or error}; "
+                "once it can, the same command resumes"
             ) from error
-        self.note(line.index, self.check(line))
+        self.record(line.index, self.checksum(line))
 
     def close(self) -> None:
         with suppress(OSError):
             os.fsync(self.handle)
-        os.close(self.handle)  # and with it goes the lock
+        os.close(self.handle)  # releases the lock
 
 
 def not_regular(path: Path) -> ConfigError:
-    """Devices, pipes and sockets cannot be read back, which a job that goes on must do."""
-    return ConfigError(f"{path} cannot take the answers: it is no regular file; name another file")
+    """Devices, pipes and sockets cannot be read back, which resuming needs."""
+    return ConfigError(f"{path} cannot take the results: it is no regular file; name another file")

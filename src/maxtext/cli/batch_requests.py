@@ -1,5 +1,5 @@
-"""From one line of a batch job to what the model is asked; whatever is wrong with a line is said of
-it alone.
+"""From one line of a batch job to a generation request. An error in a line concerns that line
+only.
 """
 
 import dataclasses
@@ -8,23 +8,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxtext.cli.answering import Answering
+from maxtext.cli.generation import GenerationSession
 from maxtext.common.errors import UserError
 from maxtext.configs.sources import suggest
-from maxtext.inference import Ask
-from maxtext.inference.sampling import Sampling
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling import SamplingParams
 
-SAMPLING = ("temperature", "top_k", "top_p")
-FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING, "seed", "stop")
-MAX_DEPTH = (
-    100  # of nested lists and objects: Python's JSON writer fails at some depth, as its reader does
-)
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p")
+FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "stop")
+MAX_DEPTH = 100  # of nested lists and objects: Python's JSON reader and writer have a limit, too
 MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
 
 
-def parsed(data: bytes) -> dict[str, Any]:
-    """The record of a line, in strict JSON: each key once, numbers that are finite. Whatever it
-    holds can be written as JSON again, since answers carry the id."""
+def parse_line(data: bytes) -> dict[str, Any]:
+    """The record of a line in strict JSON: unique keys, finite numbers. All of it can be written as
+    JSON again, since results carry the id.
+    """
     try:
         record = json.loads(
             data.decode("utf-8-sig"),
@@ -74,102 +73,105 @@ def refuse_constant(text: str) -> None:
 def check_depth(record: dict[str, Any]) -> None:
     level: list[Any] = [record]
     for _ in range(MAX_DEPTH):
-        inner = [
-            item for each in level for item in (each.values() if isinstance(each, dict) else each)
+        values = [
+            value
+            for container in level
+            for value in (container.values() if isinstance(container, dict) else container)
         ]
-        level = [item for item in inner if isinstance(item, dict | list)]
+        level = [value for value in values if isinstance(value, dict | list)]
         if not level:
             return
     raise UserError(f"the line is nested more than {MAX_DEPTH} levels deep")
 
 
-def ask_of(record: Mapping[str, Any], index: int, model: Answering, sampling: Sampling) -> Ask:
-    """`sampling`: of the configuration; the line may say otherwise."""
+def build_request(
+    record: Mapping[str, Any], index: int, session: GenerationSession, defaults: SamplingParams
+) -> GenerationRequest:
+    """The request of a line. `defaults` are the configuration's; the line overrides them."""
     for name in record:
         if name not in FIELDS:
-            raise UserError(
-                f"unknown field {name!r}{suggest(name, FIELDS) or '; what is to be carried along is id'}"
-            )
+            hint = suggest(name, FIELDS) or "; put data of your own into id"
+            raise UserError(f"unknown field {name!r}{hint}")
     if ("prompt" in record) == ("messages" in record):
         raise UserError("a line has either a prompt or messages")
-    ids = prompt_ids(record, model)
-    room = model.room(ids)
-    wanted = number(record, "max_new_tokens", int, room)
-    if not 1 <= wanted <= room:
+    prompt_ids = encode_record(record, session)
+    limit = session.max_new_tokens(prompt_ids)
+    max_new_tokens = number(record, "max_new_tokens", int, limit)
+    if not 1 <= max_new_tokens <= limit:
         raise UserError(
-            f"max_new_tokens={wanted} must be between 1 and {room}: the prompt has {len(ids)} tokens and "
-            f"max_target_length={model.config.max_target_length}"
+            f"max_new_tokens={max_new_tokens} must be between 1 and {limit}: the prompt has "
+            f"{len(prompt_ids)} tokens and max_target_length={session.config.max_target_length}"
         )
-    return Ask(
-        ids,
-        wanted,
-        drawn(record, sampling),
-        seed=number(record, "seed", int, model.config.init_weights_seed + index),
-        stop=stops(record.get("stop", ())),
-        log_probs=model.config.return_log_prob,
+    params = dataclasses.replace(
+        with_sampling_fields(defaults, record),
+        max_new_tokens=max_new_tokens,
+        seed=number(record, "seed", int, session.config.init_weights_seed + index),
+        stop=stop_texts(record.get("stop", ())),
     )
+    return GenerationRequest(prompt_ids, params)
 
 
-def prompt_ids(record: Mapping[str, Any], model: Answering) -> list[int]:
+def encode_record(record: Mapping[str, Any], session: GenerationSession) -> list[int]:
     if "messages" in record:
-        return model.conversation(checked_messages(record["messages"]))
+        return session.encode_chat(check_messages(record["messages"]))
     prompt = record["prompt"]
     if isinstance(prompt, str):
-        return model.prompt(prompt)
+        return session.encode_prompt(prompt)
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return prompt
     raise UserError("prompt must be text or a list of token ids")
 
 
-def checked_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
-    """The conversation, if it is a list of messages that each have a role and a text."""
+def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
+    """Raise UserError unless this is a list of messages that each have a role and a text."""
     if not isinstance(messages, list):
         raise UserError('messages must be a list such as [{"role": "user", "content": "hello"}]')
     if not messages:
         raise UserError("messages is empty: a conversation has at least one message")
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise UserError(f"messages[{number}] must be an object with role and content")
+            raise UserError(f"messages[{index}] must be an object with role and content")
         for name in ("role", "content"):
             if name not in message:
-                raise UserError(f"messages[{number}] has no {name}")
+                raise UserError(f"messages[{index}] has no {name}")
             if not isinstance(message[name], str):
                 raise UserError(
-                    f"messages[{number}].{name} must be text, not {shortened(message[name])}"
+                    f"messages[{index}].{name} must be text, not {shorten(message[name])}"
                 )
         if not message["role"]:
-            raise UserError(f"messages[{number}].role is empty: say who speaks, such as user")
+            raise UserError(f"messages[{index}].role is empty: set it, for example to user")
     return messages
 
 
-def shortened(value: Any) -> str:
+def shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def drawn(record: Mapping[str, Any], sampling: Sampling) -> Sampling:
-    """How tokens are chosen: what the line says, the rest as the configuration has it."""
-    said = {
+def with_sampling_fields(params: SamplingParams, record: Mapping[str, Any]) -> SamplingParams:
+    """The parameters with the sampling fields of a line. temperature 0 resets the others."""
+    fields = {
         name: number(record, name, int if name == "top_k" else float, 0)
-        for name in SAMPLING
+        for name in SAMPLING_FIELDS
         if name in record
     }
-    base = Sampling() if said.get("temperature") == 0 else sampling
-    return dataclasses.replace(base, **said)
+    if fields.get("temperature") == 0:
+        fields = {"top_k": 0, "top_p": 1.0} | fields
+    return dataclasses.replace(params, **fields)
 
 
 def number(record: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = record.get(name, default)
     if type(value) is not int and not (kind is float and type(value) is float):
         raise UserError(
-            f"{name} must be a {'whole number' if kind is int else 'number'}, not {shortened(value)}"
+            f"{name} must be a {'whole number' if kind is int else 'number'}, not {shorten(value)}"
         )
     if name == "seed" and not 0 <= value < 2**32:
         raise UserError(f"seed={value} must be between 0 and {2**32 - 1}")
     return value
 
 
-def stops(value: Any) -> tuple[str, ...]:
+def stop_texts(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(
         isinstance(text, str) and text for text in texts

@@ -1,9 +1,9 @@
-"""`maxtext bench inference`: how fast prompts are read and tokens written, by batch and length.
+"""`maxtext bench inference`: the speed of prefill and decode, by batch size and length.
 
-Prefill: one prompt of each length, whole. Generate: a batch of sequences of each length that are
-all at work, blocks of tokens in one loop on the device. Bandwidth counts what one step has to read
-once: all weights, and what is kept of the sequences' tokens. Medians of
-inference_microbenchmark_loop_iters runs, after one that compiles.
+Prefill: one prompt of each length. Generate: a batch of sequences of each length, decoded in
+programs of several steps. Bandwidth counts what a decode step has to read once: all weights, and
+the caches of the sequences. Medians of inference_microbenchmark_loop_iters runs, after one that
+compiles.
 """
 
 import itertools
@@ -11,179 +11,197 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxtext.cli import arguments
-from maxtext.cli.answering import note, open_model, settle
-from maxtext.cli.decode import model_place
+from maxtext.cli.decode import model_path
+from maxtext.cli.generation import load_session, note, resolve_model
 from maxtext.cli.models import aligned
 from maxtext.common import files
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 
+if TYPE_CHECKING:
+    from maxtext.inference import LLM
+    from maxtext.inference.engine import InferenceEngine
+
+PROMPT_INDICES = itertools.count()
+
 
 def run(args: list[str]) -> int:
     if not args or args[0] != "inference":
         raise ConfigError("what is to be measured? maxtext bench inference [FILE] [key=value ...]")
-    path, overrides = arguments.split(args[1:])
-    place = model_place(path, overrides)
-    config = settle(place, path, overrides)
+    file, overrides = arguments.split(args[1:])
+    model = resolve_model(model_path(file, overrides), file, overrides)
+    config = model.config
     lengths = prompt_lengths(config)
-    model = open_model(place, config, text=False).llm
+    llm = load_session(model, text=False).llm
     rows = []
-    for row in cases(model, config, lengths):
+    for row in measure_all(llm, config, lengths):
         note(f"measured: {row['stage']} {row['batch']} x {row['length']}")
         rows.append(row)
     titles = list(dict.fromkeys(name for row in rows for name in row))
     table = [titles, *([str(row.get(name, "")) for name in titles] for row in rows)]
     sys.stdout.write(aligned(table, left=1))
     if config.inference_microbenchmark_log_file_path:
-        text = json.dumps({"model": place, "device": device(), "cases": rows}, indent=1)
-        files.write_text(
-            Path(config.inference_microbenchmark_log_file_path).expanduser(), text + "\n"
-        )
+        record = {"model": model.path, "device": device_name(), "cases": rows}
+        path = Path(config.inference_microbenchmark_log_file_path).expanduser()
+        files.write_text(path, json.dumps(record, indent=1) + "\n")
     return 0
 
 
 def prompt_lengths(config: MaxTextConfig) -> list[int]:
-    args = config.inference_microbenchmark_prefill_lengths.replace(" ", "").split(",")
-    if not all(arg.isdecimal() and int(arg) for arg in args):
+    text = config.inference_microbenchmark_prefill_lengths
+    lengths = text.replace(" ", "").split(",")
+    if not all(length.isdecimal() and int(length) for length in lengths):
         raise ConfigError(
-            f"inference_microbenchmark_prefill_lengths={config.inference_microbenchmark_prefill_lengths!r} must be "
-            "lengths of at least 1, separated by commas, such as 64,128"
+            f"inference_microbenchmark_prefill_lengths={text!r} must be lengths of at least 1, "
+            "separated by commas, such as 64,128"
         )
-    return [int(arg) for arg in args]
+    return [int(length) for length in lengths]
 
 
-def cases(model: Any, config: MaxTextConfig, lengths: list[int]) -> Iterator[dict[str, Any]]:
+def measure_all(llm: "LLM", config: MaxTextConfig, lengths: list[int]) -> Iterator[dict[str, Any]]:
     stages = config.inference_microbenchmark_stages.replace(" ", "").split(",")
-    times = config.inference_microbenchmark_loop_iters
+    repeats = config.inference_microbenchmark_loop_iters
     if "prefill" in stages:
         for length in lengths:
-            yield prefill(model, length, times)
+            yield measure_prefill(llm, length, repeats)
     if "generate" in stages:
-        most = max(int(config.global_batch_size_to_load), 1)
-        batches = sorted(
-            {1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most}
-        )
-        for batch in batches:
+        largest = max(int(config.global_batch_size_to_load), 1)
+        batches = {1 << power for power in range(largest.bit_length())} | {largest}
+        for batch in sorted(batches):
             for length in lengths:
-                yield generate(model, batch, length, times)
+                yield measure_decode(llm, batch, length, repeats)
     if config.multi_sampling:
         for count in config.inference_microbenchmark_num_samples:
-            yield samples(model, count, lengths[0], times)
+            yield measure_samples(llm, count, lengths[0], repeats)
 
 
-def prefill(model: Any, length: int, times: int) -> dict[str, Any]:
-    """One prompt, until its first token is there."""
-    from maxtext.inference.scheduler import Request
-    from maxtext.inference.serving import make_scheduler
+def measure_prefill(llm: "LLM", length: int, repeats: int) -> dict[str, Any]:
+    """The time to the first token of one prompt."""
+    from maxtext.inference import GenerationRequest, SamplingParams
 
-    scheduler = make_scheduler(model.programs, model.weights, 1, length + 1)
-    seconds = timed(lambda: scheduler.run([Request(prompt(model, length), 1)]), times)
+    engine = llm.engine_for(1, length + 1)
+    params = SamplingParams(max_new_tokens=1)
+    seconds = median_seconds(
+        lambda: engine.generate([GenerationRequest(new_prompt(llm, length), params)]), repeats
+    )
     return {
-        "stage": "prefill", "batch": 1, "length": length, "ms": shown(seconds * 1e3),
-        "tokens/s": shown(length / seconds),
-    }  # fmt: skip
-
-
-def generate(model: Any, batch: int, length: int, times: int) -> dict[str, Any]:
-    """A block of tokens of every sequence at a time."""
-    import jax
-    import numpy as np
-
-    from maxtext.inference.engine import BLOCK
-    from maxtext.inference.sampling import Kind
-    from maxtext.inference.scheduler import Request
-    from maxtext.inference.serving import make_scheduler
-
-    longest = length + BLOCK * (times + 3)
-    scheduler = make_scheduler(model.programs, model.weights, batch, longest)
-    engine = scheduler.engine
-    for number in range(batch):
-        request = Request(prompt(model, length), longest - length)
-        refusal = scheduler.refusal(request)
-        if refusal is not None:
-            raise ConfigError(refusal)
-        scheduler.add(number, request)
-    scheduler.admit()
-    while group := scheduler.next_group():
-        scheduler.put(*group)
-    if len(scheduler.running) < batch or not all(
-        scheduler.grown(work, longest) for work in scheduler.running
-    ):
-        raise ConfigError(
-            f"{batch} sequences of {longest} tokens need more pages: raise pagedattn_num_pages"
-        )
-    slots = engine.size.slots  # which may be more
-    table = scheduler.table(scheduler.running, slots, [work.slot for work in scheduler.running])
-    still = np.zeros(slots, bool)
-    how: dict[str, Any] = {
-        "reach": scheduler.decode_reach([longest]),
-        "kind": Kind.GREEDY,
-        "scored": False,
+        "stage": "prefill",
+        "batch": 1,
+        "length": length,
+        "ms": rounded(seconds * 1e3),
+        "tokens/s": rounded(length / seconds),
     }
 
-    def block() -> None:
-        jax.block_until_ready(engine.decode(table, still, BLOCK, **how).tokens)
 
-    seconds = timed(block, times) / BLOCK
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))
-    kept = batch * (engine.slot_bytes + engine.page_bytes * length / scheduler.page)
-    moved = (weights + kept) / seconds
+def measure_decode(llm: "LLM", batch: int, length: int, repeats: int) -> dict[str, Any]:
+    """The time of a decode step with a batch of sequences."""
+    import jax
+
+    from maxtext.inference.batches import MAX_DECODE_STEPS
+
+    max_length = length + MAX_DECODE_STEPS * (repeats + 3)
+    engine = llm.engine_for(batch, max_length)
+    with engine.lease():
+        prefill_batch(engine, llm, batch, length, max_length)
+        sequences = engine.scheduler.running
+        decode_batch, _ = engine.batches.decode(sequences, MAX_DECODE_STEPS, finished_slots=())
+
+        def decode() -> None:
+            jax.block_until_ready(engine.executor.decode(decode_batch))
+
+        seconds = median_seconds(decode, repeats) / MAX_DECODE_STEPS
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.weights))
+    executor, block_size = engine.executor, engine.batches.block_size
+    cache_bytes = batch * (executor.slot_bytes + executor.block_bytes * length / block_size)
     return {
-        "stage": "generate", "batch": batch, "length": length, "ms": shown(seconds * 1e3),
-        "tokens/s": shown(batch / seconds), "GB/s": shown(moved / 1e9),
-    }  # fmt: skip
+        "stage": "generate",
+        "batch": batch,
+        "length": length,
+        "ms": rounded(seconds * 1e3),
+        "tokens/s": rounded(batch / seconds),
+        "GB/s": rounded((weight_bytes + cache_bytes) / seconds / 1e9),
+    }
 
 
-def samples(model: Any, count: int, length: int, times: int) -> dict[str, Any]:
-    """Several completions of one prompt, a block of tokens each."""
-    from maxtext.inference.engine import BLOCK
-    from maxtext.inference.sampling import Sampling
-    from maxtext.inference.scheduler import Request
-    from maxtext.inference.serving import make_scheduler
+def prefill_batch(
+    engine: "InferenceEngine", llm: "LLM", batch: int, length: int, max_length: int
+) -> None:
+    """Prefill a batch of sequences, with blocks for `max_length` tokens each."""
+    from maxtext.inference import GenerationRequest, SamplingParams
 
-    scheduler = make_scheduler(model.programs, model.weights, count, length + BLOCK)
+    scheduler = engine.scheduler
+    for index in range(batch):
+        params = SamplingParams(max_new_tokens=max_length - length)
+        request = GenerationRequest(new_prompt(llm, length), params)
+        if (reason := engine.reject_reason(request)) is not None:
+            raise ConfigError(reason)
+        engine.add_request(index, request)
+    scheduler.admit()
+    while group := scheduler.next_prefill():
+        engine.prefill(*group)
+    fits = len(scheduler.running) == batch and all(
+        scheduler.grow(sequence, max_length) for sequence in scheduler.running
+    )
+    if not fits:
+        raise ConfigError(
+            f"{batch} sequences of {max_length} tokens need more pages: raise pagedattn_num_pages"
+        )
+    for sequence in scheduler.running:  # attention reads as far as at the end of the measurement
+        sequence.num_computed = max_length
 
-    def several() -> None:
-        ids = prompt(model, length)
-        scheduler.run([Request(ids, BLOCK, Sampling(1.0), seed) for seed in range(count)])
 
-    seconds = timed(several, times)
+def measure_samples(llm: "LLM", count: int, length: int, repeats: int) -> dict[str, Any]:
+    """The time of several completions of one prompt, as long as one decode program."""
+    from maxtext.inference import GenerationRequest, SamplingParams
+    from maxtext.inference.batches import MAX_DECODE_STEPS
+
+    engine = llm.engine_for(count, length + MAX_DECODE_STEPS)
+
+    def generate() -> None:
+        prompt = new_prompt(llm, length)
+        params = [
+            SamplingParams(temperature=1.0, max_new_tokens=MAX_DECODE_STEPS, seed=seed)
+            for seed in range(count)
+        ]
+        engine.generate([GenerationRequest(prompt, request) for request in params])
+
+    seconds = median_seconds(generate, repeats)
     return {
-        "stage": "samples", "batch": count, "length": length, "ms": shown(seconds * 1e3),
-        "tokens/s": shown(count * BLOCK / seconds),
-    }  # fmt: skip
+        "stage": "samples",
+        "batch": count,
+        "length": length,
+        "ms": rounded(seconds * 1e3),
+        "tokens/s": rounded(count * MAX_DECODE_STEPS / seconds),
+    }
 
 
-STARTS = itertools.count()
+def new_prompt(llm: "LLM", length: int) -> tuple[int, ...]:
+    """A different prompt each time, so that no prefix is cached."""
+    start = next(PROMPT_INDICES)
+    return tuple((start + offset) % llm.config.vocab_size for offset in range(length))
 
 
-def prompt(model: Any, length: int) -> tuple[int, ...]:
-    """Another one each time, so that nothing is known of it."""
-    start = next(STARTS)
-    return tuple((start + place) % model.config.vocab_size for place in range(length))
-
-
-def timed(function: Any, times: int) -> float:
+def median_seconds(function: Callable[[], Any], repeats: int) -> float:
     """Median seconds of a call, after one that may compile."""
     function()
-    found = []
-    for _ in range(times):
+    seconds = []
+    for _ in range(repeats):
         start = time.perf_counter()
         function()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
-def shown(value: float) -> float:
+def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def device() -> str:
+def device_name() -> str:
     import jax
 
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"

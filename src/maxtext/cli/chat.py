@@ -1,7 +1,7 @@
 """`maxtext chat`: a conversation with a model in the terminal.
 
-In a pipe, each line of standard input is a message or a command, and standard output is what the
-model answers.
+In a pipe, each line of standard input is a message or a command, and standard output is the
+model's messages.
 """
 
 import contextlib
@@ -12,32 +12,40 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli.answering import Answering, note, open_model, refuse, settle, styled, write
+from maxtext.cli.generation import (
+    GenerationSession,
+    load_session,
+    note,
+    refuse_useless,
+    resolve_model,
+    supports_style,
+    write,
+)
 from maxtext.common import progress, signals
 from maxtext.common.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
-    from maxtext.inference import Answer
+    from maxtext.inference import Completion
 
-Pieces = Generator["tuple[str, Answer | None]"]
-MARK = "> "
-LOOK_SECONDS = 0.1
-SETTLE_SECONDS = 2.0
-BOLD_MARK = (
-    "\x01\x1b[1m\x02> \x01\x1b[0m\x02"  # \x01 and \x02: what readline must not count as width
-)
+Deltas = Generator["tuple[str, Completion | None]", None, None]
+PROMPT_SIGN = "> "
+POLL_SECONDS = 0.1
+EXIT_SECONDS = 2.0  # to wait for a step of the engine at the end of the program
+# \x01 and \x02 enclose what readline must not count as width.
+BOLD_PROMPT_SIGN = "\x01\x1b[1m\x02> \x01\x1b[0m\x02"
 HELP = """\
-/reset         forget the conversation
-/system TEXT   what the model is told about its part, from now on; without TEXT nothing
-/help          this list
+/reset         clear the conversation
+/system TEXT   set the system message from now on; without TEXT remove it
+/help          list the commands
 /exit          leave, as Ctrl-D does
-Ctrl-C stops an answer. A message that begins with / is written with two: //."""
+Ctrl-C stops a reply. Write a message that begins with / with two: //."""
 USELESS = {
     "prompt": "type it",
     "load_parameters_path": "the path after `chat` names the model",
-    "multi_sampling": "a conversation has one answer to a message",
+    "multi_sampling": "a conversation has one reply to a message",
     "enable_model_warmup": "the first message warms it up",
     "return_log_prob": "use `maxtext decode` or `maxtext batch`",
     "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
@@ -47,74 +55,73 @@ USELESS = {
 def run(args: list[str]) -> int:
     if not args or args[0].startswith("-") or "=" in args[0]:
         raise ConfigError("which model? maxtext chat DIR [key=value ...]")
-    config = settle(args[0], None, args[1:])
-    refuse(config, "chat", USELESS)
-    model = open_model(args[0], config)
-    person = sys.stdin.isatty() and sys.stdout.isatty()
-    conversation = Conversation(model)
+    path, *overrides = args
+    model = resolve_model(path, None, overrides)
+    refuse_useless(model.config, "chat", USELESS)
+    session = load_session(model)
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    conversation = Conversation(session)
     progress.stop()
-    if person:
-        note(f"{args[0]}, loaded in {model.loading_seconds:.1f} s; /help lists the commands")
-    with Keyboard(person) as keyboard:
-        while (line := keyboard.read()) is not None:
+    if interactive:
+        note(f"{path}, loaded in {session.load_seconds:.1f} s; /help lists the commands")
+    with Terminal(interactive) as terminal:
+        while (line := terminal.read()) is not None:
             if not line.strip():
                 continue
             if line.startswith("/") and not line.startswith("//"):
-                if not command(conversation, line):
+                if not run_command(conversation, line):
                     break
             else:
-                answer(
-                    conversation,
-                    line.removeprefix("/") if line.startswith("//") else line,
-                    keyboard,
-                )
+                message = line.removeprefix("/") if line.startswith("//") else line
+                reply(conversation, message, terminal)
     return 0
 
 
-class Keyboard:
-    """What a person types. Ctrl-C clears the line that is typed, or stops the answer, and never
-    leaves the program, which Ctrl-D and /exit do. In a pipe, an interrupt outside of an answer ends
-    the program."""
+class Terminal:
+    """Reads messages and streams replies. On a terminal, Ctrl-C clears the line that is typed or
+    stops the reply, and never ends the program, which Ctrl-D and /exit do. In a pipe, an interrupt
+    outside of a reply ends the program.
+    """
 
-    def __init__(self, person: bool):
-        self.person = person
+    def __init__(self, interactive: bool):
+        self.interactive = interactive
         self.reading = False
-        self.waiting = False  # until the engine is free again
-        self.speaking: Speaking | None = None
-        self.mark = MARK
-        if person:
+        self.waiting = False  # until the engine has finished a step that was interrupted
+        self.reply: ReplyThread | None = None
+        self.prompt_sign = PROMPT_SIGN
+        if interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (gives input() its editing and history)
 
-                self.mark = BOLD_MARK if styled(sys.stdout) else MARK
+                self.prompt_sign = BOLD_PROMPT_SIGN if supports_style(sys.stdout) else PROMPT_SIGN
 
-    def __enter__(self) -> "Keyboard":
-        self.before = signal.signal(signal.SIGINT, self.on_interrupt)
+    def __enter__(self) -> "Terminal":
+        self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        signal.signal(signal.SIGINT, self.before)
-        # A thread that compiles cannot be stopped, and the interpreter must not end under it.
-        if self.speaking is not None and not self.speaking.settle(SETTLE_SECONDS):
+        signal.signal(signal.SIGINT, self.previous_handler)
+        # A thread that compiles cannot be stopped, and the interpreter must not exit during it.
+        if self.reply is not None and not self.reply.join(EXIT_SECONDS):
             sys.stdout.flush()
             os._exit(0 if error is None else signals.exit_code_of(error))
 
     def on_interrupt(self, number: int, frame: object) -> None:
-        if self.speaking is not None and not self.speaking.ended:
-            self.speaking.stop()
+        if self.reply is not None and not self.reply.ended:
+            self.reply.stop()
         elif self.waiting:
             self.waiting = False
-        elif self.reading or not self.person:
+        elif self.reading or not self.interactive:
             raise signals.Interrupted(number)
 
     def read(self) -> str | None:
         """The next line, None at the end of the input."""
-        if not self.person:
+        if not self.interactive:
             return line.rstrip("\r\n") if (line := sys.stdin.readline()) else None
         while True:
             try:
                 self.reading = True
-                return input(self.mark)
+                return input(self.prompt_sign)
             except EOFError:
                 write("\n")
                 return None
@@ -126,42 +133,40 @@ class Keyboard:
             finally:
                 self.reading = False
 
-    def hear(self, pieces: Pieces) -> Iterator["tuple[str, Answer | None]"]:
-        """An answer as it comes, until it ends or Ctrl-C is pressed."""
-        if self.speaking is not None and self.speaking.thread.is_alive():
+    def stream(self, deltas: Deltas) -> Iterator["tuple[str, Completion | None]"]:
+        """A reply as text deltas, until it is complete or Ctrl-C is pressed."""
+        if self.reply is not None and self.reply.thread.is_alive():
             self.waiting = True
-            with progress.working(
-                "waiting for the engine, which was stopped in the middle of a step"
-            ):
-                while self.waiting and not self.speaking.settle(LOOK_SECONDS):
+            with progress.working("waiting for the engine to finish an interrupted step"):
+                while self.waiting and not self.reply.join(POLL_SECONDS):
                     pass
             if not self.waiting:
                 return iter(())
             self.waiting = False
-        self.speaking = Speaking(pieces)
-        self.speaking.thread.start()  # now that an interrupt finds it
-        return iter(self.speaking)
+        self.reply = ReplyThread(deltas)
+        self.reply.thread.start()  # after the assignment: an interrupt stops it from here on
+        return iter(self.reply)
 
 
-class Speaking:
-    """Takes an answer from the engine in a thread, so that Ctrl-C is heard while the engine
-    computes or compiles.
+class ReplyThread:
+    """Runs the engine in a thread, so that Ctrl-C is handled while the engine computes or
+    compiles.
     """
 
-    def __init__(self, pieces: Pieces):
-        self.pieces = pieces
+    def __init__(self, deltas: Deltas):
+        self.deltas = deltas
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.stopped = threading.Event()
-        self.ended = False  # for whoever listens
-        self.thread = threading.Thread(target=self.work, name="maxtext-answer", daemon=True)
+        self.ended = False  # for the consumer
+        self.thread = threading.Thread(target=self.work, name="maxtext-reply", daemon=True)
 
     def work(self) -> None:
         try:
-            with contextlib.closing(self.pieces) as pieces:  # a stopped engine lets the request go
-                for piece in pieces:
+            with contextlib.closing(self.deltas) as deltas:  # closing aborts the request
+                for delta in deltas:
                     if self.stopped.is_set():
                         return
-                    self.queue.put(piece)
+                    self.queue.put(delta)
             self.queue.put(None)
         except BaseException as error:
             self.queue.put(error)
@@ -171,13 +176,12 @@ class Speaking:
         self.stopped.set()
         self.queue.put(None)
 
-    def __iter__(self) -> Iterator["tuple[str, Answer | None]"]:
+    def __iter__(self) -> Iterator["tuple[str, Completion | None]"]:
         try:
             while not self.stopped.is_set():
                 try:
-                    item = self.queue.get(
-                        timeout=LOOK_SECONDS
-                    )  # a signal may come to another thread
+                    # With a timeout, since another thread may receive the signal.
+                    item = self.queue.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     continue
                 if item is None:
@@ -190,102 +194,105 @@ class Speaking:
             self.stopped.set()
             progress.stop()
 
-    def settle(self, seconds: float) -> bool:
-        """Wait until the engine is free, for so long at most; whether it is."""
+    def join(self, seconds: float) -> bool:
+        """Wait for the engine, at most so many seconds; returns whether it is free."""
         self.thread.join(seconds)
         return not self.thread.is_alive()
 
 
-def command(conversation: "Conversation", line: str) -> bool:
-    """Obey a line that begins with a slash; returns whether the conversation goes on."""
+def run_command(conversation: "Conversation", line: str) -> bool:
+    """Run a line that begins with a slash; returns whether the conversation goes on."""
     name, _, rest = line.strip().partition(" ")
     if name == "/exit":
         return False
     if name == "/help":
         note(HELP)
     elif name == "/reset":
-        conversation.turns.clear()
-        note("the conversation begins anew")
+        conversation.messages.clear()
+        note("the conversation is cleared")
     elif name == "/system":
         conversation.system = rest.strip()
         note(
-            "the model is told so from now on"
-            if conversation.system
-            else "the model is told nothing about its part"
+            "the system message is set" if conversation.system else "the system message is removed"
         )
     else:
         note(f"there is no command {name}; /help lists them, and // begins a message with a slash")
     return True
 
 
-def answer(conversation: "Conversation", text: str, keyboard: Keyboard) -> None:
-    """Show what the model says to a message. What goes wrong is said, and the conversation goes on
-    without it.
+def reply(conversation: "Conversation", text: str, terminal: Terminal) -> None:
+    """Stream the model's reply to a message. If that fails, the error is shown, and the
+    conversation goes on without the message.
     """
-    conversation.turns.append({"role": "user", "content": text})
-    began, said, whole = time.perf_counter(), "", None  # `whole`: the answer, if it came to its end
+    conversation.messages.append({"role": "user", "content": text})
+    start, reply_text, completion = time.perf_counter(), "", None
     try:
-        for piece, found in keyboard.hear(conversation.pieces()):
-            write(piece)
-            said, whole = said + piece, found
+        for text_delta, result in terminal.stream(conversation.stream()):
+            write(text_delta)
+            reply_text += text_delta
+            completion = result
     except UserError as error:
-        conversation.turns.pop()
+        conversation.messages.pop()
         note(str(error))
         return
-    write("\n" if whole else " … (stopped)\n" if said else "(stopped)\n")
-    if not said:
-        conversation.turns.pop()
+    write("\n" if completion else " … (stopped)\n" if reply_text else "(stopped)\n")
+    if not reply_text:
+        conversation.messages.pop()
         return
-    conversation.turns.append({"role": "assistant", "content": said})
-    if whole and whole.finished == "length":
-        note(
-            f"there was no more room: max_target_length={conversation.model.config.max_target_length}"
-        )
-    if whole and keyboard.person:
-        count, seconds = len(whole.ids), time.perf_counter() - began
+    conversation.messages.append({"role": "assistant", "content": reply_text})
+    if completion and completion.finish_reason == "length":
+        limit = conversation.session.config.max_target_length
+        note(f"the reply ends at max_target_length={limit}")
+    if completion and terminal.interactive:
+        count, seconds = len(completion.token_ids), time.perf_counter() - start
         note(f"{count:,} tokens, {count / max(seconds, 1e-9):,.1f} tokens/s")
 
 
 class Conversation:
-    """What was said, as much of it as there is room for."""
+    """The messages so far, as many of them as fit in max_target_length."""
 
-    def __init__(self, model: Answering):
-        from maxtext.inference.sampling import Sampling
+    def __init__(self, session: GenerationSession):
+        from maxtext.inference import SamplingParams
 
-        self.model, self.sampling = model, Sampling.of(model.config)
+        self.session = session
+        self.params = SamplingParams.from_config(session.config)
         self.system = ""
-        self.turns: list[Mapping[str, Any]] = []
-        self.told = False  # that early turns are dropped
-        self.answers = 0
-        _ = model.template  # a model that cannot chat is refused before anything is typed
+        self.messages: list[Mapping[str, Any]] = []
+        self.noted_truncation = False
+        self.num_replies = 0
+        _ = session.chat_template  # a model that cannot chat is refused before anything is typed
 
-    def pieces(self) -> Pieces:
-        """The answer to the last turn, as it comes."""
-        from maxtext.inference import Ask
+    def stream(self) -> Deltas:
+        """The reply to the last message, as text deltas."""
+        from maxtext.inference import GenerationRequest
 
-        ids = self.fitted()
-        seed = self.model.config.init_weights_seed + self.answers
-        self.answers += 1
-        return self.model.spoken(Ask(ids, self.model.room(ids), self.sampling, seed=seed))
+        prompt_ids = self.truncated_prompt()
+        params = replace(
+            self.params,
+            max_new_tokens=self.session.max_new_tokens(prompt_ids),
+            seed=self.session.config.init_weights_seed + self.num_replies,
+        )
+        self.num_replies += 1
+        return self.session.stream(GenerationRequest(prompt_ids, params))
 
-    def fitted(self) -> list[int]:
-        """The ids of the conversation, without its oldest turns where it has become too long."""
-        whole = self.model.config.max_target_length
-        most = (
-            self.model.reserved or whole - whole // 4
-        )  # of the room a quarter stays for the answer
-        turns = list(self.turns)
-        while len(ids := self.ids(turns)) > most and len(turns) > 1:
-            del turns[:2]
-        self.model.room(ids)  # a message that is too long by itself is refused, and costs no turn
-        if len(turns) < len(self.turns) and not self.told:
-            self.told = True
+    def truncated_prompt(self) -> list[int]:
+        """The ids of the conversation, without its oldest messages where it has become too long."""
+        limit = self.session.config.max_target_length
+        # A quarter of the sequence is left for the reply.
+        max_prompt = self.session.reserved_prompt_tokens or limit - limit // 4
+        messages = list(self.messages)
+        while len(ids := self.encode(messages)) > max_prompt and len(messages) > 1:
+            del messages[:2]
+        self.session.max_new_tokens(ids)  # raises before messages are dropped for good
+        if len(messages) < len(self.messages) and not self.noted_truncation:
+            self.noted_truncation = True
             note(
-                f"the conversation is longer than max_target_length={whole} allows: its oldest turns are dropped"
+                f"the conversation exceeds max_target_length={limit}: its oldest messages are "
+                "dropped"
             )
-        self.turns = turns
+        self.messages = messages
         return ids
 
-    def ids(self, turns: list[Mapping[str, Any]]) -> list[int]:
-        told = [{"role": "system", "content": self.system}] if self.system else []
-        return self.model.conversation([*told, *turns])
+    def encode(self, messages: list[Mapping[str, Any]]) -> list[int]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.session.encode_chat([*system, *messages])

@@ -1,6 +1,6 @@
-"""`maxtext decode`: what a model writes after a prompt, as it comes.
+"""`maxtext decode`: complete a prompt, streaming the text.
 
-In a pipe, standard output is what the model wrote and nothing else; figures go to standard error.
+In a pipe, standard output is the completion and nothing else; timings go to standard error.
 """
 
 import os
@@ -9,57 +9,69 @@ import time
 from typing import Any
 
 from maxtext.cli import arguments
-from maxtext.cli.answering import DIM, Answering, note, open_model, refuse, settle, write
+from maxtext.cli.generation import (
+    DIM,
+    GenerationSession,
+    load_session,
+    note,
+    refuse_useless,
+    resolve_model,
+    write,
+)
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs import load, sources
 from maxtext.configs.load import peek_setting
 from maxtext.configs.types import MaxTextConfig
 
-CONTEXT = 40  # characters of two texts that are shown where they part
+DIFF_CHARACTERS = 40  # of two texts, shown from where they differ
 USELESS = {"enable_model_warmup": "the one prompt warms it up"}
 
 
 def run(args: list[str]) -> int:
-    path, overrides = arguments.split(args)
-    place = model_place(path, overrides)
-    config = settle(place, path, overrides)
-    refuse(config, "decode", USELESS)
-    check(config)
-    model = open_model(place, config)
-    ids = model.prompt(config.prompt)
-    room = model.room(ids)  # before anything is shown
-    lead = config.prompt if sys.stdout.isatty() and not config.use_chat_template else ""
+    file, overrides = arguments.split(args)
+    model = resolve_model(model_path(file, overrides), file, overrides)
+    config = model.config
+    refuse_useless(config, "decode", USELESS)
+    check_sampling(config)
+    session = load_session(model)
+    prompt_ids = session.encode_prompt(config.prompt)
+    max_new_tokens = session.max_new_tokens(prompt_ids)  # an error comes before any output
+    prefix = config.prompt if sys.stdout.isatty() and not config.use_chat_template else ""
     if config.multi_sampling or config.return_log_prob:
-        texts = listed(model, ids, room, lead)
+        texts = write_all(session, prompt_ids, max_new_tokens, prefix)
     else:
-        texts = [streamed(model, ids, room, lead)]
+        texts = [stream_one(session, prompt_ids, max_new_tokens, prefix)]
     if config.autoregressive_decode_assert:
-        compare(config.autoregressive_decode_assert, texts[0])
+        assert_text(config.autoregressive_decode_assert, texts[0])
     return 0
 
 
-def model_place(path: str | None, overrides: list[str]) -> str:
-    """A checkpoint, or the name of a model that is to have random weights."""
+def model_path(file: str | None, overrides: list[str]) -> str:
+    """A checkpoint, or the name of a model with random weights. Raises ConfigError if no key names
+    one.
+    """
     layer = sources.from_overrides(overrides)
     for key in ("load_parameters_path", "model_name"):
-        value = peek_setting(key, path, layer, os.environ)
+        value = peek_setting(key, file, layer, os.environ)
         if value not in (None, "", "default"):
             return str(value)
-    load(path, layer)  # a misspelt key is told first
+    load(file, layer)  # a misspelt key is reported first
     raise ConfigError(
-        "which model? set load_parameters_path=DIR, a Hugging Face folder or a checkpoint of ours; model_name=NAME "
-        "alone gives random weights"
+        "which model? set load_parameters_path=DIR, a Hugging Face folder or a native checkpoint; "
+        "model_name=NAME alone gives random weights"
     )
 
 
-def check(config: MaxTextConfig) -> None:
+def check_sampling(config: MaxTextConfig) -> None:
+    """Raise ConfigError if multi_sampling is set but cannot give several different completions."""
     if not config.multi_sampling:
         return
     if config.decode_sampling_strategy.value == "greedy":
         raise ConfigError(
-            "multi_sampling=true would draw the same completion again and again: decode_sampling_strategy=greedy has "
-            "no choice; use weighted, topk, nucleus or composite"
+            "multi_sampling=true would repeat the same completion: "
+            "decode_sampling_strategy=greedy is deterministic; use weighted, topk, nucleus or "
+            "composite"
         )
     if config.autoregressive_decode_assert:
         raise ConfigError(
@@ -67,81 +79,101 @@ def check(config: MaxTextConfig) -> None:
         )
     if config.per_device_batch_size < 2:
         raise ConfigError(
-            f"multi_sampling=true draws per_device_batch_size={config.per_device_batch_size:g} completions: raise it"
+            f"multi_sampling=true samples per_device_batch_size={config.per_device_batch_size:g} "
+            "completions: raise it"
         )
 
 
-def asks(model: Answering, ids: list[int], room: int, count: int) -> list[Any]:
-    """The same prompt so many times, each with a seed of its own."""
-    from maxtext.inference import Ask
-    from maxtext.inference.sampling import Sampling
+def build_requests(
+    session: GenerationSession, prompt_ids: list[int], max_new_tokens: int, count: int
+) -> list[Any]:
+    """The same prompt `count` times, each with its own seed."""
+    from maxtext.inference import GenerationRequest, SamplingParams
 
-    sampling, seed = Sampling.of(model.config), model.config.init_weights_seed
-    log_probs = model.config.return_log_prob
+    config = session.config
     return [
-        Ask(ids, room, sampling, seed=seed + number, log_probs=log_probs) for number in range(count)
+        GenerationRequest(
+            prompt_ids,
+            SamplingParams.from_config(
+                config,
+                max_new_tokens=max_new_tokens,
+                seed=config.init_weights_seed + index,
+                log_probs=config.return_log_prob,
+            ),
+        )
+        for index in range(count)
     ]
 
 
-def streamed(model: Answering, ids: list[int], room: int, lead: str) -> str:
-    """One completion, shown after `lead` as it comes."""
-    (ask,) = asks(model, ids, room, 1)
-    began, first, answer = time.perf_counter(), 0.0, None
-    for piece, whole in model.spoken(ask):
-        if not first:
-            first = time.perf_counter() - began
-            write(lead, DIM)
-        answer = whole or answer
-        write(piece)
+def stream_one(
+    session: GenerationSession, prompt_ids: list[int], max_new_tokens: int, prefix: str
+) -> str:
+    """Stream one completion after `prefix`, and return its text."""
+    (request,) = build_requests(session, prompt_ids, max_new_tokens, 1)
+    start, first_token_seconds, completion = time.perf_counter(), 0.0, None
+    for text_delta, result in session.stream(request):
+        if not first_token_seconds:
+            first_token_seconds = time.perf_counter() - start
+            write(prefix, DIM)
+        write(text_delta)
+        completion = result
     write("\n")
-    assert answer is not None, "the last piece comes with the answer"
-    figures(model, first, len(answer.ids), time.perf_counter() - began)
-    if answer.finished == "length":
-        note(f"the completion ends here because max_target_length={model.config.max_target_length}")
-    return answer.text or ""
+    assert completion is not None, "the last delta comes with the completion"
+    num_tokens = len(completion.token_ids)
+    print_timings(session, first_token_seconds, num_tokens, time.perf_counter() - start)
+    if completion.finish_reason == "length":
+        note(f"the completion ends at max_target_length={session.config.max_target_length}")
+    return completion.text or ""
 
 
-def listed(model: Answering, ids: list[int], room: int, lead: str) -> list[str]:
-    """All completions when they are complete, or their tokens with log-probabilities."""
-    count = int(model.config.per_device_batch_size) if model.config.multi_sampling else 1
-    began, tokens, texts = time.perf_counter(), 0, [""] * count
+def write_all(
+    session: GenerationSession, prompt_ids: list[int], max_new_tokens: int, prefix: str
+) -> list[str]:
+    """Write all completions as they finish, or their tokens with log-probabilities."""
+    config = session.config
+    count = int(config.per_device_batch_size) if config.multi_sampling else 1
+    start, num_tokens, texts = time.perf_counter(), 0, [""] * count
     if sys.stdout.isatty():
-        write(lead, DIM)
+        write(prefix, DIM)
         write("\n")
-    progress.start("compiling for this model and answering")
-    for answer in model.llm.answers(asks(model, ids, room, count)):
-        if answer.error:
-            raise UserError(answer.error)
-        tokens += len(answer.ids)
-        texts[answer.index] = answer.text
+    progress.start("compiling and generating")
+    requests = build_requests(session, prompt_ids, max_new_tokens, count)
+    for completion in session.llm.completions(requests):
+        if completion.error:
+            raise UserError(completion.error)
+        num_tokens += len(completion.token_ids)
+        texts[completion.index] = completion.text or ""
         if count > 1:
-            write(f"--- completion {answer.index + 1} of {count}\n", DIM)
-        if not model.config.return_log_prob:
-            write(f"{answer.text}\n")
+            write(f"--- completion {completion.index + 1} of {count}\n", DIM)
+        if not config.return_log_prob:
+            write(f"{completion.text}\n")
         else:
-            for token, log_prob in zip(answer.ids, answer.log_probs, strict=True):
-                # As Python writes it, so that a token stays on its line.
-                write(f"{log_prob:9.4f}  {token:6d}  {model.tokenizer.id_to_token(token)!r}\n")
-    figures(model, None, tokens, time.perf_counter() - began)
+            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+                # repr keeps a token on its line.
+                write(f"{log_prob:9.4f}  {token:6d}  {session.tokenizer.id_to_token(token)!r}\n")
+    print_timings(session, None, num_tokens, time.perf_counter() - start)
     return texts
 
 
-def figures(model: Answering, first: float | None, tokens: int, seconds: float) -> None:
-    parts = [f"loaded in {model.loading_seconds:.1f} s"]
-    if first is not None:
-        parts.append(f"first token after {first:.2f} s")
-    note(", ".join([*parts, f"{tokens:,} tokens", f"{tokens / max(seconds, 1e-9):,.1f} tokens/s"]))
+def print_timings(
+    session: GenerationSession, first_token_seconds: float | None, num_tokens: int, seconds: float
+) -> None:
+    parts = [f"loaded in {session.load_seconds:.1f} s"]
+    if first_token_seconds is not None:
+        parts.append(f"first token after {first_token_seconds:.2f} s")
+    rate = f"{num_tokens / max(seconds, 1e-9):,.1f} tokens/s"
+    note(", ".join([*parts, f"{num_tokens:,} tokens", rate]))
 
 
-def compare(wanted_text: str, text: str) -> None:
-    """For tests: the completion must be this one."""
-    if text == wanted_text:
+def assert_text(expected: str, text: str) -> None:
+    """Raise UserError if a completion is not the expected one; for tests."""
+    if text == expected:
         return
-    pairs = enumerate(zip(wanted_text, text, strict=False))
-    place = next(
-        (number for number, (one, other) in pairs if one != other), min(len(wanted_text), len(text))
-    )
+    pairs = enumerate(zip(expected, text, strict=False))
+    shorter = min(len(expected), len(text))
+    start = next((index for index, (a, b) in pairs if a != b), shorter)
+    end = start + DIFF_CHARACTERS
     raise UserError(
-        f"the completion is not autoregressive_decode_assert: from character {place} on it should be "
-        f"{wanted_text[place : place + CONTEXT]!r} and is {text[place : place + CONTEXT]!r}"
+        f"the completion differs from autoregressive_decode_assert: from character {start} on it "
+        f"should be {expected[start:end]!r} and is {text[start:end]!r}"
     )

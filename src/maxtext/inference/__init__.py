@@ -1,13 +1,18 @@
-"""Level 6: models that answer."""
+"""Text generation: the engine, and the `LLM` around it."""
 
 import importlib
 from typing import Any
 
-PLACES = {"LLM": "llm", "Ask": "text", "Answer": "text", "Sampling": "sampling"}
+MODULES = {
+    "LLM": "llm",
+    "GenerationRequest": "requests",
+    "Completion": "requests",
+    "SamplingParams": "sampling",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when used, so that `import maxtext` stays light."""
-    if name in PLACES:
-        return getattr(importlib.import_module(f"{__name__}.{PLACES[name]}"), name)
+    """Import on first use, so that `import maxtext` stays light."""
+    if name in MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,424 +1,380 @@
-"""The device's side of generation: slots that hold sequences, and the few compiled programs that
-extend them.
+"""The inference engine: a scheduler, the block pool with its prefix cache, and the device state.
 
-`prefill` puts tokens of prompts into slots and draws what follows those that are complete; `decode`
-extends all slots that are at work by a block of tokens, in one loop on the device. Both return at
-once, with arrays that are still being computed; what follows is queued behind them, so the host may
-look at one block while the device computes the next. A slot ends by itself at its last place or
-with one of its ending ids.
-
-A token depends on its own sequence, seed and position alone: programs differ in shapes and in what
-they skip, never in what they mean. Shapes: N slots, R rows of prompts, C tokens of a row, P table
-columns, E ending ids, V vocabulary.
+`step` dispatches programs for the sequences that the scheduler selects, and returns the tokens of
+the programs before: the device computes one step while the host processes the last. Requests come
+and go between steps. The engine works on token ids; `LLM` converts from and to text.
 """
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.sampling import Kind, Rows, draw
-from maxtext.inference.scoring import Cached, Recomputed, at_last, scorer
-from maxtext.kernels import attention
-from maxtext.layers.attend import cannot_attend_pages
-from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.cache import PAGES, CacheSize
-from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.parameters import Template
-from maxtext.models.common import backend
-from maxtext.models.registry import layers
-from maxtext.models.transformer import Caches
-from maxtext.sharding import AxisRules, use_rules
+from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS
+from maxtext.inference.block_pool import BlockPool
+from maxtext.inference.cache_config import cache_size, fit_slots
+from maxtext.inference.executor import Executor
+from maxtext.inference.prefix_cache import PrefixCache
+from maxtext.inference.programs import NO_TOKEN, NONFINITE_LOGITS, Programs, Sampled
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling import MAX_STOP_IDS
+from maxtext.inference.scheduler import Chunks, Scheduler
+from maxtext.inference.sequence import Sequence, StepOutput
+from maxtext.layers.cache import CacheSize
+from maxtext.layers.joined import Joined, join, lay_out
+from maxtext.layers.quantized import laid_out
 from maxtext.sharding.manual import platform
 
-IDLE, BROKEN = -1, -2  # in place of a token: the slot does nothing; its scores were not numbers
-BLOCK = 16  # tokens of a slot in one call of decode, at most
-FIXED_STEPS = (4, BLOCK)  # where the compiler is to know how many
-LEAST_ROWS = 64  # of a program for some of the slots: fewer would cost about as much
-MOST_ENDS = 8  # ids that end a sequence
-PACKED = 4096  # tokens of a row with several prompts
+MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
+STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines stream, too
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Wishes:
-    """What each row of prompts, or each slot, is to become."""
+class InFlightStep:
+    """A program on the device, and the sequence of each column of its output."""
 
-    last: Any  # [B] int32, the position of its last token at the latest
-    seed: Any  # [B] uint32
-    ends: Any  # [B, E] int32, filled up with -1
-    sampling: Rows
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class State:
-    """All that the device holds beside the weights."""
-
-    caches: Caches
-    token: jax.Array  # [N], the newest of each slot; its keys and values are not in the caches yet
-    position: jax.Array  # [N], of that token; -1: the slot does nothing
-    wishes: Wishes
+    sampled: Sampled
+    columns: tuple[tuple[int, Sequence], ...]
+    num_steps: int  # 0: prefill
+    dispatched_at: float
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Prompts:
-    """Tokens to be put into slots."""
+class InferenceEngine:
+    """Generates for up to `slots` requests at a time, each of up to `length` tokens.
 
-    ids: Any  # [R, C]; with segments [1, C]
-    positions: Any  # like ids, -1 is padding, behind the tokens
-    slots: Any  # [R]; N: the row is padding
-    table: Any  # [R, P]
-    final: Any  # [R] bool, the prompt ends here
-    wishes: Wishes
-    # where one row has all R prompts: which of them a token is of, from 1 on; 0 is padding
-    segments: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Drawn:
-    """New tokens, [...], IDLE where there is none, and their log-probabilities by the model's own
-    scores.
+    The engine takes over the tree `weights`: it lays the arrays out for its number of slots, in
+    place. With `keep_layout` it leaves them as they are, so that others may use them, too.
     """
 
-    tokens: jax.Array
-    log_probs: jax.Array | None
-
-
-@dataclass(frozen=True)
-class Programs:
-    """What is compiled, once for all engines of a model."""
-
-    config: MaxTextConfig
-    template: Template
-    rules: AxisRules
-
-    @cached_property
-    def scorer(self) -> Cached | Recomputed:
-        return scorer(self.config, self.template)
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Any,
+        slots: int,
+        length: int,
+        *,
+        keep_layout: bool = False,
+    ):
+        config = programs.config
+        self.requested_size = slots, length
+        fast_single_row = not keep_layout and layout_weights(programs, weights, slots)
+        fast_single_row |= config.quantization == "int8"
+        if slots < MIN_GPU_SLOTS and platform(programs.rules) == "gpu" and not fast_single_row:
+            slots = fit_slots(programs, MIN_GPU_SLOTS, length)
+        size = cache_size(config, slots, length)
+        check_cache(programs, size)
+        self.programs = programs
+        self.size = size
+        self.executor = Executor(programs, weights, size)
+        self.batches = self.executor.batch_builder()
+        self.prefix_cache = build_prefix_cache(config, self.executor)
+        chunk_size = config.prefill_chunk_size if config.use_chunked_prefill else None
+        self.scheduler = Scheduler(
+            size.slots,
+            self.prefix_cache,
+            contiguous=self.executor.contiguous,
+            supports_packing=self.executor.supports_packing,
+            snapshots=self.prefix_cache.enabled and self.executor.has_slot_caches,
+            chunk_size=chunk_size,
+        )
+        self.max_length = self.max_sequence_length()
+        self.in_flight: deque[InFlightStep] = deque()
+        self.max_steps = MAX_DECODE_STEPS  # of a decode program, by the time that a step takes
+        self.collected_at = 0.0
+        # All processes must dispatch the same programs, so time may not decide.
+        self.timed = jax.process_count() == 1
+        self.leased = False
+        self.failed = False
 
     @property
-    def cached(self) -> bool:
-        """Whether layers keep what they need of earlier tokens."""
-        return isinstance(self.scorer, Cached)
+    def weights(self) -> Any:
+        return self.executor.weights
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running or self.in_flight)
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether the waiting queue is shorter than the number of slots."""
+        return self.scheduler.num_available_slots > -self.size.slots
+
+    def max_sequence_length(self) -> int:
+        limit = self.programs.config.pagedattn_max_pages_per_group
+        max_blocks = limit if self.size.page and limit > 0 else self.batches.max_blocks
+        max_blocks = min(max_blocks, self.prefix_cache.pool.num_blocks)
+        return min(self.size.length, max_blocks * self.batches.block_size)
+
+    # Requests.
+
+    def reject_reason(self, request: GenerationRequest) -> str | None:
+        """Why a request of token ids cannot be served, or None if it can."""
+        prompt, count = request.prompt, request.params.max_new_tokens
+        vocab_size = self.programs.config.vocab_size
+        if not len(prompt):
+            return "the prompt is empty: there is nothing to continue"
+        if count < 1:
+            return f"max_new_tokens={count} must be a whole number of at least 1"
+        invalid = next((token for token in prompt if not 0 <= int(token) < vocab_size), None)
+        if invalid is not None:
+            return f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}"
+        if len(prompt) + count > self.max_length:
+            return (
+                f"a prompt of {len(prompt)} tokens and {count} new tokens exceed {self.max_length},"
+                " the maximum length of a sequence here: shorten the prompt, lower max_new_tokens,"
+                " or raise max_target_length (with a paged cache also pagedattn_num_pages or"
+                " pagedattn_max_pages_per_group)"
+            )
+        return None
+
+    def add_request(self, request_id: int, request: GenerationRequest) -> None:
+        """Queue a request of token ids that `reject_reason` does not reject."""
+        prompt_ids = tuple(int(token) for token in request.prompt)
+        self.scheduler.add(Sequence(request_id, prompt_ids, request.params))
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request: the caller needs no more of its tokens."""
+        self.scheduler.abort(request_id)
 
     @contextlib.contextmanager
-    def context(self) -> Iterator[None]:
-        """While a program is traced: how it is laid out, and how precisely it multiplies."""
-        with (
-            use_rules(self.rules),
-            jax.default_matmul_precision(self.config.matmul_precision.value),
-        ):
+    def lease(self) -> Iterator[None]:
+        """Exclusive use of the engine. Requests that are unfinished at the end are aborted."""
+        assert not self.leased, "another caller uses this engine"
+        self.leased = True
+        try:
             yield
+        finally:
+            self.leased = False
+            if not self.failed:
+                for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
+                    self.abort(sequence.request_id)
 
-    @cached_property
-    def start(self) -> Any:
-        return jax.jit(self.empty, static_argnums=0)
+    def generate(self, requests: list[GenerationRequest]) -> list[list[int]]:
+        """The new tokens of each request. Raises UserError if a request cannot be served."""
+        for reason in map(self.reject_reason, requests):
+            if reason is not None:
+                raise UserError(reason)
+        for index, request in enumerate(requests):
+            self.add_request(index, request)
+        tokens: list[list[int]] = [[] for _ in requests]
+        while self.has_unfinished:
+            for output in self.step():
+                tokens[output.request_id] += output.sampled_tokens
+        return tokens
 
-    @cached_property
-    def prefill(self) -> Any:
-        return jax.jit(
-            self.put_prompts, static_argnames=("fresh", "reach", "kind", "scored"), donate_argnums=1
-        )
+    # Steps.
 
-    @cached_property
-    def decode(self) -> Any:
-        names = ("fixed", "aligned", "reach", "kind", "scored")
-        return jax.jit(self.extend_slots, static_argnames=names, donate_argnums=1)
+    def step(self) -> list[StepOutput]:
+        """Dispatch what can run now, and return the tokens of programs that were dispatched before.
 
-    @cached_property
-    def take(self) -> Any:
-        """A copy of what one page has, or, without `pages`, one slot beside pages."""
-
-        def take(state: State, place: jax.Array, pages: bool) -> Any:
-            return jax.tree.map(lambda x: x[place], part(state.caches, pages))
-
-        return jax.jit(take, static_argnums=2)
-
-    @cached_property
-    def put(self) -> Any:
-        """The state with such a copy in a page or slot."""
-
-        def put(state: State, place: jax.Array, kept: Any, pages: bool) -> State:
-            after = iter(
-                jax.tree.map(lambda x, y: x.at[place].set(y), part(state.caches, pages), kept)
-            )
-            return replace(
-                state,
-                caches=[next(after) if (PAGES in each) == pages else each for each in state.caches],
-            )
-
-        return jax.jit(put, static_argnums=3, donate_argnums=0)
-
-    def empty(self, size: CacheSize) -> State:
-        zero = jnp.zeros(size.slots, jnp.int32)
-        sampling = Rows(zero.astype(jnp.float32), zero, zero.astype(jnp.float32))
-        ends = jnp.full((size.slots, MOST_ENDS), IDLE, jnp.int32)
-        wishes = Wishes(zero, zero.astype(jnp.uint32), ends, sampling)
-        return State(self.scorer.empty(size), zero, jnp.full(size.slots, IDLE, jnp.int32), wishes)
-
-    def put_prompts(
-        self,
-        weights: Any,
-        state: State,
-        prompts: Prompts,
-        *,
-        fresh: bool,
-        reach: int,
-        kind: Kind,
-        scored: bool,
-    ) -> tuple[State, Drawn]:
-        """The state with the prompts in it, and the first token [R] of those that are complete."""
-        most = (
-            0 if prompts.segments is None else prompts.slots.shape[0] + 1
-        )  # with the padding after them
-        inputs = LayerInputs(
-            prompts.positions,
-            prompts.segments,
-            fresh=fresh,
-            table=prompts.table,
-            reach=reach,
-            max_segments=most,
-        )
-        scores, caches = self.scorer.of_prompts(
-            weights, state.caches, prompts.ids, inputs, prompts.slots
-        )
-        place = at_last(prompts.positions, inputs) + 1
-        drawn, going = choose(scores, place, prompts.wishes, kind, scored, prompts.final)
-
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            return old.at[prompts.slots].set(new, mode="drop")
-
-        position = jnp.where(going, place, IDLE)
-        values = (drawn.tokens, position, prompts.wishes)
-        token, position, wishes = jax.tree.map(
-            put, (state.token, state.position, state.wishes), values
-        )
-        return State(caches, token, position, wishes), drawn
-
-    def extend_slots(
-        self,
-        weights: Any,
-        state: State,
-        table: jax.Array,
-        halted: jax.Array,
-        steps: jax.Array,
-        rows: jax.Array | None,
-        *,
-        fixed: int,
-        aligned: bool,
-        reach: int,
-        kind: Kind,
-        scored: bool,
-    ) -> tuple[State, Drawn]:
-        """The state after `steps` more tokens, BLOCK at most, and the tokens [BLOCK, N]. Slots that
-        are `halted` [N] do nothing any more. `fixed`: so many steps instead, known to the compiler;
-        0: as said. With `rows`, slots of which none but N, which is no slot, comes twice, these
-        alone are extended, in this order; and the table has theirs."""
-        state = replace(state, position=jnp.where(halted, IDLE, state.position))
-        whole = state
-        if rows is not None:
-            token, position, wishes = jax.tree.map(
-                lambda x: x[rows], (state.token, state.position, state.wishes)
-            )
-            position = jnp.where(rows < halted.shape[0], position, IDLE)
-            state = State(state.caches, token, position, wishes)
-        shape = (BLOCK, state.token.shape[0])
-        found = Drawn(
-            jnp.full(shape, IDLE, jnp.int32), jnp.zeros(shape, jnp.float32) if scored else None
-        )
-
-        def going(carry: tuple) -> jax.Array:
-            step, state, _ = carry
-            return (step < steps) & jnp.any(state.position >= 0)
-
-        def advance(carry: tuple) -> tuple:
-            step, state, found = carry
-            inputs = LayerInputs(state.position[:, None], table=table, aligned=aligned, reach=reach)
-            ids = jnp.maximum(state.token, 0)[:, None]
-            scores, caches = self.scorer.of_slots(weights, state.caches, ids, inputs)
-            active = state.position >= 0
-            drawn, onward = choose(scores, state.position + 1, state.wishes, kind, scored, active)
-            found = jax.tree.map(lambda all, new: all.at[step].set(new), found, drawn)
-            position = jnp.where(onward, state.position + 1, IDLE)
-            return (
-                step + 1,
-                replace(state, caches=caches, token=drawn.tokens, position=position),
-                found,
-            )
-
-        carry = (jnp.int32(0), state, found)
-        if fixed:
-            _, state, found = jax.lax.fori_loop(0, fixed, lambda _, carry: advance(carry), carry)
-        else:
-            _, state, found = jax.lax.while_loop(going, advance, carry)
-        if rows is not None:
-            token = whole.token.at[rows].set(state.token, mode="drop")
-            position = whole.position.at[rows].set(state.position, mode="drop")
-            state = State(state.caches, token, position, whole.wishes)
-        return state, found
-
-
-def choose(
-    scores: jax.Array, place: jax.Array, wishes: Wishes, kind: Kind, scored: bool, active: jax.Array
-) -> tuple[Drawn, jax.Array]:
-    """The token of each row that follows by its scores [B, V], to stand at `place` [B], and whether
-    more may follow.
-    """
-    keys = jax.vmap(lambda seed, place: jax.random.fold_in(jax.random.key(seed), place))(
-        wishes.seed, place
-    )
-    token = draw(scores, keys, wishes.sampling, kind)
-    log_probs = None
-    if scored:
-        shares = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
-        log_probs = jnp.take_along_axis(shares, token[:, None], axis=1)[:, 0]
-    right = jnp.isfinite(scores.max(axis=-1))
-    token = jnp.where(active, jnp.where(right, token, BROKEN), IDLE)
-    ended = jnp.any(token[:, None] == wishes.ends, axis=-1) | (place >= wishes.last) | ~right
-    return Drawn(token, log_probs), active & ~ended
-
-
-def part(caches: Caches, pages: bool) -> Caches:
-    """Those that are in pages, or those that each slot has."""
-    return [cache for cache in caches if (PAGES in cache) == pages]
-
-
-def reads_in_place(config: MaxTextConfig, caches: Caches) -> bool:
-    """Whether decoding reads pages where they lie, as far as they are filled: then no program need
-    know how far.
-    """
-    plain = config.attention_type != "mla" and (
-        config.use_ragged_attention or backend(config) == attention.AUTOSELECTED
-    )
-    pools = [cache[PAGES] for cache in caches if PAGES in cache]
-    return (
-        plain
-        and bool(pools)
-        and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
-    )
-
-
-class Engine:
-    """One state and the weights that extend it. Arguments are arrays of the host; what comes back
-    is on its way.
-    """
-
-    def __init__(self, programs: Programs, weights: Any, size: CacheSize):
-        self.programs, self.weights, self.size = programs, weights, size
-        with programs.context():
-            self.state: State = programs.start(size)
-        self.aligned = size.page == 0  # slot n has page n, all of it
-        # Where programs take long to compile, there are few; and in a loop that may end early, a
-        # GPU waits for the host before each step.
-        self.few_programs = platform(programs.rules) != "cpu"
-        with programs.context():
-            self.in_place = reads_in_place(programs.config, self.state.caches)
-
-    def prefill(self, prompts: Prompts, **how: Any) -> Drawn:
-        with self.programs.context():
-            self.state, drawn = self.programs.prefill(self.weights, self.state, prompts, **how)
-        return drawn
-
-    def decode(
-        self,
-        table: np.ndarray,
-        halted: np.ndarray,
-        steps: int,
-        rows: np.ndarray | None = None,
-        **how: Any,
-    ) -> Drawn:
-        """`steps`: one of FIXED_STEPS, if there are to be few programs. `rows`: as many as
-        `row_counts` has.
+        An exception inside a step, such as Ctrl-C, leaves the host's view and the device's state
+        inconsistent: the engine is `failed` and cannot be used again.
         """
-        fixed = steps if self.few_programs else 0
-        with self.programs.context():
-            self.state, drawn = self.programs.decode(
-                self.weights,
-                self.state,
-                table,
-                halted,
-                np.int32(steps),
-                rows,
-                fixed=fixed,
-                aligned=self.aligned,
-                **how,
+        try:
+            return self.dispatch_and_collect()
+        except BaseException:
+            self.failed = True
+            raise
+
+    def dispatch_and_collect(self) -> list[StepOutput]:
+        for sequence, snapshot in self.scheduler.admit():
+            self.executor.write_slot(sequence.slot, snapshot)
+        num_in_flight = len(self.in_flight)
+        while group := self.scheduler.next_prefill():
+            self.prefill(*group)
+            if self.scheduler.chunk_size:
+                break
+        outputs: list[StepOutput] = []
+        if self.scheduler.has_decoding:
+            outputs += self.decode()
+        # The newest program may run while the host processes the tokens of the others.
+        num_left = 1 if len(self.in_flight) > num_in_flight else 0
+        while len(self.in_flight) > num_left:
+            outputs += self.collect()
+        return outputs
+
+    def prefill(self, chunks: Chunks, packed: bool) -> None:
+        """Dispatch the prefill of chunks, each in its own row or all in one."""
+        batch = self.batches.prefill(chunks, packed)
+        sampled = self.executor.prefill(batch)
+        for sequence, count in chunks:
+            sequence.num_computed += count
+            self.scheduler.finished_slots.discard(sequence.slot)  # the program resets the slot
+        complete = [(row, seq) for row, (seq, _) in enumerate(chunks) if seq.is_decoding]
+        if complete:
+            self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, time.monotonic()))
+        if self.prefix_cache.enabled:
+            for sequence, _ in chunks:
+                self.cache_prefix(sequence)
+
+    def decode(self) -> list[StepOutput]:
+        """Dispatch a decode program for the sequences that are prefilled. If blocks run out, the
+        tokens of programs in flight are collected first, and sequences preempted.
+        """
+        outputs: list[StepOutput] = []
+        sequences = self.scheduler.decodable()
+        num_steps = self.scheduler.decode_steps(sequences, self.max_steps)
+        if sequences and self.executor.few_programs:
+            num_steps = next(steps for steps in STATIC_DECODE_STEPS if steps >= num_steps)
+        for sequence in sequences:
+            end = min(sequence.num_computed + num_steps, sequence.last_position)
+            while sequence in self.scheduler.running and not self.scheduler.grow(sequence, end):
+                if self.in_flight:
+                    outputs += self.collect()  # finished sequences free their blocks
+                else:
+                    self.scheduler.preempt_youngest()
+        sequences = [sequence for sequence in sequences if sequence in self.scheduler.running]
+        if not sequences:
+            return outputs
+        for sequence in sequences:
+            sequence.num_computed = min(sequence.num_computed + num_steps, sequence.last_position)
+        batch, columns = self.batches.decode(sequences, num_steps, self.scheduler.finished_slots)
+        sampled = self.executor.decode(batch)
+        self.scheduler.finished_slots.clear()
+        by_column = tuple(zip(columns, sequences, strict=True))
+        self.in_flight.append(InFlightStep(sampled, by_column, num_steps, time.monotonic()))
+        return outputs
+
+    def collect(self) -> list[StepOutput]:
+        """Wait for the oldest program in flight and return its tokens."""
+        done = self.in_flight.popleft()
+        sampled_tokens, log_probs = done.sampled
+        tokens = np.atleast_2d(np.asarray(sampled_tokens))
+        probs = None if log_probs is None else np.atleast_2d(np.asarray(log_probs))
+        now = time.monotonic()
+        if done.num_steps and self.timed:
+            step_seconds = (now - max(done.dispatched_at, self.collected_at)) / done.num_steps
+            steps = min(max(STEP_SECONDS / max(step_seconds, 1e-9), 1), MAX_DECODE_STEPS)
+            self.max_steps = int(steps)
+        self.collected_at = now
+        return [
+            self.process(seq, tokens[:, column], None if probs is None else probs[:, column])
+            for column, seq in done.columns
+            if not seq.finished
+        ]
+
+    def process(
+        self, sequence: Sequence, tokens: np.ndarray, log_probs: np.ndarray | None
+    ) -> StepOutput:
+        """Append the sampled tokens of a program to a sequence, and finish it if one ends it."""
+        sampled_tokens: list[int] = []
+        finish_reason, error = None, None
+        for token in tokens.tolist():
+            if token == NO_TOKEN:
+                break
+            if token == NONFINITE_LOGITS:
+                finish_reason = "error"
+                error = "the model's logits are NaN or infinite: its weights are broken"
+                break
+            sampled_tokens.append(token)
+            sequence.token_ids.append(token)
+            if token in sequence.params.stop_token_ids:
+                finish_reason = "end"
+            elif len(sequence.token_ids) > sequence.last_position:
+                finish_reason = "length"
+            if finish_reason:
+                break
+        if finish_reason:
+            self.finish(sequence, finish_reason)
+        if log_probs is None or not sequence.params.log_probs:
+            log_probs = np.zeros(0)
+        return StepOutput(
+            request_id=sequence.request_id,
+            sampled_tokens=tuple(sampled_tokens),
+            log_probs=tuple(log_probs[: len(sampled_tokens)].tolist()),
+            finish_reason=finish_reason,
+            error=error,
+        )
+
+    def finish(self, sequence: Sequence, finish_reason: str) -> None:
+        device_stop_ids = sequence.params.stop_token_ids[:MAX_STOP_IDS]
+        if finish_reason == "end" and sequence.token_ids[-1] not in device_stop_ids:
+            self.scheduler.finished_slots.add(sequence.slot)
+        if finish_reason == "error":
+            self.clear_caches(sequence)
+        self.scheduler.finish(sequence, cacheable=finish_reason != "error")
+
+    def clear_caches(self, sequence: Sequence) -> None:
+        """Overwrite the caches of a sequence with zeros: NaN would reach the next sequence that
+        has them, even with an attention weight of zero.
+        """
+        for block in self.prefix_cache.invalidate(sequence.blocks):
+            self.executor.clear_block(block)
+        self.executor.clear_slot(sequence.slot)
+
+    def cache_prefix(self, sequence: Sequence) -> None:
+        """Insert the full blocks that a sequence has prefilled into the prefix cache."""
+        num_full = sequence.num_computed // self.batches.block_size
+        length = num_full * self.batches.block_size
+        blocks = sequence.blocks[:num_full]
+        if not self.scheduler.snapshots:
+            self.prefix_cache.insert(sequence.token_ids[:length], blocks)
+        elif length == sequence.num_computed:
+            snapshot = self.executor.read_slot(sequence.slot)
+            self.prefix_cache.insert(sequence.token_ids[:length], blocks, snapshot)
+
+
+def layout_weights(programs: Programs, weights: Any, slots: int) -> bool:
+    """Lay out the weights for the programs of an engine, in place: merged projections, and
+    transposed weights for a single slot. Returns whether matmuls of a single row are fast.
+    """
+    with programs.context():
+        if not is_merged(weights):
+            merged = join(programs.template, laid_out(programs.template, weights))
+            weights.update(merged)
+    return lay_out(weights, programs.config.dtype.value, slots == 1)
+
+
+def is_merged(weights: Any) -> bool:
+    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, Joined))
+    return any(isinstance(leaf, Joined) for leaf in leaves)
+
+
+def check_cache(programs: Programs, size: CacheSize) -> None:
+    """Raise ConfigError if keys configure the cache of a model that has none."""
+    config = programs.config
+    if programs.has_caches or not (size.page or size.quantized is not None):
+        return
+    reason = "some layer has no cache"
+    if config.use_indexer:
+        reason = (
+            f"indexer_topk={config.indexer_topk} is below max_target_length="
+            f"{config.max_target_length}, and on CPUs its choice among equal scores, which is"
+            " PyTorch's, depends on later tokens"
+        )
+    raise ConfigError(
+        f"this model recomputes all tokens in every step ({reason}), so there is no cache: leave"
+        " out attention=paged, enable_prefix_caching and quantize_kvcache"
+    )
+
+
+def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache:
+    """The block pool of an executor, with a prefix cache as large as the keys allow."""
+    size = executor.size
+    max_idle = max_host = 0
+    if config.enable_prefix_caching:
+        # The per-slot caches are copied for each prefix.
+        entry_bytes = max(executor.block_bytes + executor.slot_bytes, 1)
+        max_idle = config.prefix_caching_hbm_byte // entry_bytes
+        max_host = config.prefix_caching_dram_byte // entry_bytes
+        if max_idle + max_host == 0:
+            raise ConfigError(
+                f"enable_prefix_caching=true would do nothing: one block of a prefix takes"
+                f" {entry_bytes} bytes, and prefix_caching_hbm_byte and prefix_caching_dram_byte"
+                " are both less"
             )
-        return drawn
-
-    def take_slot(self, slot: int) -> Any:
-        return self.programs.take(self.state, np.int32(slot), False)
-
-    def put_slot(self, slot: int, kept: Any) -> None:
-        self.state = self.programs.put(self.state, np.int32(slot), kept, False)
-
-    def read(self, page: int) -> Any:
-        """What a page holds, in the host's memory."""
-        return jax.device_get(self.programs.take(self.state, np.int32(page), True))
-
-    def write(self, page: int, kept: Any) -> None:
-        self.state = self.programs.put(self.state, np.int32(page), kept, True)
-
-    def host(self, snapshot: Any) -> Any:
-        return jax.device_get(snapshot)
-
-    def clear_page(self, page: int) -> None:
-        self.write(page, self.zeros(pages=True))
-
-    def clear_slot(self, slot: int) -> None:
-        self.put_slot(slot, self.zeros(pages=False))
-
-    def zeros(self, pages: bool) -> Any:
-        return jax.tree.map(
-            lambda x: np.zeros(x.shape[1:], x.dtype), part(self.state.caches, pages)
-        )
-
-    @cached_property
-    def has_slot_caches(self) -> bool:
-        return bool(part(self.state.caches, pages=False))
-
-    @cached_property
-    def packs(self) -> bool:
-        """Whether prompts may be put in one after the other in one row, which takes no padding."""
-        config, rules = self.programs.config, self.programs.rules
-        if not self.few_programs or self.aligned or self.has_slot_caches or rules.mesh.size > 1:
-            return False
-        mixers = [getattr(layer, "attention", None) for layer in layers(config)]
-        plain = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
-        if len(plain) < len(mixers) or backend(config) != attention.AUTOSELECTED:
-            return False
-        requests = [mixer.request(PACKED, config.dtype.value, platform(rules)) for mixer in plain]
-        return all(attention.fastest_backend(request) != "dot_product" for request in requests)
-
-    @cached_property
-    def row_counts(self) -> tuple[int, ...]:
-        """How many slots a program may extend, the fewest first. Where pages have all that is kept
-        of a sequence, those that do nothing need not be among them."""
-        slots, devices = self.size.slots, self.programs.rules.mesh.size
-        some = [slots * part // 4 for part in (1, 2, 3) if slots * part % (4 * devices) == 0]
-        some = [count for count in some if min(count, slots - count) >= LEAST_ROWS]
-        return (slots,) if self.aligned or self.has_slot_caches else (*some, slots)
-
-    @cached_property
-    def page_bytes(self) -> int:
-        """Of one page, in all layers."""
-        return self.bytes_of_one(pages=True)
-
-    @cached_property
-    def slot_bytes(self) -> int:
-        """Of one slot beside pages, in all layers."""
-        return self.bytes_of_one(pages=False)
-
-    def bytes_of_one(self, pages: bool) -> int:
-        return sum(
-            array.nbytes // array.shape[0]
-            for array in jax.tree.leaves(part(self.state.caches, pages))
-        )
+    return PrefixCache(
+        BlockPool(size.pages or size.slots),
+        size.page or size.length,
+        max_idle_blocks=max_idle,
+        max_host_blocks=max_host,
+        store=executor,
+        snapshots=executor.has_slot_caches,
+    )

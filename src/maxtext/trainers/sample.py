@@ -6,10 +6,10 @@ import jax
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine import Programs
-from maxtext.inference.sampling import Sampling
-from maxtext.inference.scheduler import Request
-from maxtext.inference.serving import make_scheduler
+from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.programs import Programs
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling import SamplingParams
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.run_context import RunContext
@@ -41,10 +41,14 @@ def complete(context: RunContext, weights: Any, max_new_tokens: int) -> str:
     if config.trainable_position_size > 0:
         max_new_tokens = min(max_new_tokens, config.trainable_position_size - len(ids))
     eos_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    sampling = Sampling.of(config)
-    request = Request(tuple(ids), max_new_tokens, sampling, config.init_weights_seed, eos_ids)
+    params = SamplingParams.from_config(
+        config,
+        max_new_tokens=max_new_tokens,
+        seed=config.init_weights_seed,
+        stop_token_ids=eos_ids,
+    )
     weights = jax.device_put(weights, jax.tree.map(on_device, context.shardings.weights))
     programs = Programs(config, context.template, context.rules)
-    scheduler = make_scheduler(programs, weights, 1, len(ids) + max_new_tokens)
-    (new_ids,) = scheduler.run([request])
+    engine = InferenceEngine(programs, weights, 1, len(ids) + max_new_tokens, keep_layout=True)
+    (new_ids,) = engine.generate([GenerationRequest(ids, params)])
     return tokenizer.decode([*ids, *(token for token in new_ids if token not in eos_ids)])

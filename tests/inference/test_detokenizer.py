@@ -1,11 +1,11 @@
-"""Text that flows: characters are whole, what a stop may begin with is held back, and the pieces
-make the whole.
+"""Incremental detokenization: deltas have complete characters, hold back what may begin a stop
+text, and make up the decoded text.
 """
 
 import numpy as np
 import pytest
 
-from maxtext.inference.text import Text
+from maxtext.inference.detokenizer import Detokenizer
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
 from maxtext.tokenizers.boundaries import every_boundary
 from tests.tokenizers.tiny import (
@@ -23,31 +23,33 @@ TEXTS = [
 KINDS = ["byte", "byte-level", "byte-fallback", "sentencepiece", "tiktoken"]
 
 
-class Pieces:
-    """A vocabulary of given texts, joined as they are."""
+class FixedVocabulary:
+    """A vocabulary of given texts, concatenated without changes."""
 
     def __init__(self, *words):
         self.words = words
 
-    def boundaries(self):
+    def boundary_detector(self):
         return every_boundary()
 
     def decode(self, ids):
         return "".join(self.words[token] for token in ids)
 
 
-class Spaced(Pieces):
-    """As in many vocabularies, the space before a word is the word's, and the first of a text loses
-    it.
+class SpaceDroppingVocabulary(FixedVocabulary):
+    """As in many vocabularies, a word includes the space before it, and the first word of a text
+    loses it.
     """
 
     def decode(self, ids):
         return super().decode(ids).removeprefix(" ")
 
 
-def flow(text, tokens, size=1):
-    pieces = [text.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-    return [*pieces, text.add([], last=True)]
+def deltas_of(detokenizer, tokens, size=1):
+    """The text deltas of tokens that come `size` at a time."""
+    starts = range(0, len(tokens), size)
+    deltas = [detokenizer.add(tokens[start : start + size]) for start in starts]
+    return [*deltas, detokenizer.add([], last=True)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def tokenizers(tmp_path_factory):
 
 
 def random_splits(random, tokens):
-    """The tokens in parts of 0 to 20, of which the last has none."""
+    """The tokens in steps of 0 to 20, of which the last has none."""
     while tokens:
         size = int(random.integers(0, 21))
         yield tokens[:size]
@@ -71,29 +73,31 @@ def random_splits(random, tokens):
     yield []
 
 
-def streamed(tokenizer, prompt, parts, stops=()):
-    """The text that was emitted for the parts of the tokens, and the stream itself."""
-    stream = Text(tokenizer, prompt, stops)
-    parts = list(parts)
-    pieces = [stream.add(part, last=number == len(parts) - 1) for number, part in enumerate(parts)]
-    assert "".join(pieces) == stream.whole
-    return stream.whole, stream
+def detokenize(tokenizer, prompt, steps, stops=()):
+    """The text that was emitted for the tokens of some steps, and the detokenizer."""
+    detokenizer = Detokenizer(tokenizer, prompt, stops)
+    steps = list(steps)
+    deltas = [
+        detokenizer.add(tokens, last=index == len(steps) - 1) for index, tokens in enumerate(steps)
+    ]
+    assert "".join(deltas) == detokenizer.text
+    return detokenizer.text, detokenizer
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 9, 16, 100])
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_of_any_size_decode_as_the_whole(kind, size, tokenizers):
+def test_steps_of_any_size_make_up_the_decoded_text(kind, size, tokenizers):
     tokenizer = tokenizers[kind]
     for prompt in ([], tokenizer.encode_prompt("x"), tokenizer.encode_prompt("語" * 12)):
         for text in TEXTS:
             ids = tokenizer.encode(text)
-            blocks = [ids[start : start + size] for start in range(0, len(ids), size)] or [[]]
+            steps = [ids[start : start + size] for start in range(0, len(ids), size)] or [[]]
             expected = tokenizer.decode([*prompt, *ids]).removeprefix(tokenizer.decode(prompt))
-            assert streamed(tokenizer, prompt, blocks)[0] == expected
+            assert detokenize(tokenizer, prompt, steps)[0] == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_ids_decode_as_the_whole(kind, tokenizers):
+def test_random_ids_make_up_the_decoded_text(kind, tokenizers):
     """Invalid bytes, special tokens and ids outside the vocabulary, in random splits."""
     tokenizer = tokenizers[kind]
     random = np.random.default_rng(5)
@@ -103,16 +107,16 @@ def test_random_ids_decode_as_the_whole(kind, tokenizers):
         if number % 3:
             ids = np.where(random.random(60) < 0.3, ids, random.choice(letters, 60))
         ids, prompt = ids.tolist(), tokenizer.encode_prompt(TEXTS[number % len(TEXTS)])
-        assert streamed(tokenizer, [], random_splits(random, ids))[0] == tokenizer.decode(ids)
-        text, _ = streamed(
+        assert detokenize(tokenizer, [], random_splits(random, ids))[0] == tokenizer.decode(ids)
+        text, _ = detokenize(
             tokenizer, prompt, random_splits(random, [*tokenizer.encode(" a"), *ids])
         )
-        whole = tokenizer.decode([*prompt, *tokenizer.encode(" a"), *ids])
-        assert tokenizer.decode(prompt) + text == whole
+        expected = tokenizer.decode([*prompt, *tokenizer.encode(" a"), *ids])
+        assert tokenizer.decode(prompt) + text == expected
 
 
 @pytest.mark.parametrize("kind", ["byte", "byte-level", "tiktoken"])
-def test_a_prompt_that_ends_inside_a_character(kind, tokenizers):
+def test_prompt_that_ends_inside_a_character(kind, tokenizers):
     """The character that the new tokens complete belongs to the new text."""
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode("ab🙂cd")
@@ -120,13 +124,13 @@ def test_a_prompt_that_ends_inside_a_character(kind, tokenizers):
         next(size for size in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[:size])) - 1
     )
     for size in range(complete, len(ids)):
-        text, _ = streamed(tokenizer, ids[:size], ([token] for token in ids[size:]))
+        text, _ = detokenize(tokenizer, ids[:size], ([token] for token in ids[size:]))
         assert tokenizer.decode(ids[:size]).rstrip("\ufffd") + text == "ab🙂cd"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stops_across_random_splits(kind, tokenizers):
-    """The text ends before the stop text that is complete first, wherever the blocks are cut."""
+def test_stop_texts_across_random_splits(kind, tokenizers):
+    """The text ends before the stop text that is complete first, wherever the steps are split."""
     tokenizer = tokenizers[kind]
     random = np.random.default_rng(7)
     for _ in range(60):
@@ -135,16 +139,20 @@ def test_stops_across_random_splits(kind, tokenizers):
             "".join(random.choice(["a", "b", "日", " "], random.integers(1, 4))) for _ in range(3)
         ]
         ids, prompt = tokenizer.encode(text), tokenizer.encode_prompt("x")
-        whole = tokenizer.decode([*prompt, *ids]).removeprefix(tokenizer.decode(prompt))
-        ends = [(whole.find(stop) + len(stop), whole.find(stop)) for stop in stops if stop in whole]
-        shown, stream = streamed(tokenizer, prompt, random_splits(random, ids), stops)
-        assert stream.stopped == bool(ends)
-        assert shown == (whole[: min(ends)[1]] if ends else whole)
+        decoded = tokenizer.decode([*prompt, *ids]).removeprefix(tokenizer.decode(prompt))
+        ends = [
+            (decoded.find(stop) + len(stop), decoded.find(stop))
+            for stop in stops
+            if stop in decoded
+        ]
+        shown, detokenizer = detokenize(tokenizer, prompt, random_splits(random, ids), stops)
+        assert detokenizer.stopped == bool(ends)
+        assert shown == (decoded[: min(ends)[1]] if ends else decoded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["a", " ", "語", "語 "])
-def test_each_token_is_decoded_a_bounded_number_of_times(kind, text, tokenizers, monkeypatch):
+def test_every_token_is_decoded_a_bounded_number_of_times(kind, text, tokenizers, monkeypatch):
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(text * 400)
     decoded = []
@@ -152,32 +160,38 @@ def test_each_token_is_decoded_a_bounded_number_of_times(kind, text, tokenizers,
     monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
     for prompt in ([], [1], tokenizer.encode("x")):
         decoded.clear()
-        streamed(tokenizer, prompt, [*([token] for token in ids), []])
+        detokenize(tokenizer, prompt, [*([token] for token in ids), []])
         assert sum(decoded) <= 20 * len(ids)
 
 
-def test_a_character_of_several_tokens_comes_whole():
+def test_character_of_several_tokens_is_emitted_complete():
     tokenizer = ByteTokenizer()
     for size in (1, 2, 5):
-        pieces = flow(Text(tokenizer, [], ()), tokenizer.encode("a€ß🙂z"), size)
-        assert "".join(pieces) == "a€ß🙂z"
-        assert not any("�" in piece for piece in pieces)
-    assert flow(Text(tokenizer, [], ()), tokenizer.encode("a€"), 1) == ["a", "", "", "€", ""]
+        deltas = deltas_of(Detokenizer(tokenizer, [], ()), tokenizer.encode("a€ß🙂z"), size)
+        assert "".join(deltas) == "a€ß🙂z"
+        assert not any("�" in delta for delta in deltas)
+    assert deltas_of(Detokenizer(tokenizer, [], ()), tokenizer.encode("a€"), 1) == [
+        "a",
+        "",
+        "",
+        "€",
+        "",
+    ]
 
 
-def test_a_character_that_never_ends_is_told_at_last():
+def test_incomplete_character_is_emitted_at_the_end():
     tokenizer = ByteTokenizer()
-    assert "".join(flow(Text(tokenizer, [], ()), tokenizer.encode("a€")[:-1])) == "a�"
+    assert "".join(deltas_of(Detokenizer(tokenizer, [], ()), tokenizer.encode("a€")[:-1])) == "a�"
 
 
-def test_a_word_keeps_the_space_that_its_place_gives_it():
-    tokenizer = Spaced(" one", " two", " three")
-    assert flow(Text(tokenizer, [0], ()), [1, 2]) == [" two", " three", ""]
-    assert flow(Text(tokenizer, [], ()), [1, 2]) == ["two", " three", ""]
+def test_word_keeps_its_leading_space_unless_it_is_the_first():
+    tokenizer = SpaceDroppingVocabulary(" one", " two", " three")
+    assert deltas_of(Detokenizer(tokenizer, [0], ()), [1, 2]) == [" two", " three", ""]
+    assert deltas_of(Detokenizer(tokenizer, [], ()), [1, 2]) == ["two", " three", ""]
 
 
 @pytest.mark.parametrize(
-    ("stops", "pieces", "whole", "stopped"),
+    ("stops", "deltas", "text", "stopped"),
     [
         (("cd",), ["ab", "", "", "", "", ""], "ab", True),
         (("bx",), ["a", "bc", "de", "f", "g", ""], "abcdefg", False),
@@ -193,16 +207,14 @@ def test_a_word_keeps_the_space_that_its_place_gives_it():
         (("",), ["ab", "c", "de", "f", "g", ""], "abcdefg", False),
     ],
 )
-def test_stops(stops, pieces, whole, stopped):
-    text = Text(Pieces("ab", "c", "de", "f", "g"), [], stops)
-    assert flow(text, [0, 1, 2, 3, 4]) == pieces
-    assert (text.whole, text.stopped) == (whole, stopped)
+def test_stop_texts(stops, deltas, text, stopped):
+    detokenizer = Detokenizer(FixedVocabulary("ab", "c", "de", "f", "g"), [], stops)
+    assert deltas_of(detokenizer, [0, 1, 2, 3, 4]) == deltas
+    assert (detokenizer.text, detokenizer.stopped) == (text, stopped)
 
 
 def test_random_texts_and_stops():
-    """Against the definition: the text before the first place where a stop begins that is complete
-    first.
-    """
+    """Against the definition: the text before the stop text that is complete first."""
     random = np.random.default_rng(0)
     tokenizer = ByteTokenizer()
     for _ in range(200):
@@ -213,16 +225,16 @@ def test_random_texts_and_stops():
             for _ in range(random.integers(1, 3))
         ]
         ids = tokenizer.encode(text)
-        shown = Text(tokenizer, [], stops)
-        pieces = []
+        detokenizer = Detokenizer(tokenizer, [], stops)
+        deltas = []
         for token in ids:
-            pieces.append(shown.add([token]))
-            if shown.stopped:
+            deltas.append(detokenizer.add([token]))
+            if detokenizer.stopped:
                 break
-        pieces.append(shown.add([], last=True))
+        deltas.append(detokenizer.add([], last=True))
         ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
         expected = text
         if ends:
             first = min(ends)
             expected = text[: min(text.find(stop) for stop in stops if stop in text[:first])]
-        assert "".join(pieces) == shown.whole == expected
+        assert "".join(deltas) == detokenizer.text == expected

@@ -1,0 +1,164 @@
+"""The batches of prefill and decode: arrays that are built on the host and read by the programs.
+
+Shapes: N slots, R rows, C tokens of a row, P blocks of a block table.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.inference import sequence, shapes
+from maxtext.inference.sampling import (
+    BatchedSamplingParams,
+    SamplingMode,
+    SamplingParams,
+    batch_mode,
+)
+
+MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
+STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
+STATIC: Any = {"static": True}  # part of the compiled program, not an array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Tokens of prompts, to be written into slots."""
+
+    token_ids: Any  # [R, C]; with segments [1, C]
+    positions: Any  # like token_ids; -1 is padding, after the tokens
+    slots: Any  # [R]; N for a padding row
+    block_tables: Any  # [R, P]
+    is_complete: Any  # [R] bool, whether the prompt ends here, so that a token is sampled
+    params: BatchedSamplingParams
+    # Where one row holds all R prompts: the prompt of each token, counted from 1; 0 is padding.
+    segments: Any = None
+    from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
+    kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
+    mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
+    log_probs: bool = field(default=False, metadata=STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Which slots to extend, and where their blocks are."""
+
+    block_tables: Any  # [N, P], or [R, P] with `slots`
+    finished_mask: Any  # [N] bool, slots whose sequence the host has finished
+    num_steps: Any  # int32
+    # [R], the slots to extend; N is padding, and no other slot occurs twice. None: all slots.
+    slots: Any = None
+    static_steps: int = field(default=0, metadata=STATIC)  # instead of num_steps; 0: num_steps
+    contiguous: bool = field(default=False, metadata=STATIC)  # slot n has block n only
+    kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
+    mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
+    log_probs: bool = field(default=False, metadata=STATIC)
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Builds batches of sequences in the shapes that an executor has programs for."""
+
+    num_slots: int
+    max_blocks: int  # of one sequence
+    block_size: int
+    contiguous: bool
+    few_programs: bool  # few shapes and static numbers of steps, since compilation is slow
+    reads_in_place: bool  # decode reads blocks in place, as far as they are filled
+    decode_rows: tuple[int, ...]  # how many slots a decode program may have, in increasing order
+
+    def prefill(
+        self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
+    ) -> PrefillBatch:
+        """The next `count` tokens of each (sequence, count), all in one row if `packed`."""
+        sequences = [seq for seq, _ in chunks]
+        if packed:
+            width = shapes.PACKED_TOKENS
+            rows = shapes.packed_prompts(len(chunks))
+        else:
+            width = shapes.row_tokens(chunks[0][1])
+            rows = shapes.prefill_rows(len(chunks), width, self.num_slots, self.few_programs)
+        shape = (1 if packed else rows, width)
+        token_ids = np.zeros(shape, np.int32)
+        positions = np.full(shape, -1, np.int32)
+        segments = np.zeros(shape, np.int32)
+        slots = np.full(rows, self.num_slots, np.int32)
+        is_complete = np.zeros(rows, bool)
+        offset = 0
+        for row, (seq, count) in enumerate(chunks):
+            start, end = seq.num_computed, seq.num_computed + count
+            index = (0, slice(offset, offset + count)) if packed else (row, slice(count))
+            token_ids[index] = seq.token_ids[start:end]
+            positions[index] = np.arange(start, end)
+            segments[index] = row + 1
+            offset += count
+            slots[row] = seq.slot
+            is_complete[row] = end >= seq.prefill_length
+        padding = rows - len(chunks)
+        params = [seq.params for seq in sequences]
+        from_start = sequences[0].num_computed == 0
+        return PrefillBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=self.block_tables(sequences, rows, range(len(sequences))),
+            is_complete=is_complete,
+            params=BatchedSamplingParams.from_params(
+                params + [SamplingParams()] * padding,
+                [seq.last_position for seq in sequences] + [0] * padding,
+            ),
+            segments=segments if packed else None,
+            from_start=from_start,
+            kv_len=0 if from_start else self.kv_len(seq.num_computed + n for seq, n in chunks),
+            mode=batch_mode(p for p, done in zip(params, is_complete, strict=False) if done),
+            log_probs=any(request.log_probs for request in params),
+        )
+
+    def decode(
+        self,
+        sequences: Sequence[sequence.Sequence],
+        num_steps: int,
+        finished_slots: Iterable[int],
+    ) -> tuple[DecodeBatch, list[int]]:
+        """A batch for sequences that have their blocks, and the column of each in its output."""
+        finished_mask = np.zeros(self.num_slots, bool)
+        finished_mask[list(finished_slots)] = True
+        rows = next(count for count in self.decode_rows if count >= len(sequences))
+        columns = [seq.slot for seq in sequences]
+        slots = None
+        if rows < self.num_slots:
+            slots = np.full(rows, self.num_slots, np.int32)
+            slots[: len(sequences)] = columns
+            columns = list(range(len(sequences)))
+        kv_len = 0 if self.reads_in_place else self.kv_len(seq.num_computed for seq in sequences)
+        batch = DecodeBatch(
+            block_tables=self.block_tables(sequences, rows, columns),
+            finished_mask=finished_mask,
+            num_steps=np.int32(num_steps),
+            slots=slots,
+            static_steps=num_steps if self.few_programs else 0,
+            contiguous=self.contiguous,
+            kv_len=kv_len,
+            mode=batch_mode(seq.params for seq in sequences),
+            log_probs=any(seq.params.log_probs for seq in sequences),
+        )
+        return batch, columns
+
+    def block_tables(
+        self, sequences: Sequence[sequence.Sequence], rows: int, indices: Iterable[int]
+    ) -> np.ndarray:
+        """[rows, P], the blocks of each sequence in the row of its index."""
+        tables = np.zeros((rows, self.max_blocks), np.int32)
+        for index, seq in zip(indices, sequences, strict=True):
+            # Beyond its blocks a row points to a block of its own, which is masked, and never to
+            # another sequence's.
+            tables[index] = seq.blocks[0]
+            tables[index, : len(seq.blocks)] = seq.blocks
+        return tables
+
+    def kv_len(self, lengths: Iterable[int]) -> int:
+        return shapes.kv_length(max(lengths), self.max_blocks * self.block_size)

@@ -1,0 +1,127 @@
+"""Incremental detokenization: from the token ids of a sequence to text that can be shown."""
+
+from collections.abc import Sequence
+
+from maxtext.tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not a complete character
+# Tokens before the new ones that are decoded with them: many vocabularies drop the space before the
+# first word of a text.
+CONTEXT = 8
+MAX_CONTEXT = 64  # for texts with few boundaries: long runs of byte tokens
+
+
+class Detokenizer:
+    """The text of the tokens that follow a prompt, emitted as soon as it is final.
+
+    All deltas together are `decode(prompt + tokens)` without its prefix `decode(prompt)`, up to the
+    first stop text. The detokenizer holds back what later tokens can change: tokens after the last
+    boundary that the tokenizer reports, spaces at the beginning of a text, and a suffix of the text
+    that may be the beginning of a stop text. If the prompt ends inside a character, its last tokens
+    belong to the new text. Every token is decoded a bounded number of times.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
+        self.decode = tokenizer.decode
+        self.stop = [text for text in stop if text]
+        self.stopped = False
+        self.deltas: list[str] = []  # emitted
+        self.held_back = ""  # decoded, but possibly the beginning of a stop text
+        self.read_prompt(tokenizer, prompt)
+
+    def read_prompt(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        """Take the context from the end of the prompt: enough tokens for a text that is not
+        blank.
+        """
+        for size in (CONTEXT, MAX_CONTEXT, len(prompt)):
+            self.is_boundary = tokenizer.boundary_detector()
+            self.context: list[int] = []  # decoded tokens before `pending`
+            # decode(context); blank only if no token precedes the context
+            self.context_text = ""
+            self.pending: list[int] = []  # not decoded yet
+            self.num_final = 0  # how many of them no later token can change
+            self.num_blank = 0  # how many of them are blank
+            if not is_blank(self.decode_tokens(prompt[max(0, len(prompt) - size) :])):
+                break
+        if not self.decode(self.pending).endswith(REPLACEMENT):
+            self.flush(everything=True)
+
+    def add(self, token_ids: Sequence[int], last: bool = False) -> str:
+        """Append tokens and return the text delta: the text that is final now. With `last`, no
+        token follows, so all text is final.
+        """
+        if self.stopped:
+            return ""
+        self.held_back += self.decode_tokens(token_ids, last)
+        matches = [
+            (start + len(text), start)
+            for text in self.stop
+            if (start := self.held_back.find(text)) >= 0
+        ]
+        if matches:
+            _, start = min(matches)  # the stop text that is complete first
+            self.stopped = True
+            self.held_back = self.held_back[:start]
+        length = len(self.held_back)
+        if not last and not self.stopped:
+            length -= self.partial_stop_length()
+        text_delta, self.held_back = self.held_back[:length], self.held_back[length:]
+        self.deltas.append(text_delta)
+        return text_delta
+
+    @property
+    def text(self) -> str:
+        """All text so far, up to a stop text."""
+        return "".join(self.deltas) + self.held_back
+
+    def decode_tokens(self, token_ids: Sequence[int], last: bool = False) -> str:
+        texts = []
+        for token in token_ids:
+            self.pending.append(int(token))
+            if self.is_boundary(int(token)):
+                self.num_final = len(self.pending)
+                if self.num_final >= CONTEXT:
+                    texts.append(self.flush())
+        return "".join([*texts, self.flush(everything=last)])
+
+    def flush(self, everything: bool = False) -> str:
+        """Decode the pending tokens that are final."""
+        num_final = len(self.pending) if everything else self.num_final
+        recent = self.pending[self.num_blank : num_final]
+        if not recent and not everything:
+            return ""
+        recent_text = self.decode(recent)
+        if is_blank(self.context_text) and is_blank(recent_text) and not everything:
+            # Whether a decoder drops spaces at the beginning depends on what follows.
+            self.num_blank = num_final
+            return ""
+        new, self.pending = self.pending[:num_final], self.pending[num_final:]
+        self.num_final = self.num_blank = 0
+        text = self.decode([*self.context, *new])
+        if text.startswith(self.context_text):
+            delta = text[len(self.context_text) :]
+        else:
+            delta = self.decode(new)
+        needs_context = is_blank(self.context_text)
+        if len(self.context) + len(new) <= CONTEXT or (needs_context and is_blank(recent_text)):
+            self.context, self.context_text = [*self.context, *new], text
+        elif not is_blank(recent_text) and (needs_context or len(recent) <= MAX_CONTEXT):
+            self.context, self.context_text = recent, recent_text
+        return delta
+
+    def partial_stop_length(self) -> int:
+        """The length of the longest suffix of the text that is a proper prefix of a stop text."""
+        return max(
+            (
+                size
+                for text in self.stop
+                for size in range(1, len(text))
+                if self.held_back.endswith(text[:size])
+            ),
+            default=0,
+        )
+
+
+def is_blank(text: str) -> bool:
+    """Whether a text is empty or spaces only, which a decoder may drop at the beginning."""
+    return not text.strip(" ")

@@ -1,0 +1,156 @@
+"""Runs the engine's programs on the device, and holds the device's state."""
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference import shapes
+from maxtext.inference.batches import BatchBuilder, DecodeBatch, PrefillBatch
+from maxtext.inference.model_runner import is_paged, select_caches
+from maxtext.inference.programs import EngineState, Programs, Sampled
+from maxtext.kernels import attention
+from maxtext.layers.attend import cannot_attend_pages
+from maxtext.layers.attention import AttentionSpec
+from maxtext.layers.cache import PAGES, CacheSize
+from maxtext.models.common import backend
+from maxtext.models.registry import layers
+from maxtext.models.transformer import Caches
+from maxtext.sharding.manual import platform
+
+MIN_DECODE_ROWS = 64  # of a program for some of the slots: fewer would cost about as much
+
+
+class Executor:
+    """One device state and the weights that extend it.
+
+    `prefill` and `decode` take host arrays and return device arrays that are still being computed.
+    Later programs are queued behind them, so the host can process the tokens of one step while the
+    device computes the next.
+    """
+
+    def __init__(self, programs: Programs, weights: Any, size: CacheSize):
+        self.programs = programs
+        self.weights = weights
+        self.size = size
+        with programs.context():
+            self.state: EngineState = programs.init_state(size)
+            self.reads_in_place = reads_blocks_in_place(programs.config, self.state.caches)
+        self.contiguous = size.page == 0  # slot n has block n, and no other
+        # On accelerators compilation is slow, so there are few programs; and in a loop that may end
+        # early, a GPU waits for the host before each step.
+        self.few_programs = platform(programs.rules) != "cpu"
+
+    def prefill(self, batch: PrefillBatch) -> Sampled:
+        with self.programs.context():
+            self.state, sampled = self.programs.prefill(self.weights, self.state, batch)
+        return sampled
+
+    def decode(self, batch: DecodeBatch) -> Sampled:
+        with self.programs.context():
+            self.state, sampled = self.programs.decode(self.weights, self.state, batch)
+        return sampled
+
+    def batch_builder(self) -> BatchBuilder:
+        block_size = self.size.page or self.size.length
+        return BatchBuilder(
+            num_slots=self.size.slots,
+            max_blocks=-(-self.size.length // block_size),
+            block_size=block_size,
+            contiguous=self.contiguous,
+            few_programs=self.few_programs,
+            reads_in_place=self.reads_in_place,
+            decode_rows=self.decode_rows,
+        )
+
+    # Copies of cache contents, for the prefix cache.
+
+    def read_slot(self, slot: int) -> Any:
+        """A copy of the per-slot caches of a slot, on the device."""
+        return self.programs.read_caches(self.state, np.int32(slot), False)
+
+    def write_slot(self, slot: int, data: Any) -> None:
+        self.state = self.programs.write_caches(self.state, np.int32(slot), data, False)
+
+    def read_block(self, block: int) -> Any:
+        """A copy of a block in all layers, in host memory."""
+        return jax.device_get(self.programs.read_caches(self.state, np.int32(block), True))
+
+    def write_block(self, block: int, data: Any) -> None:
+        self.state = self.programs.write_caches(self.state, np.int32(block), data, True)
+
+    def to_host(self, snapshot: Any) -> Any:
+        return jax.device_get(snapshot)
+
+    def clear_block(self, block: int) -> None:
+        self.write_block(block, self.zeros(paged=True))
+
+    def clear_slot(self, slot: int) -> None:
+        self.write_slot(slot, self.zeros(paged=False))
+
+    def zeros(self, paged: bool) -> Any:
+        caches = select_caches(self.state.caches, paged)
+        return jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), caches)
+
+    # What the programs can do.
+
+    @cached_property
+    def has_slot_caches(self) -> bool:
+        """Whether some layer has a cache per slot: a sliding window or a recurrent state."""
+        return bool(select_caches(self.state.caches, paged=False))
+
+    @cached_property
+    def supports_packing(self) -> bool:
+        """Whether several prompts can share a row of a prefill batch, which needs no padding."""
+        config, rules = self.programs.config, self.programs.rules
+        if not self.few_programs or self.contiguous or self.has_slot_caches or rules.mesh.size > 1:
+            return False
+        mixers = [getattr(layer, "attention", None) for layer in layers(config)]
+        specs = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+        if len(specs) < len(mixers) or backend(config) != attention.AUTOSELECTED:
+            return False
+        dtype = config.dtype.value
+        requests = [spec.request(shapes.PACKED_TOKENS, dtype, platform(rules)) for spec in specs]
+        return all(attention.fastest_backend(request) != "dot_product" for request in requests)
+
+    @cached_property
+    def decode_rows(self) -> tuple[int, ...]:
+        """How many slots a decode program may have, in increasing order. If all caches are paged, a
+        program can leave out inactive slots.
+        """
+        slots, devices = self.size.slots, self.programs.rules.mesh.size
+        if self.contiguous or self.has_slot_caches:
+            return (slots,)
+        rows = [slots * part // 4 for part in (1, 2, 3) if slots * part % (4 * devices) == 0]
+        return (*(n for n in rows if min(n, slots - n) >= MIN_DECODE_ROWS), slots)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of one block, in all layers."""
+        return self.bytes_per_entry(paged=True)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Of the per-slot caches of one slot, in all layers."""
+        return self.bytes_per_entry(paged=False)
+
+    def bytes_per_entry(self, paged: bool) -> int:
+        caches = select_caches(self.state.caches, paged)
+        return sum(array.nbytes // array.shape[0] for array in jax.tree.leaves(caches))
+
+
+def reads_blocks_in_place(config: MaxTextConfig, caches: Caches) -> bool:
+    """Whether decode attention reads blocks in place, as far as they are filled. Then a program
+    does not depend on the length of sequences.
+    """
+    supported = config.attention_type != "mla" and (
+        config.use_ragged_attention or backend(config) == attention.AUTOSELECTED
+    )
+    pools = [cache[PAGES] for cache in caches if is_paged(cache)]
+    return (
+        supported
+        and bool(pools)
+        and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
+    )

@@ -1,0 +1,103 @@
+"""The configuration of a model for inference, and its weights."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.checkpoint.open import Checkpoint, model_param_infos
+from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype
+from maxtext.checkpoint.tensors import Progress, TensorSource
+from maxtext.checkpoint.weights import ParamInfo
+from maxtext.common.errors import ConfigError
+from maxtext.configs import provenance
+from maxtext.configs.load import load, peek_setting
+from maxtext.configs.provenance import Layer, Setting
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.parameters import Template
+from maxtext.layers.quantized import described, quantize_weights
+from maxtext.models.transformer import initial_weights, make_template
+from maxtext.sharding import AxisRules
+
+
+def resolve_config(
+    overrides: Layer, checkpoint: Checkpoint | None = None, path: str | None = None
+) -> MaxTextConfig:
+    """The configuration of a checkpoint's model, or of the model that `model_name` names, for
+    inference: the YAML file at `path`, the environment and `overrides`.
+
+    Keys that these leave open have other defaults than in training: layers are unrolled, sequences
+    are as long as the learned positions, and weights that are bfloat16 in the checkpoint stay so.
+    """
+
+    def derived(key: str, value: Any, origin: str) -> Layer:
+        if peek_setting(key, path, overrides, os.environ) is not None:
+            return {}
+        return {key: Setting(value, provenance.Source("derived", origin))}
+
+    defaults = derived("scan_layers", False, "inference")
+    if checkpoint is None:
+        return load(path, defaults | overrides)
+    if (positions := checkpoint.settings.get("trainable_position_size")) is not None:
+        defaults |= derived("max_target_length", positions.value, "learned positions")
+    bfloat16 = derived("weight_dtype", "bfloat16", "the checkpoint")
+    dtypes = {np.dtype(tensor.dtype).name for tensor in checkpoint.source.tensors.values()}
+    if dtypes == {"bfloat16"}:
+        defaults |= bfloat16
+    config = load(path, defaults | overrides, model=checkpoint.settings)
+    if dtypes == {"bfloat16", "float32"} and bfloat16:
+        param_infos = model_param_infos(make_template(config), config)
+        if is_bfloat16(checkpoint.weights(config, param_infos), param_infos):
+            config = load(path, defaults | bfloat16 | overrides, model=checkpoint.settings)
+    return config
+
+
+def is_bfloat16(source: TensorSource, param_infos: Mapping[str, ParamInfo]) -> bool:
+    """Whether all weights are bfloat16, except those whose dtype no key sets."""
+    dtypes = {
+        tensor.dtype.name
+        for name, tensor in source.tensors.items()
+        if not param_infos[name].fixed_dtype
+    }
+    return dtypes == {"bfloat16"}
+
+
+def random_weights(config: MaxTextConfig, template: Template, rules: AxisRules) -> Any:
+    """The initial weights of a model, quantized as the keys say."""
+    if config.checkpoint_is_quantized:
+        raise ConfigError(
+            "checkpoint_is_quantized=true, but a model by its name has no checkpoint: "
+            "leave the key out"
+        )
+    dtype = quantized_weight_dtype(config)
+    shardings = rules.shardings(*described(template, dtype))
+    init = jax.jit(
+        lambda: quantize_weights(template, initial_weights(config), dtype), out_shardings=shardings
+    )
+    return init()
+
+
+def load_weights(
+    config: MaxTextConfig,
+    template: Template,
+    rules: AxisRules,
+    checkpoint: Checkpoint,
+    progress: Progress | None,
+) -> tuple[Any, dict[str, np.dtype]]:
+    """The weights of a checkpoint, and the dtypes that they have on disk."""
+    param_infos = model_param_infos(template, config)
+    source = checkpoint.weights(config, param_infos)
+    weights = load_model(source, config, param_infos, template, rules, progress)
+    return weights, {name: tensor.dtype for name, tensor in source.tensors.items()}
+
+
+def split_caches(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys, with the rule that shards caches by their length over context_autoregressive
+    devices, if there are any.
+    """
+    devices = [keys.get(f"{kind}_context_autoregressive_parallelism", 1) for kind in ("ici", "dcn")]
+    if "logical_axis_rules" in keys or devices == [1, 1]:
+        return dict(keys)
+    return {**keys, "logical_axis_rules": [["cache_sequence", ["context_autoregressive"]]]}

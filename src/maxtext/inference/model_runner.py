@@ -1,0 +1,166 @@
+"""Runs the model for the engine: token ids and caches in, logits of the next tokens and caches out.
+
+Shapes: N slots (sequences that are generated at a time), R rows of a prefill batch, each with its
+slot, C new tokens of a row, V vocabulary. Position -1 is padding.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.cache import PAGES, CacheSize
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import Caches, empty_caches
+
+
+@dataclass(frozen=True)
+class ModelRunner(ABC):
+    """The forward passes of prefill and decode, as pure functions of weights and caches."""
+
+    config: MaxTextConfig
+    template: Template
+
+    @staticmethod
+    def from_config(config: MaxTextConfig, template: Template) -> "ModelRunner":
+        longest = CacheSize(1, config.max_target_length, config.dtype.value)
+        caches = jax.eval_shape(lambda: empty_caches(config, longest))
+        runner = RecomputingModelRunner if caches is None else CachedModelRunner
+        return runner(config, template)
+
+    @abstractmethod
+    def init_caches(self, size: CacheSize) -> Caches:
+        """Empty caches."""
+
+    @abstractmethod
+    def prefill(
+        self,
+        weights: Any,
+        caches: Caches,
+        token_ids: jax.Array,
+        inputs: LayerInputs,
+        slots: jax.Array,
+    ) -> tuple[jax.Array, Caches]:
+        """Logits [R, V] after the last token of each row of token_ids [R, C], and the updated
+        caches. A padding row has slot N. With segments, R sequences share one row: [1, C].
+        """
+
+    @abstractmethod
+    def decode(
+        self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Caches]:
+        """Logits [N, V] after token_ids [N, 1], one new token a slot, and the updated caches."""
+
+
+class CachedModelRunner(ModelRunner):
+    """Every layer has a cache, so only new tokens are computed."""
+
+    def init_caches(self, size: CacheSize) -> Caches:
+        caches = empty_caches(self.config, size)
+        assert caches is not None, "from_config chose this class because there are caches"
+        return caches
+
+    def prefill(
+        self,
+        weights: Any,
+        caches: Caches,
+        token_ids: jax.Array,
+        inputs: LayerInputs,
+        slots: jax.Array,
+    ) -> tuple[jax.Array, Caches]:
+        model = self.template.bind(weights)
+        row_caches = [
+            cache if is_paged(cache) else jax.tree.map(lambda x: x[slots], cache)
+            for cache in caches
+        ]
+        hidden, new_caches = model.step(token_ids, inputs, row_caches)
+        caches = [
+            new
+            if is_paged(old)
+            else jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), old, new)
+            for old, new in zip(caches, new_caches, strict=True)
+        ]
+        last_hidden = at_last_token(hidden, inputs)
+        if inputs.segments is not None:
+            # In a shared row, non-finite keys and values were replaced by zeros (see
+            # `layers.cache`): the sequence that they belong to must not go on.
+            nonfinite = max_by_segment(~jnp.isfinite(hidden[0]).all(axis=-1), inputs) > 0
+            last_hidden = jnp.where(nonfinite[:, None], jnp.nan, last_hidden)
+        return model.logits(last_hidden[:, None])[:, 0], caches
+
+    def decode(
+        self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Caches]:
+        model = self.template.bind(weights)
+        hidden, caches = model.step(token_ids, inputs, caches)
+        return model.logits(hidden)[:, 0], caches
+
+
+class RecomputingModelRunner(ModelRunner):
+    """Some layer has no cache, so every step runs the whole sequence again. The "cache" is the
+    token ids [N, length].
+    """
+
+    def init_caches(self, size: CacheSize) -> Caches:
+        return [{"ids": jnp.zeros((size.slots, size.length), jnp.int32)}]
+
+    def prefill(
+        self,
+        weights: Any,
+        caches: Caches,
+        token_ids: jax.Array,
+        inputs: LayerInputs,
+        slots: jax.Array,
+    ) -> tuple[jax.Array, Caches]:
+        all_ids = caches[0]["ids"]
+        # Padding is out of bounds, so it is not written.
+        columns = jnp.where(inputs.positions >= 0, inputs.positions, all_ids.shape[1])
+        all_ids = all_ids.at[slots[:, None], columns].set(token_ids, mode="drop")
+        logits = self.last_logits(weights, all_ids[slots], inputs.positions.max(axis=1))
+        return logits, [{"ids": all_ids}]
+
+    def decode(
+        self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Caches]:
+        slots = jnp.arange(token_ids.shape[0])
+        return self.prefill(weights, caches, token_ids, inputs, slots)
+
+    def last_logits(self, weights: Any, token_ids: jax.Array, last: jax.Array) -> jax.Array:
+        """Logits [R, V] at position last [R] of token_ids [R, length]."""
+        model = self.template.bind(weights)
+        positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+        hidden, _ = model.hidden(token_ids, LayerInputs(positions, lengths=last + 1))
+        # Only one position of each row goes through the output head.
+        last_hidden = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)
+        return model.logits(last_hidden)[:, 0]
+
+
+def is_paged(cache: Any) -> bool:
+    """Whether the cache of a layer is a pool of blocks, and not per slot."""
+    return PAGES in cache
+
+
+def select_caches(caches: Caches, paged: bool) -> Caches:
+    """The caches that are block pools, or those that are per slot."""
+    return [cache for cache in caches if is_paged(cache) == paged]
+
+
+def at_last_token(x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    """[R, ...]: x [R, C, ...], or [1, C, ...] with segments, at the last token of each sequence."""
+    if inputs.segments is None:
+        last = jnp.maximum((inputs.positions >= 0).sum(axis=1) - 1, 0)
+        return x[jnp.arange(x.shape[0]), last]
+    return x[0, max_by_segment(jnp.arange(x.shape[1]), inputs)]
+
+
+def max_by_segment(values: jax.Array, inputs: LayerInputs) -> jax.Array:
+    """[R]: the maximum of values [C] >= 0 over the tokens of each sequence in a shared row."""
+    assert inputs.table is not None
+    assert inputs.segments is not None
+    count, segments = inputs.table.shape[0], inputs.segments[0]
+    index = jnp.where(segments > 0, segments - 1, count)  # padding is out of bounds
+    return jnp.zeros(count, jnp.int32).at[index].max(values.astype(jnp.int32), mode="drop")

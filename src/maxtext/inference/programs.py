@@ -1,0 +1,247 @@
+"""The compiled programs of the engine: prefill, decode, and copies of cache contents.
+
+`prefill` writes the tokens of prompts into slots and samples the first token of those that are
+complete. `decode` extends all active slots by several tokens, in one loop on the device. A slot
+becomes inactive by itself at its last position or with one of its stop ids.
+
+A token depends on its own sequence, seed and position only: programs differ in shapes and in what
+they skip, never in what they compute. Shapes: N slots, R rows of a batch, C tokens of a row,
+T decode steps, V vocabulary.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, PrefillBatch
+from maxtext.inference.model_runner import (
+    CachedModelRunner,
+    ModelRunner,
+    at_last_token,
+    is_paged,
+    select_caches,
+)
+from maxtext.inference.sampling import BatchedSamplingParams, SamplingMode, sample
+from maxtext.layers.cache import CacheSize
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import Caches
+from maxtext.sharding import AxisRules, use_rules
+
+NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
+NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
+INACTIVE = -1  # in place of a position: the slot has nothing to decode
+
+Sampled = tuple[jax.Array, jax.Array | None]  # sampled_tokens and, if requested, their log_probs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EngineState:
+    """What the device holds besides the weights."""
+
+    caches: Caches
+    token_ids: jax.Array  # [N], the newest token of each slot; not in the caches yet
+    positions: jax.Array  # [N], of that token; INACTIVE if there is nothing to decode
+    params: BatchedSamplingParams
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Functions that are compiled once for all engines of a model."""
+
+    config: MaxTextConfig
+    template: Template
+    rules: AxisRules
+
+    @cached_property
+    def runner(self) -> ModelRunner:
+        return ModelRunner.from_config(self.config, self.template)
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether a decode step computes the new token only."""
+        return isinstance(self.runner, CachedModelRunner)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """The sharding rules and the matmul precision under which programs are traced."""
+        precision = self.config.matmul_precision.value
+        with use_rules(self.rules), jax.default_matmul_precision(precision):
+            yield
+
+    @cached_property
+    def init_state(self) -> Any:
+        return jax.jit(self.run_init_state, static_argnums=0)
+
+    @cached_property
+    def prefill(self) -> Any:
+        return jax.jit(self.run_prefill, donate_argnums=1)
+
+    @cached_property
+    def decode(self) -> Any:
+        return jax.jit(self.run_decode, donate_argnums=1)
+
+    @cached_property
+    def read_caches(self) -> Any:
+        """A copy of one block of the paged caches, or of one slot of the other caches."""
+
+        def read_caches(state: EngineState, index: jax.Array, paged: bool) -> Any:
+            return jax.tree.map(lambda x: x[index], select_caches(state.caches, paged))
+
+        return jax.jit(read_caches, static_argnums=2)
+
+    @cached_property
+    def write_caches(self) -> Any:
+        """The state with such a copy written to a block or slot."""
+
+        def write_caches(state: EngineState, index: jax.Array, data: Any, paged: bool) -> Any:
+            selected = select_caches(state.caches, paged)
+            written = iter(jax.tree.map(lambda x, y: x.at[index].set(y), selected, data))
+            caches = [
+                next(written) if is_paged(cache) == paged else cache for cache in state.caches
+            ]
+            return replace(state, caches=caches)
+
+        return jax.jit(write_caches, static_argnums=3, donate_argnums=0)
+
+    def run_init_state(self, size: CacheSize) -> EngineState:
+        return EngineState(
+            caches=self.runner.init_caches(size),
+            token_ids=jnp.zeros(size.slots, jnp.int32),
+            positions=jnp.full(size.slots, INACTIVE, jnp.int32),
+            params=BatchedSamplingParams.zeros(size.slots),
+        )
+
+    def run_prefill(
+        self, weights: Any, state: EngineState, batch: PrefillBatch
+    ) -> tuple[EngineState, Sampled]:
+        """The state with the tokens of the batch in it, and the first token [R] of the prompts that
+        are complete.
+        """
+        # A shared row has one segment more than prompts: the padding after them.
+        max_segments = 0 if batch.segments is None else batch.slots.shape[0] + 1
+        inputs = LayerInputs(
+            batch.positions,
+            batch.segments,
+            fresh=batch.from_start,
+            table=batch.block_tables,
+            reach=batch.kv_len,
+            max_segments=max_segments,
+        )
+        logits, caches = self.runner.prefill(
+            weights, state.caches, batch.token_ids, inputs, batch.slots
+        )
+        next_positions = at_last_token(batch.positions, inputs) + 1
+        sampled, active = sample_next(
+            logits, next_positions, batch.params, batch.mode, batch.log_probs, batch.is_complete
+        )
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            return old.at[batch.slots].set(new, mode="drop")
+
+        token_ids, positions, params = jax.tree.map(
+            write,
+            (state.token_ids, state.positions, state.params),
+            (sampled[0], jnp.where(active, next_positions, INACTIVE), batch.params),
+        )
+        return EngineState(caches, token_ids, positions=positions, params=params), sampled
+
+    def run_decode(
+        self, weights: Any, state: EngineState, batch: DecodeBatch
+    ) -> tuple[EngineState, Sampled]:
+        """The state after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
+        selects R slots.
+        """
+        positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
+        state = all_slots = replace(state, positions=positions)
+        if batch.slots is not None:
+            token_ids, positions, params = jax.tree.map(
+                lambda x: x[batch.slots], (state.token_ids, state.positions, state.params)
+            )
+            positions = jnp.where(batch.slots < all_slots.positions.shape[0], positions, INACTIVE)
+            state = EngineState(state.caches, token_ids, positions=positions, params=params)
+        shape = (MAX_DECODE_STEPS, state.token_ids.shape[0])
+        sampled: Sampled = (
+            jnp.full(shape, NO_TOKEN, jnp.int32),
+            jnp.zeros(shape, jnp.float32) if batch.log_probs else None,
+        )
+
+        def has_next(carry: tuple) -> jax.Array:
+            step, state, _ = carry
+            return (step < batch.num_steps) & jnp.any(state.positions >= 0)
+
+        def decode_step(carry: tuple) -> tuple:
+            step, state, sampled = carry
+            state, new = self.decode_one_token(weights, state, batch)
+            sampled = jax.tree.map(lambda tokens, row: tokens.at[step].set(row), sampled, new)
+            return step + 1, state, sampled
+
+        carry = (jnp.int32(0), state, sampled)
+        if batch.static_steps:
+            _, state, sampled = jax.lax.fori_loop(
+                0, batch.static_steps, lambda _, carry: decode_step(carry), carry
+            )
+        else:
+            _, state, sampled = jax.lax.while_loop(has_next, decode_step, carry)
+        if batch.slots is not None:
+            token_ids = all_slots.token_ids.at[batch.slots].set(state.token_ids, mode="drop")
+            positions = all_slots.positions.at[batch.slots].set(state.positions, mode="drop")
+            state = EngineState(
+                state.caches, token_ids, positions=positions, params=all_slots.params
+            )
+        return state, sampled
+
+    def decode_one_token(
+        self, weights: Any, state: EngineState, batch: DecodeBatch
+    ) -> tuple[EngineState, Sampled]:
+        inputs = LayerInputs(
+            state.positions[:, None],
+            table=batch.block_tables,
+            aligned=batch.contiguous,
+            reach=batch.kv_len,
+        )
+        token_ids = jnp.maximum(state.token_ids, 0)[:, None]
+        logits, caches = self.runner.decode(weights, state.caches, token_ids, inputs)
+        sampled, active = sample_next(
+            logits,
+            state.positions + 1,
+            state.params,
+            batch.mode,
+            batch.log_probs,
+            state.positions >= 0,
+        )
+        positions = jnp.where(active, state.positions + 1, INACTIVE)
+        return replace(state, caches=caches, token_ids=sampled[0], positions=positions), sampled
+
+
+def sample_next(
+    logits: jax.Array,
+    positions: jax.Array,
+    params: BatchedSamplingParams,
+    mode: SamplingMode,
+    log_probs: bool,
+    active: jax.Array,
+) -> tuple[Sampled, jax.Array]:
+    """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
+    with their log-probabilities, and which rows stay active.
+    """
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
+        params.seed, positions
+    )
+    tokens = sample(logits, keys, params, mode)
+    token_log_probs = None
+    if log_probs:
+        all_log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        token_log_probs = jnp.take_along_axis(all_log_probs, tokens[:, None], axis=1)[:, 0]
+    finite = jnp.isfinite(logits.max(axis=-1))
+    tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
+    is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)
+    finished = is_stop | (positions >= params.last_position) | ~finite
+    return (tokens, token_log_probs), active & ~finished

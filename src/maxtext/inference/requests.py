@@ -1,0 +1,30 @@
+"""What a caller asks of the engine, and what it gets back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from maxtext.inference.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A prompt, as text or token ids, and how to continue it."""
+
+    prompt: str | Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of a request.
+
+    `finish_reason` is "end" (an end-of-sequence or stop token), "stop" (a stop text), "length" or
+    "error"; `error` then says what is wrong with the request.
+    """
+
+    index: int  # of the request, in the order in which requests were read
+    token_ids: tuple[int, ...]
+    text: str | None  # None without a tokenizer
+    finish_reason: str
+    error: str | None = None
+    log_probs: tuple[float, ...] = ()  # of each token, if the request asked for them

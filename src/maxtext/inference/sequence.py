@@ -1,0 +1,53 @@
+"""A request inside the engine, and what a step of the engine produces for it."""
+
+from dataclasses import dataclass, field
+
+from maxtext.inference.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The state of a request in the scheduler."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    token_ids: list[int] = field(default_factory=list)  # the prompt and the sampled tokens
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)  # its block table
+    # Tokens in the KV cache once all programs in flight have run. A program may have finished the
+    # sequence before that.
+    num_computed: int = 0
+    prefill_length: int = 0  # tokens to prefill before the next one is sampled
+    common_length: int = 0  # tokens that another sequence of the prefix cache begins with, too
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed >= self.prefill_length
+
+    @property
+    def last_position(self) -> int:
+        """The position of the last token that may be sampled."""
+        return len(self.prompt_ids) + self.params.max_new_tokens - 1
+
+    @property
+    def num_remaining(self) -> int:
+        """Decode steps that may still be dispatched."""
+        return self.last_position - self.num_computed
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The tokens that a step sampled for one request. `finish_reason` is None while the request is
+    running, else "end", "length" or "error".
+    """
+
+    request_id: int
+    sampled_tokens: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None

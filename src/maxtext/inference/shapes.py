@@ -1,0 +1,46 @@
+"""The shapes of batches. Every shape is a compiled program, so there are few."""
+
+PACKED_TOKENS = 4096  # of a row that several prompts share
+MAX_PREFILL_TOKENS = PACKED_TOKENS  # of a batch, unless a single prompt has more
+# Prompts in a shared row; with the padding after them, powers of two. Attention does some work for
+# each segment, even an empty one.
+PACKED_PROMPTS = (7, 15, 31, 63)
+FEW_ROWS = 8  # the batch size between one row and the maximum, where there are few programs
+MIN_ROW_TOKENS = 16  # of a prefill row
+MIN_KV_LEN = 64  # KV cache positions that attention reads
+
+
+def next_power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def row_tokens(count: int) -> int:
+    """The length of the row for `count` tokens: the next power of two, or the midpoint between two
+    of them, which limits both the number of programs and the padding.
+    """
+    tokens = max(next_power_of_two(count), MIN_ROW_TOKENS)
+    midpoint = tokens // 4 * 3
+    return midpoint if count <= midpoint and tokens > MIN_ROW_TOKENS else tokens
+
+
+def max_prefill_rows(tokens: int) -> int:
+    """The most rows of so many tokens that one prefill batch has, a power of two."""
+    return next_power_of_two(max(1, MAX_PREFILL_TOKENS // tokens) + 1) // 2
+
+
+def prefill_rows(count: int, tokens: int, num_slots: int, few_programs: bool) -> int:
+    """The rows of a prefill batch for `count` prompts of up to `tokens` tokens."""
+    if not few_programs:
+        return next_power_of_two(count)
+    most = min(max_prefill_rows(tokens), next_power_of_two(num_slots))
+    return next(rows for rows in (1, min(FEW_ROWS, most), most) if rows >= count)
+
+
+def packed_prompts(count: int) -> int:
+    """The number of prompts that a shared row is compiled for, at least `count`."""
+    return next(prompts for prompts in PACKED_PROMPTS if prompts >= count)
+
+
+def kv_length(num_tokens: int, max_length: int) -> int:
+    """How many KV cache positions a program reads for sequences of up to `num_tokens`."""
+    return min(next_power_of_two(max(MIN_KV_LEN, num_tokens)), max_length)
