@@ -159,7 +159,7 @@ def shard(job):
     from maxtext.sharding import AxisRules, make_mesh
 
     config, template, param_infos = model(*job["words"], devices=len(jax.devices()))
-    rules = AxisRules.of(config, make_mesh(config))
+    rules = AxisRules.from_config(config, make_mesh(config))
     shardings = jax.tree.map(
         lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes
     )

@@ -47,7 +47,12 @@ class Plain:
 
 def loaded(source, config, template, param_infos, progress=None):
     return load_model(
-        source, config, param_infos, template, AxisRules.of(config, make_mesh(config)), progress
+        source,
+        config,
+        param_infos,
+        template,
+        AxisRules.from_config(config, make_mesh(config)),
+        progress,
     )
 
 

@@ -84,10 +84,10 @@ def test_too_small_a_target(capsys):
 
 WRONG = {
     "target": (["--target", "v5p-129"], "unknown target 'v5p-129': the named sizes of v5p are"),
-    "near": (["--target", "v6p-256"], "near names are"),
+    "near": (["--target", "v6p-256"], "similar names are"),
     "no_value": (["--target"], "--target needs a value"),
     "slices": (["--target=v5p-8", "--slices", "two"], "--slices takes a number, not 'two'"),
-    "cpu_slices": (["--target=cpu", "--slices=2"], "only TPU targets are joined from slices"),
+    "cpu_slices": (["--target=cpu", "--slices=2"], "only TPU targets have slices"),
     "mesh": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "multiply to 8, which does not make 64 devices"),
     "mesh_target": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "the target is v5p-128 (64 x TPU v5p)"),
     "two_targets": (

@@ -61,7 +61,7 @@ def new_request(prompt, max_new_tokens, *sampling, **params):
 
 
 def programs_of(config):
-    return Programs(config, make_template(config), AxisRules.of(config, make_mesh(config)))
+    return Programs(config, make_template(config), AxisRules.from_config(config, make_mesh(config)))
 
 
 @functools.cache

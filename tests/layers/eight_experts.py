@@ -166,7 +166,7 @@ def kept_choices(spec, owners, weights, x, real):
     return kept, sum(max(0, len(queue) - rows) for queue in waiting.values())
 
 
-def collectives(text):
+def count_collectives(text):
     """[(kind, elements of the result)] of a compiled program."""
     found = []
     for kinds in re.finditer(
@@ -236,7 +236,7 @@ def run(sizes, options):
             for name, (found, wanted) in pairs.items()
         },
         "smallest": min(float(np.abs(wanted).max()) for _, wanted in pairs.values()),
-        "collectives": collectives(compiled.as_text()),
+        "collectives": count_collectives(compiled.as_text()),
         "dropped": dropped,
     }
 

@@ -36,7 +36,9 @@ def errors(case):
     config = load(
         None, words, environ={}, devices=Devices(int(np.prod(list(case["mesh"].values()))))
     )
-    rules = AxisRules.of(config, make_mesh(config, jax.devices()[: config.num_target_devices]))
+    rules = AxisRules.from_config(
+        config, make_mesh(config, jax.devices()[: config.num_target_devices])
+    )
     order = LoadBalancedOrder("dual_chunk_swap", case["balanced"]) if case.get("balanced") else None
     mask = AttentionMask(window=case.get("window"), order=order)
     given = validate_inputs(

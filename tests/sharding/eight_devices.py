@@ -1,6 +1,4 @@
-"""Run by test_devices.py in a process of its own with eight CPU devices: prints a JSON of what it
-found.
-"""
+"""Run by test_devices.py in a separate process with eight CPU devices; prints its results as JSON."""
 
 import json
 import sys
@@ -16,17 +14,18 @@ from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.run_context import RunContext
 
 
-def mesh_of(words):
-    mesh = make_mesh(load(None, words, environ={}))
-    return {"shape": {axis: size for axis, size in mesh.shape.items() if size > 1},
-            "ids": np.vectorize(lambda device: device.id)(mesh.devices).squeeze().tolist()}  # fmt: skip
+def describe_mesh(overrides):
+    mesh = make_mesh(load(None, overrides, environ={}))
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+    return {
+        "shape": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "ids": ids.squeeze().tolist(),
+    }
 
 
-def train(words, batch, folder):
-    """Two steps. The loss of each, and the shard and global shape of each weight; the weights go to
-    a file.
-    """
-    context = RunContext.from_config(load(None, words, environ={}))
+def train(overrides, batch, path):
+    """Train two steps: losses, and the shard and global shapes of weights. Weights go to a file."""
+    context = RunContext.from_config(load(None, overrides, environ={}))
     rows = len(next(iter(batch.values())))
     state, step = initial_state(context), compile_train_step(context, rows)
     losses = []
@@ -36,7 +35,7 @@ def train(words, batch, folder):
     leaves = {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state.weights)
     }
-    np.savez(folder, **{name: np.asarray(leaf) for name, leaf in leaves.items()})
+    np.savez(path, **{name: np.asarray(leaf) for name, leaf in leaves.items()})
     moments = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree.leaves_with_path(state.optimizer)
@@ -57,6 +56,9 @@ def train(words, batch, folder):
 if __name__ == "__main__":
     job = json.loads(sys.stdin.read())
     batch = {name: np.asarray(field, np.int32) for name, field in job["batch"].items()}
-    found = {"devices": len(jax.devices()), "meshes": [mesh_of(words) for words in job["meshes"]]}
-    found["train"] = train(job["train"], batch, job["folder"])
-    print(json.dumps(found))
+    results = {
+        "devices": len(jax.devices()),
+        "meshes": [describe_mesh(mesh) for mesh in job["meshes"]],
+    }
+    results["train"] = train(job["train"], batch, job["path"])
+    print(json.dumps(results))

@@ -1,14 +1,11 @@
-"""Models and layouts of the equivalence matrix: every layout must compute what one device
-computes.
-"""
+"""Models and layouts of the equivalence matrix: each layout must compute the same as one device."""
 
 ROWS, LENGTH, VOCABULARY = 8, 48, 96
 
 COMMON = (
     f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", "base_emb_dim=40", "base_num_query_heads=8",
     "base_num_decoder_layers=2", "dtype=float32", "matmul_precision=highest", "attention=dot_product",
-    # With b1 = 0 Adam's first moment is the gradient itself; a large epsilon keeps rounding from
-    # becoming steps.
+    # With b1 = 0 Adam's first moment is the gradient; a large epsilon keeps rounding errors small.
     "adam_b1=0", "adam_eps=0.01", "learning_rate=0.0003", "warmup_steps_fraction=0",
     "learning_rate_final_fraction=1", "gradient_clipping_threshold=0", "steps=3", "dataset_type=grain",
 )  # fmt: skip
@@ -19,34 +16,33 @@ EXPERTS = (
     "load_balance_loss_weight=0.1",
 )
 HEADS = ("base_num_kv_heads=4", "head_dim=8")
-# Half the program to compile. The dense model, with a loop over its layers, and the one with
-# experts compute twice.
-ONCE = ("remat_policy=none", "scan_layers=false")
+# Halves the program. The dense model (with a scan over its layers) and the MoE model test remat.
+NO_REMAT = ("remat_policy=none", "scan_layers=false")
 MODELS = {
     "dense": ("decoder_block=llama2", "base_mlp_dim=48", *HEADS),
-    # two layers alike, which are one program
+    # two equal layers
     "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS, "scan_layers=false"),
     "mla": (
         "decoder_block=deepseek", *EXPERTS, "attention_type=mla", "q_lora_rank=24", "kv_lora_rank=56",
         "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8", "base_num_kv_heads=8", "head_dim=128",
-        "first_num_dense_layers=1", "base_mlp_dim=48", "shared_experts=1", *ONCE, "routed_score_func=sigmoid",
+        "first_num_dense_layers=1", "base_mlp_dim=48", "shared_experts=1", *NO_REMAT, "routed_score_func=sigmoid",
         "routed_bias=true", "routed_bias_update_rate=0.01",
     ),
     "delta": (
         "decoder_block=qwen3_5", *HEADS, "base_mlp_dim=72", "gdn_num_key_heads=4", "gdn_num_value_heads=8",
         "gdn_key_head_dim=64", "gdn_value_head_dim=8", "gdn_chunk_size=8", "partial_rotary_factor=0.5",
-        # A draw without queries or keys near zero, whose norm would amplify rounding.
-        "inhomogeneous_layer_cycle_interval=2", "init_weights_seed=2", *ONCE,
+        # A seed without queries or keys near zero, whose norm would amplify rounding errors.
+        "inhomogeneous_layer_cycle_interval=2", "init_weights_seed=2", *NO_REMAT,
     ),
 }  # fmt: skip
 
 
 def axes(**sizes: int) -> tuple[str, ...]:
-    """ici_*_parallelism words; fsdp is 1 unless it is named."""
+    """ici_*_parallelism overrides; fsdp defaults to 1."""
     return tuple(f"ici_{axis}_parallelism={size}" for axis, size in ({"fsdp": 1} | sizes).items())
 
 
-STRAIGHT = "context_parallel_load_balance=false"
+UNBALANCED = "context_parallel_load_balance=false"
 # Each axis alone, then products.
 LAYOUTS = {
     "data": axes(data=8),
@@ -54,18 +50,18 @@ LAYOUTS = {
     "fsdp_transpose": axes(fsdp_transpose=8),
     "tensor": axes(tensor=8),
     "tensor_sequence": axes(tensor_sequence=8),
-    "context": (*axes(context=8), STRAIGHT),
+    "context": (*axes(context=8), UNBALANCED),
     "context, balanced": axes(context=8),
     "expert": axes(expert=8),
     "data x fsdp": axes(data=2, fsdp=4),
     "fsdp x tensor": axes(fsdp=2, tensor=4),
     "fsdp x tensor_sequence": axes(fsdp=4, tensor_sequence=2),
-    "fsdp x context": (*axes(fsdp=4, context=2), STRAIGHT),
+    "fsdp x context": (*axes(fsdp=4, context=2), UNBALANCED),
     "context x tensor, balanced": axes(context=4, tensor=2),
     "fsdp x expert": axes(fsdp=2, expert=4),
     "expert x tensor": axes(expert=4, tensor=2),
     "data x fsdp x tensor": axes(data=2, fsdp=2, tensor=2),
-    "fsdp x context x expert": (*axes(fsdp=2, context=2, expert=2), STRAIGHT),
+    "fsdp x context x expert": (*axes(fsdp=2, context=2, expert=2), UNBALANCED),
     "data, ZeRO-1": (*axes(data=8), "shard_optimizer_over_data=true"),
     "data x tensor, ZeRO-1": (*axes(data=4, tensor=2), "shard_optimizer_over_data=true"),
     "fsdp, optimizer on the host": (*axes(fsdp=8), "optimizer_memory_host_offload=true"),
@@ -79,8 +75,8 @@ LAYOUTS = {
     "fsdp x expert, explicit": (*axes(fsdp=2, expert=4), "shard_mode=explicit"),
     "pure-fsdp": ("custom_mesh_and_rule=pure-fsdp",),
     "ep-as-dp": ("custom_mesh_and_rule=ep-as-dp", *axes(fsdp=2, expert=4)),
-    "ep-as-cp": ("custom_mesh_and_rule=ep-as-cp", *axes(fsdp=2, expert=4), STRAIGHT),
-    "cp-as-ep": ("custom_mesh_and_rule=cp-as-ep", *axes(fsdp=2, context=2, expert=2), STRAIGHT),
+    "ep-as-cp": ("custom_mesh_and_rule=ep-as-cp", *axes(fsdp=2, expert=4), UNBALANCED),
+    "cp-as-ep": ("custom_mesh_and_rule=cp-as-ep", *axes(fsdp=2, context=2, expert=2), UNBALANCED),
     "shard-exp-on-fsdp": ("custom_mesh_and_rule=shard-exp-on-fsdp", *axes(fsdp=4, expert=2)),
     "pipeline-large-moe": (
         "custom_mesh_and_rule=pipeline-large-moe",
@@ -88,17 +84,16 @@ LAYOUTS = {
     ),
     "dcn data x fsdp x expert": ("dcn_data_parallelism=2", *axes(fsdp=2, expert=2)),
 }
-# Each axis alone and products; how a state is kept, and named layouts, are tried on some models
-# only.
+# Single axes and products; the memory of the state and the named rules are tested on some models.
 SPECIAL = ("host", "ZeRO", "striped", "explicit", "dcn")
 PLAIN = [
     name
-    for name, words in LAYOUTS.items()
-    if not words[0].startswith("custom") and not any(word in name for word in SPECIAL)
+    for name, overrides in LAYOUTS.items()
+    if not overrides[0].startswith("custom") and not any(word in name for word in SPECIAL)
 ]
-NEIGHBOURS = "gated DeltaNet layers need them in their own"
+NEEDS_ORDER = "gated DeltaNet layers need them in their own"
 REFUSED = {
-    (model, layout): NEIGHBOURS
+    (model, layout): NEEDS_ORDER
     for model in ("delta",)
     for layout in LAYOUTS
     if "balanced" in layout or "striped" in layout

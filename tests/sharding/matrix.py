@@ -1,6 +1,7 @@
-"""The equivalence matrix: on eight devices, every layout has the loss and the gradients of one
-device, and sends what it implies and no more. Each axis alone, products, named layouts;
-test_layouts_*.py run it, one file for each model."""
+"""The equivalence matrix: on eight devices, each layout has the loss and the gradients of one
+device, and uses the expected collectives only. Layouts are single axes, products of axes and named
+rules; each test_layouts_*.py runs one model.
+"""
 
 import json
 import os
@@ -15,8 +16,7 @@ from tests.sharding.layouts import LAYOUTS, PLAIN, REFUSED
 from tests.tolerance import FACTOR, ULP
 
 ROOT = Path(__file__).parents[2]
-# What an axis that is larger than one implies. XLA on CPUs writes a reduce-scatter as an all-reduce
-# and a slice.
+# The collectives of each axis. XLA on CPUs implements reduce-scatter by an all-reduce and a slice.
 IMPLIED = {
     "data": {"all-reduce"},
     "fsdp": {"all-gather", "all-reduce"},
@@ -26,23 +26,23 @@ IMPLIED = {
     "context": {"all-gather", "all-reduce"},
     "expert": {"all-reduce"},
 }
-# The dense model shows how a state is kept, the one with experts the named layouts.
-KEPT = [
+# The dense model tests the memory of the state, the MoE model the named rules.
+STATE = [
     name
     for name in LAYOUTS
     if any(word in name for word in ("host", "ZeRO", "striped", "tensor, explicit"))
 ]
-NAMED = [name for name, words in LAYOUTS.items() if words[0].startswith("custom")]
+NAMED = [name for name, overrides in LAYOUTS.items() if overrides[0].startswith("custom")]
 FURTHER = {
-    "dense": KEPT,
+    "dense": STATE,
     "moe": [*NAMED, "fsdp x expert, explicit", "dcn data x fsdp x expert"],
     "mla": [],
     "delta": ["context, striped"],
 }
 
 
-# Latent attention and Gated DeltaNets differ from the other models in how they split heads,
-# sequences and their own weights: each axis that splits one of these, and a product of three.
+# MLA and Gated DeltaNet differ from the other models in the sharding of heads, sequences and their
+# own weights: the axes that shard one of these, and a product of three.
 REPRESENTATIVE = (
     "fsdp",
     "tensor",
@@ -58,8 +58,7 @@ def cases(model: str) -> list[str]:
 
 
 def parameters(model: str) -> list[Any]:
-    """For pytest.mark.parametrize: of the models that share most of their code with others, some
-    layouts stand for all."""
+    """For pytest.mark.parametrize: models that share most code with others run few layouts."""
     return [
         pytest.param(name, marks=pytest.mark.exhaustive)
         if model in ("mla", "delta") and name not in REPRESENTATIVE
@@ -69,8 +68,8 @@ def parameters(model: str) -> list[Any]:
 
 
 def run(model: str, layouts: list[str]) -> dict[str, dict]:
-    """{layout: report}, from a process of its own."""
-    done = subprocess.run(
+    """Run layouts in a separate process; returns reports by layout."""
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.sharding.run_layouts", model, *layouts],
         capture_output=True,
         text=True,
@@ -79,9 +78,9 @@ def run(model: str, layouts: list[str]) -> dict[str, dict]:
         env=os.environ
         | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {report["layout"]: report for report in found}
+    assert result.returncode == 0, result.stderr[-4000:]
+    reports = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return {report["layout"]: report for report in reports}
 
 
 def check(model: str, layout: str, report: dict) -> None:
@@ -98,7 +97,7 @@ def check(model: str, layout: str, report: dict) -> None:
 
 
 def implied(model, layout):
-    sizes = [word.split("=") for word in LAYOUTS[layout] if "_parallelism=" in word]
+    sizes = [override.split("=") for override in LAYOUTS[layout] if "_parallelism=" in override]
     axes = {
         key.removesuffix("_parallelism").partition("_")[2] for key, size in sizes if size != "1"
     }

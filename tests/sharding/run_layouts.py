@@ -1,7 +1,7 @@
-"""run by matrix.py in a process with eight CPU devices: trains one model on one device and in every
-layout.
+"""Trains a model on one device and in each layout; run by matrix.py in a process with eight devices.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.sharding.run_layouts MODEL [LAYOUT ...]
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
+        python -m tests.sharding.run_layouts MODEL [LAYOUT ...]
 
 prints a line of JSON for each layout.
 """
@@ -33,12 +33,12 @@ COLLECTIVE = re.compile(
 
 def batch():
     """Rows of two documents and padding."""
-    draw = np.random.default_rng(0)
-    ids = draw.integers(0, VOCABULARY, (ROWS, LENGTH + 1))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCABULARY, (ROWS, LENGTH + 1))
     segments, positions = np.zeros((ROWS, LENGTH), int), np.zeros((ROWS, LENGTH), int)
     for row in range(ROWS):
-        end = int(draw.integers(LENGTH // 4, LENGTH // 2))
-        last = int(draw.integers(LENGTH - 4, LENGTH + 1))
+        end = int(rng.integers(LENGTH // 4, LENGTH // 2))
+        last = int(rng.integers(LENGTH - 4, LENGTH + 1))
         segments[row, :end], positions[row, :end] = 1, np.arange(end)
         segments[row, end:last], positions[row, end:last] = 2, np.arange(last - end)
     fields = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
@@ -47,10 +47,10 @@ def batch():
     return {name: field.astype(np.int32) for name, field in fields.items()}
 
 
-def set_up(words, devices):
+def make_context(overrides, devices):
     config = load(
         None,
-        [*words, f"per_device_batch_size={ROWS // devices}"],
+        [*overrides, f"per_device_batch_size={ROWS // devices}"],
         environ={},
         devices=Devices(devices),
     )
@@ -58,9 +58,7 @@ def set_up(words, devices):
 
 
 def train(context, state, step=None, rows=slice(None)):
-    """The loss and the gradients of three steps on the rows in this order, and the compiled
-    step.
-    """
+    """Losses and gradients of three steps, with the rows in the order `rows`; the compiled step."""
     step = step or compile_train_step(context, ROWS)
     losses, gradients = [], []
     for _ in range(3):
@@ -76,29 +74,33 @@ def flat(tree):
     return {"/".join(str(step.key) for step in path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def largest_error(found, expected):
-    """(error over norm, tensor, step) of the gradient that is furthest off."""
+def largest_error(gradients, expected_gradients):
+    """(relative error, tensor, step) of the gradient with the largest error."""
     return max(
         (
-            float(
-                np.linalg.norm(ours[name] - theirs[name]) / max(np.linalg.norm(theirs[name]), 1e-6)
-            ),
+            float(np.linalg.norm(got[name] - want[name]) / max(np.linalg.norm(want[name]), 1e-6)),
             name,
             step,
         )
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True))
-        for name in theirs
-        if ours[name].shape == theirs[name].shape  # else the layers lie along another axis
+        for step, (got, want) in enumerate(zip(gradients, expected_gradients, strict=True))
+        for name in want
+        if got[name].shape == want[name].shape  # else layers are stacked along another axis
     )
 
 
 def gathered_weights(context, collectives):
-    """Weights that an all-gather makes larger than a device needs: axes that split tokens (fsdp)
-    have to be gathered, those that split the work (tensor, the owners of experts) must not be."""
+    """Weights that are gathered to more than a device needs.
+
+    They must be gathered over axes that shard tokens (fsdp), and must not be gathered over axes
+    that shard the work (tensor, expert).
+    """
     rules, template = context.rules, context.template
-    tokens = {axis for names in (("activation_batch",), ("activation_length",))
-              for axis in rules.axes_of(names, (10**9 * rules.mesh.size,))[0]}  # fmt: skip
-    owners = set(rules.axes_of(("activation_exp",), (rules.mesh.size,))[0])
+    token_axes = {
+        axis
+        for name in ("activation_batch", "activation_length")
+        for axis in rules.axes_of((name,), (10**9 * rules.mesh.size,))[0]
+    }
+    expert_axes = set(rules.axes_of(("activation_exp",), (rules.mesh.size,))[0])
     results = {signature(shape) for kind, shape in collectives if kind == "all-gather"}
     needed_by_some, too_large = set(), []
     for (path, leaf), axes in zip(
@@ -106,22 +108,24 @@ def gathered_weights(context, collectives):
         jax.tree.leaves(template.axes, is_leaf=lambda leaf: isinstance(leaf, tuple)),
         strict=True,
     ):
-        needed, whole = [], []
+        needed, full = [], []
         for name, size, split in zip(
             axes, leaf.shape, rules.axes_of(axes, leaf.shape), strict=True
         ):
-            owned = (
-                name == "exp" and path[-3].key == "experts"
-            )  # a router scores all experts wherever its tokens are
-            work = [axis for axis in split if axis not in tokens or (owned and axis in owners)]
-            if name != "layers":  # a step of the scan has one
-                whole.append(size)
-                needed.append(
-                    size // int(np.prod([rules.mesh.shape[axis] for axis in work], dtype=int))
-                )
+            # Routers score all experts on each device.
+            is_expert = name == "exp" and path[-3].key == "experts"
+            work = [
+                axis
+                for axis in split
+                if axis not in token_axes or (is_expert and axis in expert_axes)
+            ]
+            if name != "layers":  # a step of the scan has one layer
+                full.append(size)
+                num_shards = int(np.prod([rules.mesh.shape[axis] for axis in work], dtype=int))
+                needed.append(size // num_shards)
         needed_by_some.add(signature(needed))
-        if needed != whole and len(whole) > 1 and signature(whole) in results:
-            too_large.append((jax.tree_util.keystr(path), signature(whole)))
+        if needed != full and len(full) > 1 and signature(full) in results:
+            too_large.append((jax.tree_util.keystr(path), signature(full)))
     return [name for name, shape in too_large if shape not in needed_by_some]
 
 
@@ -129,7 +133,7 @@ def signature(shape):
     return tuple(sorted(size for size in shape if size > 1))
 
 
-def sent(text):
+def collective_shapes(text):
     """(kind, shape) of each collective of a compiled program."""
     return [
         (kind, tuple(int(size) for size in shape.split(",") if size))
@@ -140,34 +144,35 @@ def sent(text):
 
 
 def main(model, names):
-    words = [*COMMON, *MODELS[model]]
-    alone = set_up(words, 1)
-    state = alone.initial_state()
+    overrides = [*COMMON, *MODELS[model]]
+    single = make_context(overrides, 1)
+    state = initial_state(single)
     start = jax.tree.map(np.asarray, state)
-    losses, gradients, step = train(alone, state)
-    # What rounding costs one device itself: the same rows, summed in another order.
+    losses, gradients, step = train(single, state)
+    # The effect of rounding on one device: the same rows, summed in another order.
     _, reordered, _ = train(
-        alone, jax.device_put(start, alone.state_shardings), step, slice(None, None, -1)
+        single, jax.device_put(start, single.shardings.state), step, slice(None, None, -1)
     )
     noise = largest_error(reordered, gradients)[0]
     for name in names:
         try:
-            context = set_up([*words, *LAYOUTS[name]], 8)
+            context = make_context([*overrides, *LAYOUTS[name]], 8)
         except ConfigError as error:
             print(json.dumps({"layout": name, "refused": str(error)}), flush=True)
             continue
-        same = jax.tree.map(np.shape, start) == jax.tree.map(
-            lambda leaf: leaf.shape, context.abstract_state
-        )
-        placed = jax.device_put(start, context.shardings.state) if same else initial_state(context)
-        found, after, step = train(context, placed)
-        collectives = sent(step.as_text())
+        shapes = jax.tree.map(lambda leaf: leaf.shape, context.abstract_state)
+        if jax.tree.map(np.shape, start) == shapes:
+            state = jax.device_put(start, context.shardings.state)
+        else:
+            state = initial_state(context)
+        layout_losses, layout_gradients, step = train(context, state)
+        collectives = collective_shapes(step.as_text())
         report = {
             "layout": name,
             "loss": max(
-                abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, losses, strict=True)
+                abs(got - want) / abs(want) for got, want in zip(layout_losses, losses, strict=True)
             ),
-            "gradient": largest_error(after, gradients),
+            "gradient": largest_error(layout_gradients, gradients),
             "noise": noise,
             "collectives": sorted({kind for kind, _ in collectives}),
             "gathered": gathered_weights(context, collectives),

@@ -1,6 +1,4 @@
-"""Eight devices in a process of their own: meshes, and a training step that equals the one of a
-single device.
-"""
+"""Meshes of eight devices, and training steps that equal those of a single device."""
 
 import json
 import os
@@ -28,9 +26,9 @@ MODEL = [
     "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=2", "dtype=float32", "matmul_precision=highest",
     "attention=dot_product", "learning_rate=0.01", "warmup_steps_fraction=0",
 ]  # fmt: skip
-SPLIT = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+SHARDED = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
 MESHES = [
-    SPLIT,
+    SHARDED,
     ["ici_fsdp_parallelism=-1"],
     ["dcn_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"],
     ["dcn_data_parallelism=1", "dcn_fsdp_parallelism=2", "ici_fsdp_parallelism=4"],
@@ -45,11 +43,11 @@ MESHES = [
 
 def batch():
     """Rows of two documents and padding."""
-    draw = np.random.default_rng(0)
-    ids = draw.integers(0, 64, (ROWS, LENGTH + 1))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 64, (ROWS, LENGTH + 1))
     segments, positions = np.zeros((ROWS, LENGTH), int), np.zeros((ROWS, LENGTH), int)
     for row in range(ROWS):
-        end = int(draw.integers(4, 10))
+        end = int(rng.integers(4, 10))
         segments[row, :end], positions[row, :end] = 1, np.arange(end)
         segments[row, end:14], positions[row, end:14] = 2, np.arange(14 - end)
     fields = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
@@ -63,9 +61,9 @@ def eight(tmp_path_factory):
     file = tmp_path_factory.mktemp("eight") / "weights.npz"
     job = {
         "meshes": MESHES,
-        "train": [*MODEL, *SPLIT, f"per_device_batch_size={ROWS // 8}"],
+        "train": [*MODEL, *SHARDED, f"per_device_batch_size={ROWS // 8}"],
         "batch": {name: field.tolist() for name, field in batch().items()},
-        "folder": str(file),
+        "path": str(file),
     }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_devices.py")],
@@ -77,18 +75,17 @@ def eight(tmp_path_factory):
         | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["devices"] == 8
-    return found, dict(np.load(file))
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert results["devices"] == 8
+    return results, dict(np.load(file))
 
 
 @pytest.mark.slow
-def test_meshes(eight):
+def test_mesh_shapes_and_device_order(eight):
     plain, inferred, dcn_data, dcn_fsdp, both = eight[0]["meshes"]
     assert plain["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert inferred["shape"] == {"fsdp": 8}
-    # Slices are the first and the second four devices: a DCN axis joins them, an ICI axis stays
-    # inside one.
+    # Slices are the first and the second four devices: a DCN axis crosses them, an ICI axis does not.
     assert dcn_data["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert dcn_data["ids"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert dcn_fsdp["shape"] == {"fsdp": 8}
@@ -99,11 +96,11 @@ def test_meshes(eight):
 
 
 @pytest.fixture(scope="module")
-def one():
+def single():
     """(losses, weights) after the same two steps on one device of this process."""
     config = load(None, [*MODEL, f"per_device_batch_size={ROWS}"], environ={}, devices=Devices(1))
     template = make_template(config)
-    rules = AxisRules.of(config, make_mesh(config, jax.devices()[:1]))
+    rules = AxisRules.from_config(config, make_mesh(config, jax.devices()[:1]))
     context = RunContext(config, rules, template, make_optimizer(config, template.axes))
     state, step = initial_state(context), compile_train_step(context, ROWS)
     losses = []
@@ -116,10 +113,10 @@ def one():
 
 
 @pytest.mark.slow
-def test_same_training_as_on_one_device(eight, one):
-    found, weights = eight
-    losses, expected = one
-    np.testing.assert_allclose(found["train"]["losses"], losses, rtol=1e-5)
+def test_training_equals_one_device(eight, single):
+    results, weights = eight
+    losses, expected = single
+    np.testing.assert_allclose(results["train"]["losses"], losses, rtol=1e-5)
     assert losses[0] != losses[1]
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
@@ -127,10 +124,10 @@ def test_same_training_as_on_one_device(eight, one):
 
 
 @pytest.mark.slow
-def test_weights_and_moments_are_split(eight):
+def test_weights_and_moments_are_sharded(eight):
     train = eight[0]["train"]
     layer = "['layers'][0]['blocks'][0]"
-    expected = {  # fsdp and tensor halve a dimension each; data copies
+    expected = {  # fsdp and tensor halve a dimension each; replicated over data
         f"{layer}['attention']['query']['kernel']": ([16, 2, 2, 8], [32, 2, 4, 8]),
         f"{layer}['attention']['key']['kernel']": ([16, 2, 1, 8], [32, 2, 2, 8]),
         f"{layer}['attention']['out']['kernel']": ([2, 2, 8, 16], [4, 2, 8, 32]),

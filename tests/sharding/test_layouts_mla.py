@@ -9,7 +9,7 @@ MODEL = "mla"
 
 @pytest.fixture(scope="module")
 def reports(request):
-    """Of the layouts that this session tests."""
+    """Reports of the layouts that this session tests."""
     chosen = [
         item.callspec.params["layout"]
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""Logical rules: which mesh axes a dimension gets. A mesh without devices is enough to ask."""
+"""Logical axis rules: the mesh axes of dimensions, on a mesh without devices."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def rules(sizes=SIZES, table=RULES):
 
 CASES = {
     "several axes for one dimension": (("batch", None), (16, 5), (("data", "fsdp"), None)),
-    "axes of size 1 are left out": (("embed", "layers"), (8, 4), (("fsdp",), None)),
+    "axes of size 1 are ignored": (("embed", "layers"), (8, 4), (("fsdp",), None)),
     "no rule": (("never heard of", "heads"), (8, 8), (None, ("tensor",))),
     "no name": ((None, None), (8, 8), (None, None)),
     "a rule of no axes": (("nowhere",), (8,), (None,)),
@@ -41,7 +41,7 @@ CASES = {
     "also in the other order": (("mlp", "embed"), (16, 8), (("fsdp", "tensor"), None)),
     "a name twice": (("heads", "heads"), (4, 4), (("tensor",), None)),
     "an axis that the mesh does not have": (("other",), (4,), (("tensor",),)),
-    "what did not divide is still free": (("batch", "embed"), (6, 8), (None, ("fsdp",))),
+    "an axis that did not divide stays free": (("batch", "embed"), (6, 8), (None, ("fsdp",))),
 }
 
 
@@ -51,51 +51,47 @@ def test_spec(name):
     assert rules().spec(axes, shape) == PartitionSpec(*expected)
 
 
-def test_names_and_shape_must_match():
+def test_rejects_names_that_do_not_match_the_shape():
     with pytest.raises(ValueError, match="zip"):
         rules().spec(("batch", None), (4,))
 
 
-def test_one_device_splits_nothing():
+def test_one_device_shards_nothing():
     alone = rules(dict.fromkeys(SIZES, 1))
     for axes, shape, _ in CASES.values():
         assert alone.spec(axes, shape) == PartitionSpec(*(None,) * len(shape))
 
 
 def test_rules_of_base_yml():
-    """The published layouts: fsdp splits the embedding dimension of weights, tensor heads, MLP
-    width and vocabulary.
-    """
+    """fsdp shards the embedding dimension of weights; tensor shards heads, MLP and vocabulary."""
     config = load(
         None, ["ici_data_parallelism=2", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"], environ={},
         devices=Devices(16),
     )  # fmt: skip
     mesh = AbstractMesh(tuple(config.ici_parallelism), tuple(config.mesh_axes))
-    ours = AxisRules.of(config, mesh)
+    rules = AxisRules.from_config(config, mesh)
     fsdp, tensor = ("fsdp",), ("tensor",)
-    assert ours.spec(("embed", "q_heads", "kv"), (64, 8, 16)) == PartitionSpec(fsdp, tensor, None)
-    assert ours.spec(("heads", "kv", "embed"), (8, 16, 64)) == PartitionSpec(tensor, None, fsdp)
-    assert ours.spec(("embed", "layers", "mlp"), (64, 3, 256)) == PartitionSpec(fsdp, None, tensor)
-    assert ours.spec(("vocab", "embed_vocab"), (512, 64)) == PartitionSpec(tensor, fsdp)
-    assert ours.spec(("embed", "kv_heads", "kv_head_dim"), (64, 1, 16)) == PartitionSpec(
+    assert rules.spec(("embed", "q_heads", "kv"), (64, 8, 16)) == PartitionSpec(fsdp, tensor, None)
+    assert rules.spec(("heads", "kv", "embed"), (8, 16, 64)) == PartitionSpec(tensor, None, fsdp)
+    assert rules.spec(("embed", "layers", "mlp"), (64, 3, 256)) == PartitionSpec(fsdp, None, tensor)
+    assert rules.spec(("vocab", "embed_vocab"), (512, 64)) == PartitionSpec(tensor, fsdp)
+    assert rules.spec(("embed", "kv_heads", "kv_head_dim"), (64, 1, 16)) == PartitionSpec(
         fsdp, None, None
     )  # MQA
     batch = config.input_data_sharding_logical_axes
-    assert ours.spec(batch, (32, 128)) == PartitionSpec(("data", "fsdp"), None)
+    assert rules.spec(batch, (32, 128)) == PartitionSpec(("data", "fsdp"), None)
 
 
-def test_constrain_without_rules_does_nothing():
+def test_constrain_needs_rules_and_several_devices():
     x = jnp.ones((4, 4))
     assert constrain(x, "batch", "length") is x
-    one = AxisRules(jax.make_mesh((1,), ("data",)), RULES)
-    with use_rules(one):
+    single = AxisRules(jax.make_mesh((1,), ("data",)), RULES)
+    with use_rules(single):
         assert constrain(x, "batch", "length") is x
 
 
-def test_axes_that_are_not_allowed_are_not_used():
-    """data_sharding: a batch arrives split over the axes that it names, and whole over the
-    others.
-    """
+def test_uses_only_allowed_axes():
+    """data_sharding names the axes over which a batch is sharded at its arrival."""
     assert rules().sharding(("batch", None), (16, 5), {"data", "fsdp"}).spec == PartitionSpec(
         ("data", "fsdp"), None
     )

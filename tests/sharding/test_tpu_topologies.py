@@ -1,6 +1,4 @@
-"""Estimates for TPU slices that are not here, compiled by libtpu; each prints what a person would
-see.
-"""
+"""Estimates for TPU slices, compiled by libtpu without a TPU; each prints the report."""
 
 import importlib.util
 import json
@@ -18,10 +16,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None or platform.machine() != "x86_64",
-        reason="libtpu is not here",
+        reason="libtpu is not installed",
     ),
 ]
-# A process of its own: JAX has started in this one.
+# In a separate process, because JAX has started in this one.
 SCRIPT = """
 import json, sys
 from maxtext.cli.estimate import as_data, show
@@ -42,7 +40,7 @@ TINY = [
 
 
 def bare_environment():
-    """Nothing that a person would have to know about libtpu."""
+    """No settings of JAX, libtpu or XLA."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -50,9 +48,9 @@ def bare_environment():
     }
 
 
-def estimated(target, *words, slices=1):
+def run_estimate(target, *overrides, slices=1):
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, target, str(slices), *words], capture_output=True, text=True,
+        [sys.executable, "-c", SCRIPT, target, str(slices), *overrides], capture_output=True, text=True,
         env=bare_environment(),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
@@ -62,7 +60,7 @@ def estimated(target, *words, slices=1):
 
 
 def test_llama2_7b_on_64_chips():
-    found = estimated(
+    found = run_estimate(
         "v5p:4x4x4", "model_name=llama2-7b", "max_target_length=4096", "per_device_batch_size=4", "attention=flash",
         "remat_policy=full", "dataset_type=synthetic",
     )  # fmt: skip
@@ -75,41 +73,40 @@ def test_llama2_7b_on_64_chips():
     assert found["fits"]
     if libtpu_mismatch():
         return  # jax may not be able to read the collectives
-    sent = {one["kind"]: one for one in program["collectives"]}
-    assert set(sent) & {"reduce-scatter", "all-reduce"}
-    # Every layer's weights come together in bfloat16 on the way there and on the way back, by
-    # whatever means.
-    assert sum(one["count"] for one in sent.values()) > 2 * 32
-    assert sum(one["bytes"] for one in sent.values()) > 2 * 2 * 6_476_005_376
+    collectives = {entry["kind"]: entry for entry in program["collectives"]}
+    assert set(collectives) & {"reduce-scatter", "all-reduce"}
+    # The weights of each layer are gathered in bfloat16 in the forward and the backward pass.
+    assert sum(entry["count"] for entry in collectives.values()) > 2 * 32
+    assert sum(entry["bytes"] for entry in collectives.values()) > 2 * 2 * 6_476_005_376
 
 
 def test_llama3_1_405b_on_1024_chips():
-    found = estimated(
+    found = run_estimate(
         "v5p:8x8x16", "model_name=llama3.1-405b", "max_target_length=8192", "per_device_batch_size=1",
         "attention=flash", "remat_policy=full", "dataset_type=synthetic",
     )  # fmt: skip
     assert found["parameters"] == 405_853_388_800
-    norms = (2 * 126 + 1) * 16_384  # whole on each device
+    norms = (2 * 126 + 1) * 16_384  # replicated
     assert found["weights"] == 4 * ((405_853_388_800 - norms) // 1024 + norms)
     assert found["fits"]
     assert libtpu_mismatch() or found["compiled"]["collectives"]
 
 
 def test_two_slices():
-    found = estimated("v5e-16", *TINY, slices=2)
+    found = run_estimate("v5e-16", *TINY, slices=2)
     assert (found["target"]["devices"], found["target"]["slices"]) == (32, 2)
     assert found["compiled"]["temporaries"] > 0
 
 
-def test_a_compiled_file_for_a_slice(tmp_path):
-    words = [
+def test_train_compile_writes_a_step_for_a_slice(tmp_path):
+    overrides = [
         *TINY,
         "compile_topology=v5e-8",
         "compile_topology_num_slices=1",
         "compiled_trainstep_file=step.bin",
     ]
     result = subprocess.run(
-        [sys.executable, "-m", "maxtext.train_compile", *words], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-m", "maxtext.train_compile", *overrides], capture_output=True, text=True, cwd=tmp_path,
         env=bare_environment(),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]

@@ -8,7 +8,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, load, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values, peek_setting
-from maxtext.sharding.topology import Target, find_target, look_for_no_tpu
+from maxtext.sharding.topology import Target, disable_tpu_discovery, find_target
 
 
 def load_for_target(
@@ -30,7 +30,7 @@ def load_for_target(
         name or str(topology), slices or (int(named) if named.isdigit() else 1) or 1
     )
     if target.topology:
-        look_for_no_tpu()
+        disable_tpu_discovery()
     try:
         devices = Devices(target.count, target.slices, platform=target.platform)
         config = load(path, layer, devices=devices, model=checkpoint_model(path, layer))

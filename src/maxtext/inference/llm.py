@@ -69,7 +69,7 @@ class LLM:
         self.template = template
         self.weights = weights
         self.checkpoint = checkpoint
-        self.rules = AxisRules.of(config, make_mesh(config))
+        self.rules = AxisRules.from_config(config, make_mesh(config))
         self.param_infos = model_param_infos(template, config)
         self.disk_dtypes: dict[str, np.dtype] = {}  # of the weights in the checkpoint
         self.engine: InferenceEngine | None = None
@@ -111,7 +111,7 @@ class LLM:
                 "leave it out when text is generated"
             )
         template = make_template(config)
-        rules = AxisRules.of(config, make_mesh(config))
+        rules = AxisRules.from_config(config, make_mesh(config))
         if checkpoint is None:
             llm = cls(config, template, random_weights(config, template, rules))
         else:

@@ -18,7 +18,7 @@ from flax import nnx
 from maxtext.kernels.attention import cudnn
 from maxtext.layers.inputs import Aux, Cache, LayerInputs
 from maxtext.layers.parameters import Initializer, alike, slices, stack
-from maxtext.sharding.explicit import by_compiler
+from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
 
 # What passes between layers, [B, S, E] or several streams of it: its logical axes, by the number of
@@ -203,7 +203,7 @@ class Stack(nnx.Module):
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             if self.on_host:
                 state = to_device(state)
-            return by_compiler(layer, state, x, inputs, axes=STREAM[x.ndim])
+            return auto_sharded(layer, state, x, inputs, out_axes=STREAM[x.ndim], has_aux=True)
 
         def layer(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             return nnx.merge(graph, state)(x, inputs)

@@ -25,7 +25,7 @@ from maxtext.layers.stack import STREAM, RematPolicy, Stack
 from maxtext.models.common import norm_spec
 from maxtext.models.registry import family, layers, segments
 from maxtext.sharding import constrain
-from maxtext.sharding.explicit import by_compiler
+from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.manual import only_platform
 
 Caches = list[Cache]
@@ -120,17 +120,20 @@ class Transformer(nnx.Module):
         [repeats, ...]}}}}}.
         """
         graph, state = nnx.split((self.embedder, self.positions))
-        x, _ = by_compiler(
-            lambda state, ids, positions: (self.enter(*nnx.merge(graph, state), ids, positions), None),
-            state, ids, inputs.positions, axes=STREAM[3 if self.streams == 1 else 4],
-        )  # fmt: skip
+        x = auto_sharded(
+            lambda state, ids, positions: self.enter(*nnx.merge(graph, state), ids, positions),
+            state,
+            ids,
+            inputs.positions,
+            out_axes=STREAM[3 if self.streams == 1 else 4],
+        )
         inputs = replace(inputs, tokens=ids)
         reports = {}
         for number, stack in enumerate(self.layers):
             x, report = stack(x, inputs)
             reports[number] = {"blocks": report}
         if self.streams > 1:
-            x, _ = by_compiler(lambda x: (collapse(x), None), x, axes=STREAM[3])
+            x = auto_sharded(collapse, x, out_axes=STREAM[3])
         return x, {"layers": reports}
 
     def step(self, ids: jax.Array, inputs: LayerInputs, caches: Caches) -> tuple[jax.Array, Caches]:

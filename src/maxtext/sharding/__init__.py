@@ -1,6 +1,4 @@
-"""Level 2: the device mesh and the rules that lay tensors out on it. The only room that says
-PartitionSpec.
-"""
+"""Level 2: the device mesh and the sharding of tensors. The only package that uses PartitionSpec."""
 
 from maxtext.sharding.mesh import make_mesh
 from maxtext.sharding.rules import AxisRules, constrain, use_rules

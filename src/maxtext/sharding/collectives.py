@@ -1,9 +1,7 @@
-"""What a compiled program sends between devices, read from its text: how often in one run, and how
-many bytes.
+"""Counts the collectives of a compiled program and their bytes, from its HLO text.
 
-Bytes are those of the results on one device. A loop that says how often it runs counts so often, or
-else as often as its condition lets a counter grow by one from zero; one that tells neither counts
-once.
+Bytes are those of the results on one device. A loop counts by its known_trip_count, or else by the
+limit in its condition on a counter that starts at zero; a loop with neither counts once.
 """
 
 import re
@@ -18,8 +16,7 @@ KINDS = (
     "ragged-all-to-all",
     "collective-permute",
 )
-# A collective in two parts has its result at the end; the start of an all-gather also names its
-# operands.
+# An asynchronous collective counts at its -done; the type of an all-gather-start also has operands.
 COLLECTIVE = re.compile(rf" ({'|'.join(KINDS)})(?:-done)?\(")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 CALLED = re.compile(
@@ -27,9 +24,9 @@ CALLED = re.compile(
 )
 CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 CONSTANT = re.compile(r"%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
-BELOW = re.compile(r"ROOT .* compare\([^,]*%[\w.\-]+, [^,]*?%([\w.\-]+)\), direction=LT")
+LESS_THAN = re.compile(r"ROOT .* compare\([^,]*%[\w.\-]+, [^,]*?%([\w.\-]+)\), direction=LT")
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 BITS = {"pred": 8, "token": 0}
 
@@ -41,80 +38,82 @@ class Collective:
     bytes: int
 
 
-def collectives(text: str) -> list[Collective]:
-    """By kind, of the text of a compiled module."""
-    entry, computations = parse(text)
-    times = dict.fromkeys(computations, 0)
-    times[entry] = 1
+def count_collectives(hlo: str) -> list[Collective]:
+    """Count and bytes of each kind of collective in one run of a compiled module."""
+    entry, computations = parse(hlo)
+    runs = dict.fromkeys(computations, 0)
+    runs[entry] = 1
     for name in callers_first(entry, computations):
-        for called, trips in computations[name].calls:
-            times[called] = times.get(called, 0) + times[name] * trips
-    totals: dict[str, list[int]] = {}
+        for callee, trip_count in computations[name].calls:
+            runs[callee] = runs.get(callee, 0) + runs[name] * trip_count
+    counts = dict.fromkeys(KINDS, 0)
+    nbytes = dict.fromkeys(KINDS, 0)
     for name, computation in computations.items():
-        for kind, size in computation.sends:
-            total = totals.setdefault(kind, [0, 0])
-            total[0] += times[name]
-            total[1] += times[name] * size
-    return [Collective(kind, *totals[kind]) for kind in KINDS if totals.get(kind, [0])[0]]
+        for kind, size in computation.collectives:
+            counts[kind] += runs[name]
+            nbytes[kind] += runs[name] * size
+    return [Collective(kind, counts[kind], nbytes[kind]) for kind in KINDS if counts[kind]]
 
 
 @dataclass
 class Computation:
-    calls: list[tuple[str, int]]  # what it runs, and how often
-    sends: list[tuple[str, int]]  # kinds and bytes
-    limit: int | None = None  # of the counter, if it is the condition of a loop
+    calls: list[tuple[str, int]]  # computations and trip counts
+    collectives: list[tuple[str, int]]  # kinds and bytes
+    limit: int | None = None  # of the counter, if this is the condition of a loop
 
 
-def parse(text: str) -> tuple[str, dict[str, Computation]]:
+def parse(hlo: str) -> tuple[str, dict[str, Computation]]:
+    """The name of the entry computation, and all computations by name."""
     entry, current = "", ""
-    found: dict[str, Computation] = {}
+    computations: dict[str, Computation] = {}
     constants: dict[str, int] = {}
-    for line in text.splitlines():
-        start = COMPUTATION.match(line)
-        if start:
-            current = start[2]
-            found[current] = Computation([], [])
-            entry = current if start[1] else entry
+    for line in hlo.splitlines():
+        header = COMPUTATION.match(line)
+        if header:
+            current = header[2]
+            computations[current] = Computation([], [])
+            entry = current if header[1] else entry
             constants = {}
         elif current and " = " in line:
+            computation = computations[current]
             constants |= {name: int(value) for name, value in CONSTANT.findall(line)}
-            below = BELOW.search(line)
-            if below:
-                found[current].limit = constants.get(below[1])
-            found[current].calls += calls(line, found)
-            sent = COLLECTIVE.search(line)
-            if sent:
-                found[current].sends.append(
-                    (sent[1], array_bytes(line[line.index(" = ") : sent.start()]))
-                )
-    return entry, found
+            less_than = LESS_THAN.search(line)
+            if less_than:
+                computation.limit = constants.get(less_than[1])
+            computation.calls += calls_of(line, computations)
+            collective = COLLECTIVE.search(line)
+            if collective:
+                result_type = line[line.index(" = ") : collective.start()]
+                computation.collectives.append((collective[1], array_bytes(result_type)))
+    return entry, computations
 
 
-def calls(line: str, before: dict[str, Computation]) -> Iterator[tuple[str, int]]:
+def calls_of(line: str, computations: dict[str, Computation]) -> Iterator[tuple[str, int]]:
+    """The computations that an instruction runs, with trip counts."""
     if re.search(r" async-(?:update|done)\(", line):
-        return  # they name again what the start runs
-    trips, condition = TRIPS.search(line), CONDITION.search(line)
-    often = int(trips[1]) if trips else 1
-    if not trips and condition and condition[1] in before:
-        often = before[condition[1]].limit or 1
+        return  # they repeat the computation of the async-start
+    known, condition = TRIP_COUNT.search(line), CONDITION.search(line)
+    trip_count = int(known[1]) if known else 1
+    if not known and condition and condition[1] in computations:
+        trip_count = computations[condition[1]].limit or 1
     for name in CALLED.findall(line):
-        yield name, often
+        yield name, trip_count
     for group in BRANCHES.findall(line):
         for name in group.split(","):
             yield name.strip().lstrip("%"), 1
 
 
 def callers_first(entry: str, computations: dict[str, Computation]) -> list[str]:
-    """Every computation that the entry reaches, after all that call it."""
+    """The computations reachable from the entry, in topological order."""
     order: list[str] = []
-    done: set[str] = set()
+    visited: set[str] = set()
 
     def visit(name: str) -> None:
-        if name in done or name not in computations:
+        if name in visited or name not in computations:
             return
-        done.add(name)
-        for called, _ in computations[name].calls:
-            visit(called)
+        visited.add(name)
+        for callee, _ in computations[name].calls:
+            visit(callee)
         order.append(name)
 
     visit(entry)
@@ -122,19 +121,19 @@ def callers_first(entry: str, computations: dict[str, Computation]) -> list[str]
 
 
 def array_bytes(types: str) -> int:
-    """Of all arrays in the text of a type, which may be a tuple's."""
+    """Bytes of all arrays in an HLO type, which may be a tuple."""
     total = 0
-    for element, sizes in ARRAY.findall(types):
+    for dtype, dims in ARRAY.findall(types):
         count = 1
-        for size in sizes.split(","):
-            count *= int(size.lstrip("<=")) if size else 1
-        total += -(-count * bits(element) // 8)
+        for dim in dims.split(","):
+            count *= int(dim.lstrip("<=")) if dim else 1
+        total += -(-count * element_bits(dtype) // 8)
     return total
 
 
-def bits(element: str) -> int:
-    """Of one element: f32, bf16, s4, f8e4m3fn, pred …"""
-    if element in BITS:
-        return BITS[element]
-    digits = re.search(r"\d+", element)
+def element_bits(dtype: str) -> int:
+    """Bits of one element of f32, bf16, s4, f8e4m3fn, pred …"""
+    if dtype in BITS:
+        return BITS[dtype]
+    digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else 0

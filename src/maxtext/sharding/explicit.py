@@ -1,9 +1,8 @@
-"""shard_mode=explicit: weights, what passes between layers, gradients and updates carry their
-layout in their types.
+"""shard_mode=explicit: weights, residuals, gradients and updates carry their sharding in their types.
 
-JAX then checks that layouts fit wherever two of them meet, and nothing there is left to the
-compiler. Inside a layer, the embedding, and the head with its loss the compiler chooses as ever, by
-the constraints that stand there: `by_compiler`. In shard_mode=auto none of this does anything.
+JAX then checks shardings wherever two of these arrays meet, and the compiler chooses nothing there.
+Inside a layer, the embedding, and the head with its loss the compiler still chooses, guided by the
+constraints there: `auto_sharded`. With shard_mode=auto these functions have no effect.
 """
 
 from collections.abc import Callable
@@ -13,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtext.sharding.rules import Axes, active_rules, use_rules
+from maxtext.sharding.rules import Axes, AxisRules, active_rules, use_rules
 
 
-def explicitly(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """`function` with layouts in its types; `shardings` are its arguments'. To be traced under
-    `jax.set_mesh`.
+def with_explicit_sharding(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """`function` with shardings in types; `shardings` are those of its arguments.
+
+    To be traced under `jax.set_mesh`.
     """
 
     def is_sharding(leaf: Any) -> bool:
@@ -28,43 +28,52 @@ def explicitly(function: Callable[..., Any], shardings: Any) -> Callable[..., An
     return jax.sharding.explicit_axes(function, in_sharding=specs)
 
 
-def inside() -> bool:
-    """Whether what is traced now has layouts in its types."""
+def is_explicit() -> bool:
+    """Whether the function being traced has shardings in its types."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.are_all_axes_explicit
 
 
-def by_compiler(function: Callable[..., Any], *arguments: Any, axes: Axes) -> Any:
-    """function(*arguments) -> (x, rest): inside, the compiler lays out. x leaves by logical `axes`,
-    the rest whole.
+def auto_sharded(
+    function: Callable[..., Any], *args: Any, out_axes: Axes, has_aux: bool = False
+) -> Any:
+    """function(*args), inside which the compiler chooses shardings.
+
+    `out_axes` are the logical axes of all arrays of the result. With `has_aux` the function returns
+    (result, aux), and aux is replicated.
     """
     rules = active_rules()
-    if not inside() or rules is None:
-        return function(*arguments)
-    automatic = rules.mesh.abstract_mesh  # whose axes have no place in types
-    with (
-        use_rules(None),
-        jax.sharding.use_abstract_mesh(automatic),
-    ):  # shapes alone: nothing is laid out
-        plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-        x, rest = jax.eval_shape(function, *plain)
-    specs = rules.spec(axes, x.shape), jax.tree.map(lambda leaf: PartitionSpec(), rest)
-    return jax.sharding.auto_axes(function, out_sharding=specs)(*arguments)
+    if not is_explicit() or rules is None:
+        return function(*args)
+    shapes = result_shapes(rules, function, args)
+    result, aux = shapes if has_aux else (shapes, None)
+    specs: Any = jax.tree.map(lambda leaf: rules.spec(out_axes, leaf.shape), result)
+    if has_aux:
+        specs = specs, jax.tree.map(lambda leaf: PartitionSpec(), aux)
+    return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
 
 
-def as_first(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments), a tree like the first argument and laid out like it; inside, the
-    compiler lays out.
+def result_shapes(rules: AxisRules, function: Callable[..., Any], args: Any) -> Any:
+    """Shapes and dtypes of function(*args), traced on a mesh without explicit axes."""
+    with use_rules(None), jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh):
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+        return jax.eval_shape(function, *abstract)
+
+
+def auto_sharded_like_first(function: Callable[..., Any], *args: Any) -> Any:
+    """function(*args), inside which the compiler chooses shardings.
+
+    The result is a tree of the structure and the shardings of the first argument.
     """
-    if not inside():
-        return function(*arguments)
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, arguments[0])
-    return jax.sharding.auto_axes(function, out_sharding=specs)(*arguments)
+    if not is_explicit():
+        return function(*args)
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, args[0])
+    return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
 
 
 def zeros_like(tree: Any) -> Any:
-    """Zeros for a tree of abstract arrays, laid out like them."""
-    if not inside():
+    """Zeros with the shapes, dtypes and shardings of a tree of abstract arrays."""
+    if not is_explicit():
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
     return jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec), tree

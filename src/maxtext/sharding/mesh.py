@@ -1,6 +1,4 @@
-"""The device mesh: ICI sizes inside a slice times DCN sizes between slices, one mesh axis a
-name.
-"""
+"""The device mesh: along each axis, the ICI size inside a slice times the DCN size between slices."""
 
 import math
 from collections.abc import Sequence
@@ -15,11 +13,11 @@ from maxtext.configs.types import MaxTextConfig
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of a configuration over this run's devices (all of them unless given)."""
+    """The mesh of a configuration over `devices` (default: all)."""
     devices = jax.devices() if devices is None else devices
     if config.using_pipeline_parallelism:
         raise ConfigError(
-            "pipeline parallelism is not in this version yet: leave the pipeline sizes of the mesh at 1"
+            "pipeline parallelism is not implemented: leave the pipeline sizes of the mesh at 1"
         )
     split = config.allow_split_physical_axes
     if math.prod(config.dcn_parallelism) == 1:
@@ -34,12 +32,14 @@ def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
             allow_split_physical_axes=split,
         )
     else:
-        grid = by_order(config.ici_parallelism, config.dcn_parallelism, devices)
+        grid = hybrid_mesh_by_order(config.ici_parallelism, config.dcn_parallelism, devices)
     return Mesh(grid, config.mesh_axes)
 
 
-def by_order(ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Devices that know no slices, cut into consecutive runs as if each were one."""
+def hybrid_mesh_by_order(
+    ici: Sequence[int], dcn: Sequence[int], devices: Sequence[jax.Device]
+) -> np.ndarray:
+    """A mesh of devices without slice_index: consecutive runs of devices count as slices."""
     grid = np.asarray(devices).reshape(*dcn, *ici)
     rank = len(ici)
     interleaved = [

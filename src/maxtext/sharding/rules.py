@@ -1,8 +1,7 @@
-"""Logical axis rules: every tensor dimension has a name, and the rules say which mesh axes may
-split it.
+"""Logical axis rules: each tensor dimension has a name, and rules map names to mesh axes.
 
-Rules of one name are tried in order; a mesh axis that another dimension of the tensor uses already
-is skipped, and so is a rule whose axes do not divide the dimension.
+The rules of a name are tried in order. A mesh axis that another dimension of the tensor uses is
+skipped, and so is a rule whose axes do not divide the dimension.
 """
 
 import contextlib
@@ -24,12 +23,11 @@ Axes = Sequence[str | None]
 class AxisRules:
     mesh: Mesh
     rules: tuple[tuple[str, tuple[str, ...]], ...]
-    one_of_several: bool = (
-        False  # the mesh's device stands for one of them: what only a lone one can do, it does not
-    )
+    # The mesh's only device represents one of several: single-device kernels are not used.
+    one_of_several: bool = False
 
     @classmethod
-    def of(cls, config: MaxTextConfig, mesh: Mesh) -> "AxisRules":
+    def from_config(cls, config: MaxTextConfig, mesh: Mesh) -> "AxisRules":
         return cls(mesh, tuple((name, tuple(axes)) for name, axes in config.logical_axis_rules))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
@@ -45,6 +43,7 @@ class AxisRules:
         return tuple(entries)
 
     def mesh_axes(self, name: str | None, size: int, used: set[str]) -> tuple[str, ...]:
+        """The mesh axes of a dimension, without those in `used`; empty if none fits."""
         if name is None:
             return ()
         for rule, axes in self.rules:
@@ -60,7 +59,7 @@ class AxisRules:
     def sharding(
         self, axes: Axes, shape: Sequence[int], allowed: Container[str] | None = None
     ) -> NamedSharding:
-        """`allowed`: the mesh axes that may be used; all of them, if None."""
+        """The sharding of an array; `allowed` restricts the mesh axes (None: all)."""
         if allowed is None:
             return NamedSharding(self.mesh, self.spec(axes, shape))
         rules = tuple(
@@ -69,11 +68,11 @@ class AxisRules:
         return NamedSharding(self.mesh, AxisRules(self.mesh, rules).spec(axes, shape))
 
     def shardings(self, axes: Any, weights: Any) -> Any:
-        """A tree of shardings for a tree of abstract weights and one of their axis names."""
+        """A tree of shardings from trees of abstract weights and of their axis names."""
         return jax.tree.map(lambda leaf, names: self.sharding(names, leaf.shape), weights, axes)
 
-    def over_devices(self) -> NamedSharding:
-        """One entry of an array for each device."""
+    def one_per_device(self) -> NamedSharding:
+        """The sharding of an array with one entry per device."""
         return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
     def replicated(self) -> NamedSharding:
@@ -87,7 +86,7 @@ _ACTIVE: contextvars.ContextVar[AxisRules | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def use_rules(rules: AxisRules | None) -> Iterator[None]:
-    """While a step is traced: what `constrain` goes by. None: nothing is constrained."""
+    """The rules of `constrain` while a step is traced; with None it has no effect."""
     token = _ACTIVE.set(rules)
     try:
         yield
@@ -100,8 +99,9 @@ def active_rules() -> AxisRules | None:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Lay an activation out by the names of its dimensions. Without rules, or on one device, it
-    stays as it is.
+    """Constrain the sharding of an activation by the logical names of its dimensions.
+
+    Without rules, or on one device, returns x.
     """
     rules = active_rules()
     if rules is None or rules.mesh.size == 1:

@@ -1,6 +1,4 @@
-"""How the training state lies on the mesh: splits beyond the rules, host memory, and whether enough
-of it is split.
-"""
+"""Sharding of the training state: further sharding of the optimizer, host memory, checks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +14,10 @@ from maxtext.sharding.rules import AxisRules
 HOST, DEVICE = "pinned_host", "device"
 
 
-def split_further(sharding: NamedSharding, shape: Sequence[int], axis: str) -> NamedSharding:
-    """Also over `axis`, along the first dimension that it divides; as it is where none does or the
-    axis is used.
+def shard_over(sharding: NamedSharding, shape: Sequence[int], axis: str) -> NamedSharding:
+    """Shard also over mesh axis `axis`, along the first dimension that it divides.
+
+    Returns `sharding` if there is no such dimension or the axis is used already.
     """
     entries = [as_tuple(entry) for entry in sharding.spec] + [()] * (
         len(shape) - len(sharding.spec)
@@ -26,9 +25,9 @@ def split_further(sharding: NamedSharding, shape: Sequence[int], axis: str) -> N
     size = sharding.mesh.shape.get(axis, 1)
     if size == 1 or any(axis in entry for entry in entries):
         return sharding
-    for place, (entry, length) in enumerate(zip(entries, shape, strict=True)):
+    for dim, (entry, length) in enumerate(zip(entries, shape, strict=True)):
         if length % (size * math.prod(sharding.mesh.shape[name] for name in entry)) == 0:
-            entries[place] = (*entry, axis)
+            entries[dim] = (*entry, axis)
             return NamedSharding(
                 sharding.mesh, PartitionSpec(*(entry or None for entry in entries))
             )
@@ -44,69 +43,74 @@ def on_device(sharding: NamedSharding) -> NamedSharding:
 
 
 def to_device(tree: Any) -> Any:
-    """Under jit: the same values in device memory, laid out as they are."""
+    """Copy to device memory under jit; shardings stay the same."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
 
 
-def check_split(rules: AxisRules, axes: Any, weights: Any, tolerance: float) -> None:
-    """Refuse a layout that leaves more than `tolerance` of the weights' bytes whole on every device
-    although an axis that splits other weights could split them."""
+def check_sharded_fraction(rules: AxisRules, axes: Any, weights: Any, tolerance: float) -> None:
+    """Raise ConfigError if more than `tolerance` of the weights' bytes are needlessly replicated.
+
+    A replicated weight counts if a mesh axis that shards other weights divides one of its
+    dimensions.
+    """
     names = {name for leaf in jax.tree.leaves(axes, is_leaf=is_axes) for name in leaf}
-    splitting = {axis for name, axes in rules.rules if name in names for axis in axes}
-    splitting = {axis for axis in splitting if rules.mesh.shape.get(axis, 1) > 1}
-    whole, total = [], 0
-    for path, leaf, sharding in placed_leaves(rules, axes, weights):
-        size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        total += size
-        could = any(
-            length % rules.mesh.shape[axis] == 0
-            for axis in splitting
-            for length in leaf.shape
-            if length > 1
-        )
-        if could and not any(as_tuple(entry) for entry in sharding.spec):
-            whole.append((size, path, leaf.shape))
-    fraction = sum(size for size, _, _ in whole) / max(total, 1)
+    mesh_axes = {axis for name, axes in rules.rules if name in names for axis in axes}
+    sizes = [rules.mesh.shape.get(axis, 1) for axis in mesh_axes]
+    sizes = [size for size in sizes if size > 1]
+    replicated, total = [], 0
+    for path, leaf, sharding in leaves_with_shardings(rules, axes, weights):
+        nbytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        total += nbytes
+        divides = any(dim % size == 0 for size in sizes for dim in leaf.shape if dim > 1)
+        if divides and not any(as_tuple(entry) for entry in sharding.spec):
+            replicated.append((nbytes, path, leaf.shape))
+    fraction = sum(nbytes for nbytes, _, _ in replicated) / max(total, 1)
     if fraction > tolerance:
-        worst = ", ".join(
-            f"{path} {list(shape)}" for _, path, shape in sorted(whole, reverse=True)[:3]
-        )
+        largest = sorted(replicated, reverse=True)[:3]
+        examples = ", ".join(f"{path} {list(shape)}" for _, path, shape in largest)
         raise ConfigError(
-            f"{fraction:.1%} of the weights would be whole on every device, more than sharding_tolerance="
-            f"{tolerance:g}: {worst}; choose mesh sizes that divide their dimensions, change logical_axis_rules, or "
-            "raise the tolerance"
+            f"{fraction:.1%} of the weights would be replicated on every device, more than "
+            f"sharding_tolerance={tolerance:g}: {examples}; choose mesh sizes that divide their "
+            "dimensions, change logical_axis_rules, or raise the tolerance"
         )
 
 
-def check_batch(rules: AxisRules, rows: int, key: str) -> None:
-    """Refuse a batch that does not divide: it would be whole on every device, and all would do the
-    same work. A part of a sequence for each device (per_device_batch_size=0.25) is meant so."""
-    split = rules.axes_of(("activation_batch",), (rules.mesh.size,))[0]
-    parts = math.prod(rules.mesh.shape[axis] for axis in split)
-    if rows % parts and parts % rows:
+def check_batch_size(rules: AxisRules, rows: int, key: str) -> None:
+    """Raise ConfigError if a batch of `rows` rows does not divide over the devices.
+
+    It would be replicated, and all devices would do the same work. Fewer rows than devices are
+    accepted if they divide them (per_device_batch_size=0.25): such rows are split along the
+    sequence.
+    """
+    mesh_axes = rules.axes_of(("activation_batch",), (rules.mesh.size,))[0]
+    num_shards = math.prod(rules.mesh.shape[axis] for axis in mesh_axes)
+    if rows % num_shards and num_shards % rows:
         raise ConfigError(
-            f"a batch of {rows} sequences does not divide over the {parts} devices of {' x '.join(split)}: change "
-            f"{key}, or give devices to axes that split a sequence (ici_context_parallelism, ici_tensor_parallelism)"
+            f"a batch of {rows} sequences does not divide over the {num_shards} devices of "
+            f"{' x '.join(mesh_axes)}: change {key}, or give devices to axes that split a sequence "
+            "(ici_context_parallelism, ici_tensor_parallelism)"
         )
 
 
-def describe(rules: AxisRules, axes: Any, weights: Any) -> Iterable[str]:
-    """A line for each weight: logical axes, mesh axes, and the shape of a shard."""
-    by_path = dict(zip(paths(weights), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
-    for path, leaf, sharding in placed_leaves(rules, axes, weights):
+def describe_shardings(rules: AxisRules, axes: Any, weights: Any) -> Iterable[str]:
+    """A line per weight: logical axes, mesh axes, and the shape of a shard."""
+    by_path = dict(zip(leaf_paths(weights), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
+    for path, leaf, sharding in leaves_with_shardings(rules, axes, weights):
         logical = ", ".join(name or "-" for name in by_path[path])
         physical = ", ".join("+".join(as_tuple(entry)) or "-" for entry in sharding.spec)
-        yield f"{path} {list(leaf.shape)}: ({logical}) -> ({physical}), shards {list(sharding.shard_shape(leaf.shape))}"
+        shard_shape = list(sharding.shard_shape(leaf.shape))
+        yield f"{path} {list(leaf.shape)}: ({logical}) -> ({physical}), shards {shard_shape}"
 
 
-def placed_leaves(
+def leaves_with_shardings(
     rules: AxisRules, axes: Any, weights: Any
 ) -> Iterable[tuple[str, Any, NamedSharding]]:
+    """(path, leaf, sharding) of each weight."""
     shardings = jax.tree.leaves(rules.shardings(axes, weights))
-    return zip(paths(weights), jax.tree.leaves(weights), shardings, strict=True)
+    return zip(leaf_paths(weights), jax.tree.leaves(weights), shardings, strict=True)
 
 
-def paths(weights: Any) -> list[str]:
+def leaf_paths(weights: Any) -> list[str]:
     return [
         "/".join(str(step.key) for step in path) for path, _ in jax.tree.leaves_with_path(weights)
     ]

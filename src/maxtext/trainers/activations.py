@@ -19,7 +19,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.models.transformer import make_template
 from maxtext.sharding import AxisRules, use_rules
-from maxtext.sharding.estimate import Activations, Bytes, one_device
+from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.losses import language_model_losses, layer_inputs
 
 ALIASES = ("minimal_flash",)
@@ -32,7 +32,7 @@ class Kept:
     loss), and products computed again as a fraction of a forward pass."""
 
     policy: str
-    layers: Bytes
+    layers: MemoryBytes
     around: int
     again: float
 
@@ -43,12 +43,12 @@ class Kept:
 
 def kept_by_policy(config: MaxTextConfig, rules: AxisRules, platform: str = "cpu") -> list[Kept]:
     """For a micro-batch of the configuration; the policy that computes least again comes first."""
-    reader = Activations(rules, ROWS, config.max_target_length, features(config))
+    reader = ActivationSharding(rules, ROWS, config.max_target_length, features(config))
     rows = config.micro_batch_size_to_train_on
     names = ["none", *(name for name in SAVED_ON_DEVICE if name not in ALIASES)]
     if config.remat_policy == "custom":
         names.append("custom")
-    with use_rules(one_device(platform, rules.mesh.size)):
+    with use_rules(single_device_rules(platform, rules.mesh.size)):
         traces = {name: trace(under(config, name)) for name in names}
         layers = trace(under(config, "full"), run_only=True)
     around = kept(traces["full"], reader, rows) - kept(layers, reader, rows)
@@ -58,7 +58,7 @@ def kept_by_policy(config: MaxTextConfig, rules: AxisRules, platform: str = "cpu
         total = kept(traced, reader, rows)
         again = (products(traced.jaxpr) - everything) / (everything / 3)
         found.append(
-            Kept(name, Bytes(total.device - around.device, total.host), around.device, again)
+            Kept(name, MemoryBytes(total.device - around.device, total.host), around.device, again)
         )
     # Of policies that compute the same again, the one that keeps least, and moves least to the
     # host.
@@ -133,13 +133,13 @@ def trace(config: MaxTextConfig, run_only: bool = False) -> Traced:
     return Traced(jaxpr.jaxpr, jaxpr.jaxpr.outvars[:count])
 
 
-def kept(traced: Traced, reader: Activations, rows: int) -> "Total":
+def kept(traced: Traced, reader: ActivationSharding, rows: int) -> "Total":
     given = {id(variable) for variable in traced.jaxpr.invars}
     seen: set[int] = set()
     device = host = 0
     for variable in traced.residuals:
         value = variable.aval
-        if id(variable) in given | seen or not reader.is_one(value.shape):
+        if id(variable) in given | seen or not reader.is_activation(value.shape):
             continue
         seen.add(id(variable))
         size = reader.bytes(value.shape, value.dtype, rows)
@@ -151,9 +151,9 @@ def kept(traced: Traced, reader: Activations, rows: int) -> "Total":
 
 
 @dataclass(frozen=True)
-class Total(Bytes):
-    def __sub__(self, other: Bytes) -> Bytes:
-        return Bytes(self.device - other.device, self.host - other.host)
+class Total(MemoryBytes):
+    def __sub__(self, other: MemoryBytes) -> MemoryBytes:
+        return MemoryBytes(self.device - other.device, self.host - other.host)
 
 
 def products(jaxpr: Any) -> float:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from maxtext.common.errors import ConfigError
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
-from maxtext.sharding.explicit import explicitly
+from maxtext.sharding.explicit import with_explicit_sharding
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import STOP_FLAG, make_eval_step, make_train_step
@@ -48,7 +48,7 @@ def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
         )
     arguments = state, batch, context.abstract_key
     if is_explicit(context):
-        step = explicitly(step, jax.tree.map(lambda leaf: leaf.sharding, arguments))
+        step = with_explicit_sharding(step, jax.tree.map(lambda leaf: leaf.sharding, arguments))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
     return lower(context, jitted, *arguments)
 

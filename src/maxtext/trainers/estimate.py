@@ -21,8 +21,8 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.counts import active_count, parameter_count
 from maxtext.models.registry import layers
 from maxtext.sharding import AxisRules
-from maxtext.sharding.collectives import Collective, collectives
-from maxtext.sharding.estimate import Bytes, abstract_mesh, gathered_bytes, shard_bytes
+from maxtext.sharding.collectives import Collective, count_collectives
+from maxtext.sharding.memory import MemoryBytes, abstract_mesh, max_gathered_bytes, shard_bytes
 from maxtext.sharding.topology import Target
 from maxtext.trainers.activations import Kept, kept_by_policy, policy_of
 from maxtext.trainers.compile import OutOfDeviceMemory, compile_lowered, lower_train_step
@@ -77,7 +77,7 @@ def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | 
     try:
         # XLA logs the stack trace of an error that it also raises.
         with silent_stderr() if mismatch else contextlib.nullcontext():
-            return collectives(compiled.as_text() or ""), ""
+            return count_collectives(compiled.as_text() or ""), ""
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if mismatch:
@@ -103,8 +103,8 @@ class Estimate:
     target: Target
     parameters: int
     active: int
-    weights: Bytes
-    optimizer: Bytes
+    weights: MemoryBytes
+    optimizer: MemoryBytes
     gradients: int
     batch: int
     policies: list[Kept]
@@ -221,7 +221,7 @@ def estimate(config: MaxTextConfig, target: Target, compiling: bool = True) -> E
         ).device,
         policies=policies,
         working=again
-        + gathered_bytes(
+        + max_gathered_bytes(
             context.rules, context.template.weights, context.template.axes, config.dtype.value
         ),
         batch_pieces=pieces(context.rules),
@@ -249,7 +249,7 @@ def pieces(rules: AxisRules) -> int:
 def abstract_context(config: MaxTextConfig) -> RunContext:
     """For devices of which only the number is known."""
     mesh: Any = abstract_mesh(config)
-    return RunContext.from_rules(config, AxisRules.of(config, mesh))
+    return RunContext.from_rules(config, AxisRules.from_config(config, mesh))
 
 
 def compiled_as(found: Estimate, plan: Plan) -> Estimate:
@@ -296,7 +296,7 @@ def confirmed_batch(found: Estimate) -> Plan | None:
 
 
 def scale(kept: Kept, factor: float) -> Kept:
-    layers = Bytes(int(kept.layers.device * factor), int(kept.layers.host * factor))
+    layers = MemoryBytes(int(kept.layers.device * factor), int(kept.layers.host * factor))
     return replace(kept, layers=layers, around=int(kept.around * factor))
 
 

@@ -17,8 +17,7 @@ from maxtext.layers import aux_names
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.multi_token import accepted, mtp_targets
 from maxtext.layers.parameters import Template
-from maxtext.layers.stack import STREAM
-from maxtext.sharding.explicit import by_compiler
+from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
 
 Batch = dict[str, jax.Array]
@@ -95,13 +94,13 @@ def language_model_losses(
     inputs = replace(layer_inputs(config, batch, key), max_segments=0 if bound < 0 else bound + 1)
     x, layer_aux = model.run(batch["inputs"], inputs)
 
-    def head(outer_weights: Any, x: jax.Array, batch: Batch) -> tuple[jax.Array, dict]:
+    def head(outer_weights: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         model = bind_model(config, template, weights | outer_weights)
-        return x, head_loss_sums(config, model, x, batch)
+        return head_loss_sums(config, model, x, batch)
 
-    # The weights of the head are arguments: by_compiler changes the sharding types of arguments.
+    # The weights of the head are arguments: auto_sharded changes the sharding types of arguments.
     outer_weights = {name: tree for name, tree in weights.items() if name != "layers"}
-    _, sums = by_compiler(head, outer_weights, x, batch, axes=STREAM[3])
+    sums = auto_sharded(head, outer_weights, x, batch, out_axes=())
     if config.mtp_num_layers:
         outputs, mtp_aux = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
         sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_loss_sum(

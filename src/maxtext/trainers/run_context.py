@@ -34,7 +34,7 @@ class RunContext:
         """For the devices of this run, or for given ones, which may be absent: then the step can
         be compiled but not run. Raises ConfigError for keys that only inference supports."""
         reject_inference_keys(config)
-        return cls.from_rules(config, AxisRules.of(config, make_mesh(config, devices)))
+        return cls.from_rules(config, AxisRules.from_config(config, make_mesh(config, devices)))
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":

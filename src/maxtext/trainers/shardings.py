@@ -11,12 +11,12 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import (
-    check_batch,
-    check_split,
-    describe,
+    check_batch_size,
+    check_sharded_fraction,
+    describe_shardings,
     on_device,
     on_host,
-    split_further,
+    shard_over,
 )
 from maxtext.trainers.step import TrainState
 
@@ -36,7 +36,7 @@ class Shardings:
     @property
     def one_per_device(self) -> Any:
         """Of a [devices] array."""
-        return self.rules.over_devices()
+        return self.rules.one_per_device()
 
     @property
     def spans_processes(self) -> bool:
@@ -57,7 +57,7 @@ class Shardings:
         if not self.config.shard_optimizer_over_data:
             return shardings
         return jax.tree.map(
-            lambda sharding, weight: split_further(sharding, weight.shape, "data"),
+            lambda sharding, weight: shard_over(sharding, weight.shape, "data"),
             shardings,
             self.template.weights,
         )
@@ -108,16 +108,16 @@ class Shardings:
         sharding_tolerance allows are replicated although the mesh could split them. With
         debug_sharding, log the sharding of every weight."""
         config = self.config
-        check_batch(self.rules, config.micro_batch_size_to_train_on, "per_device_batch_size")
+        check_batch_size(self.rules, config.micro_batch_size_to_train_on, "per_device_batch_size")
         if config.eval_interval > 0:
-            check_batch(
+            check_batch_size(
                 self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size"
             )
         weights, axes = self.template.weights, self.template.axes
         if config.debug_sharding:
-            for line in describe(self.rules, axes, weights):
+            for line in describe_shardings(self.rules, axes, weights):
                 LOGGER.info("sharding: %s", line)
-        check_split(self.rules, axes, weights, config.sharding_tolerance)
+        check_sharded_fraction(self.rules, axes, weights, config.sharding_tolerance)
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:

@@ -18,7 +18,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_parameters
-from maxtext.sharding.explicit import as_first, by_compiler, zeros_like
+from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
 from maxtext.trainers.losses import (
@@ -107,7 +107,7 @@ def make_train_step(
         # Weight decay would change weights without a gradient.
         weights = optax.apply_updates(state.weights, select_trainable(updates, trainable))
         if not trains_only_indexers(config):
-            weights = as_first(
+            weights = auto_sharded_like_first(
                 lambda weights, aux: after_update(config, weights, aux), weights, layer_aux
             )
         skipped = getattr(optimizer_state, "skipped", None)
@@ -231,16 +231,15 @@ def accumulate(
         )
         return gradients, aux
 
-    def interleave(field: jax.Array) -> tuple[jax.Array, None]:
+    def interleave(field: jax.Array) -> jax.Array:
         # [B, S] to [microbatches, B / microbatches, S]: row b goes to microbatch b % microbatches,
         # so that every microbatch has rows of every device.
         parts = field.reshape(field.shape[0] // microbatches, microbatches, *field.shape[1:])
-        return parts.swapaxes(0, 1), None
+        return parts.swapaxes(0, 1)
 
     def split(field: jax.Array) -> jax.Array:
         axes = (None, "activation_embed_and_logits_batch", "activation_norm_length")
-        parts, _ = by_compiler(interleave, field, axes=axes)
-        return parts
+        return auto_sharded(interleave, field, out_axes=axes)
 
     def combine(path: tuple, total: jax.Array, value: jax.Array) -> jax.Array:
         is_maximum = getattr(path[-1], "key", None) in aux_names.MAXIMA

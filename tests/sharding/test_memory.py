@@ -1,4 +1,4 @@
-"""Bytes on a device against sums done by hand, and collectives of a program written by hand."""
+"""Bytes per device against sums by hand, and collectives of a program written by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -8,35 +8,35 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.sharding import AxisRules, use_rules
-from maxtext.sharding.collectives import Collective, array_bytes, collectives
-from maxtext.sharding.estimate import (
-    Activations,
-    Bytes,
-    abstract_mesh,
-    gathered_bytes,
-    one_device,
-    shard_bytes,
-)
+from maxtext.sharding.collectives import Collective, array_bytes, count_collectives
 from maxtext.sharding.manual import current, only_platform
+from maxtext.sharding.memory import (
+    ActivationSharding,
+    MemoryBytes,
+    abstract_mesh,
+    max_gathered_bytes,
+    shard_bytes,
+    single_device_rules,
+)
 from maxtext.trainers.estimate import abstract_context
 
 MESH = AbstractMesh((2, 4), ("fsdp", "tensor"))
 
 
-def test_shards():
+def test_bytes_of_shards():
     tree = {
         "a": jax.ShapeDtypeStruct((8, 16), jnp.float32),
         "b": jax.ShapeDtypeStruct((6,), jnp.bfloat16),
     }
-    places = {
+    shardings = {
         "a": NamedSharding(MESH, PartitionSpec("fsdp", "tensor")),
         "b": NamedSharding(MESH, PartitionSpec()),
     }
-    assert shard_bytes(tree, places) == Bytes(device=4 * 4 * 4 + 6 * 2)
-    assert shard_bytes(tree, places, "int8") == Bytes(device=4 * 4 + 6)
+    assert shard_bytes(tree, shardings) == MemoryBytes(device=4 * 4 * 4 + 6 * 2)
+    assert shard_bytes(tree, shardings, "int8") == MemoryBytes(device=4 * 4 + 6)
 
 
-def test_leaves_that_know_their_place():
+def test_uses_the_shardings_of_leaves():
     spread, host = NamedSharding(MESH, PartitionSpec("tensor")), PartitionSpec(("fsdp", "tensor"))
     tree = [
         jax.ShapeDtypeStruct((8,), jnp.int32, sharding=spread),
@@ -47,56 +47,56 @@ def test_leaves_that_know_their_place():
             (), jax.random.key(0).dtype, sharding=NamedSharding(MESH, PartitionSpec())
         ),
     ]
-    assert shard_bytes(tree) == Bytes(device=2 * 4 + 8, host=2 * 4)  # a key is two words
+    assert shard_bytes(tree) == MemoryBytes(device=2 * 4 + 8, host=2 * 4)  # a key is two uint32
 
 
 def test_llama2_7b_over_64():
-    """6,738,415,616 weights, every dimension of the embedding split 64 ways; Adam keeps two numbers
-    more for each.
-    """
+    """6,738,415,616 weights, sharded 64 ways along the embedding dimension; Adam has two moments."""
     config = load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(64))
     context = abstract_context(config)
-    state, places = context.abstract_state, context.shardings.state
+    state, shardings = context.abstract_state, context.shardings.state
     weights = 4 * 6_738_415_616 // 64
-    assert shard_bytes(state.weights, places.weights) == Bytes(device=weights)
-    moments = shard_bytes(state.optimizer, places.optimizer).device
-    assert 0 <= moments - 2 * weights <= 16  # and its counts of steps
+    assert shard_bytes(state.weights, shardings.weights) == MemoryBytes(device=weights)
+    moments = shard_bytes(state.optimizer, shardings.optimizer).device
+    assert 0 <= moments - 2 * weights <= 16  # step counts
 
 
-def test_state_of_a_product_mesh():
-    words = [
+def test_state_on_a_mesh_of_three_axes():
+    overrides = [
         "model_name=llama2-7b",
         "ici_fsdp_parallelism=8",
         "ici_tensor_parallelism=4",
         "ici_data_parallelism=2",
     ]
-    config = load(None, words, environ={}, devices=Devices(64))
+    config = load(None, overrides, environ={}, devices=Devices(64))
     assert dict(abstract_mesh(config).shape)["fsdp"] == 8
     context = abstract_context(config)
-    whole = shard_bytes(context.abstract_state.weights, context.shardings.state.weights).device
-    assert whole == pytest.approx(4 * 6_738_415_616 / 32, rel=0.001)  # data holds copies
+    nbytes = shard_bytes(context.abstract_state.weights, context.shardings.state.weights).device
+    assert nbytes == pytest.approx(4 * 6_738_415_616 / 32, rel=0.001)  # replicated over data
 
 
-def reader(*words, devices=64):
-    config = load(None, ["model_name=llama2-7b", *words], environ={}, devices=Devices(devices))
+def activations(*overrides, devices=64):
+    config = load(None, ["model_name=llama2-7b", *overrides], environ={}, devices=Devices(devices))
     names = {
         32: "activation_heads",
         4096: "activation_embed",
         11008: "activation_mlp",
         32000: "activation_vocab",
     }
-    return Activations(AxisRules.of(config, abstract_mesh(config)), 1009, 2048, names)
+    return ActivationSharding(
+        AxisRules.from_config(config, abstract_mesh(config)), 1009, 2048, names
+    )
 
 
 TENSOR = ("ici_fsdp_parallelism=8", "ici_tensor_parallelism=8")
 CONTEXT = ("ici_fsdp_parallelism=16", "ici_context_parallelism=4")
-# layout, shape -> devices that share it
-PIECES = {
+# mesh, shape -> number of shards
+SHARDS = {
     "rows": ((), (32, 1009, 2048, 4096), 64),
     "tokens": ((), (1009 * 2048 * 2, 11008), 64),
-    "tensor_of_the_stream": (TENSOR, (1009, 2048, 4096), 64),
+    "tensor_of_the_residual": (TENSOR, (1009, 2048, 4096), 64),
     "heads": (TENSOR, (1009, 2048, 32, 128), 64),
-    "width": (TENSOR, (1009, 2048, 11008), 64),
+    "hidden": (TENSOR, (1009, 2048, 11008), 64),
     "nothing_to_split": (TENSOR, (1009, 2048, 1), 8),
     "logits": (TENSOR, (1009, 2048, 32000), 64),
     "context": (CONTEXT, (1009, 2048, 32, 128), 64),
@@ -105,32 +105,36 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", PIECES)
-def test_activations_are_split_by_the_rules(name):
-    words, shape, expected = PIECES[name]
-    assert reader(*words).pieces(shape, batch=64) == expected
+@pytest.mark.parametrize("name", SHARDS)
+def test_number_of_shards(name):
+    overrides, shape, expected = SHARDS[name]
+    assert activations(*overrides).num_shards(shape, batch=64) == expected
 
 
 def test_bytes_of_an_activation():
-    one = reader()
-    assert one.is_one((32, 1009, 5))
-    assert not one.is_one((4096, 32))
-    assert one.bytes((32, 1009, 2048, 4096), jnp.bfloat16, batch=256) == 32 * 4 * 2048 * 4096 * 2
+    sharding = activations()
+    assert sharding.is_activation((32, 1009, 5))
+    assert not sharding.is_activation((4096, 32))
+    assert (
+        sharding.bytes((32, 1009, 2048, 4096), jnp.bfloat16, batch=256) == 32 * 4 * 2048 * 4096 * 2
+    )
 
 
-def test_gathered_weights():
+def test_max_gathered_bytes():
     """One layer of llama2-7b has more weights than the embedding or the head."""
     config = load(None, ["model_name=llama2-7b", *TENSOR], environ={}, devices=Devices(64))
     context = abstract_context(config)
-    size = gathered_bytes(
+    size = max_gathered_bytes(
         context.rules, context.template.weights, context.template.axes, "bfloat16"
     )
     matrices = 4 * 4096**2 + 3 * 4096 * 11008
-    assert size == 2 * (
-        matrices // 8 + 2 * 4096
-    )  # tensor parallelism gathers nothing, and does not split norms
+    # Weights are not gathered over the tensor axis, which does not shard norms.
+    assert size == 2 * (matrices // 8 + 2 * 4096)
     alone = abstract_context(load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(1)))
-    assert gathered_bytes(alone.rules, alone.template.weights, alone.template.axes, "bfloat16") == 0
+    assert (
+        max_gathered_bytes(alone.rules, alone.template.weights, alone.template.axes, "bfloat16")
+        == 0
+    )
 
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
@@ -168,8 +172,8 @@ ENTRY %main (arg: f32[8]) -> f32[8] {
 """
 
 
-def test_collectives_by_hand():
-    assert collectives(PROGRAM) == [
+def test_counts_collectives():
+    assert count_collectives(PROGRAM) == [
         Collective("all-gather", 5 + 1 + 1, 5 * 4 * 8 * 4 + 16 * 4 + 32 * 4),
         Collective("all-reduce", 1, 8 * 4 + 3 * 2),
         Collective("reduce-scatter", 5, 5 * 2 * 8 * 2),
@@ -187,16 +191,16 @@ CONDITION = """
 """
 
 
-def test_loops_that_only_have_a_condition():
-    silent = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
-    assert silent != PROGRAM
-    first, rest = silent.split("\n", 1)
-    assert collectives(first + CONDITION + rest) == collectives(PROGRAM)
-    once = {one.kind: one.count for one in collectives(silent)}
-    assert (once["all-gather"], once["reduce-scatter"]) == (3, 1)
-    assert collectives(
+def test_trip_count_from_the_condition():
+    unannotated = PROGRAM.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+    assert unannotated != PROGRAM
+    first, rest = unannotated.split("\n", 1)
+    assert count_collectives(first + CONDITION + rest) == count_collectives(PROGRAM)
+    counts = {entry.kind: entry.count for entry in count_collectives(unannotated)}
+    assert (counts["all-gather"], counts["reduce-scatter"]) == (3, 1)
+    assert count_collectives(
         first + CONDITION.replace("direction=LT", "direction=GT") + rest
-    ) == collectives(silent)
+    ) == count_collectives(unannotated)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +208,12 @@ def test_loops_that_only_have_a_condition():
     [("f32[2,3]{1,0}", 24), ("(bf16[4], s8[3], pred[5])", 16), ("s4[3]", 2), ("f8e4m3fn[7]", 7), ("f32[]", 4),
      ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048), ("token[]", 0), ("c64[2]", 16), ("f32[<=6]", 24)],
 )  # fmt: skip
-def test_sizes_of_types(text, size):
+def test_bytes_of_hlo_types(text, size):
     assert array_bytes(text) == size
 
 
-@pytest.mark.parametrize(("of", "platform"), [(1, "gpu"), (8, None)])
-def test_one_device_of_several_does_not_what_only_a_lone_one_can(of, platform):
-    with use_rules(one_device("gpu", of)):
+@pytest.mark.parametrize(("num_devices", "platform"), [(1, "gpu"), (8, None)])
+def test_representative_of_several_devices_is_not_a_single_device(num_devices, platform):
+    with use_rules(single_device_rules("gpu", num_devices)):
         assert only_platform() == platform
         assert current() is None
