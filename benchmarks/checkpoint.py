@@ -69,12 +69,12 @@ def main() -> None:
     usual = statistics.median([train() for _ in range(12)][2:])
     blocking, stalls, slower = [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        saver = CheckpointManager(Path(folder), StorageOptions.of(config), kept=1)
+        manager = CheckpointManager(Path(folder), StorageOptions.of(config), max_to_keep=1)
 
         def save(number: int) -> float:
             begin = time.perf_counter()
             position = data_loader.source.get_state()
-            saver.save(
+            manager.save(
                 number,
                 tree_to_save(state, context.key),
                 describe_run(context, number),
@@ -88,13 +88,13 @@ def main() -> None:
             begin = time.perf_counter()
             call = save(number)
             if number % 2:
-                saver.wait()
+                manager.wait()
                 blocking.append(time.perf_counter() - begin)
             else:
                 stalls.append(call)
                 slower.append(train() - usual)
-                saver.wait()
-        saver.close()
+                manager.wait()
+        manager.close()
     data_loader.close()
     # The first of each kind warms up files and threads.
     stall, whole = statistics.median(stalls[1:]), statistics.median(blocking[1:])

@@ -82,7 +82,7 @@ def write_hf_folder(folder: Path, model_name: str, shard_bytes: int = 20_000) ->
     config = load(None, settings, environ={}, devices=Devices(1))
     param_infos = model_param_infos(make_template(config), config)
     weights = Zeros(
-        {name: TensorInfo(DTYPES["BF16"], place.shape) for name, place in param_infos.items()}
+        {name: TensorInfo(DTYPES["BF16"], info.shape) for name, info in param_infos.items()}
     )
     save_hf_folder(folder, config, param_infos, weights, shard_bytes=shard_bytes)
     write_bpe(folder)

@@ -99,7 +99,7 @@ class Counted:
 
 
 def their_tensors(param_infos, dtype, rules=RULES):
-    shapes = {name: place.shape for name, place in param_infos.items()}
+    shapes = {name: info.shape for name, info in param_infos.items()}
     bounds = [rule.bind(shapes, layer) for rule in rules for layer in rule.layers(shapes)]
     return {
         name: TensorInfo(np.dtype(dtype), shape)

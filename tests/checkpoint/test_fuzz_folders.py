@@ -46,11 +46,11 @@ def mutate(text: str, rng: random.Random) -> str:
     if kind < 0.05:
         return text[: rng.randrange(len(text))]
     if kind < 0.1:
-        place = rng.randrange(len(text))
+        info = rng.randrange(len(text))
         return (
-            text[:place]
+            text[:info]
             + rng.choice(["[", "}", '"', ",", "\\", "[" * 100_000, "\0", "NaN", "9" * 5000])
-            + text[place:]
+            + text[info:]
         )
     if kind < 0.12:
         return rng.choice(["", "[[[", "[]", "null", "5", '"text"', "[" * 100_000 + "]" * 100_000])

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from maxtext.checkpoint.integrity import digest_file, read_digests, undigested, verify, write_digest
+from maxtext.checkpoint.integrity import (
+    digest_file,
+    files_without_digest,
+    read_digests,
+    verify,
+    write_digest,
+)
 
 FILES = (
     "state/ocdbt.process_0/d/one",
@@ -27,7 +33,7 @@ def step(tmp_path):
 def test_untouched_files_are_whole(step):
     write_digest(step)
     assert verify(step) == []
-    assert undigested(step) == []
+    assert files_without_digest(step) == []
 
 
 def test_every_single_bit_counts(step):
@@ -52,7 +58,7 @@ def test_short_and_missing_files_are_named(step):
 
 def test_without_a_digest_nothing_is_said(step):
     assert verify(step) == []
-    assert set(undigested(step)) == set(FILES)
+    assert set(files_without_digest(step)) == set(FILES)
 
 
 def test_a_damaged_digest_is_damage(step):

@@ -19,20 +19,20 @@ RUN = {"processes": 1, "layout": {}, "optimizer": "adamw"}
 
 
 @pytest.fixture
-def make_saver(tmp_path):
-    savers = []
+def make_manager(tmp_path):
+    managers = []
 
     def make(folder=None, storage=None, **more):
-        savers.append(
+        managers.append(
             CheckpointManager(
                 folder or tmp_path / "checkpoints", storage or StorageOptions(), **more
             )
         )
-        return savers[-1]
+        return managers[-1]
 
     yield make
-    for saver in savers:
-        saver.close()
+    for manager in managers:
+        manager.close()
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def warnings(monkeypatch):
     LOGGER.removeHandler(handler)
 
 
-def save(saver, step, tree):
-    saver.save(step, tree, RUN | {"step": step}, "base_config: base.yml\n", {"place": step})
+def save(manager, step, tree):
+    manager.save(step, tree, RUN | {"step": step}, "base_config: base.yml\n", {"row": step})
 
 
 def read(folder, step):
@@ -73,9 +73,9 @@ def read(folder, step):
     ],
     ids=str,
 )
-def test_a_save_holds_the_values_of_its_moment(make_saver, storage):
+def test_a_save_holds_the_values_of_its_moment(make_manager, storage):
     """Steps go on, in the very memory of the state, while it is being written."""
-    saver = make_saver(storage=storage)
+    manager = make_manager(storage=storage)
     step = jax.jit(lambda x: x * 1.25 + 1, donate_argnums=0)
     state = jnp.arange(200_000, dtype=jnp.float32)
     expected = {}
@@ -83,46 +83,46 @@ def test_a_save_holds_the_values_of_its_moment(make_saver, storage):
         state = step(state)
         if number % 3 == 0:
             expected[number] = np.array(state, copy=True)
-            save(saver, number, {"weights": {"a": state}, "count": jnp.int32(number)})
-    saver.wait()
+            save(manager, number, {"weights": {"a": state}, "count": jnp.int32(number)})
+    manager.wait()
     for number, values in expected.items():
-        found = read(saver.folder, number)
+        found = read(manager.folder, number)
         assert found[("weights", "a")].tobytes() == values.tobytes()
         assert found[("count",)] == number
-    assert SavedStep(saver.folder / "9").iterator_states() == [{"place": 9}]
-    assert SavedStep(saver.folder / "9").run["step"] == 9
+    assert SavedStep(manager.folder / "9").iterator_states() == [{"row": 9}]
+    assert SavedStep(manager.folder / "9").run["step"] == 9
 
 
-def test_files_are_cut_to_the_wished_size(make_saver, tmp_path):
+def test_files_are_cut_to_the_wished_size(make_manager, tmp_path):
     numbers = np.random.default_rng(0).normal(size=(16, 25_000)).astype(np.float32)
     tree = {"weights": {str(row): jnp.asarray(one) for row, one in enumerate(numbers)}}
     largest = {}
     for size in (2**31, 200_000):
-        saver = make_saver(tmp_path / str(size), StorageOptions(file_bytes=size))
-        save(saver, 1, tree)
-        saver.wait()
+        manager = make_manager(tmp_path / str(size), StorageOptions(file_bytes=size))
+        save(manager, 1, tree)
+        manager.wait()
         largest[size] = max(
-            path.stat().st_size for path in saver.folder.rglob("*") if path.is_file()
+            path.stat().st_size for path in manager.folder.rglob("*") if path.is_file()
         )
     assert largest[200_000] < 500_000 < largest[2**31]
 
 
-def test_the_old_one_goes_after_the_new_one_is_on_disk(make_saver, monkeypatch):
-    saver = make_saver(kept=1)
-    save(saver, 1, {"a": jnp.ones(8)})
-    saver.wait()
+def test_the_old_one_goes_after_the_new_one_is_on_disk(make_manager, monkeypatch):
+    manager = make_manager(max_to_keep=1)
+    save(manager, 1, {"a": jnp.ones(8)})
+    manager.wait()
     seen = []
     write = module.write_digest
 
     def watched(step, *more):
-        seen.append(all_steps(saver.folder))
+        seen.append(all_steps(manager.folder))
         write(step, *more)
 
     monkeypatch.setattr(module, "write_digest", watched)
-    save(saver, 2, {"a": jnp.zeros(8)})
-    saver.wait()
+    save(manager, 2, {"a": jnp.zeros(8)})
+    manager.wait()
     assert seen == [[1, 2]]
-    assert all_steps(saver.folder) == [2]
+    assert all_steps(manager.folder) == [2]
 
 
 @pytest.fixture
@@ -139,37 +139,37 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_spoils_one_save_and_nothing_else(make_saver, small_disk, warnings):
+def test_a_full_disk_spoils_one_save_and_nothing_else(make_manager, small_disk, warnings):
     numbers = (
         np.random.default_rng(0).normal(size=300_000).astype(np.float32)
     )  # 1.2 MB that cannot be compressed
-    saver = make_saver(small_disk / "checkpoints")
-    save(saver, 1, {"a": jnp.asarray(numbers)})
-    saver.wait()
-    assert saver.failure is None
+    manager = make_manager(small_disk / "checkpoints")
+    save(manager, 1, {"a": jnp.asarray(numbers)})
+    manager.wait()
+    assert manager.failure is None
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(2_500_000))
-    save(saver, 2, {"a": jnp.asarray(numbers + 1)})
-    saver.wait()
-    assert saver.failure == "No space left on device"
+    save(manager, 2, {"a": jnp.asarray(numbers + 1)})
+    manager.wait()
+    assert manager.failure == "No space left on device"
     assert len(warnings) == 1
     assert "step 2 could not be saved" in warnings[0]
     assert "No space left on device; the newest checkpoint is of step 1" in warnings[0]
-    assert [path.name for path in saver.folder.iterdir()] == ["1"], "what was begun is removed"
-    assert read(saver.folder, 1)[("a",)].tobytes() == numbers.tobytes()
+    assert [path.name for path in manager.folder.iterdir()] == ["1"], "what was begun is removed"
+    assert read(manager.folder, 1)[("a",)].tobytes() == numbers.tobytes()
     ballast.unlink()
-    save(saver, 3, {"a": jnp.asarray(numbers + 2)})
-    saver.wait()
-    assert saver.failure is None
-    assert read(saver.folder, 3)[("a",)].tobytes() == (numbers + 2).tobytes()
+    save(manager, 3, {"a": jnp.asarray(numbers + 2)})
+    manager.wait()
+    assert manager.failure is None
+    assert read(manager.folder, 3)[("a",)].tobytes() == (numbers + 2).tobytes()
 
 
-def test_a_folder_that_cannot_be_made_is_reported(make_saver, tmp_path, warnings):
+def test_a_folder_that_cannot_be_made_is_reported(make_manager, tmp_path, warnings):
     (tmp_path / "file").write_text("")
-    saver = make_saver(tmp_path / "file" / "checkpoints")
-    save(saver, 1, {"a": jnp.ones(3)})
-    saver.wait()
-    assert "Not a directory" in saver.failure
+    manager = make_manager(tmp_path / "file" / "checkpoints")
+    save(manager, 1, {"a": jnp.ones(3)})
+    manager.wait()
+    assert "Not a directory" in manager.failure
     assert len(warnings) == 1
     assert "there is no checkpoint yet" in warnings[0]
 
@@ -184,12 +184,12 @@ def test_a_read_only_disk_is_found_before_anything_is_written(small_disk):
         check_writable(small_disk / "run", "base_output_directory")
 
 
-def test_a_step_that_cannot_be_read_says_so(make_saver):
-    saver = make_saver()
-    save(saver, 1, {"a": jnp.ones(1000)})
-    saver.wait()
-    for path in (saver.folder / "1" / "state").rglob("*"):
+def test_a_step_that_cannot_be_read_says_so(make_manager):
+    manager = make_manager()
+    save(manager, 1, {"a": jnp.ones(1000)})
+    manager.wait()
+    for path in (manager.folder / "1" / "state").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(b"")
     with pytest.raises(CorruptCheckpoint, match="1 cannot be read"):
-        read(saver.folder, 1)
+        read(manager.folder, 1)

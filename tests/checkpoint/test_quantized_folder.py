@@ -36,8 +36,7 @@ class Plain:
 
     def __init__(self, param_infos):
         self.tensors = {
-            name: TensorInfo(np.dtype(np.float32), place.shape)
-            for name, place in param_infos.items()
+            name: TensorInfo(np.dtype(np.float32), info.shape) for name, info in param_infos.items()
         }
 
     def read(self, name):
@@ -216,10 +215,10 @@ DAMAGE = {
         lambda arrays: arrays.pop(f"{WI}.scale"),
         rf"{WI} is of integers and has no {WI}.scale",
     ),
-    "no kernel": (lambda arrays: arrays.pop(WI), rf"{WI}.scale has nothing to scale"),
+    "no kernel": (lambda arrays: arrays.pop(WI), rf"{WI}.scale has no weight to scale"),
     "other groups": (
         lambda arrays: arrays.update({f"{WI}.scale": np.ones((3, 48), np.float32)}),
-        rf"{WI} \[256, 48\] and {WI}.scale \[3, 48\] are no int8 kernel",
+        rf"{WI} \[256, 48\] and {WI}.scale \[3, 48\] are not an int8 weight and its scales",
     ),
     "finer groups": (
         lambda arrays: arrays.update({f"{WI}.scale": np.ones((4, 48), np.float32)}),
@@ -261,7 +260,7 @@ def test_one_clear_sentence(folders, llama, tmp_path):
     ):
         loaded(Plain(param_infos), config, template, param_infos)
     config, template, param_infos = llama.model("quantization=fp8")
-    with pytest.raises(ConfigError, match=r"quantization=fp8 \(.*\) is how a model is trained"):
+    with pytest.raises(ConfigError, match=r"quantization=fp8 \(.*\) is for training"):
         loaded(Plain(param_infos), config, template, param_infos)
     with pytest.raises(
         ConfigError, match="save_quantized_params_path=x .* would do nothing: it needs quantization"

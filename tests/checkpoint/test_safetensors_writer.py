@@ -19,7 +19,7 @@ from maxtext.checkpoint import safetensors_writer as writer
 from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
 from maxtext.checkpoint.safetensors_writer import (
     atomic_folder,
-    plan,
+    plan_shards,
     write_hf_folder,
     write_native_folder,
 )
@@ -116,7 +116,7 @@ def test_shards_are_bounded():
         str(n): TensorInfo(np.dtype(np.int8), (size,))
         for n, size in enumerate([40, 60, 1, 99, 150, 10, 90, 1])
     }
-    assert [list(shard) for shard in plan(tensors, 100)] == [
+    assert [list(shard) for shard in plan_shards(tensors, 100)] == [
         ["0", "1"],
         ["2", "3"],
         ["4"],

@@ -15,7 +15,7 @@ def folder(tmp_path):
     for name in ("5", "10", "20", "25.orbax-checkpoint-tmp", "3.going", "15.damaged"):
         (tmp_path / name / "state").mkdir(parents=True)
         (tmp_path / name / "state" / "file").write_text(name)
-        (tmp_path / name / steps.MARK).write_text("{}")
+        (tmp_path / name / steps.METADATA_FILE).write_text("{}")
     (tmp_path / "30").mkdir()  # without Orbax's mark
     (tmp_path / "notes").mkdir()
     return tmp_path
@@ -27,7 +27,7 @@ def names(folder):
 
 def test_only_whole_steps_count(folder):
     assert steps.all_steps(folder) == [5, 10, 20]
-    left = [path.name for path in steps.incomplete(folder)]
+    left = [path.name for path in steps.incomplete_steps(folder)]
     assert left == ["15.damaged", "25.orbax-checkpoint-tmp", "3.going", "30"]
     assert steps.all_steps(folder / "nowhere") == []
 
@@ -36,11 +36,11 @@ def test_what_a_person_may_name(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     os.rename(folder, run / "checkpoints")
     inside = run / "checkpoints"
-    assert [path.name for path in steps.steps_under(run)] == ["5", "10", "20"]
-    assert steps.steps_under(run) == steps.steps_under(inside)
-    assert steps.steps_under(inside / "10") == [inside / "10"]
-    assert steps.is_checkpoints(run)
-    assert not steps.is_checkpoints(inside / "notes")
+    assert [path.name for path in steps.find_steps(run)] == ["5", "10", "20"]
+    assert steps.find_steps(run) == steps.find_steps(inside)
+    assert steps.find_steps(inside / "10") == [inside / "10"]
+    assert steps.has_steps(run)
+    assert not steps.has_steps(inside / "notes")
 
 
 def test_leftovers_go_and_nothing_else(folder):
@@ -49,9 +49,9 @@ def test_leftovers_go_and_nothing_else(folder):
 
 
 def test_the_oldest_are_deleted(folder):
-    steps.retire(folder, 2, None)
+    steps.remove_old_steps(folder, 2, None)
     assert steps.all_steps(folder) == [10, 20]
-    steps.retire(folder, None, None)
+    steps.remove_old_steps(folder, None, None)
     assert steps.all_steps(folder) == [10, 20]
 
 
@@ -61,7 +61,7 @@ def test_a_kill_while_one_is_deleted_leaves_no_half_step(folder, monkeypatch):
 
     monkeypatch.setattr(steps.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        steps.retire(folder, 2, None)
+        steps.remove_old_steps(folder, 2, None)
     assert steps.all_steps(folder) == [10, 20]
     monkeypatch.undo()
     steps.remove_leftovers(folder)
@@ -69,16 +69,16 @@ def test_a_kill_while_one_is_deleted_leaves_no_half_step(folder, monkeypatch):
 
 
 def test_old_ones_may_be_moved_instead(folder, tmp_path_factory):
-    attic = tmp_path_factory.mktemp("attic") / "old"
-    (attic / "5").mkdir(parents=True)
-    steps.retire(folder, 1, attic)
+    archive = tmp_path_factory.mktemp("archive") / "old"
+    (archive / "5").mkdir(parents=True)
+    steps.remove_old_steps(folder, 1, archive)
     assert steps.all_steps(folder) == [20]
-    assert names(attic) == ["10", "5", "5.1"]
-    assert (attic / "5.1" / "state" / "file").read_text() == "5"
+    assert names(archive) == ["10", "5", "5.1"]
+    assert (archive / "5.1" / "state" / "file").read_text() == "5"
 
 
 def test_steps_that_are_done_again_are_set_aside(folder):
-    steps.set_aside(folder, 15)
+    steps.set_aside_damaged(folder, 15)
     assert steps.all_steps(folder) == [5, 10]
     assert (folder / "20.damaged" / "state" / "file").read_text() == "20"
 
@@ -86,11 +86,11 @@ def test_steps_that_are_done_again_are_set_aside(folder):
 def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(
     folder, tmp_path_factory, monkeypatch
 ):
-    attic = tmp_path_factory.mktemp("attic")
+    archive = tmp_path_factory.mktemp("archive")
     rename = os.rename
 
     def other_disk(source, target):
-        if Path(target).parent == attic and Path(source).parent == folder:
+        if Path(target).parent == archive and Path(source).parent == folder:
             raise OSError(errno.EXDEV, "Invalid cross-device link")
         rename(source, target)
 
@@ -102,8 +102,8 @@ def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(
     with monkeypatch.context() as patch:
         patch.setattr(steps.shutil, "copytree", killed)
         with pytest.raises(KeyboardInterrupt):
-            steps.retire(folder, 1, attic)
+            steps.remove_old_steps(folder, 1, archive)
     assert steps.all_steps(folder) == whole
-    steps.retire(folder, 1, attic)
+    steps.remove_old_steps(folder, 1, archive)
     assert steps.all_steps(folder) == whole[-1:]
-    assert steps.all_steps(attic) == whole[:-1]
+    assert steps.all_steps(archive) == whole[:-1]

@@ -62,7 +62,7 @@ def test_there_and_back(llama, dtype, tmp_path):
     write_native_folder(tmp_path / "ours", there, {}, [], 30_000)
     ours = SafetensorsFolder.open(tmp_path / "ours", NATIVE_STEM)
     assert ours.tensors == {
-        name: TensorInfo(np.dtype(dtype), place.shape) for name, place in param_infos.items()
+        name: TensorInfo(np.dtype(dtype), info.shape) for name, info in param_infos.items()
     }
     write_hf_folder(tmp_path / "back", to_hf(ours, llama.RULES, param_infos), {}, [])
     back = SafetensorsFolder.open(tmp_path / "back")
@@ -311,7 +311,7 @@ def test_memory_holds_one_rule(tmp_path):
     theirs = Fresh(
         {f"l.{i}.experts.{x}": TensorInfo(kind, (512, 256)) for i in range(3) for x in range(8)}
     )
-    ours = Fresh({name: TensorInfo(kind, place.shape) for name, place in param_infos.items()})
+    ours = Fresh({name: TensorInfo(kind, info.shape) for name, info in param_infos.items()})
     layer, tensor = 2**22, 2**19
     there, back = from_hf(theirs, [rule], param_infos), to_hf(ours, [rule], param_infos)
     assert (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.checkpoint.integrity import undigested, verify
+from maxtext.checkpoint.integrity import files_without_digest, verify
 from maxtext.checkpoint.saved_step import SavedStep
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
@@ -47,4 +47,4 @@ def test_a_failed_part_fails_the_save_everywhere(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["1", "3"], "what was begun is removed"
     assert SavedStep(folder / "3").iterator_states() == [{"process": 0}, {"process": 1}]
     assert not verify(folder / "3")
-    assert not undigested(folder / "3")
+    assert not files_without_digest(folder / "3")

@@ -12,7 +12,7 @@ from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import (
     ModelWeights,
     ParamInfo,
-    fill,
+    copy_into_blocks,
     find_param_infos,
     flatten,
     load_weights,
@@ -39,7 +39,7 @@ class Numbers:
 
     def __init__(self, param_infos, dtype=np.float32):
         self.tensors = {
-            name: TensorInfo(np.dtype(dtype), place.shape) for name, place in param_infos.items()
+            name: TensorInfo(np.dtype(dtype), info.shape) for name, info in param_infos.items()
         }
 
     def read(self, name):
@@ -61,7 +61,7 @@ def test_names(llama):
     }  # fmt: skip
     expected = {"embedder/embedding": (64, 32), "final_norm/scale": (32,), "head/kernel": (32, 64)}
     expected |= {f"layers/{i}/{name}": shape for i in range(4) for name, shape in per_layer.items()}
-    assert {name: place.shape for name, place in param_infos.items()} == expected
+    assert {name: info.shape for name, info in param_infos.items()} == expected
     numbers = [int(name.split("/")[1]) for name in param_infos if name.startswith("layers/")]
     assert numbers == sorted(numbers)
 
@@ -70,8 +70,8 @@ def test_names(llama):
 def test_every_form_has_the_same_names(llama, words):
     _, template, param_infos = llama.model(*words)
     plain = llama.model("scan_layers=false")[2]
-    assert {name: (place.shape, place.dtype) for name, place in param_infos.items()} == {
-        name: (place.shape, place.dtype) for name, place in plain.items()
+    assert {name: (info.shape, info.dtype) for name, info in param_infos.items()} == {
+        name: (info.shape, info.dtype) for name, info in plain.items()
     }
     assert list(param_infos) == list(plain)
     # Every element of the tree belongs to one name.
@@ -79,7 +79,7 @@ def test_every_form_has_the_same_names(llama, words):
     for path, group in itertools.groupby(
         sorted(param_infos.values(), key=lambda p: str(p.path)), key=lambda p: p.path
     ):
-        assert sum(int(np.prod(place.shape)) for place in group) == leaves[path].size
+        assert sum(int(np.prod(info.shape)) for info in group) == leaves[path].size
 
 
 def test_layers_are_counted_over_segments():
@@ -104,8 +104,8 @@ def test_layers_are_counted_over_segments():
     template = type("Fake", (Template,), known)()
     param_infos = find_param_infos(template, parts)
     assert {
-        name: (place.path, place.layer, place.axis, place.shape)
-        for name, place in param_infos.items()
+        name: (info.path, info.stack_index, info.stack_axis, info.shape)
+        for name, info in param_infos.items()
     } == {
         "mtp/0/w": (("mtp", 0, "w"), None, 0, (9,)),
         "layers/0/w": (("layers", 0, "blocks", 0, "w"), 0, 1, (5, 7)),
@@ -138,10 +138,10 @@ def test_load(llama, words):
     )
     cycle = len(segments(config)[0].pattern)
     leaves = flatten(weights)
-    for place in range(cycle):
-        layers = [source.read(f"layers/{i}/attention/out/kernel") for i in range(place, 4, cycle)]
-        norms = [source.read(f"layers/{i}/mlp_norm/scale") for i in range(place, 4, cycle)]
-        top = ("layers", 0, "blocks", place)
+    for info in range(cycle):
+        layers = [source.read(f"layers/{i}/attention/out/kernel") for i in range(info, 4, cycle)]
+        norms = [source.read(f"layers/{i}/mlp_norm/scale") for i in range(info, 4, cycle)]
+        top = ("layers", 0, "blocks", info)
         if config.scan_layers:
             axis = config.param_scan_axis
             np.testing.assert_array_equal(
@@ -231,18 +231,18 @@ def test_blocks_that_hold_some_layers(llama):
     """As where the stack itself is split over devices: a block takes its layers, and others are not
     read.
     """
-    place = ParamInfo(("w",), 3, 1, (4, 6), np.dtype(np.float32))
-    source = llama.Counted(Numbers({"w": place}))
+    info = ParamInfo(("w",), 3, 1, (4, 6), np.dtype(np.float32))
+    source = llama.Counted(Numbers({"w": info}))
     blocks = {
         ((0, 4), (first, first + 2), (3, 6)): np.zeros((4, 2, 3), np.float32) for first in (0, 2)
     }
-    fill(blocks, place, source, "w")
+    copy_into_blocks(blocks, info, source, "w")
     early, late = blocks.values()
     assert not early.any()
     assert not late[:, 0].any()
     np.testing.assert_array_equal(late[:, 1], np.arange(24).reshape(4, 6)[:, 3:])
     assert source.reads == 1
-    fill({((0, 4), (0, 2), (3, 6)): early}, place, source, "w")
+    copy_into_blocks({((0, 4), (0, 2), (3, 6)): early}, info, source, "w")
     assert source.reads == 1
 
 

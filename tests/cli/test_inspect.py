@@ -28,13 +28,13 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = load(None, WORDS, environ={}, devices=Devices(1))
     weights = initial_weights(config)
-    saver = CheckpointManager(folder / "checkpoints", StorageOptions())
+    manager = CheckpointManager(folder / "checkpoints", StorageOptions())
     layout = {"scan_layers": True, "param_scan_axis": 1, "inhomogeneous_layer_cycle_interval": 1}
     run = {"layout": layout, "optimizer": "adamw", "processes": 1, "mesh": {}}
     tree = {"weights": from_flat_dict(to_flat_dict(weights)), "step": jnp.int32(8)}
     for step in (4, 8):
-        saver.save(step, tree, run | {"step": step}, model_text(config), {})
-    saver.close()
+        manager.save(step, tree, run | {"step": step}, model_text(config), {})
+    manager.close()
     return folder, weights
 
 

@@ -153,7 +153,5 @@ def test_what_training_refuses(words, message):
 
 def test_inference_refuses_what_is_for_training():
     words = dict(word.split("=") for word in WORDS[:7])
-    with pytest.raises(
-        ConfigError, match="quantization=fp8 .* is how a model is trained: use int8 or int4"
-    ):
+    with pytest.raises(ConfigError, match="quantization=fp8 .* is for training: use int8 or int4"):
         LLM.load("default", **words, quantization="fp8")

@@ -1,16 +1,16 @@
-"""What lies in a checkpoint, told from its descriptions: no array is read and no device is needed.
+"""Summaries of checkpoints from their metadata. Reads no array and needs no device.
 
-`summarize(DIR)` takes a run's folder, its checkpoints, one step, or a folder of safetensors, ours or
-Hugging Face's.
+`summarize(DIR)` takes a run's folder, its checkpoints, one step, or a folder of safetensors, native
+or of Hugging Face.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.integrity import read_digests, undigested, verify
+from maxtext.checkpoint.integrity import files_without_digest, read_digests, verify
 from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM, SafetensorsFolder
 from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import join_path
@@ -20,7 +20,7 @@ from maxtext.common.errors import UserError
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A tensor."""
+    """One tensor of a checkpoint."""
 
     name: str
     tensor: TensorInfo
@@ -29,7 +29,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """A step, or what is left of one."""
+    """One step, complete or not."""
 
     path: Path
     size: int
@@ -51,39 +51,35 @@ class CheckpointSummary:
 
 
 def summarize(path: Path, thorough: bool = False) -> CheckpointSummary:
-    """What a folder holds; the tensors are those of its newest step. `thorough` reads all files to
-    check them.
+    """Summarize a folder; the tensors are those of its newest step. `thorough` reads all files to
+    verify their checksums.
     """
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
-    if steps.is_checkpoints(path):
+    if steps.has_steps(path):
         return summarize_training(path, thorough)
-    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if left := steps.incomplete(inside):
-        raise UserError(
-            f"{inside} has no complete checkpoint, only {', '.join(one.name for one in left)}"
-        )
+    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    if incomplete := steps.incomplete_steps(checkpoints):
+        names = ", ".join(step.name for step in incomplete)
+        raise UserError(f"{checkpoints} has no complete checkpoint, only {names}")
     stem = NATIVE_STEM if any(path.glob(f"{NATIVE_STEM}*.safetensors*")) else HF_STEM
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds neither checkpoints of training nor safetensors")
-    folder = SafetensorsFolder.open(
-        path, stem
-    )  # which checks that every file is as long as its header says
+    folder = SafetensorsFolder.open(path, stem)  # checks that every file is complete
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    kind = "weights of ours" if stem == NATIVE_STEM else "weights in Hugging Face's form"
+    kind = "native weights" if stem == NATIVE_STEM else "Hugging Face weights"
     rows = tuple(TensorRow(name, tensor) for name, tensor in folder.tensors.items())
-    return CheckpointSummary(
-        path, kind, (StepSummary(path, size, "whole files; this form has no digest"),), {}, rows
-    )
+    files = StepSummary(path, size, "complete files; this format has no digest")
+    return CheckpointSummary(path, kind, (files,), {}, rows)
 
 
 def summarize_training(path: Path, thorough: bool) -> CheckpointSummary:
-    complete = steps.steps_under(path)
-    views = [summarize_step(step, thorough) for step in complete]
+    complete = steps.find_steps(path)
+    summaries = [summarize_step(step, thorough) for step in complete]
     if not steps.is_step(path):
-        views += [
-            StepSummary(left, size_of(left), "incomplete")
-            for left in steps.incomplete(complete[0].parent)
+        summaries += [
+            StepSummary(step, size_of(step), "incomplete")
+            for step in steps.incomplete_steps(complete[0].parent)
         ]
     stored = SavedStep(complete[-1])
     about: Mapping[str, Any] = {}
@@ -95,9 +91,11 @@ def summarize_training(path: Path, thorough: bool) -> CheckpointSummary:
             for name, tensor in stored.tensors.items()
         )
     except CorruptCheckpoint as error:
-        views[len(complete) - 1] = broken(views[len(complete) - 1], str(error))
-    views.sort(key=lambda summary: (int(summary.path.name.partition(".")[0]), summary.path.name))
-    return CheckpointSummary(path, "training checkpoints", tuple(views), about, rows)
+        newest = len(complete) - 1
+        problems = (*summaries[newest].problems, str(error))
+        summaries[newest] = replace(summaries[newest], state="damaged", problems=problems)
+    summaries.sort(key=lambda step: (int(step.path.name.partition(".")[0]), step.path.name))
+    return CheckpointSummary(path, "training checkpoints", tuple(summaries), about, rows)
 
 
 def summarize_step(step: Path, thorough: bool) -> StepSummary:
@@ -106,15 +104,11 @@ def summarize_step(step: Path, thorough: bool) -> StepSummary:
         state = "damaged"
     elif not read_digests(step):
         state = "complete, no digest to check it by"
-    elif unlisted := undigested(step):
+    elif unlisted := files_without_digest(step):
         state = f"complete, {len(unlisted)} files without a digest"
     else:
         state = "complete, verified" if thorough else "complete"
     return StepSummary(step, size_of(step), state, tuple(problems))
-
-
-def broken(summary: StepSummary, problem: str) -> StepSummary:
-    return StepSummary(summary.path, summary.size, "damaged", (*summary.problems, problem))
 
 
 def size_of(folder: Path) -> int:
@@ -122,11 +116,9 @@ def size_of(folder: Path) -> int:
 
 
 def sharding_of(metadata: Any) -> str:
-    """How an array lay over its mesh when it was saved: the mesh axes of each of its own."""
+    """The mesh axes of each array axis when the array was saved."""
     spec = getattr(getattr(metadata, "sharding", None), "partition_spec", None)
     if spec is None:
         return ""
-    words = [
-        "+".join(axis) if isinstance(axis, tuple | list) else str(axis or "·") for axis in spec
-    ]
-    return ", ".join(words) if any(word != "·" for word in words) else "everywhere"
+    axes = ["+".join(axis) if isinstance(axis, tuple | list) else str(axis or "·") for axis in spec]
+    return ", ".join(axes) if any(axis != "·" for axis in axes) else "replicated"

@@ -1,9 +1,9 @@
-"""Digests of a complete step's files, to find what changed on disk since.
+"""Digests of the files of a complete step, to detect later changes on disk.
 
-After a step is complete, each process puts its share of the files on disk and writes their sizes
-and SHA-256 sums to `digest.process_N.json` in the step's folder: the files that it wrote itself,
-and of the others those that fall to it. A kill may come before; then those files are not checked
-later, and the step counts as good.
+After a step is complete, each process syncs its part of the files to disk and writes their sizes
+and SHA-256 sums to `digest.process_N.json` in the step's folder. Its part are the files that it
+wrote itself and, of the files of no process, those assigned to it. If a process is killed before
+that, its files are not checked later, and the step still counts as good.
 """
 
 import hashlib
@@ -11,14 +11,14 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from maxtext.common.files import sync_directory, write_text
 
 THREADS = 4
-WRITER = re.compile(r"ocdbt\.process_(\d+)")
+OCDBT_PROCESS = re.compile(r"ocdbt\.process_(\d+)")
 
 
 def digest_file(process: int) -> str:
@@ -26,13 +26,17 @@ def digest_file(process: int) -> str:
 
 
 def write_digest(step: Path, process: int = 0, processes: int = 1) -> None:
-    """The digest of this process's share, once the files are on disk."""
-    mine = [path for path in files_of(step) if owner(path.relative_to(step), processes) == process]
+    """Sync this process's files to disk and write their digest."""
+    files = [
+        path
+        for path in files_of(step)
+        if assigned_process(path.relative_to(step), processes) == process
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
-        sums = list(pool.map(lambda path: checksum(path, sync=True), mine))
+        checksums = list(pool.map(lambda path: checksum(path, sync=True), files))
     entries = {
-        str(path.relative_to(step)): {"bytes": path.stat().st_size, "sha256": total}
-        for path, total in zip(mine, sums, strict=True)
+        str(path.relative_to(step)): {"bytes": path.stat().st_size, "sha256": sha256}
+        for path, sha256 in zip(files, checksums, strict=True)
     }
     sync_directory(step)
     sync_directory(step.parent)
@@ -45,20 +49,20 @@ def files_of(step: Path) -> Iterator[Path]:
             yield path
 
 
-def owner(path: Path, processes: int) -> int:
-    """The process that wrote a file, as its folder says, or else one by chance."""
+def assigned_process(path: Path, processes: int) -> int:
+    """The process that wrote a file, as its folder says, or one chosen by the file's name."""
     for part in path.parts:
-        if (match := WRITER.fullmatch(part)) and int(match[1]) < processes:
+        if (match := OCDBT_PROCESS.fullmatch(part)) and int(match[1]) < processes:
             return int(match[1])
     return zlib.crc32(str(path).encode()) % processes
 
 
 def checksum(path: Path, sync: bool = False) -> str:
-    with path.open("rb") as stream:
-        total = hashlib.file_digest(stream, "sha256").hexdigest()
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sync:
-            os.fsync(stream.fileno())
-    return total
+            os.fsync(file.fileno())
+    return sha256
 
 
 def read_digests(step: Path) -> dict[str, dict]:
@@ -70,14 +74,13 @@ def read_digests(step: Path) -> dict[str, dict]:
 
 
 def verify(step: Path, process: int = 0, processes: int = 1, thorough: bool = True) -> list[str]:
-    """What is wrong with this process's share of the files that the digests list; `thorough` reads
-    them, too.
+    """Check this process's part of the files that the digests list, and return the problems.
+    `thorough` reads the files to verify their checksums, too.
     """
     try:
         entries = read_digests(step)
     except (OSError, ValueError, KeyError) as error:
         return [f"its digest is damaged ({error})"]
-    share = sorted(entries)[process::processes]
 
     def check(name: str) -> str | None:
         path, entry = step / name, entries[name]
@@ -89,15 +92,12 @@ def verify(step: Path, process: int = 0, processes: int = 1, thorough: bool = Tr
             return f"{name} has changed since it was written"
         return None
 
-    return [problem for problem in over(check, share) if problem]
-
-
-def over(function: Callable, items: list) -> list:
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(function, items))
+        problems = pool.map(check, sorted(entries)[process::processes])
+        return [problem for problem in problems if problem]
 
 
-def undigested(step: Path) -> list[str]:
-    """Files that no digest lists, so that nothing can be said of them."""
+def files_without_digest(step: Path) -> list[str]:
+    """Files that no digest lists, so that they cannot be checked."""
     listed = read_digests(step)
     return [name for path in files_of(step) if (name := str(path.relative_to(step))) not in listed]

@@ -1,11 +1,10 @@
-"""Saves training states in the background, one at a time, and keeps the folder of a run's
-checkpoints in order.
+"""Saves training states asynchronously, one at a time, and manages the folder of a run's
+checkpoints.
 
-`save` holds the caller until the arrays are safe from being changed, and no longer. A thread then
-waits until Orbax has written the step, puts it on disk and writes its digest (integrity.py), and
-only after that lets old steps go. A save that fails (a full disk) is reported in one line, its
-leftovers are removed, and older steps stay; `failures_in_a_row` tells the run, which goes on or
-ends.
+`save` blocks the caller only until the arrays are copied. A thread then waits until Orbax has
+written the step, syncs it to disk, writes its digest (integrity.py), and only after that removes
+old steps. A save that fails (a full disk) is logged in one line, its leftovers are removed, and
+older steps stay. `failures_in_a_row` tells the run, which continues or ends.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ import orbax.checkpoint as ocp
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.integrity import write_digest
 from maxtext.checkpoint.multihost import (
-    Items,
+    CompositeArgs,
     MultihostHandler,
     SaveBarrier,
     SaveFailed,
     allgather_int,
-    reason,
+    error_summary,
 )
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
@@ -39,13 +38,14 @@ from maxtext.configs.types import MaxTextConfig
 RUN_FILE, MODEL_FILE = "run.json", "config.yml"
 
 
-def position_file(process: int) -> str:
+def iterator_file(process: int) -> str:
+    """The file with the data iterator's state of a process."""
     return f"process_{process}.json"
 
 
 @dataclass(frozen=True)
 class StorageOptions:
-    """How arrays lie in files."""
+    """How Orbax stores arrays."""
 
     ocdbt: bool = True
     zarr3: bool = True
@@ -55,10 +55,10 @@ class StorageOptions:
     @classmethod
     def of(cls, config: MaxTextConfig) -> "StorageOptions":
         return cls(
-            config.checkpoint_storage_use_ocdbt,
-            config.checkpoint_storage_use_zarr3,
-            config.checkpoint_storage_target_data_file_size_bytes,
-            config.checkpoint_storage_concurrent_gb,
+            ocdbt=config.checkpoint_storage_use_ocdbt,
+            zarr3=config.checkpoint_storage_use_zarr3,
+            file_bytes=config.checkpoint_storage_target_data_file_size_bytes,
+            concurrent_gb=config.checkpoint_storage_concurrent_gb,
         )
 
     def handler(self) -> ocp.PyTreeCheckpointHandler:
@@ -69,17 +69,21 @@ class StorageOptions:
             restore_concurrent_gb=self.concurrent_gb,
         )
 
+    def target_data_file_size(self) -> int | None:
+        """Only zarr3 supports it."""
+        return self.file_bytes if self.zarr3 else None
 
-class Descriptions(ocp.AsyncCheckpointHandler):
-    """Small files of a step, text or JSON, of which each process writes its own."""
+
+class MetadataHandler(ocp.AsyncCheckpointHandler):
+    """Small files of a step, text or JSON. Each process writes its own."""
 
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
 
-    async def async_save(self, directory: Any, args: "SaveDescriptions") -> list[Future]:
+    async def async_save(self, directory: Any, args: "MetadataSave") -> list[Future]:
         return [self.pool.submit(self.write, Path(directory), args.files)]
 
-    def save(self, directory: Any, args: "SaveDescriptions") -> None:
+    def save(self, directory: Any, args: "MetadataSave") -> None:
         self.write(Path(directory), args.files)
 
     def write(self, directory: Path, files: dict[str, Any]) -> None:
@@ -97,106 +101,107 @@ class Descriptions(ocp.AsyncCheckpointHandler):
         self.pool.shutdown()
 
 
-@ocp.args.register_with_handler(Descriptions, for_save=True, for_restore=True)
+@ocp.args.register_with_handler(MetadataHandler, for_save=True, for_restore=True)
 @dataclass
-class SaveDescriptions(ocp.args.CheckpointArgs):
+class MetadataSave(ocp.args.CheckpointArgs):
     files: dict[str, Any]
 
 
 class CheckpointManager:
-    """Of one run. `kept`: how many steps stay (None: all); `attic`: where old ones go instead of
-    being deleted; `start`: the step that the run starts from, so that later ones in the folder are
-    damaged."""
+    """Saves the steps of one run.
+
+    `max_to_keep` is the number of steps that stay (None: all). Older ones are moved to `archive`,
+    or deleted if it is None. `start` is the step that the run starts from: later steps in the
+    folder could not be read, and are set aside.
+    """
 
     def __init__(
         self,
         folder: Path,
         storage: StorageOptions,
-        kept: int | None = None,
-        attic: Path | None = None,
+        max_to_keep: int | None = None,
+        archive: Path | None = None,
         start: int = 0,
     ):
-        self.folder, self.storage, self.kept, self.attic, self.start = (
-            folder,
-            storage,
-            kept,
-            attic,
-            start,
-        )
-        self.meetings = SaveBarrier()
+        self.folder = folder
+        self.storage = storage
+        self.max_to_keep = max_to_keep
+        self.archive = archive
+        self.start = start
+        self.barrier = SaveBarrier()
         handler = MultihostHandler(
-            self.meetings, **{steps.STATE: storage.handler(), steps.RUN: Descriptions()}
+            self.barrier, **{steps.STATE: storage.handler(), steps.RUN: MetadataHandler()}
         )
         quiet_orbax()
         self.orbax = ocp.AsyncCheckpointer(
             handler,
             async_options=ocp.options.AsyncOptions(
                 create_directories_asynchronously=False,
-                barrier_sync_fn=self.meetings if jax.process_count() > 1 else None,
+                barrier_sync_fn=self.barrier if jax.process_count() > 1 else None,
             ),
         )
         self.thread: threading.Thread | None = None
-        self.last: int | None = None  # the newest step that was saved here
+        self.last: int | None = None  # the newest step that this manager saved
         self.failure: str | None = None  # why the newest save failed
         self.failures_in_a_row = 0
-        self.tidied = False
+        self.is_folder_prepared = False
 
     @property
     def busy(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
     def save(
-        self, step: int, tree: dict[str, Any], run: dict[str, Any], model: str, position: Any
+        self, step: int, tree: dict[str, Any], run: dict[str, Any], model: str, iterator_state: Any
     ) -> None:
-        """Begin to save a state. `run` describes it and `model` is the config.yml of its model;
-        `position` is this process's place in its data."""
+        """Start to save a state. `run` is the run's metadata, `model` the config.yml of its model,
+        and `iterator_state` this process's position in its data.
+        """
         self.wait()
         self.failure = None
-        self.meetings.begin()
-        files = {position_file(jax.process_index()): position}
+        self.barrier.begin()
+        files = {iterator_file(jax.process_index()): iterator_state}
         if jax.process_index() == 0:
             files |= {RUN_FILE: run, MODEL_FILE: model}
+        file_size = self.storage.target_data_file_size()
         items = {
-            steps.STATE: ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=self.target_size()),
-            steps.RUN: SaveDescriptions(files),
+            steps.STATE: ocp.args.PyTreeSave(tree, ocdbt_target_data_file_size=file_size),
+            steps.RUN: MetadataSave(files),
         }
         try:
-            self.prepare()
-            self.orbax.save(self.folder / str(step), args=Items(**items))
+            self.prepare_folder()
+            self.orbax.save(self.folder / str(step), args=CompositeArgs(**items))
         except Exception as error:
-            self.failed(step, error)
+            self.handle_failure(step, error)
             return
         self.thread = threading.Thread(
             target=self.finish, args=(step,), name="maxtext-saver", daemon=True
         )
         self.thread.start()
 
-    def target_size(self) -> int | None:
-        """Only zarr3 heeds it."""
-        return self.storage.file_bytes if self.storage.zarr3 else None
-
-    def prepare(self) -> None:
-        """The folder, in order, on the first process; the others must hear if that fails."""
+    def prepare_folder(self) -> None:
+        """The first process creates and cleans up the folder. If that fails, it fails on all."""
         problem: OSError | None = None
         if jax.process_index() == 0:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                if not self.tidied:
+                if not self.is_folder_prepared:
                     steps.remove_leftovers(self.folder)
-                    steps.set_aside(self.folder, self.start + 1)
+                    steps.set_aside_damaged(self.folder, self.start + 1)
             except OSError as error:
                 problem = error
-        self.tidied = True
+        self.is_folder_prepared = True
         if max(allgather_int(problem is not None)):
             raise problem or SaveFailed("the first process cannot write there")
 
     def finish(self, step: int) -> None:
-        """In the thread of a save: until the step is complete, on disk, and old ones are gone."""
+        """In the thread of a save: wait until the step is complete and on disk, then remove old
+        steps.
+        """
         folder = self.folder / str(step)
         try:
             self.orbax.wait_until_finished()
         except Exception as error:
-            self.failed(step, error)
+            self.handle_failure(step, error)
             return
         self.last = step
         self.failures_in_a_row = 0
@@ -204,56 +209,56 @@ class CheckpointManager:
         try:
             write_digest(folder, jax.process_index(), jax.process_count())
             if jax.process_index() == 0:
-                steps.retire(self.folder, self.kept, self.attic)
+                steps.remove_old_steps(self.folder, self.max_to_keep, self.archive)
         except OSError as error:
             LOGGER.warning(
-                "step %d is saved, but what follows a save failed: %s", step, reason(error)
+                "step %d is saved, but its digest or the removal of old steps failed: %s",
+                step,
+                error_summary(error),
             )
 
-    def failed(self, step: int, error: BaseException) -> None:
-        self.failure = reason(error)
+    def handle_failure(self, step: int, error: BaseException) -> None:
+        self.failure = error_summary(error)
         self.failures_in_a_row += 1
-        with contextlib.suppress(Exception):  # of the same save; the next one starts anew
+        with contextlib.suppress(Exception):  # of the same save
             self.orbax.wait_until_finished()
         if jax.process_index() == 0:
-            for path in self.folder.glob(f"{step}{steps.UNDER_WAY}*"):
+            for path in self.folder.glob(f"{step}{steps.TMP_SUFFIX}*"):
                 shutil.rmtree(path, ignore_errors=True)
         older = steps.all_steps(self.folder)
-        rest = (
+        newest = (
             f"the newest checkpoint is of step {older[-1]}"
             if older
             else "there is no checkpoint yet"
         )
         LOGGER.warning(
-            "step %d could not be saved to %s: %s; %s", step, self.folder, self.failure, rest
+            "step %d could not be saved to %s: %s; %s", step, self.folder, self.failure, newest
         )
 
     def wait(self) -> None:
-        """Until the save under way is done, well or not."""
+        """Wait until the running save has finished or failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
 
     def close(self) -> None:
         self.wait()
-        with contextlib.suppress(Exception):  # a failed save was reported
+        with contextlib.suppress(Exception):  # a failed save was logged already
             self.orbax.close()
 
 
 def quiet_orbax() -> None:
-    """Orbax reports failures with tracebacks through absl; here they become one line each."""
+    """Silence Orbax's tracebacks through absl: failures are logged here, in one line each."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Refuse a folder in which nothing can be written, before anything else is done. Leaves no
-    trace.
-    """
-    there = folder
-    while not there.exists():
-        there = there.parent
+    """Raise ConfigError if nothing can be written in a folder. Leaves no trace."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise ConfigError(

@@ -1,9 +1,10 @@
-"""How processes that save together learn that one of them could not write its part.
+"""Multi-process saves: if one process cannot write its part, the save fails on all of them at once.
 
-Orbax lets all processes meet after their writes, and the first one completes the step. A process
-whose write failed would never come, and the others would wait for minutes. Here it comes all the
-same, says so at the meeting, and the save fails on every process at once. The meetings use the
-coordination service of jax.distributed, not the devices, which are busy with the next steps.
+Orbax lets all processes meet at a barrier after their writes, and the first process then completes
+the step. A process whose write failed would never reach the barrier, and the others would wait for
+minutes. Here it reaches the barrier, reports the failure there, and the save fails on every
+process. The barrier uses the coordination service of jax.distributed instead of the devices, which
+are busy with the next steps.
 """
 
 from typing import Any
@@ -15,76 +16,79 @@ from jax.experimental import multihost_utils
 
 from maxtext.common.errors import UserError
 
+DISK_ERRORS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "Read-only file system",
+    "File too large",
+)
+
 
 class SaveFailed(UserError):
     """A checkpoint could not be written."""
 
 
-def reason(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Why a save failed, in one line."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    for words in (
-        "No space left on device",
-        "Disk quota exceeded",
-        "Read-only file system",
-        "File too large",
-    ):
-        if words in str(error):
-            return words
-    return text[:300]
+    for message in DISK_ERRORS:
+        if message in str(error):
+            return message
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 class SaveBarrier:
-    """The barrier function for Orbax. `failed` is set by whoever could not write; a save begins
-    with `begin`.
+    """The barrier function for Orbax. A save starts with `begin`; a process that cannot write its
+    part sets `error`.
     """
 
     def __init__(self) -> None:
-        self.number = 0
-        self.failed: BaseException | None = None
+        self.save_count = 0
+        self.error: BaseException | None = None
 
     def begin(self) -> None:
-        self.number, self.failed = self.number + 1, None
+        self.save_count += 1
+        self.error = None
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        from jax._src import distributed  # the only door to the coordination service
+        from jax._src import distributed  # JAX has no public access to the coordination service
 
         client: Any = distributed.global_state.client
-        place = f"maxtext/save/{self.number}/{key}"
-        if self.failed is not None:
-            client.key_value_set(f"{place}/{jax.process_index()}", reason(self.failed))
-        client.wait_at_barrier(place, timeout_ms)
-        said = client.key_value_dir_get(place)
-        if said:
-            process, why = said[0]
+        barrier = f"maxtext/save/{self.save_count}/{key}"
+        if self.error is not None:
+            client.key_value_set(f"{barrier}/{jax.process_index()}", error_summary(self.error))
+        client.wait_at_barrier(barrier, timeout_ms)
+        errors = client.key_value_dir_get(barrier)
+        if errors:
+            process, message = errors[0]
             raise SaveFailed(
-                f"process {process.rpartition('/')[2]} could not write its part: {why}"
+                f"process {process.rpartition('/')[2]} could not write its part: {message}"
             )
 
 
 class BarrierFuture:
-    """A write under way whose failure is told to the meetings instead of raised here."""
+    """An asynchronous write whose failure is reported at the barrier instead of raised here."""
 
-    def __init__(self, write: Any, meetings: SaveBarrier):
-        self.write, self.meetings = write, meetings
+    def __init__(self, write: Any, barrier: SaveBarrier):
+        self.write = write
+        self.barrier = barrier
 
     def result(self, timeout: float | None = None) -> None:
         try:
             self.write.result(timeout)
         except Exception as error:
-            self.meetings.failed = error
+            self.barrier.error = error
 
     def cancel(self) -> None:
         self.write.cancel()
 
 
 class MultihostHandler(ocp.CompositeCheckpointHandler):
-    """Saves items as Orbax does; in a run of several processes no process leaves the others
-    waiting.
+    """Saves items as Orbax does. In a run of several processes, no failure leaves the others
+    waiting at the barrier.
     """
 
-    def __init__(self, meetings: SaveBarrier, **items: Any):
-        self.meetings = meetings
+    def __init__(self, barrier: SaveBarrier, **items: Any):
+        self.barrier = barrier
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         super().__init__(composite_options=ocp.CompositeOptions(async_options=options), **items)
 
@@ -93,35 +97,34 @@ class MultihostHandler(ocp.CompositeCheckpointHandler):
         if jax.process_count() == 1:
             return writes
         return [
-            BarrierFuture(write, self.meetings)
+            BarrierFuture(write, self.barrier)
             for write in jax.tree.leaves(writes)
             if write is not None
         ]
 
 
 @ocp.args.register_with_handler(MultihostHandler, for_save=True, for_restore=True)
-class Items(ocp.args.Composite):
-    """What is saved together, by name."""
+class CompositeArgs(ocp.args.Composite):
+    """The save arguments of each item of a step, by name."""
 
 
 def broadcast_from_first(value: int) -> int:
-    """What the first process says, on all of them."""
-    return (
-        value
-        if jax.process_count() == 1
-        else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-    )
+    """The value that the first process has, on all processes."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def allgather_int(value: int) -> list[int]:
-    """What each process says."""
-    return [numbers[0] for numbers in allgather_ints([value], 1)]
+    """The value of each process."""
+    return [values[0] for values in allgather_ints([value], 1)]
 
 
-def allgather_ints(values: list[int], most: int) -> list[list[int]]:
-    """A few whole numbers from 0 on of each process, at most `most`."""
+def allgather_ints(values: list[int], max_length: int) -> list[list[int]]:
+    """The lists of all processes: non-negative integers, at most `max_length` of each process."""
     if jax.process_count() == 1:
         return [values]
-    row = np.full(most, -1, np.int32)
-    row[: len(values)] = values
-    return [[int(one) for one in row if one >= 0] for row in multihost_utils.process_allgather(row)]
+    padded = np.full(max_length, -1, np.int32)
+    padded[: len(values)] = values
+    gathered = multihost_utils.process_allgather(padded)
+    return [[int(value) for value in row if value >= 0] for row in gathered]

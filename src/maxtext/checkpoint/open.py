@@ -1,10 +1,9 @@
-"""Checkpoints of a model, whoever wrote them: what they say of the model, and its weights by our
-names.
+"""Opens and saves model checkpoints: the settings of the model, and its weights by native names.
 
-Three kinds of folders are opened alike: Hugging Face's (config.json, model.safetensors …), ours
-(config.yml, weights.safetensors …, and in hugging_face/ the files that came with the model), and
-checkpoints of training, of which the newest step counts. The first two can be written again as the
-other.
+`open_checkpoint` opens three kinds of folders: Hugging Face folders (config.json,
+model.safetensors …), native folders (config.yml, weights.safetensors …, and in hugging_face/ the
+files that came with the model), and training checkpoints, of which it takes the newest step. Hugging
+Face and native folders can be converted into each other.
 """
 
 import json
@@ -49,14 +48,27 @@ from maxtext.layers.parameters import Template
 from maxtext.models import hf_registry
 from maxtext.models.registry import segments
 
-HF_ASSETS_DIR, NAMES = "hugging_face", "tensor_names.json"
-DTYPE_WORDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-# What a model is, apart from how it is run.
+HF_ASSETS_DIR, TENSOR_NAMES_FILE = "hugging_face", "tensor_names.json"
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+# Keys that define a model, not how it runs
 MODEL_GROUPS = (
-    types.ModelArchitecture, types.MTP, types.Logits, types.Attention, types.MoBa, types.MlaAttention,
-    types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.DeepSeekMoE, types.Qwen3Next,
-    types.PositionalEmbedding, types.Rope, types.YarnRope, types.ManifoldConstrainedHyperConnections, types.Engram,
-)  # fmt: skip
+    types.ModelArchitecture,
+    types.MTP,
+    types.Logits,
+    types.Attention,
+    types.MoBa,
+    types.MlaAttention,
+    types.AttentionIndexer,
+    types.Llama4Attention,
+    types.MoEGeneral,
+    types.DeepSeekMoE,
+    types.Qwen3Next,
+    types.PositionalEmbedding,
+    types.Rope,
+    types.YarnRope,
+    types.ManifoldConstrainedHyperConnections,
+    types.Engram,
+)
 MODEL_KEYS = (
     "vocab_size",
     *(key for group in MODEL_GROUPS for key in group.model_fields if key != "attention"),
@@ -69,9 +81,9 @@ class Checkpoint:
 
     path: Path
     source: TensorStream  # its tensors, dequantized
-    settings: Layer  # what it says of the model, as a model's file would
-    hf_assets: tuple[Path, ...]  # configuration and tokenizer files in Hugging Face's form
-    hf_tensor_names: frozenset[str]  # as in the Hugging Face folder, where they are known
+    settings: Layer  # of the model, as a model's YAML file would give them
+    hf_assets: tuple[Path, ...]  # Hugging Face configuration and tokenizer files
+    hf_tensor_names: frozenset[str]  # in the Hugging Face folder, if known
     mapping: HfMapping | None = None  # of a Hugging Face folder
 
     def weights(
@@ -80,7 +92,7 @@ class Checkpoint:
         param_infos: Mapping[str, ParamInfo],
         dtype: np.dtype | None = None,
     ) -> Any:
-        """Its tensors as the weights of a native model."""
+        """The tensors as weights of a native model, by its names."""
         if self.mapping is None:
             return under_current_names(self.source, param_infos)
         renamed = hf_registry.canonical_names(self.source.tensors, self.mapping)
@@ -92,13 +104,13 @@ class Checkpoint:
             hf_registry.ignored_tensors(self.mapping, config),
             dtype,
         )
-        left_out = set(renamed).difference(*(step.hf_names for step in weights.steps))
-        if left_out:
+        unused = set(renamed).difference(*(step.hf_names for step in weights.steps))
+        if unused:
             LOGGER.info(
-                "%s: %d tensors are no part of the model: %s …",
+                "%s: %d tensors are not part of the model: %s …",
                 self.path,
-                len(left_out),
-                min(left_out),
+                len(unused),
+                min(unused),
             )
         return weights
 
@@ -120,50 +132,60 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
     if any((path / f"{NATIVE_STEM}.safetensors{end}").exists() for end in ("", ".index.json")):
-        return open_ours(path)
-    if steps.is_checkpoints(path):
-        return open_training(steps.steps_under(path.absolute())[-1])
+        return open_native_folder(path)
+    if steps.has_steps(path):
+        return open_training_checkpoint(steps.find_steps(path.absolute())[-1])
     hf_config = hf_registry.read_config(path)
     config_path = str(path / "config.json")
-    settings = hf_registry.model_layer(hf_config, config_path)
     mapping = hf_registry.mapping_of(hf_config, config_path)
     weights_format = quantized_format(hf_config, config_path)
+    settings = hf_registry.read_settings(mapping, hf_config, config_path)
     hf_registry.check_model(settings, config_path)
-    check_assets(find_hf_assets(path))
-    folder: TensorStream = SafetensorsFolder.open(path, HF_STEM)
+    hf_assets = tuple(find_hf_assets(path))
+    check_hf_assets(hf_assets)
+    source: TensorStream = SafetensorsFolder.open(path, HF_STEM)
     if weights_format is not None:
-        folder = Dequantized.of(folder, weights_format)
-    names = frozenset(hf_registry.canonical_names(folder.tensors, mapping))
-    return Checkpoint(path, folder, settings, tuple(find_hf_assets(path)), names, mapping)
+        source = Dequantized.of(source, weights_format)
+    names = frozenset(hf_registry.canonical_names(source.tensors, mapping))
+    return Checkpoint(
+        path=path,
+        source=source,
+        settings=settings,
+        hf_assets=hf_assets,
+        hf_tensor_names=names,
+        mapping=mapping,
+    )
 
 
-def check_assets(files: Iterable[Path]) -> None:
-    """Raise ConfigError for a file beside the weights that will be read later and is damaged."""
+def check_hf_assets(files: Iterable[Path]) -> None:
+    """Raise ConfigError for a damaged file that will be read later."""
     for file in files:
         if file.name == "generation_config.json":
             schema.check_generation_config(file)
 
 
-def open_ours(path: Path) -> Checkpoint:
+def open_native_folder(path: Path) -> Checkpoint:
     if not (path / "config.yml").is_file():
-        raise UserError(f"{path} has weights but no config.yml, which says what model they are of")
+        raise UserError(f"{path} has weights but no config.yml, which describes their model")
     settings = read_yaml(path / "config.yml", "model")
     settings.pop("base_config", None)
     hf_assets = (
         tuple(find_hf_assets(path / HF_ASSETS_DIR)) if (path / HF_ASSETS_DIR).is_dir() else ()
     )
-    check_assets(hf_assets)
+    check_hf_assets(hf_assets)
     names: frozenset[str] = frozenset()
     for file in hf_assets:
         if file.name == "config.json":
             hf_registry.read_config(file.parent)
-        if file.name == NAMES:
+        if file.name == TENSOR_NAMES_FILE:
             names = read_names(file)
-    opened = SafetensorsFolder.open(path, NATIVE_STEM)
-    folder: TensorStream = opened
+    folder = SafetensorsFolder.open(path, NATIVE_STEM)
+    source: TensorStream = folder
     if "checkpoint_is_quantized" in settings:
-        folder = QuantizedFolder.of(opened, stated_dtype(settings, path))
-    return Checkpoint(path, folder, settings, hf_assets, names)
+        source = QuantizedFolder.of(folder, read_quantized_dtype(settings, path))
+    return Checkpoint(
+        path=path, source=source, settings=settings, hf_assets=hf_assets, hf_tensor_names=names
+    )
 
 
 def read_names(file: Path) -> frozenset[str]:
@@ -177,40 +199,44 @@ def read_names(file: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def stated_dtype(settings: Layer, path: Path) -> str:
-    """Of the kernels in a folder with quantized weights."""
-    stated = settings["quantization"].value if "quantization" in settings else None
-    if stated not in INTEGERS:
+def read_quantized_dtype(settings: Layer, path: Path) -> str:
+    """The dtype of the quantized weights of a native folder."""
+    dtype = settings["quantization"].value if "quantization" in settings else None
+    if dtype not in INTEGERS:
         raise UserError(
-            f"{path / 'config.yml'} must say quantization: {' or '.join(INTEGERS)}, not {stated}"
+            f"{path / 'config.yml'} must say quantization: {' or '.join(INTEGERS)}, not {dtype}"
         )
-    return stated
+    return dtype
 
 
-def open_training(step: Path) -> Checkpoint:
+def open_training_checkpoint(step: Path) -> Checkpoint:
     settings = read_yaml(step / steps.RUN / MODEL_FILE, "model")
     settings.pop("base_config", None)
-    return Checkpoint(step, TrainingWeights(SavedStep(step), settings), settings, (), frozenset())
-
-
-def with_max_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys, with as long a sequence as the model has learned positions for, unless they say how
-    long.
-    """
-    learned = settings.get("trainable_position_size")
-    return (
-        keys
-        if learned is None or "max_target_length" in keys
-        else keys | {"max_target_length": learned.value}
+    return Checkpoint(
+        path=step,
+        source=TrainingWeights(SavedStep(step), settings),
+        settings=settings,
+        hf_assets=(),
+        hf_tensor_names=frozenset(),
     )
 
 
-def dtype_of(word: str | None) -> np.dtype | None:
-    return None if word is None else DTYPES[DTYPE_WORDS[word]]
+def with_max_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys with max_target_length set to the number of learned positions, unless they set it
+    or the model has no learned positions.
+    """
+    num_positions = settings.get("trainable_position_size")
+    if num_positions is None or "max_target_length" in keys:
+        return keys
+    return keys | {"max_target_length": num_positions.value}
+
+
+def parse_dtype(name: str | None) -> np.dtype | None:
+    return None if name is None else DTYPES[DTYPE_NAMES[name]]
 
 
 def model_text(config: MaxTextConfig) -> str:
-    """A config.yml that says what model a configuration describes, and nothing of how to run it."""
+    """A config.yml with the keys that define a configuration's model, and none about how it runs."""
     base = base_values()
     changed = [
         key
@@ -234,19 +260,20 @@ def save_native(
     config: MaxTextConfig,
     weights: TensorStream,
     hf_assets: tuple[Path, ...] = (),
-    names: frozenset[str] = frozenset(),
+    hf_tensor_names: frozenset[str] = frozenset(),
     progress: Progress | None = None,
     shard_bytes: int = 2 * 10**9,
 ) -> None:
-    """A folder of our weights, of which config.yml says whether they are quantized. `names`: of the
-    tensors that they were read from, to be written so again."""
-    files = [file for file in hf_assets if file.name != NAMES]
-    about = model_text(config)
+    """Save a native folder; its config.yml says whether the weights are quantized. `hf_tensor_names`
+    are the tensors that the weights were read from, so that they can be converted back.
+    """
+    files = [file for file in hf_assets if file.name != TENSOR_NAMES_FILE]
+    config_yml = model_text(config)
     if dtype := quantized_weight_dtype(config):
-        about += f"quantization: {dtype}\ncheckpoint_is_quantized: true\n"
-    texts = {"config.yml": about}
-    if names:
-        texts[f"{HF_ASSETS_DIR}/{NAMES}"] = json.dumps(sorted(names))
+        config_yml += f"quantization: {dtype}\ncheckpoint_is_quantized: true\n"
+    texts = {"config.yml": config_yml}
+    if hf_tensor_names:
+        texts[f"{HF_ASSETS_DIR}/{TENSOR_NAMES_FILE}"] = json.dumps(sorted(hf_tensor_names))
     write_native_folder(out, weights, texts, files, shard_bytes, progress)
 
 
@@ -256,43 +283,45 @@ def save_hf_folder(
     param_infos: Mapping[str, ParamInfo],
     weights: TensorStream,
     hf_assets: tuple[Path, ...] = (),
-    names: frozenset[str] = frozenset(),
+    hf_tensor_names: frozenset[str] = frozenset(),
     progress: Progress | None = None,
     shard_bytes: int = 5 * 10**9,
     text_only: bool = False,
 ) -> None:
-    """A Hugging Face folder. Its config.json is the one carried along if there is one, for it may
-    say more than we know; what it says of the tensors is brought up to date. Raises ConfigError if
-    the weights came from a folder with vision or audio tensors, unless text_only=True says that
-    these may be lost."""
+    """Save a Hugging Face folder. Its config.json is the one in `hf_assets`, if any, since it may
+    have more fields than the settings, with its fields about the tensors updated.
+
+    Raises ConfigError if the weights came from a folder with vision or audio tensors, unless
+    text_only=True allows that they are lost.
+    """
     if not text_only:
-        hf_registry.refuse_multimodal(names)
+        hf_registry.refuse_multimodal(hf_tensor_names)
     rules = hf_registry.rules(hf_registry.mapping_for(config), config)
-    tensors = to_hf(weights, rules, param_infos, names)
-    floats = [tensor for tensor in tensors.tensors.values() if tensor.nbytes]
-    widest = max(floats, key=lambda tensor: tensor.nbytes).dtype.name
-    hf = renewed(hf_assets, config, widest) or hf_registry.hf_config(config, widest)
-    texts = {"config.json": json.dumps(hf, indent=2)}
-    files = [file for file in hf_assets if file.name != NAMES]
+    tensors = to_hf(weights, rules, param_infos, hf_tensor_names)
+    dtype = max(tensors.tensors.values(), key=lambda tensor: tensor.nbytes).dtype.name
+    hf_config = update_hf_config(hf_assets, config, dtype) or hf_registry.hf_config(config, dtype)
+    texts = {"config.json": json.dumps(hf_config, indent=2)}
+    files = [file for file in hf_assets if file.name != TENSOR_NAMES_FILE]
     write_hf_folder(out, tensors, texts, files, shard_bytes, progress)
 
 
-def renewed(
+def update_hf_config(
     hf_assets: tuple[Path, ...], config: MaxTextConfig, dtype: str
 ) -> dict[str, Any] | None:
-    """The config.json that came with a model, true of the tensors that are written now, which are
-    plain floats; None if none came, or if it was of a larger model than the text model that is
-    written."""
+    """The config.json that came with a model, updated for the tensors that are written, which are
+    plain floats. None if there is none, or if it is of a multimodal model, of which only the text
+    model is written.
+    """
     for file in hf_assets:
         if file.name == "config.json":
-            hf = json.loads(file.read_text(encoding="utf-8"))
-            if "text_config" in hf:
+            hf_config = json.loads(file.read_text(encoding="utf-8"))
+            if "text_config" in hf_config:
                 return None
-            key = "torch_dtype" if "torch_dtype" in hf else "dtype"
-            hf.pop("quantization_config", None)
-            if "num_nextn_predict_layers" in hf:
-                hf["num_nextn_predict_layers"] = config.mtp_num_layers
-            return hf | {key: dtype}
+            dtype_key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
+            hf_config.pop("quantization_config", None)
+            if "num_nextn_predict_layers" in hf_config:
+                hf_config["num_nextn_predict_layers"] = config.mtp_num_layers
+            return hf_config | {dtype_key: dtype}
     return None
 
 

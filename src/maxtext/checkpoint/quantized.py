@@ -1,9 +1,9 @@
-"""Weights with kernels of integers: made while a checkpoint is loaded, and folders of them.
+"""Integer-quantized weights: quantized while a checkpoint is loaded, and folders of them.
 
-Such a folder is one of ours (weights.safetensors …, by layer), with two tensors for a kernel: NAME
-has its integers, I8, or for int4 U8 with two in a byte, neighbours along the last axis, the first
-in the lower half; NAME.scale has its scales, F32, as `QuantizedWeight` keeps them. Its config.yml says
-quantization and checkpoint_is_quantized. To whoever wants plain tensors it shows them in float32.
+Such a folder is a native one (weights.safetensors …, by layer) with two tensors for each quantized
+weight. NAME has its integers: I8, or for int4 U8 with two values in a byte, neighbours along the
+last axis, the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. Its
+config.yml sets quantization and checkpoint_is_quantized. Readers of plain tensors get float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +29,7 @@ from maxtext.checkpoint.tensors import (
 from maxtext.checkpoint.weights import (
     ModelWeights,
     ParamInfo,
-    Path,
+    ParamPath,
     flatten,
     load_leaf,
     load_weights,
@@ -48,20 +48,20 @@ STORED = {"int8": I8, "int4": U8}
 
 
 def quantized_weight_dtype(config: MaxTextConfig) -> str | None:
-    """What kernels are kept in; None: in floats, like all weights."""
-    kind = config.quantization.value if config.quantization else None
-    if kind not in (None, *INTEGERS):
+    """The integer dtype of quantized weights, or None if all weights are floats."""
+    dtype = config.quantization.value if config.quantization else None
+    if dtype not in (None, *INTEGERS):
         raise ConfigError(
-            f"quantization={kind} ({config.source('quantization')}) is how a model is trained: use "
-            f"{' or '.join(INTEGERS)} for the weights of one that is not, or leave it out"
+            f"quantization={dtype} ({config.source('quantization')}) is for training: use "
+            f"{' or '.join(INTEGERS)} to quantize weights for inference, or leave it out"
         )
-    return kind
+    return dtype
 
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """A folder with kernels of integers, shown as plain tensors; `integers` and `scales` show the
-    kernels' parts.
+    """A folder of quantized weights as a source of plain tensors. `integers` and `scales` are
+    sources of the quantized weights' parts.
     """
 
     folder: TensorSource
@@ -69,17 +69,18 @@ class QuantizedFolder:
 
     @classmethod
     def of(cls, folder: SafetensorsFolder, dtype: str) -> "QuantizedFolder":
-        """Pair integers with scales; all that does not pair is one error."""
+        """Pair integers with their scales. Raises UserError with all tensors that do not pair."""
         problems = []
         for name, tensor in folder.tensors.items():
             scale = folder.tensors.get(name + SCALE)
             if name.endswith(SCALE) and name.removesuffix(SCALE) not in folder.tensors:
-                problems.append(f"{name} has nothing to scale")
+                problems.append(f"{name} has no weight to scale")
             elif scale is None and tensor.dtype in (I8, U8):
                 problems.append(f"{name} is of integers and has no {name}{SCALE}")
-            elif scale is not None and not paired(tensor, scale, dtype):
+            elif scale is not None and not is_weight_and_scale(tensor, scale, dtype):
                 problems.append(
-                    f"{name} {list(tensor.shape)} and {name}{SCALE} {list(scale.shape)} are no {dtype} kernel"
+                    f"{name} {list(tensor.shape)} and {name}{SCALE} {list(scale.shape)} are not "
+                    f"an {dtype} weight and its scales"
                 )
         raise_problems(folder.title, problems)
         return cls(folder, dtype)
@@ -96,15 +97,15 @@ class QuantizedFolder:
         )
 
     @cached_property
-    def integers(self) -> "Integers":
-        return Integers(self.folder, self.dtype, self.scales.tensors)
+    def integers(self) -> "IntegerTensors":
+        return IntegerTensors(self.folder, self.dtype, self.scales.tensors)
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        """Of the plain weights."""
-        kernels = self.integers.tensors
+        """The dequantized tensors."""
+        integers = self.integers.tensors
         return {
-            name: TensorInfo(F32, kernels[name].shape) if name in kernels else tensor
+            name: TensorInfo(F32, integers[name].shape) if name in integers else tensor
             for name, tensor in self.folder.tensors.items()
             if not name.endswith(SCALE)
         }
@@ -122,8 +123,8 @@ class QuantizedFolder:
 
 
 @dataclass(frozen=True)
-class Integers:
-    """The integers of a folder's kernels, one in each place of an array."""
+class IntegerTensors:
+    """The integers of a folder's quantized weights, unpacked to one value in an element."""
 
     folder: TensorSource
     dtype: str
@@ -135,8 +136,8 @@ class Integers:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        # An output has a scale of its own, and the last axis is one of outputs: so it says how long
-        # the axis is.
+        # The last axis is an output axis, and each output has a scale of its own, so that the
+        # scales have the unpacked length.
         return {
             name: TensorInfo(
                 INTEGERS[self.dtype], (*self.folder.tensors[name].shape[:-1], scale.shape[-1])
@@ -149,15 +150,16 @@ class Integers:
         return stored if self.dtype == "int8" else unpack(stored, self.tensors[name].shape[-1])
 
 
-def paired(kernel: TensorInfo, scale: TensorInfo, dtype: str) -> bool:
-    """Whether the stored parts of a kernel fit together."""
-    if kernel.dtype != STORED[dtype] or scale.dtype != F32 or len(kernel.shape) != len(scale.shape):
+def is_weight_and_scale(weight: TensorInfo, scale: TensorInfo, dtype: str) -> bool:
+    """Whether two stored tensors can be the integers and the scales of one weight."""
+    if weight.dtype != STORED[dtype] or scale.dtype != F32 or len(weight.shape) != len(scale.shape):
         return False
-    *others, last = kernel.shape
-    whole = all(
-        groups and size % groups == 0 for size, groups in zip(others, scale.shape[:-1], strict=True)
+    *leading, last = weight.shape
+    divides = all(
+        groups and size % groups == 0
+        for size, groups in zip(leading, scale.shape[:-1], strict=True)
     )
-    return whole and last == (scale.shape[-1] if dtype == "int8" else -(-scale.shape[-1] // 2))
+    return divides and last == (scale.shape[-1] if dtype == "int8" else -(-scale.shape[-1] // 2))
 
 
 def pack(values: np.ndarray) -> np.ndarray:
@@ -169,7 +171,7 @@ def pack(values: np.ndarray) -> np.ndarray:
 
 
 def unpack(stored: np.ndarray, length: int) -> np.ndarray:
-    """The way back; `length` is n."""
+    """U8 [..., ⌈n / 2⌉] -> int4 [..., n], where n is `length`."""
     nibbles = np.stack([stored & 0xF, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)[
         ..., :length
     ]
@@ -178,8 +180,8 @@ def unpack(stored: np.ndarray, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """A model's weights as such a folder holds them; a model without kernels of integers has plain
-    weights only.
+    """A model's weights in the format of such a folder, with int4 packed. Weights that are not
+    quantized are plain tensors.
     """
 
     model: ModelWeights
@@ -190,20 +192,20 @@ class PackedWeights:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        found = {}
-        for name, place in self.model.param_infos.items():
-            leaf = self.model.leaves[place.path]
+        tensors = {}
+        for name, info in self.model.param_infos.items():
+            leaf = self.model.leaves[info.path]
             if not isinstance(leaf, QuantizedWeight):
-                found[name] = self.model.tensors[name]
+                tensors[name] = self.model.tensors[name]
                 continue
             dtype = np.dtype(leaf.dtype).name
-            last = place.shape[-1] if dtype == "int8" else -(-place.shape[-1] // 2)
-            found[name] = TensorInfo(STORED[dtype], (*place.shape[:-1], last))
-            found[name + SCALE] = TensorInfo(F32, of_layer(leaf.scale.shape, place))
-        return found
+            last = info.shape[-1] if dtype == "int8" else -(-info.shape[-1] // 2)
+            tensors[name] = TensorInfo(STORED[dtype], (*info.shape[:-1], last))
+            tensors[name + SCALE] = TensorInfo(F32, layer_shape(leaf.scale.shape, info))
+        return tensors
 
     def read(self, name: str) -> np.ndarray:
-        weight = self.model.take(name.removesuffix(SCALE))
+        weight = self.model.get(name.removesuffix(SCALE))
         if not isinstance(weight, QuantizedWeight):
             return np.asarray(weight)
         if name.endswith(SCALE):
@@ -216,9 +218,11 @@ class PackedWeights:
             yield name, self.read(name)
 
 
-def of_layer(shape: Shape, place: ParamInfo) -> Shape:
-    """Without the axis of the stack."""
-    return shape if place.layer is None else shape[: place.axis] + shape[place.axis + 1 :]
+def layer_shape(shape: Shape, info: ParamInfo) -> Shape:
+    """The shape of one layer, without the stack axis."""
+    if info.stack_index is None:
+        return shape
+    return shape[: info.stack_axis] + shape[info.stack_axis + 1 :]
 
 
 def load_model(
@@ -229,87 +233,80 @@ def load_model(
     rules: AxisRules,
     progress: Progress | None = None,
 ) -> Tree:
-    """The weights of a model as its configuration wants them for inference, on their devices.
+    """Load the weights of a model for inference, quantized as its configuration says, onto their
+    devices.
 
-    A kernel of floats becomes one of integers as soon as it is there, so that floats of one kernel
-    are there at a time.
+    A weight is quantized as soon as it is loaded, so that one weight at a time is in floats.
     """
     dtype = quantized_weight_dtype(config)
-    stored = source if isinstance(source, QuantizedFolder) else None
-    if config.checkpoint_is_quantized and stored is None:
+    folder = source if isinstance(source, QuantizedFolder) else None
+    if config.checkpoint_is_quantized and folder is None:
         raise ConfigError(
-            f"checkpoint_is_quantized=true, but {source.title} has no quantized weights: leave the key out"
+            f"checkpoint_is_quantized=true, but {source.title} has no quantized weights: leave the "
+            "key out"
         )
-    if stored is not None and dtype != stored.dtype:
+    if folder is not None and dtype != folder.dtype:
         raise ConfigError(
-            f"quantization={dtype or ''!r}, but {stored.title} has weights in {stored.dtype} already: leave the key "
-            "out, or load the folder that they were made from"
+            f"quantization={dtype or ''!r}, but {folder.title} has weights in {folder.dtype} "
+            "already: leave the key out, or load the folder that they were made from"
         )
     axes, weights = described(template, dtype)
-    kernels = {
+    quantized_leaves = {
         path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
     }
     contracted = flatten(template.contracted)
-    if stored is not None:
-        raise_problems(stored.title, misfits(stored, param_infos, kernels))
+    if folder is not None:
+        raise_problems(folder.title, mismatches(folder, param_infos, quantized_leaves))
 
-    def load_one(
-        path: Path,
-        named: Mapping[str, ParamInfo],
-        whole: TensorInfo,
+    def load(
+        path: ParamPath,
+        params: Mapping[str, ParamInfo],
+        leaf: TensorInfo,
         sharding: Any,
         host_bytes: int,
     ) -> Any:
-        if path not in kernels:
-            return load_leaf(source, named, whole, sharding, host_bytes)
-        if stored is None:
-            floats = load_leaf(source, named, whole, sharding.qvalue, host_bytes)
-            return jax.block_until_ready(quantizer(contracted[path], dtype, sharding)(floats))
+        if path not in quantized_leaves:
+            return load_leaf(source, params, leaf, sharding, host_bytes)
+        if folder is None:
+            floats = load_leaf(source, params, leaf, sharding.qvalue, host_bytes)
+            quantize = quantize_function(contracted[path], dtype, sharding)
+            return jax.block_until_ready(quantize(floats))
         values, scale = (
-            TensorInfo(np.dtype(part.dtype), part.shape) for part in jax.tree.leaves(kernels[path])
+            TensorInfo(np.dtype(array.dtype), array.shape)
+            for array in jax.tree.leaves(quantized_leaves[path])
         )
         return QuantizedWeight(
-            load_leaf(stored.integers, named, values, sharding.qvalue, host_bytes),
-            load_leaf(stored.scales, named, scale, sharding.scale, host_bytes),
+            load_leaf(folder.integers, params, values, sharding.qvalue, host_bytes),
+            load_leaf(folder.scales, params, scale, sharding.scale, host_bytes),
         )
 
-    return load_weights(
-        source,
-        param_infos,
-        template,
-        rules.shardings(axes, weights),
-        progress=progress,
-        load=load_one,
-    )
+    shardings = rules.shardings(axes, weights)
+    return load_weights(source, param_infos, template, shardings, progress=progress, load=load)
 
 
-def misfits(
-    stored: QuantizedFolder,
+def mismatches(
+    folder: QuantizedFolder,
     param_infos: Mapping[str, ParamInfo],
-    kernels: Mapping[Path, QuantizedWeight],
+    quantized_leaves: Mapping[ParamPath, QuantizedWeight],
 ) -> list[str]:
-    """What a folder keeps otherwise than the model."""
+    """The weights that are quantized in a folder otherwise than in the model."""
     problems = []
-    for name, place in param_infos.items():
-        found, kernel = stored.scales.tensors.get(name), kernels.get(place.path)
-        if (found is None) != (kernel is None):
-            problems.append(f"{name} is {'not ' if found is None else ''}quantized in it")
-        elif (
-            found is not None
-            and kernel is not None
-            and found.shape != of_layer(kernel.scale.shape, place)
-        ):
-            problems.append(
-                shape_mismatch(name + SCALE, found.shape, of_layer(kernel.scale.shape, place))
-            )
+    for name, info in param_infos.items():
+        scale, leaf = folder.scales.tensors.get(name), quantized_leaves.get(info.path)
+        if (scale is None) != (leaf is None):
+            problems.append(f"{name} is {'not ' if scale is None else ''}quantized in it")
+        elif scale is not None and leaf is not None:
+            expected = layer_shape(leaf.scale.shape, info)
+            if scale.shape != expected:
+                problems.append(shape_mismatch(name + SCALE, scale.shape, expected))
     return problems
 
 
 @lru_cache
-def quantizer(
+def quantize_function(
     contracted: tuple[int, ...], dtype: Any, sharding: QuantizedWeight
 ) -> Callable[[jax.Array], QuantizedWeight]:
-    """Compiled once for kernels that are alike."""
+    """Compiled once for all weights of the same kind."""
     return jax.jit(
         partial(quantize_weight, contracted=contracted, dtype=dtype), out_shardings=sharding
     )

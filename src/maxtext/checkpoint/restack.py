@@ -1,10 +1,9 @@
-"""The same state with its layers stacked otherwise: scanned, unrolled, or stacked along another
-axis.
+"""Converts a restored state between layouts of its layers: scanned, unrolled, or stacked along
+another axis.
 
-Every weight of a layer has one name whatever the layout (weights.py), and what an optimizer keeps
-for a weight lies at the weight's path behind a prefix of its own. Arrays are cut and stacked on
-their devices, a few at a time; an array of the old layout is let go as soon as all its layers are
-taken.
+A parameter of a layer has one name in every layout (weights.py), and the optimizer keeps its state
+of a parameter under the parameter's path behind a prefix. Arrays are sliced and stacked on their
+devices, a few at a time. An array of the old layout is freed when all its layers are taken.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,98 +13,106 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.checkpoint.state import Name, join_path
-from maxtext.checkpoint.weights import ParamInfo, Path
+from maxtext.checkpoint.state import TreePath, join_path
+from maxtext.checkpoint.weights import ParamInfo, ParamPath
 from maxtext.common.errors import UserError
 
-Piece = tuple[Name, ParamInfo]  # the array of the old layout, and where in it
+# The path of an array in the old layout, and the parameter to take from it
+LayerSlice = tuple[TreePath, ParamInfo]
 
 
 def restack_layers(
-    arrays: dict[Name, jax.Array],
+    arrays: dict[TreePath, jax.Array],
     old: Mapping[str, ParamInfo],
     new: Mapping[str, ParamInfo],
-    wanted: Mapping[Name, jax.ShapeDtypeStruct],
-) -> dict[Name, jax.Array]:
-    """The arrays of one layout as those `wanted` in another, with their shardings. Takes the arrays
-    out of `arrays`.
+    target: Mapping[TreePath, jax.ShapeDtypeStruct],
+) -> dict[TreePath, jax.Array]:
+    """Convert the arrays of the old layout to those of `target`, with its shardings. Removes the
+    arrays from `arrays`.
     """
-    recipes = plan(arrays, old, new, wanted)
-    uses: dict[Name, int] = {}
-    for pieces in recipes.values():
-        for source, _ in pieces:
-            uses[source] = uses.get(source, 0) + 1
-    stacks = {words(place.path): place.axis for place in new.values() if place.layer is not None}
-    made: dict[Name, jax.Array] = {}
-    # Those of one old array after each other, so that it can go.
-    for name in sorted(recipes, key=lambda name: recipes[name][0][0]):
-        leaf, pieces = wanted[name], recipes[name]
-        parts = [cut(arrays[source], place) for source, place in pieces]
-        _, stacked = split(name, stacks)
-        made[name] = put(parts, None if stacked is None else stacks[stacked], leaf.sharding)
-        for source, _ in pieces:
-            uses[source] -= 1
-            if not uses[source]:
+    slices = plan_slices(arrays, old, new, target)
+    num_uses: dict[TreePath, int] = {}
+    for layer_slices in slices.values():
+        for source, _ in layer_slices:
+            num_uses[source] = num_uses.get(source, 0) + 1
+    stack_axes = {
+        to_tree_path(info.path): info.stack_axis
+        for info in new.values()
+        if info.stack_index is not None
+    }
+    restacked: dict[TreePath, jax.Array] = {}
+    # In the order of the old arrays, so that each can be freed early.
+    for path in sorted(slices, key=lambda path: slices[path][0][0]):
+        layers = [slice_layer(arrays[source], info) for source, info in slices[path]]
+        _, stacked = split_prefix(path, stack_axes)
+        axis = None if stacked is None else stack_axes[stacked]
+        restacked[path] = stack_layers(layers, axis, target[path].sharding)
+        for source, _ in slices[path]:
+            num_uses[source] -= 1
+            if not num_uses[source]:
                 del arrays[source]
-    return {name: made[name] for name in wanted}
+    return {path: restacked[path] for path in target}
 
 
-def plan(
-    arrays: Mapping[Name, Any],
+def plan_slices(
+    arrays: Mapping[TreePath, Any],
     old: Mapping[str, ParamInfo],
     new: Mapping[str, ParamInfo],
-    wanted: Mapping[Name, Any],
-) -> dict[Name, list[Piece]]:
-    """For each wanted array the pieces that it consists of, in order."""
-    by_path: dict[Name, list[str]] = {}
-    for weight, place in new.items():
-        by_path.setdefault(words(place.path), []).append(weight)
-    recipes: dict[Name, list[Piece]] = {}
-    for name in wanted:
-        prefix, path = split(name, by_path)
-        if path is None:  # nothing of a weight's: a count, the step
-            pieces = [(name, ParamInfo((), None, 0, (), wanted[name].dtype))]
+    target: Mapping[TreePath, Any],
+) -> dict[TreePath, list[LayerSlice]]:
+    """For each target array, the slices of old arrays that it consists of, in order."""
+    names_by_path: dict[TreePath, list[str]] = {}
+    for name, info in new.items():
+        names_by_path.setdefault(to_tree_path(info.path), []).append(name)
+    slices: dict[TreePath, list[LayerSlice]] = {}
+    for path in target:
+        prefix, param_path = split_prefix(path, names_by_path)
+        if param_path is None:  # not a parameter: a count, the step
+            layer_slices = [(path, ParamInfo((), None, 0, (), target[path].dtype))]
         else:
-            in_stack = sorted(by_path[path], key=lambda weight: new[weight].layer or 0)
-            pieces = [((*prefix, *words(old[weight].path)), old[weight]) for weight in in_stack]
-        missing = [source for source, _ in pieces if source not in arrays]
+            names = sorted(names_by_path[param_path], key=lambda name: new[name].stack_index or 0)
+            layer_slices = [((*prefix, *to_tree_path(old[name].path)), old[name]) for name in names]
+        missing = [source for source, _ in layer_slices if source not in arrays]
         if missing:
             raise UserError(
-                f"the checkpoint has no {join_path(missing[0])}, which {join_path(name)} needs"
+                f"the checkpoint has no {join_path(missing[0])}, which {join_path(path)} needs"
             )
-        recipes[name] = pieces
-    return recipes
+        slices[path] = layer_slices
+    return slices
 
 
-def words(path: Path) -> Name:
+def to_tree_path(path: ParamPath) -> TreePath:
     return tuple(map(str, path))
 
 
-def split(name: Name, paths: Mapping[Name, Any]) -> tuple[Name, Name | None]:
-    """(prefix, path of the weight that the name ends with or None)."""
-    for start in range(len(name)):
-        if name[start:] in paths:
-            return name[:start], name[start:]
-    return name, None
+def split_prefix(
+    path: TreePath, param_paths: Mapping[TreePath, Any]
+) -> tuple[TreePath, TreePath | None]:
+    """(prefix, path of the parameter that `path` ends with, or None)."""
+    for start in range(len(path)):
+        if path[start:] in param_paths:
+            return path[:start], path[start:]
+    return path, None
 
 
-def cut(array: jax.Array, place: ParamInfo) -> jax.Array:
-    # The number is an argument of the compiled slice, so that one serves all layers.
-    return array if place.layer is None else take(array, place.layer, place.axis)
+def slice_layer(array: jax.Array, info: ParamInfo) -> jax.Array:
+    return (
+        array if info.stack_index is None else take_layer(array, info.stack_index, info.stack_axis)
+    )
 
 
-@partial(jax.jit, static_argnums=2)
-def take(array: jax.Array, layer: int, axis: int) -> jax.Array:
+@partial(jax.jit, static_argnums=2)  # compiled once for all layers: `layer` is traced
+def take_layer(array: jax.Array, layer: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False)
 
 
-def put(parts: list[jax.Array], axis: int | None, sharding: Any) -> jax.Array:
+def stack_layers(layers: list[jax.Array], axis: int | None, sharding: Any) -> jax.Array:
     if axis is None:
-        (part,) = parts
-        return jax.device_put(part, sharding)
-    return stacker(axis, sharding)(*parts)
+        (array,) = layers
+        return jax.device_put(array, sharding)
+    return stack_function(axis, sharding)(*layers)
 
 
 @lru_cache
-def stacker(axis: int, sharding: Any) -> Callable[..., jax.Array]:
+def stack_function(axis: int, sharding: Any) -> Callable[..., jax.Array]:
     return jax.jit(lambda *layers: jnp.stack(layers, axis), out_shardings=sharding)

@@ -1,10 +1,9 @@
-"""Folders of safetensors files, written one tensor at a time; under its name a folder is complete
-or absent.
+"""Writes folders of safetensors files one tensor at a time. A folder is complete or absent.
 
-Everything is planned from names, dtypes and shapes: which shard a tensor goes to, and where it lies
-in it. Then the tensors may come in any order, each is written to its place and let go. The work
-happens in a hidden folder beside the result, `.NAME.partial-…`, which takes the name when all of it
-is on disk. A failure removes it; what a killed process leaves, the next attempt removes.
+The shard of each tensor and its offset in it are planned from names, dtypes and shapes. So tensors
+may come in any order; each is written at its offset and freed. They are written to a hidden folder
+next to the result, `.NAME.partial-…`, which is renamed when all of it is on disk. A failure removes
+it. If the process is killed, the next attempt removes it.
 """
 
 import contextlib
@@ -38,8 +37,9 @@ def write_native_folder(
     shard_bytes: int = 2 * GIGABYTE,
     progress: Progress | None = None,
 ) -> None:
-    """A folder of our weights, by layer: the shards and their index, texts by the name of their
-    file (config.yml), and in hugging_face/ the files that came with the model from there."""
+    """Write a folder of native weights: shards and their index, `texts` by file name (config.yml),
+    and in hugging_face/ copies of the files that came with the model.
+    """
     files = {f"hugging_face/{file.name}": file for file in hf_assets}
     write_folder(out, weights, NATIVE_STEM, texts, files, shard_bytes, progress)
 
@@ -52,11 +52,11 @@ def write_hf_folder(
     shard_bytes: int = 5 * GIGABYTE,
     progress: Progress | None = None,
 ) -> None:
-    """A folder that Hugging Face's libraries load: model.safetensors or its shards with their
-    index, texts by the name of their file (config.json), and files carried along."""
-    write_folder(
-        out, tensors, HF_STEM, texts, {file.name: file for file in hf_assets}, shard_bytes, progress
-    )
+    """Write a folder that Hugging Face's libraries load: model.safetensors, or shards with their
+    index, `texts` by file name (config.json), and copies of `hf_assets`.
+    """
+    files = {file.name: file for file in hf_assets}
+    write_folder(out, tensors, HF_STEM, texts, files, shard_bytes, progress)
 
 
 def write_folder(
@@ -68,108 +68,102 @@ def write_folder(
     shard_bytes: int,
     progress: Progress | None = None,
 ) -> None:
-    total = sum(tensor.nbytes for tensor in tensors.tensors.values())
-    done = 0
-    with atomic_folder(out, total) as folder:
+    total_bytes = sum(tensor.nbytes for tensor in tensors.tensors.values())
+    written_bytes = 0
+    with atomic_folder(out, total_bytes) as folder:
         for name in {**files, **texts}:
             (folder / name).parent.mkdir(exist_ok=True)
         for name, file in files.items():
             shutil.copyfile(file, folder / name)
-        for name, text in texts.items():  # in place of a file of that name
+        for name, text in texts.items():  # replaces a file of that name
             (folder / name).write_text(text, encoding="utf-8")
-        shards = Shards(folder, stem, plan(tensors.tensors, shard_bytes))
-        with shards:
+        writer = ShardWriter(folder, stem, plan_shards(tensors.tensors, shard_bytes))
+        with writer:
             for name, array in tensors:
-                shards.put(name, array)
-                done += array.nbytes
-                del array  # or it would be kept while the next one is made
+                writer.write(name, array)
+                written_bytes += array.nbytes
+                del array  # before the next one is read
                 if progress:
-                    progress(done, total, name)
-        shards.write_index(total)
+                    progress(written_bytes, total_bytes, name)
+        writer.write_index(total_bytes)
 
 
-def plan(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
-    """Consecutive tensors a shard, as many as fit; a tensor too large for any shard gets its
+def plan_shards(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str, TensorInfo]]:
+    """Consecutive tensors in each shard, as many as fit. A tensor larger than a shard gets its
     own.
     """
     shards: list[dict[str, TensorInfo]] = [{}]
-    filled = 0
+    used_bytes = 0
     for name, tensor in tensors.items():
-        if shards[-1] and filled + tensor.nbytes > shard_bytes:
+        if shards[-1] and used_bytes + tensor.nbytes > shard_bytes:
             shards.append({})
-            filled = 0
+            used_bytes = 0
         shards[-1][name] = tensor
-        filled += tensor.nbytes
+        used_bytes += tensor.nbytes
     return shards
 
 
 @dataclass
-class Shards:
-    """Shards under way. A file is opened for its first tensor and closed, on disk, after its
-    last.
+class ShardWriter:
+    """Writes tensors into their shards. A file is opened for its first tensor, and synced and
+    closed after its last.
     """
 
     folder: Path
     stem: str
-    planned: list[dict[str, TensorInfo]]
-    open: dict[int, int] = field(default_factory=dict)  # file descriptors by shard
+    shards: list[dict[str, TensorInfo]]
+    open_files: dict[int, int] = field(default_factory=dict)  # file descriptors by shard
 
     def __post_init__(self) -> None:
-        self.shard_of = {
-            name: number for number, shard in enumerate(self.planned) for name in shard
-        }
+        self.shard_of = {name: number for number, shard in enumerate(self.shards) for name in shard}
         self.offsets: dict[str, int] = {}
-        self.missing = [set(shard) for shard in self.planned]
+        self.missing = [set(shard) for shard in self.shards]
 
-    def __enter__(self) -> "Shards":
+    def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(self, kind: type | None, *rest: object) -> None:
-        for descriptor in self.open.values():
+    def __exit__(self, error_type: type | None, *rest: object) -> None:
+        for descriptor in self.open_files.values():
             os.close(descriptor)
         missing = sorted(set().union(*self.missing))
-        if kind is None and missing:
+        if error_type is None and missing:
             raise ValueError(
                 f"{len(missing)} tensors were planned and never came, {missing[0]} among them"
             )
 
     def file_name(self, number: int) -> str:
-        if len(self.planned) == 1 and self.stem == HF_STEM:
+        if len(self.shards) == 1 and self.stem == HF_STEM:
             return f"{self.stem}.safetensors"
-        return f"{self.stem}-{number + 1:05d}-of-{len(self.planned):05d}.safetensors"
+        return f"{self.stem}-{number + 1:05d}-of-{len(self.shards):05d}.safetensors"
 
-    def put(self, name: str, array: np.ndarray) -> None:
+    def write(self, name: str, array: np.ndarray) -> None:
         number = self.shard_of[name]
-        tensor = self.planned[number][name]
+        tensor = self.shards[number][name]
         if (
             array.shape != tensor.shape
             or array.dtype != tensor.dtype
             or name not in self.missing[number]
         ):
             raise ValueError(f"{name} came as {array.dtype}{array.shape}, planned once as {tensor}")
-        if number not in self.open:
-            self.open[number] = self.begin(number)
-        write_at(
-            self.open[number],
-            self.offsets[name],
-            np.ascontiguousarray(array).reshape(-1).view(np.uint8).data,
-        )
+        if number not in self.open_files:
+            self.open_files[number] = self.create_file(number)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        write_at(self.open_files[number], self.offsets[name], data)
         self.missing[number].remove(name)
         if not self.missing[number]:
-            descriptor = self.open.pop(number)
+            descriptor = self.open_files.pop(number)
             os.fsync(descriptor)
             os.close(descriptor)
 
-    def begin(self, number: int) -> int:
-        """A shard's file with its header."""
+    def create_file(self, number: int) -> int:
+        """Create a shard's file, write its header, and return its descriptor."""
         # Wide elements first, so that every tensor starts at a multiple of its element's size.
-        ordered = sorted(self.planned[number].items(), key=lambda item: -item[1].dtype.itemsize)
+        ordered = sorted(self.shards[number].items(), key=lambda item: -item[1].dtype.itemsize)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in ordered:
-            kind = DTYPE_NAMES[tensor.dtype]
             header[name] = {
-                "dtype": kind,
+                "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": tensor.shape,
                 "data_offsets": (end, end + tensor.nbytes),
             }
@@ -185,12 +179,12 @@ class Shards:
         write_at(descriptor, 0, memoryview(len(text).to_bytes(8, "little") + text))
         return descriptor
 
-    def write_index(self, total: int) -> None:
-        """Last, so that an index is never there without its shards."""
-        if len(self.planned) == 1 and self.stem == HF_STEM:
+    def write_index(self, total_bytes: int) -> None:
+        """Written last, so that an index never exists without its shards."""
+        if len(self.shards) == 1 and self.stem == HF_STEM:
             return
         files = {name: self.file_name(number) for name, number in self.shard_of.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": files}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
         (self.folder / f"{self.stem}.safetensors.index.json").write_text(
             json.dumps(index, indent=2) + "\n"
         )
@@ -204,8 +198,8 @@ def write_at(descriptor: int, offset: int, data: memoryview) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(out: str | os.PathLike, size: int = 0) -> Iterator[Path]:
-    """A hidden folder that becomes `out` on success and vanishes on failure; `size` is the room
-    that it needs.
+    """A hidden folder that is renamed to `out` on success and removed on failure. `size` is the
+    disk space that it needs, in bytes.
     """
     target = local_path(out).resolve()
     try:
@@ -242,8 +236,8 @@ def refuse_existing(target: Path) -> None:
 
 
 def lock_folder(path: Path) -> int:
-    """Hold a folder for as long as this process lives, or raise BlockingIOError where another one
-    holds it.
+    """Lock a folder for as long as this process lives. Raises BlockingIOError if another process
+    has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -255,7 +249,7 @@ def lock_folder(path: Path) -> int:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove what killed attempts at the same folder left behind: their locks died with them."""
+    """Remove the hidden folders of killed attempts, which no process locks any more."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
         with contextlib.suppress(BlockingIOError):
             lock = lock_folder(path)
@@ -267,11 +261,11 @@ def remove_leftovers(target: Path) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Put the small files and the folders on disk; shards were when they were closed."""
+    """Sync all files and folders to disk."""
     for path in folder.rglob("*"):
         if path.is_dir():
             sync_directory(path)
         else:
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
     sync_directory(folder)

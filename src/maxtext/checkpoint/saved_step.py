@@ -1,6 +1,4 @@
-"""A saved step as it lies on disk: what it holds, its descriptions, and its arrays, read straight
-into their shards.
-"""
+"""A saved step on disk: its metadata, and its arrays restored directly into their shards."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -15,10 +13,12 @@ import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.former_names import match_names
-from maxtext.checkpoint.manager import RUN_FILE, StorageOptions, position_file, quiet_orbax
-from maxtext.checkpoint.state import Name, from_flat_dict, to_flat_dict
+from maxtext.checkpoint.manager import RUN_FILE, StorageOptions, iterator_file, quiet_orbax
+from maxtext.checkpoint.state import TreePath, from_flat_dict, to_flat_dict
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
+
+ORBAX_ERRORS = (ValueError, OSError, KeyError, RuntimeError)
 
 
 class CorruptCheckpoint(UserError):
@@ -27,7 +27,7 @@ class CorruptCheckpoint(UserError):
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step's folder."""
+    """The folder of a step."""
 
     path: Path
 
@@ -37,14 +37,12 @@ class SavedStep:
 
     @cached_property
     def run(self) -> dict[str, Any]:
-        """What the run said of itself when it saved: its model, the layout of its weights, its
-        optimizer, its mesh.
-        """
+        """The metadata of the run that saved the step: layer layout, optimizer, mesh, processes."""
         return self.read_json(RUN_FILE)
 
     def iterator_states(self) -> list[Any]:
-        """The places in the data of all processes that saved the step, in their order."""
-        return [self.read_json(position_file(process)) for process in range(self.run["processes"])]
+        """The data iterator's state of each process that saved the step, in their order."""
+        return [self.read_json(iterator_file(process)) for process in range(self.run["processes"])]
 
     def read_json(self, name: str) -> Any:
         file = self.path / steps.RUN / name
@@ -56,55 +54,53 @@ class SavedStep:
             ) from error
 
     @cached_property
-    def metadata(self) -> dict[Name, Any]:
-        """Orbax's own record of each array: shape, dtype, sharding, chunks."""
+    def metadata(self) -> dict[TreePath, Any]:
+        """Orbax's metadata of each array: shape, dtype, sharding, chunks."""
         quiet_orbax()
         try:
             with ocp.Checkpointer(StorageOptions().handler()) as reader:
-                found = reader.metadata(self.path / steps.STATE).item_metadata
-        except (ValueError, OSError, KeyError, RuntimeError) as error:
+                metadata = reader.metadata(self.path / steps.STATE).item_metadata
+        except ORBAX_ERRORS as error:
             raise CorruptCheckpoint(f"{self.path} cannot be read: {error}") from error
-        if found is None:
-            raise CorruptCheckpoint(
-                f"{self.path} cannot be read: what it says of its arrays is damaged"
-            )
-        return to_flat_dict(found.tree)
+        if metadata is None:
+            raise CorruptCheckpoint(f"{self.path} cannot be read: its array metadata is damaged")
+        return to_flat_dict(metadata.tree)
 
     @cached_property
-    def tensors(self) -> dict[Name, TensorInfo]:
+    def tensors(self) -> dict[TreePath, TensorInfo]:
         return {
-            name: TensorInfo(np.dtype(one.dtype), tuple(one.shape))
-            for name, one in self.metadata.items()
+            path: TensorInfo(np.dtype(array.dtype), tuple(array.shape))
+            for path, array in self.metadata.items()
         }
 
-    def tensors_named_as(self, expected: Collection[Name]) -> dict[Name, TensorInfo]:
+    def tensors_named_as(self, expected: Collection[TreePath]) -> dict[TreePath, TensorInfo]:
         """All stored tensors; those under a former name have the name that `expected` has."""
         matched = match_names(self.tensors, expected)
-        return {name: self.tensors[stored] for name, stored in matched.items()}
+        return {path: self.tensors[stored] for path, stored in matched.items()}
 
     def restore(
-        self, wanted: Mapping[Name, jax.ShapeDtypeStruct], storage: StorageOptions | None = None
-    ) -> dict[Name, Any]:
-        """Restore these arrays in their dtypes and shardings, or as NumPy arrays where no sharding is
-        given. All must be stored, possibly under their former names.
+        self,
+        abstract: Mapping[TreePath, jax.ShapeDtypeStruct],
+        storage: StorageOptions | None = None,
+    ) -> dict[TreePath, Any]:
+        """Restore these arrays in their dtypes and shardings, or as NumPy arrays where no sharding
+        is given. All must be stored, possibly under their former names.
         """
-        matched = match_names(self.metadata, wanted)
-        stored_names = {name: matched.get(name, name) for name in wanted}
-        tree = from_flat_dict({stored_names[name]: leaf for name, leaf in wanted.items()})
-        how = from_flat_dict(
-            {stored_names[name]: restore_args(leaf) for name, leaf in wanted.items()}
-        )
+        matched = match_names(self.metadata, abstract)
+        stored = {path: matched.get(path, path) for path in abstract}
+        item = from_flat_dict({stored[path]: leaf for path, leaf in abstract.items()})
+        args = from_flat_dict({stored[path]: restore_args(leaf) for path, leaf in abstract.items()})
         handler = (storage or StorageOptions()).handler()
         quiet_orbax()
         try:
             with ocp.Checkpointer(handler) as reader:
-                arguments = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
-                found = to_flat_dict(reader.restore(self.path / steps.STATE, args=arguments))
-        except (ValueError, OSError, KeyError, RuntimeError) as error:
+                restore = ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
+                arrays = to_flat_dict(reader.restore(self.path / steps.STATE, args=restore))
+        except ORBAX_ERRORS as error:
             raise CorruptCheckpoint(
                 f"{self.path} cannot be read: {str(error).splitlines()[0][:300]}"
             ) from error
-        return {name: found[stored_names[name]] for name in wanted}
+        return {path: arrays[stored[path]] for path in abstract}
 
 
 def restore_args(leaf: Any) -> ocp.RestoreArgs:

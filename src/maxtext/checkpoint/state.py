@@ -1,12 +1,11 @@
-"""A training state as named arrays: what a checkpoint holds, whatever classes the trainer and its
-optimizer keep it in.
+"""Flattens a training state to a dict of arrays by path, the form in which a checkpoint stores it.
 
-A name is the path of an array in the state: ("weights", "embedder", "embedding"), ("optimizer", …,
-"mu", "embedder", "embedding"), ("step",), ("key",). On disk names are nested folders of one tree,
-so other programs can read it, too.
+The paths do not depend on the classes of the trainer or the optimizer:
+("weights", "embedder", "embedding"), ("optimizer", …, "mu", "embedder", "embedding"), ("step",),
+("key",). On disk they are nested folders of one tree, so that other programs can read it, too.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,69 +13,71 @@ import numpy as np
 
 from maxtext.checkpoint.tensors import TensorInfo
 
-Name = tuple[str, ...]
+TreePath = tuple[str, ...]
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
-def to_flat_dict(tree: Any) -> dict[Name, Any]:
-    """The leaves of a tree by name."""
-    return {tuple(map(word, path)): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+def to_flat_dict(tree: Any) -> dict[TreePath, Any]:
+    """The leaves of a pytree by path."""
+    return {tree_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def word(key: Any) -> str:
-    """One step of a path, of whatever kind of container."""
+def tree_path(key_path: tuple[Any, ...]) -> TreePath:
+    return tuple(map(key_string, key_path))
+
+
+def key_string(key: Any) -> str:
+    """A key of a JAX key path as a string, whatever the kind of container."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
-    raise TypeError(f"{key!r} is no step of a path")
+    raise TypeError(f"{key!r} is not a key of a pytree")
 
 
-def unflatten_like(like: Any, leaves: Mapping[Name, Any]) -> Any:
-    """A tree like another, with these leaves."""
-    return jax.tree.map_with_path(lambda path, _: leaves[tuple(map(word, path))], like)
+def unflatten_like(target: Any, leaves: Mapping[TreePath, Any]) -> Any:
+    """A pytree with the structure of `target` and these leaves."""
+    return jax.tree.map_with_path(lambda path, _: leaves[tree_path(path)], target)
 
 
-def from_flat_dict(leaves: Mapping[Name, Any]) -> dict[str, Any]:
-    """Named leaves as a tree of dicts."""
+def from_flat_dict(leaves: Mapping[TreePath, Any]) -> dict[str, Any]:
+    """Leaves by path as nested dicts."""
     tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
+    for path, leaf in leaves.items():
         branch = tree
-        for step in name[:-1]:
-            branch = branch.setdefault(step, {})
-        branch[name[-1]] = leaf
+        for key in path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[path[-1]] = leaf
     return tree
 
 
-def join_path(name: Name) -> str:
-    return "/".join(name)
+def join_path(path: TreePath) -> str:
+    return "/".join(path)
 
 
-def tensor_infos(leaves: Mapping[Name, Any]) -> dict[Name, TensorInfo]:
-    """What arrays are, abstract or not."""
+def tensor_infos(leaves: Mapping[TreePath, Any]) -> dict[TreePath, TensorInfo]:
+    """The dtypes and shapes of arrays, abstract or not."""
     return {
-        name: TensorInfo(np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in leaves.items()
+        path: TensorInfo(np.dtype(leaf.dtype), tuple(leaf.shape)) for path, leaf in leaves.items()
     }
 
 
-def compare_trees(saved: Mapping[Name, TensorInfo], wanted: Mapping[Name, TensorInfo]) -> list[str]:
-    """What a checkpoint has otherwise than a run wants it, in words; dtypes may differ, for floats
-    are cast.
+def compare_trees(
+    saved: Mapping[TreePath, TensorInfo], expected: Mapping[TreePath, TensorInfo]
+) -> list[str]:
+    """How the tensors of a checkpoint differ from those that a run expects, a sentence each.
+    Dtypes may differ, since floats are cast.
     """
     problems = []
-    for name in in_order(saved, wanted):
-        there, here = saved.get(name), wanted.get(name)
-        if there is None:
+    for path in dict.fromkeys([*saved, *expected]):
+        stored, wanted = saved.get(path), expected.get(path)
+        if stored is None:
+            assert wanted is not None
+            problems.append(f"{join_path(path)} {list(wanted.shape)} is not in the checkpoint")
+        elif wanted is None:
+            problems.append(f"{join_path(path)} {list(stored.shape)} is only in the checkpoint")
+        elif stored.shape != wanted.shape:
             problems.append(
-                f"{join_path(name)} {list(here.shape)} is not in the checkpoint" if here else ""
-            )
-        elif here is None:
-            problems.append(f"{join_path(name)} {list(there.shape)} is only in the checkpoint")
-        elif there.shape != here.shape:
-            problems.append(
-                f"{join_path(name)} has shape {list(there.shape)} in the checkpoint and {list(here.shape)} here"
+                f"{join_path(path)} has shape {list(stored.shape)} in the checkpoint and "
+                f"{list(wanted.shape)} here"
             )
     return problems
-
-
-def in_order(*names: Iterable[Name]) -> list[Name]:
-    return list(dict.fromkeys(name for some in names for name in some))

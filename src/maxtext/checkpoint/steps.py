@@ -1,8 +1,8 @@
-"""The folders of a run's checkpoints: one a step, named by the number of steps done.
+"""The step folders of a run's checkpoints, named by the number of steps done.
 
-A folder takes its name when all of it is written, so a name of digits alone is a complete step;
-what is under way or was left by a killed process carries a longer name. `N.damaged` was set aside
-since it could not be read.
+A folder gets its name when all of it is written, so a name of digits alone is a complete step.
+Steps that are being written, or that a killed process left incomplete, have a longer name.
+`N.damaged` is a step that could not be read.
 """
 
 import errno
@@ -12,15 +12,15 @@ from pathlib import Path
 
 from maxtext.common.log import LOGGER
 
-STATE, RUN = "state", "run"  # what a step's folder holds: arrays, and descriptions in JSON
-MARK = "_CHECKPOINT_METADATA"  # Orbax writes it into every step
-UNDER_WAY = ".orbax-checkpoint-tmp"
-GOING = ".going"  # being deleted
-DAMAGED = ".damaged"
+STATE, RUN = "state", "run"  # items of a step: the arrays, and metadata in JSON
+METADATA_FILE = "_CHECKPOINT_METADATA"  # Orbax writes it into every step
+TMP_SUFFIX = ".orbax-checkpoint-tmp"
+DELETING_SUFFIX = ".going"
+DAMAGED_SUFFIX = ".damaged"
 
 
 def is_step(folder: Path) -> bool:
-    return folder.name.isdigit() and folder.is_dir() and (folder / MARK).is_file()
+    return folder.name.isdigit() and folder.is_dir() and (folder / METADATA_FILE).is_file()
 
 
 def all_steps(folder: Path) -> list[int]:
@@ -30,8 +30,8 @@ def all_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.iterdir() if is_step(path))
 
 
-def incomplete(folder: Path) -> list[Path]:
-    """What lies in a folder of checkpoints and is no complete step."""
+def incomplete_steps(folder: Path) -> list[Path]:
+    """The step folders in a folder of checkpoints that are not complete."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -41,57 +41,55 @@ def incomplete(folder: Path) -> list[Path]:
     )
 
 
-def is_checkpoints(folder: Path) -> bool:
-    """Whether a folder is a step or holds steps, or is a run's folder, whose checkpoints/ holds
-    them.
+def has_steps(folder: Path) -> bool:
+    """Whether a folder is a complete step, holds one, or is a run's folder whose checkpoints/
+    holds one.
     """
     return is_step(folder) or bool(all_steps(folder)) or bool(all_steps(folder / "checkpoints"))
 
 
-def steps_under(folder: Path) -> list[Path]:
-    """The steps that a person means by a step's folder, a folder of checkpoints, or a run's folder;
+def find_steps(folder: Path) -> list[Path]:
+    """The complete steps of a step's folder, a folder of checkpoints, or a run's folder,
     ascending.
     """
     if is_step(folder):
         return [folder]
-    inside = folder if all_steps(folder) else folder / "checkpoints"
-    return [inside / str(step) for step in all_steps(inside)]
+    checkpoints = folder if all_steps(folder) else folder / "checkpoints"
+    return [checkpoints / str(step) for step in all_steps(checkpoints)]
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What killed processes left: steps half written, or half deleted."""
+    """Remove steps that killed processes left half written or half deleted."""
     if folder.is_dir():
         for path in folder.iterdir():
-            if path.is_dir() and (UNDER_WAY in path.name or GOING in path.name):
+            if path.is_dir() and (TMP_SUFFIX in path.name or DELETING_SUFFIX in path.name):
                 shutil.rmtree(path, ignore_errors=True)
                 LOGGER.info("removed %s, left behind by an interrupted save", path)
 
 
-def retire(folder: Path, keep: int | None, attic: Path | None) -> None:
-    """Delete all steps but the newest `keep`, or move them to `attic`. A kill never leaves half a
-    step.
+def remove_old_steps(folder: Path, max_to_keep: int | None, archive: Path | None) -> None:
+    """Delete all steps but the newest `max_to_keep`, or move them to `archive`. A kill never
+    leaves half a step under the name of a step.
     """
-    for step in all_steps(folder)[:-keep] if keep else []:
+    for step in all_steps(folder)[:-max_to_keep] if max_to_keep else []:
         old = folder / str(step)
-        if attic is not None:
-            attic.mkdir(parents=True, exist_ok=True)
-            if move(old, free_name(attic / str(step))):
+        if archive is not None:
+            archive.mkdir(parents=True, exist_ok=True)
+            if move_step(old, unused_path(archive / str(step))):
                 continue
-        remove(old)
+        delete_step(old)
 
 
-def remove(step: Path) -> None:
-    """Delete a step. It loses its name at once, so that a kill leaves no folder that looks like a
-    step.
-    """
-    going = free_name(step.with_name(f"{step.name}{GOING}"))
-    os.rename(step, going)
-    shutil.rmtree(going, ignore_errors=True)
+def delete_step(step: Path) -> None:
+    """Delete a step. It is renamed first, so that a kill leaves no folder that looks complete."""
+    deleting = unused_path(step.with_name(f"{step.name}{DELETING_SUFFIX}"))
+    os.rename(step, deleting)
+    shutil.rmtree(deleting, ignore_errors=True)
 
 
-def move(step: Path, target: Path) -> bool:
-    """Rename a step, or copy it to another file system; then it is still there, and the result is
-    False.
+def move_step(step: Path, target: Path) -> bool:
+    """Rename a step, or copy it to another file system. Returns False if it was copied and the
+    original is still there.
     """
     try:
         os.rename(step, target)
@@ -99,28 +97,28 @@ def move(step: Path, target: Path) -> bool:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-    copying = target.with_name(f"{target.name}{UNDER_WAY}")
-    shutil.rmtree(copying, ignore_errors=True)  # of a kill before
+    copying = target.with_name(f"{target.name}{TMP_SUFFIX}")
+    shutil.rmtree(copying, ignore_errors=True)  # left by a killed copy
     shutil.copytree(step, copying)
     os.rename(copying, target)
     return False
 
 
-def set_aside(folder: Path, first: int) -> None:
-    """Rename steps from `first` on, which could not be read and will be done again, so that they do
-    not count.
-    """
+def set_aside_damaged(folder: Path, first: int) -> None:
+    """Rename the steps from `first` on: they could not be read, and the run will do them again."""
     for step in all_steps(folder):
         if step >= first:
-            aside = free_name(folder / f"{step}{DAMAGED}")
-            os.rename(folder / str(step), aside)
+            damaged = unused_path(folder / f"{step}{DAMAGED_SUFFIX}")
+            os.rename(folder / str(step), damaged)
             LOGGER.warning(
-                "%s could not be read and is set aside as %s", folder / str(step), aside.name
+                "%s could not be read and is set aside as %s", folder / str(step), damaged.name
             )
 
 
-def free_name(path: Path) -> Path:
-    number, free = 1, path
-    while free.exists():
-        free, number = path.with_name(f"{path.name}.{number}"), number + 1
-    return free
+def unused_path(path: Path) -> Path:
+    """`path`, or `path.1`, `path.2` … if it exists."""
+    number, unused = 1, path
+    while unused.exists():
+        unused = path.with_name(f"{path.name}.{number}")
+        number += 1
+    return unused

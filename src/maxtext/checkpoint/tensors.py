@@ -1,5 +1,5 @@
-"""Named tensors, wherever they are kept: what a source of them offers, and how a set of them is
-checked.
+"""Sources of named tensors, whatever they are stored in, and checks of their names, shapes and
+dtypes.
 """
 
 import math
@@ -15,21 +15,32 @@ import numpy as np
 from maxtext.common.errors import UserError
 
 Shape = tuple[int, ...]
-Progress = Callable[[int, int, str], None]  # (bytes done, bytes in all, the tensor just done)
+Progress = Callable[[int, int, str], None]  # (bytes done, total bytes, name of the last tensor)
 
-# The names that safetensors files give to dtypes.
+# Dtypes by their names in safetensors files
 DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(kind)
-    for name, kind in {
-        "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-        "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
-        "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": np.int64,
+        "I32": np.int32,
+        "I16": np.int16,
+        "I8": np.int8,
+        "U64": np.uint64,
+        "U32": np.uint32,
+        "U16": np.uint16,
+        "U8": np.uint8,
+        "BOOL": np.bool_,
     }.items()
-}  # fmt: skip
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Plain numbers, which may be cast to one another; values of eight bits mean nothing without their
-# scales.
+# Dtypes that may be cast to one another. fp8 values are not among them: they need their scales.
 FLOATS = tuple(DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))
 
 
@@ -43,16 +54,18 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: np.dtype | None) -> "TensorInfo":
-        """The same in another floating dtype; what is no float stays as it is."""
+        """The same tensor in another floating dtype. A tensor that is not a float is unchanged."""
         return TensorInfo(dtype, self.shape) if dtype is not None and self.dtype in FLOATS else self
 
 
 class TensorSource(Protocol):
-    """Tensors that can be read one at a time; what they are is known before any is read."""
+    """Tensors that can be read one at a time. Their dtypes and shapes are known before any is
+    read.
+    """
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name of the source in messages."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -61,14 +74,14 @@ class TensorSource(Protocol):
 
 
 class TensorStream(TensorSource, Protocol):
-    """A source that also gives every tensor once, in the order that suits it."""
+    """A source that also yields every tensor once, in the order in which it reads them best."""
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]: ...
 
 
 @dataclass(frozen=True)
 class RenamedTensors:
-    """A source under other names; what has none is left out."""
+    """A source under other names. Tensors without a new name are left out."""
 
     source: TensorSource
     names: Mapping[str, str]  # new -> old
@@ -95,7 +108,7 @@ def cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CastTensors:
-    """A source of weights, each in a dtype of its own where one is given."""
+    """A source with some of its floating-point tensors cast to other dtypes."""
 
     source: TensorStream
     dtypes: Mapping[str, np.dtype]
@@ -106,7 +119,9 @@ class CastTensors:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: one.cast(self.dtypes.get(name)) for name, one in self.source.tensors.items()}
+        return {
+            name: tensor.cast(self.dtypes.get(name)) for name, tensor in self.source.tensors.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
         return cast(self.source.read(name), self.tensors[name].dtype)
@@ -116,21 +131,19 @@ class CastTensors:
             yield name, cast(array, self.tensors[name].dtype)
 
 
-def raise_problems(title: str, problems: Collection[str], shown: int = 5) -> None:
-    """One error for all problems, if there are any."""
+def raise_problems(title: str, problems: Collection[str], max_listed: int = 5) -> None:
+    """Raise one UserError for all problems, if there are any."""
     if problems:
-        some = "; ".join(list(problems)[:shown])
-        rest = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
+        listed = "; ".join(list(problems)[:max_listed])
+        rest = f"; and {len(problems) - max_listed} more" if len(problems) > max_listed else ""
         count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        raise UserError(f"{title} does not fit the model ({count}): {some}{rest}")
+        raise UserError(f"{title} does not fit the model ({count}): {listed}{rest}")
 
 
 def unexpected_names(
     names: Iterable[str], expected: Collection[str], ignored: Iterable[str] = ()
 ) -> list[str]:
-    """Names that nobody asked for and that no regular expression in `ignored` matches as a
-    whole.
-    """
+    """Names that are not expected and that no regular expression in `ignored` matches fully."""
     patterns = [re.compile(pattern) for pattern in ignored]
     return [
         name
@@ -139,29 +152,28 @@ def unexpected_names(
     ]
 
 
-def shape_mismatch(name: str, found: Shape, needed: Shape) -> str:
-    return f"{name} has shape {list(found)}, the model needs {list(needed)}"
+def shape_mismatch(name: str, shape: Shape, expected: Shape) -> str:
+    return f"{name} has shape {list(shape)}, the model needs {list(expected)}"
 
 
 def dtype_problem(name: str, tensor: TensorInfo) -> str | None:
-    """The problem of a weight that is not in a plain float: integers, and eight-bit floats without
-    their scales.
-    """
+    """What is wrong with the dtype of a weight: integers, and fp8 without scales, are refused."""
     if tensor.dtype in FLOATS:
         return None
-    return f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, and a weight is F32, BF16, F16 or F64"
+    dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)
+    return f"{name} is {dtype}, and a weight is F32, BF16, F16 or F64"
 
 
 def check_names_and_shapes(source: TensorSource, shapes: Mapping[str, Shape]) -> None:
-    """A source of our weights must have these names and shapes and no others, in floats."""
+    """Raise UserError unless a source has exactly these names and shapes, all in floats."""
     problems = [f"{name} is missing" for name in shapes if name not in source.tensors]
     problems += [
         f"{name} is not a weight of this model" for name in unexpected_names(source.tensors, shapes)
     ]
     for name, shape in shapes.items():
-        found = source.tensors.get(name)
-        if found is not None and found.shape != shape:
-            problems.append(shape_mismatch(name, found.shape, shape))
-        elif found is not None and (problem := dtype_problem(name, found)):
+        tensor = source.tensors.get(name)
+        if tensor is not None and tensor.shape != shape:
+            problems.append(shape_mismatch(name, tensor.shape, shape))
+        elif tensor is not None and (problem := dtype_problem(name, tensor)):
             problems.append(problem)
     raise_problems(source.title, problems)

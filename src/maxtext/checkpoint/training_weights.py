@@ -1,8 +1,8 @@
-"""The weights of a training checkpoint by our names, a layer at a time, read on the host.
+"""The weights of a training checkpoint as named tensors, one layer at a time, read on the host.
 
-For whatever works on one tensor after the other: conversion, inspection, inference on one machine.
-Training restores its shards directly (trainers/restore.py). Layers that were saved as one stack are
-read as one array and cut; a few such arrays are kept, since neighbours are asked for together.
+Conversion, inspection and inference on one machine read them so. Training restores its shards
+directly (trainers/restore.py). Layers that were saved as one stack are read as one array and
+sliced. The arrays read last are cached, since neighbouring layers are read together.
 """
 
 from collections import OrderedDict
@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.checkpoint.restack import words
+from maxtext.checkpoint.restack import to_tree_path
 from maxtext.checkpoint.saved_step import SavedStep
-from maxtext.checkpoint.state import WEIGHTS, Name, join_path
+from maxtext.checkpoint.state import WEIGHTS, TreePath, join_path
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import UserError
@@ -27,14 +27,16 @@ from maxtext.configs.sources import from_python
 from maxtext.models.registry import segments
 from maxtext.models.transformer import make_template
 
-KEPT_BYTES = 4 * 10**9
+CACHE_BYTES = 4 * 10**9
 
 
 @dataclass
 class TrainingWeights:
+    """A tensor source over a saved step; `settings` describe its model."""
+
     stored: SavedStep
-    settings: Layer  # of its model
-    kept: OrderedDict[Name, np.ndarray] = field(default_factory=OrderedDict)
+    settings: Layer
+    cache: OrderedDict[TreePath, np.ndarray] = field(default_factory=OrderedDict)
 
     @property
     def title(self) -> str:
@@ -43,54 +45,55 @@ class TrainingWeights:
     @cached_property
     def param_infos(self) -> Mapping[str, ParamInfo]:
         keys: dict[str, Any] = dict(self.stored.run["layout"])
-        if learned := self.settings.get("trainable_position_size"):
-            keys["max_target_length"] = learned.value
+        if max_positions := self.settings.get("trainable_position_size"):
+            keys["max_target_length"] = max_positions.value
         config = load(None, from_python(keys), environ={}, devices=Devices(1), model=self.settings)
-        param_infos = find_param_infos(make_template(config), segments(config))
-        stored = self.stored.tensors_named_as(set(map(self.leaf, param_infos.values())))
-        for place in param_infos.values():
-            if self.leaf(place) not in stored:
-                raise UserError(
-                    f"{self.title} has no {join_path(self.leaf(place))}, though its settings describe it"
-                )
-        return param_infos
-
-    def leaf(self, place: ParamInfo) -> Name:
-        return (WEIGHTS, *words(place.path))
+        return find_param_infos(make_template(config), segments(config))
 
     @cached_property
-    def arrays(self) -> dict[Name, TensorInfo]:
-        """The stored arrays by their names in the model."""
-        return self.stored.tensors_named_as(set(map(self.leaf, self.param_infos.values())))
+    def arrays(self) -> dict[TreePath, TensorInfo]:
+        """The stored arrays by their paths in the model. All of the model's must be there."""
+        paths = [stored_path(info) for info in self.param_infos.values()]
+        arrays = self.stored.tensors_named_as(set(paths))
+        for path in paths:
+            if path not in arrays:
+                raise UserError(
+                    f"{self.title} has no {join_path(path)}, though its settings describe it"
+                )
+        return arrays
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
         return {
-            name: TensorInfo(self.arrays[self.leaf(place)].dtype, place.shape)
-            for name, place in self.param_infos.items()
+            name: TensorInfo(self.arrays[stored_path(info)].dtype, info.shape)
+            for name, info in self.param_infos.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        place = self.param_infos[name]
-        array = self.whole(self.leaf(place))
-        return array if place.layer is None else np.take(array, place.layer, place.axis)
+        info = self.param_infos[name]
+        array = self.read_array(stored_path(info))
+        if info.stack_index is None:
+            return array
+        return np.take(array, info.stack_index, info.stack_axis)
 
-    def whole(self, name: Name) -> np.ndarray:
-        if name not in self.kept:
-            tensor = self.arrays[name]
-            self.kept[name] = self.stored.restore(
-                {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)}
-            )[name]
-            while (
-                len(self.kept) > 1
-                and sum(array.nbytes for array in self.kept.values()) > KEPT_BYTES
-            ):
-                self.kept.popitem(last=False)
-        self.kept.move_to_end(name)
-        return self.kept[name]
+    def read_array(self, path: TreePath) -> np.ndarray:
+        if path not in self.cache:
+            tensor = self.arrays[path]
+            abstract = jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+            self.cache[path] = self.stored.restore({path: abstract})[path]
+            while len(self.cache) > 1 and self.cached_bytes() > CACHE_BYTES:
+                self.cache.popitem(last=False)
+        self.cache.move_to_end(path)
+        return self.cache[path]
+
+    def cached_bytes(self) -> int:
+        return sum(array.nbytes for array in self.cache.values())
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name in sorted(
-            self.param_infos, key=lambda name: self.leaf(self.param_infos[name])
-        ):  # array by array
+        # In the order of the stored arrays, so that each is read once.
+        for name in sorted(self.param_infos, key=lambda name: stored_path(self.param_infos[name])):
             yield name, self.read(name)
+
+
+def stored_path(info: ParamInfo) -> TreePath:
+    return (WEIGHTS, *to_tree_path(info.path))

@@ -1,9 +1,9 @@
-"""Our weights by name, a layer at a time, however a model keeps them.
+"""The parameters of a model by name, one layer at a time, whether layers are stacked or not.
 
-A model keeps the weights of its layers stacked (scanned) or one by one (unrolled); by name every
-layer has its own: `layers/{i}/attention/query/kernel`, i counted over the whole model. A weight
-outside the layers is named by its path in the model: `embedder/embedding`. So one folder of weights
-serves a model either way, on any mesh.
+A model stores the parameters of its layers stacked (scanned) or separately (unrolled). By name,
+every layer has its own: `layers/{i}/attention/query/kernel`, where i counts over the whole model.
+A parameter outside the layers is named by its path in the model: `embedder/embedding`. So one
+weight folder serves a scanned and an unrolled model, on any mesh.
 """
 
 import itertools
@@ -28,127 +28,116 @@ from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.stack import Segment
 
-Path = tuple[str | int, ...]
-Bounds = tuple[
-    tuple[int, int], ...
-]  # a block of an array: where it starts and ends along each axis
-# (path, named weights that it consists of, what it is as a whole, its sharding, host_bytes) -> a
-# weight of the tree
-Load = Callable[[Path, Mapping[str, "ParamInfo"], TensorInfo, Any, int], Any]
+ParamPath = tuple[str | int, ...]
+Bounds = tuple[tuple[int, int], ...]  # of a block of an array: (start, stop) along each axis
+# (path, named parameters of the leaf, the leaf's info, its sharding, host_bytes) -> leaf
+LoadLeaf = Callable[[ParamPath, Mapping[str, "ParamInfo"], TensorInfo, Any, int], Any]
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Where a named weight lies in a model."""
+    """Where a named parameter is stored in a model's tree, and what it is."""
 
-    path: Path
-    layer: int | None  # its number along the stack; None: it is not stacked
-    axis: int  # of the stack
-    shape: Shape
+    path: ParamPath
+    stack_index: int | None  # of its layer along the stack axis; None: it is not stacked
+    stack_axis: int
+    shape: Shape  # of one layer
     dtype: np.dtype
-    fixed_dtype: bool = (
-        False  # it has this dtype whatever the others have, see `Initializer.constant`
-    )
+    fixed_dtype: bool = False  # it keeps this dtype whatever the others have
 
 
 def param_dtypes(param_infos: Mapping[str, ParamInfo], dtype: np.dtype) -> dict[str, np.dtype]:
-    """The dtypes of a model's named weights where floats are to be `dtype`."""
-    return {
-        name: place.dtype if place.fixed_dtype else dtype for name, place in param_infos.items()
-    }
+    """The dtypes of a model's parameters if floats are to be `dtype`."""
+    return {name: info.dtype if info.fixed_dtype else dtype for name, info in param_infos.items()}
 
 
 def find_param_infos(template: Template, segments: Sequence[Segment]) -> dict[str, ParamInfo]:
-    """All weights of a model by name: those outside the layers, then layer by layer."""
-    outside: dict[str, ParamInfo] = {}
-    inside: dict[int, dict[str, ParamInfo]] = {}
-    firsts = [0, *itertools.accumulate(segment.layers for segment in segments)]
+    """All parameters of a model by name: those outside the layers, then layer by layer."""
+    param_infos: dict[str, ParamInfo] = {}
+    layers: dict[int, dict[str, ParamInfo]] = {}
+    first_layers = [0, *itertools.accumulate(segment.layers for segment in segments)]
     axes, fixed = flatten(template.axes), flatten(template.fixed_dtype)
     for path, leaf in flatten(template.weights).items():
         dtype = np.dtype(leaf.dtype)
         if path[0] != "layers":
-            outside["/".join(map(str, path))] = ParamInfo(
-                path, None, 0, leaf.shape, dtype, fixed[path]
-            )
+            info = ParamInfo(path, None, 0, leaf.shape, dtype, fixed[path])
+            param_infos[join(path)] = info
             continue
-        _, number, _, place, *rest = path
-        segment = segments[int(number)]
-        stacked = "layers" in axes[path]
-        if stacked:
+        _, segment_index, _, block, *rest = path
+        segment = segments[int(segment_index)]
+        if "layers" in axes[path]:
             axis = axes[path].index("layers")
             shape = leaf.shape[:axis] + leaf.shape[axis + 1 :]
-            repeats = [
+            infos = [
                 (repeat, ParamInfo(path, repeat, axis, shape, dtype, fixed[path]))
                 for repeat in range(segment.repeats)
             ]
         else:
             repeat, *rest = rest
-            repeats = [(int(repeat), ParamInfo(path, None, 0, leaf.shape, dtype, fixed[path]))]
-        for repeat, found in repeats:
-            layer = firsts[int(number)] + repeat * len(segment.pattern) + int(place)
-            inside.setdefault(layer, {})["/".join(map(str, ("layers", layer, *rest)))] = found
-    for layer in sorted(inside):
-        outside |= inside[layer]
-    return outside
+            infos = [(int(repeat), ParamInfo(path, None, 0, leaf.shape, dtype, fixed[path]))]
+        for repeat, info in infos:
+            layer = first_layers[int(segment_index)] + repeat * len(segment.pattern) + int(block)
+            layers.setdefault(layer, {})[join(("layers", layer, *rest))] = info
+    for layer in sorted(layers):
+        param_infos |= layers[layer]
+    return param_infos
 
 
-def flatten(tree: Tree, path: Path = ()) -> dict[Path, Any]:
+def join(path: ParamPath) -> str:
+    return "/".join(map(str, path))
+
+
+def flatten(tree: Tree, path: ParamPath = ()) -> dict[ParamPath, Any]:
     """The leaves of a nested dict by their paths."""
     if not isinstance(tree, dict):
         return {path: tree}
     return {
-        where: leaf
+        leaf_path: leaf
         for name, branch in tree.items()
-        for where, leaf in flatten(branch, (*path, name)).items()
+        for leaf_path, leaf in flatten(branch, (*path, name)).items()
     }
 
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights of a model in memory as a source of named, plain tensors."""
+    """The weights of a model in memory as a source of named, dequantized tensors."""
 
     weights: Tree
     param_infos: Mapping[str, ParamInfo]
     title: str = "the model"
 
     @cached_property
-    def leaves(self) -> dict[Path, Any]:
+    def leaves(self) -> dict[ParamPath, Any]:
         return flatten(self.weights)
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
-        kinds = {name: self.leaves[place.path] for name, place in self.param_infos.items()}
-        return {
-            name: TensorInfo(
-                place.dtype
-                if isinstance(kinds[name], QuantizedWeight)
-                else np.dtype(kinds[name].dtype),
-                place.shape,
-            )
-            for name, place in self.param_infos.items()
-        }
+        tensors = {}
+        for name, info in self.param_infos.items():
+            leaf = self.leaves[info.path]
+            dtype = info.dtype if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
+            tensors[name] = TensorInfo(dtype, info.shape)
+        return tensors
 
-    def take(self, name: str) -> jax.Array | QuantizedWeight:
-        """A weight as the model keeps it."""
-        place = self.param_infos[name]
-        leaf = self.leaves[place.path]
-        if place.layer is None:
+    def get(self, name: str) -> jax.Array | QuantizedWeight:
+        """A parameter as the model stores it, possibly quantized."""
+        info = self.param_infos[name]
+        leaf = self.leaves[info.path]
+        if info.stack_index is None:
             return leaf
-        # The number is an argument of the compiled slice, so that one serves all layers.
+        # The index is traced, so that one compiled slice serves all layers.
         return jax.tree.map(
-            lambda part: jax.lax.dynamic_index_in_dim(
-                part, place.layer, place.axis, keepdims=False
+            lambda array: jax.lax.dynamic_index_in_dim(
+                array, info.stack_index, info.stack_axis, keepdims=False
             ),
             leaf,
         )
 
     def read(self, name: str) -> np.ndarray:
-        weight = self.take(name)
-        return np.asarray(
-            weight.astype(self.param_infos[name].dtype)
-            if isinstance(weight, QuantizedWeight)
-            else weight
-        )
+        weight = self.get(name)
+        if isinstance(weight, QuantizedWeight):
+            return np.asarray(weight.astype(self.param_infos[name].dtype))
+        return np.asarray(weight)
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.param_infos:
@@ -163,91 +152,86 @@ def load_weights(
     dtype: Any = None,
     progress: Progress | None = None,
     host_bytes: int = 4 * 10**9,
-    load: Load | None = None,
+    load: LoadLeaf | None = None,
 ) -> Tree:
-    """A model's weights from a source that must have exactly these, in the template's dtype (or
-    `dtype`, where that is floating), laid out by `shardings` (a tree like the weights; None: on the
-    first device).
+    """Load a model's weights from a source that must have exactly these parameters.
 
-    The host holds one weight of a layer and as many blocks for devices as fit into host_bytes, but
-    at least one. `load` makes a weight of the tree in another way than from its floats alone.
+    Weights get the template's dtype, or `dtype` where that is floating, and are sharded by
+    `shardings` (a tree like the weights; None: on the first device). The host holds one parameter
+    of a layer and as many blocks for devices as fit into host_bytes, but at least one. `load`
+    replaces the loading of a leaf, to quantize it for example.
     """
     load = load or (lambda path, *rest: load_leaf(source, *rest))
-    check_names_and_shapes(source, {name: place.shape for name, place in param_infos.items()})
-    named: dict[Path, dict[str, ParamInfo]] = {}
-    for name, place in param_infos.items():
-        named.setdefault(place.path, {})[name] = place
+    check_names_and_shapes(source, {name: info.shape for name, info in param_infos.items()})
+    params_of_leaf: dict[ParamPath, dict[str, ParamInfo]] = {}
+    for name, info in param_infos.items():
+        params_of_leaf.setdefault(info.path, {})[name] = info
     leaves, fixed = flatten(template.weights), flatten(template.fixed_dtype)
-    layout = flatten(shardings) if shardings is not None else {}
-    total = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
-    done = 0
+    leaf_shardings = flatten(shardings) if shardings is not None else {}
+    total_bytes = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
+    loaded_bytes = 0
     tree: dict = {}
     for path, leaf in leaves.items():
         casts = dtype is not None and jnp.issubdtype(leaf.dtype, jnp.floating) and not fixed[path]
-        kind = np.dtype(dtype if casts else leaf.dtype)
-        sharding = layout.get(path) or SingleDeviceSharding(jax.local_devices()[0])
+        leaf_info = TensorInfo(np.dtype(dtype if casts else leaf.dtype), leaf.shape)
+        sharding = leaf_shardings.get(path) or SingleDeviceSharding(jax.local_devices()[0])
         branch = tree
-        for step in path[:-1]:
-            branch = branch.setdefault(step, {})
-        branch[path[-1]] = load(
-            path, named[path], TensorInfo(kind, leaf.shape), sharding, host_bytes
-        )
-        done += leaf.size * np.dtype(leaf.dtype).itemsize
+        for key in path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[path[-1]] = load(path, params_of_leaf[path], leaf_info, sharding, host_bytes)
+        loaded_bytes += leaf.size * np.dtype(leaf.dtype).itemsize
         if progress:
-            progress(done, total, "/".join(map(str, path)))
+            progress(loaded_bytes, total_bytes, join(path))
     return tree
 
 
 def load_leaf(
     source: TensorSource,
-    named: Mapping[str, ParamInfo],
-    whole: TensorInfo,
+    params: Mapping[str, ParamInfo],
+    leaf: TensorInfo,
     sharding: Sharding,
     host_bytes: int,
 ) -> jax.Array:
-    """One weight of the tree, from the named weights that it consists of."""
+    """Load one leaf of the tree from the named parameters that it consists of."""
     devices: dict[Bounds, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(whole.shape).items():
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         bounds = tuple(
-            part.indices(size)[:2] for part, size in zip(index or (), whole.shape, strict=True)
+            part.indices(size)[:2] for part, size in zip(index or (), leaf.shape, strict=True)
         )
         devices.setdefault(bounds, []).append(device)
-    block_bytes = TensorInfo(whole.dtype, sharding.shard_shape(whole.shape)).nbytes
-    at_once = max(1, host_bytes // max(1, block_bytes))
+    block_bytes = TensorInfo(leaf.dtype, sharding.shard_shape(leaf.shape)).nbytes
+    blocks_at_once = max(1, host_bytes // max(1, block_bytes))
     arrays: list[jax.Array] = []
-    for start in range(0, len(devices), at_once):
+    for start in range(0, len(devices), blocks_at_once):
         blocks = {
-            bounds: np.empty([end - first for first, end in bounds], whole.dtype)
-            for bounds in list(devices)[start : start + at_once]
+            bounds: np.empty([stop - first for first, stop in bounds], leaf.dtype)
+            for bounds in list(devices)[start : start + blocks_at_once]
         }
-        for name, place in named.items():
-            fill(blocks, place, source, name)
-        placed = [
+        for name, info in params.items():
+            copy_into_blocks(blocks, info, source, name)
+        on_devices = [
             jax.device_put(block, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
             for bounds, block in blocks.items()
             for device in devices[bounds]
         ]
-        arrays += jax.block_until_ready(
-            placed
-        )  # or blocks of the next round would come on top of these
-    return jax.make_array_from_single_device_arrays(
-        whole.shape, sharding, arrays, dtype=whole.dtype
-    )
+        # Wait, so that the host does not hold the blocks of the next round as well.
+        arrays += jax.block_until_ready(on_devices)
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype)
 
 
-def fill(
-    blocks: Mapping[Bounds, np.ndarray], place: ParamInfo, source: TensorSource, name: str
+def copy_into_blocks(
+    blocks: Mapping[Bounds, np.ndarray], info: ParamInfo, source: TensorSource, name: str
 ) -> None:
-    """Write a named weight into the blocks that have a part in it; it is read only if there are
+    """Copy a parameter into the blocks that contain a part of it. It is read only if there are
     any.
     """
     array = None
     for bounds, block in blocks.items():
-        if place.layer is not None:
-            first, end = bounds[place.axis]
-            if not first <= place.layer < end:
+        if info.stack_index is not None:
+            first, stop = bounds[info.stack_axis]
+            if not first <= info.stack_index < stop:
                 continue
-            bounds = bounds[: place.axis] + bounds[place.axis + 1 :]
-            block = np.moveaxis(block, place.axis, 0)[place.layer - first, ...]
+            bounds = bounds[: info.stack_axis] + bounds[info.stack_axis + 1 :]
+            block = np.moveaxis(block, info.stack_axis, 0)[info.stack_index - first, ...]
         array = source.read(name) if array is None else array
         block[...] = array[tuple(slice(*part) for part in bounds)]

@@ -95,8 +95,8 @@ def newest_step(path: str) -> str:
     folder = local_path(path)
     if not folder.is_dir():
         return path
-    if steps.is_checkpoints(folder):
-        folder = steps.steps_under(folder)[-1]
+    if steps.has_steps(folder):
+        folder = steps.find_steps(folder)[-1]
     return str(folder.resolve())
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from maxtext.checkpoint.open import (
     Checkpoint,
-    dtype_of,
     model_param_infos,
     open_checkpoint,
+    parse_dtype,
     save_hf_folder,
     save_native,
 )
@@ -362,7 +362,7 @@ class LLM:
         audio tensors, unless `text_only`.
         """
         hf_assets, names = self.origin
-        wanted = dtype_of(dtype)
+        wanted = parse_dtype(dtype)
         dtypes = self.disk_dtypes if wanted is None else param_dtypes(self.param_infos, wanted)
         weights = CastTensors(ModelWeights(apart(self.weights), self.param_infos), dtypes)
         save_hf_folder(

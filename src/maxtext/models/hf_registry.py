@@ -82,6 +82,11 @@ def model_layer(hf_config: Json, source: str) -> Layer:
     """
     mapping = mapping_of(hf_config, source)
     quantized_format(hf_config, source)  # refuses formats that are not supported
+    return read_settings(mapping, hf_config, source)
+
+
+def read_settings(mapping: HfMapping, hf_config: Json, source: str) -> Layer:
+    """`model_layer` for a config.json whose mapping is known."""
     text_config = hf_config if hf_config.get("text_config") is None else hf_config["text_config"]
     if "tie_word_embeddings" in hf_config and text_config is not hf_config:
         text_config = {"tie_word_embeddings": hf_config["tie_word_embeddings"]} | text_config

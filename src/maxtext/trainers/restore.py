@@ -26,7 +26,7 @@ from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import (
     OPTIMIZER,
     WEIGHTS,
-    Name,
+    TreePath,
     compare_trees,
     from_flat_dict,
     tensor_infos,
@@ -76,7 +76,7 @@ def find_start(
     config = context.config
     if config.enable_checkpointing:
         folder = checkpoints_folder(config)
-        for path in steps.incomplete(folder):
+        for path in steps.incomplete_steps(folder):
             LOGGER.warning("%s is no complete checkpoint and is not used", path)
         paths = [folder / str(step) for step in steps.all_steps(folder)]
         newest = restore_newest(context, paths, LocalSteps(context, source))
@@ -85,12 +85,12 @@ def find_start(
     if config.load_full_state_path:
         path = existing_folder(config.load_full_state_path, "load_full_state_path")
         check_layout(config, path)
-        if not steps.is_checkpoints(path):
+        if not steps.has_steps(path):
             raise UserError(
                 f"load_full_state_path={path} holds no checkpoint of training: for weights use "
                 "load_parameters_path"
             )
-        newest = restore_newest(context, steps.steps_under(path))
+        newest = restore_newest(context, steps.find_steps(path))
         assert isinstance(newest, tuple)
         return resume_at(newest, source)
     if not config.load_parameters_path:
@@ -156,7 +156,7 @@ def existing_folder(text: str, key: str) -> Path:
 def check_layout(config: MaxTextConfig, path: Path) -> None:
     """Raise ConfigError if source_checkpoint_layout is set and wrong. The layout is detected
     anyway."""
-    detected = "orbax" if steps.is_checkpoints(path) else "safetensors"
+    detected = "orbax" if steps.has_steps(path) else "safetensors"
     stated = config.source_checkpoint_layout
     if config.source("source_checkpoint_layout").is_user and stated != detected:
         raise ConfigError(
@@ -322,9 +322,9 @@ def load_initial_weights(
 ) -> TrainState:
     """The state before the first step, with the weights of a folder or of the newest step of a
     training checkpoint. `checkpoint`: the same, if it is open already."""
-    if not steps.is_checkpoints(path):
+    if not steps.has_steps(path):
         return apply_conversion(context, initial_state(context, checkpoint))
-    stored = SavedStep(steps.steps_under(path)[-1])
+    stored = SavedStep(steps.find_steps(path)[-1])
     problems = verify(stored.path, jax.process_index(), jax.process_count())
     if max(allgather_int(len(problems))):
         problem = problems[0] if problems else "see the other processes"
@@ -349,7 +349,7 @@ def describe_run(context: RunContext, step: int) -> dict[str, Any]:
 
 def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
     """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
-    leaves: dict[Name, Any] = to_flat_dict(
+    leaves: dict[TreePath, Any] = to_flat_dict(
         {"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer}
     )
     return from_flat_dict(leaves) | {"key": jax.random.key_data(key)}

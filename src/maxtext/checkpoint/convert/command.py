@@ -7,9 +7,9 @@ from maxtext.checkpoint import steps
 from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.open import (
     Checkpoint,
-    dtype_of,
     model_param_infos,
     open_checkpoint,
+    parse_dtype,
     save_hf_folder,
     save_native,
     with_max_positions,
@@ -39,7 +39,7 @@ def from_folder(
     if checkpoint.mapping is None:
         raise UserError(f"{source} is a folder of ours already")
     config, param_infos = described(checkpoint)
-    weights = checkpoint.weights(config, param_infos, dtype_of(dtype))
+    weights = checkpoint.weights(config, param_infos, parse_dtype(dtype))
     save_native(
         out,
         config,
@@ -59,13 +59,13 @@ def from_training(
 ) -> None:
     """The weights of the newest step of a training checkpoint as a folder of ours."""
     folder = local_path(source).absolute()
-    if not steps.is_checkpoints(folder):
+    if not steps.has_steps(folder):
         raise UserError(f"{source} holds no complete checkpoint of training")
     checkpoint = open_checkpoint(folder)
     if problems := verify(checkpoint.path):
         raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
     config, param_infos = described(checkpoint)
-    wanted = dtype_of(dtype)
+    wanted = parse_dtype(dtype)
     weights = checkpoint.weights(config, param_infos)
     if wanted is not None:
         weights = CastTensors(weights, param_dtypes(param_infos, wanted))
@@ -86,7 +86,7 @@ def to_folder(
     if checkpoint.mapping is not None:
         raise UserError(f"{source} is a Hugging Face folder already")
     config, param_infos = described(checkpoint)
-    wanted = dtype_of(dtype)
+    wanted = parse_dtype(dtype)
     weights = checkpoint.weights(config, param_infos)
     if wanted is not None:
         weights = CastTensors(weights, param_dtypes(param_infos, wanted))
