@@ -546,9 +546,9 @@ CASES = {
         ["gcs_metrics=true"],
         ["gcs_metrics=True", "would be ignored", "Google Cloud"],
     ),
-    "explain nothing": (["explain"], ["explain which key"]),
+    "explain nothing": (["explain"], ["name a key"]),
     "explain an unknown key": (["explain", "remat"], ["unknown key 'remat'", "remat_policy"]),
-    "status of something": (["status", "steps"], ["takes no further words"]),
+    "status of something": (["status", "steps"], ["takes no arguments"]),
 }
 
 
@@ -630,8 +630,8 @@ def test_all_mistakes_are_told_at_once(capsys):
 
 
 def test_unknown_verb(capsys):
-    refused(["trian"], ["unknown verb 'trian'; did you mean train?"], capsys)
-    refused(["zzz"], ["the verbs are"], capsys)
+    refused(["trian"], ["unknown command 'trian'; did you mean train?"], capsys)
+    refused(["zzz"], ["the commands are"], capsys)
 
 
 def test_debug_shows_the_traceback():

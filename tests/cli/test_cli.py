@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from maxtext.cli.main import VERBS, main
+from maxtext.cli.main import COMMANDS, main
 
 
 def test_help_imports_nothing_heavy():
@@ -17,7 +17,7 @@ def test_help_imports_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0
-    assert "usage: maxtext VERB" in result.stdout
+    assert "usage: maxtext COMMAND" in result.stdout
 
 
 def test_config_needs_jax_for_devices_only():
@@ -28,12 +28,12 @@ def test_config_needs_jax_for_devices_only():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb, capsys):
-    assert main([verb, "--help"]) == 0
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    assert f"usage: maxtext {verb}" in text
-    assert f"example: maxtext {verb}" in text
+    assert f"usage: maxtext {command}" in text
+    assert f"example: maxtext {command}" in text
 
 
 def test_version(capsys):

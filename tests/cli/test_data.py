@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from maxtext.cli.data import fewest_devices, settled
+from maxtext.cli.data import fewest_devices, load_config
 from maxtext.cli.data_inspect import visible
 from maxtext.cli.main import main
 from maxtext.input_pipeline import make_train_iterator
@@ -55,20 +55,21 @@ def test_inspect_shows_segments_padding_and_numbers(files, capsys):
     # places stay empty.
     assert main(["data", "inspect", *files("abc", "de\nfg", "hijklmno")]) == 0
     text = capsys.readouterr().out
-    assert "batch 0, row 0: 2 segments, 10 of 16 places" in text
+    assert "batch 0, row 0: 2 segments, 10 of 16 positions" in text
     assert (
-        "   1 │ <bos>abc<eos>\n   2 │ <bos>de\n     │ fg<eos>\n     · 6 places of padding\n" in text
+        "   1 │ <bos>abc<eos>\n   2 │ <bos>de\n     │ fg<eos>\n     · 6 positions of padding\n"
+        in text
     )
     assert (
-        "batch 0, row 1: 1 segment, 9 of 16 places\n   1 │ <bos>hijklmno<eos>\n     · 7 places of padding\n"
+        "batch 0, row 1: 1 segment, 9 of 16 positions\n   1 │ <bos>hijklmno<eos>\n     · 7 positions of padding\n"
         in text
     )
     numbers = table(text)
     assert numbers["documents"] == "3"
     assert (numbers["batches"], numbers["rows"], numbers["tokens"]) == ("1", "2", "19")
     assert numbers["packing efficiency"] == f"{19 / 32:.2%}"
-    assert (numbers["segments a row, mean"], numbers["segments a row, most"]) == ("1.50", "2")
-    lengths = [numbers[f"tokens a segment, {name}"] for name in ("mean", "median", "longest")]
+    assert (numbers["segments per row, mean"], numbers["segments per row, max"]) == ("1.50", "2")
+    lengths = [numbers[f"tokens per segment, {name}"] for name in ("mean", "median", "max")]
     assert lengths == [f"{19 / 3:.1f}", "6.0", "9"]
     assert numbers["truncated documents"] == "0.00%"
     assert "\x1b" not in text  # not a terminal
@@ -81,7 +82,7 @@ def test_inspect_counts_what_truncation_cuts(files, capsys):
     text = capsys.readouterr().out
     assert "│" not in text
     assert table(text)["truncated documents"] == "50.00%"
-    assert "tokens/s after it" in table(text)
+    assert "tokens/s after the first batch" in table(text)
     assert main(["data", "inspect", *words, "--batches=9", "--json", "use_truncation=false"]) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert "truncated" not in summary
@@ -132,9 +133,9 @@ def test_inspect_evaluation(files, capsys, tmp_path):
     assert main(["data", "inspect", *words, "--eval"]) == 0
     text = capsys.readouterr().out
     assert "<bos>training text<eos>" in text
-    assert "batch 0, row 1: 0 segments, 0 of 16 places" in text  # the last batch is filled up
+    assert "batch 0, row 1: 0 segments, 0 of 16 positions" in text  # the last batch is filled up
     assert main(["data", "inspect", *SMALL, "--eval"]) == 2
-    assert "names no evaluation data" in capsys.readouterr().err
+    assert "has no evaluation data" in capsys.readouterr().err
 
 
 def test_inspect_without_a_tokenizer_shows_ids(capsys):
@@ -175,7 +176,7 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
         "train_data_columns=[tokens] tokenize_train_data=false"
     )
     ours, theirs = (
-        list(make_train_iterator(settled(replaced(words, *more)))) for more in ([], line)
+        list(make_train_iterator(load_config(replaced(words, *more)))) for more in ([], line)
     )
     assert len(ours) == len(theirs) > 3
     for one, other in zip(ours, theirs, strict=True):
@@ -185,7 +186,7 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
     assert main(["data", "inspect", *replaced(words, *line, "tokenizer_path=")]) == 0
     assert re.search(r"│ 1 103 114 102", capsys.readouterr().out)
     assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5"]) == 0
-    assert "nothing left to write" in capsys.readouterr().out
+    assert "nothing was missing" in capsys.readouterr().out
     assert (
         main(["data", "prepare", *words, "add_bos=false", "--out", str(out), "--shard-documents=5"])
         == 2
@@ -194,15 +195,15 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
 
 
 BAD = {
-    "nothing to do": ([], "say what to do"),
-    "unknown task": (["show"], "say what to do"),
+    "nothing to do": ([], "name a task"),
+    "unknown task": (["show"], "name a task"),
     "batches 0": (["inspect", "--batches", "0"], "--batches takes a whole number of 1 or more"),
     "rows -1": (["inspect", "--rows", "-1"], "--rows takes a whole number of 0 or more, not '-1'"),
     "rows x": (["inspect", "--rows=x"], "--rows takes a whole number"),
     "unknown option": (["inspect", "--colour"], "unknown option '--colour'"),
     "unknown key": (["inspect", "grain_files=x"], "unknown key 'grain_files'"),
     "missing files": (["inspect", *SMALL, "grain_train_files=/nowhere/*.txt"], "no file matches"),
-    "no out": (["prepare", *SMALL], "say where to write"),
+    "no out": (["prepare", *SMALL], "name an output folder"),
     "out without a value": (["prepare", *SMALL, "--out"], "--out needs a value"),
     "workers 0": (
         ["prepare", "--out", "x", "--workers", "0", *SMALL],
@@ -245,7 +246,7 @@ def test_fewest_devices():
 
 
 def test_settings_of_a_large_machine_load_here(files):
-    config = settled(
+    config = load_config(
         [
             *files("abc"),
             "ici_tensor_parallelism=8",
@@ -255,7 +256,8 @@ def test_settings_of_a_large_machine_load_here(files):
     )
     assert config.num_target_devices == 64
     assert (
-        settled(replaced(SMALL, "per_device_batch_size=0.125")).global_batch_size_to_train_on == 1
+        load_config(replaced(SMALL, "per_device_batch_size=0.125")).global_batch_size_to_train_on
+        == 1
     )
 
 
@@ -265,7 +267,7 @@ def test_throughput(files, capsys):
     assert main(["data", "throughput", *words]) == 0
     numbers = table(capsys.readouterr().out)
     assert numbers["batches"].startswith("4 of ")
-    assert numbers["tokens"] == "120 of 128 places"
+    assert numbers["tokens"] == "120 of 128 positions"
     rates = [
         float(numbers[name].replace(",", ""))
         for name in ("batches/s", "tokens/s", "tokens/s with padding")
@@ -278,7 +280,7 @@ def test_throughput(files, capsys):
     assert (
         main(["data", "throughput", *replaced(words, "per_device_batch_size=0.5", "steps=5")]) == 0
     )
-    assert table(capsys.readouterr().out)["tokens"] == "75 of 80 places"
+    assert table(capsys.readouterr().out)["tokens"] == "75 of 80 positions"
 
 
 @pytest.mark.slow
@@ -291,7 +293,7 @@ def test_the_familiar_command(files):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert table(done.stdout)["batches"] == "5"
-    assert table(done.stdout)["tokens"] == "300 of 320 places"
+    assert table(done.stdout)["tokens"] == "300 of 320 positions"
 
 
 def test_an_index_of_tokens(tmp_path, capsys):
@@ -308,7 +310,7 @@ def test_an_index_of_tokens(tmp_path, capsys):
         "vocab_size=64",
     ]
     words += ["per_device_batch_size=1", "enable_data_shuffling=false"]
-    batches = list(make_train_iterator(settled(words)))
+    batches = list(make_train_iterator(load_config(words)))
     assert [batch["inputs"][0].tolist() for batch in batches[:5]] == np.arange(40).reshape(
         5, 8
     ).tolist()

@@ -81,7 +81,7 @@ def test_the_documentation_names_models_that_exist():
 def test_one_model_in_parts(capsys):
     assert main(["models", "qwen3-30b-a3b"]) == 0
     title, parts, note = capsys.readouterr().out.split("\n\n")
-    assert title == "qwen3-30b-a3b: qwen3_moe, 48 layers of width 2,048, vocabulary 151,936"
+    assert title == "qwen3-30b-a3b: qwen3_moe, 48 layers, emb_dim 2,048, vocabulary 151,936"
     counts = {line[:12].strip(): numbers(line.split()[-2]) for line in parts.splitlines()}
     # 48 layers: 32 query heads of 128 over 4; 128 experts of 768, of which 8; norms of the width
     # and of the heads.
@@ -105,9 +105,9 @@ def test_one_model_in_parts(capsys):
     ("words", "sentence"),
     [
         (["llama2-8b"], "unknown model_name 'llama2-8b'; did you mean"),
-        (["llama2-7b", "llama2-13b"], "takes the name of one model or nothing"),
-        (["model_name=llama2-7b"], "takes the name of one model or nothing"),
-        (["--all"], "takes the name of one model or nothing"),
+        (["llama2-7b", "llama2-13b"], "takes at most one model name"),
+        (["model_name=llama2-7b"], "takes at most one model name"),
+        (["--all"], "takes at most one model name"),
     ],
 )
 def test_wrong_words(words, sentence, capsys):

@@ -35,7 +35,7 @@ def test_train_and_use(kind, out, opened, text, tmp_path, capsys):
     tokenizer = open_tokenizer(place)
     assert (tokenizer.kind, tokenizer.vocab_size) == (opened, 350)
     assert main([*words, str(text)]) == 2
-    assert "exists: choose another place, or replace it with --overwrite" in capsys.readouterr().err
+    assert "exists: choose another path, or replace it with --overwrite" in capsys.readouterr().err
     assert main([*words, "--overwrite", str(text)]) == 0
 
 
@@ -44,7 +44,7 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = ["--column=body", "max_corpus_chars=2000", "vocab_size=300", f"--out={tmp_path}/made"]
     assert main(["tokenizer", "train", *words, str(tmp_path / "rows.jsonl")]) == 0
-    assert "tokens from 2,000 characters, a part of the text" in capsys.readouterr().out
+    assert "tokens from 2,000 characters, a sample of the text" in capsys.readouterr().out
     assert (
         main(
             [
@@ -57,16 +57,16 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         )
         == 0
     )
-    assert "the text has no more in it, 32,000 were wanted" in capsys.readouterr().out
+    assert "the text has no more, 32,000 were requested" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to do: maxtext tokenizer train"),
-        (["learn"], "say what to do: maxtext tokenizer train"),
-        (["train", "DATA"], "say where to write: --out"),
-        (["train", "--out", "OUT"], "name the files to learn from"),
+        ([], "name a task: maxtext tokenizer train"),
+        (["learn"], "name a task: maxtext tokenizer train"),
+        (["train", "DATA"], "name the output: --out"),
+        (["train", "--out", "OUT"], "name the training files"),
         (["train", "--out"], "--out needs a value"),
         (["train", "--out", "OUT", "DATA/none*"], "no file matches"),
         (["train", "--out", "OUT", "DATA/none.txt"], "does not exist or is not a file"),
@@ -80,7 +80,7 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         (["train", "--out", "OUT", "--fast", "DATA"], "unknown option '--fast'"),
         (
             ["train", "--out", "OUT", "learning_rate=1", "DATA"],
-            "learning_rate= means nothing to the training of a",
+            "learning_rate has no effect on tokenizer training",
         ),
         (["train", "--out", "OUT.json", "DATA"], "the kind bpe writes a folder"),
         (
@@ -143,8 +143,8 @@ def test_inspect(tmp_path, capsys):
         "".join(f"{piece}({token}) " for piece, token in zip(encoded.tokens, tokens, strict=True))
         in said
     )
-    assert f"{len(tokens)} tokens for 24 bytes, {24 / len(tokens):.2f} bytes a token" in said
-    assert said.endswith("round trip: the same text\n")
+    assert f"{len(tokens)} tokens for 24 bytes, {24 / len(tokens):.2f} bytes per token" in said
+    assert said.endswith("round trip: exact\n")
     assert main(["tokenizer", "inspect", folder, text, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [token["id"] for token in found["tokens"]] == tokens
@@ -154,7 +154,7 @@ def test_inspect(tmp_path, capsys):
 
 def test_inspect_tells_of_text_that_changes(capsys):
     assert main(["tokenizer", "inspect", "byte", "a\ud800"]) == 0
-    assert "round trip: another text, 'a?'" in capsys.readouterr().out
+    assert "round trip: differs, 'a?'" in capsys.readouterr().out
     assert main(["tokenizer", "inspect", "byte"]) == 0
     assert "round trip" not in capsys.readouterr().out
     assert main(["tokenizer", "inspect", "byte", ""]) == 0

@@ -1,6 +1,4 @@
-"""What the words after a verb mean: an optional FILE, then key=value words, and the verb's own
-options.
-"""
+"""Parses the arguments of a command: an optional FILE, key=value overrides, and its own options."""
 
 import re
 
@@ -9,7 +7,7 @@ from maxtext.common.files import REMOTE, path_problem
 
 
 def split(args: list[str]) -> tuple[str | None, list[str]]:
-    """(FILE or None, key=value words)."""
+    """Split into (FILE or None, key=value overrides)."""
     options = [arg for arg in args if arg.startswith("-")]
     if options:
         raise ConfigError(
@@ -21,8 +19,8 @@ def split(args: list[str]) -> tuple[str | None, list[str]]:
 
 
 def refuse_remote(args: list[str]) -> None:
-    """Raise ConfigError for an argument or the value of an option that is a URL; `load` checks
-    key=value settings.
+    """Raise ConfigError if an argument or the value of an option is a URL. `load` checks key=value
+    overrides.
     """
     for arg in args:
         value = arg.partition("=")[2] if arg.startswith("--") else arg
@@ -31,7 +29,7 @@ def refuse_remote(args: list[str]) -> None:
 
 
 def take_flag(args: list[str], flag: str) -> bool:
-    """Remove a flag from the words and say whether it was there."""
+    """Remove a flag from the arguments and return whether it was present."""
     present = flag in args
     while flag in args:
         args.remove(flag)
@@ -39,15 +37,14 @@ def take_flag(args: list[str], flag: str) -> bool:
 
 
 def take_value(args: list[str], option: str) -> str | None:
-    """Remove `--option value` or `--option=value` from the words and return the value."""
-    for place, arg in enumerate(args):
+    """Remove `--option value` or `--option=value` from the arguments and return the value."""
+    for index, arg in enumerate(args):
         if arg == option or arg.startswith(f"{option}="):
             inline = "=" in arg
-            value = arg.partition("=")[2] if inline else "".join(args[place + 1 : place + 2])
-            del args[place : place + (1 if inline else 2)]
-            if not value or re.match(
-                r"-[^0-9.]", value
-            ):  # -1 is a value, if a wrong one; --rows is not
+            value = arg.partition("=")[2] if inline else "".join(args[index + 1 : index + 2])
+            del args[index : index + (1 if inline else 2)]
+            # -1 is a value, though maybe a wrong one; --rows is an option
+            if not value or re.match(r"-[^0-9.]", value):
                 raise ConfigError(f"{option} needs a value")
             return value
     return None

@@ -20,7 +20,7 @@ from maxtext.cli.generation import (
     refuse_useless,
     resolve_model,
 )
-from maxtext.cli.models import aligned
+from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs.load import base_values
@@ -74,7 +74,7 @@ def run(args: list[str]) -> int:
         raise
     finally:
         results.close()
-    print(f"wrote {out}\n{aligned(report.rows(), left=1)}", end="")
+    print(f"wrote {out}\n{format_table(report.rows(), left=1)}", end="")
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from maxtext.cli import arguments
 from maxtext.cli.decode import model_path
 from maxtext.cli.generation import load_session, note, resolve_model
-from maxtext.cli.models import aligned
+from maxtext.cli.terminal import format_table
 from maxtext.common import files
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
@@ -44,7 +44,7 @@ def run(args: list[str]) -> int:
         rows.append(row)
     titles = list(dict.fromkeys(name for row in rows for name in row))
     table = [titles, *([str(row.get(name, "")) for name in titles] for row in rows)]
-    sys.stdout.write(aligned(table, left=1))
+    sys.stdout.write(format_table(table, left=1))
     if config.inference_microbenchmark_log_file_path:
         record = {"model": model.path, "device": device_name(), "cases": rows}
         path = Path(config.inference_microbenchmark_log_file_path).expanduser()

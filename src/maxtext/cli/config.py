@@ -1,4 +1,4 @@
-"""`maxtext config`: the resolved configuration with its sources, and what keys mean."""
+"""`maxtext config`: shows the resolved configuration with its sources, and explains keys."""
 
 import json
 import sys
@@ -21,7 +21,8 @@ def run(args: list[str]) -> int:
     config = load(path, overrides)
     keys = changed_keys(config) if changed else text.KEYS_IN_ORDER
     if style == "json":
-        facts = {"architecture": found} if (found := text.facts(config)) else {}
+        attributes = text.facts(config)
+        facts = {"architecture": attributes} if attributes else {}
         print(json.dumps({key: text.plain(getattr(config, key)) for key in keys} | facts, indent=2))
     elif style == "yaml":
         print(text.yaml_text(config, keys), end="")
@@ -32,7 +33,7 @@ def run(args: list[str]) -> int:
 
 
 def changed_keys(config: MaxTextConfig) -> list[str]:
-    """The keys that differ from base.yml; computed ones follow from those."""
+    """The keys that differ from base.yml, without the computed ones."""
     base = base_values()
     computed = DerivedValues.model_fields
     return [
@@ -43,7 +44,7 @@ def changed_keys(config: MaxTextConfig) -> list[str]:
 
 
 def show(config: MaxTextConfig, keys: set[str]) -> None:
-    """One group after the other, each value with its source, aligned; in colour on a terminal."""
+    """Print the keys by group, each value with its source; in colour on a terminal."""
     colour = sys.stdout.isatty()
     bold, dim, end = ("\x1b[1m", "\x1b[2m", "\x1b[0m") if colour else ("", "", "")
     for group in GROUPS:
@@ -62,7 +63,7 @@ def show(config: MaxTextConfig, keys: set[str]) -> None:
 
 def explain(args: list[str]) -> int:
     if not args or "=" in args[0]:
-        raise ConfigError("explain which key? e.g. maxtext config explain remat_policy")
+        raise ConfigError("name a key, e.g. maxtext config explain remat_policy")
     key = args[0]
     if key not in fields.KEYS:
         raise ConfigError(f"unknown key {key!r}{sources.suggest(key, fields.KEYS)}")
@@ -86,7 +87,7 @@ def explain(args: list[str]) -> int:
 
 def status(args: list[str]) -> int:
     if args:
-        raise ConfigError(f"maxtext config status takes no further words, got {args[0]!r}")
+        raise ConfigError(f"maxtext config status takes no arguments, got {args[0]!r}")
     kinds: dict[str, list[str]] = {"acts": [], "computed": [], "not_yet": [], "never": []}
     for key in text.KEYS_IN_ORDER:
         kinds[ledger.status(key).kind].append(key)

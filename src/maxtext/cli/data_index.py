@@ -1,4 +1,4 @@
-"""`maxtext data index`: the index of tokenised .npy files that dataset_type=olmo_grain reads."""
+"""`maxtext data index`: writes the index of tokenized .npy files for dataset_type=olmo_grain."""
 
 from maxtext.cli import arguments
 from maxtext.cli.data import take_number
@@ -15,15 +15,17 @@ def run(args: list[str]) -> int:
     dtype = arguments.take_value(args, "--dtype") or "uint32"
     if out is None or length is None or not args or any(arg.startswith("-") for arg in args):
         raise ConfigError(
-            "write it as: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ..."
+            "usage: maxtext data index --out INDEX.json --length N [--dtype uint32] FILES ..."
         )
     if local_path(out).exists():
         raise ConfigError(f"{out} exists already: remove it first, or choose another --out")
     index = write_index(out, find_files("FILES", ",".join(args)), length, dtype)
     print(
-        f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} rows of {length:,}"
+        f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} "
+        f"rows of {length:,}"
     )
     print(
-        f"train on it with\ndataset_type=olmo_grain olmo_index_path={out} max_target_length={length}"
+        f"train on it with\ndataset_type=olmo_grain olmo_index_path={out} "
+        f"max_target_length={length}"
     )
     return 0

@@ -1,6 +1,4 @@
-"""`maxtext data inspect`: the batches that training would see, decoded, and how well their rows are
-filled.
-"""
+"""`maxtext data inspect`: shows the batches of training, decoded, and statistics of packing."""
 
 import json
 import re
@@ -14,66 +12,65 @@ from typing import Any
 import numpy as np
 
 from maxtext.cli import arguments
-from maxtext.cli.data import settled, take_number
-from maxtext.cli.models import aligned
+from maxtext.cli.data import load_config, take_number
+from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 
-BATCHES, ROWS = 1, 4  # read, and shown of each
+BATCHES, ROWS = 1, 4  # default number of batches, and of rows of each to show
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
-# What moves the cursor, changes colours or turns the direction of a line; line ends and tabs are
-# welcome.
+# Characters that move the cursor, change colours or the direction of a line; not newlines and tabs.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-TOKEN_SOURCES = ("synthetic", "olmo_grain")  # that need no tokenizer
+TOKEN_SOURCES = ("synthetic", "olmo_grain")  # sources of token ids, which need no tokenizer
 
-Row = list[tuple[np.ndarray, np.ndarray]]  # inputs and targets of its segments
+Row = list[tuple[np.ndarray, np.ndarray]]  # (inputs, targets) of each segment
 
 
 @dataclass
-class Counted:
-    """What the batches amount to. `end`: the token that ends each document, where truncation shows
-    by its absence.
+class BatchStatistics:
+    """Statistics of batches. `eos_id` is the last token of each document, whose absence reveals
+    truncation; None if truncation cannot be detected.
     """
 
-    end: int | None
+    eos_id: int | None
     batches: int = 0
     rows: int = 0
-    places: int = 0
-    cut: int = 0
-    segments: list[int] = field(default_factory=list)  # in each row that has some
+    positions: int = 0
+    truncated: int = 0
+    segments: list[int] = field(default_factory=list)  # number in each row that is not empty
     lengths: list[int] = field(default_factory=list)  # of each segment
-    seconds: list[float] = field(default_factory=list)  # until each batch was there
+    seconds: list[float] = field(default_factory=list)  # waited for each batch
     first_tokens: int = 0
 
     def add(self, batch: dict[str, np.ndarray], seconds: float) -> None:
-        numbers = batch["inputs_segmentation"]
-        lengths = [np.bincount(row)[1:] for row in numbers]
+        segment_ids = batch["inputs_segmentation"]
+        lengths = [np.bincount(row)[1:] for row in segment_ids]
         self.batches += 1
-        self.rows += len(numbers)
-        self.places += numbers.size
+        self.rows += len(segment_ids)
+        self.positions += segment_ids.size
         self.segments += [len(row) for row in lengths if len(row)]
         self.lengths += [int(length) for row in lengths for length in row]
         self.seconds.append(seconds)
         if self.batches == 1:
             self.first_tokens = sum(self.lengths)
-        if self.end is not None:
-            full = np.array([row.max(initial=0) == numbers.shape[1] for row in lengths])
-            self.cut += int((full & (batch["targets"][:, -1] != self.end)).sum())
+        if self.eos_id is not None:
+            full = np.array([row.max(initial=0) == segment_ids.shape[1] for row in lengths])
+            self.truncated += int((full & (batch["targets"][:, -1] != self.eos_id)).sum())
 
     def summary(self, documents: int | None) -> dict[str, Any]:
-        """The numbers of the table. The first batch, which waits for files to be opened, has no
-        part in the speed.
+        """The statistics as JSON data. The speed excludes the first batch, which waits for files to
+        be opened.
         """
         tokens, sequences = sum(self.lengths), max(len(self.lengths), 1)
         lengths, segments = np.array(self.lengths or [0]), np.array(self.segments or [0])
-        found: dict[str, Any] = {} if documents is None else {"documents": documents}
-        found |= {
+        summary: dict[str, Any] = {} if documents is None else {"documents": documents}
+        summary |= {
             "batches": self.batches,
             "rows": self.rows,
             "tokens": tokens,
-            "packing_efficiency": tokens / max(self.places, 1),
+            "packing_efficiency": tokens / max(self.positions, 1),
             "segments_a_row": {"mean": float(segments.mean()), "most": int(segments.max())},
             "length": {
                 "mean": float(lengths.mean()),
@@ -81,45 +78,45 @@ class Counted:
                 "longest": int(lengths.max()),
             },
         }
-        if self.end is not None:
-            found["truncated"] = self.cut / sequences
+        if self.eos_id is not None:
+            summary["truncated"] = self.truncated / sequences
         if self.seconds:
-            found["first_batch_seconds"] = self.seconds[0]
+            summary["first_batch_seconds"] = self.seconds[0]
         if len(self.seconds) > 1:
-            found["tokens_a_second"] = (tokens - self.first_tokens) / max(
+            summary["tokens_a_second"] = (tokens - self.first_tokens) / max(
                 sum(self.seconds[1:]), 1e-9
             )
-        return found
+        return summary
 
 
-class Reader:
-    """Tokens as text, with special tokens by their names."""
+class TextDecoder:
+    """Decodes tokens to text; special tokens are shown by name."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
-        self.is_special = lru_cache(None)(self.has_only_a_name)
+        self.is_special = lru_cache(None)(self.is_special_token)
 
-    def has_only_a_name(self, token: int) -> bool:
+    def is_special_token(self, token: int) -> bool:
         if token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
             return True
-        # A space at the beginning is left out by decoding, too, but is no special token.
+        # Decoding drops a leading space, too, but a space is not a special token.
         return not self.tokenizer.decode([token]) and bool(
             self.tokenizer.id_to_token(token).strip("▁ ")
         )
 
-    def parts(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is the name of a special token)."""
-        for special, together in groupby(tokens.tolist(), self.is_special):
+    def spans(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
+        """(text, whether it is the name of a special token) of runs of tokens."""
+        for special, run in groupby(tokens.tolist(), self.is_special):
             if special:
-                yield from ((self.tokenizer.id_to_token(token), True) for token in together)
+                yield from ((self.tokenizer.id_to_token(token), True) for token in run)
             else:
-                yield self.tokenizer.decode(list(together)), False
+                yield self.tokenizer.decode(list(run)), False
 
 
-class Numbers:
-    """Tokens as their ids, for data that nobody said how to decode."""
+class IdPrinter:
+    """Shows token ids, for tokenized data whose tokenizer is not set."""
 
-    def parts(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
+    def spans(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
         yield " ".join(map(str, tokens.tolist())), False
 
 
@@ -128,61 +125,65 @@ def run(args: list[str]) -> int:
     evaluation = arguments.take_flag(args, "--eval")
     batches = take_number(args, "--batches", least=1) or BATCHES
     rows = take_number(args, "--rows", least=0)
-    config = settled(args)
+    config = load_config(args)
     tokenized = config.dataset_type.value not in TOKEN_SOURCES and (
         config.tokenize_eval_data if evaluation else config.tokenize_train_data
     )
-    reader = reader_of(config, tokenized)
-    counted = Counted(
-        reader.tokenizer.eos_id
-        if isinstance(reader, Reader) and shows_cuts(config, tokenized)
-        else None
-    )
-    shown, documents = read(config, evaluation, batches, ROWS if rows is None else rows, counted)
-    summary = counted.summary(documents)
+    decoder = decoder_of(config, tokenized)
+    eos_id = None
+    if isinstance(decoder, TextDecoder) and detects_truncation(config, tokenized):
+        eos_id = decoder.tokenizer.eos_id
+    statistics = BatchStatistics(eos_id)
+    num_rows = ROWS if rows is None else rows
+    shown, documents = read_batches(config, evaluation, batches, num_rows, statistics)
+    summary = statistics.summary(documents)
     if as_json:
         print(
             json.dumps(
                 {
-                    "batches": [list(map(reader_data(reader), batch)) for batch in shown],
+                    "batches": [[row_data(row, decoder) for row in batch] for batch in shown],
                     "summary": summary,
                 }
             )
         )
     else:
-        show(shown, reader, config.max_target_length, summary)
+        show(shown, decoder, config.max_target_length, summary)
     return 0
 
 
-def reader_of(config: MaxTextConfig, tokenized: bool) -> Reader | Numbers:
-    """Data that is tokens already is decoded by a tokenizer that the user names; what is only known
-    to have come with the model would have to be fetched first."""
+def decoder_of(config: MaxTextConfig, tokenized: bool) -> TextDecoder | IdPrinter:
+    """Tokenized data is decoded only if the user sets a tokenizer, since the one published with the
+    model may have to be downloaded.
+    """
     from maxtext.tokenizers import load_tokenizer
 
     named = config.tokenizer_path and config.source("tokenizer_path").kind != "derived"
-    return Reader(load_tokenizer(config)) if tokenized or named else Numbers()
+    return TextDecoder(load_tokenizer(config)) if tokenized or named else IdPrinter()
 
 
-def shows_cuts(config: MaxTextConfig, tokenized: bool) -> bool:
-    """Whether a document that was cut fills a row and lacks its last token, and no other does."""
-    splits = config.packing and config.grain_packing_type == "concat_then_split"
-    ends = tokenized and config.add_eos and not config.use_chat_template
+def detects_truncation(config: MaxTextConfig, tokenized: bool) -> bool:
+    """Whether exactly the truncated documents fill a row and lack the end token."""
+    splits_documents = config.packing and config.grain_packing_type == "concat_then_split"
+    has_eos = tokenized and config.add_eos and not config.use_chat_template
     return (
-        config.use_truncation and ends and not splits and config.dataset_type.value != "c4_mlperf"
+        config.use_truncation
+        and has_eos
+        and not splits_documents
+        and config.dataset_type.value != "c4_mlperf"
     )
 
 
-def read(
-    config: MaxTextConfig, evaluation: bool, batches: int, rows: int, counted: Counted
+def read_batches(
+    config: MaxTextConfig, evaluation: bool, batches: int, rows: int, statistics: BatchStatistics
 ) -> tuple[list[list[Row]], int | None]:
-    """The first rows of each batch, and how many documents the data has, if that is known."""
+    """The first rows of each batch, and the number of documents in the data, if known."""
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams
     from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
     start = time.perf_counter()
-    # Workers do not change the batches, and take longer to start than most looks at the data take.
+    # Workers do not change the batches, and take longer to start than reading a few of them.
     config = config.model_copy(update={"grain_worker_count": 0, "grain_worker_count_eval": 0})
     if evaluation:
         size = config.global_batch_size_to_eval_on
@@ -193,12 +194,12 @@ def read(
         )
     if iterator is None:
         raise ConfigError(
-            "--eval: the configuration names no evaluation data, set the key for it or leave --eval out"
+            "--eval: the configuration has no evaluation data; set its key or leave --eval out"
         )
     shown = []
     try:
-        while counted.batches < batches and (batch := next(iterator, None)) is not None:
-            counted.add(batch, time.perf_counter() - start)
+        while statistics.batches < batches and (batch := next(iterator, None)) is not None:
+            statistics.add(batch, time.perf_counter() - start)
             shown.append([segments(batch, row) for row in range(min(rows, len(batch["inputs"])))])
             start = time.perf_counter()
         stream = next(iter(iterator.get_state()["streams"].values()))
@@ -209,35 +210,30 @@ def read(
 
 
 def segments(batch: dict[str, np.ndarray], row: int) -> Row:
-    inputs, targets, numbers = (
+    inputs, targets, segment_ids = (
         batch[name][row] for name in ("inputs", "targets", "inputs_segmentation")
     )
     return [
-        (inputs[numbers == number], targets[numbers == number])
-        for number in range(1, int(numbers.max()) + 1)
+        (inputs[segment_ids == segment], targets[segment_ids == segment])
+        for segment in range(1, int(segment_ids.max()) + 1)
     ]
 
 
 def sequence(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """All tokens of a segment: targets are its inputs one place on, and the last of them is
-    nobody's input.
+    """All tokens of a segment: its inputs and the last target, since targets are inputs shifted by
+    one.
     """
     return np.append(inputs, targets[-1:])
 
 
-def reader_data(reader: Reader | Numbers) -> Any:
-    """A row for another program."""
-
-    def data(row: Row) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for inputs, targets in row:
-            found.append({"inputs": inputs.tolist(), "targets": targets.tolist()})
-            if isinstance(reader, Reader):
-                found[-1]["text"] = "".join(
-                    text for text, _ in reader.parts(sequence(inputs, targets))
-                )
-        return found
-
+def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]:
+    """A row as JSON data."""
+    data: list[dict[str, Any]] = []
+    for inputs, targets in row:
+        data.append({"inputs": inputs.tolist(), "targets": targets.tolist()})
+        if isinstance(decoder, TextDecoder):
+            spans = decoder.spans(sequence(inputs, targets))
+            data[-1]["text"] = "".join(text for text, _ in spans)
     return data
 
 
@@ -245,57 +241,58 @@ def reader_data(reader: Reader | Numbers) -> Any:
 
 
 def visible(text: str) -> str:
-    """The same text with control characters as Python writes them."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    """The text with control characters escaped as in Python."""
+    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def show(
-    shown: list[list[Row]], reader: Reader | Numbers, length: int, summary: dict[str, Any]
+    shown: list[list[Row]], decoder: TextDecoder | IdPrinter, length: int, summary: dict[str, Any]
 ) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    for at, batch in enumerate(shown):
-        for number, row in enumerate(batch):
+    for batch_index, batch in enumerate(shown):
+        for row_index, row in enumerate(batch):
             used = sum(len(inputs) for inputs, _ in row)
             count = f"{len(row)} segment{'s' if len(row) != 1 else ''}"
             console.print(
-                f"batch {at}, row {number}: {count}, {used} of {length} places", style="bold"
+                f"batch {batch_index}, row {row_index}: {count}, {used} of {length} positions",
+                style="bold",
             )
-            for place, segment in enumerate(row):
+            for index, segment in enumerate(row):
                 line = Text()
-                for text, special in reader.parts(sequence(*segment)):
-                    colour = COLOURS[place % len(COLOURS)]
+                for text, special in decoder.spans(sequence(*segment)):
+                    colour = COLOURS[index % len(COLOURS)]
                     line.append(
                         visible(text), style=f"bold reverse {colour}" if special else colour
                     )
                 for first, part in enumerate(line.split("\n", allow_blank=True)):
                     console.print(
-                        Text(f"{place + 1 if not first else '':>4} │ ", style="dim"), part, sep=""
+                        Text(f"{index + 1 if not first else '':>4} │ ", style="dim"), part, sep=""
                     )
             if used < length:
-                console.print(f"     · {length - used} places of padding", style="dim")
-    console.print(aligned(table(summary), left=1), end="")
+                console.print(f"     · {length - used} positions of padding", style="dim")
+    console.print(format_table(table(summary), left=1), end="")
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    segments_a_row, length = summary["segments_a_row"], summary["length"]
+    segments_per_row, length = summary["segments_a_row"], summary["length"]
     rows = [("documents", f"{summary['documents']:,}")] if "documents" in summary else []
     rows += [
         ("batches", f"{summary['batches']:,}"),
         ("rows", f"{summary['rows']:,}"),
         ("tokens", f"{summary['tokens']:,}"),
         ("packing efficiency", f"{summary['packing_efficiency']:.2%}"),
-        ("segments a row, mean", f"{segments_a_row['mean']:.2f}"),
-        ("segments a row, most", f"{segments_a_row['most']:,}"),
-        ("tokens a segment, mean", f"{length['mean']:.1f}"),
-        ("tokens a segment, median", f"{length['median']:.1f}"),
-        ("tokens a segment, longest", f"{length['longest']:,}"),
+        ("segments per row, mean", f"{segments_per_row['mean']:.2f}"),
+        ("segments per row, max", f"{segments_per_row['most']:,}"),
+        ("tokens per segment, mean", f"{length['mean']:.1f}"),
+        ("tokens per segment, median", f"{length['median']:.1f}"),
+        ("tokens per segment, max", f"{length['longest']:,}"),
     ]
     if "truncated" in summary:
         rows.append(("truncated documents", f"{summary['truncated']:.2%}"))
     rows.append(("first batch", f"{summary['first_batch_seconds']:.3f} s"))
     if "tokens_a_second" in summary:
-        rows.append(("tokens/s after it", f"{summary['tokens_a_second']:,.0f}"))
+        rows.append(("tokens/s after the first batch", f"{summary['tokens_a_second']:,.0f}"))
     return rows

@@ -1,6 +1,4 @@
-"""`maxtext data prepare`: the training documents of a configuration as files of tokens, by all
-cores, resumable.
-"""
+"""`maxtext data prepare`: tokenizes the training documents into files, in parallel and resumable."""
 
 import shlex
 import sys
@@ -8,13 +6,13 @@ import time
 from typing import Any
 
 from maxtext.cli import arguments
-from maxtext.cli.data import settled, take_number
-from maxtext.cli.models import aligned
+from maxtext.cli.data import load_config, take_number
+from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.common.hardware import format_bytes
 
-LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
+LINE_SECONDS = 10.0  # between two lines of progress without a terminal
 
 
 def run(args: list[str]) -> int:
@@ -26,39 +24,35 @@ def run(args: list[str]) -> int:
     shard_documents = take_number(args, "--shard-documents", least=1)
     if out is None:
         raise ConfigError(
-            "say where to write: maxtext data prepare --out DIR [FILE] [key=value ...]"
+            "name an output folder: maxtext data prepare --out DIR [FILE] [key=value ...]"
         )
-    place = local_path(out)
-    config = settled(args)
-    with Report(f"preparing {place}") as report:
-        made = prepare(config, place, shard_documents, workers, report)
-    counts = made.counts
+    folder = local_path(out)
+    config = load_config(args)
+    with ProgressReport(f"preparing {folder}") as report:
+        result = prepare(config, folder, shard_documents, workers, report)
+    counts = result.counts
     rows = [("documents", f"{counts.documents:,}"), ("records", f"{counts.records:,}")]
     rows += [("tokens", f"{counts.tokens:,}"), ("bad records", f"{counts.bad:,}")]
-    rows += [("shards", f"{made.shards:,}"), ("size", format_bytes(counts.bytes))]
-    if made.tokens:
-        rows.append(("tokens/s", f"{made.tokens / max(made.seconds, 1e-9):,.0f}"))
-        done = (
-            "wrote"
-            if made.tokens == counts.tokens
-            else f"wrote the {made.tokens:,} tokens that were missing in"
-        )
+    rows += [("shards", f"{result.shards:,}"), ("size", format_bytes(counts.bytes))]
+    if result.tokens:
+        rows.append(("tokens/s", f"{result.tokens / max(result.seconds, 1e-9):,.0f}"))
+        complete = result.tokens == counts.tokens
+        done = "wrote" if complete else f"wrote the {result.tokens:,} missing tokens to"
     else:
-        done = "there was nothing left to write in"
-    print(
-        f"{done} {place}\n{aligned(rows, left=1)}train on it with\n{shlex.join(training_overrides(place))}"
-    )
+        done = "nothing was missing in"
+    print(f"{done} {folder}\n{format_table(rows, left=1)}", end="")
+    print(f"train on it with\n{shlex.join(training_overrides(folder))}")
     return 0
 
 
-class Report:
-    """Progress: a bar on a terminal, elsewhere a line now and then."""
+class ProgressReport:
+    """Reports progress: a bar on a terminal, otherwise a line every LINE_SECONDS."""
 
     def __init__(self, title: str):
         self.title = title
         self.bar: Any = None
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "ProgressReport":
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import (
@@ -85,24 +79,27 @@ class Report:
         if self.bar:
             self.bar.stop()
 
-    def __call__(self, documents: int, of: int, tokens: int) -> None:
-        """`documents` of so many are done; the first call says how many were when the run began."""
+    def __call__(self, documents: int, total: int, tokens: int) -> None:
+        """Report that `documents` of `total` are done. The first call gives the initial number."""
         now = time.monotonic()
-        if not hasattr(self, "began"):
-            self.began, self.before, self.said = now, documents, now
+        if not hasattr(self, "started"):
+            self.started = self.reported = now
+            self.initial = documents
             if self.bar:
-                self.task = self.bar.add_task(self.title, total=of, completed=documents, rates="")
+                self.task = self.bar.add_task(
+                    self.title, total=total, completed=documents, rates=""
+                )
             return
-        seconds = max(now - self.began, 1e-9)
-        speed = (documents - self.before) / seconds
+        seconds = max(now - self.started, 1e-9)
+        speed = (documents - self.initial) / seconds
         rates = f"{speed:,.0f} documents/s, {tokens / seconds:,.0f} tokens/s"
         if self.bar:
             self.bar.update(self.task, completed=documents, rates=rates)
-        elif now - self.said > LINE_SECONDS:
-            self.said = now
-            left = f"{(of - documents) / speed:,.0f} s left" if speed else "time left unknown"
+        elif now - self.reported > LINE_SECONDS:
+            self.reported = now
+            left = f"{(total - documents) / speed:,.0f} s left" if speed else "time left unknown"
             print(
-                f"{self.title}: {documents:,} of {of:,} documents, {rates}, {left}",
+                f"{self.title}: {documents:,} of {total:,} documents, {rates}, {left}",
                 file=sys.stderr,
                 flush=True,
             )

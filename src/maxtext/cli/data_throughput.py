@@ -1,5 +1,5 @@
-"""`maxtext data throughput`: `steps` training batches as a run would load them, without a device,
-and how fast.
+"""`maxtext data throughput`: loads `steps` training batches as a run would, without a device, and
+reports the speed.
 """
 
 import itertools
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.cli.data import settled
-from maxtext.cli.models import aligned
+from maxtext.cli.data import load_config
+from maxtext.cli.terminal import format_table
 from maxtext.common import signals
 from maxtext.configs.types import MaxTextConfig
 
-LINE_SECONDS = 10.0  # between two signs of life
-AHEAD = 2  # batches that wait for the device in a run
+LINE_SECONDS = 10.0  # between two lines of progress
+PREFETCHED_BATCHES = 2  # as in a training run
 
 
 def run(args: list[str]) -> int:
@@ -24,61 +24,64 @@ def run(args: list[str]) -> int:
     from maxtext.input_pipeline import Split, open_data_streams, prefetch
     from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
-    config = settled(args)
+    config = load_config(args)
     start = time.perf_counter()
     streams = open_data_streams(
         config, Split.TRAIN, partial(batch_size_at, config), batch_sizes(config)
     )
     assert streams is not None, "a source has training data, or says what is missing"
-    batches = prefetch(streams, AHEAD)
+    batches = prefetch(streams, PREFETCHED_BATCHES)
     try:
-        times, tokens, places, code = take(config, batches, start)
+        times, tokens, positions, code = read_batches(config, batches, start)
     finally:
         batches.close()
-    print(aligned(table(config, times, tokens, places), left=1), end="")
+    print(format_table(table(config, times, tokens, positions), left=1), end="")
     return code
 
 
-def take(
+def read_batches(
     config: MaxTextConfig, batches: Any, start: float
 ) -> tuple[list[float], list[int], int, int]:
-    """When each batch was there, its tokens, and the places of all; the exit code of a signal that
-    ended it early.
+    """(arrival times, tokens of each batch, positions of all, exit code of a signal that ended it
+    early).
     """
-    times, tokens, places, said, code = [start], [], 0, start, 0
+    times, tokens, positions, reported, code = [start], [], 0, start, 0
     try:
         for batch in itertools.islice(batches, config.steps):
             used = batch["targets_segmentation"] != 0
             tokens.append(int(used.sum()))
             times.append(time.perf_counter())
-            places += used.size
-            if times[-1] - said > LINE_SECONDS:
-                said = times[-1]
+            positions += used.size
+            if times[-1] - reported > LINE_SECONDS:
+                reported = times[-1]
                 print(f"{len(tokens):,} of {config.steps:,} batches", file=sys.stderr, flush=True)
     except KeyboardInterrupt as error:
         signals.consume()
         code = signals.exit_code_of(error)
-    return times[: len(tokens) + 1], tokens, places, code
+    return times[: len(tokens) + 1], tokens, positions, code
 
 
 def table(
-    config: MaxTextConfig, times: list[float], tokens: list[int], places: int
+    config: MaxTextConfig, times: list[float], tokens: list[int], positions: int
 ) -> list[tuple[str, str]]:
-    """The first batch apart: it waits for files to be opened and workers to start."""
+    """Results by name. The first batch is separate: it waits for files to be opened and workers."""
     waits = np.diff(times)
     if not len(waits):
         return [("batches", "0")]
-    rows = [("batches", f"{len(tokens):,}"), ("tokens", f"{sum(tokens):,} of {places:,} places")]
+    rows = [
+        ("batches", f"{len(tokens):,}"),
+        ("tokens", f"{sum(tokens):,} of {positions:,} positions"),
+    ]
     if len(tokens) < config.steps:
         rows[0] = ("batches", f"{len(tokens):,} of {config.steps:,} steps")
     rows.append(("first batch", f"{waits[0]:.3f} s"))
     if len(tokens) > 1:
-        seconds, each = max(waits[1:].sum(), 1e-9), places / len(tokens)
+        seconds, batch_positions = max(waits[1:].sum(), 1e-9), positions / len(tokens)
         rows += [
             ("batches/s", f"{len(waits[1:]) / seconds:,.2f}"),
             ("tokens/s", f"{sum(tokens[1:]) / seconds:,.0f}"),
-            ("tokens/s with padding", f"{each * len(waits[1:]) / seconds:,.0f}"),
-            ("ms a batch, median", f"{np.median(waits[1:]) * 1e3:.2f}"),
-            ("ms a batch, 99%", f"{np.percentile(waits[1:], 99) * 1e3:.2f}"),
+            ("tokens/s with padding", f"{batch_positions * len(waits[1:]) / seconds:,.0f}"),
+            ("ms per batch, median", f"{np.median(waits[1:]) * 1e3:.2f}"),
+            ("ms per batch, 99%", f"{np.percentile(waits[1:], 99) * 1e3:.2f}"),
         ]
     return rows

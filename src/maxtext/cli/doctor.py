@@ -1,4 +1,4 @@
-"""`maxtext doctor`: what this machine can run, and what to mend."""
+"""`maxtext doctor`: reports what this machine can run, and problems with remedies."""
 
 from maxtext.cli import arguments
 from maxtext.configs import load
@@ -8,7 +8,7 @@ from maxtext.diagnostics.doctor import examine
 
 def run(args: list[str]) -> int:
     path, overrides = arguments.split(args)
-    # The doctor must speak where no device starts, so it does not ask JAX for them here.
+    # Must work on a machine where no device starts, so JAX is not asked for devices here.
     report = examine(load(path, overrides, devices=Devices(1)).base_output_directory)
     for title, lines in report.sections.items():
         print(title)

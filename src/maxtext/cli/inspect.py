@@ -1,21 +1,21 @@
-"""`maxtext inspect`: what a checkpoint holds, and whether its files are as they were written."""
+"""`maxtext inspect`: shows the contents of a checkpoint and verifies its files."""
 
 import json
 from typing import Any
 
 from maxtext.checkpoint.inspect import CheckpointSummary, TensorRow, summarize
 from maxtext.cli import arguments
-from maxtext.cli.models import aligned
+from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 
 
 def run(args: list[str]) -> int:
-    thorough = arguments.take_flag(args, "--verify")
+    verify = arguments.take_flag(args, "--verify")
     as_json = arguments.take_flag(args, "--json")
     if len(args) != 1 or args[0].startswith("-"):
         raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    summary = summarize(local_path(args[0]).absolute(), thorough)
+    summary = summarize(local_path(args[0]).absolute(), verify)
     print(json.dumps(plain(summary)) if as_json else text(summary), end="\n" if as_json else "")
     if summary.damaged:
         raise UserError("\n".join(summary.damaged))
@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
 def text(summary: CheckpointSummary) -> str:
     lines = [f"{summary.path}: {summary.kind}"]
     lines += [
-        f"  {name}: {words_of(value)}"
+        f"  {name}: {describe(value)}"
         for name, value in summary.about.items()
         if value not in ({}, None)
     ]
@@ -33,28 +33,29 @@ def text(summary: CheckpointSummary) -> str:
         ("step", "size", "state"),
         *((step.path.name, size(step.size), step.state) for step in summary.steps),
     ]
-    table = aligned([(name, state, count) for name, count, state in steps], left=2)
+    table = format_table([(name, state, count) for name, count, state in steps], left=2)
     parts = ["\n".join(lines) + "\n", table]
     if summary.rows:
-        whole = [step for step in summary.steps if step.state != "incomplete"]
+        complete = [step for step in summary.steps if step.state != "incomplete"]
         columns = 5 if any(row.sharding for row in summary.rows) else 4
         rows = [("name", "shape", "dtype", "size", "sharding"), *map(cells, summary.rows)]
         total = sum(row.tensor.nbytes for row in summary.rows)
         parts.append(
-            f"tensors of {whole[-1].path.name}\n" + aligned([row[:columns] for row in rows], left=3)
+            f"tensors of {complete[-1].path.name}\n"
+            + format_table([row[:columns] for row in rows], left=3)
         )
         parts.append(f"{len(summary.rows):,} tensors, {size(total)}\n")
     return "\n".join(parts)
 
 
 def cells(row: TensorRow) -> tuple[str, ...]:
-    shape = " x ".join(map(str, row.tensor.shape)) or "one number"
+    shape = " x ".join(map(str, row.tensor.shape)) or "scalar"
     return row.name, shape, row.tensor.dtype.name, size(row.tensor.nbytes), row.sharding
 
 
-def words_of(value: Any) -> str:
+def describe(value: Any) -> str:
     return (
-        ", ".join(f"{key} {arg}" for key, arg in value.items())
+        ", ".join(f"{key} {item}" for key, item in value.items())
         if isinstance(value, dict)
         else str(value)
     )
@@ -69,7 +70,7 @@ def size(count: float) -> str:
 
 
 def plain(summary: CheckpointSummary) -> dict[str, Any]:
-    """For another program."""
+    """The summary as JSON data."""
     return {
         "path": str(summary.path),
         "kind": summary.kind,

@@ -1,10 +1,8 @@
-"""`maxtext models`: what the named models are, counted from their descriptions; no weight is
-made.
-"""
+"""`maxtext models`: lists the named models and their parameter counts, computed from shapes."""
 
-from collections.abc import Sequence
 from typing import Any
 
+from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, load
 from maxtext.configs.derive import Devices
@@ -15,28 +13,28 @@ from maxtext.models.counts import active_count, breakdown, parameter_count
 from maxtext.models.registry import layers
 
 COLUMNS = ("name", "family", "layers", "width", "vocabulary", "parameters", "active", "runs")
-NOTE = "active: of the experts those that a token meets, and all other weights (embedding and output head, too)."
-
-RUNS = "runs: no where the model needs keys that do not act yet; `maxtext models NAME` says which."
+NOTE = (
+    "active: parameters used per token: its experts, and all other weights with embedding and "
+    "output head."
+)
+RUNS = "runs: no if the model needs keys that do not act yet; `maxtext models NAME` lists them."
 
 
 def run(args: list[str]) -> int:
     if len(args) > 1 or any(arg.startswith("-") or "=" in arg for arg in args):
-        raise ConfigError(
-            f"maxtext models takes the name of one model or nothing, not {' '.join(args)!r}"
-        )
+        raise ConfigError(f"maxtext models takes at most one model name, not {' '.join(args)!r}")
     print(description(args[0]) if args else table(), end="")
     return 0
 
 
 def table() -> str:
-    """All named models, a line each."""
+    """One line per named model."""
     rows = [COLUMNS, *(row(name) for name in fields.choices("model_name"))]
-    return aligned(rows, left=2) + f"\n{NOTE}\n{RUNS}\n"
+    return format_table(rows, left=2) + f"\n{NOTE}\n{RUNS}\n"
 
 
 def row(name: str) -> tuple[str, ...]:
-    config, weights = model(name)
+    config, weights = abstract_model(name)
     sizes = (len(layers(config)), config.emb_dim, config.vocab_size)
     counts = (parameter_count(weights), active_count(config, weights))
     runs = "no" if unsupported_by_model(config, base_values()) else "yes"
@@ -44,35 +42,26 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def description(name: str) -> str:
-    """One model, part by part."""
-    config, weights = model(name)
+    """The parameter counts of one model, by part."""
+    config, weights = abstract_model(name)
     total = parameter_count(weights)
     counts = breakdown(weights) | {"parameters": total, "active": active_count(config, weights)}
     rows = [(part, f"{count:,}", f"{count / total:.1%}") for part, count in counts.items()]
-    title = f"{name}: {config.decoder_block.value}, {len(layers(config))} layers of width {config.emb_dim:,}"
-    needs = "".join(
+    title = (
+        f"{name}: {config.decoder_block.value}, {len(layers(config))} layers, "
+        f"emb_dim {config.emb_dim:,}"
+    )
+    problems = "".join(
         f"cannot run: {problem.message}\n"
         for problem in unsupported_by_model(config, base_values())
     )
-    return f"{title}, vocabulary {config.vocab_size:,}\n\n{aligned(rows, left=1)}\n{NOTE}\n{needs}"
+    table = format_table(rows, left=1)
+    return f"{title}, vocabulary {config.vocab_size:,}\n\n{table}\n{NOTE}\n{problems}"
 
 
-def model(name: str) -> tuple[Any, Any]:
-    """The configuration as the model's file has it, and its weights without values."""
-    # Scanned layers are described once for all repeats.
+def abstract_model(name: str) -> tuple[Any, Any]:
+    """The configuration of a named model and its abstract weights."""
+    # Scanned layers have one description for all repeats.
     overrides = [f"model_name={name}", "scan_layers=true", "override_model_config=true"]
     config = load(None, overrides, environ={}, devices=Devices(1))
     return config, make_template(config).weights
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> str:
-    """Columns as wide as their widest entry, the first ones flush left, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for cells in rows:
-        sides = ["<"] * left + [">"] * (len(cells) - left)
-        padded = [
-            f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True)
-        ]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines) + "\n"

@@ -1,6 +1,4 @@
-"""`maxtext tokenizer`: train one on local files, or show what one is and what it makes of a
-text.
-"""
+"""`maxtext tokenizer`: trains a tokenizer on local files, or inspects one."""
 
 import contextlib
 import json
@@ -11,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext.cli import arguments
+from maxtext.cli.terminal import ProgressBar
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
 KINDS = ("bpe", "sentencepiece", "sentencepiece-bpe")
 KEYS = ("vocab_size", "max_corpus_chars", "train_data_columns")
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
-THREADS = 16  # that open files
+THREADS = 16  # open files in parallel
 
 
 def run(args: list[str]) -> int:
     if not args or args[0] not in ("train", "inspect"):
         raise ConfigError(
-            "say what to do: maxtext tokenizer train --out PATH FILES..., or inspect PATH [TEXT]"
+            "name a task: maxtext tokenizer train --out PATH FILES..., or inspect PATH [TEXT]"
         )
     return {"train": train, "inspect": inspect}[args[0]](args[1:])
 
@@ -42,110 +41,110 @@ def train(args: list[str]) -> int:
         "vocab_size": arguments.take_value(args, "--vocab-size"),
         "max_corpus_chars": arguments.take_value(args, "--max-chars"),
     }
-    settings = [f"{key}={value}" for key, value in keys.items() if value is not None]
+    overrides = [f"{key}={value}" for key, value in keys.items() if value is not None]
     if column := arguments.take_value(args, "--column"):
-        settings.append(f"train_data_columns={json.dumps([column])}")
-    config, files = settled(settings, args)
+        overrides.append(f"train_data_columns={json.dumps([column])}")
+    config, files = load_config(overrides, args)
     if out is None:
         raise ConfigError(
-            "say where to write: --out FOLDER for bpe, --out FILE.model for the other kinds"
+            "name the output: --out FOLDER for bpe, --out FILE.model for the other kinds"
         )
     if config.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
-            f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone are {MIN_VOCAB_SIZE}"
+            f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone need "
+            f"{MIN_VOCAB_SIZE}"
         )
-    place = local_path(out)
-    check_place(place, kind, overwrite)
-    texts, used, everything = read(files, config)
-    with working(f"learning {config.vocab_size:,} tokens from {used:,} characters"):
+    path = local_path(out)
+    check_output(path, kind, overwrite)
+    texts, num_chars, complete = read_texts(files, config)
+    with working(f"training {config.vocab_size:,} tokens on {num_chars:,} characters"):
         if kind == "bpe":
-            size = train_bpe(texts, config.vocab_size, place)
+            size = train_bpe(texts, config.vocab_size, path)
         else:
             model_type = "bpe" if kind == "sentencepiece-bpe" else "unigram"
-            size = train_sentencepiece(texts, config.vocab_size, place, model_type)
-    part = "" if everything else ", a part of the text (--max-chars)"
+            size = train_sentencepiece(texts, config.vocab_size, path, model_type)
+    part = "" if complete else ", a sample of the text (--max-chars)"
     less = (
         ""
         if size == config.vocab_size
-        else f"; the text has no more in it, {config.vocab_size:,} were wanted"
+        else f"; the text has no more, {config.vocab_size:,} were requested"
     )
-    print(f"wrote {place}: {size:,} tokens from {used:,} characters{part}{less}")
+    print(f"wrote {path}: {size:,} tokens from {num_chars:,} characters{part}{less}")
     return 0
 
 
-def settled(settings: list[str], args: list[str]) -> tuple[Any, list[str]]:
-    """The configuration with its few keys that count here, and the files."""
+def load_config(overrides: list[str], args: list[str]) -> tuple[MaxTextConfig, list[str]]:
+    """The configuration of the few keys that apply here, and the files to read."""
     from maxtext.configs import load
     from maxtext.configs.derive import Devices
     from maxtext.input_pipeline.formats import find_files
 
-    named = []
+    patterns = []
     for arg in args:
         key = arg.partition("=")[0]
         if "=" in arg and not os.path.exists(arg):
             if key not in KEYS:
                 raise ConfigError(
-                    f"{key}= means nothing to the training of a tokenizer: only {', '.join(KEYS)} do"
+                    f"{key} has no effect on tokenizer training; the keys are {', '.join(KEYS)}"
                 )
-            settings.append(arg)
+            overrides.append(arg)
         elif arg.startswith("-"):
             raise ConfigError(f"unknown option {arg!r}; `maxtext tokenizer --help` lists them")
         else:
-            named.append(arg)
-    config = load(None, settings, devices=Devices(1))
+            patterns.append(arg)
+    config = load(None, overrides, devices=Devices(1))
     if len(config.train_data_columns) != 1:
         raise ConfigError(f"train_data_columns={config.train_data_columns}: name one column")
-    if not named:
-        raise ConfigError(
-            "name the files to learn from: maxtext tokenizer train --out PATH FILES..."
-        )
-    return config, list(dict.fromkeys(file for arg in named for file in find_files("FILES", arg)))
+    if not patterns:
+        raise ConfigError("name the training files: maxtext tokenizer train --out PATH FILES...")
+    return config, list(
+        dict.fromkeys(file for arg in patterns for file in find_files("FILES", arg))
+    )
 
 
-def read(files: list[str], config: MaxTextConfig) -> tuple[list[str], int, bool]:
-    """The texts to learn from, their characters, and whether this is all that the files have."""
-    from maxtext.cli.convert import Bar
+def read_texts(files: list[str], config: MaxTextConfig) -> tuple[list[str], int, bool]:
+    """(texts to train on, their number of characters, whether this is all text of the files)."""
     from maxtext.input_pipeline.formats import BadRecord, Documents, kind_of, open_files
     from maxtext.tokenizers.train import sample_texts
 
     kinds = {file: kind_of(file) or "text" for file in files}
-    column, most = config.train_data_columns[0], config.max_corpus_chars
+    column, max_chars = config.train_data_columns[0], config.max_corpus_chars
     parts = [
         open_files([file for file in files if kinds[file] == kind], kind, [column], THREADS)
         for kind in sorted(set(kinds.values()))
     ]
     documents = Documents(parts)
-    with Bar("reading") as progress:
+    with ProgressBar("reading") as progress:
 
         def show(done: int) -> None:
             if progress:
-                progress(done, min(documents.nbytes, most), "reading")
+                progress(done, min(documents.nbytes, max_chars), "reading")
 
         try:
-            texts = list(sample_texts(documents, column, documents.nbytes, most, show))
+            texts = list(sample_texts(documents, column, documents.nbytes, max_chars, show))
         except BadRecord as error:
-            raise ConfigError(f"{error}: mend the file, or leave it out") from error
+            raise ConfigError(f"{error}: fix the file, or leave it out") from error
     if not texts:
         raise ConfigError(f"there is no text in the {len(files)} files, among them {files[0]}")
-    return texts, sum(map(len, texts)), documents.nbytes <= most
+    return texts, sum(map(len, texts)), documents.nbytes <= max_chars
 
 
-def check_place(place: Path, kind: str, overwrite: bool) -> None:
-    if kind == "bpe" and (place.suffix in (".json", ".model") or place.is_file()):
-        raise ConfigError(f"--out {place}: the kind bpe writes a folder, name one")
-    if kind != "bpe" and (place.suffix != ".model" or place.is_dir()):
+def check_output(path: Path, kind: str, overwrite: bool) -> None:
+    if kind == "bpe" and (path.suffix in (".json", ".model") or path.is_file()):
+        raise ConfigError(f"--out {path}: the kind bpe writes a folder, name one")
+    if kind != "bpe" and (path.suffix != ".model" or path.is_dir()):
         raise ConfigError(
-            f"--out {place}: the kind {kind} writes one file, give it a name that ends in .model"
+            f"--out {path}: the kind {kind} writes one file, give it a name that ends in .model"
         )
-    if not overwrite and (place.is_file() or (place.is_dir() and any(place.iterdir()))):
+    if not overwrite and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
         raise ConfigError(
-            f"--out {place} exists: choose another place, or replace it with --overwrite"
+            f"--out {path} exists: choose another path, or replace it with --overwrite"
         )
 
 
 @contextlib.contextmanager
 def working(title: str) -> Iterator[None]:
-    """A sign of life on a terminal; nothing elsewhere."""
+    """Show a spinner on a terminal; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield
         return
@@ -163,17 +162,17 @@ def inspect(args: list[str]) -> int:
         raise ConfigError("name a tokenizer: maxtext tokenizer inspect PATH [TEXT] [--json]")
     tokenizer = open_tokenizer(args[0])
     text = " ".join(args[1:]) if len(args) > 1 else None
-    found = description(tokenizer, text)
+    details = description(tokenizer, text)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(details))
     else:
-        show(found)
+        show(details)
     return 0
 
 
 def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    found: dict[str, Any] = {
+    details: dict[str, Any] = {
         "name": tokenizer.name,
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -185,36 +184,38 @@ def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
     }
     if text is not None:
         tokens = tokenizer.encode(text)
-        found |= {
+        details |= {
             "tokens": [{"id": token, "piece": tokenizer.id_to_token(token)} for token in tokens],
             "bytes": len(text.encode("utf-8", errors="replace")),
             "round_trip": tokenizer.decode(tokens) == text,
             "decoded": tokenizer.decode(tokens),
         }
-    return found
+    return details
 
 
-def show(found: dict[str, Any]) -> None:
+def show(details: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{found['name']}: {found['kind']}, {found['vocab_size']:,} ids", style="bold")
-    for name, token in found["special"].items():
+    console.print(
+        f"{details['name']}: {details['kind']}, {details['vocab_size']:,} ids", style="bold"
+    )
+    for name, token in details["special"].items():
         console.print(f"  {name}  {'none' if token is None else '{id}  {piece}'.format(**token)}")
-    console.print(f"  chat template  {'yes' if found['chat_template'] else 'no'}")
-    if "tokens" not in found:
+    console.print(f"  chat template  {'yes' if details['chat_template'] else 'no'}")
+    if "tokens" not in details:
         return
     line = Text()
-    for place, token in enumerate(found["tokens"]):
-        # As Python writes it: a line end or an escape sequence in a token must not move the cursor.
-        line.append(repr(token["piece"])[1:-1], style=f"black on {COLOURS[place % len(COLOURS)]}")
+    for index, token in enumerate(details["tokens"]):
+        # Escaped as in Python: a newline or escape sequence in a token must not move the cursor.
+        line.append(repr(token["piece"])[1:-1], style=f"black on {COLOURS[index % len(COLOURS)]}")
         line.append(f"({token['id']}) ", style="dim")
     console.print(line)
-    count = len(found["tokens"])
-    each = f", {found['bytes'] / count:.2f} bytes a token" if count else ""
-    console.print(f"{count:,} tokens for {found['bytes']:,} bytes{each}")
-    if found["round_trip"]:
-        console.print("round trip: the same text", style="green")
+    count = len(details["tokens"])
+    ratio = f", {details['bytes'] / count:.2f} bytes per token" if count else ""
+    console.print(f"{count:,} tokens for {details['bytes']:,} bytes{ratio}")
+    if details["round_trip"]:
+        console.print("round trip: exact", style="green")
     else:
-        console.print(f"round trip: another text, {found['decoded']!r}", style="yellow")
+        console.print(f"round trip: differs, {details['decoded']!r}", style="yellow")

@@ -1,0 +1,204 @@
+"""The commands of `maxtext`: summary, usage, options and an example of each."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    summary: str
+    example: str
+    usage: str = ""  # default: a FILE and key=value arguments
+    options: str = ""
+    settings: bool = True  # takes a FILE and key=value arguments
+
+
+COMMANDS = {
+    "train": Command(
+        summary="train a model",
+        example="maxtext train quickstart",
+    ),
+    "launch": Command(
+        summary="train with several processes on this machine, or write job files for a cluster",
+        example="maxtext launch --local 2 --restarts 3 -- train quickstart",
+        usage="""\
+maxtext launch --local N [--restarts K] [--devices-per-process D] [--cpu] [--grace S] -- train ...
+maxtext launch --print k8s|slurm [--nodes N] [--gpus-per-node G] [--name NAME] ... -- train ...""",
+        options="""\
+--local N                  number of processes; if one fails, all are stopped
+--restarts K               restart all from the last checkpoint, at most K times
+--devices-per-process D    GPUs of each process (default: all, divided evenly);
+                           on CPUs, the number of simulated devices
+--cpu                      do not use accelerators
+--grace S                  seconds for a last checkpoint when the run is stopped
+                           (60; on clusters 120)
+--print k8s                print a Kubernetes JobSet; also takes
+                           --tpu-topology v5p:4x4x4 --slices S --image IMAGE
+                           --volume CLAIM
+--print slurm              print a Slurm batch script; also takes --time 24:00:00
+elastic_enabled=true       with --local: continue with fewer processes after losing one""",
+        settings=False,
+    ),
+    "decode": Command(
+        summary="complete a prompt and stream the text",
+        example='maxtext decode load_parameters_path=~/models/Qwen3-0.6B prompt="I love to"',
+        options="""\
+load_parameters_path=DIR          a Hugging Face folder, a converted checkpoint, or a training run
+prompt=TEXT                       with use_chat_template=true, a user message
+max_target_length=N               length of prompt and completion, in tokens
+decode_sampling_strategy=NAME     greedy, weighted, topk, nucleus or composite
+multi_sampling=true               per_device_batch_size completions
+return_log_prob=true              print the log probability of each token""",
+    ),
+    "chat": Command(
+        summary="chat with a model",
+        example="maxtext chat ~/models/Qwen3-0.6B decode_sampling_strategy=weighted",
+        usage="maxtext chat DIR [key=value ...]",
+        options="""\
+DIR         a Hugging Face folder, a converted checkpoint, or a training run
+key=value   any key of base.yml, such as max_target_length, decode_sampling_strategy,
+            chat_template_path
+/help       inside the chat, lists the commands; Ctrl-C stops a reply""",
+        settings=False,
+    ),
+    "batch": Command(
+        summary="run a file of generation requests; an interrupted job resumes",
+        example="maxtext batch questions.jsonl answers.jsonl --model ~/models/Qwen3-0.6B",
+        usage="maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]",
+        options="""\
+IN.jsonl      one request per line: {"prompt": "I love to"} or {"messages": [...]},
+              optionally with id, seed, stop, max_new_tokens, temperature, top_k, top_p
+OUT.jsonl     one completion per line, in the order in which they finish:
+              {"index": 0, "text": "...", "finished": "end", ...}
+--model DIR   a Hugging Face folder, a converted checkpoint, or a training run
+--overwrite   discard an existing OUT.jsonl
+key=value     any key of base.yml""",
+        settings=False,
+    ),
+    "bench": Command(
+        summary="measure prefill and decode speed by batch size and prompt length",
+        example="maxtext bench inference model_name=qwen3-0.6b per_device_batch_size=4",
+        usage="maxtext bench inference [FILE] [key=value ...]",
+        options="""\
+load_parameters_path=DIR or model_name=NAME         the model; a name has random weights
+per_device_batch_size=N                             batch sizes 1, 2, 4 … N per device
+inference_microbenchmark_prefill_lengths=64,1024    prompt lengths
+inference_microbenchmark_stages=prefill,generate    stages to measure
+inference_microbenchmark_log_file_path=FILE         write the results as JSON
+multi_sampling=true                                 also several samples of one prompt""",
+    ),
+    "convert": Command(
+        summary="convert checkpoints from and to Hugging Face, or extract trained weights",
+        example="maxtext convert from_hf ~/models/Qwen3-0.6B qwen3",
+        usage="""\
+maxtext convert from_hf DIR OUT [--dtype float32|bfloat16|float16]
+maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16] [--text-only]
+maxtext convert params-only CHECKPOINT OUT [--dtype float32|bfloat16|float16]""",
+        options="""\
+from_hf       safetensors, config.json and tokenizer of a supported family to native
+              weights by layer, with config.yml
+to_hf         a checkpoint to a Hugging Face folder, with the assets that came with it
+params-only   the newest weights of a training checkpoint (a run's folder, its
+              checkpoints, or one step) without the optimizer state, with config.yml
+--dtype       dtype of all floating-point weights; default: unchanged
+--text-only   write only the text model of a checkpoint with vision or audio tensors""",
+        settings=False,
+    ),
+    "config": Command(
+        summary="show the resolved configuration and the source of each value, or explain a key",
+        example="maxtext config model_name=llama3.1-8b --changed",
+        usage="""\
+maxtext config [FILE] [key=value ...] [--changed] [--format yaml|json]
+maxtext config explain KEY [FILE] [key=value ...]
+maxtext config status""",
+        options="""\
+--changed            only keys that differ from base.yml
+--format yaml|json   machine-readable; the YAML can be used as a FILE
+explain KEY          type, default, meaning, source, and whether the key acts
+status               which keys act, which do not, and why""",
+    ),
+    "inspect": Command(
+        summary="show the contents of a checkpoint and verify its files",
+        example="maxtext inspect maxtext_output/my_run --verify",
+        usage="maxtext inspect DIR [--verify] [--json]",
+        options="""\
+DIR        a run's folder, its checkpoints, one step, or a folder of safetensors
+--verify   read every file and compare it with the checksums written with it
+--json     machine-readable output""",
+        settings=False,
+    ),
+    "data": Command(
+        summary="show batches, tokenize data before training, or measure the input pipeline",
+        example="maxtext data inspect quickstart --batches 20 --rows 2",
+        usage="""\
+maxtext data inspect [FILE] [key=value ...] [--batches N] [--rows N] [--eval] [--json]
+maxtext data prepare --out DIR [--workers N] [--shard-documents N] [FILE] [key=value ...]
+maxtext data throughput [FILE] [key=value ...]""",
+        options="""\
+inspect      decoded batches, one colour per segment, and packing efficiency; needs no
+             device
+  --batches N          number of batches (1)
+  --rows N             rows of each batch to show (4)
+  --eval               evaluation data
+  --json               machine-readable output
+prepare      tokenize the training documents into ArrayRecord files; an interrupted run
+             resumes
+  --out DIR            a new or empty folder, or one to resume
+  --workers N          processes (all cores)
+  --shard-documents N  documents per file (by the size of the data)
+throughput   load `steps` batches as training would, and report the speed""",
+    ),
+    "tokenizer": Command(
+        summary="train a tokenizer on local files, or inspect one",
+        example='maxtext tokenizer inspect byte "Grüße"',
+        usage="""\
+maxtext tokenizer train [--kind KIND] [--vocab-size N] [--column NAME] [--max-chars N]
+                        --out PATH [--overwrite] FILES...
+maxtext tokenizer inspect PATH [TEXT] [--json]""",
+        options="""\
+FILES            text, jsonl (also .gz), parquet, arrow, tfrecord or arrayrecord files,
+                 folders or globs
+--out PATH       a folder for bpe, a file.model for the other kinds
+--kind KIND      bpe (byte level, tokenizer.json; the default), sentencepiece (unigram),
+                 sentencepiece-bpe
+--vocab-size N   number of ids, including special tokens (vocab_size=N)
+--column NAME    text column of records (train_data_columns=NAME)
+--max-chars N    characters of training text, sampled over all documents
+                 (max_corpus_chars=N)
+--overwrite      replace an existing PATH
+inspect PATH     a file, a folder, byte, or a name on the Hugging Face hub
+--json           machine-readable output""",
+        settings=False,
+    ),
+    "models": Command(
+        summary="list the named models with their sizes, or show one in detail",
+        example="maxtext models qwen3-30b-a3b",
+        usage="maxtext models [NAME]",
+        settings=False,
+    ),
+    "estimate": Command(
+        summary="estimate whether a training step fits on a target, and suggest better settings",
+        example="maxtext estimate model_name=llama2-7b --target v5p:4x4x4 --no-compile",
+        usage="""\
+maxtext estimate [FILE] [key=value ...] [--target NAME] [--slices N] [--no-compile]
+                 [--search] [--format json]""",
+        options="""\
+--target NAME   cpu, cpu:8, gpu, or a TPU slice such as v5p:4x4x4 or v5p-128;
+                default: compile_topology, else this machine
+--slices N      number of slices of a TPU target
+--no-compile    estimate from shapes only
+--search        also compile the suggestions, to confirm them
+--format json   machine-readable output""",
+    ),
+    "compile": Command(
+        summary="compile the train step ahead of time (AOT), for this machine or a TPU slice",
+        example="maxtext compile quickstart compiled_trainstep_file=step.bin",
+        options="""\
+compiled_trainstep_file=FILE      output file; maxtext train loads it by the same key
+compile_topology=v5p-128          the target; default: this machine
+compile_topology_num_slices=1     number of slices of the target""",
+    ),
+    "doctor": Command(
+        summary="show versions, devices and problems of this machine",
+        example="maxtext doctor",
+    ),
+}
