@@ -22,7 +22,7 @@ import jax
 from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import to_flat_dict
-from maxtext.configs import load
+from maxtext.models.configuration import load
 from maxtext.trainers.compile import compile_train_step
 from maxtext.trainers.data_loader import TrainDataLoader
 from maxtext.trainers.init_state import initial_state

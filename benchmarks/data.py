@@ -120,8 +120,8 @@ def counted(segmentations: Iterable[np.ndarray]) -> dict[str, int]:
 
 
 def ours(folder: Path, kind: str, workers: int) -> dict[str, Any]:
-    from maxtext.configs import load
     from maxtext.input_pipeline import Split, grain_source, open_data_streams
+    from maxtext.models.configuration import load
 
     assert grain_source  # imported now, not when it is first used
     words = [

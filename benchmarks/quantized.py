@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext import LLM
-from maxtext.configs import load
 from maxtext.inference.cache_config import cache_size
 from maxtext.layers.inputs import LayerInputs
+from maxtext.models.configuration import load
 from maxtext.models.transformer import empty_caches
 from maxtext.trainers.data_loader import EvalDataLoader, open_eval_streams
 from maxtext.trainers.run_context import RunContext

@@ -71,6 +71,19 @@ def test_rooms_import_only_what_is_below_them():
     assert not wrong
 
 
+def test_configurations_are_checked_against_their_layers():
+    """`configs.load.load` alone does not know the layers: `models.configuration.load` does."""
+    bypassing = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and node.module in ("maxtext.configs", "maxtext.configs.load")
+        and "load" in {alias.name for alias in node.names}
+    ]
+    assert bypassing == ["models/configuration.py"]
+
+
 def test_only_sharding_says_partition_spec():
     said = [
         str(path.relative_to(PACKAGE))

@@ -7,8 +7,8 @@ TYPE_CHECKING = (
 if TYPE_CHECKING:
     from typing import Any
 
-    from maxtext.configs import config
     from maxtext.inference.llm import LLM
+    from maxtext.models.configuration import config
 
 __all__ = ["LLM", "__version__", "config"]
 
@@ -16,7 +16,7 @@ __all__ = ["LLM", "__version__", "config"]
 def __getattr__(name: str) -> "Any":
     """Names load on first use, so that `import maxtext` and `maxtext --help` stay instant."""
     if name == "config":
-        from maxtext.configs import config
+        from maxtext.models.configuration import config
 
         return config
     if name == "LLM":

@@ -9,8 +9,8 @@ import numpy as np
 
 from maxtext.checkpoint.open import model_param_infos, save_hf_folder
 from maxtext.checkpoint.tensors import DTYPES, TensorInfo
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 from tests.tokenizers.tiny import write_bpe
 

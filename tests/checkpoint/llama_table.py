@@ -21,10 +21,10 @@ from maxtext.checkpoint.convert import (
 )
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import find_param_infos, flatten, load_weights
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.hf.rules import Rule
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.registry import segments
 
 LAYER = "model.layers.{i}."

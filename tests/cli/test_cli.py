@@ -22,7 +22,7 @@ def test_help_imports_nothing_heavy():
 
 def test_config_needs_jax_for_devices_only():
     code = (
-        "import sys; from maxtext.configs import load; from maxtext.configs.derive import Devices;"
+        "import sys; from maxtext.configs.load import load; from maxtext.configs.derive import Devices;"
         "load(None, ['model_name=llama3.1-8b'], devices=Devices(1)); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

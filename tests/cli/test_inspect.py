@@ -12,8 +12,8 @@ from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text, open_checkpoint
 from maxtext.checkpoint.state import from_flat_dict, to_flat_dict
 from maxtext.cli.main import main
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 
 WORDS = [

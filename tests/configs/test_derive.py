@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import DERIVED, Devices, rampup_stages
 from maxtext.configs.types import DerivedValues
+from maxtext.models.configuration import load
 
 
 def resolved(*words, devices=1, slices=1):

@@ -9,8 +9,8 @@ import pytest
 
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.models.registry import layers
 
 FILE = """base_config: base.yml

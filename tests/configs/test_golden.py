@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.configs import load, text
+from maxtext.configs import text
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
+from maxtext.models.configuration import load
 
 GOLDEN = Path(__file__).parent / "golden"
 MODELS = ["llama3.1-8b", "gemma3-12b", "deepseek3-671b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt3-52k"]

@@ -3,10 +3,10 @@
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import LAYOUTS
 from maxtext.configs.types import CustomRule
+from maxtext.models.configuration import load
 
 
 def config(*words):

@@ -8,10 +8,11 @@ import pytest
 
 import maxtext.configs
 from maxtext.common.errors import ConfigError
-from maxtext.configs import ledger, load, sources
+from maxtext.configs import ledger, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
 from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.models.configuration import load
 
 PACKAGE = Path(maxtext.configs.__file__).parents[1]
 CONFIG_NAMES = {"config"}

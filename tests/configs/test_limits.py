@@ -9,9 +9,10 @@ import pytest
 
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError
-from maxtext.configs import fields, ledger, limits, load, sources
+from maxtext.configs import fields, ledger, limits, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.types import DerivedValues
+from maxtext.models.configuration import load
 
 ONE = Devices(1)
 INTEGERS = [

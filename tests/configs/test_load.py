@@ -4,8 +4,9 @@ import pytest
 
 import maxtext
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load, sources, text
+from maxtext.configs import sources, text
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 
 
 def resolved(words=(), path=None, environ=None, devices=1):

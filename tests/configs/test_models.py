@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.configs import fields, load
+from maxtext.configs import fields
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import published_tokenizers
+from maxtext.models.configuration import load
 
 NAMES = fields.choices("model_name")
 SHARED = Path(__file__).parents[3] / "shared" / "spec" / "model_facts.json"

@@ -3,11 +3,12 @@
 import pytest
 
 from maxtext.checkpoint.open import model_text
-from maxtext.configs import fields, load, rules
+from maxtext.configs import fields, rules
 from maxtext.configs.derive import Devices
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.provenance import Source
 from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES
+from maxtext.models.configuration import load
 
 
 def test_every_rule_is_registered_for_a_key():

@@ -268,7 +268,7 @@ from maxtext.common import processes
 processes.now = lambda: f"2026010{sys.argv[1]}-235959"  # clocks that differ
 processes.start(SimpleNamespace(
     hardware="cpu", skip_jax_distributed_system=False, jax_distributed_initialization_timeout=60))
-from maxtext.configs import load
+from maxtext.models.configuration import load
 print(load(None, []).run_name)
 """
 

@@ -57,7 +57,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(start, number):
 
 FEEDS = """
 import json, sys
-from maxtext.configs import load
+from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
 from maxtext.trainers.run_context import RunContext
 

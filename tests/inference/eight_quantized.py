@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext import LLM
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.quantized import quantize_weights
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -16,8 +16,8 @@ import pytest
 from maxtext import LLM
 from maxtext.checkpoint.weights import flatten
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.kernels.weight_only import QuantizedWeight
+from maxtext.models.configuration import load
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import FAST_COMPILE_FLAGS
 from tests.inference.eight_quantized import CASES

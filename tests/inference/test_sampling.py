@@ -9,7 +9,6 @@ import pytest
 from scipy import stats
 
 from maxtext.common.errors import UserError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.inference.sampling import (
     BatchedSamplingParams,
@@ -19,6 +18,7 @@ from maxtext.inference.sampling import (
     sample,
     truncation_threshold,
 )
+from maxtext.models.configuration import load
 
 DRAWS = 30_000
 FEW = 1000  # where each is checked by itself

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.inference import executor as executor_module
@@ -29,6 +28,7 @@ from maxtext.inference.sampling import (
 )
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.layers.inputs import LayerInputs
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules, make_mesh
 from tests.inference.prefix_cache_checks import check_consistent

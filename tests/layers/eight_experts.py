@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common import hash_rng
-from maxtext.configs import load
 from maxtext.kernels import all_to_all
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import RouterSpec
+from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, use_rules
 from tests.compiling import FAST_COMPILE
 from tests.kernels.test_all_to_all import emulated_ragged_all_to_all

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers import eight_bits, linear
 from maxtext.models import transformer
+from maxtext.models.configuration import load
 from maxtext.trainers.losses import language_model_losses
 from maxtext.trainers.run_context import RunContext
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 from maxtext.common import hash_rng
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.models.common import moe_spec, router_spec
+from maxtext.models.configuration import load
 from maxtext.sharding import manual
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.models.common import moe_spec, router_spec
+from maxtext.models.configuration import load
 from tests.layers.eight_experts import BATCH, CASES, EXPERTS, LENGTH, PLAIN, SIZE, WIDTH
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ import pytest
 
 from maxtext.checkpoint.weights import flatten
 from maxtext.common import hash_rng
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.inputs import LayerInputs
@@ -19,6 +18,7 @@ from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.quantized import described, quantize_weights
 from maxtext.layers.routers import RouterSpec
+from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 
 SMALL = (

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import Moba
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.counts import (
     breakdown,
     forward_flops_per_token,

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 from tests.compiling import FAST_COMPILE
 

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxtext.configs import fields, load
+from maxtext.configs import fields
 from maxtext.configs.derive import Devices
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
 from maxtext.layers.rope import RopeSpec, frequencies
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.counts import active_count, breakdown, parameter_count
 from maxtext.models.hf_registry import model_layer
 from maxtext.models.registry import layers

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.remat import SAVED_ON_DEVICE
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 from maxtext.trainers.losses import language_model_losses
 from tests.compiling import FAST_COMPILE

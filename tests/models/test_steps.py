@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import PAGES, POSITION, CacheSize, extended, kept
 from maxtext.layers.inputs import LayerInputs
+from maxtext.models.configuration import load
 from maxtext.models.transformer import empty_caches, make_template
 
 pytestmark = pytest.mark.usefixtures("quick_programs")

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models import make_template, segments
+from maxtext.models.configuration import load
 from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, SIZE = 32, 16, 12

@@ -14,9 +14,9 @@ from maxtext.checkpoint.open import save_hf_folder, with_max_positions
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import UserError
 from maxtext.configs import fields
-from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.hf_registry import MAPPINGS, hf_config, mapping_of, model_layer, read_config
 from maxtext.models.registry import FAMILIES, layers
 
@@ -80,7 +80,9 @@ def test_written_anew(name, specimen, model, tmp_path):
     ways.
     """
     one, ours = specimen(name), model(name)
-    save_hf_folder(tmp_path, ours.config, ours.places, ModelWeights(ours.weights, ours.places))
+    save_hf_folder(
+        tmp_path, ours.config, ours.param_infos, ModelWeights(ours.weights, ours.param_infos)
+    )
     assert zoo.distance(zoo.scores(tmp_path, one.ids), one.scores) < 1e-6
     again = configured(model_layer(read_config(tmp_path), "config.json"))
     assert layers(again) == layers(ours.config)

@@ -6,7 +6,7 @@ import sys
 import jax
 import numpy as np
 
-from maxtext.configs import load
+from maxtext.models.configuration import load
 from maxtext.sharding import make_mesh
 from maxtext.trainers.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices

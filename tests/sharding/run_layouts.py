@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.trainers.compile import COMPILER_OPTIONS, compile_train_step
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.init_state import initial_state

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.optimizers import make_optimizer
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.compile import compile_train_step

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.collectives import Collective, array_bytes, count_collectives
 from maxtext.sharding.manual import current, only_platform

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, constrain, use_rules
 
 SIZES = {"data": 2, "stage": 1, "fsdp": 4, "context": 1, "tensor": 2, "expert": 1}

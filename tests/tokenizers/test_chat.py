@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.configs import load as load_config
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load as load_config
 from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer, templates
 from tests.tokenizers.tiny import CHATML
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from maxtext.common.errors import ConfigError, MissingExtra
-from maxtext.configs import load as load_config
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load as load_config
 from maxtext.tokenizers import find_tokenizer, load_tokenizer, open_tokenizer
 
 

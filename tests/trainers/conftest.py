@@ -16,10 +16,10 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import UserError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides, from_python
 from maxtext.input_pipeline import BatchIterator, loader
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules

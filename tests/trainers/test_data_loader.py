@@ -48,7 +48,7 @@ def test_one_device_has_one_stream(configure, words):
 SCRIPT = """
 import sys
 import numpy as np
-from maxtext.configs import load
+from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import TrainDataLoader
 from maxtext.trainers.run_context import RunContext
 

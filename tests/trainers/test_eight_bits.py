@@ -12,9 +12,9 @@ import pytest
 
 import maxtext
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.inference.llm import LLM
+from maxtext.models.configuration import load
 from maxtext.trainers.compile import compile_train_step, lower_train_step
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.run_context import RunContext

@@ -13,8 +13,8 @@ import jax
 import pytest
 
 from maxtext.cli.estimate import as_data, show
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
 from maxtext.sharding.topology import Target, find_target
 from maxtext.trainers import estimate as estimates
 from maxtext.trainers.activations import kept_by_policy, policy_of, products, trace, under
@@ -198,7 +198,7 @@ def test_a_program_counts_what_it_needs():
 
 COMPARE = """
 import json, sys
-from maxtext.configs import load
+from maxtext.models.configuration import load
 from maxtext.configs.derive import Devices
 from maxtext.sharding.topology import find_target
 from maxtext.trainers.estimate import compiled_as, estimate

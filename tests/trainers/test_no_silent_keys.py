@@ -2,17 +2,17 @@
 refused.
 
 Every key of the model's groups is added to every configuration below; the parts of a program
-(conftest.py) are compared with and without it. `configs/types/blocks.py` says what blocks have;
-this holds it against models.
+(conftest.py) are compared with and without it.
 """
 
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import ledger, load, types
+from maxtext.configs import ledger, types
 from maxtext.configs.derive import Devices
 from maxtext.configs.remat import CUSTOM_TENSORS
 from maxtext.configs.sources import from_overrides, from_python
+from maxtext.models.configuration import load
 
 # bfloat16, so that asking for float32 makes a difference; two rows, and more tokens than any window
 # or chunk.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.input_pipeline import FIELDS, BatchIterator, DataStreams
+from maxtext.models.configuration import load
 from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
 

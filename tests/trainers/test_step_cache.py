@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import cudnn
+from maxtext.models.configuration import load
 from maxtext.trainers import step_cache
 from maxtext.trainers.data_loader import DeviceBatch, max_segments
 from maxtext.trainers.run_context import RunContext

@@ -47,6 +47,7 @@ from maxtext.hf.quantized import quantized_format
 from maxtext.layers.parameters import Template
 from maxtext.models import hf_registry
 from maxtext.models.registry import segments
+from maxtext.models.rules import check_layers
 
 HF_ASSETS_DIR, TENSOR_NAMES_FILE = "hugging_face", "tensor_names.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
@@ -247,7 +248,7 @@ def model_text(config: MaxTextConfig) -> str:
     as_file = config.attributed_to(Source("file", "config.yml"))
     inert = {
         problem.key
-        for problem in rules.check_settings(as_file)
+        for problem in rules.check_settings(as_file) + check_layers(as_file)
         if problem.kind is ProblemKind.INERT
     }
     return "base_config: base.yml\n" + text.yaml_text(

@@ -21,9 +21,9 @@ from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import UserError
 from maxtext.configs.derive import Devices
-from maxtext.configs.load import load
 from maxtext.configs.provenance import Layer
 from maxtext.configs.sources import from_python
+from maxtext.models.configuration import load
 from maxtext.models.registry import segments
 from maxtext.models.transformer import make_template
 

@@ -5,9 +5,10 @@ import sys
 
 from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
-from maxtext.configs import fields, ledger, load, sources, text
+from maxtext.configs import fields, ledger, sources, text
 from maxtext.configs.load import base_values
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
+from maxtext.models.configuration import load
 
 
 def run(args: list[str]) -> int:

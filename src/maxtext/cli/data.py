@@ -33,9 +33,10 @@ def load_config(args: list[str]) -> MaxTextConfig:
 
     Does not start a device.
     """
-    from maxtext.configs import load, sources
+    from maxtext.configs import sources
     from maxtext.configs.derive import Devices
     from maxtext.configs.load import resolve
+    from maxtext.models.configuration import load
 
     path, overrides = arguments.split(args)
     layer = sources.from_overrides(overrides)

@@ -20,9 +20,10 @@ from maxtext.cli.generation import (
 )
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.configs import load, sources
+from maxtext.configs import sources
 from maxtext.configs.load import peek_setting
 from maxtext.configs.types import MaxTextConfig
+from maxtext.models.configuration import load
 
 DIFF_CHARACTERS = 40  # of two texts, shown from where they differ
 USELESS = {"enable_model_warmup": "the one prompt warms it up"}

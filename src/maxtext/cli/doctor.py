@@ -1,9 +1,9 @@
 """`maxtext doctor`: reports what this machine can run, and problems with remedies."""
 
 from maxtext.cli import arguments
-from maxtext.configs import load
 from maxtext.configs.derive import Devices
 from maxtext.diagnostics.doctor import examine
+from maxtext.models.configuration import load
 
 
 def run(args: list[str]) -> int:

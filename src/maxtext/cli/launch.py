@@ -23,9 +23,10 @@ from maxtext.common import log, processes, rendezvous, supervise
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.common.supervise import Command, Supervisor
-from maxtext.configs import load, sources
+from maxtext.configs import sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.types import MaxTextConfig
+from maxtext.models.configuration import load
 
 BAD_CONFIGURATION = 2
 # How JAX's C++ code ends a process whose coordinator is gone: a log line, its details and a stack

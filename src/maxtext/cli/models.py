@@ -4,11 +4,12 @@ from typing import Any
 
 from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError
-from maxtext.configs import fields, load
+from maxtext.configs import fields
 from maxtext.configs.derive import Devices
 from maxtext.configs.ledger import unsupported_by_model
 from maxtext.configs.load import base_values
 from maxtext.models import make_template
+from maxtext.models.configuration import load
 from maxtext.models.counts import active_count, breakdown, parameter_count
 from maxtext.models.registry import layers
 

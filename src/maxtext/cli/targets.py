@@ -5,9 +5,10 @@ from typing import Any
 
 from maxtext.cli.train import checkpoint_model
 from maxtext.common.errors import ConfigError
-from maxtext.configs import ledger, load, sources
+from maxtext.configs import ledger, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values, peek_setting
+from maxtext.models.configuration import load
 from maxtext.sharding.topology import Target, disable_tpu_discovery, find_target
 
 

@@ -75,9 +75,9 @@ def train(args: list[str]) -> int:
 
 def load_config(overrides: list[str], args: list[str]) -> tuple[MaxTextConfig, list[str]]:
     """The configuration of the few keys that apply here, and the files to read."""
-    from maxtext.configs import load
     from maxtext.configs.derive import Devices
     from maxtext.input_pipeline.formats import find_files
+    from maxtext.models.configuration import load
 
     patterns = []
     for arg in args:

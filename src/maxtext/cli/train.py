@@ -8,9 +8,10 @@ from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError
 from maxtext.common.supervise import die_with_launcher
-from maxtext.configs import fields, ledger, load, sources
+from maxtext.configs import fields, ledger, sources
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.types import MaxTextConfig
+from maxtext.models.configuration import load
 
 SAMPLE_TOKENS = 300
 

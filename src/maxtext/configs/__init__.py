@@ -1,6 +1,5 @@
 """Level 1: the configuration: defaults in base.yml, typed keys, merging, derived values, checks."""
 
-from maxtext.configs.load import config, load
 from maxtext.configs.types import MaxTextConfig
 
-__all__ = ["MaxTextConfig", "config", "load"]
+__all__ = ["MaxTextConfig"]

@@ -55,6 +55,16 @@ def derived_from_devices(function: OfDevices) -> OfDevices:
     return function
 
 
+def with_model_sizes(settings: Settings) -> MaxTextConfig:
+    """The settings with those derived values that give the sizes of the model, and no others."""
+    config = MaxTextConfig.model_construct(**dict(settings))
+    config._architecture = settings.architecture
+    config._sources = settings._sources
+    for compute in MODEL_SIZES:
+        config.__dict__[compute.__name__] = compute(config)
+    return config
+
+
 def derive(settings: Settings, devices: Devices) -> dict[str, Any]:
     """All derived values of validated settings, computed in the order of the group."""
     draft = MaxTextConfig.model_construct(**dict(settings))
@@ -106,6 +116,16 @@ def num_kv_heads(config: MaxTextConfig) -> int:
 @derived
 def num_query_heads(config: MaxTextConfig) -> int:
     return config.base_num_query_heads * size_factor(config, extra_from=1)
+
+
+MODEL_SIZES: tuple[Callable[[MaxTextConfig], int], ...] = (
+    emb_dim,
+    mlp_dim,
+    moe_mlp_dim,
+    num_decoder_layers,
+    num_kv_heads,
+    num_query_heads,
+)
 
 
 # The mesh.

@@ -3,7 +3,7 @@ the computed keys. The MaxTextConfig knows the source of every value.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -34,24 +34,20 @@ MAX_UNROLLED_LAYERS = 64  # on GPUs, where layers are unrolled by default
 SCAN_KEYS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")
 
 
-def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
-    """The configuration of a run, merged from base.yml, the YAML file at `path`, the model's file,
-    M_KEY environment variables and the keywords.
-    """
-    return load(path, sources.from_python(overrides))
-
-
 def load(
     path: str | os.PathLike | None = None,
     overrides: Layer | Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
     devices: derive.Devices | None = None,
     model: Layer | None = None,
+    check_layers: Callable[[MaxTextConfig], list[Problem]] = lambda config: [],
 ) -> MaxTextConfig:
-    """As `config`, from key=value overrides.
+    """The configuration of a run, merged from base.yml, the YAML file at `path`, the model's file,
+    M_KEY environment variables and the overrides.
 
     `devices` defaults to those of this machine. `model` is the description of the model in a
-    checkpoint, which replaces the file of model_name.
+    checkpoint, which replaces the file of model_name. `check_layers` checks the settings against
+    the layers of the model, which `models/` builds: load by `models.configuration.load`.
     """
     environ = os.environ if environ is None else environ
     layer = overrides if isinstance(overrides, dict) else sources.from_overrides(overrides)
@@ -61,7 +57,9 @@ def load(
     checked._architecture = facts
     # Ranges come first: the rules compute with these numbers.
     raise_if_any(limits.problems(checked) + rules.check_ranges(checked))
-    raise_if_any(rules.check_settings(checked) + ledger.problems(checked, base_values()))
+    problems = rules.check_settings(checked) + ledger.problems(checked, base_values())
+    sized = derive.with_model_sizes(checked)
+    raise_if_any(problems + (limits.problems(sized) or check_layers(sized)))
     devices = devices or derive.visible_devices()
     derived = derive.derive(checked, devices)
     scan_is_open = settings["scan_layers"].source.kind == "default" and not any(

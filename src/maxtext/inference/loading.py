@@ -13,11 +13,12 @@ from maxtext.checkpoint.tensors import Progress, TensorSource
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import ConfigError
 from maxtext.configs import provenance
-from maxtext.configs.load import load, peek_setting
+from maxtext.configs.load import peek_setting
 from maxtext.configs.provenance import Layer, Setting
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import described, quantize_weights
+from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.sharding import AxisRules
 

@@ -19,7 +19,7 @@ from maxtext.layers.rope import RopeSpec
 from maxtext.layers.routers import RouterSpec
 
 # attention_type -> kind of layer
-KINDS = {
+LAYER_KINDS = {
     "global": "full",
     "mla": "full",
     "local_sliding": "sliding",
@@ -87,13 +87,24 @@ def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -
 
 
 def attention_mask(config: MaxTextConfig, kind: str | None = None) -> AttentionMask:
-    """What a kind of layer sees; attention_type names the kinds of models whose layers are all
-    alike.
+    """The mask of a kind of layer, by default the one of attention_type.
+
+    Raises ConfigError if the size of the window or chunk is not set.
     """
-    kind = kind or KINDS[config.attention_type]
+    stated_by = f"decoder_block={config.decoder_block.value}"
+    if kind is None or LAYER_KINDS[config.attention_type] == kind != "full":
+        stated_by = f"attention_type={config.attention_type}"
+    kind = kind or LAYER_KINDS[config.attention_type]
     if kind == "sliding":
+        if not config.sliding_window_size:
+            raise ConfigError(
+                f"{stated_by} needs sliding_window_size: the number of tokens that a "
+                "sliding-window layer attends to"
+            )
         return AttentionMask(window=config.sliding_window_size)
     if kind == "chunk":
+        if not config.chunk_attn_window_size:
+            raise ConfigError(f"{stated_by} needs chunk_attn_window_size: the length of a chunk")
         return AttentionMask(chunk=config.chunk_attn_window_size)
     return AttentionMask(causal=kind != "unmasked")
 
@@ -251,7 +262,12 @@ def streams_spec(config: MaxTextConfig) -> HyperConnectionSpec | None:
 
 
 def with_engrams(config: MaxTextConfig, layers: list[Any]) -> list[Any]:
-    """The layers, those of engram_layers with a memory of n-grams."""
+    """The layers, those of engram_layers with an n-gram memory."""
+    if config.engram_layers and not all(isinstance(layer, LayerSpec) for layer in layers):
+        raise ConfigError(
+            f"engram_layers does not go with decoder_block={config.decoder_block.value}: its "
+            "layers do not support engram memory"
+        )
 
     def memory(layer: int) -> EngramSpec:
         return EngramSpec(

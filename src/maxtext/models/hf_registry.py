@@ -6,7 +6,6 @@ from pathlib import Path
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
-from maxtext.configs.load import load
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
@@ -14,6 +13,7 @@ from maxtext.hf import schema
 from maxtext.hf.config_json import HfMapping, Json
 from maxtext.hf.quantized import quantized_format
 from maxtext.hf.rules import Rule
+from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
 from maxtext.models.registry import FAMILIES, family, layers
 

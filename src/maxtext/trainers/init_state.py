@@ -11,9 +11,9 @@ from maxtext.checkpoint.state import compare_trees, tensor_infos, to_flat_dict
 from maxtext.checkpoint.weights import load_weights
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
-from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
+from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
 from maxtext.sharding import use_rules
 from maxtext.trainers.run_context import RunContext

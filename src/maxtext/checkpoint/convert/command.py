@@ -19,8 +19,8 @@ from maxtext.checkpoint.weights import ParamInfo, param_dtypes
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path
 from maxtext.configs.derive import Devices
-from maxtext.configs.load import load
 from maxtext.configs.sources import from_python
+from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 
 SHARD_BYTES = 2 * 10**9

@@ -2,19 +2,6 @@
 
 from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
 from maxtext.configs.types import Settings
-from maxtext.configs.types.blocks import (
-    DELTA_NETS,
-    KINDS,
-    PATTERNS,
-    attends,
-    block,
-    custom_remat,
-    in_turn,
-    latent,
-    plainly_attends,
-    rotates,
-    sees,
-)
 
 one_of(
     "attention",
@@ -52,70 +39,19 @@ for _layout in ("sa_q_layout", "sa_k_layout", "sa_v_layout"):
     one_of(_layout, "HEAD_DIM_MINOR", "SEQ_MINOR")
 
 
-def attention_type_acts(settings: Settings) -> bool:
-    """Whether attention_type determines the mask of the layers. It may repeat a block's window."""
-    if not attends(settings) or settings.architecture.layer_kinds or block(settings) in PATTERNS:
-        return False
-    return sees(settings) == {KINDS[settings.attention_type]}
+def uses_mla(settings: Settings) -> bool:
+    return settings.attention_type == "mla"
 
 
-inert_unless(
-    attention_type_acts,
-    "a decoder_block with attention that does not fix the attention type of its layers",
-    "attention_type",
-)
-inert_unless(
-    lambda s: "sliding" in sees(s),
-    "attention_type=local_sliding, or a decoder_block with sliding layers",
-    "sliding_window_size",
-)
-inert_unless(
-    lambda s: "chunk" in sees(s),
-    "attention_type=chunk, or a decoder_block with chunked layers",
-    "chunk_attn_window_size",
-)
-inert_unless(
-    lambda s: rotates(s) and block(s) != "gemma4",
-    "RoPE, in a decoder_block other than gemma4 (which has local_ and global_rope_proportion)",
-    "partial_rotary_factor",
-)
-inert_unless(
-    attends,
-    "a decoder_block with attention",
-    "float32_qk_product",
-    "float32_logits",
-    "attn_logits_soft_cap",
-)
-inert_unless(plainly_attends, "attention other than MLA", "attention_sink", "use_qk_norm")
-inert_unless(
-    in_turn,
-    "a decoder_block that applies attention and MLP in sequence",
-    "use_post_attn_norm",
-    "use_post_ffw_norm",
-)
-inert_unless(
-    lambda s: block(s) == "gemma4",
-    "decoder_block=gemma4",
-    "share_kv_projections",
-    "global_num_kv_heads",
-)
-inert_unless(
-    lambda s: (
-        block(s) == "llama4" and (s.nope_layer_interval > 0 or bool(s.architecture.rope_layers))
-    ),
-    "decoder_block=llama4 and nope_layer_interval",
-    "temperature_tuning",
-)
+def saves_custom_tensors(settings: Settings) -> bool:
+    return settings.remat_policy == "custom"
+
+
 inert_unless(lambda s: s.use_qk_clip, "use_qk_clip=true", "qk_clip_threshold")
 inert_unless(lambda s: s.moba, "moba=true", "moba_chunk_size", "moba_topk")
-inert_unless(
-    lambda s: plainly_attends(s) and not s.moba,
-    "attention other than MLA and MoBA",
-    "use_ragged_attention",
-)
 inert_unless(lambda s: s.use_ragged_attention, "use_ragged_attention=true", "ragged_block_size")
 inert_unless(
-    latent,
+    uses_mla,
     "attention_type=mla",
     "mla_naive_kvcache",
     "q_lora_rank",
@@ -137,58 +73,30 @@ inert_unless(
     "use_indexer=true and indexer_loss_scaling_factor",
     "indexer_sparse_training",
 )
-inert_unless(
-    lambda s: block(s) in DELTA_NETS,
-    "decoder_block=qwen3_next or qwen3_5",
-    "gdn_conv_kernel_dim",
-    "gdn_key_head_dim",
-    "gdn_value_head_dim",
-    "gdn_num_key_heads",
-    "gdn_num_value_heads",
-    "gdn_chunk_size",
-    "use_qk_norm_in_gdn",
-)
 
 # remat_policy=custom can save only tensors that the model has.
-inert_unless(
-    lambda s: attends(s) and not s.fused_qkv,
-    "fused_qkv=false",
-    "query_proj",
-    "key_proj",
-    "value_proj",
-)
 inert_unless(lambda s: s.fused_qkv, "fused_qkv=true", "qkv_proj")
 inert_unless(
-    lambda s: custom_remat(s) and latent(s),
+    lambda s: saves_custom_tensors(s) and uses_mla(s),
     "remat_policy=custom and attention_type=mla",
     "kv_wa_proj",
     "mla_q",
 )
 inert_unless(
-    lambda s: custom_remat(s) and latent(s) and s.mla_naive_kvcache,
+    lambda s: saves_custom_tensors(s) and uses_mla(s) and s.mla_naive_kvcache,
     "remat_policy=custom, attention_type=mla and mla_naive_kvcache=true",
     "mla_kv",
 )
 inert_unless(
-    lambda s: custom_remat(s) and latent(s) and s.q_lora_rank > 0,
+    lambda s: saves_custom_tensors(s) and uses_mla(s) and s.q_lora_rank > 0,
     "remat_policy=custom, attention_type=mla and q_lora_rank",
     "query_wa_proj",
 )
 
 
-@rule("attention_type")
-def mla_needs_the_deepseek_block(settings: Settings) -> str | None:
-    if latent(settings) and block(settings) != "deepseek":
-        return (
-            f"attention_type=mla needs decoder_block=deepseek, not {block(settings)}: no other "
-            "block implements multi-head latent attention"
-        )
-    return None
-
-
 @rule("base_num_kv_heads")
 def mla_has_one_kv_head_per_query_head(settings: Settings) -> str | None:
-    if latent(settings) and settings.base_num_kv_heads != settings.base_num_query_heads:
+    if uses_mla(settings) and settings.base_num_kv_heads != settings.base_num_query_heads:
         return (
             f"base_num_kv_heads={settings.base_num_kv_heads} does not fit attention_type=mla, "
             f"where each query head has its own keys: set it to {settings.base_num_query_heads}, "
@@ -209,33 +117,6 @@ def global_heads_divide_evenly(settings: Settings) -> str | None:
             "the same number of query heads"
         )
     return None
-
-
-@rule("sliding_window_size")
-def sliding_attention_has_a_window(settings: Settings) -> str | None:
-    if settings.sliding_window_size or "sliding" not in sees(settings):
-        return None
-    who = (
-        "attention_type=local_sliding"
-        if settings.attention_type == "local_sliding"
-        else f"decoder_block={block(settings)}"
-    )
-    return (
-        f"{who} needs sliding_window_size: the number of tokens that a sliding-window layer "
-        "attends to"
-    )
-
-
-@rule("chunk_attn_window_size")
-def chunked_attention_has_a_chunk_size(settings: Settings) -> str | None:
-    if settings.chunk_attn_window_size or "chunk" not in sees(settings):
-        return None
-    who = (
-        "attention_type=chunk"
-        if settings.attention_type == "chunk"
-        else f"decoder_block={block(settings)}"
-    )
-    return f"{who} needs chunk_attn_window_size: the length of a chunk"
 
 
 @rule("use_indexer")
@@ -275,16 +156,5 @@ def delta_net_heads_divide_evenly(settings: Settings) -> str | None:
         return (
             f"gdn_num_value_heads={settings.gdn_num_value_heads} is not a multiple of "
             f"gdn_num_key_heads={settings.gdn_num_key_heads}"
-        )
-    return None
-
-
-@rule("moba")
-def moba_needs_causal_attention(settings: Settings) -> str | None:
-    if settings.moba and (latent(settings) or sees(settings) - {"linear"} != {"full"}):
-        seen = "mla" if latent(settings) else " and ".join(sorted(sees(settings))) or "no"
-        return (
-            f"moba=true needs causal attention (attention_type=global), and this model has {seen} "
-            "attention"
         )
     return None

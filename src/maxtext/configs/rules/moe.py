@@ -5,7 +5,6 @@ import math
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
 from maxtext.configs.types import MaxTextConfig, Settings
-from maxtext.configs.types.blocks import EXPERTS, NARROW, block, custom_remat, dense_mlp, experts
 
 one_of("routed_score_func", "", "softmax", "sigmoid")
 in_range(1, None, "base_moe_mlp_dim", "moe_expert_input_dim", special=(-1,))
@@ -35,65 +34,6 @@ in_range(
     "wo_tile_drhs_mlp_dim",
 )
 
-NEEDS_EXPERTS = f"num_experts above 1 in one of the decoder_blocks {', '.join(EXPERTS)}"
-
-inert_unless(
-    lambda s: block(s) in EXPERTS, f"one of the decoder_blocks {', '.join(EXPERTS)}", "num_experts"
-)
-inert_unless(
-    experts,
-    NEEDS_EXPERTS,
-    "num_experts_per_tok",
-    "base_moe_mlp_dim",
-    "capacity_factor",
-    "ragged_buffer_factor",
-    "load_balance_loss_weight",
-    "use_random_routing",
-    "norm_topk_prob",
-    "float32_gate_logits",
-    "routed_scaling_factor",
-    "n_routing_groups",
-    "topk_routing_group",
-    "sparse_matmul",
-    "megablox",
-    "use_custom_sort_vjp",
-    "use_ring_of_experts",
-    "moe_fsdp_use_two_stage_all_gather",
-    "shard_exp_on_fsdp",
-)
-inert_unless(
-    lambda s: experts(s) and (block(s) != "llama4" or not s.sparse_matmul),
-    f"{NEEDS_EXPERTS}; llama4 weights the inputs of experts and always sums in float32",
-    "float32_weight_sum",
-)
-inert_unless(
-    lambda s: experts(s) and (block(s) != "gemma4" or s.shared_experts == 1),
-    f"{NEEDS_EXPERTS}; gemma4 has one shared MLP",
-    "shared_experts",
-)
-inert_unless(lambda s: block(s) == NARROW, f"decoder_block={NARROW}", "moe_expert_input_dim")
-inert_unless(
-    lambda s: experts(s) and block(s) == "llama4",
-    "decoder_block=llama4 and num_experts above 1",
-    "interleave_moe_layer_step",
-)
-inert_unless(
-    lambda s: experts(s) and block(s) == "deepseek",
-    "decoder_block=deepseek and num_experts above 1",
-    "first_num_dense_layers",
-    "routed_score_func",
-    "routed_bias_update_rate",
-)
-inert_unless(
-    lambda s: experts(s) and block(s) in ("deepseek", "gpt_oss"),
-    "decoder_block=deepseek or gpt_oss and num_experts above 1",
-    "routed_bias",
-)
-inert_unless(
-    lambda s: dense_mlp(s) or block(s) == "gpt_oss",
-    "a dense MLP, or decoder_block=gpt_oss, whose experts have biases",
-    "mlp_bias",
-)
 inert_unless(
     lambda s: s.sparse_matmul,
     "sparse_matmul=true",
@@ -102,17 +42,6 @@ inert_unless(
     "megablox",
     "use_ring_of_experts",
     "moe_fsdp_use_two_stage_all_gather",
-)
-inert_unless(
-    lambda s: custom_remat(s) and experts(s),
-    f"remat_policy=custom and {NEEDS_EXPERTS}",
-    "moe_mlpwo",
-)
-inert_unless(
-    lambda s: custom_remat(s) and experts(s) and len(s.mlp_activations) == 2,
-    f"remat_policy=custom, two activations and {NEEDS_EXPERTS}",
-    "moe_mlpwi_0",
-    "moe_mlpwi_1",
 )
 
 

@@ -3,7 +3,6 @@
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
 from maxtext.configs.types import MaxTextConfig, Settings
-from maxtext.configs.types.blocks import sees
 from maxtext.configs.types.enums import ReorderStrategy, ShardMode
 from maxtext.configs.types.parallelism import IciParallelism
 
@@ -161,7 +160,7 @@ def context_divides_the_sequence(config: MaxTextConfig) -> str | None:
 
 @derived_rule("context_parallel_load_balance")
 def load_balancing_needs_an_even_number_of_shards(config: MaxTextConfig) -> str | None:
-    if balanced(config) and config.context_parallel_size % 2:
+    if reorders_tokens(config) and config.context_parallel_size % 2:
         return (
             "context_parallel_load_balance needs an even number of context shards, not "
             f"{config.context_parallel_size}: change the number or set it to false"
@@ -169,7 +168,7 @@ def load_balancing_needs_an_even_number_of_shards(config: MaxTextConfig) -> str 
     return None
 
 
-def balanced(config: MaxTextConfig) -> bool:
+def reorders_tokens(config: MaxTextConfig) -> bool:
     """Whether tokens are reordered so that every context shard has the same work."""
     return config.context_parallel_load_balance and config.context_parallel_size > 1
 
@@ -177,14 +176,13 @@ def balanced(config: MaxTextConfig) -> bool:
 @derived_rule("context_parallel_load_balance")
 def load_balancing_needs_order_independence(config: MaxTextConfig) -> str | None:
     features = {
-        "a gated DeltaNet layer": "linear" in sees(config),
         "engram_layers": config.engram_layers,
         "mtp_num_layers": config.mtp_num_layers,
         "moba": config.moba,
         "capacity_factor": config.num_experts > 1 and config.capacity_factor > 0,
     }
     unsupported = [name for name, present in features.items() if present]
-    if balanced(config) and unsupported:
+    if reorders_tokens(config) and unsupported:
         return (
             f"context_parallel_load_balance=true reorders tokens, which {unsupported[0]} does not "
             "support: set context_parallel_load_balance=false"
@@ -195,7 +193,7 @@ def load_balancing_needs_order_independence(config: MaxTextConfig) -> str | None
 @derived_rule("context_parallel_reorder_strategy", ProblemKind.INERT)
 def reordering_needs_balance(config: MaxTextConfig) -> str | None:
     if (
-        not balanced(config)
+        not reorders_tokens(config)
         and config.context_parallel_reorder_strategy is not ReorderStrategy.AUTO
     ):
         return (

@@ -95,16 +95,19 @@ def delta_net_spec(config: MaxTextConfig) -> GatedDeltaNetSpec:
 
 
 def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
-    """Attention writes attention_output_dim numbers a token; experts work on those, and the result
-    is widened.
+    """Attention projects to attention_output_dim; experts work in that space, and a projection
+    restores emb_dim.
     """
-    written, read = (
-        width if width > 0 else config.emb_dim
-        for width in (config.attention_output_dim, config.moe_expert_input_dim)
+    output_dim, mlp_dim = (
+        dim if dim > 0 else config.emb_dim
+        for dim in (config.attention_output_dim, config.moe_expert_input_dim)
     )
-    attention = attention_spec(config, output_dim=written)
     spec = NarrowSpec(
-        config.emb_dim, read, attention, feed_spec(config, router_spec(config)), norm_spec(config)
+        embed_dim=config.emb_dim,
+        mlp_dim=mlp_dim,
+        attention=attention_spec(config, output_dim=output_dim),
+        mlp=feed_spec(config, router_spec(config)),
+        norm=norm_spec(config),
     )
     return [spec] * config.num_decoder_layers
 
