@@ -30,8 +30,8 @@ def test_llama2_7b_by_arithmetic(capsys):
     for part in (
         "llama2-7b on v5p:4x4x4 (64 x TPU v5p): fsdp 64; 4 x 4,096 tokens a device",
         "parameters 6,738,415,616, active 6,738,415,616",
-        "weights           401.6 MiB",  # 4 x 6,738,415,616 / 64
-        "optimizer         803.3 MiB",
+        "weights            401.6 MiB",  # 4 x 6,738,415,616 / 64
+        "optimizer          803.3 MiB",
         # 32 layers x 4 x 4096 tokens x 4096 numbers of 2 bytes
         "full *                              4.00 GiB",
         "of 95.00 GiB a device",

@@ -40,9 +40,9 @@ def refused(capsys, *words):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "what shall run stands after `--`"),
-        (["--local", "2"], "what shall run stands after `--`"),
-        (["--local", "2", "--", "decode"], "and it is train"),
+        ([], "the command to run follows `--`"),
+        (["--local", "2"], "the command to run follows `--`"),
+        (["--local", "2", "--", "decode"], "and it must be train"),
         (["--", "train"], "launch takes one of --local N"),
         (["--local", "2", "--print", "k8s", "--", "train"], "launch takes one of --local N"),
         (["--local", "0", "--", "train"], "'0' is not a whole number of at least 1"),
@@ -78,7 +78,7 @@ def test_elastic_training_without_the_launcher_is_refused(capsys):
 
 
 def local(*words, options=("--local", "4", "--cpu")):
-    return launch.Local(*launch.parse([*options, "--", "train", *TINY, *words]))
+    return launch.LocalLauncher(*launch.parse([*options, "--", "train", *TINY, *words]))
 
 
 def test_each_process_is_told_its_place(monkeypatch):
@@ -132,15 +132,15 @@ def elastic(*words, count=4):
 def test_after_a_loss_the_largest_count_that_fits_goes_on_with_the_same_batch():
     job = elastic("elastic_min_slice_count=1")
     assert job.config.global_batch_size_to_train_on == 4 * 2
-    assert job.after_loss(3) == 2  # eight sequences do not divide over three
-    smaller = job.configuration(2)
+    assert job.shrink_to(3) == 2  # eight sequences do not divide over three
+    smaller = job.load_config(2)
     assert (smaller.num_target_devices, smaller.global_batch_size_to_train_on) == (2, 8)
     assert smaller.global_batch_size_to_load == 8
-    assert job.after_loss(1) == 1
-    assert elastic("elastic_min_slice_count=1", count=6).after_loss(5) == 4  # twelve sequences
-    assert elastic("elastic_min_slice_count=3").after_loss(3) is None
-    assert elastic("elastic_min_slice_count=1", "ici_fsdp_parallelism=4").after_loss(3) is None
-    assert elastic().after_loss(3) == 4  # -1: all of them
+    assert job.shrink_to(1) == 1
+    assert elastic("elastic_min_slice_count=1", count=6).shrink_to(5) == 4  # twelve sequences
+    assert elastic("elastic_min_slice_count=3").shrink_to(3) is None
+    assert elastic("elastic_min_slice_count=1", "ici_fsdp_parallelism=4").shrink_to(3) is None
+    assert elastic().shrink_to(3) == 4  # -1: all of them
 
 
 def outcomes(monkeypatch, job, *ends):

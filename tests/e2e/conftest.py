@@ -1,4 +1,4 @@
-"""`maxtext` as a person runs it, in this process or in its own."""
+"""`maxtext` as a user runs it, in this process or in its own."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ TINY = [
 
 @dataclass
 class Outcome:
-    """An exit code, what was printed, and what lies in the run's folder."""
+    """An exit code, what was printed, and the files of the run."""
 
     code: int
     out: str
@@ -51,18 +51,18 @@ class Outcome:
 
 
 def read_record(line):
-    """A line of metrics; numbers that JSON does not have stand beside it by name."""
+    """A line of metrics, with the values that JSON cannot represent."""
     record = json.loads(line)
-    return record | {name: float(word) for name, word in record.pop("not_finite", {}).items()}
+    return record | {name: float(value) for name, value in record.pop("not_finite", {}).items()}
 
 
-def complete(words, base, cache):
-    """(words with the tiny model and places of their own, run's folder, metrics file)."""
-    given = {word.partition("=")[0] for word in words}
-    places = [f"base_output_directory={base}", "run_name=it", f"metrics_file={base}/metrics.jsonl"]
-    defaults = [*TINY, *places, f"jax_cache_dir={cache}"]
-    rest = [word for word in defaults if word.partition("=")[0] not in given]
-    return [*words, *rest], base / "it", base / "metrics.jsonl"
+def complete(overrides, base, cache):
+    """(overrides with the tiny model and the paths of a run, its folder, metrics file)."""
+    given = {override.partition("=")[0] for override in overrides}
+    paths = [f"base_output_directory={base}", "run_name=it", f"metrics_file={base}/metrics.jsonl"]
+    defaults = [*TINY, *paths, f"jax_cache_dir={cache}"]
+    rest = [override for override in defaults if override.partition("=")[0] not in given]
+    return [*overrides, *rest], base / "it", base / "metrics.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -82,12 +82,12 @@ def train(cache, tmp_path_factory):
     options = COMPILER_OPTIONS["cpu"]
     COMPILER_OPTIONS["cpu"] = FAST_COMPILE
 
-    def run(*words, base=None, file=None):
+    def run(*overrides, base=None, file=None):
         base = base or tmp_path_factory.mktemp("run")
-        whole, folder, metrics = complete(words, base, cache)
+        args, folder, metrics = complete(overrides, base, cache)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["train", *([str(file), *words] if file else whole)])
+            code = main(["train", *([str(file), *overrides] if file else args)])
         return Outcome(code, out.getvalue(), err.getvalue(), folder, metrics)
 
     yield run
@@ -106,10 +106,10 @@ def start(cache, tmp_path):
     """
     processes = []
 
-    def begin(*words, environment=None):
-        whole, folder, metrics = complete(words, tmp_path, cache)
+    def begin(*overrides, environment=None):
+        args, folder, metrics = complete(overrides, tmp_path, cache)
         process = subprocess.Popen(
-            [sys.executable, "-m", "maxtext", "train", *whole],
+            [sys.executable, "-m", "maxtext", "train", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

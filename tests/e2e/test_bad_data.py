@@ -1,4 +1,4 @@
-"""Data that cannot be trained on: one sentence, exit code 2, and nothing left behind."""
+"""Invalid data: one error message, exit code 2, and no files."""
 
 import pytest
 
@@ -45,9 +45,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_sentence_and_nothing_left_behind(train, corpus, case):
-    words, sentence = CASES[case]
-    result = train(*(word.format(corpus) for word in words), base=corpus / "out")
+def test_bad_data_is_one_error_and_leaves_no_files(train, corpus, case):
+    overrides, sentence = CASES[case]
+    result = train(*(override.format(corpus) for override in overrides), base=corpus / "out")
     assert result.code == 2
     lines = result.err.splitlines()
     assert len(lines) == 1, result.err

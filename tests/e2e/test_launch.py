@@ -1,4 +1,5 @@
-"""Real processes: several equal one, deaths are noticed in time, and a run goes on after them."""
+"""Real processes: several compute what one does, failures are noticed in time, and a run continues
+after them."""
 
 import json
 import os
@@ -24,13 +25,13 @@ SMALL = [
 ]  # fmt: skip
 SIMPLE = ["decoder_block=simple", "dataset_type=synthetic", "per_device_batch_size=1"]
 WITHOUT_CHECKPOINTS = ["enable_checkpointing=false"]
-NOTICED = 15.0  # seconds in which a death must be noticed
+NOTICED = 15.0  # seconds in which a dead process must be noticed
 
 pytestmark = pytest.mark.slow
 
 
 class Run:
-    """A program under way, and what it leaves in its folder."""
+    """A running command, and the files of its run."""
 
     def __init__(self, line, folder, environment):
         self.folder, self.metrics = folder / "it", folder / "metrics.jsonl"
@@ -70,7 +71,9 @@ class Run:
 
     def children(self):
         pid = self.process.pid
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
 
 
 def alive(pid):
@@ -85,9 +88,9 @@ def begin(cache, tmp_path_factory):
     """Programs in folders of their own; none outlives the module."""
     started = []
 
-    def start(verb, words, environment=None, folder=None):
+    def start(verb, overrides, environment=None, folder=None):
         folder = folder or tmp_path_factory.mktemp("run")
-        places = [
+        paths = [
             f"base_output_directory={folder}",
             f"metrics_file={folder}/metrics.jsonl",
             f"jax_cache_dir={cache}",
@@ -98,7 +101,7 @@ def begin(cache, tmp_path_factory):
             **(environment or {}),
         }
         run = Run(
-            [sys.executable, "-m", "maxtext", *verb, *SMALL, *places, *words], folder, environ
+            [sys.executable, "-m", "maxtext", *verb, *SMALL, *paths, *overrides], folder, environ
         )
         started.append(run)
         return run
@@ -111,7 +114,7 @@ def begin(cache, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launch(begin):
-    def start(count, *words, devices=1, options=(), **keywords):
+    def start(count, *overrides, devices=1, options=(), **keywords):
         line = [
             "launch",
             "--local",
@@ -122,20 +125,22 @@ def launch(begin):
             "--",
             "train",
         ]
-        return begin(line, words, **keywords)
+        return begin(line, overrides, **keywords)
 
     return start
 
 
 @pytest.fixture(scope="module")
 def train(begin):
-    """One process with so many devices."""
+    """One process with `devices` devices."""
 
-    def start(*words, devices=1, **keywords):
+    def start(*overrides, devices=1, **keywords):
         environment = {
             "XLA_FLAGS": f"{FAST_COMPILE_FLAGS} --xla_force_host_platform_device_count={devices}"
         }
-        return begin(["train"], words, environment | keywords.pop("environment", {}), **keywords)
+        return begin(
+            ["train"], overrides, environment | keywords.pop("environment", {}), **keywords
+        )
 
     return start
 
@@ -159,13 +164,13 @@ DATA = {
 
 @pytest.mark.parametrize("data", DATA)
 def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, data):
-    words = [
+    overrides = [
         "per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS, "dataset_type=grain",
         "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte", "grain_num_threads=1",
     ]  # fmt: skip
-    one = train(*words, devices=8)
+    one = train(*overrides, devices=8)
     assert one.end() == 0, one.text()
-    four = launch(4, *words, devices=2)
+    four = launch(4, *overrides, devices=2)
     assert four.end() == 0, four.text()
     assert "8 x cpu" in four.text()
     assert len(one.losses) == 3
@@ -177,8 +182,8 @@ def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, d
     assert not re.findall(r"^\[[1-3]\] .*(?:INFO|step \d|Model).*$", four.text(), re.M)
 
 
-def test_processes_write_text_together(launch):
-    words = [
+def test_processes_sample_text_together(launch):
+    overrides = [
         *SIMPLE,
         *WITHOUT_CHECKPOINTS,
         "steps=2",
@@ -186,7 +191,7 @@ def test_processes_write_text_together(launch):
         "ici_fsdp_parallelism=2",
         "prompt=def ",
     ]
-    run = launch(2, *words)
+    run = launch(2, *overrides)
     assert run.end() == 0, run.text()
     before, _, said = run.text().partition("what the model writes after 'def ':")
     assert "fsdp 2" in before
@@ -223,13 +228,13 @@ def by_hand(index, count=2, port=None):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_process_without_a_launcher_notices_a_death_by_itself(train, how):
+def test_a_process_without_a_launcher_notices_a_dead_peer(train, how):
     """A killed process closes its connections; of a frozen one, as of a lost host, only heartbeats
     tell.
     """
     port = free_port()
-    words = [*SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000"]
-    first, second = (train(*words, environment=by_hand(index, port=port)) for index in (0, 1))
+    overrides = [*SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000"]
+    first, second = (train(*overrides, environment=by_hand(index, port=port)) for index in (0, 1))
     first.wait_for_steps(3)
     second.process.send_signal(how)
     start = time.monotonic()
@@ -251,10 +256,10 @@ def test_a_process_without_a_launcher_notices_a_death_by_itself(train, how):
         ),
     ],
 )
-def test_a_meeting_that_fails_is_a_sentence(train, index, sentence):
+def test_a_failed_rendezvous_is_one_error(train, index, sentence):
     port = free_port()
-    words = [*SIMPLE, "jax_distributed_initialization_timeout=2"]
-    run = train(*words, environment=by_hand(index, port=port))
+    overrides = [*SIMPLE, "jax_distributed_initialization_timeout=2"]
+    run = train(*overrides, environment=by_hand(index, port=port))
     assert run.end() == 1
     assert sentence.format(port=port) in run.text()
     assert "Traceback" not in run.text()
@@ -298,7 +303,7 @@ def test_a_bad_configuration_of_one_process_does_not_keep_the_others_waiting(tra
     assert time.monotonic() - start < NOTICED
 
 
-def test_sigterm_to_the_launcher_ends_the_run_well(launch):
+def test_sigterm_to_the_launcher_saves_and_ends_the_run(launch):
     run = launch(2, *SIMPLE, "steps=1000000")
     run.wait_for_steps(3)
     children = run.children()
@@ -311,18 +316,17 @@ def test_sigterm_to_the_launcher_ends_the_run_well(launch):
     assert (run.folder / "checkpoints" / str(summary["steps"])).is_dir()
 
 
-# What a run of four devices comes to when nothing happens to it; the others lose processes on the
-# way.
+# The reference is an undisturbed run on four devices; the other runs lose processes.
 STEPS = 30
-GOING_ON = [
+RESUMED = [
     *SIMPLE, "per_device_batch_size=2", f"steps={STEPS}", "checkpoint_period=5", "async_checkpointing=false",
 ]  # fmt: skip
-GOING_ON.remove("per_device_batch_size=1")
+RESUMED.remove("per_device_batch_size=1")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(train):
-    run = train(*GOING_ON, *WITHOUT_CHECKPOINTS, devices=4)
+    run = train(*RESUMED, *WITHOUT_CHECKPOINTS, devices=4)
     assert run.end() == 0, run.text()
     return run
 
@@ -333,32 +337,31 @@ def kill_after_a_checkpoint(run, index):
     os.kill(run.children()[index], signal.SIGKILL)
 
 
-def assert_same(run, undisturbed, turn):
-    """`turn`: what the launcher says when it goes on; after it no step before the checkpoint is
-    done again.
-    """
+def assert_same(run, undisturbed, message):
+    """`message`: what the launcher logs when it continues; no step before the checkpoint is run
+    again after it."""
     assert run.end() == 0, run.text()
-    after = run.text().partition(turn)[2]
+    after = run.text().partition(message)[2]
     assert after, run.text()
     assert min(map(int, re.findall(r"\[0\] step (\d+)/", after))) >= 5
     assert set(run.losses) == set(range(STEPS))
-    got, expected = (
+    actual, expected = (
         [losses[step] for step in range(STEPS)] for losses in (run.losses, undisturbed.losses)
     )
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     weights = {record["total_weights"] for record in run.records}
     assert weights == {4 * 2 * 32}, "the global batch is the same throughout"
 
 
 def test_restarts_continue_to_the_same_loss(launch, undisturbed):
-    run = launch(2, *GOING_ON, devices=2, options=("--restarts", "1"))
+    run = launch(2, *RESUMED, devices=2, options=("--restarts", "1"))
     kill_after_a_checkpoint(run, 1)
     assert_same(run, undisturbed, "starting all 2 processes again; restarts left: 0")
 
 
-def test_elastic_goes_on_with_fewer_processes_and_the_same_batch(launch, undisturbed):
+def test_elastic_continues_with_fewer_processes_and_the_same_batch(launch, undisturbed):
     run = launch(
-        4, *GOING_ON, "elastic_enabled=true", "elastic_min_slice_count=2", "elastic_max_retries=1"
+        4, *RESUMED, "elastic_enabled=true", "elastic_min_slice_count=2", "elastic_max_retries=1"
     )
     kill_after_a_checkpoint(run, 2)
     assert_same(run, undisturbed, "going on with 2 of 4 processes; retries left: 0")

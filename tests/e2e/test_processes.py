@@ -11,7 +11,7 @@ import pytest
 
 from maxtext.checkpoint.steps import all_steps
 
-# Two products: a step is so quick that a signal comes in the middle of thousands.
+# Two matmuls: steps are so short that a signal arrives among thousands of them.
 QUICK = (
     "decoder_block=simple",
     "base_num_decoder_layers=1",
@@ -21,7 +21,7 @@ QUICK = (
 
 
 def wait_for_steps(process, metrics, count):
-    """Until so many steps are recorded."""
+    """Wait until `count` steps are recorded."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
@@ -41,7 +41,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(start, number):
     assert process.returncode == 128 + number, err
     assert f"{number.name}: stopping after the current step" in err
     assert "Traceback" not in err
-    # Every line of the records is whole, and they end where the summary says.
+    # Every line of the records is complete, and they end where the summary says.
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert run.metrics.read_bytes().endswith(b"\n")
     assert [record["step"] for record in records] == list(range(len(records)))
@@ -55,7 +55,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(start, number):
     assert f"step {len(records) - 1}/1000000  loss" in out
 
 
-FEEDS = """
+LOADERS = """
 import json, sys
 from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
@@ -77,7 +77,7 @@ TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
 @pytest.mark.slow
-def test_half_a_sequence_a_device(start):
+def test_half_a_sequence_per_device(start):
     process, run = start("per_device_batch_size=0.5", "steps=3", *QUICK, environment=TWO_DEVICES)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -86,33 +86,33 @@ def test_half_a_sequence_a_device(start):
 
 
 @pytest.fixture(scope="module")
-def feeds(tmp_path_factory):
-    """What two devices are fed from eight documents of 28 characters, half a sequence each."""
+def batches(tmp_path_factory):
+    """The batches of two devices from eight documents of 28 characters, half a sequence each."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(8):
         (folder / f"{number}").write_text(f"document number {number} of eight..")
-    words = [
+    overrides = [
         "dataset_type=grain", "grain_file_type=text", f"grain_train_files={folder}", f"grain_eval_files={folder}",
         "tokenizer_path=byte", "vocab_size=259", "max_target_length=32", "per_device_batch_size=0.5", "packing=false",
         "base_emb_dim=32", "grain_num_threads=2", "eval_interval=1", *QUICK,
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | TWO_DEVICES
     result = subprocess.run(
-        [sys.executable, "-c", FEEDS, *words], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", LOADERS, *overrides], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_one_row_lies_over_two_devices(feeds):
-    assert (feeds["devices"], feeds["rows"], feeds["eval_rows"]) == (2, [1], [1])
+def test_one_row_is_sharded_over_two_devices(batches):
+    assert (batches["devices"], batches["rows"], batches["eval_rows"]) == (2, [1], [1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["tokens", "eval_tokens"])
-def test_no_row_that_was_loaded_is_left_out(feeds, which):
-    """Else an epoch is half the data, and the evaluation is not that of the evaluation data."""
-    assert feeds[which] == 8 * (
+def test_every_loaded_row_is_used(batches, which):
+    """Otherwise an epoch would be half of the data, and so would an evaluation."""
+    assert batches[which] == 8 * (
         28 + 1
     )  # a document of n characters between its two ends has n + 1 next tokens

@@ -1,5 +1,5 @@
-"""A run that is killed and started again ends as one that was never touched: the same bits,
-whatever the moment.
+"""A run that is killed and restarted ends with the same bits as an uninterrupted one, whenever it
+is killed.
 
 The oracle is the uninterrupted run. Kills come at random moments (seeded): while a process starts,
 reads its checkpoint, trains or saves; with saves every three steps of milliseconds, most of them
@@ -50,7 +50,7 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def words(text, cache):
+def overrides(text, cache):
     return [
         *MODEL, "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte",
         "grain_num_threads=2", "use_truncation=false", "grain_worker_count=0",
@@ -60,22 +60,26 @@ def words(text, cache):
 
 
 class Job:
-    """A run of one or more processes in a folder of its own. It is started with the same words each
+    """A run of one or more processes in a folder of its own. It is started with the same overrides each
     time.
     """
 
-    def __init__(self, folder, words, processes=1):
+    def __init__(self, folder, overrides, processes=1):
         self.folder, self.processes = folder, processes
         self.metrics = folder / "metrics.jsonl"
-        self.words = [*words, f"base_output_directory={folder}", f"metrics_file={self.metrics}"]
+        self.overrides = [
+            *overrides,
+            f"base_output_directory={folder}",
+            f"metrics_file={self.metrics}",
+        ]
         self.alive = []
 
     def start(self):
         flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE_FLAGS}"
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{server.getsockname()[1]}"
         for index in range(self.processes):
             if self.processes > 1:
                 environment |= {
@@ -83,7 +87,7 @@ class Job:
                     "JAX_NUM_PROCESSES": str(self.processes),
                     "JAX_PROCESS_ID": str(index),
                 }
-            line = [sys.executable, "-m", "maxtext.train", *self.words]
+            line = [sys.executable, "-m", "maxtext.train", *self.overrides]
             log = (self.folder / f"log{index}").open("a")
             self.alive.append(subprocess.Popen(line, stdout=log, stderr=log, env=environment))
             log.close()
@@ -94,7 +98,7 @@ class Job:
         )
 
     def last_step(self):
-        """Of the newest whole record."""
+        """Of the newest complete record."""
         lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
         for line in reversed(lines):
             try:
@@ -144,22 +148,25 @@ class Job:
 def arrays_of(step: Path):
     stored = SavedStep(step)
     wanted = {
-        name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
+        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        for name, tensor in stored.tensors.items()
     }
     return {"/".join(name): array for name, array in stored.restore(wanted).items()}
 
 
 @pytest.fixture
-def make_job(tmp_path, words):
+def make_job(tmp_path, overrides):
     """Jobs, none of which outlives its test."""
     jobs = []
 
     def make(name, *more, processes=1, base=None):
         folder = tmp_path / name
         folder.mkdir()
-        given = {word.partition("=")[0] for word in more}
-        kept = [word for word in base or words if word.partition("=")[0] not in given]
-        jobs.append(Job(folder, [*kept, *more], processes))
+        given = {override.partition("=")[0] for override in more}
+        defaults = [
+            override for override in base or overrides if override.partition("=")[0] not in given
+        ]
+        jobs.append(Job(folder, [*defaults, *more], processes))
         return jobs[-1]
 
     yield make
@@ -167,10 +174,10 @@ def make_job(tmp_path, words):
         job.kill()
 
 
-def assert_same(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert ours[name].tobytes() == theirs[name].tobytes(), name
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].tobytes() == expected[name].tobytes(), name
 
 
 def killed_until_done(job, generator, kills, steps, early):
@@ -238,20 +245,24 @@ def test_kills_of_two_processes_change_nothing(make_job, kills):
     )
 
 
-def test_a_run_goes_on_upon_another_mesh(make_job, monkeypatch):
+def test_a_run_resumes_on_another_mesh(make_job, monkeypatch):
     """Eight devices: parameters and moments sharded over all of them, then over tensor x data."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     more = ("dropout_rate=0", "enable_dropout=false", "per_device_batch_size=1", "vocab_size=264")
-    whole = make_job("whole", "steps=8", "checkpoint_period=4", "ici_fsdp_parallelism=8", *more)
-    whole.start()
-    whole.finish()
+    uninterrupted = make_job(
+        "uninterrupted", "steps=8", "checkpoint_period=4", "ici_fsdp_parallelism=8", *more
+    )
+    uninterrupted.start()
+    uninterrupted.finish()
     mesh = ("ici_fsdp_parallelism=1", "ici_tensor_parallelism=2", "ici_data_parallelism=4")
-    rest = make_job("rest", "steps=8", f"load_full_state_path={whole.checkpoints}/4", *mesh, *more)
+    rest = make_job(
+        "rest", "steps=8", f"load_full_state_path={uninterrupted.checkpoints}/4", *mesh, *more
+    )
     rest.start()
     rest.finish()
-    ours, theirs = rest.final(), whole.final()
-    for name in theirs:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    actual, expected = rest.final(), uninterrupted.final()
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(
-        list(rest.losses.values()), list(whole.losses.values())[4:], rtol=1e-5
+        list(rest.losses.values()), list(uninterrupted.losses.values())[4:], rtol=1e-5
     )

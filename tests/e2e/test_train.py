@@ -1,6 +1,4 @@
-"""Whole runs of `maxtext train`: they learn, they repeat, and they leave the records that they
-promise.
-"""
+"""Complete runs of `maxtext train`: convergence, reproducibility, and the files that they write."""
 
 import json
 import math
@@ -21,40 +19,40 @@ SIMPLE = ("decoder_block=simple", *ONE)
 
 @pytest.fixture(scope="module")
 def fox(train, tmp_path_factory):
-    """A model that has read one sentence often, with every record on."""
+    """A model trained on one repeated sentence, with every writer on."""
     base = tmp_path_factory.mktemp("fox")
     (base / "fox.txt").write_text(SENTENCE * 400)
-    words = (
+    overrides = (
         "dataset_type=grain", "grain_file_type=text", f"grain_train_files={base}/fox.txt", "tokenizer_path=byte",
         "grain_num_threads=2", "use_truncation=false", "grain_worker_count=0",
         "num_epoch=8", "steps=120", "enable_tensorboard=true",
         f"tensorboard_dir={base}/it/tensorboard", "log_period=10", "prompt=a quick",
     )  # fmt: skip
-    result = train(*words, base=base)
+    result = train(*overrides, base=base)
     assert result.code == 0, result.err
     return result
 
 
-def test_one_batch_is_learned_by_heart(train):
+def test_overfits_one_batch(train):
     result = train(*ONE, "reuse_example_batch=1", "steps=150")
     assert result.code == 0, result.err
     assert len(result.losses) == 150
-    assert abs(result.losses[0] - math.log(259)) < 1.0, "at the start it knows nothing"
+    assert abs(result.losses[0] - math.log(259)) < 1.0, "the initial model is uniform"
     assert result.losses[-1] < 0.05
 
 
-def test_text_is_learned(fox):
+def test_learns_text(fox):
     """To the entropy of the sentence: nothing is uncertain in it but where a row begins."""
     assert abs(fox.losses[0] - math.log(259)) < 1.0
     assert fox.losses[-1] < 0.3
 
 
-def test_the_prompt_is_completed(fox):
-    said = fox.out.partition("what the model writes after 'a quick':")[2]
-    assert said.strip().startswith("a quick brown fox jumps over one lazy dog;")
+def test_completes_the_prompt(fox):
+    text = fox.out.partition("what the model writes after 'a quick':")[2]
+    assert text.strip().startswith("a quick brown fox jumps over one lazy dog;")
 
 
-def test_every_step_has_a_whole_record(fox):
+def test_every_step_has_a_complete_record(fox):
     assert [record["step"] for record in fox.records] == list(range(120))
     for record in fox.records:
         assert record.keys() >= FIELDS
@@ -85,7 +83,7 @@ def test_every_step_has_a_whole_record(fox):
     assert record["tflops_per_second_per_device"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_console_says_what_runs_and_how_it_goes(fox):
+def test_console_output(fox):
     lines = fox.out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 120
@@ -95,7 +93,7 @@ def test_the_console_says_what_runs_and_how_it_goes(fox):
     assert any(line.split()[:4] == ["tokens", "a", "step", "128"] for line in lines)
 
 
-def test_the_summary(fox):
+def test_summary_file(fox):
     summary = fox.summary
     assert (summary["run_name"], summary["steps"], summary["stopped"]) == (
         "it",
@@ -109,14 +107,14 @@ def test_the_summary(fox):
     assert summary["seconds"] > 0
 
 
-def test_the_picture(fox):
+def test_loss_plot(fox):
     data = (fox.folder / "loss.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     assert min(width, height) >= 100
 
 
-def test_tensorboard_shows_the_same_numbers(fox):
+def test_tensorboard_has_the_same_losses(fox):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(fox.folder / "tensorboard"))
     events.Reload()
@@ -158,11 +156,11 @@ def test_a_run_can_be_repeated_from_its_configuration(repeated):
     assert again.code == 0
     assert again.losses == losses
     assert again.metrics.with_name("metrics.jsonl.1").exists(), (
-        "the earlier records are kept under another name"
+        "the earlier records are moved to another name"
     )
 
 
-def test_the_repeated_run_does_not_do_more(repeated):
+def test_a_repeated_run_does_not_sample_text(repeated):
     assert "what the model writes" not in repeated[1].out
 
 
@@ -175,40 +173,42 @@ def six(train):
 def test_the_same_seed_gives_the_same_losses_to_the_bit(train, six):
     assert len(six) == 6
     assert train(*ONE, "steps=6").losses == six
-    for word in ("init_weights_seed=1", "data_shuffle_seed=1"):
-        other = train(*ONE, "steps=6", word).losses
-        assert all(ours != theirs for ours, theirs in zip(other, six, strict=True)), word
+    for override in ("init_weights_seed=1", "data_shuffle_seed=1"):
+        losses = train(*ONE, "steps=6", override).losses
+        assert all(actual != expected for actual, expected in zip(losses, six, strict=True)), (
+            override
+        )
 
 
 def test_dropout_changes_losses_and_repeats(train, six):
     first, second = (train(*ONE, "steps=6", "dropout_rate=0.5").losses for _ in range(2))
     assert first == second
-    assert all(ours != theirs for ours, theirs in zip(first, six, strict=True))
+    assert all(actual != expected for actual, expected in zip(first, six, strict=True))
     assert train(*ONE, "steps=6", "dropout_rate=0.5", "enable_dropout=false").losses == six
 
 
-def test_the_batch_grows_as_asked(train):
+def test_batch_size_ramp_up(train):
     """Sizes 1, 2, 3, each for 4 samples, then 4."""
-    words = (
+    overrides = (
         "enable_rampup_batch_size=true",
         "per_device_batch_size_start=1",
         "per_device_batch_size_increment=1",
     )
-    result = train(*SIMPLE, *words, "global_rampup_samples=12", "steps=10")
+    result = train(*SIMPLE, *overrides, "global_rampup_samples=12", "steps=10")
     assert result.code == 0, result.err
     rows = [record["total_weights"] / 32 for record in result.records]
     assert rows == [1] * 4 + [2] * 2 + [3] * 2 + [4] * 2
 
 
-def test_a_lost_loss_is_one_sentence(train):
+def test_nonfinite_loss_is_one_error(train):
     """A rate at which float32 overflows in the first update."""
     result = train(*SIMPLE, "steps=20", "learning_rate=1e38")
     assert result.code == 1
     errors = [line for line in result.err.splitlines() if line.startswith("maxtext: error: ")]
-    lost = result.records[-1]
-    assert not math.isfinite(lost["loss"])
+    last = result.records[-1]
+    assert not math.isfinite(last["loss"])
     assert len(errors) == 1
-    assert f"the loss of step {lost['step']} is {lost['loss']}" in errors[0]
+    assert f"the loss of step {last['step']} is {last['loss']}" in errors[0]
     assert result.summary["stopped"] in errors[0]
     assert all(math.isfinite(record["loss"]) for record in result.records[:-1])
     assert "Traceback" not in result.err
@@ -217,19 +217,19 @@ def test_a_lost_loss_is_one_sentence(train):
 
 def test_the_data_may_end_before_the_steps(train, tmp_path):
     (tmp_path / "text").write_text("some words to read " * 60)
-    words = (
+    overrides = (
         "dataset_type=grain",
         "grain_file_type=text",
         f"grain_train_files={tmp_path}/text",
         "tokenizer_path=byte",
     )
-    result = train(*words, "use_truncation=false", "grain_worker_count=0", *SIMPLE, "steps=100")
+    result = train(*overrides, "use_truncation=false", "grain_worker_count=0", *SIMPLE, "steps=100")
     assert result.code == 0
     assert result.summary["stopped"] == "the data ended"
     assert result.summary["steps"] == len(result.losses) == math.ceil((60 * 19 + 1) / 32) // 4
 
 
-def test_an_early_end_is_told(train):
+def test_an_early_end_is_reported(train):
     """A run of a hundred steps that stops after two because it reached its goal."""
     result = train(*SIMPLE, "steps=100", "eval_interval=2", "eval_steps=1", "target_eval_loss=100")
     assert result.summary["steps"] == 2
@@ -237,14 +237,14 @@ def test_an_early_end_is_told(train):
     assert result.summary["stopped"] in result.out + result.err
 
 
-def test_a_prompt_that_cannot_be_read_is_refused_before_training(train):
+def test_an_invalid_prompt_is_rejected_before_training(train):
     result = train(*SIMPLE, "steps=2", "vocab_size=200", "prompt=hello")
     assert result.code == 2
     assert "set vocab_size to 259 or more" in result.err
     assert not result.metrics.exists()
 
 
-def test_a_record_that_cannot_be_written_is_refused_and_leaves_nothing_behind(train, tmp_path):
+def test_an_unwritable_metrics_file_is_rejected_and_leaves_no_files(train, tmp_path):
     (tmp_path / "file").write_text("")
     result = train(
         *SIMPLE, "steps=2", f"metrics_file={tmp_path}/file/metrics", base=tmp_path / "out"

@@ -22,15 +22,15 @@ pytestmark = [
 # In a separate process, because JAX has started in this one.
 SCRIPT = """
 import json, sys
-from maxtext.cli.estimate import as_data, show
+from maxtext.cli.estimate import to_json, show
 from maxtext.cli.targets import load_for_target
-from maxtext.trainers.estimate import estimate, plans
+from maxtext.trainers.estimate import estimate_memory, suggest_plans
 
 config, target = load_for_target(None, sys.argv[3:], sys.argv[1], int(sys.argv[2]))
-found = estimate(config, target)
-suggested = plans(found)
+found = estimate_memory(config, target)
+suggested = suggest_plans(found)
 show(found, suggested)
-print(json.dumps(as_data(found, suggested)))
+print(json.dumps(to_json(found, suggested)))
 """
 TINY = [
     "base_emb_dim=128", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=32", "base_mlp_dim=256",

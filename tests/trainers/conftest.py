@@ -1,5 +1,5 @@
-"""Tiny models, packed batches, a train step that compiles in a second, and whole runs to look
-into.
+"""Tiny models, packed batches, a train step that compiles in a second, and complete runs to
+inspect.
 """
 
 import json
@@ -31,7 +31,7 @@ from maxtext.trainers.step import make_eval_step, make_train_step
 from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
-# what the config.json of a checkpoint may say and no key; here a word like others
+# config.json attributes that have no key, here given like an override
 FACTS = "architecture="
 # One unrolled layer of the default block, in float32 throughout.
 TINY = [
@@ -55,7 +55,7 @@ class Bench:
 
     @cached_property
     def state(self):
-        """The start, made when it is asked for."""
+        """The initial state."""
         return self.context.state_from_weights(self.weights())
 
     def __call__(self, batch, state=None):
@@ -68,20 +68,27 @@ class Bench:
         return model(batch["inputs"], batch["inputs_position"], batch["inputs_segmentation"])
 
 
-def with_defaults(words, defaults):
-    """The words, and those of the defaults whose keys they do not set."""
-    given = {word.partition("=")[0] for word in words}
-    return [*(word for word in defaults if word.partition("=")[0] not in given), *words]
+def with_defaults(overrides, defaults):
+    """The overrides, after the defaults of the keys that they do not set."""
+    given = {override.partition("=")[0] for override in overrides}
+    return [
+        *(override for override in defaults if override.partition("=")[0] not in given),
+        *overrides,
+    ]
 
 
 @pytest.fixture(scope="session")
 def configure():
-    def make(*words):
+    def make(*overrides):
         layer = from_overrides(
-            word for word in with_defaults(words, TINY) if not word.startswith(FACTS)
+            override
+            for override in with_defaults(overrides, TINY)
+            if not override.startswith(FACTS)
         )
         facts = [
-            yaml.safe_load(word.removeprefix(FACTS)) for word in words if word.startswith(FACTS)
+            yaml.safe_load(override.removeprefix(FACTS))
+            for override in overrides
+            if override.startswith(FACTS)
         ]
         layer |= from_python({"architecture": facts[0]} if facts else {})
         return load(None, layer, environ={}, devices=Devices(1))
@@ -91,28 +98,28 @@ def configure():
 
 @pytest.fixture(scope="session")
 def make_bench(configure):
-    """A Bench of the words; the same words give the same one, and models of the same weights share
-    them.
-    """
-    made: dict[tuple, Bench] = {}
+    """(overrides) -> a Bench. Equal overrides share a Bench, and equal models share initial
+    weights."""
+    benches: dict[tuple, Bench] = {}
     weights: dict[str, Any] = {}
 
-    def make(*words):
-        if words not in made:
-            # As from files: rows of synthetic data hold one document, and attention need not keep
-            # them apart.
-            config = configure(*with_defaults(words, [*CONSTANT_RATE, "dataset_type=grain"]))
+    def make(*overrides):
+        if overrides not in benches:
+            # As from files: rows of synthetic data hold one document, so attention has no segment
+            # mask.
+            config = configure(*with_defaults(overrides, [*CONSTANT_RATE, "dataset_type=grain"]))
             context = RunContext.from_config(config)
             step = make_train_step(
                 config, context.template, context.optimizer, learning_rate_schedule(config)
             )
-            made[words] = Bench(config, context, quick(step), lambda: initial(config, context))
-        return made[words]
+            benches[overrides] = Bench(
+                config, context, quick(step), lambda: initial(config, context)
+            )
+        return benches[overrides]
 
     def initial(config, context):
-        """Op by op: models share the shapes of most weights, and a program that makes them all
-        compiles for long.
-        """
+        """Op by op: models share the shapes of most weights, and one program for all of them takes
+        long to compile."""
         shapes = f"{context.template.weights} {config.init_weights_seed}"
         if shapes not in weights:
             weights[shapes] = initial_weights(config)
@@ -146,9 +153,9 @@ def pack(lengths, generator):
     start = 0
     for number, length in enumerate(lengths, start=1):
         tokens = generator.integers(1, VOCABULARY, length + 1)
-        place = slice(start, start + length)
-        row["inputs"][place], row["targets"][place] = tokens[:-1], tokens[1:]
-        row["position"][place], row["segmentation"][place] = np.arange(length), number
+        span = slice(start, start + length)
+        row["inputs"][span], row["targets"][span] = tokens[:-1], tokens[1:]
+        row["position"][span], row["segmentation"][span] = np.arange(length), number
         start += length
     return row
 
@@ -173,16 +180,16 @@ def packed():
 
 
 class Program:
-    """What a configuration computes, part by part, each traced when asked for."""
+    """What a configuration computes, part by part, each traced on first use."""
 
-    # From the cheapest to the dearest: the first that differs settles it.
-    PARTS = ("weights", "loss", "kept", "start", "evaluation", "step")
+    # in the order of cost: the first that differs decides
+    PARTS = ("weights", "loss", "residuals", "start", "evaluation", "step")
 
     def __init__(self, config):
         self.config, self.context = config, RunContext.from_config(config)
 
     def differs(self, other, parts=PARTS):
-        """The part in which two programs differ first, or None."""
+        """The first part in which two programs differ, or None."""
         return next((part for part in parts if getattr(self, part) != getattr(other, part)), None)
 
     @cached_property
@@ -194,10 +201,8 @@ class Program:
         return self.traced(self.losses, *self.inputs)
 
     @cached_property
-    def kept(self):
-        """The forward pass with what it keeps for the backward pass, which is a part of the step
-        below.
-        """
+    def residuals(self):
+        """The forward pass with the residuals that it saves for the backward pass."""
         weights, *rest = self.inputs
         return self.traced(
             lambda weights, *rest: jax.vjp(lambda it: self.losses(it, *rest), weights),
@@ -266,9 +271,7 @@ def program():
 
 @pytest.fixture(scope="module")
 def light_compiler(tmp_path_factory):
-    """Whole runs compile without XLA's optimisations, and a step that was compiled before is not
-    compiled again.
-    """
+    """Runs compile without XLA's optimizations, and with a persistent cache."""
     cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
     before, options = jax.config.jax_persistent_cache_min_compile_time_secs, COMPILER_OPTIONS["cpu"]
     COMPILER_OPTIONS["cpu"] = FAST_COMPILE
@@ -287,27 +290,27 @@ class Scripted(BatchIterator):
     """These batches, then the end."""
 
     def __init__(self, batches):
-        self.batches, self.place = list(batches), 0
+        self.batches, self.position = list(batches), 0
 
     def __next__(self):
-        if self.place == len(self.batches):
+        if self.position == len(self.batches):
             raise StopIteration
-        self.place += 1
-        return dict(self.batches[self.place - 1])
+        self.position += 1
+        return dict(self.batches[self.position - 1])
 
     def get_state(self):
-        return {"place": self.place}
+        return {"position": self.position}
 
     def set_state(self, state):
-        self.place = state["place"]
+        self.position = state["position"]
 
     def reset(self):
-        self.place = 0
+        self.position = 0
 
 
 @dataclass
 class Run:
-    """What a whole run left behind."""
+    """The state, records and files of a complete run."""
 
     config: Any
     loop: Any = None
@@ -327,27 +330,26 @@ def copied(tree):
 
 @pytest.fixture(scope="module")
 def run_training(configure, light_compiler, tmp_path_factory):
-    """Trains and returns the Run. `batches` replace the data; `before_step(step, state)` may return
-    another state.
-    """
+    """Trains and returns the Run. `batches` replace the data; `before_step(step, state)` may
+    replace the state."""
 
-    def run(*words, batches=None, before_step=None):
+    def run(*overrides, batches=None, before_step=None):
         folder = tmp_path_factory.mktemp("run")
         metrics = folder / "metrics.jsonl"
-        places = (f"base_output_directory={folder}", "run_name=it", f"metrics_file={metrics}")
+        paths = (f"base_output_directory={folder}", "run_name=it", f"metrics_file={metrics}")
         one_stream = ("data_streams=1",) if batches is not None else ()
-        made = Run(configure(*places, *one_stream, *with_defaults(words, CONSTANT_RATE)))
+        result = Run(configure(*paths, *one_stream, *with_defaults(overrides, CONSTANT_RATE)))
 
         class Watched(pretrain.Loop):
             def __init__(self, *arguments, **more):
                 super().__init__(*arguments, **more)
-                made.loop, inner = self, self.train_step
+                result.loop, inner = self, self.train_step
 
                 def step(state, batch, key):
                     if before_step is not None:
                         state = before_step(self.step, state) or state
                     state, values = inner(state, batch, key)
-                    made.history.append(copied(state.weights))
+                    result.history.append(copied(state.weights))
                     return state, values
 
                 self.train_step = step
@@ -361,22 +363,22 @@ def run_training(configure, light_compiler, tmp_path_factory):
                     lambda config, split: lambda share: Scripted(batches),
                 )
             try:
-                made.result = pretrain.train(made.config)
+                result.result = pretrain.train(result.config)
             except UserError as error:
-                made.error = error
-        made.records = (
+                result.error = error
+        result.records = (
             [read_record(line) for line in metrics.read_text().splitlines()]
             if metrics.exists()
             else []
         )
         summary = folder / "it" / "summary.json"
-        made.summary = json.loads(summary.read_text()) if summary.exists() else None
-        return made
+        result.summary = json.loads(summary.read_text()) if summary.exists() else None
+        return result
 
     return run
 
 
 def read_record(line):
-    """A line of metrics; numbers that JSON does not have stand beside it by name."""
+    """A line of metrics, with the values that JSON cannot represent."""
     record = json.loads(line)
-    return record | {name: float(word) for name, word in record.pop("not_finite", {}).items()}
+    return record | {name: float(value) for name, value in record.pop("not_finite", {}).items()}

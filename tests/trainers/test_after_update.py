@@ -1,7 +1,7 @@
-"""What a step changes beside the optimizer's update, and what no optimizer may change.
+"""Changes to weights besides the optimizer's update, and weights that no optimizer may change.
 
-Weights are compared by the names that they have in checkpoints, which are the same for stacked
-layers and single ones. What layers report is computed here again, from the layers' parts.
+Weights are compared by their names in checkpoints, which are the same for stacked and unrolled
+layers. Auxiliary outputs are recomputed here from the parts of the layers.
 """
 
 import re
@@ -37,11 +37,11 @@ def named(bench, state):
 
 
 def changed(state, end, change):
-    """The state with other values for the weights whose paths end so."""
+    """The state with other values for the weights whose paths end with `end`."""
 
     def value(path, leaf):
-        place = jax.tree_util.keystr(path, simple=True, separator="/")
-        return jnp.asarray(change(leaf), leaf.dtype) if place.endswith(end) else leaf
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return jnp.asarray(change(leaf), leaf.dtype) if name.endswith(end) else leaf
 
     return replace(state, weights=jax.tree.map_with_path(value, state.weights))
 
@@ -59,18 +59,20 @@ def layers_of(model):
 
 
 def loads(bench, state, batch, quickly):
-    """How many tokens choose each expert of each layer, [layers, X]; padding chooses none."""
+    """[layers, X]: the tokens routed to each expert of each layer, without padding."""
 
     def scores(weights, batch):
-        model, found = bench.context.template.bind(weights), []
+        model, router_scores = bench.context.template.bind(weights), []
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x = model.embed(batch["inputs"])
         for layer in layers_of(model):
             x = x + layer.mix(layer.attention_norm(x), inputs)[0]
             router = layer.mlp.router
-            found.append(jax.nn.sigmoid(layer.mlp_norm(x) @ router.kernel[...]) + router.bias[...])
+            router_scores.append(
+                jax.nn.sigmoid(layer.mlp_norm(x) @ router.kernel[...]) + router.bias[...]
+            )
             x = x + layer.feed(layer.mlp_norm(x), inputs)[0]
-        return found
+        return router_scores
 
     chosen = [
         np.argsort(-np.asarray(each), axis=-1)[..., :2]
@@ -92,13 +94,15 @@ def uneven(bias):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_biases_follow_the_load_and_nothing_else(make_bench, packed, quickly, microbatches):
+def test_router_biases_follow_the_expert_load_and_nothing_else(
+    make_bench, packed, quickly, microbatches
+):
     """By exactly the rate, from biases that would decay if anything let them."""
-    words = (*BIASED, *ADAMW, f"gradient_accumulation_steps={microbatches}")
-    unrolled = make_bench(*words, UNROLLED)
+    overrides = (*BIASED, *ADAMW, f"gradient_accumulation_steps={microbatches}")
+    unrolled = make_bench(*overrides, UNROLLED)
     expected = loads(unrolled, changed(unrolled.state, "router/bias", uneven), packed, quickly)
     assert (expected != expected.mean(axis=1, keepdims=True)).any(axis=1).all()
-    benches = [unrolled, make_bench(*words, SCANNED)]
+    benches = [unrolled, make_bench(*overrides, SCANNED)]
     for bench in benches if microbatches == 1 else benches[1:]:
         begin = changed(bench.state, "router/bias", uneven)
         before, after = named(bench, begin), named(bench, bench(packed, begin)[0])
@@ -121,13 +125,13 @@ FACTORS = np.array([0.01, 3.0, 30.0, 90.0])  # on the queries of the four heads
 def largest_logits(bench, state, batch):
     """[layers, heads], over the keys that queries see: before them, in the same document."""
     segments = batch["inputs_segmentation"]
-    places = np.arange(segments.shape[1])
+    positions = np.arange(segments.shape[1])
     seen = (
-        (places[:, None] >= places)
+        (positions[:, None] >= positions)
         & (segments[:, :, None] == segments[:, None])
         & (segments[:, :, None] > 0)
     )
-    model, found = bench.context.template.bind(state.weights), []
+    model, max_logits = bench.context.template.bind(state.weights), []
     inputs = LayerInputs(batch["inputs_position"], segments)
     x = model.embed(batch["inputs"])
     for layer in layers_of(model):
@@ -135,22 +139,22 @@ def largest_logits(bench, state, batch):
         query, _ = attention.queries(read, inputs.positions)
         key = attention.expanded(*attention.compress(read, inputs.positions))["key"]
         logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(6 + 4)
-        found.append(np.where(seen[:, None], logits, -np.inf).max(axis=(0, 2, 3)))
+        max_logits.append(np.where(seen[:, None], logits, -np.inf).max(axis=(0, 2, 3)))
         x = x + layer.feed(layer.mlp_norm(x), inputs)[0]  # attention adds nothing here, see below
-    return np.array(found)
+    return np.array(max_logits)
 
 
 @pytest.mark.slow
-def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
-    """Heads below it stay as they are. The rate is zero and attention's output, too, so that logits
-    change by clipping alone, in every layer: a dense one, and two that are scanned over."""
+def test_qk_clip_limits_logits_to_the_threshold(make_bench, packed):
+    """Heads below the threshold are unchanged. The learning rate and the attention output are zero,
+    so logits change by clipping alone, in a dense layer and in two scanned ones."""
     layers = (
         "base_num_decoder_layers=3",
         "first_num_dense_layers=1",
         "num_experts=4",
         "num_experts_per_tok=2",
     )
-    words = (
+    overrides = (
         *LATENT[:-1],
         *layers,
         "use_qk_clip=true",
@@ -158,7 +162,7 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
         "opt_type=sgd",
         "learning_rate=0",
     )
-    scanned, unrolled = make_bench(*words, SCANNED), make_bench(*words, UNROLLED)
+    scanned, unrolled = make_bench(*overrides, SCANNED), make_bench(*overrides, UNROLLED)
 
     def begin(bench):
         state = changed(bench.state, "attention/out/kernel", jnp.zeros_like)
@@ -172,9 +176,9 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
     assert (before > 2).any(axis=1).all()
     assert (before < 2).any(axis=1).all()
     np.testing.assert_allclose(after, np.minimum(before, 2), rtol=1e-4)
-    ours, start = named(unrolled, state), named(unrolled, begin(unrolled))
+    updated, start = named(unrolled, state), named(unrolled, begin(unrolled))
     for name, value in named(scanned, scanned(packed, begin(scanned))[0]).items():
-        np.testing.assert_allclose(value, ours[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(value, updated[name], rtol=1e-5, err_msg=name)
         if not name.endswith(("query_b/kernel", "kv_b/kernel")):
             np.testing.assert_array_equal(value, start[name], err_msg=name)
 
@@ -184,14 +188,13 @@ def test_qk_clip_holds_logits_at_the_threshold(make_bench, packed):
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
-    """Not the router's bias, not by QK-clip, not the optimizer's state; the same step changes all
-    of them otherwise.
-    """
-    words = (
+    """Neither router biases, nor QK-clip, nor the optimizer state; without the skip the same step
+    changes all of them."""
+    overrides = (
         *BIASED, *ADAMW, "use_qk_clip=true", "qk_clip_threshold=1",
         "skip_step_on_spikes=true", "skip_step_interval=4", f"gradient_accumulation_steps={microbatches}",
     )  # fmt: skip
-    bench = make_bench(*words)
+    bench = make_bench(*overrides)
     start = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 1000)
     # Four recorded losses of 0: every loss above 0 is a spike.
     spiky = replace(start, optimizer=start.optimizer._replace(recorded=jnp.int32(4)))
@@ -209,10 +212,10 @@ def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
 
 
 @pytest.mark.slow
-def test_while_indexers_warm_up_nothing_else_changes(make_bench, packed):
+def test_indexer_warm_up_trains_indexers_alone(make_bench, packed):
     """Not by weight decay, not by the load of experts, not by clipping."""
     indexed = ("use_indexer=true", "indexer_topk=3", "indexer_head_dim=8", "indexer_n_heads=2")
-    words = (
+    overrides = (
         *BIASED,
         *indexed,
         "indexer_loss_scaling_factor=1",
@@ -220,7 +223,7 @@ def test_while_indexers_warm_up_nothing_else_changes(make_bench, packed):
         "qk_clip_threshold=1",
         *ADAMW,
     )
-    bench = make_bench(*words)
+    bench = make_bench(*overrides)
     begin = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 30)
     state, metrics = bench(packed, begin)
     before, after = named(bench, begin), named(bench, state)
@@ -242,25 +245,27 @@ KEPT = {
 
 
 @pytest.mark.parametrize("block", KEPT)
-def test_no_optimizer_touches_what_the_model_keeps(configure, quickly, block):
-    """The factor of a layer (Gemma 4) and the biases that choose experts (DeepSeek), not even by
-    decay.
-    """
+def test_no_optimizer_updates_untrained_parameters(configure, quickly, block):
+    """The layer scale (Gemma 4) and the router biases (DeepSeek), not even by weight decay."""
     constant = (
         "lr_schedule_type=wsd",
         "wsd_decay_steps_fraction=0",
         "warmup_steps_fraction=0",
         SCANNED,
     )
-    words = dict(
-        word.partition("=")[::2]
-        for word in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant)
+    overrides = dict(
+        override.partition("=")[::2]
+        for override in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant)
     )
-    context = RunContext.from_config(configure(*(f"{key}={value}" for key, value in words.items())))
+    context = RunContext.from_config(
+        configure(*(f"{key}={value}" for key, value in overrides.items()))
+    )
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), context.template.weights)
     updates, _ = quickly(context.optimizer.update)(ones, context.optimizer.init(ones), ones)
-    kept = {"gemma4": r"blocks/\d+/scale$", "deepseek": r"router/bias$", "gpt_oss": r"^$"}[block]
+    untrained = {"gemma4": r"blocks/\d+/scale$", "deepseek": r"router/bias$", "gpt_oss": r"^$"}[
+        block
+    ]
     for path, update in jax.tree.leaves_with_path(updates):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert (update == 0).all() if re.search(kept, name) else (update < 0).all(), name
+        assert (update == 0).all() if re.search(untrained, name) else (update < 0).all(), name
     assert block == "gpt_oss" or not all((update < 0).all() for update in jax.tree.leaves(updates))

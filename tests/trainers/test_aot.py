@@ -1,6 +1,5 @@
-"""A step compiled ahead is the step that training would compile, or it is refused, and the reason
-is said.
-"""
+"""A step from a file is the step that training would compile; otherwise it is rejected with the
+reason."""
 
 import json
 
@@ -48,7 +47,7 @@ def train_step(config):
 
 
 @pytest.mark.slow
-def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
+def test_a_loaded_step_runs_without_compiling(saved, packed, monkeypatch):
     config, compiled, _ = saved
     context = RunContext.from_config(config)
     first, second = initial_state(context), initial_state(context)
@@ -69,7 +68,7 @@ def test_loaded_and_run_without_a_compiler(saved, packed, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
+def test_a_step_in_the_persistent_cache_can_be_saved(configure, packed, tmp_path):
     config = configure(f"compiled_trainstep_file={tmp_path / 'step.bin'}", "learning_rate=0.125")
     context = RunContext.from_config(config)
     state = initial_state(context)
@@ -101,16 +100,16 @@ def test_a_step_that_the_cache_has_can_be_saved(configure, packed, tmp_path):
     assert np.isfinite(metrics["loss"])
 
 
-def test_a_name_or_a_folder_does_not_matter(saved, configure, monkeypatch):
+def test_run_name_and_folders_do_not_change_the_program(saved, configure, monkeypatch):
     path = saved[2]
     no_compiler(monkeypatch)
-    words = (
+    overrides = (
         "run_name=another",
         "base_output_directory=elsewhere",
         "log_period=7",
         "metrics_file=there.jsonl",
     )
-    assert train_step(configure(f"compiled_trainstep_file={path}", *words))
+    assert train_step(configure(f"compiled_trainstep_file={path}", *overrides))
 
 
 OTHER = {
@@ -122,11 +121,13 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("word", OTHER)
-def test_another_run_is_refused(saved, configure, word, monkeypatch):
+@pytest.mark.parametrize("override", OTHER)
+def test_a_step_of_other_settings_is_rejected(saved, configure, override, monkeypatch):
     no_compiler(monkeypatch)
-    with pytest.raises(ConfigError, match=f"was compiled for another run: {OTHER[word]}") as caught:
-        train_step(configure(f"compiled_trainstep_file={saved[2]}", word))
+    with pytest.raises(
+        ConfigError, match=f"was compiled for another run: {OTHER[override]}"
+    ) as caught:
+        train_step(configure(f"compiled_trainstep_file={saved[2]}", override))
     assert "\n" not in str(caught.value)
     assert "maxtext compile" in str(caught.value)
 
@@ -141,7 +142,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("fact", MACHINES)
-def test_another_machine_is_refused(saved, configure, tmp_path, fact):
+def test_a_step_of_another_machine_is_rejected(saved, configure, tmp_path, fact):
     line, _, executable = saved[2].read_bytes().partition(b"\n")
     other = tmp_path / "step.bin"
     other.write_bytes(
@@ -153,24 +154,24 @@ def test_another_machine_is_refused(saved, configure, tmp_path, fact):
         train_step(configure(f"compiled_trainstep_file={other}"))
 
 
-def test_damage_is_found(saved, configure, tmp_path):
+def test_a_damaged_file_is_rejected(saved, configure, tmp_path):
     data = saved[2].read_bytes()
     other = tmp_path / "step.bin"
-    word = f"compiled_trainstep_file={other}"
+    override = f"compiled_trainstep_file={other}"
     with pytest.raises(UserError, match="cannot read .*No such file"):
-        train_step(configure(word))
+        train_step(configure(override))
     for damaged in (data[:-1], data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]):
         other.write_bytes(damaged)
         with pytest.raises(UserError, match="is damaged: compile it again"):
-            train_step(configure(word))
+            train_step(configure(override))
     for foreign in (b"", b"hello\nworld", b'{"a": 1}\n', b"[1]\n"):
         other.write_bytes(foreign)
         with pytest.raises(UserError, match="is not a file of `maxtext compile`"):
-            train_step(configure(word))
+            train_step(configure(override))
     line, _, rest = data.partition(b"\n")
     other.write_bytes(json.dumps(json.loads(line) | {"version": 99}).encode() + b"\n" + rest)
     with pytest.raises(UserError, match="is of another version"):
-        train_step(configure(word))
+        train_step(configure(override))
 
 
 def test_reports_paths_that_cannot_be_written(tmp_path):
@@ -182,7 +183,7 @@ def test_reports_paths_that_cannot_be_written(tmp_path):
     aot.check_writable(str(tmp_path / "new" / "deep" / "step.bin"))
 
 
-def test_options_of_the_compiler():
+def test_parses_compile_xla_flags():
     assert compiler_options("--xla_a=b  --xla_tpu_c=1") == {"xla_a": "b", "xla_tpu_c": "1"}
     assert compiler_options("") == {}
     for wrong in ("xla_a=b", "--xla_a", "--xla_a=", "--other=1"):
@@ -190,7 +191,7 @@ def test_options_of_the_compiler():
             compiler_options(wrong)
 
 
-def test_options_reach_the_compiler(configure, monkeypatch):
+def test_compile_xla_flags_reach_the_compiler(configure, monkeypatch):
     given = []
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda self, options=None: given.append(options)
@@ -203,14 +204,14 @@ def test_options_reach_the_compiler(configure, monkeypatch):
     assert given[0] == {"xla_backend_optimization_level": "0", "xla_cpu_enable_fast_math": "true"}
 
 
-def test_an_option_that_xla_does_not_know(configure):
+def test_reports_a_flag_that_xla_rejects(configure):
     with pytest.raises(
         ConfigError, match="compile_xla_flags='--xla_no_such_thing=1': XLA refuses it: .*No such"
     ):
         train_step(configure("compile_xla_flags=--xla_no_such_thing=1"))
 
 
-def test_training_runs_on_what_is_here(configure):
+def test_training_rejects_compile_topology(configure):
     config = configure("compile_topology=v5p-8", "compile_topology_num_slices=1")
     with pytest.raises(
         ConfigError, match="compile_topology=v5p-8 is for maxtext compile and estimate"
@@ -218,7 +219,7 @@ def test_training_runs_on_what_is_here(configure):
         train_step(config)
 
 
-def test_rules_of_the_keys(configure):
+def test_invalid_combinations_of_aot_keys_are_rejected(configure):
     with pytest.raises(
         ConfigError, match="compile_topology=v5p-8 needs compile_topology_num_slices"
     ):
@@ -240,7 +241,7 @@ def test_rules_of_the_keys(configure):
         configure("internal_compile=true")
 
 
-def test_a_compiler_without_room(configure, monkeypatch):
+def test_reports_a_step_that_does_not_fit(configure, monkeypatch):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError(
             "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "

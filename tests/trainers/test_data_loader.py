@@ -19,7 +19,7 @@ FIELD = "inputs"
 
 
 @pytest.fixture
-def words(tmp_path):
+def overrides(tmp_path):
     for number in range(60):
         (tmp_path / f"{number:02}.txt").write_text(f"document number {number} of sixty")
     return (
@@ -38,8 +38,8 @@ def stream(config, rows):
     return [batch[FIELD] for batch in make_iterator(config, Split.TRAIN, ShardSpec(rows))]
 
 
-def test_one_device_has_one_stream(configure, words):
-    config = configure(*words, "per_device_batch_size=3")
+def test_one_device_has_one_stream(configure, overrides):
+    config = configure(*overrides, "per_device_batch_size=3")
     np.testing.assert_array_equal(
         taken(TrainDataLoader(RunContext.from_config(config))), stream(config, 3)
     )
@@ -52,21 +52,21 @@ from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import TrainDataLoader
 from maxtext.trainers.run_context import RunContext
 
-out, layouts, *words = sys.argv[1:]
+out, layouts, *overrides = sys.argv[1:]
 batches = {}
 for layout in layouts.split(";"):
-    loader = TrainDataLoader(RunContext.from_config(load(None, [*words, *layout.split()])))
+    loader = TrainDataLoader(RunContext.from_config(load(None, [*overrides, *layout.split()])))
     batches[layout] = [np.asarray(batch.fields["inputs"]) for batch in loader]
     loader.close()
 np.savez(out, **batches)
 """
 
 
-def on_eight_devices(out, layouts, words):
-    """The batches of each layout, which is a list of words."""
+def on_eight_devices(out, layouts, overrides):
+    """The batches of each layout; a layout is a string of overrides."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(out), ";".join(layouts), *with_defaults(words, TINY)],
+        [sys.executable, "-c", SCRIPT, str(out), ";".join(layouts), *with_defaults(overrides, TINY)],
         env=os.environ | flags, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -80,16 +80,15 @@ LAYOUTS = [
 ]
 
 
-def test_the_batches_do_not_depend_on_the_mesh(configure, words, tmp_path_factory):
-    """One device with eight rows, and eight devices in any layout, also with few that read for
-    all.
-    """
-    words = [*words, "data_streams=4"]
+def test_the_batches_do_not_depend_on_the_mesh(configure, overrides, tmp_path_factory):
+    """One device with eight rows, and eight devices in any layout, also if few of them read for
+    all."""
+    overrides = [*overrides, "data_streams=4"]
     expected = taken(
-        TrainDataLoader(RunContext.from_config(configure(*words, "per_device_batch_size=8")))
+        TrainDataLoader(RunContext.from_config(configure(*overrides, "per_device_batch_size=8")))
     )
     out = tmp_path_factory.mktemp("out") / "batches.npz"
-    batches = on_eight_devices(out, LAYOUTS, [*words, "per_device_batch_size=1"])
+    batches = on_eight_devices(out, LAYOUTS, [*overrides, "per_device_batch_size=1"])
     assert len(expected) > 2
     for layout in LAYOUTS:
         np.testing.assert_array_equal(batches[layout], expected, err_msg=layout)
@@ -101,15 +100,15 @@ SYNTHETIC = ["dataset_type=synthetic"]
 @pytest.mark.parametrize("source", ["concat_then_split", "best_fit", "synthetic"])
 @pytest.mark.parametrize(("before", "after", "streams"), [(8, 4, 4), (4, 8, 4), (8, 6, 1)])
 def test_another_batch_size_loses_and_repeats_no_row(
-    configure, words, source, before, after, streams
+    configure, overrides, source, before, after, streams
 ):
-    """As when a run goes on with another number of devices: `after` is what they hold together."""
-    words = SYNTHETIC if source == "synthetic" else [*words, f"grain_packing_type={source}"]
+    """As when a run resumes on another number of devices: `after` is their global batch size."""
+    overrides = SYNTHETIC if source == "synthetic" else [*overrides, f"grain_packing_type={source}"]
 
     def loader_of(rows):
         return TrainDataLoader(
             RunContext.from_config(
-                configure(*words, f"per_device_batch_size={rows}", f"data_streams={streams}")
+                configure(*overrides, f"per_device_batch_size={rows}", f"data_streams={streams}")
             )
         )
 
@@ -135,38 +134,40 @@ def test_another_batch_size_loses_and_repeats_no_row(
     assert sorted(seen) == sorted(straight[: len(seen)])
 
 
-def test_the_last_batch_may_be_filled_up(configure, words):
-    config = configure(*words, "per_device_batch_size=7", "generate_padding_batch_train=true")
+def test_the_last_batch_may_be_padded(configure, overrides):
+    config = configure(*overrides, "per_device_batch_size=7", "generate_padding_batch_train=true")
     batches = taken(TrainDataLoader(RunContext.from_config(config)))
     without = taken(
-        TrainDataLoader(RunContext.from_config(configure(*words, "per_device_batch_size=7")))
+        TrainDataLoader(RunContext.from_config(configure(*overrides, "per_device_batch_size=7")))
     )
     assert len(batches) == len(without) + 1
     np.testing.assert_array_equal(batches[:-1], without)
     last = batches[-1]
     assert 0 < (last.any(axis=1)).sum() < 7
-    expected = stream(configure(*words, "per_device_batch_size=1"), 1)
+    expected = stream(configure(*overrides, "per_device_batch_size=1"), 1)
     rows = np.concatenate(expected)
     np.testing.assert_array_equal(np.concatenate(batches)[: len(rows)], rows)
 
 
 @pytest.mark.slow
-def test_workers_give_what_the_process_itself_would(configure, words):
-    words = [*words, "per_device_batch_size=4", "data_streams=4"]
-    here = taken(TrainDataLoader(RunContext.from_config(configure(*words))))
+def test_worker_processes_do_not_change_the_batches(configure, overrides):
+    overrides = [*overrides, "per_device_batch_size=4", "data_streams=4"]
+    here = taken(TrainDataLoader(RunContext.from_config(configure(*overrides))))
     for workers in (1, 3):
-        there = (word for word in words if not word.startswith("grain_worker_count"))
+        there = (
+            override for override in overrides if not override.startswith("grain_worker_count")
+        )
         there = TrainDataLoader(
             RunContext.from_config(configure(*there, f"grain_worker_count={workers}"))
         )
         np.testing.assert_array_equal(taken(there), here)
 
 
-def test_the_data_decides_the_number_of_streams(configure, words, monkeypatch):
-    """Not the workers, and not the devices."""
+def test_the_number_of_streams_depends_on_the_data_alone(configure, overrides, monkeypatch):
+    """Not on workers or devices."""
 
     def count(*more):
-        loader = TrainDataLoader(RunContext.from_config(configure(*words, *more)))
+        loader = TrainDataLoader(RunContext.from_config(configure(*overrides, *more)))
         loader.close()
         return loader.streams.count
 

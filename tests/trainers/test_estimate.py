@@ -1,6 +1,5 @@
-"""What policies keep and compute again against sums done by hand; and extrapolations against
-compiled programs.
-"""
+"""Activations that policies save and FLOPs that they recompute, against sums by hand; and
+extrapolations against compiled programs."""
 
 import json
 import os
@@ -12,34 +11,50 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from maxtext.cli.estimate import as_data, show
+from maxtext.cli.estimate import show, to_json
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 from maxtext.sharding.topology import Target, find_target
 from maxtext.trainers import estimate as estimates
-from maxtext.trainers.activations import kept_by_policy, policy_of, products, trace, under
-from maxtext.trainers.estimate import Estimate, Program, abstract_context, estimate, plans, shortage
+from maxtext.trainers.activations import (
+    activations_by_policy,
+    matmul_flops,
+    policy_of,
+    trace,
+    with_policy,
+)
+from maxtext.trainers.estimate import (
+    Estimate,
+    Program,
+    abstract_context,
+    describe_shortage,
+    estimate_memory,
+    suggest_plans,
+)
 
-LAYERS, ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, INNER, WORDS = 2, 4, 32, 48, 4, 2, 8, 80, 112
+LAYERS, ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, INNER, VOCAB = 2, 4, 32, 48, 4, 2, 8, 80, 112
 MODEL = [
     f"base_num_decoder_layers={LAYERS}", f"base_emb_dim={WIDTH}", f"base_num_query_heads={HEADS}", f"head_dim={HEAD}",
-    f"base_num_kv_heads={GROUPS}", f"base_mlp_dim={INNER}", f"vocab_size={WORDS}", f"max_target_length={LENGTH}",
+    f"base_num_kv_heads={GROUPS}", f"base_mlp_dim={INNER}", f"vocab_size={VOCAB}", f"max_target_length={LENGTH}",
     f"per_device_batch_size={ROWS}", "dataset_type=synthetic", "attention=dot_product", "enable_tensorboard=false",
 ]  # fmt: skip
 TOKENS = ROWS * LENGTH
 
 
-def configure(*words, devices=1):
-    return load(None, [*MODEL, *words], environ={}, devices=Devices(devices))
+def configure(*overrides, devices=1):
+    return load(None, [*MODEL, *overrides], environ={}, devices=Devices(devices))
 
 
 @pytest.fixture(scope="module")
 def policies():
     config = configure()
-    return {kept.policy: kept for kept in kept_by_policy(config, abstract_context(config).rules)}
+    return {
+        saved.policy: saved
+        for saved in activations_by_policy(config, abstract_context(config).rules)
+    }
 
 
-# Numbers of bfloat16 that a layer keeps for a token, beside its input.
+# bfloat16 values that a layer saves per token, besides its input
 PROJECTIONS = (HEADS + 2 * GROUPS) * HEAD
 SAVED = {
     "full": 0,
@@ -53,42 +68,41 @@ SAVED = {
 
 
 @pytest.mark.parametrize("policy", SAVED)
-def test_what_a_policy_keeps(policies, policy):
-    kept = policies[policy].layers
+def test_bytes_saved_by_a_policy(policies, policy):
+    saved = policies[policy].layers
     # The layers' input; positions, and rotations that all layers share, are less than a number a
     # token and layer.
-    assert kept.device == pytest.approx(
+    assert saved.device == pytest.approx(
         2 * LAYERS * TOKENS * (WIDTH + SAVED[policy]), abs=2 * LAYERS * TOKENS * 2
     )
-    assert kept.host == 0
+    assert saved.host == 0
 
 
-def test_what_goes_to_the_host(policies):
+def test_bytes_offloaded_to_the_host(policies):
     assert policies["qkv_proj_offloaded"].layers.host == 2 * LAYERS * TOKENS * PROJECTIONS
     assert policies["minimal_offloaded"].layers.host == 2 * LAYERS * TOKENS * SAVED["minimal"]
     assert policies["minimal_offloaded"].layers.device == policies["full"].layers.device
 
 
-def test_what_is_computed_again(policies):
-    """Products of a layer a token: projections, scores and weighted values, MLP; the last of the
-    MLP has no use.
-    """
+def test_recomputed_flops(policies):
+    """FLOPs of a layer per token: projections, attention logits and weighted values, MLP. The down
+    projection of the MLP is not needed again."""
     project = 2 * WIDTH * PROJECTIONS
     attend = 2 * 2 * LENGTH * HEADS * HEAD
     out = 2 * HEADS * HEAD * WIDTH
     up = 2 * WIDTH * 2 * INNER
-    forward = LAYERS * (project + attend + out + up + up // 2) + 2 * WIDTH * WORDS
-    again = {name: kept.again * forward / LAYERS for name, kept in policies.items()}
-    assert again["none"] == 0
-    assert again["full"] == pytest.approx(project + attend + out + up, rel=1e-6)
-    assert again["save_out_proj"] == pytest.approx(project + attend + up, rel=1e-6)
-    assert again["minimal"] == pytest.approx(attend, rel=1e-6)
-    assert again["minimal_with_context"] == pytest.approx(attend / 2, rel=1e-6)
+    forward = LAYERS * (project + attend + out + up + up // 2) + 2 * WIDTH * VOCAB
+    recomputed = {name: saved.recompute * forward / LAYERS for name, saved in policies.items()}
+    assert recomputed["none"] == 0
+    assert recomputed["full"] == pytest.approx(project + attend + out + up, rel=1e-6)
+    assert recomputed["save_out_proj"] == pytest.approx(project + attend + up, rel=1e-6)
+    assert recomputed["minimal"] == pytest.approx(attend, rel=1e-6)
+    assert recomputed["minimal_with_context"] == pytest.approx(attend / 2, rel=1e-6)
     assert next(iter(policies)) == "none"
     assert list(policies)[-1] == "full"
 
 
-def test_products_of_a_step_are_three_times_the_forward(policies):
+def test_flops_of_a_step_are_three_times_the_forward(policies):
     config = configure("remat_policy=none")
     forward = LAYERS * (
         2 * WIDTH * PROJECTIONS
@@ -96,16 +110,21 @@ def test_products_of_a_step_are_three_times_the_forward(policies):
         + 2 * HEADS * HEAD * WIDTH
         + 6 * WIDTH * INNER
     )
-    forward += 2 * WIDTH * WORDS
-    assert products(trace(under(config, "none")).jaxpr) == 3 * forward * 1009 * LENGTH
+    forward += 2 * WIDTH * VOCAB
+    assert matmul_flops(trace(with_policy(config, "none")).jaxpr) == 3 * forward * 1009 * LENGTH
 
 
 @pytest.mark.slow
 def test_devices_share_activations():
     config = configure(devices=8)
     alone = configure("gradient_accumulation_steps=3")
-    eight = {kept.policy: kept for kept in kept_by_policy(config, abstract_context(config).rules)}
-    one = {kept.policy: kept for kept in kept_by_policy(alone, abstract_context(alone).rules)}
+    eight = {
+        saved.policy: saved
+        for saved in activations_by_policy(config, abstract_context(config).rules)
+    }
+    one = {
+        saved.policy: saved for saved in activations_by_policy(alone, abstract_context(alone).rules)
+    }
     for name in (
         "full",
         "minimal",
@@ -115,18 +134,21 @@ def test_devices_share_activations():
 
 
 @pytest.mark.parametrize(
-    ("word", "name"),
+    ("override", "name"),
     [("remat_policy=minimal_flash", "minimal_with_context"), ("remat_policy=none", "none")],
 )
-def test_names_of_policies(word, name):
-    assert policy_of(configure(word)) == name
+def test_names_of_policies(override, name):
+    assert policy_of(configure(override)) == name
 
 
 @pytest.mark.slow
 def test_custom_policies_are_listed():
     config = configure("remat_policy=custom", "out_proj=device")
-    kept = {kept.policy: kept for kept in kept_by_policy(config, abstract_context(config).rules)}
-    assert kept["custom"].layers.device == kept["save_out_proj"].layers.device
+    policies = {
+        saved.policy: saved
+        for saved in activations_by_policy(config, abstract_context(config).rules)
+    }
+    assert policies["custom"].layers.device == policies["save_out_proj"].layers.device
 
 
 # A target's memory decides what is suggested.
@@ -134,17 +156,17 @@ def test_custom_policies_are_listed():
 
 @pytest.fixture(scope="module")
 def arithmetic():
-    return estimate(configure(devices=64), find_target("v5p-128"), compiling=False)
+    return estimate_memory(configure(devices=64), find_target("v5p-128"), compiling=False)
 
 
-def with_memory(found: Estimate, memory: int | None) -> Estimate:
-    return replace(found, target=Target("it", "tpu", "TPU v5p", 64, 1, memory))
+def with_memory(result: Estimate, memory: int | None) -> Estimate:
+    return replace(result, target=Target("it", "tpu", "TPU v5p", 64, 1, memory))
 
 
 def test_parts_add_up(arithmetic):
-    kept = arithmetic.current
-    assert arithmetic.temporaries == arithmetic.gradients + kept.layers.device + max(
-        kept.around, arithmetic.working
+    saved = arithmetic.current
+    assert arithmetic.temporaries == arithmetic.gradients + saved.layers.device + max(
+        saved.outer, arithmetic.working
     )
     state = arithmetic.weights.device + arithmetic.optimizer.device
     assert arithmetic.needed == state + arithmetic.batch + arithmetic.temporaries
@@ -154,44 +176,44 @@ def test_parts_add_up(arithmetic):
 
 def test_suggestions_fit_and_no_better_one_does(arithmetic):
     for memory in (arithmetic.needed - 1, arithmetic.needed, 3 * arithmetic.needed, 2**30):
-        found = with_memory(arithmetic, memory)
-        assert found.fits == (found.needed <= memory)
-        largest = found.largest_of_all()
+        result = with_memory(arithmetic, memory)
+        assert result.fits == (result.needed <= memory)
+        largest = result.largest_batch_of_all()
         if largest is not None:
             assert largest.expected <= memory
             assert largest.rows % 64 == 0
-            kept = next(kept for kept in found.policies if kept.policy == largest.policy)
-            assert found.plan(kept, largest.rows + 64).expected > memory
-        cheapest = found.cheapest()
+            saved = next(saved for saved in result.policies if saved.policy == largest.policy)
+            assert result.plan(saved, largest.rows + 64).expected > memory
+        cheapest = result.least_recompute()
         if cheapest is not None:
-            order = [kept.policy for kept in found.preferred()]
+            order = [saved.policy for saved in result.candidates()]
             for better in order[: order.index(cheapest.policy)]:
-                kept = next(kept for kept in found.policies if kept.policy == better)
-                assert found.plan(kept, found.rows).expected > memory
+                saved = next(saved for saved in result.policies if saved.policy == better)
+                assert result.plan(saved, result.rows).expected > memory
 
 
-def test_a_target_that_holds_not_even_the_state(arithmetic):
-    found = with_memory(arithmetic, arithmetic.weights.device)
-    assert plans(found) == {"policy": None, "batch": None}
-    assert "a device too much" in shortage(found)
+def test_a_target_smaller_than_the_state(arithmetic):
+    result = with_memory(arithmetic, arithmetic.weights.device)
+    assert suggest_plans(result) == {"policy": None, "batch": None}
+    assert "a device too much" in describe_shortage(result)
 
 
 def test_unknown_memory(arithmetic):
-    found = with_memory(arithmetic, None)
-    assert found.fits is None
-    assert plans(found) == {"policy": None, "batch": None}
+    result = with_memory(arithmetic, None)
+    assert result.fits is None
+    assert suggest_plans(result) == {"policy": None, "batch": None}
 
 
-def test_offloading_is_suggested_only_to_who_offloads(arithmetic):
-    assert all(not kept.layers.host for kept in arithmetic.preferred())
+def test_offloading_is_suggested_only_to_configurations_that_offload(arithmetic):
+    assert all(not saved.layers.host for saved in arithmetic.candidates())
     offloading = replace(
         arithmetic,
         config=arithmetic.config.model_copy(update={"remat_policy": "minimal_offloaded"}),
     )
-    assert any(kept.layers.host for kept in offloading.preferred())
+    assert any(saved.layers.host for saved in offloading.candidates())
 
 
-def test_a_program_counts_what_it_needs():
+def test_needed_memory_of_a_program():
     program = Program(100, 90, 80, 1000, 5, None, 0, [])
     assert program.needed == 100 + 90 - 80 + 1000 + 5
 
@@ -201,19 +223,19 @@ import json, sys
 from maxtext.models.configuration import load
 from maxtext.configs.derive import Devices
 from maxtext.sharding.topology import find_target
-from maxtext.trainers.estimate import compiled_as, estimate
+from maxtext.trainers.estimate import compile_plan, estimate_memory
 
 target = find_target("cpu:8")
 config = load(None, sys.argv[1:], environ={}, devices=Devices(target.count))
-found = estimate(config, target)
-program = found.program
-by_policy = {kept.policy: kept for kept in found.policies}
+result = estimate_memory(config, target)
+program = result.program
+by_policy = {saved.policy: saved for saved in result.policies}
 there = {}
-for policy, rows in (("full", 3 * found.rows), ("minimal", found.rows)):
-    plan = found.plan(by_policy[policy], rows)
-    there[policy] = [plan.expected, compiled_as(found, plan).needed]
+for policy, rows in (("full", 3 * result.rows), ("minimal", result.rows)):
+    plan = result.plan(by_policy[policy], rows)
+    there[policy] = [plan.expected, compile_plan(result, plan).needed]
 print(json.dumps({
-    "weights": found.weights.device, "optimizer": found.optimizer.device, "batch": found.batch,
+    "weights": result.weights.device, "optimizer": result.optimizer.device, "batch": result.batch,
     "arguments": program.arguments, "aliased": program.aliased, "plans": there,
     "collectives": [[one.kind, one.count, one.bytes] for one in program.collectives],
 }))
@@ -223,10 +245,17 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def compiled():
     packed = [
-        word for word in MODEL if not word.startswith("dataset_type")
+        override for override in MODEL if not override.startswith("dataset_type")
     ]  # so that segments are read
-    words = [*packed, "dataset_type=grain", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"]
-    result = subprocess.run([sys.executable, "-c", COMPARE, *words], capture_output=True, text=True)
+    overrides = [
+        *packed,
+        "dataset_type=grain",
+        "ici_fsdp_parallelism=4",
+        "ici_tensor_parallelism=2",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", COMPARE, *overrides], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -248,7 +277,7 @@ def test_extrapolations_against_other_programs(compiled):
 
 
 @pytest.mark.slow
-def test_a_split_program_sends(compiled):
+def test_a_sharded_program_has_collectives(compiled):
     kinds = {kind: (count, size) for kind, count, size in compiled["collectives"]}
     assert (
         kinds["all-gather"][0] >= 2 * 7 * LAYERS
@@ -257,9 +286,8 @@ def test_a_split_program_sends(compiled):
 
 
 class Unreadable:
-    """A program of a libtpu that jax is not made for: as_text fails as jax 0.10.2 does with libtpu
-    0.0.51.
-    """
+    """A program of a libtpu that does not match jax: as_text fails like jax 0.10.2 with libtpu
+    0.0.51."""
 
     def memory_analysis(self):
         sizes = ("argument", "output", "alias", "temp", "generated_code")
@@ -276,7 +304,7 @@ class Unreadable:
 
 
 def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
-    """Memory is known; of the collectives the estimate says why they are not."""
+    """The memory is reported, and the reason why the collectives are not."""
     monkeypatch.setattr(
         estimates,
         "libtpu_mismatch",
@@ -285,8 +313,10 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     program = Program.of(Unreadable())
     assert program.collectives is None
     assert program.needed == 0 + 8 - 16 + 24 + 32
-    found = replace(estimate(configure(), find_target("cpu"), compiling=False), program=program)
-    show(found, {"policy": None, "batch": None})
+    result = replace(
+        estimate_memory(configure(), find_target("cpu"), compiling=False), program=program
+    )
+    show(result, {"policy": None, "batch": None})
     out, err = capfd.readouterr()
     shown = " ".join(out.split())
     assert "stack trace" not in err
@@ -297,4 +327,4 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     )
     assert "RET_CHECK failure (hlo_instruction.cc:390) async-update)" in shown
     assert "more" not in program.collectives_error
-    assert as_data(found, {})["compiled"]["collectives"] is None
+    assert to_json(result, {})["compiled"]["collectives"] is None

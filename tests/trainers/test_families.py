@@ -1,5 +1,5 @@
-"""Every family trains: a step changes its weights, scanned as unrolled; and what experts, indexers,
-clipped logits and further tokens add to a step."""
+"""Every family trains: a step changes its weights, scanned as unrolled. And what experts, indexers,
+QK-clip and multi-token prediction add to a step."""
 
 import jax
 import numpy as np
@@ -60,7 +60,7 @@ SGD = ("opt_type=sgd", "learning_rate=0.1", "gradient_clipping_threshold=0")
 
 
 def named(bench, weights):
-    """Weights a layer at a time, however the model keeps them."""
+    """Weights by their names in checkpoints, stacked or not."""
     return dict(ModelWeights(weights, model_param_infos(bench.context.template, bench.config)))
 
 
@@ -68,9 +68,9 @@ def named(bench, weights):
     "block",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES],
 )
-def test_a_step_scanned_and_unrolled(make_bench, packed, block):
-    words = (f"decoder_block={block}", *FAMILIES[block], *SGD)
-    unrolled, scanned = make_bench(*words), make_bench(*words, "scan_layers=true")
+def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, block):
+    overrides = (f"decoder_block={block}", *FAMILIES[block], *SGD)
+    unrolled, scanned = make_bench(*overrides), make_bench(*overrides, "scan_layers=true")
     template = scanned.context.template
     before = load_weights(
         ModelWeights(unrolled.state.weights, model_param_infos(unrolled.context.template, unrolled.config)),
@@ -78,31 +78,31 @@ def test_a_step_scanned_and_unrolled(make_bench, packed, block):
     )  # fmt: skip
     state, metrics = scanned(packed, scanned.context.state_from_weights(before))
     assert np.isfinite(metrics["loss"])
-    ours, start = named(scanned, state.weights), named(unrolled, unrolled.state.weights)
+    weights, start = named(scanned, state.weights), named(unrolled, unrolled.state.weights)
     other, other_metrics = unrolled(packed)
     assert metrics["loss"] == pytest.approx(other_metrics["loss"], rel=1e-5)
-    theirs = named(unrolled, other.weights)
-    for name, weight in ours.items():
-        np.testing.assert_allclose(theirs[name], weight, atol=2e-5, rtol=1e-4, err_msg=name)
-    still = [name for name in ours if (ours[name] == start[name]).all()]
+    expected = named(unrolled, other.weights)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(expected[name], weight, atol=2e-5, rtol=1e-4, err_msg=name)
+    still = [name for name in weights if (weights[name] == start[name]).all()]
     # A scale that is kept, a bias that the load sets; and experts that no token of this batch
     # chose.
     assert all(name.endswith(("/scale", "router/bias")) or "/experts/" in name for name in still), (
         still
     )
-    assert len(still) < len(ours) / 3
+    assert len(still) < len(weights) / 3
     if block == "deepseek":  # by the load alone
         biases = np.concatenate(
-            [weight for name, weight in ours.items() if name.endswith("router/bias")]
+            [weight for name, weight in weights.items() if name.endswith("router/bias")]
         )
         assert set(np.abs(biases).tolist()) in ({0.25}, {0, 0.25})
 
 
 @pytest.mark.slow
-def test_the_balance_of_experts_keeps_its_weight(make_bench, packed):
-    """The loss of eight layers' experts is added as it is, whatever the batch is cut into."""
-    words = ("decoder_block=mixtral", *EXPERTS, "load_balance_loss_weight=0.5", *SGD)
-    plain, cut = make_bench(*words), make_bench(*words, "gradient_accumulation_steps=2")
+def test_load_balance_loss_does_not_depend_on_microbatches(make_bench, packed):
+    """The loss of eight layers' experts is not divided by the number of microbatches."""
+    overrides = ("decoder_block=mixtral", *EXPERTS, "load_balance_loss_weight=0.5", *SGD)
+    plain, cut = make_bench(*overrides), make_bench(*overrides, "gradient_accumulation_steps=2")
     twice = {
         name: np.repeat(field[:4], 2, axis=0) for name, field in packed.items()
     }  # both cuts are the same rows
@@ -120,8 +120,8 @@ INDEXED = (*LATENT, "use_indexer=true", "indexer_n_heads=4", "indexer_head_dim=8
 
 
 @pytest.mark.parametrize("sparse", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_who_learns_with_an_indexer(make_bench, packed, sparse):
-    """While it warms up, it alone, and the language model's loss is only reported; then both."""
+def test_weights_that_an_indexer_trains(make_bench, packed, sparse):
+    """During warm-up the indexer alone, and the language model's loss is only reported; then both."""
     bench = make_bench(*INDEXED, f"indexer_sparse_training={sparse}")
     state, metrics = bench(packed)
     before, after = named(bench, bench.state.weights), named(bench, state.weights)
@@ -142,10 +142,8 @@ AHEAD = ("decoder_block=llama2", "mtp_num_layers=2", "mtp_loss_scaling_factor=0.
 
 
 @pytest.mark.slow
-def test_the_loss_of_further_tokens(make_bench, packed, quickly):
-    """By hand: the mean over all places of both layers; and the same when the batch is cut into
-    unequal pieces.
-    """
+def test_mtp_loss(make_bench, packed, quickly):
+    """By hand: the mean over all positions of both layers; and the same for unequal microbatches."""
     bench, cut = make_bench(*AHEAD), make_bench(*AHEAD, "gradient_accumulation_steps=4")
     state, metrics = bench(packed)
 
@@ -177,7 +175,7 @@ def test_the_loss_of_further_tokens(make_bench, packed, quickly):
     )
 
 
-def test_drafts_are_evaluated(run_training):
+def test_mtp_acceptance_rate_is_recorded(run_training):
     run = run_training(
         "decoder_block=llama2",
         "mtp_num_layers=1",
@@ -193,7 +191,7 @@ def test_drafts_are_evaluated(run_training):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         pytest.param(("moba=true", "moba_chunk_size=4", "moba_topk=2"), id="chosen chunks"),
         pytest.param(("mhc_expansion_rate=2", "sinkhorn_iterations=3", "mtp_num_layers=1", "engram_layers=[1]",
@@ -201,9 +199,9 @@ def test_drafts_are_evaluated(run_training):
                      marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_what_is_added_to_layers_learns(make_bench, packed, words):
-    """Streams and memories each have weights of their own, which all learn."""
-    bench = make_bench("decoder_block=llama2", "base_num_decoder_layers=2", *words, *SGD)
+def test_every_added_layer_weight_has_a_gradient(make_bench, packed, overrides):
+    """Hyper-connections and engram memories have weights of their own, which are all trained."""
+    bench = make_bench("decoder_block=llama2", "base_num_decoder_layers=2", *overrides, *SGD)
     state, first = bench(packed)
     for _ in range(3):
         state, metrics = bench(packed, state)

@@ -1,11 +1,11 @@
-"""What is recorded of a step."""
+"""The metrics recorded of a step."""
 
 import pytest
 
 from maxtext.trainers.hooks import Throughput
 
 
-def test_the_speed_of_tiny_steps_is_that_of_a_window():
+def test_throughput_of_short_steps_is_averaged_over_a_window():
     """Steps of 100 tokens that alternate between 1 and 19 ms run at 10,000 tokens/s, whatever one
     of them took.
     """
@@ -15,7 +15,7 @@ def test_the_speed_of_tiny_steps_is_that_of_a_window():
     assert all(rate == pytest.approx(10_000, rel=0.05) for rate in rates[20:])
 
 
-def test_the_speed_of_long_steps_is_their_own():
+def test_throughput_of_a_long_step_is_its_own():
     throughput = Throughput()
     rates = [throughput.add(100, seconds) for seconds in (1.0, 2.0, 4.0, 5.0)]
     assert rates == [100.0, 50.0, 25.0, 20.0]

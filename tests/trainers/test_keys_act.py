@@ -1,9 +1,9 @@
-"""No silent knobs: every acting key of the training groups changes the program of a training step,
-or of its start.
+"""Every acting key of the training groups changes the program of a training step or of its initial
+state.
 
-A key is shown to act by tracing what is computed with and without it (`Program` in conftest.py): a
-part differs. Where that cannot be (the loop or the data reads the key), the key is exempt here,
-with the test that shows it elsewhere. test_no_silent_keys.py asks the same of every family.
+A key is shown to act by tracing what is computed with and without it (`Program` in conftest.py):
+some part differs. Keys that the loop or the data reads are exempt here, with the name of the test
+that covers them. test_no_silent_keys.py asks the same of every family.
 """
 
 import pytest
@@ -253,7 +253,7 @@ CASES = {
 }
 
 EXEMPT = {
-    "attention": "test_a_back_end_that_cannot_run_is_refused, below: on a CPU there is but one",
+    "attention": "test_an_unsupported_attention_backend_is_rejected, below: on a CPU there is but one",
     "megablox": "needs a Hopper GPU, or to make believe: tests/layers/test_moe_kernel.py",
     "use_ring_of_experts": "needs several devices: tests/layers/test_moe_sharded.py",
     "moe_fsdp_use_two_stage_all_gather": "needs several devices: tests/layers/test_moe_sharded.py",
@@ -263,9 +263,9 @@ EXEMPT = {
     "eval_steps": "read by the loop: test_evaluate.py",
     "target_eval_loss": "read by the loop: test_evaluate.py",
     "mtp_eval_target_module": "read by evaluation: test_losses.py and test_families.py",
-    "max_position_embeddings": "test_the_longest_context_is_told_to_hugging_face, below",
-    "abort_on_nan_loss": "each alone is read by the loop, both together change the step: test_guard.py",
-    "abort_on_inf_loss": "as abort_on_nan_loss: test_guard.py",
+    "max_position_embeddings": "test_max_position_embeddings_is_written_to_config_json, below",
+    "abort_on_nan_loss": "each alone is read by the loop, both together change the step: test_nonfinite.py",
+    "abort_on_inf_loss": "as abort_on_nan_loss: test_nonfinite.py",
     "enable_data_shuffling": "the order of the data: tests/input_pipeline/test_grain_coverage.py",
     "use_ragged_attention": "read when text is generated: tests/inference/test_scheduler.py",
     "ragged_block_size": "read when text is generated: tests/inference/test_scheduler.py",
@@ -275,13 +275,13 @@ EXEMPT = {
 
 @pytest.fixture(scope="module")
 def programs(configure, program):
-    """The Program of some words, each made once."""
-    made = {}
+    """(overrides) -> their Program, traced once."""
+    cache = {}
 
-    def get(*words):
-        if words not in made:
-            made[words] = program(configure(*words))
-        return made[words]
+    def get(*overrides):
+        if overrides not in cache:
+            cache[overrides] = program(configure(*overrides))
+        return cache[overrides]
 
     return get
 
@@ -292,29 +292,29 @@ def acting():
     }
 
 
-def test_every_acting_key_is_shown_to_act():
+def test_every_acting_key_has_a_test():
     """A key that begins to act needs a case here, or a reason why its effect is shown elsewhere."""
     assert not CASES.keys() & EXEMPT.keys()
     assert acting() == CASES.keys() | EXEMPT.keys()
 
 
-@pytest.mark.parametrize("words", [PLAIN, PRODUCTS, YARN])
-def test_the_same_configuration_is_the_same_program(configure, program, programs, words):
-    """Without this, a difference between two texts would show nothing."""
-    assert program(configure(*words)).differs(programs(*words)) is None
+@pytest.mark.parametrize("overrides", [PLAIN, PRODUCTS, YARN])
+def test_equal_configurations_give_equal_programs(configure, program, programs, overrides):
+    """Otherwise a difference between two texts would prove nothing."""
+    assert program(configure(*overrides)).differs(programs(*overrides)) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", CASES)
-def test_the_key_acts(programs, key):
-    value, words, *more = CASES[key]
-    added = {word.partition("=")[0]: word for word in (f"{key}={value}", *more)}
-    without = tuple(word for word in words if word.partition("=")[0] not in added)
+def test_key_changes_the_program(programs, key):
+    value, overrides, *more = CASES[key]
+    added = {override.partition("=")[0]: override for override in (f"{key}={value}", *more)}
+    without = tuple(override for override in overrides if override.partition("=")[0] not in added)
     changed = (*without, *added.values())
-    assert programs(*words).differs(programs(*changed)), f"{key}={value} changes nothing"
+    assert programs(*overrides).differs(programs(*changed)), f"{key}={value} changes nothing"
 
 
-def test_a_back_end_that_cannot_run_is_refused(programs):
+def test_an_unsupported_attention_backend_is_rejected(programs):
     for name in ("flash", "cudnn_flash_jax"):
         with pytest.raises(
             ConfigError, match=f"{name} cannot do this: it needs a .PU.*; use dot_product"
@@ -322,7 +322,7 @@ def test_a_back_end_that_cannot_run_is_refused(programs):
             _ = programs(*PLAIN, f"attention={name}").step
 
 
-def test_the_longest_context_is_told_to_hugging_face(configure):
+def test_max_position_embeddings_is_written_to_config_json(configure):
     written = hf_config(configure("max_position_embeddings=4321"), "float32")
     assert written["max_position_embeddings"] == 4321
 
@@ -354,21 +354,21 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("word", "words"), UNREAD)
-def test_a_key_that_would_do_nothing_is_refused(configure, word, words):
-    """As the optimizers refuse theirs (muon_beta under adamw): a key acts, or setting it is an
+@pytest.mark.parametrize(("override", "overrides"), UNREAD)
+def test_a_key_without_effect_is_rejected(configure, override, overrides):
+    """As the optimizers reject their own (muon_beta under adamw): a key acts, or setting it is an
     error.
     """
-    with pytest.raises(ConfigError, match=word.partition("=")[0]):
-        RunContext.from_config(configure(*words, word))
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        RunContext.from_config(configure(*overrides, override))
 
 
-def test_learned_positions_reach_to_the_end_of_a_row(configure):
+def test_learned_positions_must_cover_a_row(configure):
     with pytest.raises(ConfigError, match="trainable_position_size"):
         RunContext.from_config(configure("trainable_position_size=8", "max_target_length=16"))
 
 
-# Tensors kept under remat_policy=custom. With norms on outputs, the backward pass needs what comes
+# Tensors saved under remat_policy=custom. With norms on outputs, the backward pass needs what comes
 # before them.
 NEEDED = ("use_post_attn_norm=true", "use_post_ffw_norm=true", "remat_policy=custom")
 TENSORS = {
@@ -385,6 +385,6 @@ TENSORS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", TENSORS)
-def test_a_tensor_can_be_kept(programs, key):
-    words = (*TENSORS[key], *NEEDED)
-    assert programs(*words).differs(programs(*words, f"{key}=device")) == "kept"
+def test_each_named_tensor_can_be_saved(programs, key):
+    overrides = (*TENSORS[key], *NEEDED)
+    assert programs(*overrides).differs(programs(*overrides, f"{key}=device")) == "residuals"

@@ -1,6 +1,4 @@
-"""The loop with steps that only count: order of hooks, how late metrics are read, and every way it
-ends.
-"""
+"""The loop with steps that only count: order of hooks, delay of metrics, and every way it ends."""
 
 import os
 import signal
@@ -14,7 +12,7 @@ from maxtext.trainers.step import STOP_FLAG, StopFlag
 
 
 class Journal(Hook):
-    """Writes down what it is told, and how many steps were dispatched by then."""
+    """Records the events, and how many steps were dispatched by then."""
 
     def __init__(self):
         self.events = []
@@ -72,12 +70,12 @@ def test_every_hook_sees_every_step_in_order():
         assert first.steps(kind) == list(range(7))
     assert first.events[-1] == ("end", 7, 7)
     assert first.steps("end") == [7]
-    places = {event[:2]: place for place, event in enumerate(first.events)}
+    order = {event[:2]: index for index, event in enumerate(first.events)}
     for step in range(7):
-        assert places["before", step] < min(places["after", step], places["metrics", step])
+        assert order["before", step] < min(order["after", step], order["metrics", step])
 
 
-def test_metrics_are_read_late_but_at_most_so_many_steps():
+def test_metrics_are_read_metrics_delay_steps_late():
     journal = Journal()
     make_loop(9, journal).run()
     dispatched = {step: count for kind, step, count in journal.events if kind == "metrics"}
@@ -88,7 +86,7 @@ def test_metrics_are_read_late_but_at_most_so_many_steps():
 
 
 class Value:
-    """A number that is not there until `ready`, as one that a device still computes."""
+    """A number that blocks until `ready` is set, like one that a device still computes."""
 
     def __init__(self, value, ready):
         self.value, self.ready = value, ready
@@ -101,9 +99,8 @@ class Value:
 
 
 def test_the_host_runs_ahead_of_the_device():
-    """No value comes before METRICS_DELAY more steps were asked for: a loop that waited for one earlier
-    would never end.
-    """
+    """No value is ready before METRICS_DELAY more steps are dispatched: a loop that waited for one
+    earlier would never end."""
     ready = [threading.Event() for _ in range(8 + METRICS_DELAY)]
 
     def step(state, batch, key):
@@ -145,7 +142,7 @@ def test_wait_reads_everything():
     ] * 5
 
 
-def test_the_data_may_end_first():
+def test_the_loop_ends_with_the_data():
     journal = Journal()
     loop = make_loop(100, journal, loader=Loader([1, 1, 1]))
     assert loop.run() == 3
@@ -160,7 +157,7 @@ def test_no_steps_and_no_data():
         assert loop.step == 0
 
 
-def test_it_goes_on_from_a_later_step():
+def test_starts_at_a_later_step():
     journal = Journal()
     loop = make_loop(5, journal, first_step=3)
     loop.run()
@@ -168,7 +165,7 @@ def test_it_goes_on_from_a_later_step():
     assert loop.step == 5
 
 
-def test_a_hook_ends_it_after_the_current_step():
+def test_a_hook_ends_the_loop_after_the_current_step():
     class Enough(Hook):
         def after_step(self, loop):
             if loop.step == 4:
@@ -183,7 +180,7 @@ def test_a_hook_ends_it_after_the_current_step():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_it_after_the_current_step(number):
+def test_a_signal_ends_the_loop_after_the_current_step(number):
     def step(state, batch, key):
         if state == 3:
             os.kill(os.getpid(), number)
@@ -199,7 +196,7 @@ def test_a_signal_ends_it_after_the_current_step(number):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_a_second_interrupt_ends_it_at_once():
+def test_a_second_interrupt_ends_the_loop_at_once():
     def step(state, batch, key):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -212,7 +209,7 @@ def test_a_second_interrupt_ends_it_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_repeated_terminations_do_not_tear_it():
+def test_repeated_sigterm_is_one_request():
     """Schedulers send SIGTERM more than once before they kill."""
 
     def step(state, batch, key):
@@ -225,7 +222,7 @@ def test_repeated_terminations_do_not_tear_it():
     assert loop.stop_reason == "SIGTERM"
 
 
-def test_an_error_passes_and_leaves_the_handlers_as_they_were():
+def test_an_error_restores_the_signal_handlers():
     def step(state, batch, key):
         raise ValueError("broken")
 
@@ -235,7 +232,7 @@ def test_an_error_passes_and_leaves_the_handlers_as_they_were():
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_it_runs_outside_of_the_main_thread():
+def test_runs_outside_of_the_main_thread():
     loop = make_loop(5)
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -243,10 +240,9 @@ def test_it_runs_outside_of_the_main_thread():
     assert loop.state == 5
 
 
-def test_times_add_up_and_leave_out_what_a_hook_took():
-    """With metrics read at once, each step's time is its own; after restart_clock a pause does not
-    count.
-    """
+def test_step_times_exclude_hooks():
+    """With metrics read at once, each step's time is its own; a pause before restart_clock does not
+    count."""
     seconds = []
 
     class Clock(Hook):
@@ -307,10 +303,10 @@ def test_all_processes_stop_when_the_stop_flag_is_read():
     assert journal.steps("metrics") == list(range(loop.step))
 
 
-def test_a_step_without_data_in_one_process_is_no_step():
+def test_a_step_without_data_in_one_process_does_not_count():
     journal = Journal()
     loop = make_loop(100, journal, step=flagged_step({5: StopFlag.DATA_ENDED}))
     loop.run()
     assert loop.stop_reason == "the data ended"
     assert loop.step == loop.state == 5
-    assert journal.steps("metrics") == list(range(5))  # those that were on their way are not told
+    assert journal.steps("metrics") == list(range(5))  # metrics of later steps are dropped

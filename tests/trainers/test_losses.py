@@ -1,6 +1,4 @@
-"""What is minimised beside the cross-entropy, computed here again: sums in loops, layers from their
-parts.
-"""
+"""Losses besides the cross-entropy, recomputed here: sums in loops, layers from their parts."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,7 +38,7 @@ EXPERTS = (
 
 @dataclass(frozen=True)
 class Model:
-    """A configuration with weights away from where they start: norms have scales."""
+    """A configuration with weights that differ from their initial values: norms have scales."""
 
     config: Any
     template: Any
@@ -81,14 +79,14 @@ def inputs_of(batch):
 # Further tokens.
 
 
-def places(batch, steps):
-    """(row, place) where the target so many places on is of the same document."""
+def target_positions(batch, steps):
+    """(row, position) whose target `steps` tokens later belongs to the same document."""
     segments = batch["targets_segmentation"]
     return [
-        (row, place)
+        (row, position)
         for row, line in enumerate(segments)
-        for place in range(len(line) - steps)
-        if line[place] != 0 and line[place + steps] == line[place]
+        for position in range(len(line) - steps)
+        if line[position] != 0 and line[position + steps] == line[position]
     ]
 
 
@@ -97,13 +95,13 @@ def rms(x, scale):
 
 
 def drafts(model, batch):
-    """For each further layer the logits [B, S, V], from the definition: the layer reads the next
-    tokens of a document (id 0 beyond its end) and what the layer before it gave."""
+    """For each MTP layer the logits [B, S, V], from the definition: the layer reads the next tokens
+    of a document (id 0 beyond its end) and the output of the previous MTP layer."""
     x, _ = model.bound.run(batch["inputs"], inputs_of(batch))
     for steps, layer in enumerate(model.bound.mtp.layers, start=1):
         ids = np.zeros_like(batch["inputs"])
-        for row, place in places(batch, steps):
-            ids[row, place] = batch["inputs"][row, place + steps]
+        for row, position in target_positions(batch, steps):
+            ids[row, position] = batch["inputs"][row, position + steps]
         embedded = np.asarray(model.bound.embedder.embedding[...])[ids]
         joined = np.concatenate(
             [
@@ -121,14 +119,15 @@ def drafts(model, batch):
 
 
 @pytest.mark.slow
-def test_the_loss_of_further_tokens(ahead, packed):
+def test_mtp_loss(ahead, packed):
     total = count = 0.0
     with jax.default_matmul_precision("highest"):
         for steps, logits in enumerate(drafts(ahead, packed), start=1):
-            for row, place in places(packed, steps):
-                scores = logits[row, place].astype(np.float64)
+            for row, position in target_positions(packed, steps):
+                token_logits = logits[row, position].astype(np.float64)
                 total += (
-                    np.log(np.exp(scores).sum()) - scores[packed["targets"][row, place + steps]]
+                    np.log(np.exp(token_logits).sum())
+                    - token_logits[packed["targets"][row, position + steps]]
                 )
                 count += 1
     losses = ahead.losses(ahead.weights, packed)
@@ -143,9 +142,9 @@ def test_the_loss_of_further_tokens(ahead, packed):
 
 
 @pytest.mark.slow
-def test_a_draft_is_taken_where_the_model_says_the_same(ahead, packed):
-    """Of the second further layer, whose drafts the model itself comes to two places on. It knows
-    few words here, so that both agree now and then."""
+def test_a_draft_token_is_accepted_if_the_model_predicts_it(ahead, packed):
+    """Of the second MTP layer, whose drafts the model predicts two positions later. The vocabulary
+    is reduced to few tokens, so that both sometimes agree."""
     few = jnp.arange(ahead.config.vocab_size) < 3
     weights = ahead.weights | {"head": {"kernel": ahead.weights["head"]["kernel"] * few}}
     ahead = replace(ahead, weights=weights)
@@ -155,7 +154,10 @@ def test_a_draft_is_taken_where_the_model_says_the_same(ahead, packed):
             -1,
         )
         drafted = np.argmax(list(drafts(ahead, packed))[1], -1)
-    taken = [said[row, place + 2] == drafted[row, place] for row, place in places(packed, 2)]
+    taken = [
+        said[row, position + 2] == drafted[row, position]
+        for row, position in target_positions(packed, 2)
+    ]
     sums = ahead.evaluate(ahead.weights, packed)
     assert (sums["accepted"], sums["drafts"]) == (sum(taken), len(taken))
     assert 0 < sum(taken) < len(taken)
@@ -165,26 +167,26 @@ def test_a_draft_is_taken_where_the_model_says_the_same(ahead, packed):
 
 
 def balance(model, batch):
-    """E² · mean over sequences and experts of (fraction of the tokens that chose it · its mean
-    probability), for each layer; over the tokens of a sequence, and over sequences that have
-    any."""
+    """E² · mean over sequences and experts of (fraction of the tokens routed to it · its mean
+    probability), for each layer; over the tokens of a sequence, and over sequences that have any.
+    """
     x = model.bound.embed(batch["inputs"])
     for layer in model.bound.layers[0].blocks[0]:
         x = x + layer.mix(layer.attention_norm(x), inputs_of(batch))[0]
         probabilities = np.asarray(jax.nn.softmax(layer.mlp_norm(x) @ layer.mlp.router.kernel[...]))
-        found = []
+        balance = []
         for row, segments in zip(probabilities, batch["inputs_segmentation"], strict=True):
             if segments.any():
                 row = row[segments > 0]
                 chosen = np.argsort(-row, axis=-1)[:, :2]
                 fraction = np.array([(chosen == expert).sum() for expert in range(4)]) / len(row)
-                found.append(np.mean(fraction * row.mean(axis=0)))
-        yield 4**2 * np.mean(found)
+                balance.append(np.mean(fraction * row.mean(axis=0)))
+        yield 4**2 * np.mean(balance)
         x = x + layer.feed(layer.mlp_norm(x), inputs_of(batch))[0]
 
 
 @pytest.mark.slow
-def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed):
+def test_load_balance_loss_is_summed_over_layers(configure, quickly, packed):
     model = Model.of(configure("decoder_block=mixtral", *EXPERTS), quickly)
     with jax.default_matmul_precision("highest"):
         expected = list(balance(model, packed))
@@ -196,7 +198,7 @@ def test_the_balance_of_experts_is_summed_over_layers(configure, quickly, packed
     )
 
 
-def test_further_layers_have_their_part_in_it(configure, quickly, packed):
+def test_mtp_layers_contribute_to_the_load_balance_loss(configure, quickly, packed):
     model = Model.of(configure("decoder_block=mixtral", *EXPERTS, "mtp_num_layers=1"), quickly)
     losses = model.losses(model.weights, packed)
     of_layers = float(jnp.sum(losses.layer_aux["layers"][0]["blocks"][0]["load_balance_loss"]))
@@ -208,7 +210,7 @@ def test_further_layers_have_their_part_in_it(configure, quickly, packed):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("overrides", "expected"),
     [
         ((GRAIN,), True),
         (
@@ -224,5 +226,5 @@ def test_further_layers_have_their_part_in_it(configure, quickly, packed):
         ((), False),
     ],
 )
-def test_documents_are_kept_apart_where_it_matters(configure, words, expected):
-    assert needs_segment_mask(configure(*words)) is expected
+def test_segments_are_masked_where_needed(configure, overrides, expected):
+    assert needs_segment_mask(configure(*overrides)) is expected

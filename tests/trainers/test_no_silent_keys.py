@@ -187,7 +187,7 @@ STAND_INS = {"simple": SIZES, "simple_mlp": SIZES - {"base_mlp_dim"}}
 
 
 def tried(groups):
-    """(key, value) of every key of these groups that acts, and of what a step may keep or drop."""
+    """(key, value) of every key of these groups that acts, and of every tensor that remat may save."""
     keys = [
         key for group in groups for key in group.model_fields if ledger.status(key).kind == "acts"
     ]
@@ -203,10 +203,12 @@ def tried(groups):
             yield key, value
 
 
-def configured(words):
-    words = dict(words)
-    facts = {"architecture": words.pop("architecture")} if "architecture" in words else {}
-    layer = from_overrides(f"{key}={value}" for key, value in words.items()) | from_python(facts)
+def configured(overrides):
+    overrides = dict(overrides)
+    facts = {"architecture": overrides.pop("architecture")} if "architecture" in overrides else {}
+    layer = from_overrides(f"{key}={value}" for key, value in overrides.items()) | from_python(
+        facts
+    )
     return load(None, layer, environ={}, devices=Devices(1))
 
 
@@ -216,22 +218,22 @@ FORWARD = ("weights", "loss")  # where every key acts that a family may know alr
 
 
 def silent(name, program, excused):
-    """The keys, with values, that change nothing and are not refused; and how many are refused."""
-    words, groups = VARIANTS[name] if name in VARIANTS else (CONFIGURATIONS[name], GROUPS)
-    words = TINY | words
-    base, found, refused = program(configured(words)), [], 0
+    """The keys, with values, that change nothing and are not rejected; and how many are rejected."""
+    overrides, groups = VARIANTS[name] if name in VARIANTS else (CONFIGURATIONS[name], GROUPS)
+    overrides = TINY | overrides
+    base, silent_keys, refused = program(configured(overrides)), [], 0
     for key, value in tried(groups):
-        if str(words.get(key)) == str(value):
+        if str(overrides.get(key)) == str(value):
             continue
         try:
-            changed = program(configured(words | COMPANIONS.get(key, {}) | {key: value}))
+            changed = program(configured(overrides | COMPANIONS.get(key, {}) | {key: value}))
             if key in SHOWN_IN and base.differs(changed, (SHOWN_IN[key],)):
                 continue
             if not base.differs(changed, FORWARD if key in excused else program.PARTS):
-                found.append((key, value))
+                silent_keys.append((key, value))
         except ConfigError:
             refused += 1
-    return found, refused
+    return silent_keys, refused
 
 
 # Families whose layers are made of parts that no other of them has; the rest repeat those parts.
@@ -259,8 +261,8 @@ REPRESENTATIVE = (
         *VARIANTS,
     ],
 )
-def test_no_key_is_silent(name, program):
+def test_no_key_is_ignored_silently(name, program):
     excused = {key for key, names in ALREADY.items() if name in names} | STAND_INS.get(name, set())
-    found, refused = silent(name, program, excused)
+    silent_keys, refused = silent(name, program, excused)
     assert refused > 3
-    assert {key for key, _ in found} == excused
+    assert {key for key, _ in silent_keys} == excused

@@ -1,6 +1,5 @@
-"""Documents packed into rows train a model as they do one a row: nothing leaks from one into the
-next.
-"""
+"""Documents packed into rows train a model like one document per row: attention, recurrences and
+losses do not cross documents."""
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ def files(tmp_path_factory):
 
 
 def batch_of(bench, files, rows, **how):
-    """All documents in one batch of so many rows."""
+    """All documents in one batch of `rows` rows."""
     config = bench.config.model_copy(
         update={
             "grain_train_files": str(files), "grain_file_type": "text", "tokenizer_path": "byte",
@@ -62,7 +61,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "packing"), CASES)
-def test_packed_training_is_unpacked_training(make_bench, files, name, packing):
+def test_packed_training_equals_unpacked_training(make_bench, files, name, packing):
     bench = make_bench(*MODELS[name], *SGD, "vocab_size=259", "load_balance_loss_weight=0")
     alone = batch_of(bench, files, 36, packing=False)
     packed = batch_of(bench, files, 24, packing=True, grain_packing_type=packing)
@@ -74,11 +73,11 @@ def test_packed_training_is_unpacked_training(make_bench, files, name, packing):
         == (alone["targets_segmentation"] != 0).sum()
         > 250
     )
-    packed, alone = filled_up(packed), filled_up(alone)  # one shape, one program
-    ours, theirs = bench.state, bench.state
+    packed, alone = pad_rows(packed), pad_rows(alone)  # one shape, one program
+    packed_state, unpacked_state = bench.state, bench.state
     for step in range(STEPS):
-        ours, packed_metrics = bench(packed, ours)
-        theirs, alone_metrics = bench(alone, theirs)
+        packed_state, packed_metrics = bench(packed, packed_state)
+        unpacked_state, alone_metrics = bench(alone, unpacked_state)
         assert packed_metrics["loss"] == pytest.approx(alone_metrics["loss"], rel=1e-5)
         if step == 0:
             assert packed_metrics["raw_grad_norm"] == pytest.approx(
@@ -86,8 +85,8 @@ def test_packed_training_is_unpacked_training(make_bench, files, name, packing):
             )
 
 
-def filled_up(batch):
-    """The batch with rows of padding, which count for nothing."""
+def pad_rows(batch):
+    """The batch with rows of padding added."""
     more = ROWS - len(batch["inputs"])
     assert more > 0
     return {field: np.pad(array, ((0, more), (0, 0))) for field, array in batch.items()}
@@ -97,9 +96,11 @@ def one_a_row(packed):
     rows = []
     for row in range(len(packed["inputs"])):
         for segment in range(1, packed["inputs_segmentation"][row].max() + 1):
-            places = packed["inputs_segmentation"][row] == segment
-            made = {field: np.zeros_like(array[row]) for field, array in packed.items()}
+            is_segment = packed["inputs_segmentation"][row] == segment
+            unpacked = {field: np.zeros_like(array[row]) for field, array in packed.items()}
             for field, array in packed.items():
-                made[field][: places.sum()] = 1 if "segmentation" in field else array[row][places]
-            rows.append(made)
+                unpacked[field][: is_segment.sum()] = (
+                    1 if "segmentation" in field else array[row][is_segment]
+                )
+            rows.append(unpacked)
     return {field: np.stack([row[field] for row in rows]) for field in rows[0]}

@@ -1,4 +1,4 @@
-"""What a run says before its first step, and what it leaves behind."""
+"""The memory that a run needs, the warning if a device has less, and the files of a run."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Batch-size ramp-up: how many rows each step gets, and that every row comes once, also across a
-restart.
-"""
+"""Batch-size ramp-up: the rows of each step, and that every row comes once, also across a restart."""
 
 import json
 
@@ -20,13 +18,13 @@ def ramp_up(config, source):
     )
 
 
-def config_of(start, increment, full, samples, devices=1, microbatches=1, words=()):
+def config_of(start, increment, full, samples, devices=1, microbatches=1, overrides=()):
     ramp = [
         "enable_rampup_batch_size=true", f"per_device_batch_size_start={start}",
         f"per_device_batch_size_increment={increment}", f"per_device_batch_size={full}",
         f"global_rampup_samples={samples}", f"gradient_accumulation_steps={microbatches}",
     ]  # fmt: skip
-    return load(None, [*ramp, *words], environ={}, devices=Devices(devices))
+    return load(None, [*ramp, *overrides], environ={}, devices=Devices(devices))
 
 
 def closed_form(start, increment, full, samples, devices=1, microbatches=1):
@@ -54,7 +52,7 @@ class Numbered(BatchIterator):
             raise StopIteration
         first, self.batch = self.batch * self.rows, self.batch + 1
         rows = np.arange(first, first + self.rows, dtype=np.int32)[:, None] * np.ones(3, np.int32)
-        return {name: rows + 1000 * place for place, name in enumerate(FIELDS)}
+        return {name: rows + 1000 * index for index, name in enumerate(FIELDS)}
 
     def get_state(self):
         return {"batch": self.batch}
@@ -85,7 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_follow_the_closed_form_and_none_is_lost_or_repeated(case):
+def test_batch_sizes_follow_the_closed_form_without_losing_rows(case):
     expected, config = closed_form(**case), config_of(**case)
     full = round(case["full"]) * case.get("devices", 1) * case.get("microbatches", 1)
     assert config.rampup_end_step == len(expected)
@@ -98,9 +96,9 @@ def test_rows_follow_the_closed_form_and_none_is_lost_or_repeated(case):
     for rows in expected:
         batch = next(batches)
         assert set(batch) == set(FIELDS)
-        for place, name in enumerate(FIELDS):
+        for index, name in enumerate(FIELDS):
             assert batch[name].shape == (rows, 3)
-            np.testing.assert_array_equal(batch[name][:, 0] - 1000 * place, batch["inputs"][:, 0])
+            np.testing.assert_array_equal(batch[name][:, 0] - 1000 * index, batch["inputs"][:, 0])
         seen += batch["inputs"][:, 0].tolist()
     assert seen == list(range(sum(expected)))
 
@@ -121,7 +119,7 @@ def test_without_ramp_up_every_step_has_the_full_batch():
     assert {batch_size_at(config, step) for step in range(5)} == {12}
 
 
-def test_a_restart_at_any_step_goes_on_with_the_same_rows():
+def test_resuming_at_any_step_continues_with_the_same_rows():
     case = {"start": 2, "increment": 3, "full": 8, "samples": 30}
     config = config_of(**case)
     steps = len(closed_form(**case)) + 3
@@ -139,7 +137,7 @@ def test_a_restart_at_any_step_goes_on_with_the_same_rows():
         ]
 
 
-def test_a_state_can_be_restored_twice_and_reset_starts_anew():
+def test_a_state_can_be_restored_twice_and_reset_restarts():
     config = config_of(2, 2, 8, 60)
     batches = ramp_up(config, Numbered(8))
     first = [next(batches)["inputs"].tolist() for _ in range(5)]
@@ -151,7 +149,7 @@ def test_a_state_can_be_restored_twice_and_reset_starts_anew():
     assert [next(batches)["inputs"].tolist() for _ in range(5)] == first
 
 
-def test_the_end_of_the_data_is_the_end():
+def test_ramp_up_ends_with_the_data():
     """Rows that do not fill a step are left over, as those that do not fill a batch are."""
     batches = ramp_up(config_of(2, 2, 8, 60), Numbered(8, limit=2))
     assert sum(len(batch["inputs"]) for batch in batches) == 16
@@ -159,12 +157,12 @@ def test_the_end_of_the_data_is_the_end():
     assert [len(batch["inputs"]) for batch in batches] == [3]
 
 
-def test_a_ramp_that_does_not_reach_the_full_size_is_refused():
+def test_a_ramp_that_does_not_reach_the_full_size_is_rejected():
     for start, increment in ((3, 2), (8, 1), (9, 1), (2, 0)):
         with pytest.raises(ConfigError, match="ramp-up"):
             config_of(start, increment, 8, 60)
 
 
-def test_ramp_up_with_fewer_rows_than_devices_is_refused():
-    with pytest.raises(ConfigError, match="whole sequences on every device"):
+def test_ramp_up_with_fewer_rows_than_devices_is_rejected():
+    with pytest.raises(ConfigError, match="needs at least one sequence per device"):
         config_of(0.5, 0.5, 4, 8)

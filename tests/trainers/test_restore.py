@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, by the numbers of the steps alone."""
+"""Which checkpoint a run starts from."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from maxtext.trainers import restore
 
 
 class Local:
-    """A step on this machine's own disk."""
+    """A step on the local disk."""
 
     def __init__(self, step, fits=True):
         self.step, self.fits, self.tried = step, fits, 0
@@ -24,7 +24,7 @@ class Local:
 
 @pytest.fixture
 def choose(monkeypatch, tmp_path):
-    """The step that is chosen of shared ones, some of which are damaged, and a local one."""
+    """(shared steps, damaged ones, a local one) -> the step that is restored."""
 
     def run(shared, damaged=(), local=None):
         broken = {str(step) for step in damaged}
@@ -33,13 +33,13 @@ def choose(monkeypatch, tmp_path):
         )
         monkeypatch.setattr(restore, "read_state", lambda context, stored: (None, None))
         monkeypatch.setattr(restore, "SavedStep", lambda path: SimpleNamespace(step=int(path.name)))
-        found = restore.restore_newest(None, [tmp_path / str(step) for step in shared], local)
-        return found[-1].step if isinstance(found, tuple) else found.step if found else None
+        newest = restore.restore_newest(None, [tmp_path / str(step) for step in shared], local)
+        return newest[-1].step if isinstance(newest, tuple) else newest.step if newest else None
 
     return run
 
 
-def test_the_newest_step_that_is_whole_wins_wherever_it_is(choose):
+def test_restores_the_newest_intact_step_shared_or_local(choose):
     assert choose([5, 10]) == 10
     assert choose([5, 10], local=Local(8)) == 10
     assert choose([5, 10], local=Local(12)) == 12

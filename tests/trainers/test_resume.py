@@ -1,7 +1,7 @@
-"""Where runs start and what they leave: restore order, refusals, damage, tiers, lost losses,
-signals.
+"""Where runs start and which checkpoints they leave: precedence, errors, damage, tiers, non-finite
+losses, signals.
 
-The oracle is the run that was never interrupted, or arrays read back by other code.
+The oracle is the uninterrupted run, or arrays read back by other code.
 """
 
 import json
@@ -34,17 +34,21 @@ SCHEDULE = "learning_rate_schedule_steps=1000000"  # the rate of a step does not
 
 @pytest.fixture
 def go(configure, light_compiler, tmp_path):
-    """Train under a name in one folder; the same name goes on with the same run."""
+    """Train under a name in one folder; the same name resumes the same run."""
 
-    def run(name, *words):
-        given = {word.partition("=")[0] for word in words}
-        rest = [word for word in (*TWO, *RATE, SCHEDULE) if word.partition("=")[0] not in given]
-        places = (
+    def run(name, *overrides):
+        given = {override.partition("=")[0] for override in overrides}
+        rest = [
+            override
+            for override in (*TWO, *RATE, SCHEDULE)
+            if override.partition("=")[0] not in given
+        ]
+        paths = (
             f"base_output_directory={tmp_path}",
             f"run_name={name}",
             f"metrics_file={tmp_path}/{name}.jsonl",
         )
-        return pretrain.train(configure(*rest, *words, *places))
+        return pretrain.train(configure(*rest, *overrides, *paths))
 
     run.folder = tmp_path
     run.checkpoints = lambda name: tmp_path / name / "checkpoints"
@@ -58,19 +62,22 @@ def go(configure, light_compiler, tmp_path):
 def arrays(step: Path):
     stored = SavedStep(step)
     wanted = {
-        name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in stored.tensors.items()
+        name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        for name, tensor in stored.tensors.items()
     }
     return {"/".join(name): array for name, array in stored.restore(wanted).items()}
 
 
-def assert_equal(one, other, exact=True):
-    one, other = arrays(one), arrays(other)
-    assert one.keys() == other.keys()
-    for name in one:
+def assert_equal(actual, expected, exact=True):
+    actual, expected = arrays(actual), arrays(expected)
+    assert actual.keys() == expected.keys()
+    for name in actual:
         if exact:
-            assert one[name].tobytes() == other[name].tobytes(), name
+            assert actual[name].tobytes() == expected[name].tobytes(), name
         else:
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                actual[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
+            )
 
 
 def listing(folder):
@@ -92,13 +99,13 @@ def damage(step):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_it_stopped(go):
-    go("whole", "steps=9")
+def test_a_resumed_run_equals_an_uninterrupted_one(go):
+    go("uninterrupted", "steps=9")
     go("parts", "steps=4", "checkpoint_period=2")
     assert all_steps(go.checkpoints("parts")) == [2, 4]
     go("parts", "steps=9", "checkpoint_period=100")
-    assert_equal(go.checkpoints("parts") / "9", go.checkpoints("whole") / "9")
-    assert go.losses("parts") == go.losses("whole")
+    assert_equal(go.checkpoints("parts") / "9", go.checkpoints("uninterrupted") / "9")
+    assert go.losses("parts") == go.losses("uninterrupted")
     before = listing(go.folder / "parts")
     again = go("parts", "steps=9")
     assert again.summary["steps"] == 9
@@ -106,16 +113,16 @@ def test_a_run_goes_on_where_it_stopped(go):
 
 
 @pytest.mark.slow
-def test_layers_may_be_unrolled_on_the_way(go):
-    """Weights and moments, both ways; layer by layer they are what they were."""
-    go("whole", "steps=6", "scan_layers=true")
+def test_layers_may_be_unrolled_on_resume(go):
+    """Weights and moments, both ways; layer by layer they are unchanged."""
+    go("uninterrupted", "steps=6", "scan_layers=true")
     go("there", "steps=3", "scan_layers=true", "weight_dtype=float32")
     scanned = arrays(go.checkpoints("there") / "3")
     go("there", "steps=5", "scan_layers=false", "save_checkpoint_on_completion=true")
     go("there", "steps=6", "scan_layers=true")
-    assert_equal(go.checkpoints("there") / "6", go.checkpoints("whole") / "6", exact=False)
+    assert_equal(go.checkpoints("there") / "6", go.checkpoints("uninterrupted") / "6", exact=False)
     for step in (3, 5):
-        weights = open_checkpoint(go.checkpoints("there") / str(step)).folder
+        weights = open_checkpoint(go.checkpoints("there") / str(step)).source
         assert weights.tensors["layers/1/attention/query/kernel"].shape == (16, 4, 8)
         if step == 3:
             stacked = scanned["weights/layers/0/blocks/0/attention/query/kernel"]
@@ -135,9 +142,9 @@ def test_layers_may_be_unrolled_on_the_way(go):
         (moments(state, "mu"), moment_prefix(saved, "mu")),
     ):
         for layer in (0, 1):
-            found = tree["layers"][0]["blocks"][0][layer]["mlp"]["wo"]["kernel"]
+            weight = tree["layers"][0]["blocks"][0][layer]["mlp"]["wo"]["kernel"]
             np.testing.assert_array_equal(
-                found, saved[f"{prefix}/layers/0/blocks/0/mlp/wo/kernel"][:, layer]
+                weight, saved[f"{prefix}/layers/0/blocks/0/mlp/wo/kernel"][:, layer]
             )
 
 
@@ -150,23 +157,23 @@ def moment_prefix(saved, name):
 
 
 @pytest.mark.slow
-def test_weights_may_change_their_dtype(go):
+def test_weights_may_change_dtype_on_resume(go):
     go("run", "steps=2")
     saved = arrays(go.checkpoints("run") / "2")["weights/embedder/embedding"]
     result = go("run", "steps=2", "weight_dtype=bfloat16")
-    found = np.asarray(result.state.weights["embedder"]["embedding"])
-    assert found.dtype.name == "bfloat16"
-    np.testing.assert_array_equal(found, saved.astype(found.dtype))
+    embedding = np.asarray(result.state.weights["embedder"]["embedding"])
+    assert embedding.dtype.name == "bfloat16"
+    np.testing.assert_array_equal(embedding, saved.astype(embedding.dtype))
 
 
 @pytest.mark.slow
-def test_the_order_of_restoring(go):
+def test_precedence_of_restore_sources(go):
     go("first", "steps=3")
     go("other", "steps=2", "init_weights_seed=7")
     # The run's own checkpoint comes first, whatever else is named.
     result = go("first", "steps=3", f"load_full_state_path={go.folder}/other")
     assert int(result.state.step) == 3
-    # A whole state: step, moments and place in the data.
+    # The full state: step, moments and position in the data.
     go("second", "steps=5", f"load_full_state_path={go.checkpoints('first')}")
     go("first", "steps=5")
     assert_equal(go.checkpoints("second") / "5", go.checkpoints("first") / "5")
@@ -188,7 +195,7 @@ def test_the_order_of_restoring(go):
 
 
 @pytest.mark.slow
-def test_bad_starts_are_sentences_and_change_nothing(go, tmp_path):
+def test_invalid_start_is_one_error_and_writes_nothing(go, tmp_path):
     go("run", "steps=1")
     before = listing(go.folder / "run")
     with pytest.raises(
@@ -233,7 +240,7 @@ def halved(weights):
 
 
 @pytest.mark.slow
-def test_a_function_may_change_the_weights_that_are_read(go, monkeypatch):
+def test_checkpoint_conversion_fn_changes_loaded_weights(go, monkeypatch):
     go("run", "steps=1")
     expected = arrays(go.checkpoints("run") / "1")["weights/head/kernel"] / 2
     import sys
@@ -242,18 +249,18 @@ def test_a_function_may_change_the_weights_that_are_read(go, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "my_weights", types.SimpleNamespace(halved=halved, fewer=lambda weights: {})
     )
-    words = ("steps=1", f"load_parameters_path={go.folder}/run", "learning_rate=0")
-    result = go("new", *words, "checkpoint_conversion_fn=my_weights.halved")
+    overrides = ("steps=1", f"load_parameters_path={go.folder}/run", "learning_rate=0")
+    result = go("new", *overrides, "checkpoint_conversion_fn=my_weights.halved")
     np.testing.assert_array_equal(result.state.weights["head"]["kernel"], expected)
     with pytest.raises(
         UserError, match="my_weights.fewer returned other weights than the model has"
     ):
-        go("other", *words, "checkpoint_conversion_fn=my_weights.fewer")
+        go("other", *overrides, "checkpoint_conversion_fn=my_weights.fewer")
 
 
 @pytest.mark.slow
-def test_damage_is_named_and_the_one_before_is_taken(go, caplog_lines):
-    go("whole", "steps=6")
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_restored(go, caplog_lines):
+    go("uninterrupted", "steps=6")
     go("run", "steps=4", "checkpoint_period=2")
     folder = go.checkpoints("run")
     (folder / "5.orbax-checkpoint-tmp").mkdir()
@@ -263,8 +270,8 @@ def test_damage_is_named_and_the_one_before_is_taken(go, caplog_lines):
     assert f"checkpoint {folder}/4 is damaged: state/" in said
     assert "has changed since it was written" in said
     assert "5.orbax-checkpoint-tmp is no complete checkpoint" in said
-    assert go.losses("run") == go.losses("whole")
-    assert_equal(folder / "6", go.checkpoints("whole") / "6")
+    assert go.losses("run") == go.losses("uninterrupted")
+    assert_equal(folder / "6", go.checkpoints("uninterrupted") / "6")
     assert all_steps(folder) == [2, 6], "a damaged one does not count among those that are kept"
     assert (folder / "4.damaged").is_dir()
     assert not (folder / "5.orbax-checkpoint-tmp").exists()
@@ -299,7 +306,7 @@ def caplog_lines():
 
 
 @pytest.mark.slow
-def test_a_damaged_step_without_digest_is_passed_over_too(go, caplog_lines):
+def test_a_damaged_step_without_digest_is_skipped(go, caplog_lines):
     go("run", "steps=4", "checkpoint_period=2")
     folder = go.checkpoints("run")
     (folder / "4" / "digest.process_0.json").unlink()
@@ -330,22 +337,22 @@ def stop_at(monkeypatch):
 
     def at(step):
         monkeypatch.setattr(
-            pretrain, "Loop", lambda state, run, loader, key, steps, hooks, first: loop(
-                state, run, loader, key, steps, [*hooks, Stop(step)], first
-            )
-        )  # fmt: skip
+            pretrain,
+            "Loop",
+            lambda *args, hooks, **options: loop(*args, hooks=[*hooks, Stop(step)], **options),
+        )
 
     return at
 
 
 @pytest.mark.slow
-def test_a_signal_saves_unless_told_not_to(go, stop_at):
+def test_a_signal_saves_a_checkpoint_by_default(go, stop_at):
     stop_at(3)
     never = "save_checkpoint_on_completion=false"
-    for name, words, saved in (
+    for name, overrides, saved in (
         ("default", (), [3]), ("never", (never,), []), ("signals", (never, "enable_autocheckpoint=true"), [3])
     ):  # fmt: skip
-        result = go(name, "steps=9", *words)
+        result = go(name, "steps=9", *overrides)
         assert result.summary["stopped"] == "SIGTERM"
         assert result.signal == signal.SIGTERM
         assert all_steps(go.checkpoints(name)) == saved
@@ -353,23 +360,22 @@ def test_a_signal_saves_unless_told_not_to(go, stop_at):
 
 
 @pytest.mark.slow
-def test_checkpoints_without_pause(go):
-    """A save begins as soon as the one before it is complete: in between are as many steps as that
-    one took.
-    """
-    words = ("enable_continuous_checkpointing=true", "max_num_checkpoints_to_keep=3")
-    go("blocking", "steps=6", "async_checkpointing=false", *words)
+def test_continuous_checkpointing(go):
+    """A save starts as soon as the previous one is complete, so as many steps lie between them as
+    it took."""
+    overrides = ("enable_continuous_checkpointing=true", "max_num_checkpoints_to_keep=3")
+    go("blocking", "steps=6", "async_checkpointing=false", *overrides)
     assert all_steps(go.checkpoints("blocking")) == [4, 5, 6]
-    go("run", "steps=40", *words)
-    kept = all_steps(go.checkpoints("run"))
-    assert 2 <= len(kept) <= 3
-    assert kept[-1] == 40
+    go("run", "steps=40", *overrides)
+    saved_steps = all_steps(go.checkpoints("run"))
+    assert 2 <= len(saved_steps) <= 3
+    assert saved_steps[-1] == 40
     go("calm", "steps=40")
     assert_equal(go.checkpoints("run") / "40", go.checkpoints("calm") / "40")
 
 
 @pytest.mark.slow
-def test_old_checkpoints_may_be_kept_elsewhere(go):
+def test_old_checkpoints_can_be_moved_to_a_trash_folder(go):
     go(
         "run",
         "steps=3",
@@ -381,16 +387,19 @@ def test_old_checkpoints_may_be_kept_elsewhere(go):
     assert all_steps(folder) == [3]
     assert all_steps(folder / "old") == [1, 2]
     attic = go.folder / "attic"
-    words = ("steps=4", "max_num_checkpoints_to_keep=1", f"checkpoint_todelete_full_path={attic}")
-    go("run", *words, "async_checkpointing=false")
+    overrides = (
+        "steps=4",
+        "max_num_checkpoints_to_keep=1",
+        f"checkpoint_todelete_full_path={attic}",
+    )
+    go("run", *overrides, "async_checkpointing=false")
     assert all_steps(attic / "run") == [3]
 
 
 @pytest.mark.slow
-def test_a_lost_loss_leaves_the_last_good_step(go):
-    """Saved is the state before the bad batch, with the place in the data before it, so nothing is
-    skipped.
-    """
+def test_nan_loss_saves_the_last_finite_step(go):
+    """The state before the bad batch is saved, with the data position before it, so that nothing is
+    skipped."""
     bad = "learning_rate=1e30"
     with pytest.raises(TrainingFailed):
         go("run", "steps=9", bad)
@@ -409,41 +418,45 @@ def test_a_lost_loss_leaves_the_last_good_step(go):
 
 
 @pytest.mark.slow
-def test_the_newest_tier_is_taken(go, stop_at, caplog_lines, tmp_path):
+def test_the_newest_tier_is_restored(go, stop_at, caplog_lines, tmp_path):
     local = tmp_path / "local"
-    words = (
+    overrides = (
         "enable_emergency_checkpoint=true",
         f"local_checkpoint_directory={local}",
         "local_checkpoint_period=2",
     )
-    go("whole", "steps=11")
+    go("uninterrupted", "steps=11")
     stop_at(7)
-    go("run", "steps=11", "checkpoint_period=5", "save_checkpoint_on_completion=false", *words)
+    go("run", "steps=11", "checkpoint_period=5", "save_checkpoint_on_completion=false", *overrides)
     assert all_steps(go.checkpoints("run")) == [5]
     parts = local / "run" / "process_0"
     assert sorted(path.name for path in parts.iterdir()) == ["4", "6"], "the newest two"
     stop_at(100)
     # The machine's own disk has a newer step; damaged, it does not count, and neither does that of
     # another mesh or run.
-    result = go("run", "steps=6", "checkpoint_period=5", *words)
+    result = go("run", "steps=6", "checkpoint_period=5", *overrides)
     assert int(result.state.step) == 6
     file = next((parts / "6").glob("*.safetensors"))
     good = file.read_bytes()
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    assert int(go("run", "steps=5", "checkpoint_period=5", *words).state.step) == 5
+    assert int(go("run", "steps=5", "checkpoint_period=5", *overrides).state.step) == 5
     file.write_bytes(good)
     assert (
-        int(go("run", "steps=5", "checkpoint_period=5", "weight_dtype=bfloat16", *words).state.step)
+        int(
+            go(
+                "run", "steps=5", "checkpoint_period=5", "weight_dtype=bfloat16", *overrides
+            ).state.step
+        )
         == 5
     )
     assert any("the local checkpoint of step 6 is not used" in line for line in caplog_lines)
-    go("run", "steps=11", "checkpoint_period=5", *words)
-    assert go.losses("run") == go.losses("whole")
-    assert_equal(go.checkpoints("run") / "11", go.checkpoints("whole") / "11")
+    go("run", "steps=11", "checkpoint_period=5", *overrides)
+    assert go.losses("run") == go.losses("uninterrupted")
+    assert_equal(go.checkpoints("run") / "11", go.checkpoints("uninterrupted") / "11")
 
 
-def test_keys_that_would_do_nothing_are_refused(configure):
-    for words, match in (
+def test_checkpoint_keys_without_effect_are_rejected(configure):
+    for overrides, match in (
         (["checkpoint_conversion_fn=a.b"], "needs load_parameters_path"),
         (["source_checkpoint_layout=safetensors"], "needs a checkpoint to read"),
         (["checkpoint_todelete_subdir=old"], "needs max_num_checkpoints_to_keep"),
@@ -460,4 +473,4 @@ def test_keys_that_would_do_nothing_are_refused(configure):
         ),
     ):
         with pytest.raises(ConfigError, match=match):
-            configure("enable_checkpointing=true", *words)
+            configure("enable_checkpointing=true", *overrides)

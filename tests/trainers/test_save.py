@@ -1,4 +1,4 @@
-"""When a run saves, and when it gives up: with a saver that writes nothing."""
+"""When a run saves, and when failed saves end it: with a saver that writes nothing."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from maxtext.trainers.save import Save
 
 
 class FakeManager:
-    """`full`: whether the disk is; `saved`: the steps that were written."""
+    """`full`: whether the disk is full; `saved`: the steps that were written."""
 
     busy, folder = False, "folder"
 
@@ -78,7 +78,7 @@ def test_a_run_that_cannot_save_twice_in_a_row_ends(make):
         hook.finish(loop)
 
 
-def test_it_ends_with_a_last_try(make):
+def test_a_failed_run_tries_a_last_save(make):
     hook, loop = make()
     hook.saver.full = True
     loop.run()
@@ -90,7 +90,7 @@ def test_it_ends_with_a_last_try(make):
     assert hook.saver.saved == [21]
 
 
-def test_one_failure_is_forgiven(make):
+def test_a_single_failed_save_does_not_end_the_run(make):
     hook, loop = make()
     save = hook.saver.save
 

@@ -1,6 +1,4 @@
-"""The train step: its loss, gradients and update against torch, and what may and may not change
-them.
-"""
+"""The train step: its loss, gradients and update against torch, and what must not change them."""
 
 from dataclasses import replace
 
@@ -58,7 +56,7 @@ def named(tree):
 
 
 def update_of(bench, batch):
-    """What one step added to each weight, and its metrics."""
+    """The change of each weight in one step, and its metrics."""
     state, metrics = bench(batch)
     before, after = named(bench.state.weights), named(state.weights)
     return {name: after[name].astype(np.float64) - before[name] for name in before}, metrics
@@ -68,26 +66,26 @@ def largest(tree):
     return max(np.abs(leaf).max() for leaf in tree.values())
 
 
-def assert_same_update(ours, expected, relative=2e-6):
-    assert ours.keys() == expected.keys()
+def assert_same_update(actual, expected, relative=2e-6):
+    assert actual.keys() == expected.keys()
     scale = largest(expected)
     for name in expected:
         np.testing.assert_allclose(
-            ours[name], expected[name], rtol=0, atol=relative * scale, err_msg=name
+            actual[name], expected[name], rtol=0, atol=relative * scale, err_msg=name
         )
 
 
 @pytest.fixture(scope="module")
-def whole(make_bench, packed):
+def full_batch(make_bench, packed):
     """(update, metrics) of one step on the packed batch at once, with z-loss."""
     return update_of(make_bench(*PLAIN, *Z_LOSS), packed)
 
 
-def test_the_loss_is_the_masked_mean_of_torch(make_bench, packed, whole, independent):
+def test_loss_equals_the_masked_mean_of_torch(make_bench, packed, full_batch, independent):
     logits, _ = independent
     bench = make_bench(*PLAIN, *Z_LOSS)
     cross_entropy, squares = torch_losses(logits(bench.state.weights, packed), packed)
-    _, metrics = whole
+    _, metrics = full_batch
     assert metrics["lm_loss"] == pytest.approx(cross_entropy, rel=1e-6)
     assert metrics["z_loss"] == pytest.approx(0.05 * squares, rel=1e-6)
     assert metrics["loss"] == pytest.approx(cross_entropy + 0.05 * squares, rel=1e-6)
@@ -103,10 +101,10 @@ def test_without_z_loss_the_loss_is_the_cross_entropy(make_bench, packed, indepe
     assert "z_loss" not in metrics
 
 
-def test_the_update_is_the_rate_times_the_gradient(make_bench, packed, whole, independent):
+def test_sgd_update_is_the_rate_times_the_gradient(make_bench, packed, full_batch, independent):
     bench = make_bench(*PLAIN, *Z_LOSS)
     gradients = independent[1](bench.state.weights, packed, 0.05)
-    update, metrics = whole
+    update, metrics = full_batch
     assert_same_update(update, {name: -0.5 * gradient for name, gradient in gradients.items()})
     norm = np.sqrt(
         sum(np.sum(np.square(gradient, dtype=np.float64)) for gradient in gradients.values())
@@ -119,12 +117,14 @@ def test_the_update_is_the_rate_times_the_gradient(make_bench, packed, whole, in
 
 
 @pytest.mark.parametrize("microbatches", [2, 4])
-def test_accumulation_gives_the_update_of_the_whole_batch(make_bench, packed, whole, microbatches):
-    """Also where a piece holds rows of very unequal token counts, and with an auxiliary loss."""
-    expected, metrics = whole
+def test_accumulation_gives_the_update_of_the_full_batch(
+    make_bench, packed, full_batch, microbatches
+):
+    """Also if microbatches have very unequal token counts, and with an auxiliary loss."""
+    expected, metrics = full_batch
     counts = np.count_nonzero(packed["targets_segmentation"], axis=1)
     assert (
-        len({int(counts[place::microbatches].sum()) for place in range(microbatches)})
+        len({int(counts[index::microbatches].sum()) for index in range(microbatches)})
         == microbatches
     ), "the microbatches must differ"
     update, pieced = update_of(
@@ -134,14 +134,14 @@ def test_accumulation_gives_the_update_of_the_whole_batch(make_bench, packed, wh
     assert pieced == pytest.approx(metrics, rel=2e-6)
 
 
-def test_vocabulary_tiles_change_nothing(make_bench, packed, whole):
-    expected, metrics = whole
+def test_vocabulary_tiling_changes_nothing(make_bench, packed, full_batch):
+    expected, metrics = full_batch
     update, tiled = update_of(make_bench(*PLAIN, *Z_LOSS, "num_vocab_tiling=4"), packed)
     assert_same_update(update, expected)
     assert tiled == pytest.approx(metrics, rel=2e-6)
 
 
-def test_padding_is_not_learned_from(make_bench, packed, whole):
+def test_padding_has_no_gradient(make_bench, packed, full_batch):
     """Other tokens where the segmentation is 0 change nothing, to the bit."""
     padding = packed["targets_segmentation"] == 0
     noise = np.random.default_rng(0).integers(0, 41, padding.shape)
@@ -149,7 +149,7 @@ def test_padding_is_not_learned_from(make_bench, packed, whole):
         name: np.where(padding, noise, packed[name]) for name in ("inputs", "targets")
     }
     update, metrics = update_of(make_bench(*PLAIN, *Z_LOSS), changed)
-    expected, expected_metrics = whole
+    expected, expected_metrics = full_batch
     assert metrics == expected_metrics
     for name in expected:
         np.testing.assert_array_equal(update[name], expected[name], err_msg=name)
@@ -160,7 +160,7 @@ def test_rows_of_one_document_are_the_same_with_and_without_packing(make_bench, 
     a row.
     """
     rows = [
-        place for place, segments in enumerate(packed["inputs_segmentation"]) if segments.max() <= 1
+        row for row, segments in enumerate(packed["inputs_segmentation"]) if segments.max() <= 1
     ]
     assert len(rows) == 5
     single = {name: field[[*rows, *rows[:3]]] for name, field in packed.items()}
@@ -177,8 +177,8 @@ def test_a_batch_of_padding_alone_changes_nothing(make_bench, packed):
     jax.tree.map(np.testing.assert_array_equal, state.weights, bench.state.weights)
 
 
-def test_clipping_scales_the_whole_gradient(make_bench, packed, whole):
-    free, metrics = whole
+def test_clipping_scales_the_full_gradient(make_bench, packed, full_batch):
+    free, metrics = full_batch
     threshold = metrics["raw_grad_norm"] / 3
     bench = make_bench(
         "opt_type=sgd", "learning_rate=0.5", f"gradient_clipping_threshold={threshold}", *Z_LOSS
@@ -210,14 +210,14 @@ def test_bfloat16_gradients_are_the_rounded_ones(make_bench, packed, independent
     assert metrics["raw_grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_the_metrics_are_those_that_the_records_promise(whole):
-    _, metrics = whole
+def test_metrics_match_the_documented_records(full_batch):
+    _, metrics = full_batch
     assert set(metrics) == {
         "loss", "lm_loss", "z_loss", "learning_rate", "grad_norm", "raw_grad_norm", "param_norm", "total_weights",
     }  # fmt: skip
 
 
-def test_only_what_the_mask_names_trains(make_bench, packed):
+def test_only_weights_that_match_the_mask_train(make_bench, packed):
     bench = make_bench("learning_rate=0.01", "trainable_parameters_mask=[attention/query, ^head/]")
     state, _ = bench(packed)
     before, after = named(bench.state.weights), named(state.weights)
@@ -227,9 +227,9 @@ def test_only_what_the_mask_names_trains(make_bench, packed):
         assert np.array_equal(before[name], after[name]) == (name not in trained), name
     # What does not train has no optimizer state: two moments for each trained weight, and a few
     # counters.
-    kept = sum(leaf.size for leaf in jax.tree.leaves(bench.state.optimizer))
+    state_size = sum(leaf.size for leaf in jax.tree.leaves(bench.state.optimizer))
     moments = 2 * sum(before[name].size for name in trained)
-    assert moments <= kept <= moments + 8
+    assert moments <= state_size <= moments + 8
 
 
 def test_gradients_of_many_microbatches_add_up_in_float32():
@@ -250,8 +250,8 @@ def test_gradients_of_many_microbatches_add_up_in_float32():
 
 def test_clipping_counts_the_gradients_of_weights_that_train(make_bench, packed, independent):
     """SGD moves them by rate * threshold, however large the gradients of frozen weights are."""
-    words = ("opt_type=sgd", "learning_rate=0.5", "gradient_clipping_threshold=1e-3")
-    bench = make_bench(*words, "trainable_parameters_mask=[attention/query]")
+    overrides = ("opt_type=sgd", "learning_rate=0.5", "gradient_clipping_threshold=1e-3")
+    bench = make_bench(*overrides, "trainable_parameters_mask=[attention/query]")
     gradients = independent[1](bench.state.weights, packed)
     squares = {
         name: np.sum(np.square(np.float64(gradient))) for name, gradient in gradients.items()
@@ -269,21 +269,22 @@ def test_clipping_counts_the_gradients_of_weights_that_train(make_bench, packed,
 
 
 def test_three_steps_of_adamw_equal_torch(make_bench, packed, independent):
-    """Our step against clip_grad_norm_ and torch.optim.AdamW, fed with gradients of an independent
-    loss.
-    """
-    words = (
+    """Our step against clip_grad_norm_ and torch.optim.AdamW, with gradients of an independent
+    loss."""
+    overrides = (
         "learning_rate=0.01",
         "adam_b2=0.99",
         "adam_eps=1e-6",
         "gradient_clipping_threshold=0.7",
     )
-    bench = make_bench(*words)
+    bench = make_bench(*overrides)
     names = list(named(bench.state.weights))
     parameters = [
         torch.nn.Parameter(torch.tensor(leaf)) for leaf in named(bench.state.weights).values()
     ]
-    theirs = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
+    torch_optimizer = torch.optim.AdamW(
+        parameters, lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1
+    )
     structure = jax.tree.structure(bench.state.weights)
     state = bench.state
     for _ in range(3):
@@ -295,28 +296,32 @@ def test_three_steps_of_adamw_equal_torch(make_bench, packed, independent):
         ):
             parameter.grad = torch.tensor(gradient)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 0.7)
-        theirs.step()
+        torch_optimizer.step()
         state, metrics = bench(packed, state)
         assert metrics["raw_grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
         assert metrics["raw_grad_norm"] > 0.7, "the case must show clipping"
     assert int(state.step) == 3
-    for name, ours, parameter in zip(
+    for name, actual, parameter in zip(
         names, jax.tree.leaves(state.weights), parameters, strict=True
     ):
         np.testing.assert_allclose(
-            ours, parameter.detach().numpy(), rtol=0, atol=1e-3 * 0.01, err_msg=name
+            actual, parameter.detach().numpy(), rtol=0, atol=1e-3 * 0.01, err_msg=name
         )
 
 
 def test_the_recorded_rate_is_that_of_the_schedule(make_bench, packed):
     """Linear warm-up over 4 of 8 steps, then a cosine to a tenth."""
-    words = ("lr_schedule_type=cosine", "wsd_decay_steps_fraction=0.1", "warmup_steps_fraction=0.5")
-    bench = make_bench("steps=8", "learning_rate=0.08", "opt_type=sgd", *words)
+    overrides = (
+        "lr_schedule_type=cosine",
+        "wsd_decay_steps_fraction=0.1",
+        "warmup_steps_fraction=0.5",
+    )
+    bench = make_bench("steps=8", "learning_rate=0.08", "opt_type=sgd", *overrides)
     state, rates = bench.state, []
     for _ in range(8):
         state, metrics = bench(packed, state)
         rates.append(metrics["learning_rate"])
-    cosine = [0.008 + 0.072 * (1 + np.cos(np.pi * place / 4)) / 2 for place in range(4)]
+    cosine = [0.008 + 0.072 * (1 + np.cos(np.pi * step / 4)) / 2 for step in range(4)]
     np.testing.assert_allclose(rates, [0, 0.02, 0.04, 0.06, *cosine], rtol=1e-5, atol=1e-9)
 
 
@@ -335,7 +340,7 @@ def test_dropout_follows_key_and_step(make_bench, packed):
     assert off["loss"] == pytest.approx(calm["loss"], rel=1e-6)
 
 
-def test_dropout_of_accumulated_pieces_differs(make_bench, packed):
+def test_dropout_differs_between_microbatches(make_bench, packed):
     """Two microbatches with the same rows must not drop the same units: their gradients would not average
     anything out.
     """

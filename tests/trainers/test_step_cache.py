@@ -16,7 +16,7 @@ from maxtext.trainers.data_loader import DeviceBatch, max_segments
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step_cache import UNBOUNDED, StepCache, largest_segment_bucket
 
-WORDS = [
+OVERRIDES = [
     "base_emb_dim=16",
     "base_num_decoder_layers=1",
     "head_dim=8",
@@ -25,8 +25,8 @@ WORDS = [
 ]
 
 
-def context_of(*words):
-    last = {word.partition("=")[0]: word for word in (*WORDS, *words)}
+def context_of(*overrides):
+    last = {override.partition("=")[0]: override for override in (*OVERRIDES, *overrides)}
     return RunContext.from_config(
         load(None, from_overrides(last.values()), environ={}, devices=Devices(1)), jax.devices()[:1]
     )
@@ -113,7 +113,7 @@ def test_max_segments_of_a_process_that_reads_no_rows():
 
 
 @pytest.mark.parametrize(
-    ("words", "limit"),
+    ("overrides", "limit"),
     [
         ([], 63),
         (["head_dim=64"], 31),
@@ -127,10 +127,10 @@ def test_max_segments_of_a_process_that_reads_no_rows():
         (["compiled_trainstep_file=step.bin"], 0),
     ],
 )
-def test_largest_segment_bucket(words, limit, monkeypatch):
+def test_largest_segment_bucket(overrides, limit, monkeypatch):
     """On one GPU whose cuDNN packs segments; it need not be present."""
     monkeypatch.setattr(cudnn, "target_capability", lambda: "9.0")
-    context = context_of("dataset_type=tfds", "head_dim=128", *words)
+    context = context_of("dataset_type=tfds", "head_dim=128", *overrides)
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
     here = SimpleNamespace(config=context.config, rules=SimpleNamespace(mesh=mesh))
     assert largest_segment_bucket(here) == limit

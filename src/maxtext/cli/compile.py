@@ -1,6 +1,4 @@
-"""`maxtext compile`: the train step, compiled ahead of time and kept in a file that `maxtext train`
-loads.
-"""
+"""`maxtext compile`: compile the train step ahead of time, to a file that `maxtext train` loads."""
 
 import time
 
@@ -23,16 +21,15 @@ def run(args: list[str]) -> int:
     from maxtext.trainers.run_context import RunContext
 
     aot.check_writable(config.compiled_trainstep_file)
-    started = time.perf_counter()
+    start = time.perf_counter()
     context = RunContext.from_config(config, target.devices())
     context.shardings.check()
     lowered = lower_train_step(context, config.global_batch_size_to_train_on)
     compiled = aot.compile_without_cache(context, lowered)
     program = Program.of(compiled)
-    print(f"compiled for {target} in {time.perf_counter() - started:.1f} s")
-    print(
-        f"a device needs {format_bytes(program.needed)}, of it {format_bytes(program.temporaries)} temporary"
-    )
-    written = aot.save(config.compiled_trainstep_file, context, lowered, compiled)
-    print(f"wrote {format_bytes(written)} to {config.compiled_trainstep_file}")
+    print(f"compiled for {target} in {time.perf_counter() - start:.1f} s")
+    needed, temporary = format_bytes(program.needed), format_bytes(program.temporaries)
+    print(f"a device needs {needed}, of it {temporary} temporary")
+    file_size = aot.save(config.compiled_trainstep_file, context, lowered, compiled)
+    print(f"wrote {format_bytes(file_size)} to {config.compiled_trainstep_file}")
     return 0

@@ -1,6 +1,5 @@
-"""`maxtext estimate`: will a training step fit on a target, and what would fit better; nothing runs
-on a device.
-"""
+"""`maxtext estimate`: whether a training step fits on a target, and what would fit better; nothing
+runs on a device."""
 
 import json
 import sys
@@ -13,9 +12,16 @@ from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import format_bytes
 from maxtext.configs.types import MaxTextConfig
-from maxtext.trainers.estimate import Estimate, Plan, Program, estimate, plans, shortage
+from maxtext.trainers.estimate import (
+    Estimate,
+    Plan,
+    Program,
+    describe_shortage,
+    estimate_memory,
+    suggest_plans,
+)
 
-WIDTH = 110  # of tables that no terminal bounds
+WIDTH = 110  # of tables, if the output is no terminal
 TOO_SMALL = 2  # exit code
 
 
@@ -33,50 +39,57 @@ def run(args: list[str]) -> int:
         )
     path, overrides = arguments.split(args)
     config, target = load_for_target(path, overrides, name, int(slices))
-    found = estimate(config, target, compiling)
-    suggested = plans(found, searching)
+    estimate = estimate_memory(config, target, compiling)
+    plans = suggest_plans(estimate, searching)
     if style == "json":
-        print(json.dumps(as_data(found, suggested), indent=2))
+        print(json.dumps(to_json(estimate, plans), indent=2))
     else:
-        show(found, suggested)
-    if found.fits is False:
+        show(estimate, plans)
+    if estimate.fits is False:
         print(
-            f"maxtext: error: {config.model_name} does not fit on {target}: {shortage(found)}",
+            f"maxtext: error: {config.model_name} does not fit on {target}: "
+            f"{describe_shortage(estimate)}",
             file=sys.stderr,
         )
         return TOO_SMALL
     return 0
 
 
-def parts(found: Estimate) -> list[tuple[str, int, str]]:
+def memory_rows(estimate: Estimate) -> list[tuple[str, int, str]]:
     """Of one device: (name, bytes, where the number comes from)."""
-    program = found.program
-    lines = [
-        ("weights", found.weights.device, "shapes and shards"),
-        ("optimizer", found.optimizer.device, "shapes and shards"),
-        ("gradients", found.gradients, "shapes and shards; part of the temporaries"),
-        ("batch", found.batch, "shapes and shards"),
+    program = estimate.program
+    rows = [
+        ("weights", estimate.weights.device, "shapes and shards"),
+        ("optimizer", estimate.optimizer.device, "shapes and shards"),
+        ("gradients", estimate.gradients, "shapes and shards; part of the temporaries"),
+        ("batch", estimate.batch, "shapes and shards"),
         (
-            "activations kept",
-            found.current.device,
-            f"traced, {found.current.policy}; part of the temporaries",
+            "saved activations",
+            estimate.current.device,
+            f"traced, {estimate.current.policy}; part of the temporaries",
         ),
     ]
     if program is None:
-        lines.append(
-            ("at work", found.working, "one layer's activations and gathered weights; a guess")
+        rows.append(
+            (
+                "working set",
+                estimate.working,
+                "one layer's activations and gathered weights; a guess",
+            )
         )
-        lines.append(("temporaries", found.temporaries, "gradients, activations kept, at work"))
+        rows.append(
+            ("temporaries", estimate.temporaries, "gradients, saved activations, working set")
+        )
     else:
-        lines.append(("temporaries", program.temporaries, "compiled program"))
-        lines.append(
+        rows.append(("temporaries", program.temporaries, "compiled program"))
+        rows.append(
             (
                 "arguments",
                 program.arguments,
                 "compiled program: weights, optimizer, used parts of the batch",
             )
         )
-        lines.append(
+        rows.append(
             (
                 "outputs",
                 program.outputs,
@@ -85,39 +98,34 @@ def parts(found: Estimate) -> list[tuple[str, int, str]]:
         )
         if program.peak:
             used = program.peak - program.arguments
-            lines.append(
+            rows.append(
                 (
                     "temporaries used",
                     used,
                     "compiled program: at one time, of those that it reserves",
                 )
             )
-    if found.host:
-        lines.append(("host memory", found.host, "what is offloaded, for one device"))
-    lines.append(("needed", found.needed, "arguments + outputs - in place + temporaries"))
-    return lines
+    if estimate.host:
+        rows.append(("host memory", estimate.host, "what is offloaded, for one device"))
+    rows.append(("needed", estimate.needed, "arguments + outputs - in place + temporaries"))
+    return rows
 
 
-def show(found: Estimate, suggested: dict[str, Plan | None]) -> None:
+def show(estimate: Estimate, plans: dict[str, Plan | None]) -> None:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    config, mesh = found.config, mesh_text(found.config)
+    config, mesh = estimate.config, mesh_text(estimate.config)
     tokens = f"{config.per_device_batch_size:g} x {config.max_target_length:,} tokens a device"
-    console.print(f"[bold]{config.model_name}[/bold] on {found.target}: {mesh}; {tokens}")
-    console.print(f"parameters {found.parameters:,}, active {found.active:,}")
-    console.print(
-        rows_table(
-            "Bytes a device",
-            ("", "size", "from"),
-            [(a, format_bytes(b), c) for a, b, c in parts(found)],
-        )
-    )
-    console.print(policy_table(found))
-    if found.program is not None:
-        console.print(collectives_table(found.program))
-    console.print(verdict(found), markup=False)
-    for line in suggestions(found, suggested):
+    console.print(f"[bold]{config.model_name}[/bold] on {estimate.target}: {mesh}; {tokens}")
+    console.print(f"parameters {estimate.parameters:,}, active {estimate.active:,}")
+    rows = [(name, format_bytes(count), origin) for name, count, origin in memory_rows(estimate)]
+    console.print(build_table("Bytes a device", ("", "size", "from"), rows))
+    console.print(policy_table(estimate))
+    if estimate.program is not None:
+        console.print(collectives_table(estimate.program))
+    console.print(verdict(estimate), markup=False)
+    for line in suggestions(estimate, plans):
         console.print(line, markup=False)
 
 
@@ -126,38 +134,41 @@ def collectives_table(program: Program) -> Any:
         from rich.markup import escape
 
         return escape(f"collectives a step cannot be read: {program.collectives_error}")
-    rows = [(one.kind, f"{one.count:,}", format_bytes(one.bytes)) for one in program.collectives]
-    return rows_table(
+    rows = [
+        (collective.kind, f"{collective.count:,}", format_bytes(collective.bytes))
+        for collective in program.collectives
+    ]
+    return build_table(
         "Collectives a step", ("kind", "count", "bytes a device"), rows or [("none", "", "")]
     )
 
 
-def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
     from rich.table import Table
 
     table = Table(
         title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), title_style="bold"
     )
-    for place, column in enumerate(columns):
-        right = place > 0 and any(row[place][:1].isdigit() for row in rows)
-        table.add_column(column, justify="right" if right else "left", no_wrap=place < 2)
+    for index, column in enumerate(columns):
+        is_number = index > 0 and any(row[index][:1].isdigit() for row in rows)
+        table.add_column(column, justify="right" if is_number else "left", no_wrap=index < 2)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def policy_table(found: Estimate) -> Any:
+def policy_table(estimate: Estimate) -> Any:
     rows = []
-    for kept in found.policies:
-        plan, largest = found.plan(kept, found.rows), found.largest(kept)
-        mark = " *" if kept is found.current else ""
+    for saved in estimate.policies:
+        plan, largest = estimate.plan(saved, estimate.rows), estimate.largest_batch(saved)
+        mark = " *" if saved is estimate.current else ""
         rows.append(
             (
-                f"{kept.policy}{mark}",
-                format_bytes(kept.layers.device),
-                format_bytes(kept.around),
-                format_bytes(kept.layers.host) if kept.layers.host else "0",
-                f"{kept.again:.0%}",
+                f"{saved.policy}{mark}",
+                format_bytes(saved.layers.device),
+                format_bytes(saved.outer),
+                format_bytes(saved.layers.host) if saved.layers.host else "0",
+                f"{saved.recompute:.0%}",
                 format_bytes(plan.expected),
                 f"{largest.per_device:g}" if largest else "none",
             )
@@ -165,14 +176,14 @@ def policy_table(found: Estimate) -> Any:
     columns = (
         "remat_policy (* now)",
         "layers",
-        "around",
+        "outer",
         "host",
-        "again",
+        "recompute",
         "needed",
         "largest batch",
     )
-    return rows_table(
-        "Activations kept a device, and products computed again (of a forward pass)", columns, rows
+    return build_table(
+        "Saved activations a device, and recomputed FLOPs (of a forward pass)", columns, rows
     )
 
 
@@ -184,44 +195,52 @@ def mesh_text(config: MaxTextConfig) -> str:
     )
 
 
-def verdict(found: Estimate) -> str:
-    memory = found.target.memory_bytes
-    if found.refusal:
-        return f"does not fit: {found.refusal}"
+def verdict(estimate: Estimate) -> str:
+    memory = estimate.target.memory_bytes
+    if estimate.refusal:
+        return f"does not fit: {estimate.refusal}"
     if memory is None:
-        return f"needs {format_bytes(found.needed)} a device; the memory of {found.target.kind} is not known here"
-    how = "does not fit" if not found.fits else "fits"
-    by = "compiled" if found.program else "by arithmetic, not compiled"
-    return f"{how}: {format_bytes(found.needed)} of {format_bytes(memory)} a device ({found.needed / memory:.0%}; {by})"
+        return (
+            f"needs {format_bytes(estimate.needed)} a device; the memory of "
+            f"{estimate.target.kind} is not known here"
+        )
+    outcome = "does not fit" if not estimate.fits else "fits"
+    method = "compiled" if estimate.program else "by arithmetic, not compiled"
+    return (
+        f"{outcome}: {format_bytes(estimate.needed)} of {format_bytes(memory)} a device "
+        f"({estimate.needed / memory:.0%}; {method})"
+    )
 
 
-def suggestions(found: Estimate, suggested: dict[str, Plan | None]) -> list[str]:
+def suggestions(estimate: Estimate, plans: dict[str, Plan | None]) -> list[str]:
     lines = []
-    policy, batch = suggested["policy"], suggested["batch"]
+    policy, batch = plans["policy"], plans["batch"]
     if policy:
         lines.append(
-            f"least recomputation at this batch: remat_policy={policy.policy} ({needs(policy)})"
+            f"least recomputation at this batch: remat_policy={policy.policy} "
+            f"({describe_needs(policy)})"
         )
     if batch:
         lines.append(
-            f"largest batch: per_device_batch_size={batch.per_device:g} remat_policy={batch.policy} ({needs(batch)})"
+            f"largest batch: per_device_batch_size={batch.per_device:g} "
+            f"remat_policy={batch.policy} ({describe_needs(batch)})"
         )
-    if not lines and found.target.memory_bytes is not None:
+    if not lines and estimate.target.memory_bytes is not None:
         lines.append(
             "no batch and no policy fits: use more devices, shorter sequences or num_vocab_tiling"
         )
     return lines
 
 
-def needs(plan: Plan) -> str:
+def describe_needs(plan: Plan) -> str:
     if plan.measured is None:
         return f"{format_bytes(plan.expected)}, extrapolated"
     return f"{format_bytes(plan.measured)}, compiled; {format_bytes(plan.expected)} was expected"
 
 
-def as_data(found: Estimate, suggested: dict[str, Plan | None]) -> dict[str, Any]:
-    """For another program; all sizes in bytes of one device."""
-    config, target = found.config, found.target
+def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> dict[str, Any]:
+    """The JSON output; all sizes in bytes of one device."""
+    config, target = estimate.config, estimate.target
     return {
         "model_name": config.model_name,
         "target": {
@@ -232,32 +251,32 @@ def as_data(found: Estimate, suggested: dict[str, Plan | None]) -> dict[str, Any
             "memory": target.memory_bytes,
         },
         "per_device_batch_size": config.per_device_batch_size,
-        "remat_policy": found.current.policy,
-        "parameters": found.parameters,
-        "active_parameters": found.active,
-        "weights": found.weights.device,
-        "optimizer": found.optimizer.device,
-        "gradients": found.gradients,
-        "batch": found.batch,
-        "temporaries": found.temporaries,
-        "host": found.host,
-        "needed": found.needed,
-        "fits": found.fits,
-        "refusal": found.refusal or None,
-        "compiled": asdict(found.program) if found.program else None,
+        "remat_policy": estimate.current.policy,
+        "parameters": estimate.parameters,
+        "active_parameters": estimate.active,
+        "weights": estimate.weights.device,
+        "optimizer": estimate.optimizer.device,
+        "gradients": estimate.gradients,
+        "batch": estimate.batch,
+        "temporaries": estimate.temporaries,
+        "host": estimate.host,
+        "needed": estimate.needed,
+        "fits": estimate.fits,
+        "refusal": estimate.refusal or None,
+        "compiled": asdict(estimate.program) if estimate.program else None,
         "activations": [
             {
-                "remat_policy": kept.policy,
-                "layers": kept.layers.device,
-                "around": kept.around,
-                "host": kept.layers.host,
-                "computed_again": round(kept.again, 4),
-                "needed": found.plan(kept, found.rows).expected,
+                "remat_policy": saved.policy,
+                "layers": saved.layers.device,
+                "around": saved.outer,
+                "host": saved.layers.host,
+                "computed_again": round(saved.recompute, 4),
+                "needed": estimate.plan(saved, estimate.rows).expected,
                 "largest_per_device_batch_size": (
-                    largest.per_device if (largest := found.largest(kept)) else None
+                    largest.per_device if (largest := estimate.largest_batch(saved)) else None
                 ),
             }
-            for kept in found.policies
+            for saved in estimate.policies
         ],
-        "suggestions": {name: plan and asdict(plan) for name, plan in suggested.items()},
+        "suggestions": {name: plan and asdict(plan) for name, plan in plans.items()},
     }

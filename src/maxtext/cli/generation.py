@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
-from maxtext.cli.train import set_up_jax
+from maxtext.cli.train import configure_jax
 from maxtext.common import log, progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
@@ -165,7 +165,7 @@ def load_session(model: ResolvedModel, text: bool = True) -> GenerationSession:
     """Load the weights and, unless `text` is false, the tokenizer of a model."""
     start = time.perf_counter()
     log.configure(level=logging.WARNING)
-    set_up_jax(model.config)
+    configure_jax(model.config)
     from maxtext.inference import LLM
     from maxtext.tokenizers import load_tokenizer
 

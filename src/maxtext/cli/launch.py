@@ -1,10 +1,10 @@
-"""`maxtext launch`: a run of several processes, here and now (--local N) or as a file for a cluster
-(--print).
+"""`maxtext launch`: a run of several processes, on this machine (--local N) or as a file for a
+cluster (--print).
 
-Here: N processes over loopback that live and die together (common/supervise.py). `--restarts K`
-starts all of them again after a failure, up to K times; they resume from the run's last checkpoint.
-With elastic_enabled a process that failed when no restart is left is lost, and the run goes on with
-as many of the rest as its mesh and batch allow.
+--local starts N processes that communicate over loopback and live and die together
+(common/supervise.py). `--restarts K` restarts all of them after a failure, up to K times; they
+resume from the run's last checkpoint. With elastic_enabled, a process that fails when no restart is
+left is lost, and the run continues with as many of the others as its mesh and batch allow.
 """
 
 import argparse
@@ -14,11 +14,11 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
 from maxtext.cli import arguments, manifests
-from maxtext.cli.train import checkpoint_model
+from maxtext.cli.train import open_model_checkpoint
 from maxtext.common import log, processes, rendezvous, supervise
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
@@ -29,8 +29,8 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
 
 BAD_CONFIGURATION = 2
-# How JAX's C++ code ends a process whose coordinator is gone: a log line, its details and a stack
-# trace. The launcher says in a sentence which process ended first.
+# What JAX's C++ code prints when it ends a process whose coordinator is gone: a log line, its
+# details and a stack trace. The launcher reports in one sentence which process ended first.
 COORDINATOR_NOISE = re.compile(
     r"[EF]\d{4} [\d:.]+ +\d+ (coordination_service_agent\.cc|client\.h):"
     r"|\s+@ +0x[0-9a-f]+ |\*\*\* Check failure stack trace"
@@ -44,81 +44,88 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see maxtext launch --help")
 
 
-def at_least(low: int) -> Any:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+def at_least(minimum: int) -> Callable[[str], int]:
+    def parse_int(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number of at least {minimum}"
+            )
         return int(text)
 
-    return number
+    return parse_int
 
 
 def run(args: list[str]) -> int:
-    options, command = parse(args)
+    options, train_args = parse(args)
     if options.print:
-        print(manifests.make(options, command), end="")
+        print(manifests.render(options, train_args), end="")
         return 0
     log.configure()
-    return Local(options, command).run()
+    return LocalLauncher(options, train_args).run()
 
 
 def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(our options, the words after `train`)."""
+    """(options of launch, arguments after `train`)."""
     parser = Parser(prog="maxtext launch", add_help=False, allow_abbrev=False)
-    for option, low in (
+    for option, minimum in (
         ("--local", 1),
         ("--devices-per-process", 1),
         ("--restarts", 0),
         ("--grace", 1),
     ):
-        parser.add_argument(option, type=at_least(low))
+        parser.add_argument(option, type=at_least(minimum))
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--print", choices=tuple(manifests.KINDS))
+    parser.add_argument("--print", choices=tuple(manifests.RENDERERS))
     manifests.add_options(parser, at_least)
     split = args.index("--") if "--" in args else len(args)
     options = parser.parse_args(args[:split])
-    verb, *rest = args[split + 1 :] or [""]
-    if verb != "train":
+    command, *train_args = args[split + 1 :] or [""]
+    if command != "train":
         raise ConfigError(
-            "what shall run stands after `--`, and it is train: maxtext launch --local 2 -- train quickstart"
+            "the command to run follows `--`, and it must be train: "
+            "maxtext launch --local 2 -- train quickstart"
         )
     if bool(options.local) == bool(options.print):
         raise ConfigError(
             "launch takes one of --local N (processes of this machine) and --print k8s|slurm"
         )
-    here, there = ("devices_per_process", "cpu"), manifests.OPTIONS
-    for name in there if options.local else here:
+    unused = manifests.OPTIONS if options.local else ("devices_per_process", "cpu")
+    for name in unused:
         if getattr(options, name):
-            place = "--print" if options.local else "--local"
-            raise ConfigError(f"--{name.replace('_', '-')} would do nothing: it needs {place}")
-    return options, rest
+            required = "--print" if options.local else "--local"
+            raise ConfigError(f"--{name.replace('_', '-')} would do nothing: it needs {required}")
+    return options, train_args
 
 
-class Local:
-    """N processes of this machine."""
+class LocalLauncher:
+    """Runs N processes on this machine."""
 
     def __init__(self, options: argparse.Namespace, args: list[str]):
-        self.full = options.local
+        self.num_processes = options.local
         self.args = args
-        self.path, self.settings = arguments.split(args)
+        self.path, self.overrides = arguments.split(args)
         self.restarts = options.restarts or 0
         self.grace = float(options.grace or 60)
-        self.shared = shared_environment(os.environ, options.cpu)
-        self.gpus = visible_gpus(self.shared)
-        self.devices = devices_each(options, self.shared, self.gpus)
-        self.fakes = options.devices_per_process if not self.gpus else None
-        self.config = self.configuration(self.full)
+        self.environment = shared_environment(os.environ, options.cpu)
+        self.gpus = visible_gpus(self.environment)
+        self.devices_per_process = devices_per_process(options, self.environment, self.gpus)
+        self.simulated_devices = options.devices_per_process if not self.gpus else None
+        self.config = self.load_config(self.num_processes)
         self.check()
 
-    def configuration(self, count: int) -> Any:
-        """What `count` processes would train with; a ConfigError where they cannot."""
-        devices = Devices(count * self.devices, full=self.full * self.devices)
-        model = checkpoint_model(self.path, sources.from_overrides(self.settings))
-        config: MaxTextConfig = load(self.path, self.settings, self.shared, devices, model)
+    def load_config(self, count: int) -> MaxTextConfig:
+        """The configuration of a run of `count` processes. Raises ConfigError if there is none."""
+        devices = Devices(
+            count * self.devices_per_process, full=self.num_processes * self.devices_per_process
+        )
+        layer = sources.from_overrides(self.overrides)
+        checkpoint = open_model_checkpoint(self.path, layer)
+        model = checkpoint.settings if checkpoint else None
+        config = load(self.path, layer, self.environment, devices, model)
         if config.global_batch_size_to_load % count:
             raise ConfigError(
-                f"a batch of {config.global_batch_size_to_load} sequences does not divide over {count} processes: "
-                "change per_device_batch_size or --local"
+                f"a batch of {config.global_batch_size_to_load} sequences does not divide over "
+                f"{count} processes: change per_device_batch_size or --local"
             )
         return config
 
@@ -128,33 +135,30 @@ class Local:
             raise ConfigError(
                 "--restarts continues from the last checkpoint: it needs enable_checkpointing=true"
             )
-        if config.elastic_enabled and config.elastic_min_slice_count > self.full:
+        if config.elastic_enabled and config.elastic_min_slice_count > self.num_processes:
             raise ConfigError(
-                f"elastic_min_slice_count={config.elastic_min_slice_count} is more than the {self.full} processes of "
-                "--local, each of which stands for a slice"
+                f"elastic_min_slice_count={config.elastic_min_slice_count} is more than the "
+                f"{self.num_processes} processes of --local, each of which stands for a slice"
             )
 
     def run(self) -> int:
-        config, count = self.config, self.full
-        restarts, retries = (
-            self.restarts,
-            config.elastic_max_retries if config.elastic_enabled else 0,
+        config, count, restarts = self.config, self.num_processes, self.restarts
+        retries = config.elastic_max_retries if config.elastic_enabled else 0
+        # The devices are not free for a restart until all other processes have ended.
+        timeout = (
+            config.elastic_timeout_seconds
+            if config.elastic_enabled
+            else supervise.FAILURE_GRACE_SECONDS
         )
         while True:
-            # Until the others have ended, the devices are not free for those that come after.
-            patience = (
-                config.elastic_timeout_seconds
-                if config.elastic_enabled
-                else supervise.FAILURE_GRACE_SECONDS
-            )
-            ended = Supervisor(
+            outcome = Supervisor(
                 self.commands(count),
                 stop_grace=self.grace,
-                failure_grace=patience,
+                failure_grace=timeout,
                 ignored=COORDINATOR_NOISE,
             ).run()
-            if ended.code in (0, BAD_CONFIGURATION) or ended.stop_signal is not None:
-                return ended.code
+            if outcome.code in (0, BAD_CONFIGURATION) or outcome.stop_signal is not None:
+                return outcome.code
             if restarts:
                 restarts -= 1
                 LOGGER.warning(
@@ -162,100 +166,110 @@ class Local:
                 )
             elif retries:
                 retries -= 1
-                fewer = self.after_loss(count - len(ended.failed))
-                if fewer is None:
-                    return ended.code
-                count = fewer
+                new_count = self.shrink_to(count - len(outcome.failed))
+                if new_count is None:
+                    return outcome.code
+                count = new_count
                 LOGGER.warning(
-                    "going on with %d of %d processes; retries left: %d", count, self.full, retries
+                    "going on with %d of %d processes; retries left: %d",
+                    count,
+                    self.num_processes,
+                    retries,
                 )
             else:
-                return ended.code
+                return outcome.code
 
-    def after_loss(self, left: int) -> int | None:
-        """The most processes, of those left, whose devices fit the mesh and the global batch; -1 as
-        elastic_min_slice_count: all of them, started again."""
-        least = self.config.elastic_min_slice_count
-        if least == -1:
-            return self.full
-        why = f"{left} are left"
-        for count in range(left, least - 1, -1):
+    def shrink_to(self, available: int) -> int | None:
+        """The most processes, up to `available`, whose devices fit the mesh and the global batch;
+        None if too few are left. With elastic_min_slice_count=-1 all processes, restarted."""
+        minimum = self.config.elastic_min_slice_count
+        if minimum == -1:
+            return self.num_processes
+        reason = f"{available} are left"
+        for count in range(available, minimum - 1, -1):
             try:
-                self.configuration(count)
+                self.load_config(count)
                 return count
             except ConfigError as error:
-                why = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
         LOGGER.error(
             "the run cannot go on with %d to %d processes (elastic_min_slice_count): %s",
-            least,
-            left,
-            why,
+            minimum,
+            available,
+            reason,
         )
         return None
 
     def commands(self, count: int) -> list[Command]:
         address = f"127.0.0.1:{free_port()}"
         line = [sys.executable, "-m", "maxtext", "train", *self.args]
-        common = {
-            **self.shared,
+        environment = {
+            **self.environment,
             "JAX_COORDINATOR_ADDRESS": address,
             "JAX_COORDINATOR_BIND_ADDRESS": address,
             "JAX_PROCESS_COUNT": str(count),
-            processes.FULL_PROCESSES: str(self.full),
+            processes.FULL_PROCESSES: str(self.num_processes),
         }
-        if self.fakes:
-            flags = re.sub(rf"{COUNT_FLAG}=\d+", "", common.get("XLA_FLAGS", ""))
-            common["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={self.fakes}".strip()
-        return [Command(line, {**common, **self.own(index)}) for index in range(count)]
+        if self.simulated_devices:
+            flags = re.sub(rf"{COUNT_FLAG}=\d+", "", environment.get("XLA_FLAGS", ""))
+            environment["XLA_FLAGS"] = f"{flags} {COUNT_FLAG}={self.simulated_devices}".strip()
+        return [
+            Command(line, {**environment, **self.process_environment(index)})
+            for index in range(count)
+        ]
 
-    def own(self, index: int) -> dict[str, str]:
-        own = {"JAX_PROCESS_INDEX": str(index)}
+    def process_environment(self, index: int) -> dict[str, str]:
+        environment = {"JAX_PROCESS_INDEX": str(index)}
         if self.gpus:
-            mine = self.gpus[index * self.devices : (index + 1) * self.devices]
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
-        return own
+            first = index * self.devices_per_process
+            gpus = self.gpus[first : first + self.devices_per_process]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        return environment
 
 
 def shared_environment(environ: Mapping[str, str], cpu: bool) -> dict[str, str]:
-    """Ours, without what speaks of another meeting, and with the time that names the run."""
-    other = {
+    """This environment, without the variables of another rendezvous, and with the start time that
+    names the run."""
+    excluded = {
         *rendezvous.ADDRESS_NAMES,
         *rendezvous.COUNT_NAMES,
         *rendezvous.INDEX_NAMES,
         "JAX_LOCAL_DEVICE_IDS",
     }
-    shared = {name: value for name, value in environ.items() if name not in other}
+    shared = {name: value for name, value in environ.items() if name not in excluded}
     shared.setdefault(processes.STARTED, processes.now())
     return shared | ({"JAX_PLATFORMS": "cpu"} if cpu else {})
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The NVIDIA GPUs that JAX would take, as CUDA_VISIBLE_DEVICES names them."""
-    plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    if not plugin or environ.get("JAX_PLATFORMS", "") not in ("", "cuda", "gpu", "cuda,cpu"):
+    """The NVIDIA GPUs that JAX would use, as named in CUDA_VISIBLE_DEVICES."""
+    has_plugin = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    if not has_plugin or environ.get("JAX_PLATFORMS", "") not in ("", "cuda", "gpu", "cuda,cpu"):
         return []
     if "CUDA_VISIBLE_DEVICES" in environ:
-        return [arg for arg in environ["CUDA_VISIBLE_DEVICES"].split(",") if arg]
-    return [str(place) for place in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+        return [name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def devices_each(options: argparse.Namespace, environ: Mapping[str, str], gpus: list[str]) -> int:
-    """How many devices each process has."""
-    count, each = options.local, options.devices_per_process
+def devices_per_process(
+    options: argparse.Namespace, environ: Mapping[str, str], gpus: list[str]
+) -> int:
+    count, requested = options.local, options.devices_per_process
     if gpus:
-        if (len(gpus) % count and not each) or count * (each or 1) > len(gpus):
+        if (len(gpus) % count and not requested) or count * (requested or 1) > len(gpus):
             raise ConfigError(
-                f"{len(gpus)} GPUs do not make {count} processes{f' of {each}' if each else ''}: change --local or "
+                f"{len(gpus)} GPUs do not make {count} processes"
+                f"{f' of {requested}' if requested else ''}: change --local or "
                 "--devices-per-process, or add --cpu"
             )
-        return each or len(gpus) // count
+        return requested or len(gpus) // count
     if count > 1 and processes.has_tpu() and environ.get("JAX_PLATFORMS") != "cpu":
         raise ConfigError("the TPU chips of a host belong to one process: use --local 1, or --cpu")
     flag = re.search(rf"{COUNT_FLAG}=(\d+)", environ.get("XLA_FLAGS", ""))
-    return each or (int(flag[1]) if flag else 1)
+    return requested or (int(flag[1]) if flag else 1)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]

@@ -1,9 +1,9 @@
-"""What `maxtext launch --print` writes: a JobSet for Kubernetes or a batch script for SLURM, one
-process a node.
+"""The output of `maxtext launch --print`: a JobSet for Kubernetes or a batch script for SLURM, with
+one process per node.
 
-Both give the run a fixed name, so that a restarted job resumes from its last checkpoint; both send
-SIGTERM early enough for a last save (enable_autocheckpoint); neither restarts a run whose
-configuration is wrong (exit code 2).
+Both give the run a fixed name, so that a restarted job resumes from its last checkpoint. Both send
+SIGTERM early enough for a last save (enable_autocheckpoint). Neither restarts a run whose
+configuration is invalid (exit code 2).
 """
 
 import argparse
@@ -21,14 +21,14 @@ from maxtext.common.rendezvous import DEFAULT_PORT
 from maxtext.configs import sources
 from maxtext.configs.load import peek_setting
 
-# our name of a TPU -> GKE's name of its node pools; a host of each has four chips
+# our name of a TPU -> GKE's name of its node pools, all with four chips per host
 TPU_NODES = {
     "v4": "tpu-v4-podslice",
     "v5p": "tpu-v5p-slice",
     "v5e": "tpu-v5-lite-podslice",
     "v6e": "tpu-v6e-slice",
 }
-CHIPS_A_HOST = 4
+CHIPS_PER_HOST = 4
 JOB = "workers"
 OUTPUT = "/output"
 OPTIONS = ("nodes", "gpus_per_node", "tpu_topology", "slices", "image", "name", "time", "volume")
@@ -41,22 +41,24 @@ def add_options(parser: argparse.ArgumentParser, at_least: Callable[[int], Any])
         parser.add_argument(option)
 
 
-def make(options: argparse.Namespace, args: list[str]) -> str:
+def render(options: argparse.Namespace, args: list[str]) -> str:
     name = options.name or "maxtext"
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise ConfigError(
-            f"--name {name!r}: use up to 40 small letters, digits and dashes, beginning with a letter"
+            f"--name {name!r}: use up to 40 small letters, digits and dashes, beginning with a "
+            "letter"
         )
     for option in UNUSED[options.print]:
         if getattr(options, option):
             raise ConfigError(
-                f"--{option.replace('_', '-')} would do nothing: it does not belong to {options.print}"
+                f"--{option.replace('_', '-')} would do nothing: it does not belong to "
+                f"{options.print}"
             )
-    return KINDS[options.print](options, name, args)
+    return RENDERERS[options.print](options, name, args)
 
 
-def completed(args: list[str], **defaults: str) -> list[str]:
-    """The words of `train`, with the keys that neither they nor their FILE set."""
+def add_defaults(args: list[str], **defaults: str) -> list[str]:
+    """The arguments of `train`, with defaults for the keys that neither they nor FILE set."""
     path, overrides = arguments.split(args)
     layer = sources.from_overrides(overrides)
     unset = [key for key in defaults if peek_setting(key, path, layer, {}) is None]
@@ -64,21 +66,22 @@ def completed(args: list[str], **defaults: str) -> list[str]:
 
 
 def header(options: argparse.Namespace, args: list[str]) -> str:
-    given = [f"--print {options.print}"]
+    launch_args = [f"--print {options.print}"]
     for option in (*OPTIONS, "restarts", "grace"):
         if getattr(options, option) is not None:
-            given.append(
+            launch_args.append(
                 f"--{option.replace('_', '-')} {shlex.quote(str(getattr(options, option)))}"
             )
-    return f"# maxtext launch {' '.join(given)} -- train {shlex.join(args)}\n"
+    return f"# maxtext launch {' '.join(launch_args)} -- train {shlex.join(args)}\n"
 
 
 def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
-    """A JobSet: one Job a slice, one pod a host, found by name through its headless service."""
+    """A JobSet: one Job per slice, one pod per host; pods find each other by name through the
+    headless service."""
     hosts, limits, selector = hardware(options)
     slices = options.slices or 1
     environment = [{"name": "JOBSET_NAME", "value": name}]  # names the run
-    if not options.tpu_topology:  # GKE tells TPU pods of each other
+    if not options.tpu_topology:  # GKE tells TPU pods about each other
         address = f"{name}-{JOB}-0-0.{name}:{DEFAULT_PORT}"
         environment += [
             {"name": "JAX_COORDINATOR_ADDRESS", "value": address},
@@ -88,7 +91,7 @@ def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
         "name": "train",
         "image": options.image or "maxtext:latest",
         "command": ["maxtext", "train"],
-        "args": completed(args, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
+        "args": add_defaults(args, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
         "env": environment,
         "volumeMounts": [
             {"name": "output", "mountPath": OUTPUT},
@@ -144,7 +147,7 @@ def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
 
 
 def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str, str]]:
-    """(hosts of a job, devices of a pod, where it may run)."""
+    """(hosts of a job, resource limits of a pod, node selector)."""
     if not options.tpu_topology:
         if options.slices:
             raise ConfigError("--slices would do nothing: it needs --tpu-topology")
@@ -153,21 +156,23 @@ def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str
     kind, _, shape = options.tpu_topology.partition(":")
     if kind not in TPU_NODES or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
         raise ConfigError(
-            f"--tpu-topology {options.tpu_topology!r}: write {', '.join(TPU_NODES)} and its shape, as v5p:4x4x4"
+            f"--tpu-topology {options.tpu_topology!r}: write {', '.join(TPU_NODES)} and its shape, "
+            "as v5p:4x4x4"
         )
     if options.gpus_per_node:
         raise ConfigError("--gpus-per-node and --tpu-topology exclude each other: keep one")
     chips = math.prod(map(int, shape.split("x")))
-    hosts = max(chips // CHIPS_A_HOST, 1)
+    hosts = max(chips // CHIPS_PER_HOST, 1)
     if options.nodes not in (None, hosts):
         raise ConfigError(
-            f"--nodes {options.nodes}, but {options.tpu_topology} has {hosts} hosts: leave --nodes out"
+            f"--nodes {options.nodes}, but {options.tpu_topology} has {hosts} hosts: leave --nodes "
+            "out"
         )
     selector = {
         "cloud.google.com/gke-tpu-accelerator": TPU_NODES[kind],
         "cloud.google.com/gke-tpu-topology": shape,
     }
-    return hosts, {"google.com/tpu": min(chips, CHIPS_A_HOST)}, selector
+    return hosts, {"google.com/tpu": min(chips, CHIPS_PER_HOST)}, selector
 
 
 def restarts(options: argparse.Namespace) -> int:
@@ -222,9 +227,9 @@ exit "$code"
 
 
 def sbatch(options: argparse.Namespace, name: str, args: list[str]) -> str:
-    whole = completed(args, run_name="", enable_autocheckpoint="true")
-    line = " ".join(
-        'run_name="$run_name"' if arg == "run_name=" else shlex.quote(arg) for arg in whole
+    train_args = add_defaults(args, run_name="", enable_autocheckpoint="true")
+    arg_text = " ".join(
+        'run_name="$run_name"' if arg == "run_name=" else shlex.quote(arg) for arg in train_args
     )
     return SBATCH.format(
         header=header(options, args),
@@ -235,11 +240,11 @@ def sbatch(options: argparse.Namespace, name: str, args: list[str]) -> str:
         grace=options.grace or 120,
         restarts=restarts(options),
         port=DEFAULT_PORT,
-        args=line,
+        args=arg_text,
     )
 
 
-KINDS: dict[str, Callable[[argparse.Namespace, str, list[str]], str]] = {
+RENDERERS: dict[str, Callable[[argparse.Namespace, str, list[str]], str]] = {
     "k8s": jobset,
     "slurm": sbatch,
 }

@@ -3,6 +3,7 @@
 import logging
 import os
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
@@ -13,6 +14,9 @@ from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
 
+if TYPE_CHECKING:
+    from maxtext.checkpoint.open import Checkpoint
+
 SAMPLE_TOKENS = 300
 
 
@@ -20,25 +24,28 @@ def run(args: list[str]) -> int:
     path, overrides = arguments.split(args)
     die_with_launcher(os.environ)
     # The configuration counts the devices of all processes, so they join first.
-    world = processes.start(start_settings(path, sources.from_overrides(overrides)))
-    config = load(path, overrides, model=checkpoint_model(path, sources.from_overrides(overrides)))
+    layer = sources.from_overrides(overrides)
+    world = processes.start(process_settings(path, layer))
+    checkpoint = open_model_checkpoint(path, layer)
+    config = load(path, layer, model=checkpoint.settings if checkpoint else None)
     ledger.refuse_unsupported_model(config, base_values())
-    refuse_no_data(config)
+    check_has_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
         raise ConfigError(
-            "elastic_enabled=true would do nothing: it needs `maxtext launch --local N -- train ...`"
+            "elastic_enabled=true would do nothing: it needs "
+            "`maxtext launch --local N -- train ...`"
         )
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
-    set_up_jax(config)
+    configure_jax(config)
     processes.preallocate_gpu_memory()
     from maxtext.trainers import sample
     from maxtext.trainers.pretrain import train
 
-    continues = config.prompt != base_values().prompt
-    if continues:
+    has_prompt = config.prompt != base_values().prompt
+    if has_prompt:
         sample.check(config)
-    result = train(config)
-    if continues and result.summary["steps"] == config.steps:
+    result = train(config, checkpoint)
+    if has_prompt and result.summary["steps"] == config.steps:
         text = sample.complete(result.context, result.state.weights, SAMPLE_TOKENS)
         if world.index == 0:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
@@ -46,54 +53,48 @@ def run(args: list[str]) -> int:
     return 0 if result.signal is None else signals.exit_code(result.signal)
 
 
-def refuse_no_data(config: MaxTextConfig) -> None:
-    """Raise ConfigError if no key names a source of data, before the model is set up."""
+def check_has_data(config: MaxTextConfig) -> None:
+    """Raise ConfigError if no key names a source of data."""
     if all(
         config.source(key).kind == "default"
         for key in ("dataset_type", "dataset_name", "dataset_path")
     ):
         raise ConfigError(
-            "there is no data to train on: try `maxtext train quickstart`, or dataset_type=synthetic for random "
-            "tokens; for your own text, dataset_type=grain grain_file_type=text grain_train_files=FILES"
+            "there is no data to train on: try `maxtext train quickstart`, or "
+            "dataset_type=synthetic for random tokens; for your own text, dataset_type=grain "
+            "grain_file_type=text grain_train_files=FILES"
         )
 
 
-def start_settings(path: str | None, overrides: sources.Layer) -> SimpleNamespace:
-    """The keys of process start-up. One with a value that does not fit has its default: `load` then
-    refuses it.
-    """
-    found = {}
+def process_settings(path: str | None, overrides: sources.Layer) -> SimpleNamespace:
+    """The keys that `processes.start` reads. An invalid value is replaced by the default here:
+    `load` reports it later."""
+    settings = {}
     for key in (
         "hardware",
         "jax_distributed_initialization_timeout",
         "skip_jax_distributed_system",
     ):
         value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
-        found[key] = (
-            value if value is not None and fields.fits(key, value) else getattr(base_values(), key)
-        )
-    return SimpleNamespace(**found)
+        is_valid = value is not None and fields.fits(key, value)
+        settings[key] = value if is_valid else getattr(base_values(), key)
+    return SimpleNamespace(**settings)
 
 
-def checkpoint_model(path: str | None, overrides: sources.Layer) -> sources.Layer | None:
-    """What the checkpoint that a run starts from says of its model; nothing where model_name says
-    it.
-    """
+def open_model_checkpoint(path: str | None, overrides: sources.Layer) -> "Checkpoint | None":
+    """The checkpoint at load_parameters_path, whose settings define the model of the run; None if
+    there is none, or if model_name defines the model."""
     folder = peek_setting("load_parameters_path", path, overrides, os.environ)
-    if not folder or peek_setting("model_name", path, overrides, os.environ) not in (
-        None,
-        "default",
-    ):
+    model_name = peek_setting("model_name", path, overrides, os.environ)
+    if not folder or model_name not in (None, "default"):
         return None
     from maxtext.checkpoint.open import open_checkpoint
 
-    return open_checkpoint(folder).settings
+    return open_checkpoint(folder)
 
 
-def set_up_jax(config) -> None:
-    """The compiler's part that splits programs, and the persistent cache, with which a second start
-    skips compiling.
-    """
+def configure_jax(config: MaxTextConfig) -> None:
+    """Select the SPMD partitioner and the persistent compilation cache."""
     import jax
 
     jax.config.update("jax_use_shardy_partitioner", config.shardy)

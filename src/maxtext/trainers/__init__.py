@@ -1,1 +1,1 @@
-"""Level 7: the training step, the loop around it, and what a run sets up first."""
+"""Level 7: training: data loading, losses, the step, the loop and its hooks, compilation."""

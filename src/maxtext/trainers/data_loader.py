@@ -132,10 +132,10 @@ def open_train_streams(context: RunContext) -> DataStreams:
     streams = open_data_streams(
         config,
         Split.TRAIN,
-        partial(batch_size_at, config),
-        batch_sizes(config),
-        partial(rows_to_read, context),
-        jax.process_count(),
+        rows=partial(batch_size_at, config),
+        sizes=batch_sizes(config),
+        local_rows=partial(rows_to_read, context),
+        processes=jax.process_count(),
     )
     assert streams is not None, "a source has training data, or says what is missing"
     return streams
@@ -154,10 +154,10 @@ def open_eval_streams(context: RunContext) -> DataStreams | None:
     streams = open_data_streams(
         config,
         Split.EVAL,
-        lambda step: rows,
-        [rows],
-        partial(rows_to_read, context),
-        jax.process_count(),
+        rows=lambda step: rows,
+        sizes=[rows],
+        local_rows=partial(rows_to_read, context),
+        processes=jax.process_count(),
     )
     if streams is None:
         raise ConfigError(
@@ -173,7 +173,7 @@ def eval_data_hint(config: MaxTextConfig) -> str:
 
 
 def processes_per_reader(config: MaxTextConfig) -> int:
-    """Each reading process loads the rows of so many processes (expansion_factor_real_data)."""
+    """The number of processes whose rows a reading process loads (expansion_factor_real_data)."""
     return round(max(config.expansion_factor_real_data, 1))
 
 
@@ -205,8 +205,9 @@ def to_devices(
 ) -> dict[str, jax.Array]:
     """A global batch of `rows` rows, sharded over all devices.
 
-    `local_rows`: sorted indices of the rows in `batch`; None: all. They include every row that a device
-    of this process needs, or none if other processes read for it (expansion_factor_real_data).
+    `local_rows`: sorted indices of the rows in `batch`; None: all. They include every row that a
+    device of this process needs, or none if other processes read for it
+    (expansion_factor_real_data).
     """
     config = context.config
     if rows is None:

@@ -1,13 +1,14 @@
-"""Will it fit? The memory of a training step on a target: counted from shapes, and measured on the
-compiled program.
+"""The memory of a training step on a target: computed from shapes, and measured on the compiled
+program.
 
-Counted: weights, optimizer, gradients and batch from their shards, activations from the residuals
-of the loss. Measured: what the compiler says of the program that it made. Other batches and
-policies are extrapolated from the one program: the state stays, and all that grows with the batch
-grows in proportion.
+Computed: weights, optimizer, gradients and batch from their shards, activations from the residuals
+of the loss. Measured: what the compiler reports of its program. Other batches and policies are
+extrapolated from the one program: the state is constant, and everything else grows in proportion to
+the batch.
 """
 
 import contextlib
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,13 +25,13 @@ from maxtext.sharding import AxisRules
 from maxtext.sharding.collectives import Collective, count_collectives
 from maxtext.sharding.memory import MemoryBytes, abstract_mesh, max_gathered_bytes, shard_bytes
 from maxtext.sharding.topology import Target
-from maxtext.trainers.activations import Kept, kept_by_policy, policy_of
+from maxtext.trainers.activations import SavedActivations, activations_by_policy, policy_of
 from maxtext.trainers.compile import OutOfDeviceMemory, compile_lowered, lower_train_step
 from maxtext.trainers.run_context import RunContext
 
-TRIES = 3  # compilations that confirm a suggestion
-# of so many rows one is left out, where more than fit were tried: else the next try may fail by a
-# hair
+MAX_COMPILATIONS = 3  # to confirm a suggestion
+# After a batch that did not fit, 1 / RESERVE of the rows is left out of the next attempt, which might
+# otherwise fail by a few bytes.
 RESERVE = 100
 
 
@@ -40,29 +41,33 @@ class Program:
 
     arguments: int
     outputs: int
-    aliased: int  # outputs that take the place of arguments
-    temporaries: int  # as reserved, with what lies idle between them
+    aliased: int  # outputs that reuse the memory of arguments
+    temporaries: int  # as reserved, with unused gaps
     code: int
-    peak: int | None  # arguments and temporaries in use at one time, where the compiler counts them
+    peak: int | None  # arguments and temporaries in use at one time, if the compiler reports it
     host: int
-    collectives: list[Collective] | None  # None: they cannot be read
+    collectives: list[Collective] | None  # None: the program cannot be read
     collectives_error: str = ""  # why not
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Program":
         memory: Any = compiled.memory_analysis()
         peak = getattr(memory, "peak_memory_in_bytes", 0)
-        host = ("argument", "output", "temp")
+        has_peak = peak > memory.argument_size_in_bytes + memory.output_size_in_bytes
+        host = sum(
+            getattr(memory, f"host_{part}_size_in_bytes") for part in ("argument", "output", "temp")
+        )
+        program_collectives, collectives_error = read_collectives(compiled)
         return cls(
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.alias_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.generated_code_size_in_bytes,
-            peak if peak > memory.argument_size_in_bytes + memory.output_size_in_bytes else None,
-            sum(getattr(memory, f"host_{part}_size_in_bytes") for part in host)
-            - memory.host_alias_size_in_bytes,
-            *read_collectives(compiled),
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            aliased=memory.alias_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes,
+            code=memory.generated_code_size_in_bytes,
+            peak=peak if has_peak else None,
+            host=host - memory.host_alias_size_in_bytes,
+            collectives=program_collectives,
+            collectives_error=collectives_error,
         )
 
     @property
@@ -71,8 +76,8 @@ class Program:
 
 
 def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | None, str]:
-    """The collectives of a program; or None and the reason, where jax cannot read what a compiler
-    of another release than its own made."""
+    """The collectives of a program; or None and the reason, if jax cannot read the output of a
+    compiler of another release."""
     mismatch = libtpu_mismatch()
     try:
         # XLA logs the stack trace of an error that it also raises.
@@ -81,14 +86,17 @@ def read_collectives(compiled: jax.stages.Compiled) -> tuple[list[Collective] | 
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if mismatch:
-            reason = f'{mismatch}, so it cannot read the program ({reason}); pip install "jax[tpu]" installs the latter'
+            reason = (
+                f"{mismatch}, so it cannot read the program ({reason}); "
+                'pip install "jax[tpu]" installs the latter'
+            )
         return None, reason
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy and a batch, in rows of one micro-batch, with what it is expected to need; and what
-    it needs, once it was compiled."""
+    """A policy and a batch, in rows of one microbatch, with the bytes that it is expected to need,
+    and those that its compiled program needs."""
 
     policy: str
     rows: int
@@ -107,26 +115,26 @@ class Estimate:
     optimizer: MemoryBytes
     gradients: int
     batch: int
-    policies: list[Kept]
-    working: int  # by arithmetic: beside what is kept, one layer's activations and gathered weights
-    batch_pieces: int  # into so many parts the mesh splits a batch
+    policies: list[SavedActivations]
+    working: int  # computed: one layer's activations and gathered weights, besides saved ones
+    batch_shards: int  # into which the mesh splits a batch
     program: Program | None = None
-    refusal: str = ""  # of a compiler that found the target too small
+    refusal: str = ""  # the error of a compiler for which the target is too small
 
     @property
     def rows(self) -> int:
         return self.config.micro_batch_size_to_train_on
 
     @property
-    def current(self) -> Kept:
-        return next(kept for kept in self.policies if kept.policy == policy_of(self.config))
+    def current(self) -> SavedActivations:
+        return next(saved for saved in self.policies if saved.policy == policy_of(self.config))
 
     @property
     def temporaries(self) -> int:
-        """Measured, or by arithmetic: the head and the layers are never at work together."""
+        """Measured, or computed: the head and the layers never run at the same time."""
         if self.program is not None:
             return self.program.temporaries
-        return self.gradients + self.current.layers.device + max(self.current.around, self.working)
+        return self.gradients + self.current.layers.device + max(self.current.outer, self.working)
 
     @property
     def needed(self) -> int:
@@ -144,66 +152,66 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """None where the target's memory is not known."""
+        """None if the target's memory is not known."""
         if self.refusal:
             return False
         return None if self.target.memory_bytes is None else self.needed <= self.target.memory_bytes
 
-    def growing(self, kept: Kept) -> int:
-        """What grows with the batch under a policy, at this batch: all temporaries but the
-        gradients.
-        """
-        grown = self.batch + self.temporaries - min(self.gradients, self.temporaries)
-        return max(grown + kept.layers.device - self.current.layers.device, kept.layers.device, 1)
+    def batch_dependent(self, saved: SavedActivations) -> int:
+        """Bytes that grow with the batch under a policy, at this batch: all temporaries but the
+        gradients."""
+        current = self.batch + self.temporaries - min(self.gradients, self.temporaries)
+        bytes_saved = saved.layers.device
+        return max(current + bytes_saved - self.current.layers.device, bytes_saved, 1)
 
-    def plan(self, kept: Kept, rows: int) -> Plan:
-        fixed = self.needed - self.growing(self.current)
-        expected = fixed + self.growing(kept) * rows // self.rows
-        return Plan(kept.policy, rows, rows / self.target.count, expected)
+    def plan(self, saved: SavedActivations, rows: int) -> Plan:
+        fixed = self.needed - self.batch_dependent(self.current)
+        expected = fixed + self.batch_dependent(saved) * rows // self.rows
+        return Plan(saved.policy, rows, per_device=rows / self.target.count, expected=expected)
 
-    def largest(self, kept: Kept) -> Plan | None:
+    def largest_batch(self, saved: SavedActivations) -> Plan | None:
         """The largest batch under a policy that should fit, or None."""
         if self.target.memory_bytes is None:
             return None
-        left = self.target.memory_bytes - (self.needed - self.growing(self.current))
-        rows = left * self.rows // self.growing(kept) // self.batch_pieces * self.batch_pieces
-        return self.plan(kept, rows) if rows > 0 else None
+        free = self.target.memory_bytes - (self.needed - self.batch_dependent(self.current))
+        shards = self.batch_shards
+        rows = free * self.rows // self.batch_dependent(saved) // shards * shards
+        return self.plan(saved, rows) if rows > 0 else None
 
-    def largest_of_all(self) -> Plan | None:
-        """The largest batch of any policy; of policies with the same batch the one that computes
-        least again.
-        """
-        found = [plan for kept in self.preferred() if (plan := self.largest(kept))]
-        return max(found, key=lambda plan: plan.rows, default=None)
+    def largest_batch_of_all(self) -> Plan | None:
+        """The largest batch of any policy; of policies with the same batch the one that recomputes
+        least."""
+        plans = [plan for saved in self.candidates() if (plan := self.largest_batch(saved))]
+        return max(plans, key=lambda plan: plan.rows, default=None)
 
-    def cheapest(self) -> Plan | None:
-        """At this batch, the policy that computes least again and should fit."""
-        return next(iter(self.promising()), None)
+    def least_recompute(self) -> Plan | None:
+        """At this batch, the policy that recomputes least and should fit."""
+        return next(iter(self.fitting_plans()), None)
 
-    def promising(self) -> list[Plan]:
-        """The policies that should fit at this batch, the one that computes least again first."""
-        plans = [self.plan(kept, self.rows) for kept in self.preferred()]
+    def fitting_plans(self) -> list[Plan]:
+        """The policies that should fit at this batch, the one that recomputes least first."""
+        plans = [self.plan(saved, self.rows) for saved in self.candidates()]
         return [plan for plan in plans if plan.expected <= (self.target.memory_bytes or 0)]
 
-    def preferred(self) -> list[Kept]:
-        """Policies to suggest: with the host's memory only where the configuration uses it
-        already.
-        """
-        return [kept for kept in self.policies if not kept.layers.host or self.current.layers.host]
+    def candidates(self) -> list[SavedActivations]:
+        """Policies to suggest: those that offload to the host only if the current one does."""
+        return [
+            saved for saved in self.policies if not saved.layers.host or self.current.layers.host
+        ]
 
 
-def estimate(config: MaxTextConfig, target: Target, compiling: bool = True) -> Estimate:
+def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = True) -> Estimate:
     if compiling:
         context = RunContext.from_config(config, target.devices())
     else:
         context = abstract_context(config)
     context.shardings.check()
-    policies = kept_by_policy(config, context.rules, target.platform)
+    policies = activations_by_policy(config, context.rules, target.platform)
     state, shardings = context.abstract_state, context.shardings.state
     weights = shard_bytes(state.weights, shardings.weights)
-    everything = next(kept for kept in policies if kept.policy == "none")
-    again = 0 if policy_of(config) == "none" else everything.layers.device // len(layers(config))
-    counted = Estimate(
+    all_activations = next(saved for saved in policies if saved.policy == "none").layers.device
+    layer_activations = 0 if policy_of(config) == "none" else all_activations // len(layers(config))
+    computed = Estimate(
         config=config,
         target=target,
         parameters=parameter_count(context.template.weights),
@@ -220,30 +228,28 @@ def estimate(config: MaxTextConfig, target: Target, compiling: bool = True) -> E
             (context.abstract_batch(config.global_batch_size_to_train_on), context.abstract_key)
         ).device,
         policies=policies,
-        working=again
+        working=layer_activations
         + max_gathered_bytes(
             context.rules, context.template.weights, context.template.axes, config.dtype.value
         ),
-        batch_pieces=pieces(context.rules),
+        batch_shards=batch_shards(context.rules),
     )
-    return measured(counted, context) if compiling else counted
+    return with_program(computed, context) if compiling else computed
 
 
-def measured(counted: Estimate, context: RunContext) -> Estimate:
-    """With what the compiler says."""
+def with_program(estimate: Estimate, context: RunContext) -> Estimate:
+    """The estimate, with what the compiler reports."""
     lowered = lower_train_step(context, context.config.global_batch_size_to_train_on)
     try:
-        return replace(counted, program=Program.of(compile_lowered(context, lowered)))
+        return replace(estimate, program=Program.of(compile_lowered(context, lowered)))
     except OutOfDeviceMemory as error:
-        return replace(counted, refusal=str(error))
+        return replace(estimate, refusal=str(error))
 
 
-def pieces(rules: AxisRules) -> int:
-    """Into how many parts the rules split a batch that all devices could share."""
-    parts = 1
-    for axis in rules.mesh_axes("activation_batch", rules.mesh.size, set()):
-        parts *= rules.mesh.shape[axis]
-    return parts
+def batch_shards(rules: AxisRules) -> int:
+    """The number of shards of a batch that divides over all devices."""
+    axes = rules.mesh_axes("activation_batch", rules.mesh.size, set())
+    return math.prod(rules.mesh.shape[axis] for axis in axes)
 
 
 def abstract_context(config: MaxTextConfig) -> RunContext:
@@ -252,56 +258,56 @@ def abstract_context(config: MaxTextConfig) -> RunContext:
     return RunContext.from_rules(config, AxisRules.from_config(config, mesh))
 
 
-def compiled_as(found: Estimate, plan: Plan) -> Estimate:
+def compile_plan(estimate: Estimate, plan: Plan) -> Estimate:
     """The estimate of a plan, measured on its own program."""
-    config = variant(found.config, found.target, plan)
-    factor = plan.rows / found.rows
-    there = replace(
-        found,
+    config = apply_plan(estimate.config, estimate.target, plan)
+    factor = plan.rows / estimate.rows
+    scaled = replace(
+        estimate,
         config=config,
-        policies=[scale(kept, factor) for kept in found.policies],
-        batch=int(found.batch * factor),
+        policies=[scale_activations(saved, factor) for saved in estimate.policies],
+        batch=int(estimate.batch * factor),
         program=None,
         refusal="",
     )
-    return measured(there, RunContext.from_config(config, found.target.devices()))
+    return with_program(scaled, RunContext.from_config(config, estimate.target.devices()))
 
 
-def confirmed_policy(found: Estimate) -> Plan | None:
-    """The first policy that fits when it is compiled, of the few that should."""
-    for plan in found.promising()[:TRIES]:
-        there = compiled_as(found, plan)
-        if there.fits:
-            return replace(plan, measured=there.needed)
+def confirm_policy(estimate: Estimate) -> Plan | None:
+    """The first of the policies that should fit whose compiled program does."""
+    for plan in estimate.fitting_plans()[:MAX_COMPILATIONS]:
+        compiled = compile_plan(estimate, plan)
+        if compiled.fits:
+            return replace(plan, measured=compiled.needed)
     return None
 
 
-def confirmed_batch(found: Estimate) -> Plan | None:
-    """The largest batch, compiled; where it needs more than the target has, a smaller one from what
-    was learned.
-    """
-    plan = found.largest_of_all()
-    for _ in range(TRIES):
+def confirm_batch(estimate: Estimate) -> Plan | None:
+    """The largest batch, compiled; if it does not fit, a smaller one, extrapolated from its
+    program."""
+    plan = estimate.largest_batch_of_all()
+    shards = estimate.batch_shards
+    for _ in range(MAX_COMPILATIONS):
         if plan is None or plan.rows <= 0:
             return None
-        there = compiled_as(found, plan)
-        if there.fits:
-            return replace(plan, measured=there.needed)
-        smaller = there.largest(there.current)
+        compiled = compile_plan(estimate, plan)
+        if compiled.fits:
+            return replace(plan, measured=compiled.needed)
+        smaller = compiled.largest_batch(compiled.current)
         rows = smaller.rows if smaller else plan.rows
-        rows = (rows - rows // RESERVE) // found.batch_pieces * found.batch_pieces
-        rows = min(rows, plan.rows - found.batch_pieces)
-        plan = replace(plan, rows=rows, per_device=rows / found.target.count)
+        rows = (rows - rows // RESERVE) // shards * shards
+        rows = min(rows, plan.rows - shards)
+        plan = replace(plan, rows=rows, per_device=rows / estimate.target.count)
     return None
 
 
-def scale(kept: Kept, factor: float) -> Kept:
-    layers = MemoryBytes(int(kept.layers.device * factor), int(kept.layers.host * factor))
-    return replace(kept, layers=layers, around=int(kept.around * factor))
+def scale_activations(saved: SavedActivations, factor: float) -> SavedActivations:
+    layers = MemoryBytes(int(saved.layers.device * factor), int(saved.layers.host * factor))
+    return replace(saved, layers=layers, outer=int(saved.outer * factor))
 
 
-def variant(config: MaxTextConfig, target: Target, plan: Plan) -> Any:
-    """The configuration with the policy and the batch of a plan, and all that follows from them."""
+def apply_plan(config: MaxTextConfig, target: Target, plan: Plan) -> MaxTextConfig:
+    """The configuration with the policy and the batch of a plan, and its derived values."""
     changed = config.model_copy(
         update={"remat_policy": plan.policy, "per_device_batch_size": plan.per_device}
     )
@@ -310,18 +316,14 @@ def variant(config: MaxTextConfig, target: Target, plan: Plan) -> Any:
     )
 
 
-def plans(found: Estimate, searching: bool = False) -> dict[str, Plan | None]:
-    """What to try: the least recomputation at this batch, and the largest batch; compiled if
-    `searching`.
-    """
-    if searching and found.target.memory_bytes is not None:
-        return {"policy": confirmed_policy(found), "batch": confirmed_batch(found)}
-    return {"policy": found.cheapest(), "batch": found.largest_of_all()}
+def suggest_plans(estimate: Estimate, searching: bool = False) -> dict[str, Plan | None]:
+    """The least recomputation at this batch, and the largest batch; compiled if `searching`."""
+    if searching and estimate.target.memory_bytes is not None:
+        return {"policy": confirm_policy(estimate), "batch": confirm_batch(estimate)}
+    return {"policy": estimate.least_recompute(), "batch": estimate.largest_batch_of_all()}
 
 
-def shortage(found: Estimate) -> str:
+def describe_shortage(estimate: Estimate) -> str:
     """By how much the target is too small."""
-    return (
-        found.refusal
-        or f"{format_bytes(found.needed - (found.target.memory_bytes or 0))} a device too much"
-    )
+    excess = estimate.needed - (estimate.target.memory_bytes or 0)
+    return estimate.refusal or f"{format_bytes(excess)} a device too much"

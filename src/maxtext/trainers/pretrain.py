@@ -29,6 +29,7 @@ from maxtext.diagnostics.plot import save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
+from maxtext.input_pipeline import DataStreams
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
@@ -73,7 +74,7 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
         data_loader.close()
         return nothing_to_do(context, start)
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
-    profiler = Profiler(config, start.step, config.steps - 1)
+    profiler = Profiler(config, first_step=start.step, last_step=config.steps - 1)
     step_cache = StepCache(context)
     LOGGER.info("compiling the train step")
     with progress.working("compiling the train step"):
@@ -95,18 +96,20 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
     # A signal after the last step must not interrupt the last save or the summary.
     with contextlib.ExitStack() as signal_handlers:
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
-            flops_per_token = train_flops_per_token(config)
-            record = Record(config, recorder, flops_per_token, peak_flops, profiler)
-            hooks: list[Hook] = [Profile(profiler), record]
-            if eval_streams is not None:
-                eval_step = compile_eval_step(context, config.global_batch_size_to_eval_on)
-                eval_loader = EvalDataLoader(context, eval_streams)
-                hooks.append(Evaluate(config, recorder, eval_loader, eval_step))
+            hooks = build_hooks(context, recorder, profiler, peak_flops, eval_streams)
             save = Save(context, data_loader.source, start) if config.enable_checkpointing else None
             if save is not None:
                 hooks.append(save)
                 closing.callback(save.close)
-            loop = Loop(state, step_cache, data_loader, key, config.steps, hooks, start.step)
+            loop = Loop(
+                state,
+                step_cache,
+                data_loader=data_loader,
+                key=key,
+                steps=config.steps,
+                hooks=hooks,
+                first_step=start.step,
+            )
             LOGGER.info("set up in %.1f s", time.perf_counter() - start_time)
             signal_handlers.enter_context(call_on_signals(loop.on_signal))
             failure: UserError | None = None
@@ -126,7 +129,34 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
         summary = summarize(context, loop, hooks, seconds, failure)
     if failure is not None:
         raise failure
-    return Result(context, loop.state, summary, stop_signal(loop))
+    return Result(context, loop.state, summary=summary, signal=stop_signal(loop))
+
+
+def build_hooks(
+    context: RunContext,
+    recorder: Recorder,
+    profiler: Profiler,
+    peak_flops: float | None,
+    eval_streams: DataStreams | None,
+) -> list[Hook]:
+    config = context.config
+    record = Record(
+        config,
+        recorder,
+        flops_per_token=train_flops_per_token(config),
+        peak_flops=peak_flops,
+        profiler=profiler,
+    )
+    hooks: list[Hook] = [Profile(profiler), record]
+    if eval_streams is not None:
+        evaluate = Evaluate(
+            config,
+            recorder,
+            data_loader=EvalDataLoader(context, eval_streams),
+            eval_step=compile_eval_step(context, config.global_batch_size_to_eval_on),
+        )
+        hooks.append(evaluate)
+    return hooks
 
 
 def stop_reason(loop: Loop) -> str:
@@ -154,7 +184,7 @@ def nothing_to_do(context: RunContext, start: Start) -> Result:
     )
     path = Path(run_folder(config)) / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return Result(context, start.result()[0], summary | {"steps": start.step})
+    return Result(context, start.result()[0], summary=summary | {"steps": start.step})
 
 
 def run_folder(config: MaxTextConfig) -> str:

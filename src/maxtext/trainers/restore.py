@@ -169,10 +169,12 @@ def restore_newest(
 ) -> tuple[TrainState, jax.Array, SavedStep] | Start | None:
     """The state of the newest of these steps that is intact; process 0 decides which steps exist.
     A local step is preferred to every older shared one."""
-    numbers = allgather_ints([int(path.name) for path in paths[-MAX_EXAMINED:]], MAX_EXAMINED)[0]
-    if local is not None and (start := local.after(numbers[-1] if numbers else 0)):
+    step_numbers = allgather_ints([int(path.name) for path in paths[-MAX_EXAMINED:]], MAX_EXAMINED)[
+        0
+    ]
+    if local is not None and (start := local.after(step_numbers[-1] if step_numbers else 0)):
         return start
-    if not numbers:
+    if not step_numbers:
         return None
     if not paths:
         raise UserError(
@@ -181,7 +183,7 @@ def restore_newest(
         )
     folder = paths[0].parent
     damaged = []
-    for number in reversed(numbers):
+    for number in reversed(step_numbers):
         path = folder / str(number)
         if local is not None and (start := local.after(number)):
             return start
@@ -191,7 +193,7 @@ def restore_newest(
                 state, key = read_state(context, SavedStep(path))
                 return state, key, SavedStep(path)
             except CorruptCheckpoint as error:
-                if jax.process_count() > 1:  # other processes may have read theirs
+                if jax.process_count() > 1:  # other processes may have succeeded
                     raise
                 problems = [str(error)]
         for problem in problems[:MAX_SHOWN]:

@@ -108,8 +108,8 @@ class Save(Hook):
             )
         if has_failed:
             raise SaveFailed(
-                f"{MAX_FAILED_SAVES} saves in a row failed, so the run ended; a last one succeeded: "
-                f"free space in {self.saver.folder}, then the same command goes on at step "
+                f"{MAX_FAILED_SAVES} saves in a row failed, so the run ended; a last one "
+                f"succeeded: free space in {self.saver.folder}, then the same command goes on at step "
                 f"{self.last_saved}"
             )
 

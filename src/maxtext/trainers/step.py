@@ -113,7 +113,7 @@ def make_train_step(
         skipped = getattr(optimizer_state, "skipped", None)
         if skipped is not None:
             weights = select_tree(skipped, state.weights, weights)
-        new = TrainState(state.step + 1, weights, optimizer_state, state.nonfinite_steps)
+        new = replace(state, step=state.step + 1, weights=weights, optimizer=optimizer_state)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
             nonfinite = is_nonfinite(config, value) | is_nonfinite(config, raw_norm)
             new = skip_update_if_nonfinite(config, new, state, nonfinite)

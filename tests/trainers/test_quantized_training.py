@@ -1,6 +1,5 @@
-"""Training with products in eight bits: which products have them, and that it learns as bfloat16
-does.
-"""
+"""Training with int8 and fp8 matmuls: which matmuls are quantized, and that training converges like
+bfloat16."""
 
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH, STEPS = 8, 32, 200
-WORDS = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16",
+OVERRIDES = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16",
          "base_mlp_dim=64", "vocab_size=256", f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}",
          "remat_policy=none", "dataset_type=synthetic", f"steps={STEPS}", "learning_rate=3e-3",
          "attention=dot_product"]  # fmt: skip
@@ -28,9 +27,9 @@ LAST = 20  # steps whose loss counts
 EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"]
 
 
-def context_of(*words):
+def context_of(*overrides):
     return RunContext.from_config(
-        load(None, [*WORDS, *words], environ={}, devices=Devices(1)), jax.devices()[:1]
+        load(None, [*OVERRIDES, *overrides], environ={}, devices=Devices(1)), jax.devices()[:1]
     )
 
 
@@ -52,9 +51,9 @@ def batches():
         yield batch
 
 
-def trained(*words):
+def trained(*overrides):
     """The mean loss of the last steps."""
-    context = context_of(*words)
+    context = context_of(*overrides)
     step = compile_train_step(context, ROWS)
     state = jax.jit(context.random_state, out_shardings=context.shardings.state)()
     losses = []
@@ -73,27 +72,27 @@ def in_bfloat16():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["int8", "fp8_full"])
-def test_it_learns_as_in_bfloat16(in_bfloat16, quantization):
+def test_converges_like_bfloat16(in_bfloat16, quantization):
     assert trained(f"quantization={quantization}") == pytest.approx(in_bfloat16, rel=0.01)
 
 
 @pytest.mark.slow
-def test_experts_learn_as_in_bfloat16():
+def test_experts_converge_like_bfloat16():
     assert trained(*EXPERTS, "quantization=fp8") == pytest.approx(trained(*EXPERTS), rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("quantization", "rounded"), [("fp8", True), ("int8", False), ("none", False)]
 )
-def test_experts_are_rounded_in_fp8(quantization, rounded):
+def test_expert_matmuls_are_fp8(quantization, rounded):
     context = context_of(*EXPERTS, f"quantization={quantization}", "scan_layers=false")
     program = lower_train_step(context, ROWS).as_text()
     assert ("tensor<4x32x64xf8E4M3FN>" in program) == rounded
 
 
-def products(*words):
-    """How many products, forward and backward, have inputs in int8, in e4m3 and in e5m2."""
-    context = context_of("scan_layers=false", *words)
+def products(*overrides):
+    """How many matmuls, forward and backward, have inputs in int8, in e4m3 and in e5m2."""
+    context = context_of("scan_layers=false", *overrides)
     batch = {name: jnp.asarray(field) for name, field in next(iter(batches())).items()}
 
     def loss(weights):
@@ -131,12 +130,12 @@ def dot_inputs(jaxpr):
         ("none", (0, 0, 0)),
     ],
 )
-def test_which_products(quantization, right):
+def test_quantized_matmuls_of_each_format(quantization, right):
     assert products(f"quantization={quantization}") == right
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["quantization=int4"], r"quantization=int4 \(command line\) is for inference"),
         (["checkpoint_is_quantized=true"], "checkpoint_is_quantized=true"),
@@ -146,12 +145,12 @@ def test_which_products(quantization, right):
         ),
     ],
 )
-def test_what_training_refuses(words, message):
+def test_training_rejects_inference_formats(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        context_of(*words)
+        context_of(*overrides)
 
 
-def test_inference_refuses_what_is_for_training():
-    words = dict(word.split("=") for word in WORDS[:7])
+def test_inference_rejects_training_formats():
+    overrides = dict(override.split("=") for override in OVERRIDES[:7])
     with pytest.raises(ConfigError, match="quantization=fp8 .* is for training: use int8 or int4"):
-        LLM.load("default", **words, quantization="fp8")
+        LLM.load("default", **overrides, quantization="fp8")

@@ -1,6 +1,4 @@
-"""Losses that are lost: the run ends, the weights of the last good step stay, and spikes are left
-out.
-"""
+"""Non-finite losses end the run with the weights of the last finite step; spikes are skipped."""
 
 import math
 from dataclasses import replace
@@ -27,7 +25,7 @@ def batch_of(seed):
 
 
 def poisoned():
-    """A batch with one token that the vocabulary does not have: its embedding is NaN."""
+    """A batch with one token outside the vocabulary: its embedding is NaN."""
     batch = batch_of(BAD)
     batch["inputs"] = batch["inputs"].copy()
     batch["inputs"][3, 7] = 1000
@@ -41,33 +39,32 @@ TAINTED = [*GOOD[:BAD], POISONED, *GOOD[BAD + 1 :]]
 
 @pytest.fixture(scope="module")
 def trained(run_training):
-    """As run_training, but a run that was made before is only looked at again."""
-    made = {}
+    """As run_training, with equal runs shared."""
+    runs = {}
 
-    def get(*words, batches, before_step=None):
-        which = words, tuple(map(id, batches)), before_step
-        if which not in made:
-            made[which] = run_training(*words, batches=batches, before_step=before_step)
-        return made[which]
+    def get(*overrides, batches, before_step=None):
+        which = overrides, tuple(map(id, batches)), before_step
+        if which not in runs:
+            runs[which] = run_training(*overrides, batches=batches, before_step=before_step)
+        return runs[which]
 
     return get
 
 
-def assert_same(ours, expected):
-    jax.tree.map(np.testing.assert_array_equal, ours, expected)
+def assert_same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def explode(step, state):
-    """At step BAD a head so large that the squared logsumexp of the z-loss is infinite, while the
-    loss is not NaN.
-    """
+    """At step BAD a head so large that the squared logsumexp of the z-loss overflows, while the
+    loss is not NaN."""
     if step != BAD:
         return None
     head = {"kernel": state.weights["head"]["kernel"] * 1e25}
     return replace(state, weights=state.weights | {"head": head})
 
 
-def test_a_lost_loss_ends_the_run_and_names_the_step(trained):
+def test_nan_loss_ends_the_run_and_names_the_step(trained):
     run = trained(*SMALL, batches=TAINTED)
     assert isinstance(run.error, TrainingFailed)
     assert run.error.exit_code == 1
@@ -85,7 +82,7 @@ def test_a_lost_loss_ends_the_run_and_names_the_step(trained):
 @pytest.mark.parametrize(
     "once", [pytest.param(False, id="for good"), pytest.param(True, id="for one batch")]
 )
-def test_the_weights_of_the_last_good_step_stay(trained, once):
+def test_nan_loss_leaves_the_weights_of_the_last_finite_step(trained, once):
     """As those of a run whose data ended before the bad batch; steps dispatched after it must not
     move them.
     """
@@ -98,7 +95,7 @@ def test_the_weights_of_the_last_good_step_stay(trained, once):
     assert_same(run.history[BAD], run.history[BAD - 1])
 
 
-def test_an_infinite_loss_ends_the_run(trained):
+def test_infinite_loss_ends_the_run(trained):
     run = trained(*SMALL, "z_loss_multiplier=0.1", batches=GOOD, before_step=explode)
     assert f"the loss of step {BAD} is inf" in str(run.error)
     assert run.records[-1]["step"] == BAD
@@ -108,8 +105,8 @@ def test_an_infinite_loss_ends_the_run(trained):
     assert_same(run.history[BAD], spoiled)
 
 
-def test_a_lost_gradient_ends_the_run_too(trained):
-    """A finite loss whose gradient's norm overflows would spoil the weights as well."""
+def test_nonfinite_gradient_norm_ends_the_run(trained):
+    """A finite loss whose gradient norm overflows would make the weights non-finite, too."""
 
     def steepen(step, state):
         if step != BAD:
@@ -122,7 +119,7 @@ def test_a_lost_gradient_ends_the_run_too(trained):
     assert math.isfinite(run.records[-1]["loss"])
 
 
-def test_a_run_may_be_told_to_go_on(trained):
+def test_abort_keys_off_let_the_run_continue(trained):
     run = trained(*SMALL, *GO_ON, batches=TAINTED)
     assert run.error is None
     assert [record["step"] for record in run.records] == list(range(12))
@@ -131,7 +128,7 @@ def test_a_run_may_be_told_to_go_on(trained):
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "ends"),
+    ("overrides", "what", "ends"),
     [
         ("abort_on_nan_loss=false", "nan", False),
         ("abort_on_inf_loss=false", "nan", True),
@@ -139,28 +136,28 @@ def test_a_run_may_be_told_to_go_on(trained):
         ("abort_on_inf_loss=false", "inf", False),
     ],
 )
-def test_each_key_speaks_for_its_own_kind(trained, words, what, ends):
+def test_nan_and_inf_have_separate_keys(trained, overrides, what, ends):
     if what == "nan":
-        run = trained(*SMALL, words, batches=TAINTED)
+        run = trained(*SMALL, overrides, batches=TAINTED)
     else:
-        run = trained(*SMALL, "z_loss_multiplier=0.1", words, batches=GOOD, before_step=explode)
+        run = trained(*SMALL, "z_loss_multiplier=0.1", overrides, batches=GOOD, before_step=explode)
     assert (run.error is not None) == ends
     assert str(run.records[BAD]["loss"]) == what
     assert run.records[-1]["step"] == (BAD if ends else 11)
 
 
-def test_a_run_that_goes_on_counts_its_bad_step(trained):
-    """Else the schedule and the randomness of dropout lag one step behind the loop from then on."""
+def test_a_continued_run_counts_the_nonfinite_step(trained):
+    """Otherwise the schedule and the dropout key would lag one step behind the loop from then on."""
     run = trained(*SMALL, "abort_on_nan_loss=false", batches=TAINTED)
     assert run.error is None
     assert int(run.loop.state.step) == run.loop.step == 12
 
 
 def spikes_of(records, interval, factor):
-    """Which steps to skip, by the specification, from the recorded losses and norms."""
+    """The steps to skip by the specification, from the recorded losses and norms."""
     skipped = []
-    for place, record in enumerate(records):
-        window = records[max(0, place - interval) : place]
+    for index, record in enumerate(records):
+        window = records[max(0, index - interval) : index]
         spike = False
         for name in ("loss", "raw_grad_norm"):
             values = [earlier[name] for earlier in window]
@@ -178,13 +175,13 @@ SKIPPING = ("skip_step_on_spikes=true", "skip_step_interval=8", "skip_step_scali
 
 @pytest.fixture(scope="module")
 def spiked(trained):
-    words = (
+    overrides = (
         "opt_type=sgd",
         "learning_rate=0.5",
         "lr_schedule_type=cosine",
         "wsd_decay_steps_fraction=0.1",
     )
-    return trained("decoder_block=simple_mlp", *words, *SKIPPING, "steps=30", batches=SPIKED)
+    return trained("decoder_block=simple_mlp", *overrides, *SKIPPING, "steps=30", batches=SPIKED)
 
 
 def test_a_spike_is_skipped_and_recorded(spiked):
@@ -224,7 +221,7 @@ def test_the_recorded_rate_is_the_one_that_was_applied(spiked):
 SKIPPING_SMALL = (*SMALL, "skip_step_on_spikes=true", "skip_step_scaling_factor=1000")
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(trained):
+def test_a_nonfinite_step_is_skipped_and_the_run_continues(trained):
     run = trained(*SKIPPING_SMALL, batches=TAINTED)
     assert run.error is None
     assert [record["skipped"] for record in run.records] == [
@@ -236,7 +233,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(trained):
 
 
 @pytest.mark.parametrize("bad", [9, 10])
-def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(trained, bad):
+def test_ten_consecutive_nonfinite_steps_end_the_run(trained, bad):
     """With the weights before them, although finite steps were dispatched after the tenth."""
     run = trained(*SKIPPING_SMALL, batches=[*GOOD[:2], *[POISONED] * bad, *GOOD[2:5]])
     if bad < 10:
@@ -253,14 +250,14 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(trained, bad):
     assert int(run.loop.state.step) == 11, "the tenth is not counted: a resumed run tries it again"
 
 
-def test_a_run_that_may_not_abort_skips_without_end(trained):
+def test_without_abort_nonfinite_steps_are_skipped_without_limit(trained):
     run = trained(*SKIPPING_SMALL, *GO_ON, batches=[GOOD[0], *[POISONED] * 12, GOOD[1]])
     assert run.error is None
     assert_same(run.history[12], run.history[0])
     assert math.isfinite(run.records[-1]["loss"])
 
 
-def test_without_skipping_there_is_no_such_metric(trained):
+def test_no_skipped_metric_without_skip_step_on_spikes(trained):
     assert "skipped" not in trained(*SMALL, batches=GOOD[:BAD]).records[0]
 
 
