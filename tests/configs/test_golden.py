@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.configs import text
+from maxtext.configs import serialize
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
 from maxtext.models.configuration import load
@@ -34,8 +34,8 @@ def home(monkeypatch):
 def test_resolved(name):
     config = load(None, [f"model_name={name}", "run_name=golden"], environ={}, devices=Devices(1))
     lines = [
-        f"{text.yaml_line(key, getattr(config, key))}  # {config.source(key).kind}"
-        for key in text.KEYS_IN_ORDER
+        f"{serialize.yaml_line(key, getattr(config, key))}  # {config.source(key).kind}"
+        for key in serialize.KEYS_IN_ORDER
     ]
     got = "\n".join(lines) + "\n"
     path = GOLDEN / f"{name}.txt"

@@ -178,12 +178,12 @@ def test_setting_an_inert_key_is_an_error_with_the_reason():
 
 
 def test_the_default_of_an_inert_key_may_be_written_out():
-    from maxtext.configs import text
+    from maxtext.configs import serialize
 
     words = []
     for key in ledger.inert_keys():
-        value = text.plain(getattr(base_values(), key))
-        words.append(f"{key}={value if isinstance(value, str) else text.compact(value)}")
+        value = serialize.plain(getattr(base_values(), key))
+        words.append(f"{key}={value if isinstance(value, str) else serialize.compact(value)}")
     config = load(None, words, environ={}, devices=Devices(1))
     differing = [
         key for key in ledger.inert_keys() if getattr(config, key) != getattr(base_values(), key)

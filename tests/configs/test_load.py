@@ -4,7 +4,7 @@ import pytest
 
 import maxtext
 from maxtext.common.errors import ConfigError
-from maxtext.configs import sources, text
+from maxtext.configs import serialize, sources
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 
@@ -77,7 +77,9 @@ def test_a_full_copy_of_the_base_file_does_not_conflict_with_a_model(file):
 
 def test_what_config_prints_can_be_read_back(file):
     first = resolved(["model_name=gpt-oss-20b", "run_name=x", "remat_policy=minimal"])
-    path = file("\n".join(text.yaml_line(key, getattr(first, key)) for key in text.KEYS_IN_ORDER))
+    path = file(
+        "\n".join(serialize.yaml_line(key, getattr(first, key)) for key in serialize.KEYS_IN_ORDER)
+    )
     assert resolved(path=path).model_dump() == first.model_dump()
 
 

@@ -35,7 +35,7 @@ from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.log import LOGGER
-from maxtext.configs import rules, text, types
+from maxtext.configs import rules, serialize, types
 from maxtext.configs.load import base_values
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.provenance import Layer, Source
@@ -241,7 +241,7 @@ def model_text(config: MaxTextConfig) -> str:
     base = base_values()
     changed = [
         key
-        for key in text.KEYS_IN_ORDER
+        for key in serialize.KEYS_IN_ORDER
         if key in MODEL_KEYS and getattr(config, key) != getattr(base, key)
     ]
     # Loading the file refuses keys that have no effect, so they are not written.
@@ -251,7 +251,7 @@ def model_text(config: MaxTextConfig) -> str:
         for problem in rules.check_settings(as_file) + check_layers(as_file)
         if problem.kind is ProblemKind.INERT
     }
-    return "base_config: base.yml\n" + text.yaml_text(
+    return "base_config: base.yml\n" + serialize.yaml_text(
         config, (key for key in changed if key not in inert)
     )
 

@@ -5,7 +5,7 @@ import sys
 
 from maxtext.cli import arguments
 from maxtext.common.errors import ConfigError
-from maxtext.configs import fields, ledger, sources, text
+from maxtext.configs import fields, ledger, serialize, sources
 from maxtext.configs.load import base_values
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
 from maxtext.models.configuration import load
@@ -20,16 +20,20 @@ def run(args: list[str]) -> int:
     style = arguments.take_option(args, "--format", ("yaml", "json"))
     path, overrides = arguments.split(args)
     config = load(path, overrides)
-    keys = changed_keys(config) if changed else text.KEYS_IN_ORDER
+    keys = changed_keys(config) if changed else serialize.KEYS_IN_ORDER
     if style == "json":
-        attributes = text.facts(config)
-        facts = {"architecture": attributes} if attributes else {}
-        print(json.dumps({key: text.plain(getattr(config, key)) for key in keys} | facts, indent=2))
+        attributes = serialize.hf_attributes(config)
+        section = {"architecture": attributes} if attributes else {}
+        print(
+            json.dumps(
+                {key: serialize.plain(getattr(config, key)) for key in keys} | section, indent=2
+            )
+        )
     elif style == "yaml":
-        print(text.yaml_text(config, keys), end="")
+        print(serialize.yaml_text(config, keys), end="")
     else:
         show(config, set(keys))
-        print(text.yaml_text(config, ()).strip())
+        print(serialize.yaml_text(config, ()).strip())
     return 0
 
 
@@ -39,7 +43,7 @@ def changed_keys(config: MaxTextConfig) -> list[str]:
     computed = DerivedValues.model_fields
     return [
         key
-        for key in text.KEYS_IN_ORDER
+        for key in serialize.KEYS_IN_ORDER
         if key not in computed and getattr(config, key) != getattr(base, key)
     ]
 
@@ -55,7 +59,7 @@ def show(config: MaxTextConfig, keys: set[str]) -> None:
         print(f"{bold}# {group.__name__}: {group.__doc__}{end}")
         for key in chosen:
             mark = "" if ledger.status(key).kind in ("acts", "computed") else ", does not act"
-            first, *more = text.yaml_line(key, getattr(config, key)).splitlines()
+            first, *more = serialize.yaml_line(key, getattr(config, key)).splitlines()
             print(f"{first:<60}  {dim}# {config.source(key)}{mark}{end}")
             for line in more:
                 print(line)
@@ -75,8 +79,8 @@ def explain(args: list[str]) -> int:
         "group": group_of(key).__name__,
         "meaning": ledger.meaning(key),
         "type": fields.describe(key),
-        "default": text.compact(getattr(default, key)) if default else "computed",
-        "value": text.compact(getattr(config, key)),
+        "default": serialize.compact(getattr(default, key)) if default else "computed",
+        "value": serialize.compact(getattr(config, key)),
         "source": str(config.source(key)),
         "status": str(ledger.status(key)),
     }
@@ -90,7 +94,7 @@ def status(args: list[str]) -> int:
     if args:
         raise ConfigError(f"maxtext config status takes no arguments, got {args[0]!r}")
     kinds: dict[str, list[str]] = {"acts": [], "computed": [], "not_yet": [], "never": []}
-    for key in text.KEYS_IN_ORDER:
+    for key in serialize.KEYS_IN_ORDER:
         kinds[ledger.status(key).kind].append(key)
     count = {kind: len(keys) for kind, keys in kinds.items()}
     print(

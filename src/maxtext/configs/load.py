@@ -51,10 +51,10 @@ def load(
     """
     environ = os.environ if environ is None else environ
     layer = overrides if isinstance(overrides, dict) else sources.from_overrides(overrides)
-    settings, facts = resolve(path, layer, environ, model)
+    settings, hf_attributes = resolve(path, layer, environ, model)
     fill_defaults(settings, environ)
     checked = validate(settings)
-    checked._architecture = facts
+    checked._architecture = hf_attributes
     # Ranges come first: the rules compute with these numbers.
     raise_if_any(limits.problems(checked) + rules.check_ranges(checked))
     problems = rules.check_settings(checked) + ledger.problems(checked, base_values())
@@ -69,7 +69,7 @@ def load(
         # Scanning costs a fifth of the speed on GPUs; unrolled deep models compile too slowly.
         derived["scan_layers"] = derived["num_decoder_layers"] > MAX_UNROLLED_LAYERS
     complete = MaxTextConfig.model_construct(**{**dict(checked), **derived})
-    complete._architecture = facts
+    complete._architecture = hf_attributes
     complete._sources.update(checked._sources, **{key: Source("derived") for key in derived})
     raise_if_any(limits.problems(complete))
     raise_if_any(check_computed_keys(settings, complete) + rules.check_derived(complete))
@@ -116,10 +116,10 @@ def resolve(
         name = str(merge.last_value("model_name", base, *files, environment, overrides))
         model_path = sources.model_file(name)
         model = sources.read_yaml(model_path, "model") if model_path else {}
-    facts = architecture.take(base, [model := dict(model), *files, environment, overrides])
+    hf_attributes = architecture.take(base, [model := dict(model), *files, environment, overrides])
     merge.refuse_unknown_keys(*files, environment, overrides)
     merge.refuse_unknown_keys(model)
-    return merge.merge_layers(base, files, model, environment, overrides), facts
+    return merge.merge_layers(base, files, model, environment, overrides), hf_attributes
 
 
 def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import atomic_writer
-from maxtext.configs import text
+from maxtext.configs import serialize
 from maxtext.configs.types import AOT, DerivedValues
 from maxtext.trainers.compile import compile_lowered
 from maxtext.trainers.run_context import RunContext
@@ -57,7 +57,7 @@ def describe_program(context: RunContext, lowered: jax.stages.Lowered) -> dict[s
     devices = context.rules.mesh.devices.flat
     keys = [
         key
-        for key in text.KEYS_IN_ORDER
+        for key in serialize.KEYS_IN_ORDER
         if key not in IGNORED_KEYS and key not in DerivedValues.model_fields
     ]
     return {
@@ -71,7 +71,7 @@ def describe_program(context: RunContext, lowered: jax.stages.Lowered) -> dict[s
         "program": hashlib.sha256(
             f"{config.compile_xla_flags}\n{lowered.as_text()}".encode()
         ).hexdigest(),
-        "config": {key: text.plain(getattr(config, key)) for key in keys},
+        "config": {key: serialize.plain(getattr(config, key)) for key in keys},
     }
 
 

@@ -21,7 +21,7 @@ from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
 from maxtext.common.signals import call_on_signals
-from maxtext.configs import text
+from maxtext.configs import serialize
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
 from maxtext.diagnostics.metrics import Recorder, make_writers
@@ -196,7 +196,7 @@ def write_configuration(config: MaxTextConfig) -> None:
     if config.log_config and jax.process_index() == 0:
         write_text(
             os.path.join(run_folder(config), "config.yml"),
-            text.yaml_text(config, text.KEYS_IN_ORDER),
+            serialize.yaml_text(config, serialize.KEYS_IN_ORDER),
         )
 
 

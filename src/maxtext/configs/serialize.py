@@ -30,7 +30,7 @@ def yaml_line(key: str, value: Any) -> str:
     return f"{key}: {compact(value)}"
 
 
-def facts(config: MaxTextConfig) -> dict[str, Any]:
+def hf_attributes(config: MaxTextConfig) -> dict[str, Any]:
     """The attributes set under `architecture`, as plain data."""
     return config.architecture.model_dump(exclude_defaults=True, mode="json")
 
@@ -38,7 +38,9 @@ def facts(config: MaxTextConfig) -> dict[str, Any]:
 def yaml_text(config: MaxTextConfig, keys: Iterable[str]) -> str:
     """The given keys and the `architecture` section as a YAML file that `load` can read back."""
     lines = [yaml_line(key, getattr(config, key)) for key in keys]
-    if facts(config):
-        section = yaml.safe_dump(facts(config), default_flow_style=None, sort_keys=False, width=120)
+    if hf_attributes(config):
+        section = yaml.safe_dump(
+            hf_attributes(config), default_flow_style=None, sort_keys=False, width=120
+        )
         lines.append("architecture:\n" + textwrap.indent(section, "  ").rstrip())
     return "\n".join(lines) + "\n"
