@@ -1,3 +1,1 @@
-"""Level 2: arrays in, arrays out, no configuration: the products and kernels that layers are made
-of.
-"""
+"""Level 2: arrays in, arrays out, no configuration: the kernels and matmuls that layers use."""

@@ -1,10 +1,12 @@
-"""Cross-entropy over a vocabulary, in float32; whole, or in tiles so that the logits of all tokens
-never exist at once.
+"""Cross-entropy over a vocabulary, in float32.
 
-On one NVIDIA GPU by Triton kernels that read the logits once in each direction
+    loss = logsumexp(logits) - logits[target]
+
+`tiled_cross_entropy` computes logits tile by tile, so that those of all tokens never exist at once.
+On one NVIDIA GPU, Triton kernels read the logits once in each direction
 (`triton/cross_entropy.py`).
 
-Shapes: B batch, S sequence, E embedding, V vocabulary, T tokens.
+Shapes: B batch, S sequence, E embed_dim, V vocabulary, T tokens.
 """
 
 import math
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.triton import cross_entropy as rows
+from maxtext.kernels.triton import cross_entropy as triton_kernels
 
 
 def cross_entropy(
@@ -24,9 +26,9 @@ def cross_entropy(
     """(negative log-likelihood, log of the partition sum) of each token; logits [..., V], targets
     [...].
 
-    `platform` is that of the one device that computes it; None if there are several, or any.
+    `platform` is that of the only device; None if there are several, or any will do.
     """
-    if rows.supports(math.prod(targets.shape), logits.shape[-1], platform):
+    if triton_kernels.supports(math.prod(targets.shape), logits.shape[-1], platform):
         losses, partition = triton_cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         )
@@ -36,13 +38,12 @@ def cross_entropy(
     largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - largest
     partition = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    # A masked sum instead of a gather: it stays local where the vocabulary is split over devices.
+    # A masked sum instead of a gather: it stays local if the vocabulary is sharded.
     is_target = (
         jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
     )
-    return partition - jnp.sum(jnp.where(is_target, shifted, 0.0), axis=-1), partition + largest[
-        ..., 0
-    ]
+    target_logit = jnp.sum(jnp.where(is_target, shifted, 0.0), axis=-1)
+    return partition - target_logit, partition + largest[..., 0]
 
 
 def tiled_cross_entropy(
@@ -52,10 +53,10 @@ def tiled_cross_entropy(
     tiles: int,
     platform: str | None = None,
 ) -> tuple[Array, Array]:
-    """cross_entropy(head(hidden), targets) of hidden [B, S, E], for S/tiles tokens of each row at a
+    """cross_entropy(head(hidden), targets) of hidden [B, S, E], S/tiles tokens of each row at a
     time.
 
-    The backward pass computes the logits of each tile again instead of saving them.
+    The backward pass recomputes the logits of each tile.
     """
     if tiles == 1:
         return cross_entropy(head(hidden), targets, platform)
@@ -77,12 +78,12 @@ def tiled_cross_entropy(
 
 @jax.custom_vjp
 def triton_cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """`cross_entropy` of logits [T, V] by Triton."""
+    """`cross_entropy` of logits [T, V] by Triton kernels."""
     return triton_forward(logits, targets)[0]
 
 
 def triton_forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], Any]:
-    largest, log_sum, target_logit = rows.log_sums(logits, targets)
+    largest, log_sum, target_logit = triton_kernels.log_sums(logits, targets)
     return (log_sum - target_logit, log_sum + largest), (logits, targets, largest, log_sum)
 
 
@@ -90,7 +91,9 @@ def triton_backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Ar
     logits, targets, largest, log_sum = residuals
     dloss, dpartition = cotangents
     factors = -dloss, dloss + dpartition
-    return rows.logits_backward(logits, targets, largest, log_sum, *factors, logits.dtype), None
+    return triton_kernels.logits_backward(
+        logits, targets, largest, log_sum, *factors, logits.dtype
+    ), None
 
 
 triton_cross_entropy.defvjp(triton_forward, triton_backward)

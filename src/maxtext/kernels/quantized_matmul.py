@@ -1,15 +1,16 @@
-"""Matrix products in eight bits for training, forward and backward, with scales of the current
-tensors.
+"""fp8 and int8 matmuls for training, forward and backward, with dynamic scales.
 
-`fp8`: activations and weights as e4m3, gradients as e5m2. A token has a scale, and the weights that
-it is multiplied with share one: powers of two (`fp8/quantize.py`). All three products are in fp8,
-and the backward pass saves fp8. dw sums over tokens, so the scales of a token and of its gradient,
-relative to the largest of all tokens, are part of the gradient's values there. (The Triton kernels
-use one scale for all tokens where it is known in advance, or cheaper.)
+    y = x w,   dx = dy wᵀ,   dw = xᵀ dy
 
-`int8`: a scale for each row and each column, so that one large value does not flatten all others.
-Each product sums along other dimensions, so operands are quantized anew for each; dw, whose sum
-over all tokens suffers most, stays in the dtype of the inputs.
+`fp8`: activations and weights are e4m3, gradients e5m2. Each token has a scale, and all weights of
+a call share one; scales are powers of two (`fp8/quantize.py`). All three matmuls are fp8, and so
+are the residuals. dw sums over tokens, so dy is multiplied by the scales of its token, relative to
+the largest, and rounded again. (The Triton kernels use one scale for all tokens if it is known in
+advance, or cheaper.)
+
+`int8`: a scale for each row and each column, so that one outlier does not affect all others. Each
+matmul contracts other dimensions, so its operands are quantized anew; dw, which sums over all
+tokens and suffers most, stays in the dtype of the inputs.
 """
 
 import math
@@ -39,7 +40,7 @@ from maxtext.kernels.fp8.quantize import (
     sum_products,
 )
 
-INT8_TILE = 16  # values that an int8 product sums at a time
+INT8_TILE = 16  # values that an int8 matmul contracts at a time
 Weights = tuple[Array, ...]
 
 
@@ -55,8 +56,8 @@ def quantized_matmul(
     """x [..., inputs] times each weight [inputs, outputs], in `dtype`; `input_dims`: the number of
     input dimensions.
 
-    `precision` is fp8 or int8. `platform`: of the one device that computes it; None if there are
-    several, or any.
+    `precision` is fp8 or int8. `platform` is that of the only device; None if there are several, or
+    any will do.
     """
     return forward(x, weights, input_dims, precision, dtype, platform)[0]
 
@@ -69,18 +70,18 @@ def forward(
     if precision == "int8":
         x_int8 = quantize(x, jnp.int8, axes[0])
         return tuple(
-            int8_product(x_int8, quantize(w, jnp.int8, inputs), axes, dtype) for w in weights
+            int8_matmul(x_int8, quantize(w, jnp.int8, inputs), axes, dtype) for w in weights
         ), (x, weights)
     shapes = shape_residual(x), tuple(map(shape_residual, weights))
     if matmul.supports(x.shape, [w.shape for w in weights], input_dims, platform):
         x_fp8, x_scale, _ = matmul.quantize_rowwise([flatten_2d(x, row_dims)], E4M3)
-        products, residuals = matmul.matmul_forward(
+        products, matmul_residuals = matmul.matmul_forward(
             x_fp8, x_scale, [flatten_2d(w, input_dims) for w in weights], accum_dtype(dtype)
         )
-        ys = [rescale(y, x_scale * residuals.weight_scale, dtype) for y in products]
+        ys = [rescale(y, x_scale * matmul_residuals.weight_scale, dtype) for y in products]
         y_shapes = [(*x.shape[:row_dims], *w.shape[input_dims:]) for w in weights]
         return tuple(y.reshape(shape) for y, shape in zip(ys, y_shapes, strict=True)), (
-            residuals,
+            matmul_residuals,
             *shapes,
         )
     (x_fp8,), x_scale = quantize_rows([x], row_dims, E4M3)
@@ -94,28 +95,30 @@ def forward(
 
 
 def backward(
-    input_dims: int, precision: str, dtype: Any, platform: str | None, saved: Any, dys: Weights
+    input_dims: int, precision: str, dtype: Any, platform: str | None, residuals: Any, dys: Weights
 ) -> tuple[Array, Weights]:
     if precision == "int8":
         int8_dxs, dws = zip(
-            *map(int8_backward(input_dims, platform, *saved), range(len(dys)), dys), strict=True
+            *map(int8_backward(input_dims, platform, *residuals), range(len(dys)), dys), strict=True
         )
         return sum_products(int8_dxs), dws
-    residuals, x, weights = saved
+    matmul_residuals, x, weights = residuals
     x_shape, shapes = x.shape[1:], [w.shape[1:] for w in weights]
     row_dims, dtypes = len(x_shape) - input_dims, [w.dtype for w in weights]
     if matmul.supports(x_shape, shapes, input_dims, platform):
-        return triton_backward(residuals, [flatten_2d(dy, row_dims) for dy in dys], x, weights)
+        return triton_backward(
+            matmul_residuals, [flatten_2d(dy, row_dims) for dy in dys], x, weights
+        )
     dys_fp8, dy_scale = quantize_rows(dys, row_dims, E5M2)
     dxs = [
         contract(dy, w, output_axes(dy, row_dims, input_dims), accum_dtype(x.dtype))
-        for dy, w in zip(dys_fp8, residuals.weights_fp8, strict=True)
+        for dy, w in zip(dys_fp8, matmul_residuals.weights_fp8, strict=True)
     ]
-    relative, largest = relative_scales(residuals.x_scale * dy_scale)
+    relative, largest = relative_scales(matmul_residuals.x_scale * dy_scale)
     dys_fp8 = [rescale(dy.astype(jnp.float32), relative, E5M2) for dy in dys_fp8]
     tokens = range(row_dims), range(row_dims)
-    return rescale(sum_products(dxs), dy_scale * residuals.weight_scale, x.dtype), tuple(
-        rescale(contract(residuals.x_fp8, dy, tokens, accum_dtype(dtype)), largest, dtype)
+    return rescale(sum_products(dxs), dy_scale * matmul_residuals.weight_scale, x.dtype), tuple(
+        rescale(contract(matmul_residuals.x_fp8, dy, tokens, accum_dtype(dtype)), largest, dtype)
         for dy, dtype in zip(dys_fp8, dtypes, strict=True)
     )
 
@@ -126,8 +129,8 @@ def triton_backward(
     """dx and dws from gradients [T, outputs]; x and weights are `shape_residual`s."""
     x_shape, dtype, dtypes = x.shape[1:], accum_dtype(x.dtype), [w.dtype for w in weights]
     if sum(dy.size for dy in dys) <= math.prod(x_shape):
-        # One pass more over the gradients finds one scale, and spares the larger dx a pass that
-        # scales it.
+        # One more pass over the gradients computes a single scale, and saves a pass that scales the
+        # larger dx.
         dx, dws = matmul.one_scale_matmul_backward(
             residuals, dys, shared_scale(dys, E5M2), dtype, dtypes
         )
@@ -143,39 +146,39 @@ def triton_backward(
 def int8_backward(
     input_dims: int, platform: str | None, x: Array, weights: Weights
 ) -> Callable[[int, Array], tuple[Array, Array]]:
-    """A function of the index of a weight and the gradient of its product, to dx and dw."""
+    """A function from the index of a weight and its dy to dx and dw."""
     row_dims = x.ndim - input_dims
     rows = range(row_dims)
 
-    def back(index: int, dy: Array) -> tuple[Array, Array]:
+    def backward_of_weight(index: int, dy: Array) -> tuple[Array, Array]:
         weight, axes = weights[index], output_axes(dy, row_dims, input_dims)
         dw = contract(x, dy.astype(x.dtype), (rows, rows), jnp.float32).astype(weight.dtype)
         if platform == "gpu":
-            # The weight is transposed, so that the sum runs along its first dimension as in the
-            # forward pass. If it were the last, XLA would choose a layout of the weight that makes
-            # the product ten times slower.
+            # The weight is transposed, so that its first dimension is contracted, as in the forward
+            # pass. To contract the last one, XLA would choose a layout of the weight that makes the
+            # matmul ten times slower.
             weight_T = jax.lax.optimization_barrier(flatten_2d(weight, input_dims).T)
             operands = (
                 quantize(flatten_2d(dy, row_dims), jnp.int8, (1,)),
                 quantize(weight_T, jnp.int8, (0,)),
             )
-            return int8_product(*operands, ((1,), (0,)), x.dtype).reshape(x.shape), dw
+            return int8_matmul(*operands, ((1,), (0,)), x.dtype).reshape(x.shape), dw
         operands = quantize(dy, jnp.int8, axes[0]), quantize(weight, jnp.int8, axes[1])
-        return int8_product(*operands, axes, x.dtype), dw
+        return int8_matmul(*operands, axes, x.dtype), dw
 
-    return back
+    return backward_of_weight
 
 
 quantized_matmul.defvjp(forward, backward)
 
 
-def int8_product(
+def int8_matmul(
     lhs: QuantizedTensor,
     rhs: QuantizedTensor,
     axes: tuple[Sequence[int], Sequence[int]],
     dtype: Any,
 ) -> Array:
-    """Summed in int32, then scaled."""
+    """Accumulated in int32, then scaled."""
     qvalues = pad_int8(lhs.qvalue, axes[0]), pad_int8(rhs.qvalue, axes[1])
     sums = contract(*qvalues, axes, jnp.int32).astype(jnp.float32)
     lhs_scale = lhs.scale.reshape(*lhs.scale.shape, *[1] * rhs.scale.ndim)
@@ -183,9 +186,8 @@ def int8_product(
 
 
 def pad_int8(x: Array, axes: Sequence[int]) -> Array:
-    """x padded with zeros to a multiple of 16 values along `axes` together. Of other int8 products
-    (seen: 6 x 33 x 5003), XLA's Triton GEMM of jax 0.11.2 on an H200 sums what lies behind the last
-    value."""
+    """x zero-padded to a multiple of 16 values along all `axes`. For other int8 matmuls (seen: 6 x
+    33 x 5003), XLA's Triton GEMM of jax 0.11.2 on an H200 sums elements out of bounds."""
     missing = -x.shape[axes[-1]] % INT8_TILE
     if not missing or not math.prod(x.shape[axis] for axis in axes) % INT8_TILE:
         return x
@@ -193,5 +195,5 @@ def pad_int8(x: Array, axes: Sequence[int]) -> Array:
 
 
 def output_axes(dy: Array, row_dims: int, input_dims: int) -> tuple[Sequence[int], Sequence[int]]:
-    """The dimensions of outputs in a product's gradient, and in its weight."""
+    """The output dimensions of dy and of the weight."""
     return range(row_dims, dy.ndim), range(input_dims, input_dims + dy.ndim - row_dims)

@@ -1,7 +1,9 @@
-"""RMS normalisation over the last dimension, in float32, with a backward pass of its own.
+"""RMS norm over the last dimension, in float32, with a custom backward pass.
 
-Autodiff would save the input and its normalised copy in float32. This saves the input as it came
-and one number a row.
+    y = x / √(mean(x²) + epsilon) · scale
+
+Autodiff would save the input and its normalised copy in float32. This saves the input in its own
+dtype and one float32 for each row.
 """
 
 from functools import partial

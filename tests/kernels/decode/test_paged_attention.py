@@ -185,8 +185,8 @@ def test_kernel_lowers_for_gpus(dtype):
     [
         ((128, 64, "bfloat16", "cpu"), "a kernel for NVIDIA GPUs, and this is a CPU"),
         ((128, 64, "int4", "gpu"), "does not read int4"),
-        ((96, 64, "bfloat16", "gpu"), "heads of 96 numbers"),
-        ((8, 64, "bfloat16", "gpu"), "heads of 8 numbers"),
+        ((96, 64, "bfloat16", "gpu"), "a head_dim of 96"),
+        ((8, 64, "bfloat16", "gpu"), "a head_dim of 8"),
         ((128, 20, "int8", "gpu"), "pages of 20 tokens"),
         ((128, 1536, "int8", "gpu"), None),
         ((64, 32, "float16", "gpu"), None),

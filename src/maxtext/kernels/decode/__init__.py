@@ -1,3 +1,3 @@
-"""Pallas kernels of a decode step on NVIDIA GPUs: one token a sequence, so reading weights and
-caches is the time.
+"""Pallas kernels of a decode step on NVIDIA GPUs: with one token a sequence, time is spent on
+reading weights and caches.
 """

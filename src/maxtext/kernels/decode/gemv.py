@@ -1,21 +1,20 @@
-"""bfloat16 matrix-vector products of a decode step with one sequence, fused with what stands before
-and after them.
+"""Fused bfloat16 matrix-vector products (GEMV) of a decode step with one sequence. Pallas kernels
+for NVIDIA GPUs, lowered by Triton.
 
-With one token, a layer is a few products that take as long as their weights take to read, and
-around them norms, rotations and sums that take as long as a launch. With n = rms_norm(x) · (scale +
-offset):
+    n = rms_norm(x) · (scale + offset)
 
     norm_gate_up      act(n w_gate) · (n w_up)
     norm_qkv_rope     RoPE(n w_q), RoPE(n w_k), n w_v
     gemv_add          residual + x w
     gemv              x w
 
-Pallas kernels for NVIDIA GPUs, by Triton. Weights are transposed, [N, K]: what is summed lies side
-by side. A program has a few columns of all of K, or the same columns of two weights that belong
-together. The norm's factor is one number, so it multiplies the product at the end. Sums are in
-float32; tiles are what was fastest on an H200.
+Shapes: K inputs, N outputs, H query heads, G key/value heads, D head_dim.
 
-Shapes: K inputs, N outputs, H query heads, G key/value heads, D head size.
+With one token, a product takes as long as reading its weight, and the norms, rotations and sums
+around it would take as long as a kernel launch each. Weights are transposed, [N, K], so that the
+contracted dimension is contiguous. A program computes a few columns over all of K, or the same
+columns of a pair of weights. The inverse RMS is a scalar, so it multiplies the product at the end.
+Accumulation is in float32; tile sizes are the fastest on an H200.
 """
 
 import math
@@ -34,14 +33,14 @@ from maxtext.kernels.decode.paged_attention import store_head
 
 @dataclass(frozen=True)
 class Tiles:
-    columns: int  # of a weight, for a program
-    depth: int  # inputs at a time
+    columns: int  # outputs of a program
+    depth: int  # inputs of a step
     warps: int
 
 
 @dataclass(frozen=True)
 class NormedInput:
-    """x [K] that is divided by its root mean square and multiplied by scale [K] + offset."""
+    """The RMS norm of x [K], times scale [K] + offset."""
 
     x: Array
     scale: Array
@@ -51,12 +50,12 @@ class NormedInput:
 
 PAIRS, LONG_PAIRS, SINGLE = Tiles(2, 1024, 1), Tiles(2, 2048, 4), Tiles(1, 512, 1)
 LONG_DEPTH = 4096
-ELEMENTS_PER_THREAD = 256  # that may be on their way to one thread at a time
-DEPTH_MULTIPLE, COLUMN_MULTIPLE = 512, 16  # of K and N
+ELEMENTS_PER_THREAD = 256  # in-flight loads of one thread at most
+DEPTH_MULTIPLE, COLUMN_MULTIPLE = 512, 16  # that K and N must be
 
 
 def supports(depth: int, columns: int, dtype: Any) -> bool:
-    """Whether x [depth] and a weight [columns, depth] of `dtype` can be multiplied here."""
+    """Whether the kernels support x [depth] and a weight [columns, depth] of `dtype`."""
     aligned = (
         depth % DEPTH_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and depth * columns <= 2**31
     )
@@ -66,7 +65,7 @@ def supports(depth: int, columns: int, dtype: Any) -> bool:
 def norm_gate_up(
     x: NormedInput, weights_T: Array, activation: Callable[[Array], Array], interpret: bool = False
 ) -> Array:
-    """[N]; weights_T [2 N, K], the gate's first."""
+    """[N]; weights_T [2 N, K], the gate first."""
     tiles = pair_tiles(x)
     columns = weights_T.shape[0] // 2
     blocks = columns // tiles.columns
@@ -100,18 +99,18 @@ def norm_qkv_rope(
     2].
     """
     tiles = pair_tiles(x)
-    query_heads, kv_heads = heads
+    q_heads, kv_heads = heads
     half = cos.shape[0]
     blocks = half // tiles.columns  # of half a head
 
     def finish(first: Array, second: Array, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
-        # Rounded as a product that is written would be.
+        # Rounded as if the product were written.
         halves = [part.astype(x.x.dtype).astype(jnp.float32) for part in (first, second)]
         columns = (pl.program_id(0) % blocks) * tiles.columns + jnp.arange(tiles.columns)
         head = pl.program_id(0) // blocks
         store_head(outs, heads, head, (columns, half + columns), halves, cos_ref[...], sin_ref[...])
 
-    counts = (query_heads, kv_heads, kv_heads)
+    counts = (q_heads, kv_heads, kv_heads)
     angles = pl.BlockSpec((tiles.columns,), lambda n: (n % blocks,))
     return gemv_call(
         finish,
@@ -120,7 +119,7 @@ def norm_qkv_rope(
         [lambda n: 2 * n - n % blocks, lambda n: 2 * n - n % blocks + blocks],
         cos,
         sin,
-        programs=blocks * (query_heads + 2 * kv_heads),
+        programs=blocks * (q_heads + 2 * kv_heads),
         tiles=tiles,
         interpret=interpret,
         name="norm_qkv_rope",
@@ -195,8 +194,8 @@ def gemv_call(
     out_shape: Any,
     more_specs: Any = (),
 ) -> Any:
-    """Run `finish(*sums, *more_refs, *out_refs)` with a program's products, one for each of
-    `block_indices`: which block of columns of `weights_T` it has."""
+    """Run `finish(*products, *more_refs, *out_refs)` with the products of a program, one for each
+    of `block_indices`, which map the program to a block of columns of `weights_T`."""
     depth = weights_T.shape[1]
     block_depth = math.gcd(tiles.depth, depth)
     vectors = [x.x, x.scale] if isinstance(x, NormedInput) else [x]
@@ -230,7 +229,7 @@ def gemv_call(
 def products(
     vectors: Any, weights_T: Any, block_depth: int, unrolled: bool, norm: tuple[float, float] | None
 ) -> list[Array]:
-    """In a program: [columns] for each block [columns, K] of weights. `norm` is (epsilon,
+    """In a kernel: [columns] for each block [columns, K] of weights. `norm` is (epsilon,
     offset).
     """
     columns, depth = weights_T[0].shape
@@ -253,7 +252,7 @@ def products(
         jnp.zeros((block_depth,), jnp.float32),
         *(jnp.zeros((columns, block_depth)) for _ in weights_T),
     )
-    if unrolled:  # all is read before the first is used
+    if unrolled:  # all loads are issued before the first is used
         for step in range(steps):
             carry = add(step, carry)
     else:

@@ -1,14 +1,16 @@
-"""Paged attention of a decode step: one new token a sequence, over its pages in place, as far as
-they are filled.
+"""Paged attention of a decode step, with one new token a sequence, which reads pages in place.
+Pallas kernels for NVIDIA GPUs, lowered by Triton.
 
-A Pallas kernel for NVIDIA GPUs, by Triton. The keys of a sequence are split into `splits` spans,
-each read by a program of its own for each key/value head, so that one long sequence keeps the whole
-chip busy; a second kernel combines the spans (as in Flash-Decoding). The program whose span has the
-position of the new token also writes it to its page; nobody reads it there, since every program has
-the new token as an input.
+    paged_attention    softmax(scale · q k[0..t]) v[0..t],   k[t] and v[t] written to their page
+    split_qkv_rope     RoPE(q), RoPE(k), v of a merged projection
 
-Shapes: B rows, H query heads, K key/value heads, G = H / K, D head size, P pages of `page` tokens,
+Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, P pages of `page` tokens,
 C table columns.
+
+As in Flash-Decoding, the keys of a sequence are split into `splits` spans, each read by one program
+for each key/value head, so that one long sequence occupies the whole GPU; a second kernel combines
+the spans. The program whose span has the position of the new token writes it to its page. No
+program reads it there: the new token is an input of all of them.
 """
 
 import functools
@@ -24,29 +26,29 @@ from jax.experimental.pallas import triton
 from maxtext.common.gpu import is_nvidia
 from maxtext.kernels.attention.dot_product import MASK_VALUE
 
-MIN_ROWS = 16  # of a product on tensor cores, either way: fewer query heads are padded
-PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more spans cost more to combine
-MIN_SPLITS = 2  # so that sequences of different lengths end at about the same time
+MIN_ROWS = 16  # of a tensor core matmul, in both dimensions: fewer query heads are padded
+PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slower to combine
+MIN_SPLITS = 2  # balances sequences of different lengths
 BLOCK = 64  # tokens that a program reads at a time
-MAX_STAGES = 4  # tiles on their way
-COMBINED_ELEMENTS = 4096  # of spans, at a time
-SHARED_BYTES = 96 * 1024  # for all of them, which every such GPU has
+MAX_STAGES = 4  # of the software pipeline
+COMBINED_ELEMENTS = 4096  # elements of spans that are combined at a time
+SHARED_BYTES = 96 * 1024  # shared memory for all stages, which every supported GPU has
 
 
 def supports(
     head_dim: int, page: int, dtype: str, platform: str, capability: str = "9.0"
 ) -> str | None:
-    """None, or a reason in words."""
+    """None, or why the kernel is not supported."""
     if platform != "gpu":
         return f"it is a kernel for NVIDIA GPUs, and this is a {platform.upper()}"
     if not is_nvidia(capability):
         return f"it needs an NVIDIA GPU of compute capability 8.0 or newer, not {capability}"
     if tile_bytes(MIN_ROWS, head_dim, dtype) > SHARED_BYTES:
-        return f"heads of {head_dim} numbers are too large for a GPU's shared memory"
+        return f"a head_dim of {head_dim} is too large for a GPU's shared memory"
     if dtype == "int4":
-        return "it does not read int4, two numbers of which are in a byte"
+        return "it does not read int4, which packs two values into a byte"
     if head_dim < MIN_ROWS or head_dim & (head_dim - 1):
-        return f"heads of {head_dim} numbers are not a power of two of at least {MIN_ROWS}"
+        return f"a head_dim of {head_dim} is not a power of two of at least {MIN_ROWS}"
     if page % MIN_ROWS:
         return f"pages of {page} tokens cannot be cut into tiles: use a multiple of {MIN_ROWS}"
     return None
@@ -69,26 +71,26 @@ def paged_attention(
     """The attention output [B, H, D], and the pool with the new tokens in it.
 
     q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is [P, page,
-    K, D]; integers have "key_scale" and "value_scale", [B] or [B, K], too; table [B, C]; positions
-    [B] of the new tokens, -1 for an idle row, whose output is 0. `block`: tokens that a program
-    reads at a time, or the largest divisor of a page below it.
+    K, D]; a quantized pool also has "key_scale" and "value_scale", [B] or [B, K] for a token. table
+    [B, C]: the pages of each row. positions [B] of the new tokens; -1 for an idle row, whose output
+    is 0. `block`: tokens that a program reads at a time; reduced to a divisor of the page.
     """
-    batch, heads, size = q.shape
-    pages, page, groups, _ = pool["key"].shape
-    group = heads // groups
-    rows = max(MIN_ROWS, pl.next_power_of_2(group))
+    batch, heads, head_dim = q.shape
+    pages, page, kv_heads, _ = pool["key"].shape
+    group_size = heads // kv_heads
+    padded_group = max(MIN_ROWS, pl.next_power_of_2(group_size))
     block = math.gcd(max(pl.next_power_of_2(block), MIN_ROWS), page)
-    while block > MIN_ROWS and tile_bytes(block, size, pool["key"].dtype) > SHARED_BYTES // 2:
+    while block > MIN_ROWS and tile_bytes(block, head_dim, pool["key"].dtype) > SHARED_BYTES // 2:
         block //= 2
-    stages = max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, size, pool["key"].dtype)))
+    stages = max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, head_dim, pool["key"].dtype)))
     tiles = table.shape[1] * page // block
-    splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, batch * groups)))
+    splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, batch * kv_heads)))
     flat_pool = {
         name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()
     }
 
     def by_head(first: int | None, array: Array, index: Any) -> pl.BlockSpec:
-        """One head of what heads have each, all of what they share."""
+        """One head of an array with heads, all of one without."""
         if array.ndim == 1:
             return pl.BlockSpec((first,), lambda b, k, s: (index(b),))
         rest = array.shape[2:]
@@ -99,35 +101,35 @@ def paged_attention(
     kernel = functools.partial(
         attention_span,
         names=tuple(pool),
-        group=group,
-        rows=rows,
+        group_size=group_size,
+        padded_group=padded_group,
         page=page,
         block=block,
         splits=splits,
         scale=scale,
         soft_cap=soft_cap,
     )
-    by_span = pl.BlockSpec((None, None, None, group), lambda b, k, s: (b, k, s, 0))
+    by_span = pl.BlockSpec((None, None, None, group_size), lambda b, k, s: (b, k, s, 0))
     context, largest, total, *written = pl.pallas_call(
         kernel,
-        grid=(batch, groups, splits),
+        grid=(batch, kv_heads, splits),
         in_specs=[
-            pl.BlockSpec((None, None, group, size), lambda b, k, s: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, group_size, head_dim), lambda b, k, s: (b, k, 0, 0)),
             pl.BlockSpec((None, table.shape[1]), lambda b, k, s: (b, 0)),
             pl.BlockSpec((1,), lambda b, k, s: (b,)),
             *new_specs,
             *pool_specs,
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, group, size), lambda b, k, s: (b, k, s, 0, 0)),
+            pl.BlockSpec((None, None, None, group_size, head_dim), lambda b, k, s: (b, k, s, 0, 0)),
             by_span,
             by_span,
             *pool_specs,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, groups, splits, group, size), jnp.float32),
-            jax.ShapeDtypeStruct((batch, groups, splits, group), jnp.float32),
-            jax.ShapeDtypeStruct((batch, groups, splits, group), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, group_size, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, group_size), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, splits, group_size), jnp.float32),
             *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat_pool.values()),
         ],
         input_output_aliases={3 + len(pool) + number: 3 + number for number in range(len(pool))},
@@ -135,21 +137,21 @@ def paged_attention(
         name="paged_attention",
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
     )(
-        q.reshape(batch, groups, group, size),
+        q.reshape(batch, kv_heads, group_size, head_dim),
         table,
         positions,
         *(new[name] for name in pool),
         *flat_pool.values(),
     )
-    whole = combine_spans(context, largest, total, sinks, q.dtype, interpret)
-    after = {
+    attn_out = combine_spans(context, largest, total, sinks, q.dtype, interpret)
+    updated_pool = {
         name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)
     }
-    return whole.reshape(q.shape), after
+    return attn_out.reshape(q.shape), updated_pool
 
 
 def tile_bytes(block: int, head_dim: int, dtype: Any) -> int:
-    """Of keys and values."""
+    """Of a block of keys and values."""
     return 2 * block * head_dim * max(jnp.dtype(dtype).itemsize, 1)
 
 
@@ -159,20 +161,20 @@ def combine_spans(
     """The spans' outputs [B, K, splits, G, D] combined by their softmax sums, [B, K, G, D] in
     `dtype`.
     """
-    batch, groups, splits, group, size = context.shape
+    batch, kv_heads, splits, group_size, head_dim = context.shape
     by_span = pl.BlockSpec((None, None, splits, None), lambda b, k, g: (b, k, 0, g))
-    by_head = pl.BlockSpec((1,), lambda b, k, g: (k * group + g,))
+    by_head = pl.BlockSpec((1,), lambda b, k, g: (k * group_size + g,))
     return pl.pallas_call(
         functools.partial(combine_program, splits=splits),
-        grid=(batch, groups, group),
+        grid=(batch, kv_heads, group_size),
         in_specs=[
-            pl.BlockSpec((None, None, splits, None, size), lambda b, k, g: (b, k, 0, g, 0)),
+            pl.BlockSpec((None, None, splits, None, head_dim), lambda b, k, g: (b, k, 0, g, 0)),
             by_span,
             by_span,
             *([] if sinks is None else [by_head]),
         ],
-        out_specs=pl.BlockSpec((None, None, None, size), lambda b, k, g: (b, k, g, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, groups, group, size), dtype),
+        out_specs=pl.BlockSpec((None, None, None, head_dim), lambda b, k, g: (b, k, g, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, group_size, head_dim), dtype),
         interpret=interpret,
         name="combine_attention_spans",
         compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),
@@ -183,35 +185,37 @@ def combine_program(
     context_ref: Any, largest_ref: Any, total_ref: Any, *refs: Any, splits: int
 ) -> None:
     *sinks, out_ref = refs
-    size = context_ref.shape[1]
-    many = min(pl.next_power_of_2(splits), max(1, COMBINED_ELEMENTS // size))
+    head_dim = context_ref.shape[1]
+    block = min(pl.next_power_of_2(splits), max(1, COMBINED_ELEMENTS // head_dim))
 
     def add(step: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        sums, top, whole = carry
-        number = step * many + jnp.arange(many)
-        at, known = jnp.minimum(number, splits - 1), number < splits
-        above = jnp.maximum(top, jnp.max(largest_ref[at]))
-        share = jnp.where(known, jnp.exp(largest_ref[at] - above), 0)
-        decay = jnp.exp(top - above)
-        sums = sums * decay + (context_ref[at, :] * share[:, None]).sum(axis=0)
-        return sums, above, whole * decay + (total_ref[at] * share).sum()
+        context, running_max, total = carry
+        span = step * block + jnp.arange(block)
+        index, valid = jnp.minimum(span, splits - 1), span < splits
+        new_max = jnp.maximum(running_max, jnp.max(largest_ref[index]))
+        weight = jnp.where(valid, jnp.exp(largest_ref[index] - new_max), 0)
+        decay = jnp.exp(running_max - new_max)
+        context = context * decay + (context_ref[index, :] * weight[:, None]).sum(axis=0)
+        return context, new_max, total * decay + (total_ref[index] * weight).sum()
 
-    carry = jnp.zeros((size,), jnp.float32), jnp.float32(MASK_VALUE), jnp.float32(0)
+    carry = jnp.zeros((head_dim,), jnp.float32), jnp.float32(MASK_VALUE), jnp.float32(0)
     if sinks:
         carry = carry[0], jnp.max(sinks[0][...]), jnp.float32(1)
-    if many >= splits:
-        sums, _, whole = add(0, carry)
+    if block >= splits:
+        context, _, total = add(0, carry)
     else:
-        sums, _, whole = jax.lax.fori_loop(0, pl.cdiv(splits, many), add, carry)
-    out_ref[...] = jnp.where(whole > 0, sums / jnp.maximum(whole, 1e-30), 0).astype(out_ref.dtype)
+        context, _, total = jax.lax.fori_loop(0, pl.cdiv(splits, block), add, carry)
+    out_ref[...] = jnp.where(total > 0, context / jnp.maximum(total, 1e-30), 0).astype(
+        out_ref.dtype
+    )
 
 
 def split_qkv_rope(
     x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False
 ) -> list[Array]:
     """q [B, H, D], k and v [B, K, D] of merged projections x [B, (H + 2 K) D], with RoPE by cos and
-    sin [B, D / 2] on q and k. One kernel, where XLA makes three."""
-    queries, groups = heads
+    sin [B, D / 2] on q and k. One kernel, where XLA launches three."""
+    q_heads, kv_heads = heads
     half = cos.shape[1]
 
     def run(x_ref: Any, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
@@ -219,11 +223,11 @@ def split_qkv_rope(
         halves = [x_ref[at].astype(jnp.float32) for at in columns]
         store_head(outs, heads, pl.program_id(1), columns, halves, cos_ref[...], sin_ref[...])
 
-    counts = (queries, groups, groups)
+    counts = (q_heads, kv_heads, kv_heads)
     angles = pl.BlockSpec((None, half), lambda b, h: (b, 0))
     return pl.pallas_call(
         run,
-        grid=(len(x), queries + 2 * groups),
+        grid=(len(x), q_heads + 2 * kv_heads),
         in_specs=[pl.BlockSpec((None, 2 * half), lambda b, h: (b, h)), angles, angles],
         out_specs=[
             pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts
@@ -244,11 +248,11 @@ def store_head(
     cos: Array,
     sin: Array,
 ) -> None:
-    """In a program: store the halves of one head out of H + 2 K, or the same columns of both, in q,
-    k or v; with RoPE if it is a query or key."""
-    (first, second), (queries, groups) = halves, heads
+    """In a kernel: store the halves of one of H + 2 K heads, or the same columns of both, in q, k
+    or v; with RoPE if it is a query or key."""
+    (first, second), (q_heads, kv_heads) = halves, heads
     rotated = (first * cos - second * sin, second * cos + first * sin)
-    begins = (0, queries, queries + groups, queries + 2 * groups)
+    begins = (0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads)
     for out_ref, begin, end, pair in zip(
         outs, begins, begins[1:], (rotated, rotated, (first, second)), strict=False
     ):
@@ -265,79 +269,77 @@ def attention_span(
     position_ref: Any,
     *refs: Any,
     names: tuple[str, ...],
-    group: int,
-    rows: int,
+    group_size: int,
+    padded_group: int,
     page: int,
     block: int,
     splits: int,
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """One span of a sequence for one key/value head: the weighted sum of its values, its largest
-    logit, and the sum of its softmax weights."""
+    """One span of a sequence for one key/value head: the weighted sum of its values (unnormalised),
+    its largest logit, and the sum of its softmax weights."""
     news, pools = (
         dict(zip(names, part, strict=True))
         for part in (refs[: len(names)], refs[len(names) : -len(names) - 3])
     )
     context_ref, largest_ref, total_ref, *written = refs[-len(names) - 3 :]
-    row = jnp.arange(rows)
-    q = q_ref[jnp.minimum(row, group - 1), :]
+    row = jnp.arange(padded_group)
+    q = q_ref[jnp.minimum(row, group_size - 1), :]
     position = position_ref[0]
     span = pl.cdiv(position // block + 1, splits)  # in tiles, for this row
     first = pl.program_id(2) * span
-    last = jnp.minimum(
-        first + span, (position + block - 1) // block
-    )  # what is before the new token
-    mine = (position >= 0) & (position // block >= first) & (position // block < first + span)
+    last = jnp.minimum(first + span, (position + block - 1) // block)  # before the new token
+    owns_new_token = (
+        (position >= 0) & (position // block >= first) & (position // block < first + span)
+    )
 
     def soft_capped(logits: Array) -> Array:
         return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
     def scaled(x: Array, refs: dict[str, Any], name: str, at: Any) -> Array:
-        """By the scale of each token, which is the last dimension of x."""
+        """x times the scale of each token, which is its last dimension."""
         return x * refs[name + "_scale"][at] if name + "_scale" in refs else x
 
     def read(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         context, largest, total = carry
         k_positions = tile * block + jnp.arange(block)
-        slots = (
-            table_ref[tile * block // page] * page + k_positions % page
-        )  # a tile is within one page
+        # A tile is within one page.
+        slots = table_ref[tile * block // page] * page + k_positions % page
         logits = triton.dot(q, pools["key"][slots, :].astype(q.dtype), trans_b=True) * scale
         logits = soft_capped(scaled(logits, pools, "key", slots))
         visible = k_positions < position
         logits = jnp.where(visible[None, :], logits, MASK_VALUE)
-        above = jnp.maximum(largest, logits.max(axis=1))
-        weights = jnp.where(visible[None, :], jnp.exp(logits - above[:, None]), 0)
-        decay = jnp.exp(largest - above)
+        new_max = jnp.maximum(largest, logits.max(axis=1))
+        weights = jnp.where(visible[None, :], jnp.exp(logits - new_max[:, None]), 0)
+        decay = jnp.exp(largest - new_max)
         total = total * decay + weights.sum(axis=1)
         weights = scaled(weights, pools, "value", slots).astype(q.dtype)
         context = context * decay[:, None] + triton.dot(
             weights, pools["value"][slots, :].astype(q.dtype)
         )
-        return context, above, total
+        return context, new_max, total
 
-    one = {name: news[name][...] for name in ("key", "value")}
-    at_hand = {name: each.astype(jnp.float32) for name, each in one.items()}
-    logits = (q.astype(jnp.float32) * at_hand["key"][None, :]).sum(axis=1) * scale
-    value = scaled(at_hand["value"], news, "value", ...)
-    alone = (
-        jnp.zeros((rows, 1), jnp.float32) + jnp.where(mine, value, 0)[None, :],
-        jnp.where(mine, soft_capped(scaled(logits, news, "key", ...)), MASK_VALUE),
-        jnp.where(mine, jnp.ones((rows,), jnp.float32), 0),
+    new_key, new_value = (news[name][...].astype(jnp.float32) for name in ("key", "value"))
+    logits = (q.astype(jnp.float32) * new_key[None, :]).sum(axis=1) * scale
+    value = scaled(new_value, news, "value", ...)
+    carry = (
+        jnp.zeros((padded_group, 1), jnp.float32) + jnp.where(owns_new_token, value, 0)[None, :],
+        jnp.where(owns_new_token, soft_capped(scaled(logits, news, "key", ...)), MASK_VALUE),
+        jnp.where(owns_new_token, jnp.ones((padded_group,), jnp.float32), 0),
     )
-    context, largest, total = jax.lax.fori_loop(first, last, read, alone)
-    known = row < group
+    context, largest, total = jax.lax.fori_loop(first, last, read, carry)
+    valid = row < group_size
     column = jnp.arange(q.shape[1])
     triton.store(
         context_ref.at[row[:, None], column[None, :]],
         context,
-        mask=known[:, None] & (column >= 0)[None, :],
+        mask=valid[:, None] & (column >= 0)[None, :],
     )
-    triton.store(largest_ref.at[row], largest, mask=known)
-    triton.store(total_ref.at[row], total, mask=known)
+    triton.store(largest_ref.at[row], largest, mask=valid)
+    triton.store(total_ref.at[row], total, mask=valid)
     written_position = jnp.maximum(position, 0)
     slot = table_ref[written_position // page] * page + written_position % page
     for name, ref in zip(names, written, strict=True):
         new = news[name][...]
-        triton.store(ref.at[slot], new, mask=jnp.broadcast_to(mine, new.shape))
+        triton.store(ref.at[slot], new, mask=jnp.broadcast_to(owns_new_token, new.shape))

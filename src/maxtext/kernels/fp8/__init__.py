@@ -1,3 +1,1 @@
-"""Training in fp8: quantizers, matrix products over quantized operands, and layers fused with
-them.
-"""
+"""Training in fp8: quantizers, matmuls of quantized operands, and sublayers fused with them."""

@@ -2,10 +2,10 @@
 
     logits = x w;   loss = logsumexp(logits) - logits[target]
 
-No probability is above one, so the scales of dlogits are known from the cotangents, and dlogits is
-quantized in the pass that computes it.
+Shapes: T tokens, E embed_dim, V vocabulary.
 
-Shapes: T tokens, E embedding, V vocabulary.
+Probabilities are at most one, so the scales of dlogits follow from the cotangents, and the kernel
+that computes dlogits quantizes it.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from maxtext.kernels.fp8.quantize import (
     scale_from_amax,
     shape_residual,
 )
-from maxtext.kernels.triton import cross_entropy as rows
+from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -40,29 +40,43 @@ def head_cross_entropy_forward(
     x: Array, weight: Array, targets: Array, dtype: Any
 ) -> tuple[Any, Any]:
     x_fp8, x_scale, _ = quantize_rowwise([flatten_2d(x, x.ndim - 1)], E4M3)
-    (logits,), residuals = matmul_forward(x_fp8, x_scale, [weight], accum_dtype(dtype))
+    (logits,), matmul_residuals = matmul_forward(x_fp8, x_scale, [weight], accum_dtype(dtype))
     flat = targets.reshape(-1)
-    largest, log_sum, target_logit = rows.log_sums(logits, flat, x_scale * residuals.weight_scale)
+    largest, log_sum, target_logit = triton_cross_entropy.log_sums(
+        logits, flat, x_scale * matmul_residuals.weight_scale
+    )
     outputs = log_sum - target_logit, log_sum + largest
-    saved = residuals, logits, flat, largest, log_sum, shape_residual(x), shape_residual(weight)
-    return tuple(output.reshape(targets.shape) for output in outputs), saved
+    residuals = (
+        matmul_residuals,
+        logits,
+        flat,
+        largest,
+        log_sum,
+        shape_residual(x),
+        shape_residual(weight),
+    )
+    return tuple(output.reshape(targets.shape) for output in outputs), residuals
 
 
 def head_cross_entropy_backward(
-    dtype: Any, saved: Any, cotangents: tuple[Array, Array]
+    dtype: Any, residuals: Any, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    residuals, logits, targets, largest, log_sum, x, weight = saved
+    matmul_residuals, logits, targets, largest, log_sum, x, weight = residuals
     dloss, dpartition = (cotangent.reshape(-1) for cotangent in cotangents)
     scale = scale_from_amax(jnp.abs(dloss) + jnp.abs(dpartition), E5M2)
     factors = -dloss / scale, (dloss + dpartition) / scale
-    logit_scale = residuals.x_scale * residuals.weight_scale
-    dlogits_fp8 = rows.logits_backward(
+    logit_scale = matmul_residuals.x_scale * matmul_residuals.weight_scale
+    dlogits_fp8 = triton_cross_entropy.logits_backward(
         logits, targets, largest, log_sum, *factors, E5M2, logit_scale
     )
-    dx, [dweight] = matmul_backward(
-        residuals, [dlogits_fp8], scale, accum_dtype(x.dtype), [weight.dtype]
+    dx, [dw] = matmul_backward(
+        matmul_residuals, [dlogits_fp8], scale, accum_dtype(x.dtype), [weight.dtype]
     )
-    return rescale(dx, scale * residuals.weight_scale, x.dtype).reshape(x.shape[1:]), dweight, None
+    return (
+        rescale(dx, scale * matmul_residuals.weight_scale, x.dtype).reshape(x.shape[1:]),
+        dw,
+        None,
+    )
 
 
 head_cross_entropy.defvjp(head_cross_entropy_forward, head_cross_entropy_backward)

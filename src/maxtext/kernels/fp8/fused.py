@@ -1,14 +1,15 @@
-"""Sublayers in fp8 on one NVIDIA GPU, where norms, gates, RoPE and residual sums are part of the
-quantizing passes.
+"""Fused sublayers in fp8 on one NVIDIA GPU: norms, gates, RoPE and residual sums are part of the
+quantizers.
 
     norm_qkv        q, k, v = RoPE(n w_q), RoPE(n w_k), n w_v                n = rms_norm(x) · scale
     norm_mlp        y = (act(n w_gate) · (n w_up)) w_down
     out_norm_mlp    x' = x + context w_out;  y = norm_mlp(x')
 
-Each also returns the residual that it read, x or x': its gradient then arrives here and is added in
-the same pass as the norm's. Shapes must be as `matmul.supports` wants them.
+Shapes: T tokens ([...] flattened), E embed_dim, F hidden_dim, H heads, D head_dim; they must
+satisfy `matmul.supports`.
 
-Shapes: T tokens ([...] flattened), E embedding, F MLP width, H heads, D head size.
+Each op also returns the residual stream, x or x', so that its gradient is added in the same pass as
+the norm's dx.
 """
 
 import math
@@ -41,13 +42,11 @@ from maxtext.kernels.fp8.quantize import (
 from maxtext.kernels.fp8.rowwise import Activation
 from maxtext.kernels.triton.rms_norm import add_rms_norm_rows, rms_norm_rows, rms_norm_rows_backward
 
-MAX_SLOPE = 1.2  # of any activation that the kernels support; and none of them is above 1 at 0
+MAX_SLOPE = 1.2  # of any supported activation; and |activation(0)| <= 1
 Weights = tuple[Array, ...]
 CosSin = tuple[Array, ...]  # cosines and sines, or nothing
 ApplyRope = Callable[[Array, Array, Array], Array]
-Tag = Callable[
-    [Array], Array
-]  # marks an intermediate for the caller, for example as one to be saved
+Tag = Callable[[Array], Array]  # names an intermediate, for example for a remat policy
 
 
 class NormResiduals(NamedTuple):
@@ -86,7 +85,7 @@ def norm_qkv_forward(
     dtype: Any,
 ) -> tuple[Any, Any]:
     x_fp8, scale, norm_residuals = quantize_normed(x, norm, epsilon)
-    products, residuals = matmul_forward(
+    products, matmul_residuals = matmul_forward(
         x_fp8, scale, [flatten_2d(w, 1) for w in weights], accum_dtype(dtype)
     )
     shapes = [(*x.shape[:-1], *w.shape[1:]) for w in weights]
@@ -94,7 +93,7 @@ def norm_qkv_forward(
     if apply_rope is not None:
         shaped[:-1] = [apply_rope(y, *cos_sin) for y in shaped[:-1]]
     return (x, tuple(shaped)), (
-        residuals,
+        matmul_residuals,
         norm_residuals,
         cos_sin,
         tuple(map(shape_residual, weights)),
@@ -102,9 +101,9 @@ def norm_qkv_forward(
 
 
 def norm_qkv_backward(
-    apply_rope: ApplyRope | None, epsilon: float, dtype: Any, saved: Any, cotangents: Any
+    apply_rope: ApplyRope | None, epsilon: float, dtype: Any, residuals: Any, cotangents: Any
 ) -> tuple[Array, Array, Weights, None]:
-    residuals, norm_residuals, cos_sin, weights = saved
+    matmul_residuals, norm_residuals, cos_sin, weights = residuals
     dresidual, dys = cotangents
     shapes, dtypes = [w.shape[1:] for w in weights], [w.dtype for w in weights]
     tokens, row_dims = len(norm_residuals.x), dresidual.ndim - 1
@@ -115,9 +114,11 @@ def norm_qkv_backward(
         angles = [angle.reshape(tokens, -1) for angle in cos_sin]
         dy_fp8, dy_scale, _ = rowwise.quantize_rowwise(halves, E5M2, angles)
     dn, dws = merged_matmul_backward(
-        residuals, dy_fp8, dy_scale, accum_dtype(dresidual.dtype), dtypes
+        matmul_residuals, dy_fp8, dy_scale, accum_dtype(dresidual.dtype), dtypes
     )
-    dx, dnorm, _ = norm_backward(norm_residuals, dn, dresidual, dy_scale * residuals.weight_scale)
+    dx, dnorm, _ = norm_backward(
+        norm_residuals, dn, dresidual, dy_scale * matmul_residuals.weight_scale
+    )
     return dx, dnorm, tuple(dw.reshape(shape) for dw, shape in zip(dws, shapes, strict=True)), None
 
 
@@ -132,8 +133,8 @@ def quantize_normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array
 
 
 def scale_of_normed(norm: Array) -> Array:
-    """One scale for all tokens, known before they are normed: no element of a normed row exceeds √E
-    · max|norm|.
+    """One scale for all tokens, known before the norm: no element of a normed row exceeds √E ·
+    max|norm|.
     """
     return scale_from_amax(math.sqrt(len(norm)) * jnp.max(jnp.abs(norm.astype(jnp.float32))), E4M3)
 
@@ -173,8 +174,8 @@ def norm_mlp_forward(
     tags: tuple[Tag, Tag],
     dtype: Any,
 ) -> tuple[Any, Any]:
-    y, saved = mlp_forward(*quantize_normed(x, norm, epsilon), weights, activation, tags, dtype)
-    return (x, y.reshape(x.shape)), saved
+    y, residuals = mlp_forward(*quantize_normed(x, norm, epsilon), weights, activation, tags, dtype)
+    return (x, y.reshape(x.shape)), residuals
 
 
 def norm_mlp_backward(
@@ -182,10 +183,10 @@ def norm_mlp_backward(
     activation: Activation,
     tags: tuple[Tag, Tag],
     dtype: Any,
-    saved: Any,
+    residuals: Any,
     cotangents: Any,
 ) -> tuple[Array, Array, Weights]:
-    dx, dnorm, dweights, _ = mlp_backward(activation, saved, cotangents)
+    dx, dnorm, dweights, _ = mlp_backward(activation, residuals, cotangents)
     return dx, dnorm, dweights
 
 
@@ -201,14 +202,14 @@ def mlp_forward(
     tags: tuple[Tag, ...],
     dtype: Any,
 ) -> tuple[Array, Any]:
-    """[T, E] of the normed tokens x_fp8 [T, E], and what `mlp_backward` needs."""
-    products, residuals = matmul_forward(x_fp8, x_scale, weights[:2], accum_dtype(dtype))
+    """[T, E] of the normed tokens x_fp8 [T, E], and the residuals of `mlp_backward`."""
+    products, gate_up_residuals = matmul_forward(x_fp8, x_scale, weights[:2], accum_dtype(dtype))
     gate, up = (tag(y) for tag, y in zip(tags, products, strict=True))
     h_fp8, h_scale = rowwise.quantize_gated_rows(gate, up, activation, E4M3)
     (y,), down_residuals = matmul_forward(h_fp8, h_scale, weights[2:], accum_dtype(dtype))
     y = rescale(y, h_scale * down_residuals.weight_scale, dtype)
     return y, (
-        residuals,
+        gate_up_residuals,
         down_residuals,
         gate,
         up,
@@ -218,40 +219,46 @@ def mlp_forward(
 
 
 def mlp_backward(
-    activation: Activation, saved: Any, cotangents: Any
+    activation: Activation, residuals: Any, cotangents: Any
 ) -> tuple[Array, Array, Weights, Array]:
     """dx, dnorm, dweights, and amax(|dx|) [T]."""
-    residuals, down_residuals, gate, up, norm_residuals, weights = saved
+    gate_up_residuals, down_residuals, gate, up, norm_residuals, weights = residuals
     dresidual, dy = cotangents
     dtypes = [w.dtype for w in weights]
     dy_fp8, dy_scale, squares = quantize_rowwise([flatten_2d(dy, dy.ndim - 1)], E5M2)
     dh, ddown = matmul_backward(down_residuals, [dy_fp8], dy_scale, gate.dtype, dtypes[2:])
-    bound = gate_gradient_scale(residuals, down_residuals, jnp.sqrt(squares))
+    bound = gate_gradient_scale(gate_up_residuals, down_residuals, jnp.sqrt(squares))
     dgates_fp8 = rowwise.gated_backward_rows(gate, up, dh, 1 / bound, activation, E5M2)
     dgate_scale = dy_scale * down_residuals.weight_scale * bound
     dn, dgate_up = matmul_backward(
-        residuals, dgates_fp8, dgate_scale, accum_dtype(dresidual.dtype), dtypes[:2]
+        gate_up_residuals, dgates_fp8, dgate_scale, accum_dtype(dresidual.dtype), dtypes[:2]
     )
     dx, dnorm, amax = norm_backward(
-        norm_residuals, dn, dresidual, dgate_scale * residuals.weight_scale
+        norm_residuals, dn, dresidual, dgate_scale * gate_up_residuals.weight_scale
     )
     return dx, dnorm, (*dgate_up, *ddown), amax
 
 
 def gate_gradient_scale(
-    residuals: MatmulResiduals, down_residuals: MatmulResiduals, dy_norms: Array
+    gate_up_residuals: MatmulResiduals, down_residuals: MatmulResiduals, dy_norms: Array
 ) -> Array:
     """Scales [T] for dgate and dup, before they are computed, from the norms [T] of dy_fp8.
 
-    By Cauchy-Schwarz, |dh| <= |dy| · max row norm of w_down, and the gate and up products are
-    bounded likewise. The bound may be some thousand times too large, which leaves e5m2 eighteen
+    By Cauchy-Schwarz, |dh| <= |dy| · max row norm of w_down, and the gate and up projections are
+    bounded likewise. The bound may be a few thousand times too large, which leaves e5m2 eighteen
     powers of two at full precision.
     """
     largest = float(jnp.finfo(E4M3).max)
-    inputs = len(residuals.weights_fp8[0])
-    gate_or_up = largest * residuals.x_scale * largest * residuals.weight_scale * math.sqrt(inputs)
+    inputs = len(gate_up_residuals.weights_fp8[0])
+    gate_or_up = (
+        largest
+        * gate_up_residuals.x_scale
+        * largest
+        * gate_up_residuals.weight_scale
+        * math.sqrt(inputs)
+    )
     down_norms = jnp.sum(jnp.square(down_residuals.weights_fp8[0].astype(jnp.float32)), axis=1)
-    # Rounding may have made the factors, and so their products, a quarter larger.
+    # Rounding may have increased the operands, and so the bound, by a quarter.
     bound = 1.25 * dy_norms * jnp.sqrt(jnp.max(down_norms)) * (1 + MAX_SLOPE * gate_or_up)
     return scale_from_amax(bound, E5M2)
 
@@ -270,9 +277,9 @@ def out_norm_mlp(
 ) -> tuple[Array, Array]:
     """x' = x [..., E] + context [..., H, D] times out [H, D, E], and `norm_mlp` of x'.
 
-    The residual sum is part of the norm's pass, and that pass also finds the scale of the sum's
-    gradient, one for all tokens. The first of `tags` is applied to the product with `out`, before
-    it is scaled.
+    The norm's kernel computes the residual sum, and in the backward pass the amax of its gradient,
+    from which one scale for all tokens follows. The first of `tags` is applied to the unscaled
+    product with `out`.
     """
     return out_norm_mlp_forward(x, context, out, norm, weights, epsilon, activation, tags, dtype)[0]
 
@@ -291,12 +298,12 @@ def out_norm_mlp_forward(
     row_dims = x.ndim - 1
     context_fp8, context_scale, _ = quantize_rowwise([flatten_2d(context, row_dims)], E4M3)
     weights_2d = [flatten_2d(out, out.ndim - 1)]
-    (product,), residuals = matmul_forward(
+    (product,), matmul_residuals = matmul_forward(
         context_fp8, context_scale, weights_2d, accum_dtype(dtype)
     )
     product, scale = tags[0](product), scale_of_normed(norm)
     row_factor, norm_factor = (
-        context_scale * residuals.weight_scale,
+        context_scale * matmul_residuals.weight_scale,
         norm.astype(jnp.float32) / scale,
     )
     flat = flatten_2d(x, row_dims)
@@ -304,9 +311,11 @@ def out_norm_mlp_forward(
         flat, product, row_factor, norm_factor, epsilon, E4M3
     )
     norm_residuals = NormResiduals(total, norm, inverse_rms)
-    y, saved = mlp_forward(n_fp8, scale, norm_residuals, weights, activation, tags[1:], dtype)
+    y, mlp_residuals = mlp_forward(
+        n_fp8, scale, norm_residuals, weights, activation, tags[1:], dtype
+    )
     outputs = total.reshape(x.shape), y.reshape(x.shape)
-    return outputs, (residuals, saved, shape_residual(context), shape_residual(out))
+    return outputs, (matmul_residuals, mlp_residuals, shape_residual(context), shape_residual(out))
 
 
 def out_norm_mlp_backward(
@@ -314,14 +323,14 @@ def out_norm_mlp_backward(
     activation: Activation,
     tags: tuple[Tag, Tag, Tag],
     dtype: Any,
-    saved: Any,
+    residuals: Any,
     cotangents: Any,
 ) -> tuple[Array, Array, Array, Array, Weights]:
-    residuals, mlp_saved, context, out = saved
-    dx, dnorm, dweights, amax = mlp_backward(activation, mlp_saved, cotangents)
+    matmul_residuals, mlp_residuals, context, out = residuals
+    dx, dnorm, dweights, amax = mlp_backward(activation, mlp_residuals, cotangents)
     flat, scale = flatten_2d(dx, dx.ndim - 1), scale_from_amax(jnp.max(amax), E5M2)
     dcontext, [dout] = one_scale_matmul_backward(
-        residuals, [flat], scale, accum_dtype(context.dtype), [out.dtype]
+        matmul_residuals, [flat], scale, accum_dtype(context.dtype), [out.dtype]
     )
     dcontext = dcontext.astype(context.dtype).reshape(context.shape[1:])
     return dx, dcontext, dout.reshape(out.shape[1:]), dnorm, dweights

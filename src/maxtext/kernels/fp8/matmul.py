@@ -1,15 +1,15 @@
-"""fp8 matmuls on one NVIDIA GPU: forward, and the two of the backward pass, over operands quantized
-row by row.
+"""fp8 matmuls on one NVIDIA GPU, forward and backward, over row-wise quantized operands.
 
-    forward    y  = x w        x_fp8 [T, E] (e4m3), a scale for each token or one; w_fp8ᵀ [F, E] (e4m3), one scale
-    backward   dx = dy wᵀ      dy_fp8 [T, F] (e5m2), a scale for each token or one; w_fp8 [E, F]
-               dw = xᵀ dy      x_fp8ᵀ [E, T]; dy_fp8ᵀ [F, T] with the tokens' scales, relative to the largest, in it
-
-Every operand is contracted along its last dimension, as NVIDIA's fp8 instructions need it. The sum
-of dw runs over tokens, so their scales cannot be applied to its result; e5m2 has the range to hold
-the relative ones.
+    forward    y  = x w      x_fp8 [T, E] (e4m3), a scale for each token, or one;
+                             w_fp8ᵀ [F, E] (e4m3), one scale
+    backward   dx = dy wᵀ    dy_fp8 [T, F] (e5m2), a scale for each token, or one; w_fp8 [E, F]
+               dw = xᵀ dy    x_fp8ᵀ [E, T]; dy_fp8ᵀ [F, T] multiplied by the relative token scales
 
 Shapes: T tokens, E inputs, F outputs.
+
+Every operand is contracted along its last dimension, as NVIDIA's fp8 instructions require. dw sums
+over tokens, so their scales cannot be applied to the result: dy is multiplied by the scales,
+relative to the largest one, and rounded again. e5m2 has the range for that.
 """
 
 import math
@@ -39,12 +39,12 @@ LAST = ((1,), (1,))  # contract the last dimension of two matrices
 
 
 class MatmulResiduals(NamedTuple):
-    """What the backward pass needs of the operands."""
+    """The operands for the backward pass."""
 
-    x_fp8: Array  # [E, T] here; where XLA quantizes, as the tokens came
-    x_scale: Array  # [T], or one of all tokens
+    x_fp8: Array  # [E, T] here; [T, E] if XLA quantizes
+    x_scale: Array  # [T], or [] for all tokens
     weights_fp8: list[Array]  # [E, F_i]
-    weight_scale: Array  # one of all weights
+    weight_scale: Array  # [] for all weights
 
 
 def supports(
@@ -53,8 +53,8 @@ def supports(
     input_dims: int,
     platform: str | None,
 ) -> bool:
-    """Whether Triton quantizes and transposes tensors of these shapes: whole tiles, 32-bit offsets,
-    and the conversion instructions to fp8 that NVIDIA GPUs have from compute capability 8.9 on."""
+    """Whether Triton quantizes and transposes tensors of these shapes: multiples of a tile, 32-bit
+    offsets, and compute capability 8.9, the first with instructions that convert to fp8."""
     tokens = math.prod(x_shape[: len(x_shape) - input_dims])
     inputs = math.prod(x_shape[len(x_shape) - input_dims :])
     outputs = [math.prod(shape[input_dims:]) for shape in weight_shapes]
@@ -63,13 +63,14 @@ def supports(
     supported = aligned and addressable and supports_triton(platform, (8, 9))
     if platform == "gpu":
         log_once(
-            f"fp8: {'Triton kernels quantize' if supported else 'XLA quantizes'} the operands of matmuls"
+            f"fp8: {'Triton kernels quantize' if supported else 'XLA quantizes'} "
+            "the operands of matmuls"
         )
     return supported
 
 
 def quantize_rowwise(matrices: Sequence[Array], dtype: Any) -> tuple[Array, Array, Array]:
-    """`rowwise.quantize_rowwise`, also for rows that are too long for a program."""
+    """`rowwise.quantize_rowwise`, by XLA if rows are too long for the Triton kernel."""
     if sum(x.shape[1] for x in matrices) > MAX_COLUMNS:
         parts, scale = quantize_rows(matrices, 1, dtype)
         x_fp8 = jnp.concatenate(parts, axis=1)
@@ -80,8 +81,8 @@ def quantize_rowwise(matrices: Sequence[Array], dtype: Any) -> tuple[Array, Arra
 def matmul_forward(
     x_fp8: Array, x_scale: Array, weights: Sequence[Array], dtype: Any
 ) -> tuple[list[Array], MatmulResiduals]:
-    """x_fp8 [T, E] times each of weights [E, F_i]. The results are scaled if x has one scale, and
-    not if tokens have their own: then they are to be multiplied by x_scale · weight_scale."""
+    """x_fp8 [T, E] times each of weights [E, F_i]. If x_scale is a scalar, the results are scaled;
+    otherwise the caller multiplies them by x_scale · weight_scale."""
     weight_scale = shared_scale(weights, E4M3)
     pairs = [rowwise.quantize_and_transpose(w, weight_scale, E4M3) for w in weights]
     residuals = MatmulResiduals(
@@ -101,21 +102,23 @@ def matmul_backward(
     weight_dtypes: Sequence[Any],
     dys_fp8_T: Sequence[Array] | None = None,
 ) -> tuple[Array, list[Array]]:
-    """dx [T, E], scaled if dy has one scale, and each dw [E, F_i] in its dtype. `dys_fp8_T`: the
-    gradients transposed with the tokens' relative scales in them, where that is done already."""
+    """dx [T, E], scaled if dy_scale is a scalar, and each dw [E, F_i] in its dtype. `dys_fp8_T`:
+    the gradients transposed and multiplied by the relative token scales, if the caller has them."""
     scale = scalar_or_none(dy_scale * residuals.weight_scale)
     pairs = zip(dys_fp8, residuals.weights_fp8, strict=True)
     dxs = [contract(dy, w, LAST, dtype, scale) for dy, w in pairs]
     relative, largest = relative_scales(residuals.x_scale * dy_scale)
     dys_fp8_T = dys_fp8_T or [rowwise.transpose_fp8(dy, relative) for dy in dys_fp8]
-    # The barrier keeps XLA:GPU from merging matmuls of the same tokens, which would copy the other
-    # operands.
+    # The barrier keeps XLA:GPU from merging matmuls that share an operand, which would copy the
+    # others.
     operands = [jax.lax.optimization_barrier((residuals.x_fp8, dy_T)) for dy_T in dys_fp8_T]
     dws = [
         contract(x_T, dy_T, LAST, accum_dtype(weight_dtype), largest)
         for (x_T, dy_T), weight_dtype in zip(operands, weight_dtypes, strict=True)
     ]
-    return sum_products(dxs), [dw.astype(each) for dw, each in zip(dws, weight_dtypes, strict=True)]
+    return sum_products(dxs), [
+        dw.astype(weight_dtype) for dw, weight_dtype in zip(dws, weight_dtypes, strict=True)
+    ]
 
 
 def merged_matmul_backward(
@@ -125,12 +128,12 @@ def merged_matmul_backward(
     dtype: Any,
     weight_dtypes: Sequence[Any],
 ) -> tuple[Array, list[Array]]:
-    """`matmul_backward` of gradients side by side [T, sum F_i]: one matmul for all weights."""
+    """`matmul_backward` of concatenated gradients [T, sum F_i]: one matmul for all weights."""
     splits = np.cumsum([w.shape[1] for w in residuals.weights_fp8])[:-1]
     merged = residuals._replace(weights_fp8=[jnp.concatenate(residuals.weights_fp8, axis=1)])
     dx, [dw] = matmul_backward(merged, [dy_fp8], dy_scale, dtype, weight_dtypes[:1])
-    # Each slice is of a value of its own: else XLA:GPU fuses the updates of the weights into one
-    # pass, which does not write in place and copies its results.
+    # The barriers separate the slices: otherwise XLA:GPU fuses the weight updates into one kernel,
+    # which does not update in place and copies its results.
     copies = [dw]
     for _ in splits:
         copies.append(jax.lax.optimization_barrier(copies[-1]))
@@ -145,7 +148,7 @@ def one_scale_matmul_backward(
     dtype: Any,
     weight_dtypes: Sequence[Any],
 ) -> tuple[Array, list[Array]]:
-    """`matmul_backward` of gradients that are not quantized yet, with one scale for all of them."""
+    """`matmul_backward` of unquantized gradients, with one scale for all of them."""
     relative, _ = relative_scales(residuals.x_scale)
     pairs = [rowwise.quantize_and_transpose(dy, dy_scale, E5M2, relative) for dy in dys]
     dys_fp8, dys_fp8_T = zip(*pairs, strict=True)
@@ -153,5 +156,5 @@ def one_scale_matmul_backward(
 
 
 def scalar_or_none(scale: Array) -> Array | None:
-    """A scale if it is one for all tokens: then it can be part of a matmul."""
+    """The scale if it is a scalar, which a matmul can apply."""
     return scale if scale.ndim == 0 else None

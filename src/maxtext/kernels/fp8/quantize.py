@@ -1,10 +1,11 @@
-"""Quantization to eight bits with scales of the current tensor, and products of quantized operands.
+"""Dynamic quantization to fp8 and int8, and matmuls of quantized operands.
 
-    x ≈ qvalue · scale,   scale = the least power of two with amax(|x|) / scale within the format   (fp8)
-                          scale = amax(|x|) / 127                                                   (int8)
+    x ≈ qvalue · scale
+    fp8     scale = the least power of two with amax(|x|) / scale <= the largest fp8 value
+    int8    scale = amax(|x|) / 127
 
-A scale covers a whole tensor, or what lies along some axes. A power of two changes no digit of a
-significand, so fp8 products may be scaled before or after they are rounded.
+A scale covers a tensor, or its elements along some axes. Scaling by a power of two is exact, so fp8
+matmuls may be scaled before or after they are rounded.
 """
 
 import functools
@@ -16,11 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-E4M3 = jnp.float8_e4m3fn  # activations and weights: more digits
+E4M3 = jnp.float8_e4m3fn  # activations and weights: more precision
 E5M2 = jnp.float8_e5m2  # gradients: more range
-SMALLEST_SCALE = float(
-    jnp.finfo(jnp.float32).tiny
-)  # also of rows of zeros, which then count for nothing
+MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)  # also of rows of zeros
 
 
 class QuantizedTensor(NamedTuple):
@@ -31,7 +30,7 @@ class QuantizedTensor(NamedTuple):
 
 
 def quantize(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> QuantizedTensor:
-    """With one scale, or one for what lies along `axes`."""
+    """x with one scale, or one for the elements along `axes`."""
     scale = amax_scale(x, dtype, axes)
     x = x.astype(jnp.float32) / (scale if axes is None else jnp.expand_dims(scale, tuple(axes)))
     return QuantizedTensor(
@@ -40,9 +39,9 @@ def quantize(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Quantiz
 
 
 def amax_scale(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array:
-    """The scale that brings amax(|x|), of all or along `axes`, within the format."""
-    # The reduced dimensions are dropped: with size 1, XLA:GPU of jax 0.11.2 ended with an internal
-    # error.
+    """The scale for amax(|x|), over all elements or along `axes`."""
+    # The reduced dimensions are dropped: with keepdims, XLA:GPU of jax 0.11.2 failed with an
+    # internal error.
     amax = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=axes if axes is None else tuple(axes))
     if not jnp.issubdtype(dtype, jnp.integer):
         return scale_from_amax(amax, dtype)
@@ -51,8 +50,8 @@ def amax_scale(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array
 
 
 def scale_from_amax(amax: Array, dtype: Any) -> Array:
-    """The least power of two that brings `amax` within fp8."""
-    return jnp.maximum(ceil_power_of_two(amax / float(jnp.finfo(dtype).max)), SMALLEST_SCALE)
+    """The least power of two with amax / scale <= the largest value of fp8 `dtype`."""
+    return jnp.maximum(ceil_power_of_two(amax / float(jnp.finfo(dtype).max)), MIN_SCALE)
 
 
 def ceil_power_of_two(x: Array) -> Array:
@@ -65,8 +64,8 @@ def ceil_power_of_two(x: Array) -> Array:
 
 
 def quantize_rows(arrays: Sequence[Array], row_dims: int, dtype: Any) -> tuple[list[Array], Array]:
-    """fp8 values of arrays that share their first `row_dims` dimensions, and one scale for each
-    index into these.
+    """The arrays, which share their first `row_dims` dimensions, in fp8, and one scale for each
+    index into these dimensions.
     """
     scales = [amax_scale(x, dtype, range(row_dims, x.ndim)) for x in arrays]
     scale = functools.reduce(jnp.maximum, scales)
@@ -74,7 +73,7 @@ def quantize_rows(arrays: Sequence[Array], row_dims: int, dtype: Any) -> tuple[l
 
 
 def shared_scale(arrays: Sequence[Array], dtype: Any) -> Array:
-    """One scale for all of them."""
+    """One scale for all arrays."""
     return functools.reduce(jnp.maximum, [amax_scale(x, dtype) for x in arrays])
 
 
@@ -93,7 +92,7 @@ def rescale(x: Array, scale: Array, dtype: Any) -> Array:
 
 
 def accum_dtype(dtype: Any) -> Any:
-    """The dtype of products that are not scaled yet: they would overflow float16."""
+    """The dtype of unscaled products, which would overflow float16."""
     return jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
 
 
@@ -104,8 +103,8 @@ def contract(
     dtype: Any,
     scale: Array | None = None,
 ) -> Array:
-    """The product summed over `axes` of each operand. With one `scale` for all of it: written like
-    this, XLA:GPU makes the conversions and the scaling part of the fp8 matmul."""
+    """The contraction of both operands over `axes`, times `scale`, a scalar. XLA:GPU fuses the
+    conversions and the scaling, written like this, into the fp8 matmul."""
     dimensions = ((tuple(axes[0]), tuple(axes[1])), ((), ()))
     if scale is not None:
         lhs, rhs = lhs.astype(dtype) * scale.astype(dtype), rhs.astype(dtype)
@@ -113,16 +112,14 @@ def contract(
 
 
 def sum_products(products: Sequence[Array]) -> Array:
-    """Their sum, with the later product first: XLA:GPU then makes each addition the epilogue of a
-    matmul.
+    """The sum of products, with the later operand first: XLA:GPU then fuses each addition into the
+    epilogue of a matmul.
     """
     return functools.reduce(lambda total, product: product + total, products)
 
 
 def shape_residual(x: Array) -> Array:
-    """An array without elements that carries x's shape (behind a leading 0) and dtype to a backward
-    pass.
-    """
+    """An empty array that carries x's shape (after a leading 0) and dtype to the backward pass."""
     return jnp.zeros((0, *x.shape), x.dtype)
 
 

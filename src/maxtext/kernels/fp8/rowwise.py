@@ -1,16 +1,17 @@
 """Row-wise quantizers and transposes for fp8, by Triton.
 
-An fp8 matmul of NVIDIA's contracts the last dimension of both operands, and each tensor is in two
-matmuls that contract different ones. So it is needed as it is and transposed. The scale of a row
-depends on that row alone: a program reads rows whole, finds their scales and writes fp8.
-`transpose_fp8` transposes what it wrote.
-
-    quantize_rowwise          x_fp8 = x / scale,                   scale [T] = amax scale of each row
+    quantize_rowwise          x_fp8 = x / scale,   scale [T] = amax scale of each row
     quantize_gated_rows       h_fp8 = act(gate) · up / scale
-    gated_backward_rows       dgate_fp8, dup_fp8 of h, scaled by given factors
-    quantize_and_transpose    x_fp8 and x_fp8ᵀ, one given scale
+    gated_backward_rows       dgate_fp8 = dh · factor · up · act'(gate)
+                              dup_fp8   = dh · factor · act(gate)
+    transpose_fp8             x_fp8ᵀ
+    quantize_and_transpose    x_fp8 and x_fp8ᵀ, with one given scale
 
 Shapes: T rows, C columns, D/2 pairs of a head.
+
+NVIDIA's fp8 matmuls contract the last dimension of both operands, and each tensor takes part in two
+matmuls that contract different dimensions, so it is needed as it is and transposed. A row's scale
+depends on that row alone: a program reads complete rows, computes their scales and writes fp8.
 """
 
 import functools
@@ -28,19 +29,17 @@ from maxtext.kernels.fp8.quantize import scale_from_amax
 from maxtext.kernels.triton.rowwise import TILE, column_tiles, rowwise_call
 
 Activation = Callable[[Array], Array]
-IndexedTile = tuple[
-    tuple[Any, ...], Array
-]  # where a tile belongs in the output, and its values in float32
+IndexedTile = tuple[tuple[Any, ...], Array]  # a tile's index in the output, and its float32 values
 
 
 def quantize_rowwise(
     matrices: Sequence[Array], dtype: Any, cos_sin: Sequence[Array] = (), interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Matrices [T, C_i] side by side in fp8 [T, sum C_i], the scales [T], and the sums of squares
+    """Matrices [T, C_i] concatenated in fp8 [T, sum C_i], the scales [T], and the sums of squares
     [T] of x / scale.
 
-    With `cos_sin`, [T, D/2] each, the matrices are [T, H_i, 2, D/2] and all but the last are
-    rotated by the inverse RoPE first: gradients of rotated queries and keys become those of the
+    With `cos_sin`, [T, D/2] each, the matrices are [T, H_i, 2, D/2], and the inverse RoPE is
+    applied to all but the last: gradients of rotated queries and keys become those of the
     projections.
     """
 
@@ -131,8 +130,8 @@ def gated_backward_rows(
 
 
 def write_quantized(tiles: Sequence[IndexedTile], out: Any, scale_ref: Any) -> list[Array]:
-    """In a program: write the tiles of some rows in fp8 and the rows' scales. Returns the tiles
-    over their scale.
+    """In a kernel: write tiles in fp8 and the scales of their rows. Returns the tiles over their
+    scale.
     """
     scale = scale_from_amax(
         functools.reduce(jnp.maximum, [amax(tile) for _, tile in tiles]), out.dtype
@@ -153,7 +152,8 @@ def sum_squares(rows: Array) -> Array:
 
 
 def transpose_fp8(x_fp8: Array, row_factor: Array | None = None, interpret: bool = False) -> Array:
-    """[C, T] of x_fp8 [T, C]; its rows times row_factor [T] first, rounded again."""
+    """x_fp8ᵀ [C, T] of x_fp8 [T, C]; if given, rows are multiplied by row_factor [T] and rounded
+    first."""
 
     def program(x: Any, *refs: Any) -> None:
         *factors, out = refs
@@ -163,7 +163,7 @@ def transpose_fp8(x_fp8: Array, row_factor: Array | None = None, interpret: bool
         out[...] = tile.T
 
     factors = [] if row_factor is None else [row_factor]
-    width = 2 * TILE if x_fp8.shape[1] % (2 * TILE) == 0 else TILE  # wider reads where they fit
+    width = 2 * TILE if x_fp8.shape[1] % (2 * TILE) == 0 else TILE  # wider reads where C permits
     return pl.pallas_call(
         program,
         out_shape=jax.ShapeDtypeStruct(x_fp8.shape[::-1], x_fp8.dtype),
@@ -182,7 +182,7 @@ def transpose_fp8(x_fp8: Array, row_factor: Array | None = None, interpret: bool
 def quantize_and_transpose(
     x: Array, scale: Array, dtype: Any, row_factor: Array | None = None, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """x [T, C] in fp8 with one given scale, and the same transposed as `transpose_fp8` does it."""
+    """x [T, C] in fp8 with one given scale, and its transpose, as `transpose_fp8` returns it."""
     rows, columns = x.shape
 
     def program(x: Any, inverse_scale: Any, *refs: Any) -> None:

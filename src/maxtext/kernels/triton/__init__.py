@@ -1,1 +1,1 @@
-"""Pallas kernels for NVIDIA GPUs by Triton whose programs read whole rows."""
+"""Row-wise Pallas kernels for NVIDIA GPUs, lowered by Triton."""

@@ -1,12 +1,13 @@
 """Cross-entropy of rows of logits by Triton, forward and backward, each reading the logits once.
 
-    log_sums           largest = max(logits);  log_sum = log Σ exp(logits - largest);  target logit - largest
+    log_sums           largest = max(logits);   log_sum = log Σ exp(logits - largest)
+                       target_logit = logits[target] - largest
     logits_backward    dlogits = softmax(logits) · factor + onehot(target) · target_factor
 
-A program keeps a running maximum and sum in each of its lanes and reduces over lanes at the end.
-dlogits is written in any dtype: for a head in fp8, in fp8.
-
 Shapes: T tokens, V vocabulary.
+
+A program keeps a running maximum and sum in each of its lanes and reduces over lanes at the end.
+dlogits may have any dtype, for example fp8 for an fp8 head.
 """
 
 import functools
@@ -27,13 +28,13 @@ from maxtext.kernels.triton.rowwise import (
 )
 
 MAX_LANES = 2048
-LOGITS_PER_UPDATE = 4  # that a lane reads before it rescales its sum
+LOGITS_PER_UPDATE = 4  # logits that a lane reads before it rescales its sum
 BACKWARD_COLUMNS = 4096  # logits of a row at a time
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def supports(tokens: int, vocabulary: int, platform: str | None) -> bool:
-    """Whole tiles, and 32-bit offsets."""
+    """Whether T and V are multiples of a tile, and offsets fit into 32 bits."""
     return (
         supports_triton(platform)
         and not tokens % TILE
@@ -45,9 +46,8 @@ def supports(tokens: int, vocabulary: int, platform: str | None) -> bool:
 def log_sums(
     logits: Array, targets: Array, row_factor: Array | None = None, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Of logits [T, V] times row_factor [T], each [T]: the largest, the log of the sum of
-    exponentials relative to it, and the target's relative to it, too (0 where the target is outside
-    of the vocabulary)."""
+    """(largest, log_sum, target_logit), each [T], of logits [T, V] times row_factor [T];
+    target_logit is 0 if the target is outside of the vocabulary."""
 
     def program(logits: Any, targets: Any, *refs: Any) -> None:
         *factors, largest, log_sum, target_logit = refs
@@ -56,9 +56,8 @@ def log_sums(
         lanes = min(MAX_LANES, floor_power_of_two(vocabulary))
 
         def read(start: int) -> Array:
-            overlap = max(
-                start + lanes - vocabulary, 0
-            )  # the last read starts earlier, to end within the row
+            # The last read starts earlier, to end within the row.
+            overlap = max(start + lanes - vocabulary, 0)
             x = scaled(logits[:, pl.ds(start - overlap, lanes)], factors)
             if not overlap:
                 return x

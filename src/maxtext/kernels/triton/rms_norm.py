@@ -1,4 +1,4 @@
-"""RMS normalisation of rows by Triton, forward and backward, each reading its inputs once.
+"""RMS norm of rows by Triton, forward and backward, each reading its inputs once.
 
     n = x · inverse_rms · scale,   inverse_rms = 1 / √(mean(x²) + epsilon)
 
@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton
 
 from maxtext.kernels.triton.rowwise import column_tiles, floor_power_of_two, rowwise_call
 
-BACKWARD_ROWS = 64  # of a backward program, one block after the other: it sums dscale over them
-BACKWARD_ELEMENTS = 4096  # of one row, or of several, that it has at a time
+BACKWARD_ROWS = 64  # rows of a backward program, which sums their dscale, block by block
+BACKWARD_ELEMENTS = 4096  # elements of a block of rows
 
 
 def rms_norm_rows(
@@ -59,7 +59,7 @@ def add_rms_norm_rows(
             tiles.append(tile.astype(jnp.float32))
         write_normed(tiles, scale, epsilon, out, inverse_rms)
 
-    outs = [jax.ShapeDtypeStruct(x.shape, each) for each in (x.dtype, dtype)]
+    outs = [jax.ShapeDtypeStruct(x.shape, out_dtype) for out_dtype in (x.dtype, dtype)]
     total, normed, inverse_rms = rowwise_call(
         program, [x, y, row_factor], [scale], outs, 1, interpret=interpret, name="add_rms_norm_rows"
     )
@@ -69,7 +69,7 @@ def add_rms_norm_rows(
 def write_normed(
     tiles: list[Array], scale: Any, epsilon: float, out: Any, inverse_rms: Any
 ) -> None:
-    """In a program: the norm of some rows, given in tiles."""
+    """In a kernel: write the norm of rows, given as tiles."""
     squares = functools.reduce(operator.add, [jnp.sum(jnp.square(tile), axis=1) for tile in tiles])
     factor = jax.lax.rsqrt(squares / out.shape[1] + epsilon)
     inverse_rms[...] = factor
@@ -88,8 +88,8 @@ def rms_norm_rows_backward(
     row_factor: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """dx [T, C] of the norm plus `dresidual` [T, C], dscale [C], and amax(|dx|) [T]; dn is times
-    row_factor [T].
+    """dx [T, C] of the norm plus `dresidual` [T, C], dscale [C], and amax(|dx|) [T]; dn is
+    multiplied by row_factor [T].
     """
     num_rows, num_columns = x.shape
     tiles = column_tiles(num_columns)

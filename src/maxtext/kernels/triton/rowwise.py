@@ -1,5 +1,5 @@
-"""How Triton programs share the rows of a matrix: each reads some rows whole, in tiles of
-power-of-two width.
+"""Row-wise Triton kernels: each program reads complete rows of a matrix, in tiles of power-of-two
+width.
 
 Shapes: T rows, C columns.
 """
@@ -16,7 +16,7 @@ from maxtext.common.gpu import is_nvidia, target_capability
 
 TILE = 128  # T and C must be multiples of it
 MAX_COLUMNS = 32768  # of a row that fits into the registers of a program
-MIN_ELEMENTS = 4096  # that a program should have: several short rows, or one long one
+MIN_ELEMENTS = 4096  # of a program: several short rows, or one long row
 
 
 def supports_triton(platform: str | None, minimum: tuple[int, int] = (8, 0)) -> bool:
@@ -36,8 +36,8 @@ def rowwise_call(
 ) -> list[jax.Array]:
     """Run `program(*matrix_refs, *vector_refs, *out_refs, *row_out_refs)` over blocks of rows.
 
-    A block has some rows of each of `matrices` ([T, ...]) and of `outs`, all of each of `vectors`
-    ([C]), and the same rows of `row_outs` further outputs, [T] in float32.
+    A block has the same rows of all `matrices` ([T, ...]), of `outs`, and of `row_outs` further
+    outputs, [T] in float32; and all elements of `vectors` ([C]).
     """
     num_rows = len(matrices[0])
     columns = max(sum(x.size // num_rows for x in arrays) for arrays in (matrices, outs))
@@ -62,13 +62,13 @@ def rowwise_call(
 
 
 def rows_and_warps(columns: int) -> tuple[int, int]:
-    """How many rows of this many columns a program reads, and its number of warps."""
+    """The number of rows and of warps of a program, for rows of `columns`."""
     rows = max(1, MIN_ELEMENTS // floor_power_of_two(columns))
     return rows, min(16, max(4, floor_power_of_two(rows * columns // 1536)))
 
 
 def column_tiles(columns: int, max_width: int = MAX_COLUMNS) -> list[Any]:
-    """Slices that cover a row: powers of two, as Triton needs them, the widest first."""
+    """Slices that cover a row: powers of two, as Triton requires, the widest first."""
     tiles, start = [], 0
     while start < columns:
         width = min(floor_power_of_two(columns - start), max_width)
