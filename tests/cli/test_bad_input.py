@@ -553,14 +553,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mistake(name, capsys, monkeypatch, tmp_path):
+def test_mistake_is_reported(name, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    words, expected = CASES[name]
-    refused(["config", *words], expected, capsys)
+    args, expected = CASES[name]
+    refused(["config", *args], expected, capsys)
 
 
-def refused(words, expected, capsys):
-    assert main(words) == 2
+def refused(args, expected, capsys):
+    assert main(args) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert "Traceback" not in output.err
@@ -621,7 +621,7 @@ def test_unknown_and_wrong_environment_variables(capsys, monkeypatch):
     refused(["config"], ["base_emb_dim='wide' (environment (M_BASE_EMB_DIM))"], capsys)
 
 
-def test_all_mistakes_are_told_at_once(capsys):
+def test_all_mistakes_are_reported_at_once(capsys):
     refused(
         ["config", "base_emb_dim=x", "base_mlp_dim=y"],
         ["base_emb_dim='x'", "base_mlp_dim='y'"],
@@ -629,7 +629,7 @@ def test_all_mistakes_are_told_at_once(capsys):
     )
 
 
-def test_unknown_verb(capsys):
+def test_unknown_command(capsys):
     refused(["trian"], ["unknown command 'trian'; did you mean train?"], capsys)
     refused(["zzz"], ["the commands are"], capsys)
 

@@ -61,7 +61,7 @@ def test_config_changed(capsys):
     assert keys == ["run_name", "base_output_directory", "base_emb_dim"]
 
 
-def test_config_for_programs(capsys):
+def test_config_as_json_and_yaml(capsys):
     assert main(["config", "base_emb_dim=64", "run_name=a", "--format", "json"]) == 0
     from_json = json.loads(capsys.readouterr().out)
     assert main(["config", "base_emb_dim=64", "run_name=a", "--format=yaml"]) == 0
@@ -97,7 +97,7 @@ def test_status_counts_every_key(capsys):
     assert sum(bool(line) and not line.startswith("#") for line in rest) == 726
 
 
-def test_doors():
+def test_module_entry_points():
     for door in ("maxtext.train", "maxtext.decode", "maxtext.train_compile"):
         result = subprocess.run(
             [sys.executable, "-m", door, "stepz=1"], capture_output=True, text=True
@@ -109,7 +109,7 @@ def test_doors():
     assert result.returncode == 0
 
 
-def test_a_closed_pipe_is_no_error():
+def test_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m maxtext config | head -1"
     result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True
@@ -127,10 +127,10 @@ def test_a_closed_pipe_is_no_error():
         ("RESOURCE_EXHAUSTED: Out of memory allocating 3 things", "ran out of memory: lower"),
     ],
 )
-def test_a_device_without_memory(monkeypatch, capsys, message, said):
+def test_out_of_memory_is_reported(monkeypatch, capsys, message, said):
     import jax
 
-    def fail(words):
+    def fail(args):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr("maxtext.cli.config.run", fail)

@@ -37,11 +37,11 @@ def tensors(folder):
     return {name: opened.read(name) for name in opened.tensors}
 
 
-def convert(*words):
-    return main(["convert", *map(str, words)])
+def convert(*args):
+    return main(["convert", *map(str, args)])
 
 
-def test_there_and_back(source, tmp_path, capsys):
+def test_round_trip(source, tmp_path, capsys):
     assert convert("from_hf", source, tmp_path / "ours") == 0
     assert convert("to_hf", tmp_path / "ours", tmp_path / "theirs") == 0
     before, after = tensors(source), tensors(tmp_path / "theirs")
@@ -73,7 +73,7 @@ def test_there_and_back(source, tmp_path, capsys):
     assert configs[0] == configs[1]
 
 
-def test_another_dtype(source, tmp_path):
+def test_dtype_option(source, tmp_path):
     assert convert("from_hf", source, tmp_path / "ours", "--dtype", "float32") == 0
     assert convert("to_hf", tmp_path / "ours", tmp_path / "half", "--dtype=float16") == 0
     for name, tensor in tensors(tmp_path / "half").items():
@@ -177,7 +177,7 @@ def test_bad_folders(source, tmp_path, capsys, spoil):
     assert {path.name for path in tmp_path.iterdir()} == {"bad"}
 
 
-def test_what_is_in_the_way_stays(source, tmp_path, capsys):
+def test_existing_output_is_not_overwritten(source, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     assert convert("from_hf", source, tmp_path / "out") == 1
@@ -186,7 +186,7 @@ def test_what_is_in_the_way_stays(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "sentence"),
+    ("args", "code", "sentence"),
     [
         ([], 2, "give a direction and two folders"),
         (["sideways", "a", "b"], 2, "give a direction and two folders"),
@@ -198,8 +198,8 @@ def test_what_is_in_the_way_stays(source, tmp_path, capsys):
         (["from_hf", "nowhere", "out"], 1, "there is no folder nowhere"),
     ],
 )
-def test_bad_words(words, code, sentence, capsys, tmp_path, monkeypatch):
+def test_bad_arguments(args, code, sentence, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert convert(*words) == code
+    assert convert(*args) == code
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -36,9 +36,9 @@ def files(tmp_path):
     return write
 
 
-def replaced(words, *others):
+def replaced(args, *others):
     """Words with others in the place of those for the same keys."""
-    return list({word.partition("=")[0]: word for word in [*words, *others]}.values())
+    return list({word.partition("=")[0]: word for word in [*args, *others]}.values())
 
 
 def table(text):
@@ -50,7 +50,7 @@ def table(text):
     )
 
 
-def test_inspect_shows_segments_padding_and_numbers(files, capsys):
+def test_inspect_shows_segments_padding_and_statistics(files, capsys):
     # Pairs of each document with beginning and end: 4, 6 and 9; rows of 16: 4 + 6, then 9; 13
     # places stay empty.
     assert main(["data", "inspect", *files("abc", "de\nfg", "hijklmno")]) == 0
@@ -75,15 +75,15 @@ def test_inspect_shows_segments_padding_and_numbers(files, capsys):
     assert "\x1b" not in text  # not a terminal
 
 
-def test_inspect_counts_what_truncation_cuts(files, capsys):
+def test_inspect_counts_truncated_documents(files, capsys):
     # 14 bytes make 15 pairs, 15 make 16 and fit, 16 make 17 and are cut.
-    words = files("a" * 14, "b" * 15, "c" * 16, "d" * 40)
-    assert main(["data", "inspect", *words, "--batches", "2", "--rows", "0"]) == 0
+    args = files("a" * 14, "b" * 15, "c" * 16, "d" * 40)
+    assert main(["data", "inspect", *args, "--batches", "2", "--rows", "0"]) == 0
     text = capsys.readouterr().out
     assert "│" not in text
     assert table(text)["truncated documents"] == "50.00%"
     assert "tokens/s after the first batch" in table(text)
-    assert main(["data", "inspect", *words, "--batches=9", "--json", "use_truncation=false"]) == 0
+    assert main(["data", "inspect", *args, "--batches=9", "--json", "use_truncation=false"]) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert "truncated" not in summary
     # Pairs in pieces of at most 16: 15, 16, 16 + 1, 16 + 16 + 9, of which 15 and 1 share a row.
@@ -102,18 +102,18 @@ def test_each_segment_has_its_colour_on_a_terminal(files, capsys, monkeypatch):
     assert re.search(r"\x1b\[1;7;\d+m<bos>", text)
 
 
-def test_text_cannot_steer_the_terminal(files, capsys, monkeypatch):
+def test_control_characters_are_escaped(files, capsys, monkeypatch):
     evil = "a\x1b[2J\x07\x9b31m\r\u202eb"
-    words = replaced(files(evil), "max_target_length=32", "generate_padding_batch_train=true")
+    args = replaced(files(evil), "max_target_length=32", "generate_padding_batch_train=true")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert main(["data", "inspect", *words]) == 0
+    assert main(["data", "inspect", *args]) == 0
     text = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # without our own colours
     assert r"a\x1b[2J\x07\x9b31m\r\u202eb" in text
     assert not set("\x07\x9b\r\u202e\x1b") & set(text)
     assert visible("tab\tand\nline, é ✓ 漢") == "tab\tand\nline, é ✓ 漢"
 
 
-def test_inspect_for_programs(files, capsys):
+def test_inspect_json(files, capsys):
     assert main(["data", "inspect", *files("abc", "é", "hijklmnopqr"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     first = found["batches"][0][0]
@@ -129,8 +129,8 @@ def test_inspect_for_programs(files, capsys):
 
 
 def test_inspect_evaluation(files, capsys, tmp_path):
-    words = files("training text", folder="eval", key="grain_eval_files")
-    assert main(["data", "inspect", *words, "--eval"]) == 0
+    args = files("training text", folder="eval", key="grain_eval_files")
+    assert main(["data", "inspect", *args, "--eval"]) == 0
     text = capsys.readouterr().out
     assert "<bos>training text<eos>" in text
     assert "batch 0, row 1: 0 segments, 0 of 16 positions" in text  # the last batch is filled up
@@ -139,25 +139,23 @@ def test_inspect_evaluation(files, capsys, tmp_path):
 
 
 def test_inspect_without_a_tokenizer_shows_ids(capsys):
-    words = [
+    args = [
         "dataset_type=synthetic",
         "vocab_size=50",
         "max_target_length=8",
         "per_device_batch_size=1",
     ]
-    assert main(["data", "inspect", *words]) == 0
+    assert main(["data", "inspect", *args]) == 0
     text = capsys.readouterr().out
     assert re.search(r"   1 │ \d+( \d+){8}\n", text)
     assert "documents" not in table(text)
 
 
 def test_prepare_then_train_from_it(files, capsys, tmp_path):
-    words = files(*(f"document {number}" * (number % 3 + 1) for number in range(12)))
+    args = files(*(f"document {number}" * (number % 3 + 1) for number in range(12)))
     out = tmp_path / "out"
     assert (
-        main(
-            ["data", "prepare", *words, "--out", str(out), "--shard-documents=5", "--workers", "1"]
-        )
+        main(["data", "prepare", *args, "--out", str(out), "--shard-documents=5", "--workers", "1"])
         == 0
     )
     text = capsys.readouterr().out
@@ -176,19 +174,19 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
         "train_data_columns=[tokens] tokenize_train_data=false"
     )
     ours, theirs = (
-        list(make_train_iterator(load_config(replaced(words, *more)))) for more in ([], line)
+        list(make_train_iterator(load_config(replaced(args, *more)))) for more in ([], line)
     )
     assert len(ours) == len(theirs) > 3
     for one, other in zip(ours, theirs, strict=True):
         assert all((one[name] == other[name]).all() for name in one)
-    assert main(["data", "inspect", *replaced(words, *line)]) == 0
+    assert main(["data", "inspect", *replaced(args, *line)]) == 0
     assert "<bos>document 0<eos>\n" in capsys.readouterr().out
-    assert main(["data", "inspect", *replaced(words, *line, "tokenizer_path=")]) == 0
+    assert main(["data", "inspect", *replaced(args, *line, "tokenizer_path=")]) == 0
     assert re.search(r"│ 1 103 114 102", capsys.readouterr().out)
-    assert main(["data", "prepare", *words, "--out", str(out), "--shard-documents=5"]) == 0
+    assert main(["data", "prepare", *args, "--out", str(out), "--shard-documents=5"]) == 0
     assert "nothing was missing" in capsys.readouterr().out
     assert (
-        main(["data", "prepare", *words, "add_bos=false", "--out", str(out), "--shard-documents=5"])
+        main(["data", "prepare", *args, "add_bos=false", "--out", str(out), "--shard-documents=5"])
         == 2
     )
     assert "was begun with beginning [1]" in capsys.readouterr().err
@@ -218,10 +216,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_words(case, capsys, tmp_path, monkeypatch):
+def test_bad_arguments(case, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words, message = BAD[case]
-    assert main(["data", *words]) == 2
+    args, message = BAD[case]
+    assert main(["data", *args]) == 2
     assert message in capsys.readouterr().err
     assert not os.listdir(tmp_path)
 
@@ -245,7 +243,7 @@ def test_fewest_devices():
     assert fewest_devices(base | {"per_device_batch_size": "many", "num_slices": None}) == (1, 1)
 
 
-def test_settings_of_a_large_machine_load_here(files):
+def test_settings_of_a_large_machine_load_without_devices(files):
     config = load_config(
         [
             *files("abc"),
@@ -263,8 +261,8 @@ def test_settings_of_a_large_machine_load_here(files):
 
 def test_throughput(files, capsys):
     # Nine documents of 15 pairs, each a row; two a batch make four, and one is left over.
-    words = files(*["a" * 14] * 9)
-    assert main(["data", "throughput", *words]) == 0
+    args = files(*["a" * 14] * 9)
+    assert main(["data", "throughput", *args]) == 0
     numbers = table(capsys.readouterr().out)
     assert numbers["batches"].startswith("4 of ")
     assert numbers["tokens"] == "120 of 128 positions"
@@ -274,43 +272,43 @@ def test_throughput(files, capsys):
     ]
     assert rates[1] == pytest.approx(rates[0] * 30, rel=0.02)
     assert rates[2] == pytest.approx(rates[0] * 32, rel=0.02)
-    assert main(["data", "throughput", *words, "steps=2", "generate_padding_batch_train=true"]) == 0
+    assert main(["data", "throughput", *args, "steps=2", "generate_padding_batch_train=true"]) == 0
     assert table(capsys.readouterr().out)["batches"] == "2"
     # Two devices share a sequence.
     assert (
-        main(["data", "throughput", *replaced(words, "per_device_batch_size=0.5", "steps=5")]) == 0
+        main(["data", "throughput", *replaced(args, "per_device_batch_size=0.5", "steps=5")]) == 0
     )
     assert table(capsys.readouterr().out)["tokens"] == "75 of 80 positions"
 
 
 @pytest.mark.slow
-def test_the_familiar_command(files):
+def test_standalone_dataloader_module(files):
     """With worker processes, each with a stream of its own."""
-    words = replaced(
+    args = replaced(
         files(*["a" * 14] * 64), "grain_worker_count=2", "per_device_batch_size=4", "steps=5"
     )
-    command = [sys.executable, "-m", "maxtext.standalone_dataloader", *words]
+    command = [sys.executable, "-m", "maxtext.standalone_dataloader", *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert table(done.stdout)["batches"] == "5"
     assert table(done.stdout)["tokens"] == "300 of 320 positions"
 
 
-def test_an_index_of_tokens(tmp_path, capsys):
+def test_index(tmp_path, capsys):
     np.save(tmp_path / "a.npy", np.arange(40, dtype=np.uint16))
     np.arange(25, dtype=np.uint16).tofile(tmp_path / "b.npy")
     out = tmp_path / "index.json"
     command = ["data", "index", "--out", str(out), "--length", "8", "--dtype=uint16", str(tmp_path)]
     assert main(command) == 0
     assert "2 files, 65 tokens, 8 rows of 8" in capsys.readouterr().out
-    words = [
+    args = [
         "dataset_type=olmo_grain",
         f"olmo_index_path={out}",
         "max_target_length=8",
         "vocab_size=64",
     ]
-    words += ["per_device_batch_size=1", "enable_data_shuffling=false"]
-    batches = list(make_train_iterator(load_config(words)))
+    args += ["per_device_batch_size=1", "enable_data_shuffling=false"]
+    batches = list(make_train_iterator(load_config(args)))
     assert [batch["inputs"][0].tolist() for batch in batches[:5]] == np.arange(40).reshape(
         5, 8
     ).tolist()

@@ -46,7 +46,7 @@ def folder(made, tmp_path):
     return tmp_path / "run"
 
 
-def test_what_is_shown(folder, capsys):
+def test_shows_steps_and_tensors(folder, capsys):
     (folder / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
     assert main(["inspect", str(folder), "--verify"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -64,7 +64,7 @@ def test_what_is_shown(folder, capsys):
     assert query[1:] == ["16", "x", "2", "x", "2", "x", "8", "float32", "2.05", "KB"]
 
 
-def test_json_for_programs(folder, made, capsys):
+def test_json_output(folder, made, capsys):
     assert main(["inspect", str(folder / "checkpoints" / "4"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["about"]["step"] == 4
@@ -97,7 +97,7 @@ def test_damage_is_named_with_exit_code_1(folder, capsys):
     assert "no digest to check it by" in capsys.readouterr().out
 
 
-def test_weights_taken_out(folder, made, tmp_path, capsys):
+def test_params_only_extracts_the_weights(folder, made, tmp_path, capsys):
     out = tmp_path / "weights"
     assert main(["convert", "params-only", str(folder), str(out)]) == 0
     taken = open_checkpoint(out)
@@ -113,7 +113,7 @@ def test_weights_taken_out(folder, made, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "said"),
     [
         (["inspect"], "give one folder"),
         (["inspect", "{empty}"], "holds neither checkpoints of training nor safetensors"),
@@ -125,7 +125,7 @@ def test_weights_taken_out(folder, made, tmp_path, capsys):
         (["convert", "params_only", "a", "b"], "give a direction and two folders"),
     ],
 )
-def test_bad_words(words, said, tmp_path, capsys):
-    assert main([word.format(empty=tmp_path) for word in words]) in (1, 2)
+def test_bad_arguments(args, said, tmp_path, capsys):
+    assert main([word.format(empty=tmp_path) for word in args]) in (1, 2)
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

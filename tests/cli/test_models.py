@@ -37,7 +37,7 @@ def test_every_name_has_a_line(printed):
     assert len({len(row) for row in [header, *rows]}) == 1  # flush right
 
 
-def test_lines_are_as_published(printed):
+def test_sizes_are_as_published(printed):
     rows = {row.split()[0]: row.split()[1:] for row in printed.split("\n\n")[0].splitlines()}
     assert rows["llama2-7b"] == [
         "llama2",
@@ -78,7 +78,7 @@ def test_the_documentation_names_models_that_exist():
     )
 
 
-def test_one_model_in_parts(capsys):
+def test_one_model_in_detail(capsys):
     assert main(["models", "qwen3-30b-a3b"]) == 0
     title, parts, note = capsys.readouterr().out.split("\n\n")
     assert title == "qwen3-30b-a3b: qwen3_moe, 48 layers, emb_dim 2,048, vocabulary 151,936"
@@ -102,7 +102,7 @@ def test_one_model_in_parts(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("args", "sentence"),
     [
         (["llama2-8b"], "unknown model_name 'llama2-8b'; did you mean"),
         (["llama2-7b", "llama2-13b"], "takes at most one model name"),
@@ -110,8 +110,8 @@ def test_one_model_in_parts(capsys):
         (["--all"], "takes at most one model name"),
     ],
 )
-def test_wrong_words(words, sentence, capsys):
-    assert main(["models", *words]) == 2
+def test_bad_arguments(args, sentence, capsys):
+    assert main(["models", *args]) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert "Traceback" not in error

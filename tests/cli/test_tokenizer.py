@@ -28,22 +28,22 @@ def text(tmp_path):
 )
 def test_train_and_use(kind, out, opened, text, tmp_path, capsys):
     place = str(tmp_path / out)
-    words = ["tokenizer", "train", "--kind", kind, "--vocab-size", "350", "--out", place]
-    assert main([*words, f"{text}/*.txt"]) == 0
+    args = ["tokenizer", "train", "--kind", kind, "--vocab-size", "350", "--out", place]
+    assert main([*args, f"{text}/*.txt"]) == 0
     used = sum(map(len, CORPUS))
     assert capsys.readouterr().out == f"wrote {place}: 350 tokens from {used:,} characters\n"
     tokenizer = open_tokenizer(place)
     assert (tokenizer.kind, tokenizer.vocab_size) == (opened, 350)
-    assert main([*words, str(text)]) == 2
+    assert main([*args, str(text)]) == 2
     assert "exists: choose another path, or replace it with --overwrite" in capsys.readouterr().err
-    assert main([*words, "--overwrite", str(text)]) == 0
+    assert main([*args, "--overwrite", str(text)]) == 0
 
 
-def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
+def test_train_on_a_sample_of_records(text, tmp_path, capsys):
     rows = [json.dumps({"id": place, "body": one}) for place, one in enumerate(CORPUS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    words = ["--column=body", "max_corpus_chars=2000", "vocab_size=300", f"--out={tmp_path}/made"]
-    assert main(["tokenizer", "train", *words, str(tmp_path / "rows.jsonl")]) == 0
+    args = ["--column=body", "max_corpus_chars=2000", "vocab_size=300", f"--out={tmp_path}/made"]
+    assert main(["tokenizer", "train", *args, str(tmp_path / "rows.jsonl")]) == 0
     assert "tokens from 2,000 characters, a sample of the text" in capsys.readouterr().out
     assert (
         main(
@@ -61,7 +61,7 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         ([], "name a task: maxtext tokenizer train"),
         (["learn"], "name a task: maxtext tokenizer train"),
@@ -70,7 +70,7 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         (["train", "--out"], "--out needs a value"),
         (["train", "--out", "OUT", "DATA/none*"], "no file matches"),
         (["train", "--out", "OUT", "DATA/none.txt"], "does not exist or is not a file"),
-        (["train", "--out", "OUT", "--kind", "words", "DATA"], "--kind takes bpe or sentencepiece"),
+        (["train", "--out", "OUT", "--kind", "args", "DATA"], "--kind takes bpe or sentencepiece"),
         (["train", "--out", "OUT", "--vocab-size", "200", "DATA"], "vocab_size=200 is too small"),
         (["train", "--out", "OUT", "--vocab-size", "many", "DATA"], "vocab_size='many'"),
         (
@@ -104,7 +104,7 @@ def test_train_on_a_part_of_records_by_keys(text, tmp_path, capsys):
         (["inspect", "DATA"], "has no tokenizer"),
     ],
 )
-def test_bad_words(words, message, text, tmp_path, capsys):
+def test_bad_arguments(args, message, text, tmp_path, capsys):
     files = {
         "rows.jsonl": '{"id": 1, "body": "x"}\n',
         "bad.jsonl": '{"body": "x"}\n{"body": \n',
@@ -115,9 +115,9 @@ def test_bad_words(words, message, text, tmp_path, capsys):
     names = {"DATA": text, "ROWS": tmp_path / "rows.jsonl", "BAD": tmp_path / "bad.jsonl"}
     names |= {"EMPTY": tmp_path / "empty.txt", "OUT": tmp_path / "made"}
     for name, place in names.items():
-        words = [word.replace(name, str(place)) for word in words]
+        args = [word.replace(name, str(place)) for word in args]
     before = sorted(tmp_path.rglob("*"))
-    assert main(["tokenizer", *words]) == 2
+    assert main(["tokenizer", *args]) == 2
     assert message in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
 
@@ -152,7 +152,7 @@ def test_inspect(tmp_path, capsys):
     assert found["round_trip"] is True
 
 
-def test_inspect_tells_of_text_that_changes(capsys):
+def test_inspect_reports_inexact_round_trip(capsys):
     assert main(["tokenizer", "inspect", "byte", "a\ud800"]) == 0
     assert "round trip: differs, 'a?'" in capsys.readouterr().out
     assert main(["tokenizer", "inspect", "byte"]) == 0

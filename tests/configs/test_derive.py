@@ -7,8 +7,8 @@ from maxtext.configs.types import DerivedValues
 from maxtext.models.configuration import load
 
 
-def resolved(*words, devices=1, slices=1):
-    return load(None, list(words), environ={}, devices=Devices(devices, slices))
+def resolved(*overrides, devices=1, slices=1):
+    return load(None, list(overrides), environ={}, devices=Devices(devices, slices))
 
 
 # scale 2^n, n = 3a + r: layers 2^a, width 2^(a + [r > 1]), heads and MLP 2^(a + [r > 0])
@@ -38,7 +38,7 @@ def test_expert_width_defaults_to_the_mlp_width():
 
 
 @pytest.mark.parametrize(
-    ("words", "devices", "expected"),
+    ("overrides", "devices", "expected"),
     [
         # per_device, devices -> load, train, micro train, load eval, eval
         (["per_device_batch_size=4"], 8, (32, 32, 32, 32, 32)),
@@ -47,8 +47,8 @@ def test_expert_width_defaults_to_the_mlp_width():
         (["per_device_batch_size=4", "eval_per_device_batch_size=2"], 2, (8, 8, 8, 4, 4)),
     ],
 )
-def test_batches(words, devices, expected):
-    config = resolved(*words, devices=devices)
+def test_batches(overrides, devices, expected):
+    config = resolved(*overrides, devices=devices)
     assert (
         config.global_batch_size_to_load,
         config.global_batch_size_to_train_on,
@@ -104,15 +104,17 @@ def test_rampup():
 
 
 def test_rampup_of_an_elastic_run_keeps_the_batch_of_the_full_machine():
-    words = [
+    overrides = [
         "enable_rampup_batch_size=true",
         "per_device_batch_size=8",
         "per_device_batch_size_start=2",
         "per_device_batch_size_increment=3",
         "global_rampup_samples=100",
     ]
-    full = resolved(*words, devices=2)
-    shrunk = load(None, [*words, "elastic_enabled=true"], environ={}, devices=Devices(1, full=2))
+    full = resolved(*overrides, devices=2)
+    shrunk = load(
+        None, [*overrides, "elastic_enabled=true"], environ={}, devices=Devices(1, full=2)
+    )
     assert rampup_stages(shrunk) == rampup_stages(full) == [(4, 13), (10, 5)]
     assert shrunk.rampup_end_step == full.rampup_end_step
 
@@ -162,7 +164,7 @@ def test_folders():
 
 
 @pytest.mark.parametrize(
-    ("words", "platform", "scanned", "kind"),
+    ("overrides", "platform", "scanned", "kind"),
     [
         ([], "cpu", True, "default"),
         ([], "tpu", True, "default"),
@@ -179,13 +181,13 @@ def test_folders():
         (["base_num_decoder_layers=100"], "gpu", True, "derived"),
     ],
 )
-def test_layers_are_unrolled_on_gpus(words, platform, scanned, kind):
-    config = load(None, words, environ={}, devices=Devices(1, platform=platform))
+def test_layers_are_unrolled_on_gpus(overrides, platform, scanned, kind):
+    config = load(None, overrides, environ={}, devices=Devices(1, platform=platform))
     assert (config.scan_layers, config.source("scan_layers").kind) == (scanned, kind)
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("overrides", "name"),
     [
         ([], "default-20260102-030405"),
         (["model_name=llama2-7b"], "llama2-7b-20260102-030405"),
@@ -195,6 +197,6 @@ def test_layers_are_unrolled_on_gpus(words, platform, scanned, kind):
         (["load_parameters_path=/models/a", "run_name=mine"], "mine"),
     ],
 )
-def test_a_run_is_named_after_the_folder_that_it_starts_from(words, name):
+def test_a_run_is_named_after_the_folder_that_it_starts_from(overrides, name):
     environ = {"MAXTEXT_STARTED": "20260102-030405"}
-    assert load(None, words, environ=environ, devices=Devices(1)).run_name == name
+    assert load(None, overrides, environ=environ, devices=Devices(1)).run_name == name

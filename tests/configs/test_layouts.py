@@ -9,8 +9,8 @@ from maxtext.configs.types import CustomRule
 from maxtext.models.configuration import load
 
 
-def config(*words):
-    return load(None, words, environ={}, devices=Devices(8))
+def config(*overrides):
+    return load(None, overrides, environ={}, devices=Devices(8))
 
 
 @pytest.mark.parametrize("name", [rule.value for rule in CustomRule if rule.value])
@@ -21,7 +21,7 @@ def test_every_name_has_a_file(name):
     assert found.source("mesh_axes").location.endswith(f"{name}.yml")
 
 
-def test_a_layout_replaces_its_own_rules_and_keeps_the_others():
+def test_a_layout_replaces_only_its_own_rules():
     found, plain = config("custom_mesh_and_rule=ep-as-cp"), config()
     rules, base = (dict(map(tuple, one.logical_axis_rules)) for one in (found, plain))
     assert rules["activation_length"] == ["expert"]
@@ -30,7 +30,7 @@ def test_a_layout_replaces_its_own_rules_and_keeps_the_others():
     assert (found.context_sharding, plain.context_sharding) == ("expert", "context")
 
 
-def test_what_a_person_says_wins_over_the_layout():
+def test_user_settings_override_the_layout():
     found = config(
         "custom_mesh_and_rule=pure-fsdp", "mesh_axes=['data', 'fsdp']", "ici_data_parallelism=2"
     )
@@ -82,7 +82,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case):
-    words, message = REFUSED[case]
+def test_conflicting_layout_is_refused(case):
+    overrides, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        config(*words)
+        config(*overrides)

@@ -68,7 +68,7 @@ def derivation_inputs() -> set[str]:
     return found | {key for key in INPUTS_BY_PATTERN if key not in DerivedValues.model_fields}
 
 
-def test_every_listed_key_exists_and_once():
+def test_every_listed_key_exists_and_is_listed_once():
     assert set(ledger.inert_keys()) <= set(MaxTextConfig.model_fields) - set(
         DerivedValues.model_fields
     )
@@ -95,7 +95,7 @@ def test_every_listed_key_exists_and_once():
         "use_pathways=false",
     ],
 )
-def test_asking_for_what_is_so_anyway_is_accepted(setting):
+def test_accepted_values_of_inert_keys(setting):
     load(None, [setting], environ={}, devices=Devices(1))
 
 
@@ -111,20 +111,20 @@ def test_axes_that_do_not_act_are_refused(network, axis):
             load(None, [f"{key}={value}"], environ={}, devices=Devices(2))
 
 
-def test_reasons_are_true():
+def test_reasons_name_the_right_feature():
     assert "internal" not in ledger.status("use_pathways").reason
     assert "Cloud" not in ledger.status("upload_all_profiler_results").reason
     assert "profiles" in ledger.status("upload_all_profiler_results").reason
 
 
-def test_an_alias_of_an_attention_kernel_says_so(caplog, monkeypatch):
+def test_attention_alias_logs_a_warning(caplog, monkeypatch):
     monkeypatch.setattr("maxtext.common.log.LOGGER.propagate", True)
     config = load(None, ["attention=cudnn_flash_te"], environ={}, devices=Devices(1))
     assert config.attention == "cudnn_flash_jax"
     assert "attention=cudnn_flash_te is cudnn_flash_jax here" in caplog.text
 
 
-def test_extras_are_of_features_that_exist():
+def test_extras_belong_to_existing_features():
     """Every package that an extra installs is imported by the source, or is a platform of JAX."""
     import tomllib
 
@@ -177,14 +177,14 @@ def test_setting_an_inert_key_is_an_error_with_the_reason():
         load(None, [], environ={"M_ENABLE_DILOCO": "true"}, devices=Devices(1))
 
 
-def test_the_default_of_an_inert_key_may_be_written_out():
+def test_an_inert_key_may_be_set_to_its_default():
     from maxtext.configs import serialize
 
-    words = []
+    overrides = []
     for key in ledger.inert_keys():
         value = serialize.plain(getattr(base_values(), key))
-        words.append(f"{key}={value if isinstance(value, str) else serialize.compact(value)}")
-    config = load(None, words, environ={}, devices=Devices(1))
+        overrides.append(f"{key}={value if isinstance(value, str) else serialize.compact(value)}")
+    config = load(None, overrides, environ={}, devices=Devices(1))
     differing = [
         key for key in ledger.inert_keys() if getattr(config, key) != getattr(base_values(), key)
     ]
@@ -199,9 +199,9 @@ def test_every_key_has_a_meaning():
     assert not missing
 
 
-def needs(name, *words):
+def needs(name, *overrides):
     """What a verb that runs the model would refuse."""
-    config = load(None, [f"model_name={name}", *words], environ={}, devices=Devices(1))
+    config = load(None, [f"model_name={name}", *overrides], environ={}, devices=Devices(1))
     try:
         ledger.refuse_unsupported_model(config, base_values())
     except ConfigError as error:

@@ -49,7 +49,7 @@ def test_every_float_key_fits_float32(value):
         )
 
 
-def test_integers_that_float32_or_int32_would_cut_off_are_still_usable():
+def test_wide_integer_keys_exceed_int32():
     config = load(
         None,
         ["rope_max_timescale=50000000000", "max_corpus_chars=10000000000000"],
@@ -101,12 +101,12 @@ def test_unusable_value(settings, expected):
     assert re.search(expected, problems(*settings))
 
 
-def test_a_run_may_have_a_folder_of_its_own_inside():
+def test_run_name_may_contain_a_subfolder():
     config = load(None, ["run_name=team/run 1 (final)"], environ={}, devices=ONE)
     assert config.metrics_dir == "./maxtext_output/team/run 1 (final)/metrics"
 
 
-def test_the_name_of_a_job_is_checked_as_well():
+def test_jobset_name_is_checked():
     assert "run_name='../x'" in problems(environ={"JOBSET_NAME": "../x"})
 
 
@@ -200,14 +200,14 @@ NEAREST: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("word", NEAREST)
-def test_nearest_keys(word):
+def test_suggests_nearest_keys(word):
     hint = sources.suggest(word, fields.KEYS)
     suggested = re.findall(r"\w+", hint.removeprefix("; did you mean").replace(" or ", " "))
     assert suggested[: len(NEAREST[word])] == NEAREST[word]
     assert len(suggested) == len(NEAREST[word]) or len(NEAREST[word]) == 1
 
 
-def test_a_typing_error_has_one_suggestion():
+def test_typing_error_has_one_suggestion():
     assert sources.suggest("learning_rat", fields.KEYS) == "; did you mean learning_rate?"
 
 

@@ -9,8 +9,8 @@ from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 
 
-def resolved(words=(), path=None, environ=None, devices=1):
-    return load(path, list(words), environ=environ or {}, devices=Devices(devices))
+def resolved(overrides=(), path=None, environ=None, devices=1):
+    return load(path, list(overrides), environ=environ or {}, devices=Devices(devices))
 
 
 @pytest.fixture
@@ -56,11 +56,11 @@ def test_sources(file):
     assert "models/llama2-7b.yml" in str(config.source("logical_axis_rules"))
 
 
-def test_equal_to_the_model_file_is_fine_and_override_wins(file):
+def test_override_model_config_is_needed_only_for_differences(file):
     assert resolved(["model_name=llama2-7b", "base_emb_dim=4096"]).emb_dim == 4096
     assert resolved(["model_name=gemma3-4b", "normalization_layer_epsilon=1e-06"]).emb_dim == 2560
-    words = ["model_name=llama2-7b", "base_num_decoder_layers=2", "override_model_config=true"]
-    assert resolved(words).num_decoder_layers == 2
+    overrides = ["model_name=llama2-7b", "base_num_decoder_layers=2", "override_model_config=true"]
+    assert resolved(overrides).num_decoder_layers == 2
     path = file("base_config: base.yml\nbase_num_decoder_layers: 2\noverride_model_config: true\n")
     assert resolved(["model_name=llama2-7b"], path).num_decoder_layers == 2
 
@@ -75,7 +75,7 @@ def test_a_full_copy_of_the_base_file_does_not_conflict_with_a_model(file):
         resolved(path=file(changed))
 
 
-def test_what_config_prints_can_be_read_back(file):
+def test_printed_configuration_can_be_loaded(file):
     first = resolved(["model_name=gpt-oss-20b", "run_name=x", "remat_policy=minimal"])
     path = file(
         "\n".join(serialize.yaml_line(key, getattr(first, key)) for key in serialize.KEYS_IN_ORDER)
@@ -101,7 +101,7 @@ def test_numbers_in_files_may_be_written_1e5(file):
     assert config.run_name == "2024"
 
 
-def test_axis_rules_of_the_same_name_are_replaced_and_others_kept():
+def test_axis_rules_replace_rules_of_the_same_name():
     base = resolved()
     config = resolved(["logical_axis_rules=[[mlp, [tensor]], [fresh, [data]], [mlp, []]]"])
     assert [axes for name, axes in config.logical_axis_rules if name == "mlp"] == [["tensor"], []]
@@ -110,9 +110,9 @@ def test_axis_rules_of_the_same_name_are_replaced_and_others_kept():
     assert others == [rule for rule in base.logical_axis_rules if rule[0] != "mlp"]
 
 
-def test_axis_rules_can_be_replaced_whole():
-    words = ["logical_axis_rules=[[mlp, tensor]]", "override_logical_axis_rules=true"]
-    assert resolved(words).logical_axis_rules == [["mlp", ["tensor"]]]
+def test_all_axis_rules_can_be_replaced():
+    overrides = ["logical_axis_rules=[[mlp, tensor]]", "override_logical_axis_rules=true"]
+    assert resolved(overrides).logical_axis_rules == [["mlp", ["tensor"]]]
     model = resolved(["model_name=deepseek3-671b-batchsplit"])
     assert ["expert_only", ["expert"]] in model.logical_axis_rules
     assert "vocab" not in [name for name, _ in model.logical_axis_rules]
@@ -127,7 +127,7 @@ def test_run_name_and_folder_when_empty():
     assert resolved(["model_name=qwen3-4b", "tokenizer_path=/here"]).tokenizer_path == "/here"
 
 
-def test_python_gives_the_same_object(monkeypatch):
+def test_python_keywords_equal_overrides(monkeypatch):
     monkeypatch.delenv("JOBSET_NAME", raising=False)
     from_python = maxtext.config(
         model_name="mistral-7b", run_name="x", per_device_batch_size=2, num_slices=-1
@@ -137,7 +137,7 @@ def test_python_gives_the_same_object(monkeypatch):
     assert str(from_python.source("run_name")) == "python"
 
 
-def test_frozen_and_closed():
+def test_config_is_frozen_and_refuses_unknown_keys():
     config = resolved()
     with pytest.raises(Exception, match="frozen"):
         config.steps = 3

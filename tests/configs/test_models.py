@@ -57,7 +57,7 @@ def test_llama_31_scales_its_rope(name):
     )
 
 
-def test_deepseek_3_keeps_four_of_eight_groups():
+def test_deepseek_3_routes_to_four_of_eight_groups():
     config = load(None, ["model_name=deepseek3-671b"], environ={}, devices=Devices(1))
     assert (config.n_routing_groups, config.topk_routing_group) == (8, 4)
 

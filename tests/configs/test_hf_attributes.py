@@ -31,18 +31,20 @@ def file(tmp_path):
     return path
 
 
-def attentions(path, *words):
-    return [layer.attention for layer in layers(load(path, words, environ={}, devices=Devices(1)))]
+def attentions(path, *overrides):
+    return [
+        layer.attention for layer in layers(load(path, overrides, environ={}, devices=Devices(1)))
+    ]
 
 
-def test_facts_reach_the_layers(file):
+def test_attributes_reach_the_layers(file):
     specs = attentions(file)
     assert [spec.mask.window for spec in specs] == [None, 8, None]
     assert [spec.rope.max_timescale for spec in specs] == [50.5, 7.25, 50.5]
     assert {spec.scale for spec in specs} == {0.25}
 
 
-def test_a_key_that_says_it_otherwise_wins(file):
+def test_a_key_overrides_an_attribute(file):
     """Only over the facts that it says: the others stay."""
     specs = attentions(file, "rope_max_timescale=300")
     assert specs[0].rope.max_timescale == 300
@@ -52,7 +54,7 @@ def test_a_key_that_says_it_otherwise_wins(file):
     )  # which is no other than before
 
 
-def test_they_are_written_and_read_back(file, tmp_path):
+def test_attributes_round_trip_through_a_file(file, tmp_path):
     written = io.StringIO()
     with contextlib.redirect_stdout(written):
         assert main(["config", str(file), "--changed", "--format", "yaml"]) == 0
@@ -72,14 +74,14 @@ def test_they_are_written_and_read_back(file, tmp_path):
         ("[1, 2]", "does not fit"),
     ],
 )
-def test_facts_that_do_not_fit(tmp_path, facts, sentence):
+def test_invalid_attributes_are_refused(tmp_path, facts, sentence):
     path = tmp_path / "model.yml"
     path.write_text(FILE[: FILE.index("architecture")] + f"architecture: {facts}\n")
     with pytest.raises(ConfigError, match=sentence):
         load(path, [], environ={}, devices=Devices(1))
 
 
-def test_a_list_of_another_depth(file):
+def test_a_list_of_the_wrong_length_is_refused(file):
     with pytest.raises(
         ConfigError, match="architecture.layer_kinds lists 3 layers and the model has 5"
     ):
