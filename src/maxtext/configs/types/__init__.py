@@ -1,4 +1,7 @@
-"""All configuration keys as pydantic groups, and MaxTextConfig, which has them all."""
+"""All configuration keys as pydantic groups, and MaxTextConfig, which has them all.
+
+The groups and the enums of their keys are public names of this package.
+"""
 
 from typing import Self, cast
 
@@ -6,119 +9,21 @@ from pydantic import PrivateAttr
 
 from maxtext.configs.provenance import Source
 from maxtext.configs.types.architecture import Architecture
-from maxtext.configs.types.attention import (
-    Attention,
-    AttentionIndexer,
-    Llama4Attention,
-    MlaAttention,
-    MoBa,
-    PagedAttention,
-    Qwen3Next,
-    SplashAttention,
-)
-from maxtext.configs.types.checkpointing import (
-    Checkpointing,
-    ElasticTraining,
-    EmergencyCheckpointing,
-    OrbaxStorage,
-)
-from maxtext.configs.types.data import (
-    BadData,
-    DataOrder,
-    DatasetGeneral,
-    GrainDataset,
-    HfDataset,
-    OlmoGrainDataset,
-    TfdsDataset,
-    Tokenizer,
-)
-from maxtext.configs.types.derived import DerivedValues
-from maxtext.configs.types.diagnostics import (
-    GcpMonitoring,
-    Goodput,
-    HloDump,
-    ManagedMLDiagnostics,
-    Metrics,
-    Profiling,
-    StackTrace,
-    Tensorboard,
-)
-from maxtext.configs.types.enums import (
-    CustomRule,
-    DatasetType,
-    DecoderBlockType,
-    DType,
-    KvQuantAxis,
-    LearningRateScheduleType,
-    MatmulPrecision,
-    OptimizerType,
-    ProfilerType,
-    QuantizationType,
-    RematLocation,
-    RematPolicy,
-    ReorderStrategy,
-    RopeType,
-    SamplingStrategy,
-    ShardMode,
-    TokenizerType,
-    WsdDecayStyle,
-    XProfTPUPowerTraceMode,
-)
+from maxtext.configs.types.attention import *
+from maxtext.configs.types.checkpointing import *
+from maxtext.configs.types.data import *
+from maxtext.configs.types.derived import *
+from maxtext.configs.types.diagnostics import *
+from maxtext.configs.types.enums import *
 from maxtext.configs.types.group import Group
-from maxtext.configs.types.inference import (
-    Decoding,
-    InferenceBenchmark,
-    InferenceGeneral,
-    InferenceLayout,
-    InferenceServer,
-    PrefixCaching,
-)
-from maxtext.configs.types.model import (
-    MTP,
-    DataTypes,
-    Engram,
-    Logits,
-    ManifoldConstrainedHyperConnections,
-    ModelArchitecture,
-    PositionalEmbedding,
-    Quantization,
-    Rope,
-    YarnRope,
-)
-from maxtext.configs.types.moe import DeepSeekMoE, MoEGeneral, MoEKernels
-from maxtext.configs.types.multimodal import (
-    AudioEncoder,
-    MultimodalGeneral,
-    VisionProjector,
-    VisionTower,
-)
-from maxtext.configs.types.parallelism import (
-    DcnParallelism,
-    DilocoParams,
-    HardwareAndMesh,
-    IciParallelism,
-    LayoutAndSharding,
-    PipelineParallelism,
-    RematAndOffload,
-)
-from maxtext.configs.types.rl import (
-    RL,
-    VLLM,
-    Reward,
-    RLDataset,
-    RLEvaluation,
-    RLHardware,
-    SpecialTokens,
-)
-from maxtext.configs.types.run import AOT, Debug, DevelopmentAndDebugging, RunInfo
-from maxtext.configs.types.training import (
-    AdamW,
-    Distillation,
-    FineTuning,
-    Muon,
-    Optimizer,
-    TrainingLoop,
-)
+from maxtext.configs.types.inference import *
+from maxtext.configs.types.model import *
+from maxtext.configs.types.moe import *
+from maxtext.configs.types.multimodal import *
+from maxtext.configs.types.parallelism import *
+from maxtext.configs.types.rl import *
+from maxtext.configs.types.run import *
+from maxtext.configs.types.training import *
 
 
 class Settings(
@@ -226,9 +131,7 @@ GROUPS = cast(tuple[type[Group], ...], Settings.__bases__)
 
 
 class MaxTextConfig(Settings):
-    """A whole configuration, as `load` returns it: flat, frozen, and with every derived value
-    computed.
-    """
+    """A configuration as `load` returns it: flat, frozen, with every derived value computed."""
 
     emb_dim: int
     mlp_dim: int
