@@ -1,8 +1,6 @@
 """maxtext: training, fine-tuning and inference of open language models in JAX."""
 
-TYPE_CHECKING = (
-    False  # type checkers take it for true; the module typing itself takes a while to import
-)
+TYPE_CHECKING = False  # type checkers assume True; importing typing itself would be slow
 
 if TYPE_CHECKING:
     from typing import Any

@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from maxtext.cli.main import main
+from maxtext.trainers import init_state, restore
 
 SENTENCE = "a quick brown fox jumps over one lazy dog; "  # no word comes twice
 FIELDS = {
@@ -252,3 +253,12 @@ def test_an_unwritable_metrics_file_is_rejected_and_leaves_no_files(train, tmp_p
     assert result.code == 2
     assert "cannot be written" in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_initial_checkpoint_is_opened_once(train, monkeypatch):
+    """By the command line, which needs its settings; the trainer reads weights from the same."""
+    first = train(*SIMPLE, "steps=1", "enable_checkpointing=true")
+    for module in (init_state, restore):
+        monkeypatch.setattr(module, "open_checkpoint", lambda path: pytest.fail("opened again"))
+    result = train(*SIMPLE, "steps=1", f"load_parameters_path={first.folder}/checkpoints")
+    assert result.code == 0, result.err

@@ -32,7 +32,7 @@ from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
 # config.json attributes that have no key, here given like an override
-FACTS = "architecture="
+HF_ATTRIBUTES = "architecture="
 # One unrolled layer of the default block, in float32 throughout.
 TINY = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
@@ -83,14 +83,14 @@ def configure():
         layer = from_overrides(
             override
             for override in with_defaults(overrides, TINY)
-            if not override.startswith(FACTS)
+            if not override.startswith(HF_ATTRIBUTES)
         )
-        facts = [
-            yaml.safe_load(override.removeprefix(FACTS))
+        hf_attributes = [
+            yaml.safe_load(override.removeprefix(HF_ATTRIBUTES))
             for override in overrides
-            if override.startswith(FACTS)
+            if override.startswith(HF_ATTRIBUTES)
         ]
-        layer |= from_python({"architecture": facts[0]} if facts else {})
+        layer |= from_python({"architecture": hf_attributes[0]} if hf_attributes else {})
         return load(None, layer, environ={}, devices=Devices(1))
 
     return make
@@ -168,14 +168,14 @@ def packed():
     generator = np.random.default_rng(7)
     documents = [(16,), (4, 7), (), (5,), (6, 3, 7), (2,), (1, 8), (1,)]
     rows = [pack(lengths, generator) for lengths in documents]
-    joined = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     return {
-        "inputs": joined["inputs"],
-        "inputs_position": joined["position"],
-        "inputs_segmentation": joined["segmentation"],
-        "targets": joined["targets"],
-        "targets_position": joined["position"],
-        "targets_segmentation": joined["segmentation"],
+        "inputs": stacked["inputs"],
+        "inputs_position": stacked["position"],
+        "inputs_segmentation": stacked["segmentation"],
+        "targets": stacked["targets"],
+        "targets_position": stacked["position"],
+        "targets_segmentation": stacked["segmentation"],
     }
 
 

@@ -61,7 +61,7 @@ def layers_of(model):
 def loads(bench, state, batch, quickly):
     """[layers, X]: the tokens routed to each expert of each layer, without padding."""
 
-    def scores(weights, batch):
+    def router_scores_of(weights, batch):
         model, router_scores = bench.context.template.bind(weights), []
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x = model.embed(batch["inputs"])
@@ -75,13 +75,13 @@ def loads(bench, state, batch, quickly):
         return router_scores
 
     chosen = [
-        np.argsort(-np.asarray(each), axis=-1)[..., :2]
-        for each in quickly(scores)(state.weights, batch)
+        np.argsort(-np.asarray(scores), axis=-1)[..., :2]
+        for scores in quickly(router_scores_of)(state.weights, batch)
     ]
     return np.array(
         [
-            np.bincount(each[batch["inputs_segmentation"] > 0].ravel(), minlength=4)
-            for each in chosen
+            np.bincount(experts[batch["inputs_segmentation"] > 0].ravel(), minlength=4)
+            for experts in chosen
         ]
     )
 

@@ -28,21 +28,33 @@ def overrides(tmp_path):
     )  # fmt: skip
 
 
-def taken(loader):
+def collect(loader):
     batches = [np.asarray(batch.fields[FIELD]) for batch in loader]
     loader.close()
     return batches
 
 
-def stream(config, rows):
+def iterator_batches(config, rows):
     return [batch[FIELD] for batch in make_iterator(config, Split.TRAIN, ShardSpec(rows))]
 
 
 def test_one_device_has_one_stream(configure, overrides):
     config = configure(*overrides, "per_device_batch_size=3")
     np.testing.assert_array_equal(
-        taken(TrainDataLoader(RunContext.from_config(config))), stream(config, 3)
+        collect(TrainDataLoader(RunContext.from_config(config))), iterator_batches(config, 3)
     )
+
+
+def test_batches_carry_the_most_segments_of_a_row(configure, overrides):
+    config = configure(*overrides, "per_device_batch_size=3", "max_target_length=128")
+    loader = TrainDataLoader(RunContext.from_config(config))
+    counts = []
+    for batch in loader:
+        rows = np.asarray(batch.fields["inputs_segmentation"])
+        counts.append(max(len(list(itertools.groupby(row))) - 1 for row in rows))
+        assert batch.max_segments == max(counts[-1], 1)
+    loader.close()
+    assert max(counts) > 1
 
 
 SCRIPT = """
@@ -84,7 +96,7 @@ def test_the_batches_do_not_depend_on_the_mesh(configure, overrides, tmp_path_fa
     """One device with eight rows, and eight devices in any layout, also if few of them read for
     all."""
     overrides = [*overrides, "data_streams=4"]
-    expected = taken(
+    expected = collect(
         TrainDataLoader(RunContext.from_config(configure(*overrides, "per_device_batch_size=8")))
     )
     out = tmp_path_factory.mktemp("out") / "batches.npz"
@@ -136,15 +148,15 @@ def test_another_batch_size_loses_and_repeats_no_row(
 
 def test_the_last_batch_may_be_padded(configure, overrides):
     config = configure(*overrides, "per_device_batch_size=7", "generate_padding_batch_train=true")
-    batches = taken(TrainDataLoader(RunContext.from_config(config)))
-    without = taken(
+    batches = collect(TrainDataLoader(RunContext.from_config(config)))
+    without = collect(
         TrainDataLoader(RunContext.from_config(configure(*overrides, "per_device_batch_size=7")))
     )
     assert len(batches) == len(without) + 1
     np.testing.assert_array_equal(batches[:-1], without)
     last = batches[-1]
     assert 0 < (last.any(axis=1)).sum() < 7
-    expected = stream(configure(*overrides, "per_device_batch_size=1"), 1)
+    expected = iterator_batches(configure(*overrides, "per_device_batch_size=1"), 1)
     rows = np.concatenate(expected)
     np.testing.assert_array_equal(np.concatenate(batches)[: len(rows)], rows)
 
@@ -152,7 +164,7 @@ def test_the_last_batch_may_be_padded(configure, overrides):
 @pytest.mark.slow
 def test_worker_processes_do_not_change_the_batches(configure, overrides):
     overrides = [*overrides, "per_device_batch_size=4", "data_streams=4"]
-    here = taken(TrainDataLoader(RunContext.from_config(configure(*overrides))))
+    here = collect(TrainDataLoader(RunContext.from_config(configure(*overrides))))
     for workers in (1, 3):
         there = (
             override for override in overrides if not override.startswith("grain_worker_count")
@@ -160,7 +172,7 @@ def test_worker_processes_do_not_change_the_batches(configure, overrides):
         there = TrainDataLoader(
             RunContext.from_config(configure(*there, f"grain_worker_count={workers}"))
         )
-        np.testing.assert_array_equal(taken(there), here)
+        np.testing.assert_array_equal(collect(there), here)
 
 
 def test_the_number_of_streams_depends_on_the_data_alone(configure, overrides, monkeypatch):

@@ -85,7 +85,7 @@ def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, bloc
     for name, weight in weights.items():
         np.testing.assert_allclose(expected[name], weight, atol=2e-5, rtol=1e-4, err_msg=name)
     still = [name for name in weights if (weights[name] == start[name]).all()]
-    # A scale that is kept, a bias that the load sets; and experts that no token of this batch
+    # A scale that is not trained, a bias that the load sets; and experts that no token of this batch
     # chose.
     assert all(name.endswith(("/scale", "router/bias")) or "/experts/" in name for name in still), (
         still
@@ -138,13 +138,13 @@ def test_weights_that_an_indexer_trains(make_bench, packed, sparse):
     assert not any(name.endswith("router/bias") for name in moved), "their rate is zero"
 
 
-AHEAD = ("decoder_block=llama2", "mtp_num_layers=2", "mtp_loss_scaling_factor=0.3", *SGD)
+MTP = ("decoder_block=llama2", "mtp_num_layers=2", "mtp_loss_scaling_factor=0.3", *SGD)
 
 
 @pytest.mark.slow
 def test_mtp_loss(make_bench, packed, quickly):
     """By hand: the mean over all positions of both layers; and the same for unequal microbatches."""
-    bench, cut = make_bench(*AHEAD), make_bench(*AHEAD, "gradient_accumulation_steps=4")
+    bench, cut = make_bench(*MTP), make_bench(*MTP, "gradient_accumulation_steps=4")
     state, metrics = bench(packed)
 
     def further(weights, batch):

@@ -44,7 +44,7 @@ GEMMA4 = (
     "sliding_window_size=4", "global_head_dim=16",
 )  # fmt: skip
 LLAMA4 = (*PLAIN, "decoder_block=llama4", "chunk_attn_window_size=4", "nope_layer_interval=1")
-AHEAD = (*PLAIN, "mtp_num_layers=1")
+MTP = (*PLAIN, "mtp_num_layers=1")
 CHUNKS = (*PLAIN, "moba=true", "moba_chunk_size=4", "moba_topk=2")
 LATENT = (
     *PLAIN, "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128", "q_lora_rank=12",
@@ -185,7 +185,7 @@ CASES = {
     "temperature_tuning": ("true", LLAMA4),
     # MTP
     "mtp_num_layers": ("1", PLAIN),
-    "mtp_loss_scaling_factor": ("0.5", AHEAD),
+    "mtp_loss_scaling_factor": ("0.5", MTP),
     # MoBa
     "moba": ("true", (*PLAIN, "moba_chunk_size=1024", "moba_topk=8")),
     "moba_chunk_size": ("8", CHUNKS),
@@ -327,7 +327,7 @@ def test_max_position_embeddings_is_written_to_config_json(configure):
     assert written["max_position_embeddings"] == 4321
 
 
-# (a key that would do nothing, beside what); the rest of the model's keys, in every family:
+# (a key without effect, the overrides with which it has none); the rest of the model's keys, in every family:
 # test_no_silent_keys.py
 UNREAD = [
     ("rope_factor=8", ()),

@@ -20,7 +20,7 @@ from maxtext.trainers.losses import (
 from maxtext.trainers.run_context import RunContext
 
 GRAIN = "dataset_type=grain"
-AHEAD = (
+MTP = (
     GRAIN,
     "mtp_num_layers=2",
     "mtp_loss_scaling_factor=0.3",
@@ -66,8 +66,8 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def ahead(configure, quickly):
-    return Model.of(configure(*AHEAD), quickly)
+def mtp_model(configure, quickly):
+    return Model.of(configure(*MTP), quickly)
 
 
 def inputs_of(batch):
@@ -103,7 +103,7 @@ def drafts(model, batch):
         for row, position in target_positions(batch, steps):
             ids[row, position] = batch["inputs"][row, position + steps]
         embedded = np.asarray(model.bound.embedder.embedding[...])[ids]
-        joined = np.concatenate(
+        concatenated = np.concatenate(
             [
                 rms(embedded, layer.embedding_norm.scale[...]),
                 rms(np.asarray(x), layer.hidden_norm.scale[...]),
@@ -111,7 +111,7 @@ def drafts(model, batch):
             axis=-1,
         )
         x, _ = layer.block(
-            jnp.asarray(joined @ np.asarray(layer.projection.kernel[...])), inputs_of(batch)
+            jnp.asarray(concatenated @ np.asarray(layer.projection.kernel[...])), inputs_of(batch)
         )
         yield np.asarray(
             rms(np.asarray(x), layer.output_norm.scale[...]) @ model.bound.head.kernel[...]
@@ -119,10 +119,10 @@ def drafts(model, batch):
 
 
 @pytest.mark.slow
-def test_mtp_loss(ahead, packed):
+def test_mtp_loss(mtp_model, packed):
     total = count = 0.0
     with jax.default_matmul_precision("highest"):
-        for steps, logits in enumerate(drafts(ahead, packed), start=1):
+        for steps, logits in enumerate(drafts(mtp_model, packed), start=1):
             for row, position in target_positions(packed, steps):
                 token_logits = logits[row, position].astype(np.float64)
                 total += (
@@ -130,9 +130,9 @@ def test_mtp_loss(ahead, packed):
                     - token_logits[packed["targets"][row, position + steps]]
                 )
                 count += 1
-    losses = ahead.losses(ahead.weights, packed)
+    losses = mtp_model.losses(mtp_model.weights, packed)
     assert float(losses.sums["mtp_loss"]) == pytest.approx(0.3 * total, rel=1e-5)
-    counts = token_counts(ahead.config, packed)
+    counts = token_counts(mtp_model.config, packed)
     assert (
         counts["mtp_loss"]
         == count
@@ -142,23 +142,25 @@ def test_mtp_loss(ahead, packed):
 
 
 @pytest.mark.slow
-def test_a_draft_token_is_accepted_if_the_model_predicts_it(ahead, packed):
+def test_a_draft_token_is_accepted_if_the_model_predicts_it(mtp_model, packed):
     """Of the second MTP layer, whose drafts the model predicts two positions later. The vocabulary
     is reduced to few tokens, so that both sometimes agree."""
-    few = jnp.arange(ahead.config.vocab_size) < 3
-    weights = ahead.weights | {"head": {"kernel": ahead.weights["head"]["kernel"] * few}}
-    ahead = replace(ahead, weights=weights)
+    few = jnp.arange(mtp_model.config.vocab_size) < 3
+    weights = mtp_model.weights | {"head": {"kernel": mtp_model.weights["head"]["kernel"] * few}}
+    mtp_model = replace(mtp_model, weights=weights)
     with jax.default_matmul_precision("highest"):
         said = np.argmax(
-            ahead.bound(packed["inputs"], packed["inputs_position"], packed["inputs_segmentation"]),
+            mtp_model.bound(
+                packed["inputs"], packed["inputs_position"], packed["inputs_segmentation"]
+            ),
             -1,
         )
-        drafted = np.argmax(list(drafts(ahead, packed))[1], -1)
+        drafted = np.argmax(list(drafts(mtp_model, packed))[1], -1)
     taken = [
         said[row, position + 2] == drafted[row, position]
         for row, position in target_positions(packed, 2)
     ]
-    sums = ahead.evaluate(ahead.weights, packed)
+    sums = mtp_model.evaluate(mtp_model.weights, packed)
     assert (sums["accepted"], sums["drafts"]) == (sum(taken), len(taken))
     assert 0 < sum(taken) < len(taken)
 
@@ -221,7 +223,7 @@ def test_mtp_layers_contribute_to_the_load_balance_loss(configure, quickly, pack
         (
             (GRAIN, "packing=false", "decoder_block=mixtral", "num_experts=4"),
             True,
-        ),  # padding would take experts' room
+        ),  # padding would take expert capacity
         (("decoder_block=mixtral", "num_experts=4"), False),  # synthetic rows have no padding
         ((), False),
     ],

@@ -129,7 +129,7 @@ VARIANTS = {
     "custom latents": (LATENT | CUSTOM, ()),
     "custom experts": (HEADS | MOE | CUSTOM | {"decoder_block": "mixtral"}, ()),
 }
-# Switches are flipped; other keys are tried with these values in turn.
+# Booleans are negated; other keys are tried with these values.
 VALUES = {
     "base_emb_dim": [32], "base_num_query_heads": [8], "base_num_kv_heads": [1], "base_mlp_dim": [40],
     "dense_init_scale": [2], "base_num_decoder_layers": [12], "head_dim": [16], "attention_output_dim": [8],
@@ -205,9 +205,11 @@ def tried(groups):
 
 def configured(overrides):
     overrides = dict(overrides)
-    facts = {"architecture": overrides.pop("architecture")} if "architecture" in overrides else {}
+    hf_attributes = (
+        {"architecture": overrides.pop("architecture")} if "architecture" in overrides else {}
+    )
     layer = from_overrides(f"{key}={value}" for key, value in overrides.items()) | from_python(
-        facts
+        hf_attributes
     )
     return load(None, layer, environ={}, devices=Devices(1))
 
@@ -236,7 +238,7 @@ def silent(name, program, excused):
     return silent_keys, refused
 
 
-# Families whose layers are made of parts that no other of them has; the rest repeat those parts.
+# Families with parts that no other family here has; the rest repeat those parts.
 REPRESENTATIVE = (
     "default",
     "gpt3",

@@ -51,7 +51,7 @@ def batch_of(bench, files, rows, **how):
     return batch
 
 
-# concat_then_split cuts documents where rows end: the pieces are compared, which two models show.
+# concat_then_split cuts documents where rows end: the parts are compared, with two models.
 CASES = [
     pytest.param(name, packing, marks=() if name in QUICK else pytest.mark.slow)
     for name in MODELS
@@ -65,7 +65,7 @@ def test_packed_training_equals_unpacked_training(make_bench, files, name, packi
     bench = make_bench(*MODELS[name], *SGD, "vocab_size=259", "load_balance_loss_weight=0")
     alone = batch_of(bench, files, 36, packing=False)
     packed = batch_of(bench, files, 24, packing=True, grain_packing_type=packing)
-    if packing == "concat_then_split":  # the same pieces of documents, one a row
+    if packing == "concat_then_split":  # the same parts of documents, one per row
         alone = one_a_row(packed)
     assert packed["inputs_segmentation"].max() >= 3
     assert (

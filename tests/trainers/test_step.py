@@ -197,7 +197,7 @@ def test_bfloat16_gradients_are_the_rounded_ones(make_bench, packed, independent
         name: torch.tensor(leaf).to(torch.bfloat16).to(torch.float32).numpy()
         for name, leaf in gradients.items()
     }
-    # A gradient that lies on the edge between two bfloat16 numbers may fall to either side, one
+    # A gradient halfway between two bfloat16 values may fall to either side, one
     # part in 256 apart.
     off = total = 0
     for name in update:
