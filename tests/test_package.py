@@ -55,9 +55,17 @@ def test_extras_resolve(extras, python):
     """Together, so each alone. Asks the package index; nothing is installed."""
     uv = Path(sys.executable).parent / "uv"
     command = [
-        uv, "pip", "compile", "pyproject.toml", "--quiet", "--python-version", python,
-        "--python-platform", "x86_64-manylinux_2_40", *(f"--extra={extra}" for extra in extras),
-    ]  # fmt: skip
+        uv,
+        "pip",
+        "compile",
+        "pyproject.toml",
+        "--quiet",
+        "--python-version",
+        python,
+        "--python-platform",
+        "x86_64-manylinux_2_40",
+        *(f"--extra={extra}" for extra in extras),
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "jax==0.1" in result.stdout
@@ -71,7 +79,8 @@ def test_training_imports_no_data_library_before_it_needs_one():
     """
     program = (
         "import sys, maxtext.trainers.pretrain;"
-        "print(sorted(sys.modules.keys() & {'grain', 'datasets', 'tensorflow', 'torch', 'transformers', 'jinja2'}))"
+        "print(sorted(sys.modules.keys() & {'grain', 'datasets', 'tensorflow', 'torch', "
+        "'transformers', 'jinja2'}))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

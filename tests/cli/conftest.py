@@ -1,4 +1,6 @@
-"""What several commands need: a tiny checkpoint with a chat template, and a logger that is restored."""
+"""What several commands need: a tiny checkpoint with a chat template, and a logger that is
+restored.
+"""
 
 import pytest
 
@@ -6,10 +8,18 @@ from maxtext.common.log import LOGGER
 from tests.cli.fake_llm import FakeLLM, install, write_checkpoint
 
 SIZES = {
-    "base_emb_dim": 32, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8, "base_mlp_dim": 64,
-    "base_num_decoder_layers": 2, "vocab_size": 400, "dtype": "float32", "weight_dtype": "float32",
-    "matmul_precision": "highest", "attention": "dot_product",
-}  # fmt: skip
+    "base_emb_dim": 32,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 64,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 400,
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+}
 LENGTH = 64
 
 

@@ -12,8 +12,10 @@ from maxtext.cli.main import COMMANDS, main
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from maxtext.cli.main import main; main(['--help']); main(['config', '--help']);"
-        "heavy = {'jax', 'numpy', 'pydantic', 'yaml', 'rich', 'flax'} & set(sys.modules); sys.exit(len(heavy))"
+        "import sys; from maxtext.cli.main import main; main(['--help']); main(['config', "
+        "'--help']);"
+        "heavy = {'jax', 'numpy', 'pydantic', 'yaml', 'rich', 'flax'} & set(sys.modules); "
+        "sys.exit(len(heavy))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0
@@ -22,7 +24,8 @@ def test_help_imports_nothing_heavy():
 
 def test_config_needs_jax_for_devices_only():
     code = (
-        "import sys; from maxtext.configs.load import load; from maxtext.configs.derive import Devices;"
+        "import sys; from maxtext.configs.load import load; from maxtext.configs.derive import "
+        "Devices;"
         "load(None, ['model_name=llama3.1-8b'], devices=Devices(1)); sys.exit('jax' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -20,9 +20,16 @@ def source(tmp_path_factory):
     """A tiny Mixtral in bfloat16, in several shards, with a tokenizer's file beside it."""
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, num_local_experts=3, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=3,
+        max_position_embeddings=64,
+    )
     path = tmp_path_factory.mktemp("mixtral")
     transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(path, max_shard_size="8KB")
     (path / "tokenizer.json").write_text("{}")

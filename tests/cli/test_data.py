@@ -18,9 +18,15 @@ from maxtext.cli.main import main
 from maxtext.input_pipeline import make_train_iterator
 
 SMALL = [
-    "dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte", "vocab_size=259", "max_target_length=16",
-    "per_device_batch_size=2", "enable_data_shuffling=false", "grain_worker_count=0",
-]  # fmt: skip
+    "dataset_type=grain",
+    "grain_file_type=text",
+    "tokenizer_path=byte",
+    "vocab_size=259",
+    "max_target_length=16",
+    "per_device_batch_size=2",
+    "enable_data_shuffling=false",
+    "grain_worker_count=0",
+]
 
 
 @pytest.fixture
@@ -61,8 +67,8 @@ def test_inspect_shows_segments_padding_and_statistics(files, capsys):
         in text
     )
     assert (
-        "batch 0, row 1: 1 segment, 9 of 16 positions\n   1 │ <bos>hijklmno<eos>\n     · 7 positions of padding\n"
-        in text
+        "batch 0, row 1: 1 segment, 9 of 16 positions\n   1 │ <bos>hijklmno<eos>\n     · 7 "
+        "positions of padding\n" in text
     )
     numbers = table(text)
     assert numbers["documents"] == "3"

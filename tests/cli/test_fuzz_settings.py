@@ -19,21 +19,21 @@ from maxtext.models import make_template
 from maxtext.optimizers import make_optimizer
 
 TINY = [
-    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=8", "base_mlp_dim=24",
-    "base_num_decoder_layers=2", "vocab_size=300", "max_target_length=32", "per_device_batch_size=2",
-    "dataset_type=synthetic",
+    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=8",
+    "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=300", "max_target_length=32",
+    "per_device_batch_size=2", "dataset_type=synthetic",
 ]  # fmt: skip
 ANYTHING = [
-    "", "0", "1", "-1", "2", "3", "7", "8", "-7", "1000000", "99999999999999999999", "0.5", "1.5", "-0.1", "1e-9",
-    "1e5", "1e400", "nan", ".nan", "inf", "-.inf", "true", "false", "True", "yes", "none", "null", "~", "text", "a b",
-    "é",
-    "../x", "/", "~", "gs://x", "a\0b", "\udcff", "\n", "[]", "[1]", "[1, 2, 3]", "[a]", "[[a, b]]", "[[a, [b]]]", "{}",
-    "{a: 1}", "[", "{", "&a [*a]", "!!python/name:os.system", "'", '"', "2001-02-30", "1:99", "0x10", "1_000", "=",
-    "a=b", "[" * 200, "9" * 5000, "full", "flash", "int8", "fp8", "float32", "bfloat16", "mla", "llama4",
-    "mixtral",
+    "", "0", "1", "-1", "2", "3", "7", "8", "-7", "1000000", "99999999999999999999", "0.5", "1.5",
+    "-0.1", "1e-9", "1e5", "1e400", "nan", ".nan", "inf", "-.inf", "true", "false", "True", "yes",
+    "none", "null", "~", "text", "a b", "é",
+    "../x", "/", "~", "gs://x", "a\0b", "\udcff", "\n", "[]", "[1]", "[1, 2, 3]", "[a]", "[[a, b]]",
+    "[[a, [b]]]", "{}", "{a: 1}", "[", "{", "&a [*a]", "!!python/name:os.system", "'", '"',
+    "2001-02-30", "1:99", "0x10", "1_000", "=", "a=b", "[" * 200, "9" * 5000, "full", "flash",
+    "int8", "fp8", "float32", "bfloat16", "mla", "llama4", "mixtral",
     "deepseek", "gemma4", "qwen3_next", "custom", "yarn", "muon", "wsd", "explicit",
 ]  # fmt: skip
-VERBS = (
+COMMANDS = (
     ["config"],
     ["config", "--changed"],
     ["config", "--format", "yaml"],
@@ -103,9 +103,9 @@ def fuzz(seed: int, cases: int, capsys, builds: int, estimates: int = 0) -> dict
     counts = dict.fromkeys(("accepted", "refused", "built", "not built"), 0)
     for case in range(cases):
         settings = random_settings(rng)
-        verb = rng.choice(VERBS)
+        command = rng.choice(COMMANDS)
         name = f"seed {seed}, case {case}"
-        code = run([*verb, *settings], capsys, name)
+        code = run([*command, *settings], capsys, name)
         counts["accepted" if code == 0 else "refused"] += 1
         if builds and code == 0 and any(word.startswith("base_emb_dim") for word in settings):
             builds -= 1

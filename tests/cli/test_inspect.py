@@ -17,9 +17,16 @@ from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 
 WORDS = [
-    "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
-    "base_num_decoder_layers=2", "vocab_size=64", "max_target_length=16", "dtype=float32",
-]  # fmt: skip
+    "base_emb_dim=16",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=32",
+    "base_num_decoder_layers=2",
+    "vocab_size=64",
+    "max_target_length=16",
+    "dtype=float32",
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,20 @@ from maxtext.configs.types import GROUPS
 
 HERE = Path(__file__).parent
 SHARED = HERE.parents[2] / "shared" / "spec" / "config_keys.json"
-FACTS = json.loads((HERE / "facts.json").read_text())
+PUBLISHED = json.loads((HERE / "published_keys.json").read_text())
 # The published default of the cache folder is the home of the machine that listed the keys.
 HOME_DEFAULTS = {"jax_cache_dir": "~/jax_cache"}
-# Keys of this project's own.
-OURS = {"BadData": ["max_bad_records"], "DataOrder": ["data_streams", "mixture_stopping_strategy"]}
+# Keys that only this project has.
+ADDED_KEYS = {
+    "BadData": ["max_bad_records"],
+    "DataOrder": ["data_streams", "mixture_stopping_strategy"],
+}
 # Filled by base.yml; the type's own default is empty.
 BASE_ONLY = {"logical_axis_rules", "data_sharding"}
 
 
 def type_text(field) -> str:
-    """A type as the facts spell it: constraints as Annotated[…], choices and classes by name."""
+    """A type as the published list spells it: constraints as Annotated[…], choices and classes by name."""
 
     def spell(part) -> str:
         if part is type(None):
@@ -63,9 +66,9 @@ def described():
     }
 
 
-@pytest.mark.parametrize("group", FACTS["groups"])
+@pytest.mark.parametrize("group", PUBLISHED["groups"])
 def test_group(group):
-    expected = {key: list(fact) for key, fact in FACTS["groups"][group].items()}
+    expected = {key: list(fact) for key, fact in PUBLISHED["groups"][group].items()}
     for key, default in HOME_DEFAULTS.items():
         if key in expected:
             expected[key][1] = default
@@ -73,14 +76,16 @@ def test_group(group):
 
 
 def test_no_further_groups_or_keys():
-    assert [group for group in described() if group not in OURS] == list(FACTS["groups"])
-    assert {group: list(described()[group]) for group in OURS} == OURS
-    assert len(types.MaxTextConfig.model_fields) == 723 + sum(map(len, OURS.values()))
+    assert [group for group in described() if group not in ADDED_KEYS] == list(PUBLISHED["groups"])
+    assert {group: list(described()[group]) for group in ADDED_KEYS} == ADDED_KEYS
+    assert len(types.MaxTextConfig.model_fields) == 723 + sum(map(len, ADDED_KEYS.values()))
 
 
-@pytest.mark.parametrize("name", FACTS["enums"])
+@pytest.mark.parametrize("name", PUBLISHED["enums"])
 def test_choices(name):
-    assert {member.name: member.value for member in getattr(types, name)} == FACTS["enums"][name]
+    assert {member.name: member.value for member in getattr(types, name)} == PUBLISHED["enums"][
+        name
+    ]
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published list is not beside this checkout")
@@ -90,7 +95,7 @@ def test_fixture_is_the_published_list():
         name: {key: [fact["type"], fact["default"]] for key, fact in group["fields"].items()}
         for name, group in published["groups"].items()
     }
-    assert {"enums": published["enums"], "groups": groups} == FACTS
+    assert {"enums": published["enums"], "groups": groups} == PUBLISHED
 
 
 def test_base_file_has_every_key_with_the_default_of_its_type():
