@@ -31,20 +31,20 @@ LAYER = "model.layers.{i}."
 RULES = [
     Rule("model.embed_tokens.weight", "embedder/embedding", "v e -> v e"),
     Rule("model.norm.weight", "final_norm/scale", "e -> e"),
-    Rule("lm_head.weight", "head/kernel", "v e -> e v"),
+    Rule("lm_head.weight", "head/weight", "v e -> e v"),
     Rule(f"{LAYER}input_layernorm.weight", "layers/{i}/attention_norm/scale", "e -> e"),
     Rule(f"{LAYER}post_attention_layernorm.weight", "layers/{i}/mlp_norm/scale", "e -> e"),
-    Rule(f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/kernel", "e (h d) -> h d e"),
+    Rule(f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/weight", "e (h d) -> h d e"),
     *(
         Rule(
             f"{LAYER}self_attn.{theirs}_proj.weight",
-            f"layers/{{i}}/attention/{ours}/kernel",
+            f"layers/{{i}}/attention/{ours}/weight",
             "(h d) e -> e h d",
         )
         for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"))
     ),
     *(
-        Rule(f"{LAYER}mlp.{theirs}_proj.weight", f"layers/{{i}}/mlp/{ours}/kernel", "o n -> n o")
+        Rule(f"{LAYER}mlp.{theirs}_proj.weight", f"layers/{{i}}/mlp/{ours}/weight", "o n -> n o")
         for theirs, ours in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))
     ),
 ]

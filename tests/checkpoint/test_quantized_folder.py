@@ -111,10 +111,10 @@ def test_on_disk(folders, dtype):
     kind = np.dtype(np.uint8 if dtype == "int4" else np.int8)
     groups = 2 if dtype == "int4" else 1
     float32 = np.dtype(np.float32)
-    assert tensors["layers/3/mlp/wi_0/kernel"] == TensorInfo(kind, (256, 48 // half))
-    assert tensors["layers/3/mlp/wi_0/kernel.scale"] == TensorInfo(float32, (groups, 48))
-    assert tensors["layers/0/attention/out/kernel"] == TensorInfo(kind, (4, 8, 256 // half))
-    assert tensors["layers/0/attention/out/kernel.scale"] == TensorInfo(float32, (1, 1, 256))
+    assert tensors["layers/3/mlp/wi_0/weight"] == TensorInfo(kind, (256, 48 // half))
+    assert tensors["layers/3/mlp/wi_0/weight.scale"] == TensorInfo(float32, (groups, 48))
+    assert tensors["layers/0/attention/out/weight"] == TensorInfo(kind, (4, 8, 256 // half))
+    assert tensors["layers/0/attention/out/weight.scale"] == TensorInfo(float32, (1, 1, 256))
     assert tensors["embedder/embedding"] == TensorInfo(float32, (64, 256))
     assert "layers/0/mlp_norm/scale.scale" not in tensors
     lines = (folder / "config.yml").read_text().splitlines()
@@ -153,7 +153,7 @@ def test_to_others_it_is_plain(folders, dtype, tmp_path):
     for name, array in opened:
         exact = source.read(name)
         assert array.dtype == np.float32
-        if "kernel" in name:
+        if "weight" in name:
             scale = opened.scales.read(name)
             assert 0 < np.abs(array - exact).max() <= scale.max() * 0.5001
         else:
@@ -161,7 +161,7 @@ def test_to_others_it_is_plain(folders, dtype, tmp_path):
     to_folder(folder, tmp_path / "theirs")
     theirs = SafetensorsFolder.open(tmp_path / "theirs")
     down = theirs.read("model.layers.2.mlp.down_proj.weight")
-    np.testing.assert_array_equal(down.T, opened.read("layers/2/mlp/wo/kernel"))
+    np.testing.assert_array_equal(down.T, opened.read("layers/2/mlp/wo/weight"))
     assert not [name for name in theirs.tensors if "scale" in name]
     assert "quantization" not in json.loads((tmp_path / "theirs" / "config.json").read_text())
 
@@ -209,7 +209,7 @@ def rewritten(folder, out, change):
     return out
 
 
-WI = "layers/1/mlp/wi_0/kernel"
+WI = "layers/1/mlp/wi_0/weight"
 DAMAGE = {
     "no scale": (
         lambda arrays: arrays.pop(f"{WI}.scale"),

@@ -73,11 +73,11 @@ def test_there_and_back(llama, dtype, tmp_path):
     first = SafetensorsFolder.open(tmp_path / "theirs")
     query = first.read("model.layers.2.self_attn.q_proj.weight")
     assert (
-        ours.read("layers/2/attention/query/kernel").tobytes()
+        ours.read("layers/2/attention/query/weight").tobytes()
         == query.T.reshape(32, 4, 8).tobytes()
     )
     down = first.read("model.layers.3.mlp.down_proj.weight")
-    assert ours.read("layers/3/mlp/wo/kernel").tobytes() == down.T.tobytes()
+    assert ours.read("layers/3/mlp/wo/weight").tobytes() == down.T.tobytes()
 
 
 def test_transformers_computes_the_same(llama, tmp_path):
@@ -335,5 +335,5 @@ def test_other_names_for_a_source(llama, theirs):
     made = from_hf(renamed, llama.RULES, param_infos)
     assert made.title == "values"
     expected = from_hf(Values(**theirs[1]), llama.RULES, param_infos)
-    for name in ("head/kernel", "layers/1/attention/key/kernel"):
+    for name in ("head/weight", "layers/1/attention/key/weight"):
         assert made.read(name).tobytes() == expected.read(name).tobytes()

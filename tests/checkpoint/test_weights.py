@@ -55,11 +55,11 @@ class Numbers:
 def test_names(llama):
     _, _, param_infos = llama.model()
     per_layer = {
-        "attention/query/kernel": (32, 4, 8), "attention/key/kernel": (32, 2, 8), "attention/value/kernel": (32, 2, 8),
-        "attention/out/kernel": (4, 8, 32), "attention_norm/scale": (32,), "mlp_norm/scale": (32,),
-        "mlp/wi_0/kernel": (32, 48), "mlp/wi_1/kernel": (32, 48), "mlp/wo/kernel": (48, 32),
+        "attention/query/weight": (32, 4, 8), "attention/key/weight": (32, 2, 8), "attention/value/weight": (32, 2, 8),
+        "attention/out/weight": (4, 8, 32), "attention_norm/scale": (32,), "mlp_norm/scale": (32,),
+        "mlp/wi_0/weight": (32, 48), "mlp/wi_1/weight": (32, 48), "mlp/wo/weight": (48, 32),
     }  # fmt: skip
-    expected = {"embedder/embedding": (64, 32), "final_norm/scale": (32,), "head/kernel": (32, 64)}
+    expected = {"embedder/embedding": (64, 32), "final_norm/scale": (32,), "head/weight": (32, 64)}
     expected |= {f"layers/{i}/{name}": shape for i in range(4) for name, shape in per_layer.items()}
     assert {name: info.shape for name, info in param_infos.items()} == expected
     numbers = [int(name.split("/")[1]) for name in param_infos if name.startswith("layers/")]
@@ -139,13 +139,13 @@ def test_load(llama, words):
     cycle = len(segments(config)[0].pattern)
     leaves = flatten(weights)
     for info in range(cycle):
-        layers = [source.read(f"layers/{i}/attention/out/kernel") for i in range(info, 4, cycle)]
+        layers = [source.read(f"layers/{i}/attention/out/weight") for i in range(info, 4, cycle)]
         norms = [source.read(f"layers/{i}/mlp_norm/scale") for i in range(info, 4, cycle)]
         top = ("layers", 0, "blocks", info)
         if config.scan_layers:
             axis = config.param_scan_axis
             np.testing.assert_array_equal(
-                leaves[(*top, "attention", "out", "kernel")], np.stack(layers, axis)
+                leaves[(*top, "attention", "out", "weight")], np.stack(layers, axis)
             )
             np.testing.assert_array_equal(
                 leaves[(*top, "mlp_norm", "scale")], np.stack(norms, min(axis, 1))
@@ -153,7 +153,7 @@ def test_load(llama, words):
         else:
             for repeat in range(4 // cycle):
                 np.testing.assert_array_equal(
-                    leaves[(*top, repeat, "attention", "out", "kernel")], layers[repeat]
+                    leaves[(*top, repeat, "attention", "out", "weight")], layers[repeat]
                 )
                 np.testing.assert_array_equal(
                     leaves[(*top, repeat, "mlp_norm", "scale")], norms[repeat]
@@ -201,16 +201,16 @@ def test_dtypes(llama):
     plain, half = (
         load_weights(source, param_infos, template, dtype=dtype) for dtype in (None, np.float16)
     )
-    wide = source.read("head/kernel").astype(np.float32)
+    wide = source.read("head/weight").astype(np.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(plain)} == {np.dtype(np.float32)}
-    np.testing.assert_array_equal(plain["head"]["kernel"], wide)
+    np.testing.assert_array_equal(plain["head"]["weight"], wide)
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {np.dtype(np.float16)}
     _, template, param_infos = llama.model("weight_dtype=bfloat16")
     source = Numbers(param_infos, np.float32)
     loaded = load_weights(source, param_infos, template)
-    assert loaded["head"]["kernel"].dtype == ml_dtypes.bfloat16
+    assert loaded["head"]["weight"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(
-        loaded["head"]["kernel"], source.read("head/kernel").astype(ml_dtypes.bfloat16)
+        loaded["head"]["weight"], source.read("head/weight").astype(ml_dtypes.bfloat16)
     )
 
 
@@ -218,12 +218,12 @@ def test_a_source_that_does_not_fit(llama):
     _, template, param_infos = llama.model()
     source = Numbers(param_infos)
     source.tensors["layers/4/mlp_norm/scale"] = source.tensors.pop("layers/3/mlp_norm/scale")
-    source.tensors["head/kernel"] = TensorInfo(np.dtype(np.float32), (64, 32))
+    source.tensors["head/weight"] = TensorInfo(np.dtype(np.float32), (64, 32))
     with pytest.raises(UserError) as caught:
         load_weights(source, param_infos, template)
     assert str(caught.value) == (
         "numbers does not fit the model (3 problems): layers/3/mlp_norm/scale is missing; layers/4/mlp_norm/scale is "
-        "not a weight of this model; head/kernel has shape [64, 32], the model needs [32, 64]"
+        "not a weight of this model; head/weight has shape [64, 32], the model needs [32, 64]"
     )
 
 
@@ -285,7 +285,7 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
         assert loaded["/".join(map(str, path))].tobytes() == np.asarray(leaf).tobytes()
     if host_bytes > 1:  # room for all blocks: every weight is read once
         assert found["reads"] == len(param_infos)
-        query = found["split"]["layers/0/blocks/0/attention/query/kernel"]
+        query = found["split"]["layers/0/blocks/0/attention/query/weight"]
         assert query == [
             [16, 4, 2, 8],
             [32, 4, 4, 8],
@@ -293,5 +293,5 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
         ]  # fsdp and tensor halve a dimension each
     else:  # a block at a time: once for each of fsdp 4 times tensor 2, where both split it
         assert len(param_infos) < found["reads"] <= 8 * len(param_infos)
-        query = found["split"]["layers/0/blocks/0/0/attention/query/kernel"]
+        query = found["split"]["layers/0/blocks/0/0/attention/query/weight"]
         assert query == [[8, 2, 8], [32, 4, 8], "True"]

@@ -66,7 +66,7 @@ def test_shows_steps_and_tensors(folder, capsys):
     query = next(
         line
         for line in lines
-        if line and line[0] == "weights/layers/0/blocks/0/attention/query/kernel"
+        if line and line[0] == "weights/layers/0/blocks/0/attention/query/weight"
     )
     assert query[1:] == ["16", "x", "2", "x", "2", "x", "8", "float32", "2.05", "KB"]
 
@@ -109,14 +109,14 @@ def test_params_only_extracts_the_weights(folder, made, tmp_path, capsys):
     assert main(["convert", "params-only", str(folder), str(out)]) == 0
     taken = open_checkpoint(out)
     assert taken.settings["base_emb_dim"].value == 16
-    stacked = made[1]["layers"][0]["blocks"][0]["mlp"]["wo"]["kernel"]
+    stacked = made[1]["layers"][0]["blocks"][0]["mlp"]["wo"]["weight"]
     for layer in (0, 1):
         np.testing.assert_array_equal(
-            taken.source.read(f"layers/{layer}/mlp/wo/kernel"), stacked[:, layer]
+            taken.source.read(f"layers/{layer}/mlp/wo/weight"), stacked[:, layer]
         )
     assert not any(name.startswith("optimizer") for name in taken.source.tensors)
     assert main(["inspect", str(out), "--verify"]) == 0
-    assert "layers/1/mlp/wo/kernel" in capsys.readouterr().out
+    assert "layers/1/mlp/wo/weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ def check(rule, native, hf, layer=None):
 def test_projection():
     native = numbers(E, H, D)
     rule = Rule(
-        "model.layers.{i}.q_proj.weight", "layers/{i}/attention/query/kernel", "(h d) e -> e h d"
+        "model.layers.{i}.q_proj.weight", "layers/{i}/attention/query/weight", "(h d) e -> e h d"
     )
     hf = native.reshape(E, H * D).T
     check(
         rule,
-        {"layers/7/attention/query/kernel": native},
+        {"layers/7/attention/query/weight": native},
         {"model.layers.7.q_proj.weight": hf},
         layer=7,
     )
@@ -84,10 +84,10 @@ def test_one_number_an_expert():
 def test_one_tensor_dealt_out():
     gate, up = numbers(X, E, M), numbers(X, E, M, start=1000)
     hf = np.stack([gate, up], axis=-1).reshape(X, E, 2 * M)  # gate and up alternate, as in gpt-oss
-    check(Rule("gate_up", "l/wi_{b}/kernel", "x e (m b) -> b x e m"), {"l/wi_0/kernel": gate, "l/wi_1/kernel": up},
+    check(Rule("gate_up", "l/wi_{b}/weight", "x e (m b) -> b x e m"), {"l/wi_0/weight": gate, "l/wi_1/weight": up},
           {"gate_up": hf})  # fmt: skip
     hf = np.concatenate([gate, up], axis=-1)  # all of gate, then all of up
-    check(Rule("gate_up", "l/wi_{b}/kernel", "x e (b m) -> b x e m"), {"l/wi_0/kernel": gate, "l/wi_1/kernel": up},
+    check(Rule("gate_up", "l/wi_{b}/weight", "x e (b m) -> b x e m"), {"l/wi_0/weight": gate, "l/wi_1/weight": up},
           {"gate_up": hf})  # fmt: skip
 
 

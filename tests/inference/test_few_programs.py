@@ -10,6 +10,7 @@ import pytest
 from maxtext.inference.batches import STATIC_DECODE_STEPS
 from maxtext.inference.engine import MIN_GPU_SLOTS, InferenceEngine
 from maxtext.kernels.decode import paged_attention as decode
+from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, configuration, programs_of, random_request
 
@@ -39,11 +40,9 @@ def test_as_on_a_gpu(monkeypatch, words):
     def interpreted(*arrays, attend=decode.paged_attention, **options):
         return attend(*arrays, interpret=True, **options)
 
-    monkeypatch.setattr(decode, "supports", lambda *facts: None)
     monkeypatch.setattr(decode, "paged_attention", interpreted)
-    for module in ("engine", "executor"):
-        monkeypatch.setattr(f"maxtext.inference.{module}.platform", lambda rules: "gpu")
-    engine = InferenceEngine(programs_of(config), weights, 3, LENGTH)
+    build = BuildContext(platform="gpu", capability="9.0")
+    engine = InferenceEngine(programs_of(config, build), weights, 3, LENGTH)
     assert engine.executor.reads_in_place
     assert engine.generate(requests) == expected
     assert engine.programs.decode._cache_size() <= len(STATIC_DECODE_STEPS)

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.inference.engine import InferenceEngine
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.cache import CacheSize, extended, kept
+from maxtext.layers.cache import CacheSize, empty_kv_cache
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, compiled, new_request, random_weights
@@ -25,7 +25,7 @@ LARGEST = {"int8": 127, "int4": 7}
 def test_rounding_error_is_at_most_half_a_step(dtype, by_head, window):
     """A step is the largest magnitude of a token, or of a head of it, over the largest integer."""
     size = CacheSize(2, 8, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
-    cache = kept(AttentionMask(window=window), size, key=(3, 4))
+    cache = empty_kv_cache(AttentionMask(window=window), size, {"key": (3, 4)})
     random = np.random.default_rng(0)
     tokens = (random.normal(size=(2, 8, 3, 4)) * np.exp(random.normal(size=(2, 8, 3, 1)))).astype(
         np.float32
@@ -33,14 +33,14 @@ def test_rounding_error_is_at_most_half_a_step(dtype, by_head, window):
     table = jnp.array([[0], [1]])
     # All but the last at once, as a prompt is; the last by itself.
     first = LayerInputs(
-        jnp.broadcast_to(jnp.arange(7), (2, 7)), cache=cache, fresh=True, table=table
+        jnp.broadcast_to(jnp.arange(7), (2, 7)), cache=cache, is_first_chunk=True, block_table=table
     )
-    at_once, cache = extended(first, {"key": jnp.asarray(tokens[:, :7])})
-    last = LayerInputs(jnp.full((2, 1), 7), cache=cache, table=table, aligned=True)
-    seen, _ = extended(last, {"key": jnp.asarray(tokens[:, 7:])})
+    at_once, cache = cache.update({"key": jnp.asarray(tokens[:, :7])}, first)
+    last = LayerInputs(jnp.full((2, 1), 7), cache=cache, block_table=table, contiguous=True)
+    seen, _ = cache.update({"key": jnp.asarray(tokens[:, 7:])}, last)
     steps = np.abs(tokens).max(axis=-1 if by_head else (-1, -2), keepdims=True) / LARGEST[dtype]
     for row in range(2):
-        for place, position in enumerate(np.asarray(seen["position"])[row]):
+        for place, position in enumerate(np.asarray(seen.positions)[row]):
             off = np.abs(np.asarray(seen["key"])[row, place] - tokens[row, position])
             assert (off <= steps[row, position] * 0.5001 + 1e-7).all()
             if position < 7:
@@ -69,7 +69,8 @@ def test_quantized_windows_in_random_chunks(dtype, by_head, limit):
     length, rows, heads, dim = 24, 2, 3, 4
     mask = AttentionMask(window=5) if limit == "window" else AttentionMask(chunk=5)
     size = CacheSize(rows, length, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
-    cache = kept(mask, size, key=(heads, dim), value=(heads, dim))
+    shapes = {"key": (heads, dim), "value": (heads, dim)}
+    cache = empty_kv_cache(mask, size, shapes)
     for _ in range(2):  # in the same slots, one after the other
         k, v, q = (
             random.normal(size=(rows, length, heads, dim)).astype(np.float32) for _ in range(3)
@@ -85,17 +86,18 @@ def test_quantized_windows_in_random_chunks(dtype, by_head, limit):
             positions = np.broadcast_to(np.arange(start, start + count), (rows, count))
             shown = np.where(positions < lengths[:, None], positions, -1)
             at_once = np.minimum(positions[0], length - 1)
-            inputs = LayerInputs(jnp.asarray(shown), cache=cache, fresh=start == 0)
+            inputs = LayerInputs(jnp.asarray(shown), cache=cache, is_first_chunk=start == 0)
             new = {"key": jnp.asarray(k[:, at_once]), "value": jnp.asarray(v[:, at_once])}
-            seen, cache = extended(inputs, new)
-            seen = {name: np.asarray(x) for name, x in seen.items()}
+            view, cache = cache.update(new, inputs)
+            seen = {name: np.asarray(x) for name, x in view.arrays.items()}
+            view_positions = shown if view.positions is None else np.asarray(view.positions)
             for row, column in np.argwhere(shown >= 0):
                 position = shown[row, column]
                 first = position - position % 5 if limit == "chunk" else max(0, position - 4)
                 columns = np.flatnonzero(
-                    (seen["position"][row] >= first) & (seen["position"][row] <= position)
+                    (view_positions[row] >= first) & (view_positions[row] <= position)
                 )
-                at = seen["position"][row][columns]
+                at = view_positions[row][columns]
                 assert sorted(at) == list(range(first, position + 1))
                 keys, values = seen["key"][row, columns], seen["value"][row, columns]
                 np.testing.assert_allclose(keys, k_int[row, at], atol=1e-6)

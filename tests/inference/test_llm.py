@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
@@ -15,6 +16,7 @@ from maxtext import LLM
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.executor import Executor
+from maxtext.layers.context import REFERENCE
 from tests.compiling import FAST_COMPILE_FLAGS
 
 torch = pytest.importorskip("torch")
@@ -290,8 +292,8 @@ def test_warm_up_compiles_what_is_needed(folder):
 @pytest.mark.slow
 def test_warm_up_compiles_programs_for_subsets_of_the_slots(folder, monkeypatch):
     """As on a GPU, where two numbers of decode steps are two programs."""
-    for module in ("engine", "executor", "llm"):
-        monkeypatch.setattr(f"maxtext.inference.{module}.platform", lambda rules: "gpu")
+    build = replace(REFERENCE, platform="gpu", num_devices=2)
+    monkeypatch.setattr("maxtext.inference.llm.inference_context", lambda config, rules: build)
     monkeypatch.setattr("maxtext.inference.executor.MIN_DECODE_ROWS", 1)
     monkeypatch.setattr("maxtext.inference.engine.STEP_SECONDS", 100.0)
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 4}
@@ -351,7 +353,7 @@ def test_on_several_devices(llm, folder, ids):
         "ids = np.array(json.loads(sys.argv[2]))\n"
         "llm = LLM.load(sys.argv[1], dtype='float32', weight_dtype='float32', matmul_precision='highest',"
         " attention='dot_product', ici_fsdp_parallelism=4, ici_tensor_parallelism=2)\n"
-        "kernel = llm.weights['layers'][0]['blocks'][0][0]['mlp']['wo']['kernel']\n"
+        "kernel = llm.weights['layers'][0]['blocks'][0][0]['mlp']['wo']['weight']\n"
         "assert kernel.addressable_shards[0].data.size * 8 == kernel.size\n"
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"

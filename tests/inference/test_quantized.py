@@ -121,7 +121,7 @@ def test_random_weights_are_born_quantized(dtype):
     floats = LLM.load("default", **words, **FLOAT32)
     for path, leaf in flatten(floats.weights).items():
         found = flatten(ours.weights)[path]
-        assert is_quantized(found) == (path[-1] == "kernel")
+        assert is_quantized(found) == (path[-1] == "weight")
         if is_quantized(found):
             assert (
                 float(jnp.abs(found.astype(jnp.float32) - leaf).max())

@@ -27,6 +27,7 @@ from maxtext.inference.sampling import (
     sample,
 )
 from maxtext.kernels.decode import paged_attention as decode
+from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
@@ -60,8 +61,9 @@ def new_request(prompt, max_new_tokens, *sampling, **params):
     )
 
 
-def programs_of(config):
-    return Programs(config, make_template(config), AxisRules.from_config(config, make_mesh(config)))
+def programs_of(config, build=REFERENCE):
+    rules = AxisRules.from_config(config, make_mesh(config))
+    return Programs(config, make_template(config), rules, build)
 
 
 @functools.cache
@@ -331,12 +333,13 @@ def packing(monkeypatch):
         ("latent", ["attention=paged", "dtype=bfloat16"], False),
     ],
 )
-def test_where_prompts_can_be_packed(kind, words, shared, monkeypatch):
+def test_where_prompts_can_be_packed(kind, words, shared):
     """As on a GPU."""
     executor = InferenceEngine(compiled(kind, *words), {}, 2, LENGTH).executor
     assert not executor.supports_packing
-    monkeypatch.setattr(executor_module, "platform", lambda rules: "gpu")
-    gpu_executor = Executor(executor.programs, {}, executor.size)
+    build = BuildContext(platform="gpu", capability="9.0")
+    programs = programs_of(executor.programs.config, build)
+    gpu_executor = Executor(programs, {}, executor.size)
     assert gpu_executor.supports_packing == shared
 
 
@@ -474,7 +477,7 @@ def test_nonfinite_keys_are_reported_in_a_shared_row(models, packing):
     """Even if all other values of the sequence are finite."""
 
     def broken(path, leaf):
-        return leaf * 1e38 if [step.key for step in path[-2:]] == ["key", "kernel"] else leaf
+        return leaf * 1e38 if [step.key for step in path[-2:]] == ["key", "weight"] else leaf
 
     words = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
     weights = jax.tree.map_with_path(broken, models("causal")[0])

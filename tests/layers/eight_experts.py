@@ -102,8 +102,8 @@ def weights_of(spec, skewed=False):
         lambda leaf: draw(size=leaf.shape).astype(np.float32) * 0.5, template(spec).weights
     )
     if skewed:
-        weights["router"]["kernel"] *= 1e-3
-        weights["router"]["kernel"][:, (3, 5)] += 5
+        weights["router"]["weight"] *= 1e-3
+        weights["router"]["weight"][:, (3, 5)] += 5
     return weights
 
 

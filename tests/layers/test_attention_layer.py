@@ -39,9 +39,9 @@ def separate_weights(heads, groups, bias):
     draw = np.random.default_rng(0).normal
     counts = {"query": heads, "key": groups, "value": groups}
     tree = {
-        name: {"kernel": draw(size=(SIZE, count, HEAD)) * 0.4} for name, count in counts.items()
+        name: {"weight": draw(size=(SIZE, count, HEAD)) * 0.4} for name, count in counts.items()
     }
-    tree["out"] = {"kernel": draw(size=(heads, HEAD, SIZE)) * 0.4}
+    tree["out"] = {"weight": draw(size=(heads, HEAD, SIZE)) * 0.4}
     if bias:
         for name, count in counts.items():
             tree[name]["bias"] = draw(size=(count, HEAD))
@@ -99,7 +99,7 @@ def test_fused_is_separate(heads, groups, bias):
     projected, expected, ours = run(tree, fuse(tree, heads, groups), x)
     for part, name in zip(projected, ("query", "key", "value"), strict=True):
         float32, float64 = (
-            np.einsum("bse,ehd->bshd", x.astype(dtype), tree[name]["kernel"])
+            np.einsum("bse,ehd->bshd", x.astype(dtype), tree[name]["weight"])
             + tree[name].get("bias", 0)
             for dtype in (np.float32, np.float64)
         )
@@ -116,10 +116,10 @@ def from_torch(layer, heads, groups):
         ("key", "k", groups),
         ("value", "v", groups),
     ):
-        tree[ours] = {"kernel": state[f"{theirs}_proj.weight"].T.reshape(SIZE, count, HEAD)}
+        tree[ours] = {"weight": state[f"{theirs}_proj.weight"].T.reshape(SIZE, count, HEAD)}
         if f"{theirs}_proj.bias" in state:
             tree[ours]["bias"] = state[f"{theirs}_proj.bias"].reshape(count, HEAD)
-    tree["out"] = {"kernel": state["o_proj.weight"].T.reshape(heads, HEAD, SIZE)}
+    tree["out"] = {"weight": state["o_proj.weight"].T.reshape(heads, HEAD, SIZE)}
     if "o_proj.bias" in state:
         tree["out"]["bias"] = state["o_proj.bias"]
     if "sinks" in state:

@@ -202,11 +202,11 @@ def in_torch(spec, weights, x, ids, segments):
         return x * weights[name]["scale"][stream]
 
     for stream in range(x.shape[2]):
-        key = memory @ weights["key"]["kernel"][:, stream] + weights["key"]["bias"][stream]
+        key = memory @ weights["key"]["weight"][:, stream] + weights["key"]["bias"][stream]
         query = norm(x[:, :, stream], "query_norm", stream)
         score = (query * norm(key, "key_norm", stream)).sum(-1) / math.sqrt(SIZE)
         gate = torch.sigmoid(torch.sign(score) * score.abs().sqrt())
-        value = gate[..., None] * (memory @ weights["value"]["kernel"] + weights["value"]["bias"])
+        value = gate[..., None] * (memory @ weights["value"]["weight"] + weights["value"]["bias"])
         normed = norm(value, "convolution_norm", stream)
         mixed = torch.zeros_like(normed)
         kernel = weights["convolution"][:, stream].T[:, None]  # [E, 1, taps]
@@ -276,8 +276,8 @@ def test_shapes_and_axes():
     norm = {"scale": (3, SIZE)}
     assert jax.tree.map(lambda leaf: leaf.shape, abstract.weights) == {
         "table": (total, 3),
-        "key": {"kernel": (12, 3, SIZE), "bias": (3, SIZE)},
-        "value": {"kernel": (12, SIZE), "bias": (SIZE,)},
+        "key": {"weight": (12, 3, SIZE), "bias": (3, SIZE)},
+        "value": {"weight": (12, SIZE), "bias": (SIZE,)},
         "key_norm": norm,
         "query_norm": norm,
         "convolution_norm": norm,
@@ -285,10 +285,10 @@ def test_shapes_and_axes():
     }
     assert abstract.axes["table"] == ("vocab", "embed_vocab")
     assert abstract.axes["key"] == {
-        "kernel": ("engram_dim", "mhc", "embed"),
+        "weight": ("engram_dim", "mhc", "embed"),
         "bias": ("mhc", "embed"),
     }
-    assert abstract.axes["value"] == {"kernel": ("engram_dim", "embed"), "bias": ("embed",)}
+    assert abstract.axes["value"] == {"weight": ("engram_dim", "embed"), "bias": ("embed",)}
     assert abstract.axes["key_norm"] == {"scale": ("mhc", "norm")}
     assert abstract.axes["convolution"] == (None, "mhc", "norm")
 

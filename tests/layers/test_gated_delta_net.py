@@ -78,7 +78,7 @@ def ours(tensors, group):
     convolutions = np.split(tensors["conv1d"], np.cumsum([HEADS * KEY, HEADS * KEY]))
     return {
         **{
-            name: {"kernel": rows.reshape(HEADS, -1, SIZE).transpose(2, 0, 1)}
+            name: {"weight": rows.reshape(HEADS, -1, SIZE).transpose(2, 0, 1)}
             for name, rows in projections.items()
         },
         **{
@@ -88,7 +88,7 @@ def ours(tensors, group):
         "log_rate": tensors["A_log"].reshape(HEADS, group),
         "step_bias": tensors["dt_bias"].reshape(HEADS, group),
         "norm": {"scale": tensors["norm"]},
-        "out": {"kernel": tensors["out_proj"].T.reshape(HEADS, values, SIZE)},
+        "out": {"weight": tensors["out_proj"].T.reshape(HEADS, values, SIZE)},
     }
 
 
@@ -248,14 +248,14 @@ def test_weights():
     axes, values = model.axes, 3 * VALUE
     shapes = jax.tree.map(lambda weight: weight.shape, model.weights)
     for name, width in dict(query=KEY, key=KEY, value=values, gate=values, beta=3, decay=3).items():
-        assert shapes[name]["kernel"] == (SIZE, HEADS, width)
-        assert axes[name]["kernel"] == ("embed", "gdn_head", None)
+        assert shapes[name]["weight"] == (SIZE, HEADS, width)
+        assert axes[name]["weight"] == ("embed", "gdn_head", None)
     for name, width in dict(query=KEY, key=KEY, value=values).items():
         assert shapes[f"conv_{name}"] == (WIDTH, HEADS, width)
         assert axes[f"conv_{name}"] == (None, "gdn_head", None)
     assert axes["log_rate"] == axes["step_bias"] == ("gdn_head", None)
     assert shapes["log_rate"] == shapes["step_bias"] == (HEADS, 3)
-    assert (shapes["out"]["kernel"], axes["out"]["kernel"]) == (
+    assert (shapes["out"]["weight"], axes["out"]["weight"]) == (
         (HEADS, values, SIZE),
         ("gdn_head", None, "embed"),
     )

@@ -36,7 +36,7 @@ def initial(spec):
 def weights(streams, scaled=False):
     draw = np.random.default_rng(0).normal
     width = streams * (streams + 2)
-    shapes = {"kernel": (streams, SIZE, width), "bias": (width,), "alpha": (3,)}
+    shapes = {"weight": (streams, SIZE, width), "bias": (width,), "alpha": (3,)}
     if scaled:
         shapes["scale"] = (streams, SIZE)
     return {name: draw(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -85,7 +85,7 @@ def numpy_connection(weights, streams, k, iterations, offset=0.0):
     """The paper's equations for each token, in float64."""
     out = np.zeros(streams.shape)
     weights = {name: value.astype(np.float64) for name, value in weights.items()}
-    kernel = weights["kernel"].reshape(k * SIZE, -1)
+    kernel = weights["weight"].reshape(k * SIZE, -1)
     for place in np.ndindex(BATCH, LENGTH):
         token = streams[place].astype(np.float64)
         flat = token.reshape(k * SIZE)
@@ -116,7 +116,7 @@ def test_transformers(streams, iterations):
     theirs = DeepseekV4HyperConnection(config)
     given = weights(streams)
     with torch.no_grad():
-        theirs.fn.copy_(torch.tensor(given["kernel"].reshape(streams * SIZE, -1).T))
+        theirs.fn.copy_(torch.tensor(given["weight"].reshape(streams * SIZE, -1).T))
         theirs.base.copy_(torch.tensor(given["bias"]))
         theirs.scale.copy_(torch.tensor(given["alpha"]))
     x, _ = values(streams)
@@ -133,7 +133,7 @@ def test_transformers(streams, iterations):
     np.testing.assert_allclose(output, expected.detach(), atol=1e-5)
     np.testing.assert_allclose(x_gradient, leaf.grad, atol=3e-5)
     np.testing.assert_allclose(
-        gradients["kernel"].reshape(streams * SIZE, -1).T, theirs.fn.grad, atol=3e-5
+        gradients["weight"].reshape(streams * SIZE, -1).T, theirs.fn.grad, atol=3e-5
     )
     np.testing.assert_allclose(gradients["bias"], theirs.base.grad, atol=3e-5)
     np.testing.assert_allclose(gradients["alpha"], theirs.scale.grad, atol=1e-4)
@@ -152,10 +152,10 @@ def test_paper(scaled, offset):
 def test_shapes_and_axes():
     abstract = template(spec(3))
     assert jax.tree.map(lambda leaf: leaf.shape, abstract.weights) == {
-        "kernel": (3, SIZE, 15), "alpha": (3,), "bias": (15,), "scale": (3, SIZE),
+        "weight": (3, SIZE, 15), "alpha": (3,), "bias": (15,), "scale": (3, SIZE),
     }  # fmt: skip
     assert abstract.axes == {
-        "kernel": ("mhc", "embed", None), "alpha": (None,), "bias": (None,), "scale": ("mhc", "norm"),
+        "weight": ("mhc", "embed", None), "alpha": (None,), "bias": (None,), "scale": ("mhc", "norm"),
     }  # fmt: skip
     assert "scale" not in template(spec(3, scaled=False)).weights
 

@@ -103,7 +103,7 @@ def from_torch(named):
     tree = {"indexer": {}}
     for path, (theirs, shape) in matrices.items():
         branch = tree if len(path) == 1 else tree[path[0]]
-        branch[path[-1]] = {"kernel": named[f"{theirs}.weight"].T.reshape(shape)}
+        branch[path[-1]] = {"weight": named[f"{theirs}.weight"].T.reshape(shape)}
     tree["query_norm"] = {"scale": named["q_a_layernorm.weight"]}
     tree["kv_norm"] = {"scale": named["kv_a_layernorm.weight"]}
     tree["indexer"]["key_norm"] = {
@@ -148,24 +148,24 @@ def reference(tree, x, packed):
     def normed(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
-    latent = normed(x @ tree["query_a"]["kernel"], tree["query_norm"]["scale"])
-    q = np.einsum("bsr,rhd->bshd", latent, tree["query_b"]["kernel"])
-    joined = x @ tree["kv_a"]["kernel"]
+    latent = normed(x @ tree["query_a"]["weight"], tree["query_norm"]["scale"])
+    q = np.einsum("bsr,rhd->bshd", latent, tree["query_b"]["weight"])
+    joined = x @ tree["kv_a"]["weight"]
     k = normed(joined[..., :RANK], tree["kv_norm"]["scale"])
-    k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["kernel"])[..., :NOPE]
+    k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["weight"])[..., :NOPE]
     logits = np.einsum("bshd,bthd->bhst", q[..., :NOPE], k)
     shared = turned(joined[:, :, None, RANK:], positions, True)[:, :, 0]
     logits += np.einsum("bshd,btd->bhst", turned(q[..., NOPE:], positions, True), shared)
 
     index = tree["indexer"]
-    query = np.einsum("bsr,rhd->bshd", latent, index["query"]["kernel"])
-    key = x @ index["key"]["kernel"]
+    query = np.einsum("bsr,rhd->bshd", latent, index["query"]["weight"])
+    key = x @ index["key"]["weight"]
     key = key - key.mean(-1, keepdims=True)
     key = (normed(key, index["key_norm"]["scale"]) + index["key_norm"]["bias"])[:, :, None]
     query = np.concatenate([turned(query[..., :ROPE], positions, False), query[..., ROPE:]], -1)
     key = np.concatenate([turned(key[..., :ROPE], positions, False), key[..., ROPE:]], -1)[:, :, 0]
     products = np.maximum(np.einsum("bshd,btd->bhst", query, key) * INDEX_DIM**-0.5, 0)
-    scores = np.einsum("bsh,bhst->bst", x @ index["weight"]["kernel"] * INDEX_HEADS**-0.5, products)
+    scores = np.einsum("bsh,bhst->bst", x @ index["weight"]["weight"] * INDEX_HEADS**-0.5, products)
     return scores, SCALE * logits
 
 

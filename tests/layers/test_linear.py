@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.common import hash_rng
-from maxtext.layers.linear import Linear, dropout, together, weights_first
+from maxtext.layers.linear import build_linear, dropout, order_weight_grads, project
 from maxtext.layers.parameters import Initializer, Template
 
 # inputs, outputs of the kernel, the product as an einsum
@@ -26,8 +26,9 @@ def test_numpy(inputs, outputs, product, bias):
     draw = np.random.default_rng(0).normal
     axes = (None,) * len(inputs + outputs)
     template = Template.of(
-        lambda: Linear(
+        lambda: build_linear(
             Initializer(hash_rng.key_from_seed(0), "float32"),
+            "linear",
             in_shape=inputs,
             out_shape=outputs,
             axes=axes,
@@ -35,14 +36,14 @@ def test_numpy(inputs, outputs, product, bias):
             bias=bias,
         )
     )
-    weights = {"kernel": draw(size=inputs + outputs)} | (
+    weights = {"weight": draw(size=inputs + outputs)} | (
         {"bias": draw(size=outputs)} if bias else {}
     )
     assert jax.tree.map(np.shape, weights) == jax.tree.map(
         lambda leaf: leaf.shape, template.weights
     )
     x = draw(size=(2, 3, *inputs))
-    expected = np.einsum(product, x, weights["kernel"]) + (weights["bias"] if bias else 0)
+    expected = np.einsum(product, x, weights["weight"]) + (weights["bias"] if bias else 0)
     ours = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(
         jnp.asarray(x, jnp.float32)
     )
@@ -51,8 +52,9 @@ def test_numpy(inputs, outputs, product, bias):
 
 def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
     template = Template.of(
-        lambda: Linear(
+        lambda: build_linear(
             Initializer(hash_rng.key_from_seed(0), "float32"),
+            "linear",
             in_shape=(6,),
             out_shape=(4,),
             axes=(None, None),
@@ -62,7 +64,7 @@ def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
     )
     assert {leaf.dtype for leaf in jax.tree.leaves(template.weights)} == {jnp.dtype("float32")}
     weights = {
-        "kernel": jnp.full((6, 4), 1 + 2**-12),
+        "weight": jnp.full((6, 4), 1 + 2**-12),
         "bias": jnp.full((4,), 2**-12),
     }  # 1 when rounded to bfloat16
     y = template.bind(weights)(jnp.ones((1, 6), jnp.bfloat16))
@@ -71,8 +73,8 @@ def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
 
 
 def ordered(x, weights):
-    x, weights = weights_first(x, weights)
-    return jnp.sin(x @ weights["kernel"]).sum() * weights["count"]
+    x, weights = order_weight_grads(x, weights)
+    return jnp.sin(x @ weights["weight"]).sum() * weights["count"]
 
 
 def barriers(function, *arguments):
@@ -90,7 +92,7 @@ def test_gradients_of_weights_come_before_that_of_the_input():
     x, kernel = jnp.asarray(draw(size=(3, 6))), jnp.asarray(draw(size=(6, 4)))
 
     def run(x, kernel):
-        return ordered(x, {"kernel": kernel, "count": jnp.asarray(2)})
+        return ordered(x, {"weight": kernel, "count": jnp.asarray(2)})
 
     gradients = jax.grad(run, argnums=(0, 1))
     slope = 2 * jnp.cos(x @ kernel)
@@ -105,18 +107,21 @@ def test_gradients_of_weights_come_before_that_of_the_input():
 
 def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
     template = Template.of(
-        lambda: Linear(
+        lambda: build_linear(
             Initializer(hash_rng.key_from_seed(0), "float32"),
+            "linear",
             in_shape=(6,),
             out_shape=(4,),
             axes=(None, None),
             dtype="bfloat16",
         )
     )
-    x, weights = jnp.ones((3, 6), jnp.bfloat16), {"kernel": jnp.ones((6, 4), jnp.float32)}
+    x, weights = jnp.ones((3, 6), jnp.bfloat16), {"weight": jnp.ones((6, 4), jnp.float32)}
 
     def run(x, weights):
-        return together(x, template.bind(weights), weights_early=True)[0].astype(jnp.float32).sum()
+        return (
+            project(x, template.bind(weights), weight_grads_first=True)[0].astype(jnp.float32).sum()
+        )
 
     gradients = jax.grad(run, argnums=(0, 1))
     program = jax.make_jaxpr(gradients)(x, weights)
@@ -126,7 +131,7 @@ def test_gradients_of_weights_wait_in_the_dtype_of_the_product():
         if "barrier" in eqn.primitive.name
     ]
     assert held == [[jnp.bfloat16, jnp.bfloat16]]
-    assert gradients(x, weights)[1]["kernel"].dtype == jnp.float32
+    assert gradients(x, weights)[1]["weight"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])

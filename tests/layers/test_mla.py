@@ -112,7 +112,7 @@ def from_torch(named):
     tree = {}
     for ours, (theirs, shape) in SHAPES.items():
         if f"{theirs}.weight" in named:
-            tree[ours] = {"kernel": named[f"{theirs}.weight"].T.reshape(shape)}
+            tree[ours] = {"weight": named[f"{theirs}.weight"].T.reshape(shape)}
         if f"{theirs}.bias" in named:
             tree[ours]["bias"] = named[f"{theirs}.bias"]
     for ours, theirs in (("query_norm", "q_a_layernorm"), ("kv_norm", "kv_a_layernorm")):
@@ -251,11 +251,11 @@ def test_the_largest_logits_are_reported(latent):
             1j * PACKED[:, :, None, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE)
         )
 
-    q = normed(x @ tree["query_a"]["kernel"], tree["query_norm"]["scale"])
-    q = np.einsum("bsr,rhd->bshd", q, tree["query_b"]["kernel"])
-    joined = x @ tree["kv_a"]["kernel"]
+    q = normed(x @ tree["query_a"]["weight"], tree["query_norm"]["scale"])
+    q = np.einsum("bsr,rhd->bshd", q, tree["query_b"]["weight"])
+    joined = x @ tree["kv_a"]["weight"]
     k = normed(joined[..., :RANK], tree["kv_norm"]["scale"])
-    k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["kernel"])[..., :NOPE]
+    k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["weight"])[..., :NOPE]
     logits = np.einsum("bshd,bthd->bhst", q[..., :NOPE], k)
     logits += np.einsum(
         "bshd,btd->bhst", turned(q[..., NOPE:]), turned(joined[:, :, None, RANK:])[:, :, 0].conj()
@@ -267,12 +267,12 @@ def test_the_largest_logits_are_reported(latent):
 def test_axes_and_shapes_of_the_weights():
     model = template(mla_spec(bias=True))
     axes = model.axes
-    assert axes["query_a"] == {"kernel": ("embed", "q_lora_up_proj"), "bias": ("q_lora_up_proj",)}
-    assert axes["query_b"] == {"kernel": ("q_lora", "q_heads", "kv")}
-    assert axes["kv_a"]["kernel"] == ("embed", "kv_lora_up_proj")
-    assert axes["kv_b"] == {"kernel": ("kv_lora", "kv_heads", "kv_head_dim")}
-    assert axes["out"]["kernel"] == ("heads", "kv", "embed")
-    assert template(mla_spec(0)).axes["query"] == {"kernel": ("embed", "q_heads", "kv")}
+    assert axes["query_a"] == {"weight": ("embed", "q_lora_up_proj"), "bias": ("q_lora_up_proj",)}
+    assert axes["query_b"] == {"weight": ("q_lora", "q_heads", "kv")}
+    assert axes["kv_a"]["weight"] == ("embed", "kv_lora_up_proj")
+    assert axes["kv_b"] == {"weight": ("kv_lora", "kv_heads", "kv_head_dim")}
+    assert axes["out"]["weight"] == ("heads", "kv", "embed")
+    assert template(mla_spec(0)).axes["query"] == {"weight": ("embed", "q_heads", "kv")}
     jax.tree.map(
         lambda names, leaf: np.testing.assert_equal(len(names), leaf.ndim),
         axes, model.weights, is_leaf=lambda value: isinstance(value, tuple),

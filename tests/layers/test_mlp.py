@@ -15,7 +15,7 @@ from tests.tolerance import assert_within_rounding
 
 SIZE, WIDTH = 6, 10
 SHOW = {
-    "kernel": np.eye(WIDTH, SIZE, dtype=np.float32)
+    "weight": np.eye(WIDTH, SIZE, dtype=np.float32)
 }  # as wo: the first hidden values come out as they are
 TORCH = {
     "linear": lambda x: x,
@@ -46,7 +46,7 @@ def weights(branches, bias, seed=0):
     draw = np.random.default_rng(seed).normal
     names = ["wi"] if branches == 1 else [f"wi_{place}" for place in range(branches)]
     shapes = dict.fromkeys(names, (SIZE, WIDTH)) | {"wo": (WIDTH, SIZE)}
-    tree = {name: {"kernel": draw(size=shape).astype(np.float32)} for name, shape in shapes.items()}
+    tree = {name: {"weight": draw(size=shape).astype(np.float32)} for name, shape in shapes.items()}
     if bias:
         for name, (_, outputs) in shapes.items():
             tree[name]["bias"] = draw(size=outputs).astype(np.float32)
@@ -56,7 +56,7 @@ def weights(branches, bias, seed=0):
 def joined(tree):
     """The fused form of the same weights: branches side by side."""
     branches = [tree[name] for name in sorted(tree) if name.startswith("wi")]
-    wi = {"kernel": np.stack([branch["kernel"] for branch in branches], axis=1)}
+    wi = {"weight": np.stack([branch["weight"] for branch in branches], axis=1)}
     if "bias" in branches[0]:
         wi["bias"] = np.stack([branch["bias"] for branch in branches])
     return {"wi": wi, "wo": tree["wo"]}
@@ -67,7 +67,7 @@ def in_torch(tree, activations, x, dtype=torch.float32):
 
     def product(layer, x):
         kernel, bias = (
-            torch.tensor(part, dtype=dtype) for part in (layer["kernel"], layer.get("bias", 0.0))
+            torch.tensor(part, dtype=dtype) for part in (layer["weight"], layer.get("bias", 0.0))
         )
         return x @ kernel + bias
 
@@ -129,7 +129,7 @@ def test_limit(fused):
     tree = weights(2, True) | {"wo": SHOW | {"bias": np.zeros(SIZE, np.float32)}}
     spec = MlpSpec(WIDTH, ("sigmoid", "linear"), bias=True, fused=fused, limit=1.5)
     y = apply(template(spec).bind(joined(tree) if fused else tree), values())
-    gate, up = (values() @ tree[name]["kernel"] + tree[name]["bias"] for name in ("wi_0", "wi_1"))
+    gate, up = (values() @ tree[name]["weight"] + tree[name]["bias"] for name in ("wi_0", "wi_1"))
     for branch in (gate, up):
         assert branch.min() < -1.5
         assert branch.max() > 1.5
@@ -147,7 +147,7 @@ def test_float32_activations():
     tree = weights(2, False) | {"wo": SHOW}
     x = jnp.asarray(values(), jnp.bfloat16)
     gate, up = (
-        np.asarray(x @ jnp.asarray(tree[name]["kernel"], jnp.bfloat16), np.float64)
+        np.asarray(x @ jnp.asarray(tree[name]["weight"], jnp.bfloat16), np.float64)
         for name in ("wi_0", "wi_1")
     )
     exact = (gate / (1 + np.exp(-gate)) * up)[..., :SIZE]
@@ -166,7 +166,7 @@ def test_dropout_is_on_the_hidden_values():
     mlp = template(MlpSpec(WIDTH, ("relu",), dropout_rate=0.25)).bind(tree)
     plain = np.asarray(apply(mlp, values()))
     np.testing.assert_allclose(
-        plain, np.maximum(values() @ tree["wi"]["kernel"], 0)[..., :SIZE], atol=1e-5
+        plain, np.maximum(values() @ tree["wi"]["weight"], 0)[..., :SIZE], atol=1e-5
     )
     dropped = np.asarray(apply(mlp, values(), jax.random.key(0)))
     kept = dropped != 0

@@ -14,12 +14,12 @@ import pytest
 
 from maxtext.common import hash_rng
 from maxtext.kernels import grouped_matmul
+from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec, expert_capacity
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import RouterSpec
-from maxtext.sharding import manual
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -108,17 +108,17 @@ def by_hand(spec, weights, x, kept):
     experts, y = weights["experts"], np.zeros_like(x)
     for row in range(len(x)):
         for token, value in enumerate(x[row]):
-            logits = value @ weights["router"]["kernel"]
+            logits = value @ weights["router"]["weight"]
             chosen = np.argsort(-logits, kind="stable")[: spec.router.chosen]
             share = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
             for expert, weight in zip(chosen, share, strict=True):
                 if kept(row, token, expert):
                     gate, up = (
-                        value @ experts["wi_0"]["kernel"][expert],
-                        value @ experts["wi_1"]["kernel"][expert],
+                        value @ experts["wi_0"]["weight"][expert],
+                        value @ experts["wi_1"]["weight"][expert],
                     )
                     y[row, token] += (
-                        weight * (activated("silu", gate) * up) @ experts["wo"]["kernel"][expert]
+                        weight * (activated("silu", gate) * up) @ experts["wo"]["weight"][expert]
                     )
     return y
 
@@ -210,16 +210,22 @@ def test_sparse_says_for_which_device_products_are(monkeypatch):
         return real(x, weights, group_sizes)
 
     monkeypatch.setattr(grouped_matmul, "grouped_matmul", run_anywhere)
-    monkeypatch.setattr(manual, "only_platform", lambda: "gpu")
-    jax.eval_shape(lambda weights, x: applied(PLAIN, weights, x), draw_weights(PLAIN), values())
+    initializer = Initializer(None, "float32", context=BuildContext("gpu"))
+    layer = Template.of(lambda: PLAIN.build(initializer, SIZE, "float32"))
+    positions = jnp.zeros(values().shape[:2], jnp.int32)
+    jax.eval_shape(
+        lambda weights, x: layer.bind(weights)(x, LayerInputs(positions))[0],
+        draw_weights(PLAIN),
+        values(),
+    )
     assert said == ["gpu"] * 3
 
 
 def test_sparse_handles_skewed_loads():
     """All tokens at the same two experts, the others idle."""
     weights = draw_weights(PLAIN)
-    weights["router"]["kernel"] *= 1e-3
-    weights["router"]["kernel"][:, (1, 4)] += 5
+    weights["router"]["weight"] *= 1e-3
+    weights["router"]["weight"][:, (1, 4)] += 5
     x = np.abs(values())
     spec = replace(PLAIN, report_load=True)
     y, aux = run(spec, weights, x)
@@ -315,7 +321,7 @@ def test_reports():
     _, aux = run(spec, weights, x, SEGMENTS)
     losses, load = [], np.zeros(EXPERTS)
     for row, real in zip(x, SEGMENTS > 0, strict=True):
-        logits = row[real] @ weights["router"]["kernel"]
+        logits = row[real] @ weights["router"]["weight"]
         probabilities = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
         counts = np.bincount(np.argsort(-logits, axis=-1)[:, :2].reshape(-1), minlength=EXPERTS)
         losses.append(np.mean(counts / real.sum() * probabilities.mean(axis=0)))
@@ -334,7 +340,7 @@ def test_router_may_read_something_else():
     close(run(spec, weights, x, router_input=x), run(spec, weights, x), 0)
     y, aux = run(spec, weights, x, router_input=other)
     np.testing.assert_array_equal(aux["expert_load"], run(spec, weights, other)[1]["expert_load"])
-    weights["router"]["kernel"][...] = 0  # ties go to the first experts, with equal weights
+    weights["router"]["weight"][...] = 0  # ties go to the first experts, with equal weights
     first = run(spec, weights, x)[0]
     assert np.abs(y - first).max() > 0.1
     close(run(spec, weights, x, router_input=other)[0], first, 0)
@@ -372,16 +378,16 @@ def test_random_routing_is_balanced():
 
 def test_weights():
     spec = replace(PLAIN, bias=True, shared=MlpSpec(7), shared_gate=True)
-    wide = {"kernel": ("exp", "embed_moe", "mlp_moe"), "bias": ("exp", "mlp_moe")}
-    narrow = {"kernel": ("exp", "mlp_moe", "embed_moe"), "bias": ("exp", "embed_moe")}
+    wide = {"weight": ("exp", "embed_moe", "mlp_moe"), "bias": ("exp", "mlp_moe")}
+    narrow = {"weight": ("exp", "mlp_moe", "embed_moe"), "bias": ("exp", "embed_moe")}
     axes = template(spec).axes
     assert axes["experts"] == {"wi_0": wide, "wi_1": wide, "wo": narrow}
-    assert axes["router"] == {"kernel": ("embed", "exp")}
-    assert axes["shared_gate"] == {"kernel": ("embed", None)}
+    assert axes["router"] == {"weight": ("embed", "exp")}
+    assert axes["shared_gate"] == {"weight": ("embed", None)}
     assert set(axes["shared"]) == {"wi_0", "wi_1", "wo"}
     shapes = jax.tree.map(lambda leaf: leaf.shape, template(spec).weights["experts"])
     wide, narrow = (EXPERTS, SIZE, WIDTH), (EXPERTS, WIDTH, SIZE)
-    assert {name: layer["kernel"] for name, layer in shapes.items()} == {
+    assert {name: layer["weight"] for name, layer in shapes.items()} == {
         "wi_0": wide,
         "wi_1": wide,
         "wo": narrow,
@@ -399,10 +405,10 @@ def test_initial_experts_differ_and_have_the_variance_of_their_fan_in():
         (built.experts.wi_1, 160),
         (built.experts.wo, 40),
     ):
-        deviations = np.std(layer.kernel[...], axis=(1, 2)) * math.sqrt(fan_in)
+        deviations = np.std(layer.weight[...], axis=(1, 2)) * math.sqrt(fan_in)
         np.testing.assert_allclose(deviations, 1, atol=0.05)
-        assert np.abs(layer.kernel[0] - layer.kernel[1]).max() > 0.1 / math.sqrt(fan_in)
-    assert np.abs(built.experts.wi_0.kernel[...] - built.experts.wi_1.kernel[...]).max() > 0.01
+        assert np.abs(layer.weight[0] - layer.weight[1]).max() > 0.1 / math.sqrt(fan_in)
+    assert np.abs(built.experts.wi_0.weight[...] - built.experts.wi_1.weight[...]).max() > 0.01
 
 
 @pytest.mark.parametrize("method", ["sparse", "dense", "dropping"])
@@ -428,9 +434,9 @@ SIGMOID = RouterSpec(
     groups=3,
     kept_groups=2,
 )
-GATE = {"router.kernel": "gate.weight"}
-UNGATED = {"shared.wi_0.kernel": "gate_proj.weight", "shared.wi_1.kernel": "up_proj.weight",
-           "shared.wo.kernel": "down_proj.weight"}  # fmt: skip
+GATE = {"router.weight": "gate.weight"}
+UNGATED = {"shared.wi_0.weight": "gate_proj.weight", "shared.wi_1.weight": "up_proj.weight",
+           "shared.wo.weight": "down_proj.weight"}  # fmt: skip
 
 
 def shared_weights(prefix):
@@ -451,7 +457,7 @@ BLOCKS = {
         replace(PLAIN, shared=MlpSpec(7), shared_gate=True), "Qwen3NextConfig", "Qwen3NextSparseMoeBlock",
         dict(num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=WIDTH, norm_topk_prob=True,
              shared_expert_intermediate_size=7),
-        GATE | {"shared_gate.kernel": "shared_expert_gate.weight"} | shared_weights("shared_expert"),
+        GATE | {"shared_gate.weight": "shared_expert_gate.weight"} | shared_weights("shared_expert"),
     ),
     "deepseek_v3": (
         replace(PLAIN, shared=MlpSpec(2 * WIDTH), router=SIGMOID), "DeepseekV3Config", "DeepseekV3MoE",
@@ -464,13 +470,13 @@ BLOCKS = {
                 router=RouterSpec(EXPERTS, CHOSEN, score="softmax_of_chosen", bias="logits")),
         "GptOssConfig", "GptOssMLP",
         dict(num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, intermediate_size=WIDTH, swiglu_limit=0.9),
-        {"router.kernel": "router.weight", "router.bias": "router.bias", "experts.wo.bias": "experts.down_proj_bias"},
+        {"router.weight": "router.weight", "router.bias": "router.bias", "experts.wo.bias": "experts.down_proj_bias"},
     ),
     "llama4": (
         replace(PLAIN, weigh_input=True, shared=MlpSpec(WIDTH), router=RouterSpec(EXPERTS, CHOSEN, score="sigmoid")),
         "Llama4TextConfig", "Llama4TextMoe",
         dict(num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN, intermediate_size=WIDTH),
-        {"router.kernel": "router.weight"} | shared_weights("shared_expert"),
+        {"router.weight": "router.weight"} | shared_weights("shared_expert"),
     ),
 }  # fmt: skip
 
@@ -495,7 +501,7 @@ def in_transformers(model, weights, x):
     arrays = {theirs: leaf(weights, ours) for ours, theirs in names.items()}
     arrays = {name: array if name.endswith("_bias") else array.T for name, array in arrays.items()}
     experts = weights["experts"]
-    gate, up, down = (experts[name]["kernel"] for name in ("wi_0", "wi_1", "wo"))
+    gate, up, down = (experts[name]["weight"] for name in ("wi_0", "wi_1", "wo"))
     if model == "gpt_oss":  # gate and up take turns
         arrays["experts.gate_up_proj"] = np.stack([gate, up], axis=-1).reshape(
             EXPERTS, SIZE, 2 * WIDTH

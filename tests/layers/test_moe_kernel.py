@@ -4,17 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxtext.common import hash_rng
 from maxtext.configs.derive import Devices
+from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.models.common import moe_spec, router_spec
 from maxtext.models.configuration import load
-from maxtext.sharding import manual
 
 
 @pytest.mark.parametrize(("word", "kernel"), [("megablox=true", True), ("megablox=false", False)])
-def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel, monkeypatch):
+def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel):
     """Seen in what would run on one."""
     words = [
         "decoder_block=mixtral",
@@ -26,10 +25,9 @@ def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel, monkeypatc
     config = load(None, [*words, word], environ={}, devices=Devices(1))
     built = Template.of(
         lambda: moe_spec(config, router_spec(config)).build(
-            Initializer(hash_rng.key_from_seed(0), "float32"), 64, "bfloat16"
+            Initializer(None, "float32", context=BuildContext("gpu")), 64, "bfloat16"
         )
     )
-    monkeypatch.setattr(manual, "only_platform", lambda: "gpu")
     x, places = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), jnp.zeros((2, 64), jnp.int32)
     program = str(
         jax.make_jaxpr(lambda weights, x: built.bind(weights)(x, LayerInputs(places))[0])(

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxtext.common import hash_rng
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import build_linear
 from maxtext.layers.multi_token import MultiTokenSpec, accepted, mtp_targets, shifted
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
@@ -37,8 +37,13 @@ class MixerSpec:
 
 class Mixer(nnx.Module):
     def __init__(self, initializer, dtype):
-        self.linear = Linear(
-            initializer, in_shape=(SIZE,), out_shape=(SIZE,), axes=("embed", "mlp"), dtype=dtype
+        self.linear = build_linear(
+            initializer,
+            "linear",
+            in_shape=(SIZE,),
+            out_shape=(SIZE,),
+            axes=("embed", "mlp"),
+            dtype=dtype,
         )
 
     def __call__(self, x, inputs):
@@ -115,8 +120,8 @@ def in_torch(tree, x, table, tokens, segments):
                     ],
                     -1,
                 )
-                merged = joined @ layer["projection"]["kernel"]
-                hidden = merged + torch.tanh(merged.cumsum(0) @ layer["block"]["linear"]["kernel"])
+                merged = joined @ layer["projection"]["weight"]
+                hidden = merged + torch.tanh(merged.cumsum(0) @ layer["block"]["linear"]["weight"])
                 outputs[k - 1][row, places[:left]] = norm(hidden, layer["output_norm"])
                 counted[k - 1][row, places[:left]] = True
     return outputs, counted
@@ -225,15 +230,15 @@ def test_shapes_and_axes():
     layer = {
         "embedding_norm": {"scale": (SIZE,)},
         "hidden_norm": {"scale": (SIZE,)},
-        "projection": {"kernel": (2 * SIZE, SIZE)},
-        "block": {"linear": {"kernel": (SIZE, SIZE)}},
+        "projection": {"weight": (2 * SIZE, SIZE)},
+        "block": {"linear": {"weight": (SIZE, SIZE)}},
         "output_norm": {"scale": (SIZE,)},
     }
     shapes = jax.tree.map(lambda leaf: leaf.shape, abstract.weights)
     assert shapes == {"layers": dict.fromkeys(range(LAYERS), layer)}
-    assert abstract.axes["layers"][0]["projection"] == {"kernel": ("embed", "mlp")}
+    assert abstract.axes["layers"][0]["projection"] == {"weight": ("embed", "mlp")}
     made = spec().build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
-    kernels = [np.asarray(one.projection.kernel[...]) for one in made.layers]
+    kernels = [np.asarray(one.projection.weight[...]) for one in made.layers]
     assert not np.array_equal(kernels[0], kernels[1])
 
 

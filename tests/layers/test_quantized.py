@@ -16,7 +16,7 @@ from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.quantized import described, quantize_weights
+from maxtext.layers.quantized import abstract_quantized, quantize_weights
 from maxtext.layers.routers import RouterSpec
 from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
@@ -40,7 +40,7 @@ FAMILIES = {
     "experts": (
         ("decoder_block=mixtral", *EXPERTS),
         "attention/{query,key,value,out} mlp/experts/{wi_0,wi_1,wo}",
-        "attention_norm/scale mlp_norm/scale mlp/router/kernel",
+        "attention_norm/scale mlp_norm/scale mlp/router/weight",
     ),
     "latents": (
         ("decoder_block=deepseek", *LATENT, *EXPERTS),
@@ -51,7 +51,7 @@ FAMILIES = {
         ("decoder_block=qwen3_next", *DELTA, *EXPERTS),
         "attention/{query,key,value,gate,beta,decay,out} mlp/experts/{wi_0,wi_1,wo}",
         "attention/{conv_query,conv_key,conv_value,log_rate,step_bias,norm/scale} attention_norm/scale mlp_norm/scale "
-        "mlp/router/kernel",
+        "mlp/router/weight",
     ),
 }
 
@@ -85,14 +85,14 @@ def in_floats(weights):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_which_weights(name):
     words, kernels, rest = FAMILIES[name]
-    _, weights = described(template_of(*words, layers=4), "int8")
-    assert is_quantized(weights["head"]["kernel"])
+    _, weights = abstract_quantized(template_of(*words, layers=4), "int8")
+    assert is_quantized(weights["head"]["weight"])
     assert not is_quantized(weights["embedder"]["embedding"])
     layer = {
         "/".join(path): leaf for path, leaf in flatten(weights["layers"][0]["blocks"][0][0]).items()
     }
     assert {path for path, leaf in layer.items() if is_quantized(leaf)} == {
-        f"{path}/kernel" for path in spread(kernels)
+        f"{path}/weight" for path in spread(kernels)
     }
     assert {path for path, leaf in layer.items() if not is_quantized(leaf)} == spread(rest)
 
@@ -112,7 +112,7 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
     ours = flatten(jax.jit(lambda weights: quantize_weights(template, weights, dtype))(weights))
     single = flatten(template_of(*words, size=256).contracted)
     for path, leaf in flatten(weights).items():
-        if path[0] != "layers" or path[-1] != "kernel" or "router" in path:
+        if path[0] != "layers" or path[-1] != "weight" or "router" in path:
             continue
         place = flatten(template.axes)[path].index("layers")
         assert place == axis
@@ -129,19 +129,21 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
 
 
 def test_a_scale_is_split_like_the_outputs():
-    axes, weights = described(template_of("decoder_block=mixtral", *EXPERTS, scanned=True), "int8")
+    axes, weights = abstract_quantized(
+        template_of("decoder_block=mixtral", *EXPERTS, scanned=True), "int8"
+    )
     block = axes["layers"][0]["blocks"][0]
-    assert block["attention"]["query"]["kernel"] == QuantizedWeight(
+    assert block["attention"]["query"]["weight"] == QuantizedWeight(
         ("embed", "layers", "q_heads", "kv"), (None, "layers", "q_heads", "kv")
     )
-    assert block["attention"]["out"]["kernel"] == QuantizedWeight(
+    assert block["attention"]["out"]["weight"] == QuantizedWeight(
         ("heads", "layers", "kv", "embed"), (None, "layers", None, "embed")
     )
-    assert block["mlp"]["experts"]["wo"]["kernel"] == QuantizedWeight(
+    assert block["mlp"]["experts"]["wo"]["weight"] == QuantizedWeight(
         ("exp", "layers", "mlp_moe", "embed_moe"), ("exp", "layers", None, "embed_moe")
     )
-    assert block["mlp"]["router"]["kernel"] == ("embed", "layers", "exp")
-    experts = weights["layers"][0]["blocks"][0]["mlp"]["experts"]["wo"]["kernel"]
+    assert block["mlp"]["router"]["weight"] == ("embed", "layers", "exp")
+    experts = weights["layers"][0]["blocks"][0]["mlp"]["experts"]["wo"]["weight"]
     assert (experts.qvalue.shape, experts.scale.shape) == ((4, 2, 16, 32), (4, 2, 1, 32))
     assert (experts.qvalue.dtype, experts.scale.dtype) == (jnp.int8, jnp.float32)
 
@@ -164,7 +166,7 @@ def test_experts_of_integers_give_what_their_floats_give(method, dtype):
         lambda leaf: jnp.asarray(draw(size=leaf.shape) * 0.1, jnp.float32), template.weights
     )
     weights = quantize_weights(template, floats, dtype)
-    assert weights["experts"]["wi_0"]["kernel"].scale.shape == (
+    assert weights["experts"]["wi_0"]["weight"].scale.shape == (
         (4, 1, 160) if dtype == "int8" else (4, 2, 160)
     )
     x = jnp.asarray(draw(size=(2, 5, size)), jnp.float32)

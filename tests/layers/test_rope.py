@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from maxtext.layers.rope import RopeSpec, frequencies, rotate
+from maxtext.layers.rope import RopeSpec, apply_rope, frequencies
 
 HEAD = 64
 LLAMA31 = {"rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -149,12 +149,14 @@ def test_rotation_of_transformers(name):
     cos, sin = rotary(theirs, torch.tensor(positions))
     expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)
     np.testing.assert_allclose(
-        rotate(jnp.asarray(x), jnp.asarray(positions), spec), expected, atol=2e-3
+        apply_rope(jnp.asarray(x), jnp.asarray(positions), spec), expected, atol=2e-3
     )
     near = positions % 50  # far positions lose digits of the angle in float32, near ones do not
     cos, sin = rotary(theirs, torch.tensor(near))
     expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), jnp.asarray(near), spec), expected, atol=2e-5)
+    np.testing.assert_allclose(
+        apply_rope(jnp.asarray(x), jnp.asarray(near), spec), expected, atol=2e-5
+    )
 
 
 def turned(x, positions, spec):
@@ -186,7 +188,7 @@ def test_rotation_as_complex_numbers(interleave, fraction, kind):
     )
     x, positions = random_heads(head=16)
     positions = positions % 50
-    ours = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), spec))
+    ours = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), spec))
     np.testing.assert_allclose(ours, turned(x, positions, spec), atol=2e-5)
     np.testing.assert_array_equal(ours[..., int(16 * fraction) :], x[..., int(16 * fraction) :])
 
@@ -202,7 +204,7 @@ def test_interleaved_products_of_deepseek():
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
     q, k = torch.tensor(x), torch.tensor(x[..., ::-1].copy())
     q, k = apply_rotary_pos_emb_interleave(q, k, cos, sin, unsqueeze_dim=2)
-    ours = [rotate(jnp.asarray(one), jnp.asarray(positions), spec) for one in (x, x[..., ::-1])]
+    ours = [apply_rope(jnp.asarray(one), jnp.asarray(positions), spec) for one in (x, x[..., ::-1])]
     np.testing.assert_allclose(
         np.einsum("bshd,bthd->bhst", *map(np.asarray, ours)),
         torch.einsum("bshd,bthd->bhst", q, k),
@@ -213,7 +215,7 @@ def test_interleaved_products_of_deepseek():
 def test_bfloat16_heads_turn_in_float32():
     x, positions = random_heads(head=16)
     x = np.asarray(jnp.asarray(x, jnp.bfloat16))
-    ours = rotate(jnp.asarray(x), jnp.asarray(positions % 50), RopeSpec())
+    ours = apply_rope(jnp.asarray(x), jnp.asarray(positions % 50), RopeSpec())
     assert ours.dtype == jnp.bfloat16
     expected = turned(x.astype(np.float64), positions % 50, RopeSpec())
     np.testing.assert_allclose(

@@ -29,7 +29,7 @@ EPSILON = 0.1  # large enough to be noticed
 
 # name: (spec, transformers' model, class of config, class of router, config, names of weights by
 # ours)
-KERNEL = {"kernel": "weight"}
+KERNEL = {"weight": "weight"}
 DEEPSEEK2 = dict(
     num_attention_heads=2,
     n_routed_experts=EXPERTS,
@@ -124,7 +124,7 @@ FAMILIES = {
         RouterSpec(EXPERTS, 4, normalise=True, normed_input=EPSILON, expert_scale=True),
         ("gemma4", "Gemma4TextConfig", "Gemma4TextRouter"),
         dict(num_experts=EXPERTS, top_k_experts=4, rms_norm_eps=EPSILON),
-        {"kernel": "proj.weight", "scale": "scale", "expert_scale": "per_expert_scale"},
+        {"weight": "proj.weight", "scale": "scale", "expert_scale": "per_expert_scale"},
     ),
 }
 
@@ -215,7 +215,7 @@ def test_transformers(family):
 
 def test_probabilities():
     """Softmax over all experts, or a sigmoid's share in the sum of all; one in all."""
-    x, kernel = values(), draw_weights(RouterSpec(EXPERTS, 2))["kernel"]
+    x, kernel = values(), draw_weights(RouterSpec(EXPERTS, 2))["weight"]
     logits = (x @ kernel).astype(np.float64)
     expected = {
         "softmax": np.exp(logits),
@@ -224,7 +224,7 @@ def test_probabilities():
     }
     for score, numbers in expected.items():
         routing = template(RouterSpec(EXPERTS, 2, score=score, scaling=3.0)).bind(
-            {"kernel": kernel}
+            {"weight": kernel}
         )(x)
         np.testing.assert_allclose(
             routing.probabilities,
@@ -240,7 +240,7 @@ def test_saturated_scores_are_chosen_by_logits():
     kernel[0, :3] = 40, 60, 50
     x = np.zeros((1, 1, SIZE), np.float32)
     x[..., 0] = 1
-    routing = template(RouterSpec(EXPERTS, 1, score="sigmoid")).bind({"kernel": kernel})(x)
+    routing = template(RouterSpec(EXPERTS, 1, score="sigmoid")).bind({"weight": kernel})(x)
     assert routing.indices.item() == 1
     assert routing.weights.item() == 1.0
 
@@ -248,7 +248,7 @@ def test_saturated_scores_are_chosen_by_logits():
 def test_all_sigmoids_may_be_zero():
     spec = RouterSpec(EXPERTS, 2, score="sigmoid", normalise=True)
     kernel = np.full((SIZE, EXPERTS), -100, np.float32)
-    routing = template(spec).bind({"kernel": kernel})(np.ones((1, 1, SIZE), np.float32))
+    routing = template(spec).bind({"weight": kernel})(np.ones((1, 1, SIZE), np.float32))
     np.testing.assert_array_equal(routing.weights, 0)
 
 
@@ -256,7 +256,7 @@ def test_float32_logits():
     """From bfloat16 inputs: exact to float32 when asked for, otherwise rounded to bfloat16."""
     x = jnp.asarray(values(), jnp.bfloat16)
     weights = draw_weights(RouterSpec(EXPERTS, 2))
-    exact = np.asarray(x, np.float64) @ weights["kernel"]
+    exact = np.asarray(x, np.float64) @ weights["weight"]
     exact = np.exp(exact) / np.exp(exact).sum(axis=-1, keepdims=True)
     off = {}
     for float32 in (True, False):
@@ -286,7 +286,7 @@ def test_random_choice_replaces_the_best():
     x, weights = values(), draw_weights(spec)
     routing = template(spec).bind(weights)(x)
     np.testing.assert_array_equal(routing.indices, balanced_choice((BATCH, LENGTH), EXPERTS, 3))
-    scores = np.take_along_axis(np.exp(x @ weights["kernel"]), np.asarray(routing.indices), axis=-1)
+    scores = np.take_along_axis(np.exp(x @ weights["weight"]), np.asarray(routing.indices), axis=-1)
     np.testing.assert_allclose(
         routing.weights, scores / scores.sum(axis=-1, keepdims=True), rtol=1e-4
     )
@@ -295,7 +295,7 @@ def test_random_choice_replaces_the_best():
 def test_axes():
     spec = RouterSpec(EXPERTS, 2, bias="selection", normed_input=1e-6, expert_scale=True)
     assert template(spec).axes == {
-        "kernel": ("embed", "exp"), "bias": ("exp",), "scale": ("norm",), "expert_scale": ("exp",),
+        "weight": ("embed", "exp"), "bias": ("exp",), "scale": ("norm",), "expert_scale": ("exp",),
     }  # fmt: skip
     fresh = spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     np.testing.assert_array_equal(fresh.bias[...], np.zeros(EXPERTS))
@@ -320,7 +320,7 @@ def test_load_balance_loss(given):
     routing = template(spec).bind(weights)(x)
     losses, counts = [], np.zeros((BATCH, EXPERTS))
     for row in range(BATCH):
-        logits = torch.tensor(x[row][mask[row]] @ weights["kernel"])
+        logits = torch.tensor(x[row][mask[row]] @ weights["weight"])
         if len(logits):
             losses.append(load_balancing_loss_func((logits,), EXPERTS, 3).item())
         for token in np.flatnonzero(mask[row]):
@@ -363,7 +363,7 @@ def test_the_selection_bias_of_bfloat16_weights_is_float32():
         spec = RouterSpec(EXPERTS, 2, score="sigmoid", bias=kind)
         router = spec.build(Initializer(hash_rng.key_from_seed(0), "bfloat16"), 8, "bfloat16")
         assert router.bias[...].dtype == dtype
-        assert router.kernel[...].dtype == jnp.bfloat16
+        assert router.weight[...].dtype == jnp.bfloat16
         if kind == "selection":
             load = jnp.arange(EXPERTS, dtype=jnp.float32)
             bias, step = (

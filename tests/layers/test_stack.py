@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask, attend, cudnn
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import Block, LayerSpec
+from maxtext.layers.block import Block
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.norms import NormSpec
@@ -50,7 +51,17 @@ def tower(name, scanned, axis=1):
     """All segments of a pattern, one stack each."""
     stacks, first = [], 0
     for segment in PATTERNS[name]:
-        stacks.append(Stack(initializer(), segment, first, "float32", scanned, axis, None))
+        stacks.append(
+            Stack(
+                initializer(),
+                segment,
+                first_layer=first,
+                dtype="float32",
+                scanned=scanned,
+                scan_axis=axis,
+                remat=None,
+            )
+        )
         first += segment.layers
     return nnx.List(stacks)
 
@@ -154,14 +165,14 @@ def test_scan_axis_is_named(built, axis):
     template = built("one", True, axis).template
     block, axes = template.weights[0]["blocks"][0], template.axes[0]["blocks"][0]
     assert (
-        block["attention"]["query"]["kernel"].shape
+        block["attention"]["query"]["weight"].shape
         == {0: (3, 16, 4, 4), 1: (16, 3, 4, 4), 2: (16, 4, 3, 4)}[axis]
     )
-    assert axes["attention"]["query"]["kernel"].index("layers") == axis
+    assert axes["attention"]["query"]["weight"].index("layers") == axis
     assert (
-        block["mlp"]["wo"]["kernel"].shape == {0: (3, 24, 16), 1: (24, 3, 16), 2: (24, 16, 3)}[axis]
+        block["mlp"]["wo"]["weight"].shape == {0: (3, 24, 16), 1: (24, 3, 16), 2: (24, 16, 3)}[axis]
     )
-    assert axes["mlp"]["wo"]["kernel"] == {0: ("layers", "mlp", "embed"), 1: ("mlp", "layers", "embed"),
+    assert axes["mlp"]["wo"]["weight"] == {0: ("layers", "mlp", "embed"), 1: ("mlp", "layers", "embed"),
                                            2: ("mlp", "embed", "layers")}[axis]  # fmt: skip
     assert block["mlp_norm"]["scale"].shape == (
         (3, 16) if axis == 0 else (16, 3)
@@ -251,11 +262,11 @@ def test_layers_of_one_kind_are_traced_once(monkeypatch):
             stack = Stack(
                 Initializer(hash_rng.key_from_seed(0), "float32"),
                 Segment((LOCAL,), repeats),
-                0,
-                "float32",
-                False,
-                0,
-                None,
+                first_layer=0,
+                dtype="float32",
+                scanned=False,
+                scan_axis=0,
+                remat=None,
             )
             return stack(x, LayerInputs(jnp.zeros(x.shape[:2], jnp.int32)))[0]
 

@@ -38,7 +38,7 @@ def other():
 
 
 def is_kernel(path):
-    return "kernel" in str(path[-1])
+    return "weight" in str(path[-1])
 
 
 def test_the_same_seed_gives_the_same_weights(plain):
@@ -107,7 +107,7 @@ def test_norms_start_at_one_and_biases_at_zero(plain, other):
 
 
 def test_layers_start_unlike_each_other(plain):
-    query = plain["layers"][0]["blocks"][0]["attention"]["query"]["kernel"]  # [E, layers, H, D]
+    query = plain["layers"][0]["blocks"][0]["attention"]["query"]["weight"]  # [E, layers, H, D]
     rows = np.moveaxis(query, 1, 0).reshape(4, -1)
     assert np.abs(np.corrcoef(rows) - np.eye(4)).max() < 5 / np.sqrt(rows.shape[1])
 

@@ -13,7 +13,7 @@ import pytest
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.cache import PAGES, POSITION, CacheSize, extended, kept
+from maxtext.layers.cache import CacheSize, SlidingWindowKVCache, empty_kv_cache
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.models.transformer import empty_caches, make_template
@@ -103,7 +103,12 @@ def check_pieces(settings, layout, draw_weights):
     @partial(jax.jit, static_argnums=4)
     def step(weights, ids, positions, caches, fresh):
         aligned = cache_size.page == 0 and ids.shape[1] == 1
-        inputs = LayerInputs(positions, fresh=fresh, table=jnp.array(table), aligned=aligned)
+        inputs = LayerInputs(
+            positions,
+            is_first_chunk=fresh,
+            block_table=jnp.array(table),
+            contiguous=aligned,
+        )
         return template.bind(weights).step(ids, inputs, caches)
 
     for number, size in enumerate(PIECES):
@@ -151,26 +156,24 @@ def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
     check_pieces(TIED[name], "pages", tied)
 
 
-def test_a_ring_keeps_the_last():
-    """Places are positions modulo their number; what is no token is not written."""
-    cache = kept(AttentionMask(window=4), CacheSize(2, 9, jnp.float32), key=(1,))
-    assert PAGES not in cache
+def test_a_sliding_window_cache_holds_the_last_tokens():
+    """The token at position p is at p modulo the window; padding is not written."""
+    size = CacheSize(2, 9, jnp.float32)
+    cache = empty_kv_cache(AttentionMask(window=4), size, {"key": (1,)})
+    assert isinstance(cache, SlidingWindowKVCache)
 
-    def tokens(*positions):
-        return jnp.array(positions)
-
-    def add(cache, positions):
+    def update(cache, positions):
         new = {"key": positions[..., None].astype(jnp.float32) * 10}
-        return extended(LayerInputs(positions, cache=cache), new)
+        return cache.update(new, LayerInputs(positions, cache=cache))
 
-    seen, cache = add(cache, tokens([0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]))
-    assert seen[POSITION].shape == (2, 4 + 6)
-    assert cache[POSITION].tolist() == [[4, 5, 2, 3], [0, 1, -1, -1]]
-    assert cache["key"][..., 0].tolist() == [[40, 50, 20, 30], [0, 10, 0, 0]]
-    seen, cache = add(cache, tokens([6], [-1]))
-    assert cache[POSITION].tolist() == [[4, 5, 6, 3], [0, 1, -1, -1]]
-    assert seen["key"][..., 0].tolist() == [[40, 50, 60, 30], [0, 10, 0, 0]]
-    assert seen[POSITION].tolist() == cache[POSITION].tolist()
+    view, cache = update(cache, jnp.array([[0, 1, 2, 3, 4, 5], [0, 1, -1, -1, -1, -1]]))
+    assert view.positions.shape == (2, 4 + 6)
+    assert cache.position.tolist() == [[4, 5, 2, 3], [0, 1, -1, -1]]
+    assert cache.arrays["key"][..., 0].tolist() == [[40, 50, 20, 30], [0, 10, 0, 0]]
+    view, cache = update(cache, jnp.array([[6], [-1]]))
+    assert cache.position.tolist() == [[4, 5, 6, 3], [0, 1, -1, -1]]
+    assert view["key"][..., 0].tolist() == [[40, 50, 60, 30], [0, 10, 0, 0]]
+    assert view.positions.tolist() == cache.position.tolist()
 
 
 def test_layers_that_keep_nothing_say_so():

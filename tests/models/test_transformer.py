@@ -133,15 +133,15 @@ def test_tied_logits():
 
 def test_untied_logits_are_not_scaled():
     ours, weights = model()
-    np.testing.assert_allclose(ours.logits(HIDDEN), HIDDEN @ weights["head"]["kernel"], atol=1e-5)
+    np.testing.assert_allclose(ours.logits(HIDDEN), HIDDEN @ weights["head"]["weight"], atol=1e-5)
     np.testing.assert_allclose(
-        ours.logits(HIDDEN[0]), HIDDEN[0] @ weights["head"]["kernel"], atol=1e-5
+        ours.logits(HIDDEN[0]), HIDDEN[0] @ weights["head"]["weight"], atol=1e-5
     )
 
 
 def test_final_soft_cap():
     ours, weights = model("final_logits_soft_cap=2.5")
-    logits = HIDDEN.astype(np.float64) @ weights["head"]["kernel"]
+    logits = HIDDEN.astype(np.float64) @ weights["head"]["weight"]
     assert np.abs(logits).max() > 5
     np.testing.assert_allclose(ours.logits(HIDDEN), 2.5 * np.tanh(logits / 2.5), atol=1e-5)
 
@@ -159,7 +159,7 @@ def test_dtype_of_logits():
         template = make_template(configuration("dtype=bfloat16", *words))
         kernel = np.random.default_rng(0).normal(size=(SIZE, VOCABULARY)).astype(np.float32)
         weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), template.weights)
-        ours = template.bind(weights | {"head": {"kernel": kernel}}).logits(x)
+        ours = template.bind(weights | {"head": {"weight": kernel}}).logits(x)
         assert ours.dtype == jnp.dtype(dtype)
         used = (
             kernel if error == 1e-6 else np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float64)
@@ -191,7 +191,7 @@ def test_simple_blocks_are_products():
         x = weights["embedder"]["embedding"][ids].astype(np.float64)
         for layer in range(2):
             for product in weights["layers"][0]["blocks"][0][layer]["products"].values():
-                x = x @ product["kernel"]
+                x = x @ product["weight"]
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weights["final_norm"]["scale"]
         np.testing.assert_allclose(ours.hidden(ids, inputs)[0], x, rtol=1e-4, atol=1e-4)
 

@@ -23,19 +23,19 @@ AXES = {
     "layers": [
         {
             "attention": {
-                "query": {"kernel": ("embed", "q_heads", "kv"), "bias": ("q_heads", "kv")}
+                "query": {"weight": ("embed", "q_heads", "kv"), "bias": ("q_heads", "kv")}
             },
             "norm": ("norm",),
         },
-        {"mlp": {"wi": {"kernel": ("embed", "mlp")}}},
+        {"mlp": {"wi": {"weight": ("embed", "mlp")}}},
     ],
 }
 SHAPES = {
     "embedding": (6, 4),
     "layers/0/attention/query/bias": (2, 3),
-    "layers/0/attention/query/kernel": (4, 2, 3),
+    "layers/0/attention/query/weight": (4, 2, 3),
     "layers/0/norm": (4,),
-    "layers/1/mlp/wi/kernel": (4, 5),
+    "layers/1/mlp/wi/weight": (4, 5),
 }
 
 
@@ -201,11 +201,11 @@ def test_adam_pax_and_its_moments_follow_the_formula():
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax", "sgd", "muon"])
 def test_frozen_parameters_do_not_move_and_have_no_state(opt_type):
     ours, state = train(
-        config_with(opt_type=opt_type, trainable_parameters_mask=["query/kernel", "norm"])
+        config_with(opt_type=opt_type, trainable_parameters_mask=["query/weight", "norm"])
     )
     start = arrays(0)
     for name, value in ours.items():
-        moved = name in ("layers/0/attention/query/kernel", "layers/0/norm")
+        moved = name in ("layers/0/attention/query/weight", "layers/0/norm")
         assert (np.abs(value - start[name]).max() > 1e-3) == moved, name
     # Muon has one moment of the kernel (24 entries) and two of the norm (4); Adam two of both.
     expected = {"adamw": 2 * 24 + 2 * 4, "adam_pax": 2 * 24 + 2 * 4, "sgd": 0, "muon": 24 + 2 * 4}[
@@ -256,10 +256,10 @@ def test_first_moment_in_bfloat16_is_the_average_rounded_at_every_step():
 
 
 def test_path_names():
-    tree = {"layers": [{"norm": 1.0}, [2.0, 3.0]], "head": {"kernel": 4.0}}
+    tree = {"layers": [{"norm": 1.0}, [2.0, 3.0]], "head": {"weight": 4.0}}
     expected = {
         "layers": [{"norm": "layers/0/norm"}, ["layers/1/0", "layers/1/1"]],
-        "head": {"kernel": "head/kernel"},
+        "head": {"weight": "head/weight"},
     }
     assert path_names(tree) == expected
 

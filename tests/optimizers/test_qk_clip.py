@@ -64,7 +64,7 @@ def test_largest_logits_come_down_to_the_threshold(query_rank):
     query = "query_b" if query_rank else "query"
     scale = np.minimum(1, threshold / before)[:, None]
     ratio = {
-        name: np.asarray(clipped[name]["kernel"] / weights[name]["kernel"])
+        name: np.asarray(clipped[name]["weight"] / weights[name]["weight"])
         for name in (query, "kv_b")
     }
     for name, part, expected in (
@@ -95,7 +95,7 @@ def test_stacked_layers_are_clipped_each_by_its_own(axis):
     jax.tree.map(np.testing.assert_array_equal, each[1], layers[1])
     for before, after in zip(layers, each, strict=True):
         for name in ("query_b", "kv_b"):
-            np.testing.assert_array_equal(before[name]["kernel"][:, 3], after[name]["kernel"][:, 3])
+            np.testing.assert_array_equal(before[name]["weight"][:, 3], after[name]["weight"][:, 3])
 
 
 def test_dtype_of_the_weights_is_kept():
@@ -109,8 +109,8 @@ def test_a_logit_that_is_not_finite_leaves_its_head_alone(logit):
     """It says nothing about how much too large the weights are; by its ratio they would become 0 or
     NaN.
     """
-    weights = {"query_b": {"kernel": jnp.ones((2, 3, 3))}, "kv_b": {"kernel": jnp.ones((2, 3, 4))}}
+    weights = {"query_b": {"weight": jnp.ones((2, 3, 3))}, "kv_b": {"weight": jnp.ones((2, 3, 4))}}
     after = clip_mla(weights, jnp.array([logit, 5.0, 400.0]), 100.0, 2)
     for name in weights:
-        np.testing.assert_array_equal(after[name]["kernel"][:, :2], weights[name]["kernel"][:, :2])
-    np.testing.assert_allclose(after["query_b"]["kernel"][:, 2], [[0.5, 0.5, 0.25]] * 2)
+        np.testing.assert_array_equal(after[name]["weight"][:, :2], weights[name]["weight"][:, :2])
+    np.testing.assert_allclose(after["query_b"]["weight"][:, 2], [[0.5, 0.5, 0.25]] * 2)

@@ -128,13 +128,13 @@ def test_weights_and_moments_are_sharded(eight):
     train = eight[0]["train"]
     layer = "['layers'][0]['blocks'][0]"
     expected = {  # fsdp and tensor halve a dimension each; replicated over data
-        f"{layer}['attention']['query']['kernel']": ([16, 2, 2, 8], [32, 2, 4, 8]),
-        f"{layer}['attention']['key']['kernel']": ([16, 2, 1, 8], [32, 2, 2, 8]),
-        f"{layer}['attention']['out']['kernel']": ([2, 2, 8, 16], [4, 2, 8, 32]),
-        f"{layer}['mlp']['wi_0']['kernel']": ([16, 2, 24], [32, 2, 48]),
-        f"{layer}['mlp']['wo']['kernel']": ([24, 2, 16], [48, 2, 32]),
+        f"{layer}['attention']['query']['weight']": ([16, 2, 2, 8], [32, 2, 4, 8]),
+        f"{layer}['attention']['key']['weight']": ([16, 2, 1, 8], [32, 2, 2, 8]),
+        f"{layer}['attention']['out']['weight']": ([2, 2, 8, 16], [4, 2, 8, 32]),
+        f"{layer}['mlp']['wi_0']['weight']": ([16, 2, 24], [32, 2, 48]),
+        f"{layer}['mlp']['wo']['weight']": ([24, 2, 16], [48, 2, 32]),
         "['embedder']['embedding']": ([32, 16], [64, 32]),
-        "['head']['kernel']": ([16, 32], [32, 64]),
+        "['head']['weight']": ([16, 32], [32, 64]),
     }
     for name, shapes in expected.items():
         assert tuple(train["weights"][name]) == shapes, name

@@ -6,10 +6,11 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from maxtext.configs.derive import Devices
+from maxtext.layers.context import BuildContext
 from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.collectives import Collective, array_bytes, count_collectives
-from maxtext.sharding.manual import current, only_platform
+from maxtext.sharding.manual import current
 from maxtext.sharding.memory import (
     ActivationSharding,
     MemoryBytes,
@@ -214,6 +215,7 @@ def test_bytes_of_hlo_types(text, size):
 
 @pytest.mark.parametrize(("num_devices", "platform"), [(1, "gpu"), (8, None)])
 def test_representative_of_several_devices_is_not_a_single_device(num_devices, platform):
-    with use_rules(single_device_rules("gpu", num_devices)):
-        assert only_platform() == platform
+    rules = single_device_rules("gpu", num_devices)
+    assert BuildContext.from_rules(rules).only_platform == platform
+    with use_rules(rules):
         assert current() is None

@@ -58,11 +58,11 @@ def test_shard_over_ignores_axes_outside_the_mesh():
     assert shard_over(sharding, (8,), "expert") == sharding
 
 
-AXES = {"table": ("vocab", None), "kernel": ("embed", "mlp"), "scale": ("norm",)}
+AXES = {"table": ("vocab", None), "weight": ("embed", "mlp"), "scale": ("norm",)}
 
 
 def test_rejects_too_many_replicated_weights():
-    weights = {"table": weight(96, 32), "kernel": weight(32, 32), "scale": weight(32)}
+    weights = {"table": weight(96, 32), "weight": weight(32, 32), "scale": weight(32)}
     with pytest.raises(
         ConfigError, match=r"75\.2% of the weights .*sharding_tolerance=0\.02: table \[96, 32\]"
     ):
@@ -73,11 +73,11 @@ def test_rejects_too_many_replicated_weights():
 def test_weights_that_no_axis_divides_do_not_count():
     """Neither do weights on a mesh whose axes shard no weight."""
     check_sharded_fraction(
-        RULES, AXES, {"table": weight(95, 33), "kernel": weight(32, 32), "scale": weight(31)}, 0.02
+        RULES, AXES, {"table": weight(95, 33), "weight": weight(32, 32), "scale": weight(31)}, 0.02
     )
     alone = AxisRules(AbstractMesh((16, 1, 1), MESH.axis_names), RULES.rules)
     check_sharded_fraction(
-        alone, AXES, {"table": weight(96, 32), "kernel": weight(32, 32), "scale": weight(32)}, 0.0
+        alone, AXES, {"table": weight(96, 32), "weight": weight(32, 32), "scale": weight(32)}, 0.0
     )
 
 
@@ -91,7 +91,7 @@ def test_rejects_a_batch_that_does_not_divide():
 def test_describe_shardings():
     lines = list(
         describe_shardings(
-            RULES, AXES, {"table": weight(96, 32), "kernel": weight(32, 32), "scale": weight(32)}
+            RULES, AXES, {"table": weight(96, 32), "weight": weight(32, 32), "scale": weight(32)}
         )
     )
     assert "kernel [32, 32]: (embed, mlp) -> (fsdp, tensor), shards [8, 16]" in lines

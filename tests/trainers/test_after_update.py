@@ -69,7 +69,7 @@ def loads(bench, state, batch, quickly):
             x = x + layer.mix(layer.attention_norm(x), inputs)[0]
             router = layer.mlp.router
             router_scores.append(
-                jax.nn.sigmoid(layer.mlp_norm(x) @ router.kernel[...]) + router.bias[...]
+                jax.nn.sigmoid(layer.mlp_norm(x) @ router.weight[...]) + router.bias[...]
             )
             x = x + layer.feed(layer.mlp_norm(x), inputs)[0]
         return router_scores
@@ -165,8 +165,8 @@ def test_qk_clip_limits_logits_to_the_threshold(make_bench, packed):
     scanned, unrolled = make_bench(*overrides, SCANNED), make_bench(*overrides, UNROLLED)
 
     def begin(bench):
-        state = changed(bench.state, "attention/out/kernel", jnp.zeros_like)
-        return changed(state, "query_b/kernel", lambda kernel: kernel * FACTORS[:, None])
+        state = changed(bench.state, "attention/out/weight", jnp.zeros_like)
+        return changed(state, "query_b/weight", lambda kernel: kernel * FACTORS[:, None])
 
     state, _ = unrolled(packed, begin(unrolled))
     with jax.default_matmul_precision("highest"):
@@ -179,7 +179,7 @@ def test_qk_clip_limits_logits_to_the_threshold(make_bench, packed):
     updated, start = named(unrolled, state), named(unrolled, begin(unrolled))
     for name, value in named(scanned, scanned(packed, begin(scanned))[0]).items():
         np.testing.assert_allclose(value, updated[name], rtol=1e-5, err_msg=name)
-        if not name.endswith(("query_b/kernel", "kv_b/kernel")):
+        if not name.endswith(("query_b/weight", "kv_b/weight")):
             np.testing.assert_array_equal(value, start[name], err_msg=name)
 
 
@@ -195,7 +195,7 @@ def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
         "skip_step_on_spikes=true", "skip_step_interval=4", f"gradient_accumulation_steps={microbatches}",
     )  # fmt: skip
     bench = make_bench(*overrides)
-    start = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 1000)
+    start = changed(bench.state, "query_b/weight", lambda kernel: kernel * 1000)
     # Four recorded losses of 0: every loss above 0 is a spike.
     spiky = replace(start, optimizer=start.optimizer._replace(recorded=jnp.int32(4)))
     after, metrics = bench(packed, spiky)
@@ -224,7 +224,7 @@ def test_indexer_warm_up_trains_indexers_alone(make_bench, packed):
         *ADAMW,
     )
     bench = make_bench(*overrides)
-    begin = changed(bench.state, "query_b/kernel", lambda kernel: kernel * 30)
+    begin = changed(bench.state, "query_b/weight", lambda kernel: kernel * 30)
     state, metrics = bench(packed, begin)
     before, after = named(bench, begin), named(bench, state)
     moved = {name for name in before if not np.array_equal(before[name], after[name])}

@@ -127,7 +127,7 @@ def test_weights_that_an_indexer_trains(make_bench, packed, sparse):
     before, after = named(bench, bench.state.weights), named(bench, state.weights)
     moved = {name for name in before if (before[name] != after[name]).any()}
     learned = {name for name in moved if "/indexer/" in name}
-    assert any(name.endswith("indexer/query/kernel") for name in learned)
+    assert any(name.endswith("indexer/query/weight") for name in learned)
     total = (
         metrics["lm_loss"] + metrics["indexer_loss"]
         if sparse == "true"

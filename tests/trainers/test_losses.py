@@ -111,10 +111,10 @@ def drafts(model, batch):
             axis=-1,
         )
         x, _ = layer.block(
-            jnp.asarray(concatenated @ np.asarray(layer.projection.kernel[...])), inputs_of(batch)
+            jnp.asarray(concatenated @ np.asarray(layer.projection.weight[...])), inputs_of(batch)
         )
         yield np.asarray(
-            rms(np.asarray(x), layer.output_norm.scale[...]) @ model.bound.head.kernel[...]
+            rms(np.asarray(x), layer.output_norm.scale[...]) @ model.bound.head.weight[...]
         )
 
 
@@ -146,7 +146,7 @@ def test_a_draft_token_is_accepted_if_the_model_predicts_it(mtp_model, packed):
     """Of the second MTP layer, whose drafts the model predicts two positions later. The vocabulary
     is reduced to few tokens, so that both sometimes agree."""
     few = jnp.arange(mtp_model.config.vocab_size) < 3
-    weights = mtp_model.weights | {"head": {"kernel": mtp_model.weights["head"]["kernel"] * few}}
+    weights = mtp_model.weights | {"head": {"weight": mtp_model.weights["head"]["weight"] * few}}
     mtp_model = replace(mtp_model, weights=weights)
     with jax.default_matmul_precision("highest"):
         said = np.argmax(
@@ -175,7 +175,7 @@ def balance(model, batch):
     x = model.bound.embed(batch["inputs"])
     for layer in model.bound.layers[0].blocks[0]:
         x = x + layer.mix(layer.attention_norm(x), inputs_of(batch))[0]
-        probabilities = np.asarray(jax.nn.softmax(layer.mlp_norm(x) @ layer.mlp.router.kernel[...]))
+        probabilities = np.asarray(jax.nn.softmax(layer.mlp_norm(x) @ layer.mlp.router.weight[...]))
         balance = []
         for row, segments in zip(probabilities, batch["inputs_segmentation"], strict=True):
             if segments.any():

@@ -60,7 +60,7 @@ def explode(step, state):
     loss is not NaN."""
     if step != BAD:
         return None
-    head = {"kernel": state.weights["head"]["kernel"] * 1e25}
+    head = {"weight": state.weights["head"]["weight"] * 1e25}
     return replace(state, weights=state.weights | {"head": head})
 
 
@@ -101,7 +101,7 @@ def test_infinite_loss_ends_the_run(trained):
     assert run.records[-1]["step"] == BAD
     assert run.records[-1]["loss"] == math.inf
     before = run.history[BAD - 1]
-    spoiled = before | {"head": {"kernel": before["head"]["kernel"] * np.float32(1e25)}}
+    spoiled = before | {"head": {"weight": before["head"]["weight"] * np.float32(1e25)}}
     assert_same(run.history[BAD], spoiled)
 
 
@@ -111,7 +111,7 @@ def test_nonfinite_gradient_norm_ends_the_run(trained):
     def steepen(step, state):
         if step != BAD:
             return None
-        head = {"kernel": state.weights["head"]["kernel"] * 1e21}
+        head = {"weight": state.weights["head"]["weight"] * 1e21}
         return replace(state, weights=state.weights | {"head": head})
 
     run = trained(*SMALL, batches=GOOD, before_step=steepen)

@@ -123,11 +123,11 @@ def test_layers_may_be_unrolled_on_resume(go):
     assert_equal(go.checkpoints("there") / "6", go.checkpoints("uninterrupted") / "6", exact=False)
     for step in (3, 5):
         weights = open_checkpoint(go.checkpoints("there") / str(step)).source
-        assert weights.tensors["layers/1/attention/query/kernel"].shape == (16, 4, 8)
+        assert weights.tensors["layers/1/attention/query/weight"].shape == (16, 4, 8)
         if step == 3:
-            stacked = scanned["weights/layers/0/blocks/0/attention/query/kernel"]
+            stacked = scanned["weights/layers/0/blocks/0/attention/query/weight"]
             np.testing.assert_array_equal(
-                weights.read("layers/1/attention/query/kernel"), stacked[:, 1]
+                weights.read("layers/1/attention/query/weight"), stacked[:, 1]
             )
     # Without a step in between the very bits.
     context = restore.RunContext.from_config(
@@ -142,9 +142,9 @@ def test_layers_may_be_unrolled_on_resume(go):
         (moments(state, "mu"), moment_prefix(saved, "mu")),
     ):
         for layer in (0, 1):
-            weight = tree["layers"][0]["blocks"][0][layer]["mlp"]["wo"]["kernel"]
+            weight = tree["layers"][0]["blocks"][0][layer]["mlp"]["wo"]["weight"]
             np.testing.assert_array_equal(
-                weight, saved[f"{prefix}/layers/0/blocks/0/mlp/wo/kernel"][:, layer]
+                weight, saved[f"{prefix}/layers/0/blocks/0/mlp/wo/weight"][:, layer]
             )
 
 
@@ -190,8 +190,8 @@ def test_precedence_of_restore_sources(go):
         )
         assert int(result.state.step) == 1
         assert not go.checkpoints(name).exists()
-        expected = arrays(go.checkpoints("first") / str(step))["weights/head/kernel"]
-        np.testing.assert_array_equal(result.state.weights["head"]["kernel"], expected)
+        expected = arrays(go.checkpoints("first") / str(step))["weights/head/weight"]
+        np.testing.assert_array_equal(result.state.weights["head"]["weight"], expected)
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def halved(weights):
 @pytest.mark.slow
 def test_checkpoint_conversion_fn_changes_loaded_weights(go, monkeypatch):
     go("run", "steps=1")
-    expected = arrays(go.checkpoints("run") / "1")["weights/head/kernel"] / 2
+    expected = arrays(go.checkpoints("run") / "1")["weights/head/weight"] / 2
     import sys
     import types
 
@@ -251,7 +251,7 @@ def test_checkpoint_conversion_fn_changes_loaded_weights(go, monkeypatch):
     )
     overrides = ("steps=1", f"load_parameters_path={go.folder}/run", "learning_rate=0")
     result = go("new", *overrides, "checkpoint_conversion_fn=my_weights.halved")
-    np.testing.assert_array_equal(result.state.weights["head"]["kernel"], expected)
+    np.testing.assert_array_equal(result.state.weights["head"]["weight"], expected)
     with pytest.raises(
         UserError, match="my_weights.fewer returned other weights than the model has"
     ):

@@ -38,7 +38,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.parameters import Template, Tree
-from maxtext.layers.quantized import described
+from maxtext.layers.quantized import abstract_quantized
 from maxtext.sharding import AxisRules
 
 SCALE = ".scale"
@@ -250,7 +250,7 @@ def load_model(
             f"quantization={dtype or ''!r}, but {folder.title} has weights in {folder.dtype} "
             "already: leave the key out, or load the folder that they were made from"
         )
-    axes, weights = described(template, dtype)
+    axes, weights = abstract_quantized(template, dtype)
     quantized_leaves = {
         path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
     }

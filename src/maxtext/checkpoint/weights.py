@@ -1,7 +1,7 @@
 """The parameters of a model by name, one layer at a time, whether layers are stacked or not.
 
 A model stores the parameters of its layers stacked (scanned) or separately (unrolled). By name,
-every layer has its own: `layers/{i}/attention/query/kernel`, where i counts over the whole model.
+every layer has its own: `layers/{i}/attention/query/weight`, where i counts over the whole model.
 A parameter outside the layers is named by its path in the model: `embedder/embedding`. So one
 weight folder serves a scanned and an unrolled model, on any mesh.
 """

@@ -29,7 +29,7 @@ def outer_rules(prefix: str = "model.") -> list[Rule]:
     return [
         Rule(f"{prefix}embed_tokens.weight", "embedder/embedding", "v e -> v e"),
         Rule(f"{prefix}norm.weight", "final_norm/scale", "e -> e"),
-        Rule("lm_head.weight", "head/kernel", "v e -> e v"),
+        Rule("lm_head.weight", "head/weight", "v e -> e v"),
     ]
 
 
@@ -53,7 +53,7 @@ SANDWICH_NORMS = {
 def attention_rules(config: MaxTextConfig, prefix: str = f"{HF_LAYER}self_attn.") -> list[Rule]:
     native = "layers/{i}/attention/"
     rules = [
-        Rule(f"{prefix}o_proj.weight", f"{native}out/kernel", "e (h d) -> h d e"),
+        Rule(f"{prefix}o_proj.weight", f"{native}out/weight", "e (h d) -> h d e"),
         Rule(f"{prefix}o_proj.bias", f"{native}out/bias", "e -> e"),
         Rule(f"{prefix}q_norm.weight", f"{native}query_norm/scale", "d -> d"),
         Rule(f"{prefix}k_norm.weight", f"{native}key_norm/scale", "d -> d"),
@@ -61,14 +61,14 @@ def attention_rules(config: MaxTextConfig, prefix: str = f"{HF_LAYER}self_attn."
     ]
     for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
         projection = f"{prefix}{letter}_proj"
-        rules.append(Rule(f"{projection}.weight", f"{native}{name}/kernel", "(h d) e -> e h d"))
+        rules.append(Rule(f"{projection}.weight", f"{native}{name}/weight", "(h d) e -> e h d"))
         rules.append(Rule(f"{projection}.bias", f"{native}{name}/bias", "(h d) -> h d"))
     weights, biases = (
         tuple(f"{prefix}{letter}_proj.{part}" for letter in "qkv") for part in ("weight", "bias")
     )
     sizes = (config.num_query_heads // config.num_kv_heads, 1, 1)
     rules.append(
-        Rule(weights, f"{native}qkv/kernel", "(k g d) e -> e k g d", join="g", sizes=sizes)
+        Rule(weights, f"{native}qkv/weight", "(k g d) e -> e k g d", join="g", sizes=sizes)
     )
     rules.append(Rule(biases, f"{native}qkv/bias", "(k g d) -> k g d", join="g", sizes=sizes))
     return rules
@@ -77,13 +77,13 @@ def attention_rules(config: MaxTextConfig, prefix: str = f"{HF_LAYER}self_attn."
 def mlp_rules(hf: str = f"{HF_LAYER}mlp.", native: str = "layers/{i}/mlp/") -> list[Rule]:
     rules = []
     for name, branch in (("gate_proj", "wi_0"), ("up_proj", "wi_1"), ("down_proj", "wo")):
-        rules.append(Rule(f"{hf}{name}.weight", f"{native}{branch}/kernel", "o n -> n o"))
+        rules.append(Rule(f"{hf}{name}.weight", f"{native}{branch}/weight", "o n -> n o"))
         rules.append(Rule(f"{hf}{name}.bias", f"{native}{branch}/bias", "o -> o"))
     weights, biases = (
         tuple(f"{hf}{name}.{part}" for name in ("gate_proj", "up_proj"))
         for part in ("weight", "bias")
     )
-    rules.append(Rule(weights, f"{native}wi/kernel", "(b m) e -> e b m", join="b"))
+    rules.append(Rule(weights, f"{native}wi/weight", "(b m) e -> e b m", join="b"))
     rules.append(Rule(biases, f"{native}wi/bias", "(b m) -> b m", join="b"))
     return rules
 
@@ -102,7 +102,7 @@ def expert_rules(
     tensors, as newer transformers classes save them.
     """
     published = [
-        Rule(f"{hf}{{x}}.{name}.weight", f"{native}experts/{branch}/kernel", "x o n -> x n o")
+        Rule(f"{hf}{{x}}.{name}.weight", f"{native}experts/{branch}/weight", "x o n -> x n o")
         for name, branch in zip(names, ("wi_0", "wi_1", "wo"), strict=True)
     ]
     return published + stacked_expert_rules(hf, native, "x (b m) e -> b x e m", "x e m -> x m e")
@@ -111,6 +111,6 @@ def expert_rules(
 def stacked_expert_rules(hf: str, native: str, gate_up: str, down: str) -> list[Rule]:
     """All experts in two tensors, with these patterns."""
     return [
-        Rule(f"{hf}gate_up_proj", f"{native}experts/wi_{{b}}/kernel", gate_up),
-        Rule(f"{hf}down_proj", f"{native}experts/wo/kernel", down),
+        Rule(f"{hf}gate_up_proj", f"{native}experts/wi_{{b}}/weight", gate_up),
+        Rule(f"{hf}down_proj", f"{native}experts/wo/weight", down),
     ]

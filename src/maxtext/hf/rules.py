@@ -1,6 +1,6 @@
 """Rules between HF tensors and native weights: data that is read in both directions.
 
-    Rule("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/query/kernel",
+    Rule("model.layers.{i}.self_attn.q_proj.weight", "layers/{i}/attention/query/weight",
          "(h d) e -> e h d")
 
 `{i}` is the number of a layer. The pattern goes from HF to native: words are axes, parentheses
@@ -8,7 +8,7 @@ flatten several into one, and a 1 is an HF dimension that the native weight lack
 it is the inverse. Sizes come from the native weights, so native axes are never flattened.
 
 - A placeholder that is an axis counts tensors: "….experts.{x}.w1.weight" with "x m e -> x e m"
-  stacks one tensor an expert; the native name "…/wi_{b}/kernel" with "x e (m b) -> b x e m" splits
+  stacks one tensor an expert; the native name "…/wi_{b}/weight" with "x e (m b) -> b x e m" splits
   one tensor into wi_0 and wi_1.
 - Several native weights in one HF tensor, join="w": they are concatenated along the axis w, inside
   whatever w is flattened with; join=0: each is brought to the HF layout first, and the results are

@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.hardware import host_memory_bytes
-from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.programs import Programs
 from maxtext.layers.cache import CacheSize
 
 MAX_CACHE_FRACTION = 0.7  # of free memory; programs need some, too
 
 
-def cache_size(config: MaxTextConfig, slots: int, length: int) -> CacheSize:
+def cache_size(programs: Programs, slots: int, length: int) -> CacheSize:
     """The caches for `slots` sequences of up to `length` tokens."""
+    config = programs.config
     block_size = num_blocks = 0
     if config.attention == "paged" or config.enable_prefix_caching:
         block_size = config.pagedattn_tokens_per_page
@@ -31,6 +31,7 @@ def cache_size(config: MaxTextConfig, slots: int, length: int) -> CacheSize:
         pages=num_blocks,
         quantized=quantized,
         scale_by_head=config.kv_quant_axis.value == "dkv",
+        context=programs.build,
     )
 
 
@@ -40,7 +41,7 @@ def fit_slots(programs: Programs, slots: int, length: int) -> int:
     """
     if programs.config.attention == "paged":
         return slots
-    size = cache_size(programs.config, 1, length)
+    size = cache_size(programs, 1, length)
     caches = jax.eval_shape(lambda: programs.runner.init_caches(size))
     slot_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
     memory = jax.local_devices()[0].memory_stats() or {}

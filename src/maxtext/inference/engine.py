@@ -28,9 +28,6 @@ from maxtext.inference.sampling import MAX_STOP_IDS
 from maxtext.inference.scheduler import Chunks, Scheduler
 from maxtext.inference.sequence import Sequence, StepOutput
 from maxtext.layers.cache import CacheSize
-from maxtext.layers.joined import Joined, join, lay_out
-from maxtext.layers.quantized import laid_out
-from maxtext.sharding.manual import platform
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
 STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines stream, too
@@ -47,28 +44,17 @@ class InFlightStep:
 
 
 class InferenceEngine:
-    """Generates for up to `slots` requests at a time, each of up to `length` tokens.
-
-    The engine takes over the tree `weights`: it lays the arrays out for its number of slots, in
-    place. With `keep_layout` it leaves them as they are, so that others may use them, too.
+    """Generates for up to `slots` requests at a time, each of up to `length` tokens, with weights in
+    the layout of `programs.template`.
     """
 
-    def __init__(
-        self,
-        programs: Programs,
-        weights: Any,
-        slots: int,
-        length: int,
-        *,
-        keep_layout: bool = False,
-    ):
-        config = programs.config
+    def __init__(self, programs: Programs, weights: Any, slots: int, length: int):
+        config, build = programs.config, programs.build
         self.requested_size = slots, length
-        fast_single_row = not keep_layout and layout_weights(programs, weights, slots)
-        fast_single_row |= config.quantization == "int8"
-        if slots < MIN_GPU_SLOTS and platform(programs.rules) == "gpu" and not fast_single_row:
+        fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
+        if slots < MIN_GPU_SLOTS and build.platform == "gpu" and not fast_single_row:
             slots = fit_slots(programs, MIN_GPU_SLOTS, length)
-        size = cache_size(config, slots, length)
+        size = cache_size(programs, slots, length)
         check_cache(programs, size)
         self.programs = programs
         self.size = size
@@ -319,22 +305,6 @@ class InferenceEngine:
         elif length == sequence.num_computed:
             snapshot = self.executor.read_slot(sequence.slot)
             self.prefix_cache.insert(sequence.token_ids[:length], blocks, snapshot)
-
-
-def layout_weights(programs: Programs, weights: Any, slots: int) -> bool:
-    """Lay out the weights for the programs of an engine, in place: merged projections, and
-    transposed weights for a single slot. Returns whether matmuls of a single row are fast.
-    """
-    with programs.context():
-        if not is_merged(weights):
-            merged = join(programs.template, laid_out(programs.template, weights))
-            weights.update(merged)
-    return lay_out(weights, programs.config.dtype.value, slots == 1)
-
-
-def is_merged(weights: Any) -> bool:
-    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, Joined))
-    return any(isinstance(leaf, Joined) for leaf in leaves)
 
 
 def check_cache(programs: Programs, size: CacheSize) -> None:

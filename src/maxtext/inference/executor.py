@@ -6,19 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.configs.types import MaxTextConfig
 from maxtext.inference import shapes
 from maxtext.inference.batches import BatchBuilder, DecodeBatch, PrefillBatch
-from maxtext.inference.model_runner import is_paged, select_caches
+from maxtext.inference.model_runner import select_caches
 from maxtext.inference.programs import EngineState, Programs, Sampled
 from maxtext.kernels import attention
-from maxtext.layers.attend import cannot_attend_pages
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.cache import PAGES, CacheSize
+from maxtext.layers.cache import CacheSize, PagedKVCache
 from maxtext.models.common import backend
 from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches
-from maxtext.sharding.manual import platform
 
 MIN_DECODE_ROWS = 64  # of a program for some of the slots: fewer would cost about as much
 
@@ -37,11 +34,11 @@ class Executor:
         self.size = size
         with programs.context():
             self.state: EngineState = programs.init_state(size)
-            self.reads_in_place = reads_blocks_in_place(programs.config, self.state.caches)
+            self.reads_in_place = reads_blocks_in_place(self.state.caches)
         self.contiguous = size.page == 0  # slot n has block n, and no other
         # On accelerators compilation is slow, so there are few programs; and in a loop that may end
         # early, a GPU waits for the host before each step.
-        self.few_programs = platform(programs.rules) != "cpu"
+        self.few_programs = programs.build.platform != "cpu"
 
     def prefill(self, batch: PrefillBatch) -> Sampled:
         with self.programs.context():
@@ -112,7 +109,10 @@ class Executor:
         if len(specs) < len(mixers) or backend(config) != attention.AUTOSELECTED:
             return False
         dtype = config.dtype.value
-        requests = [spec.request(shapes.PACKED_TOKENS, dtype, platform(rules)) for spec in specs]
+        requests = [
+            spec.request(shapes.PACKED_TOKENS, dtype, self.programs.build.platform)
+            for spec in specs
+        ]
         return all(attention.fastest_backend(request) != "dot_product" for request in requests)
 
     @cached_property
@@ -141,16 +141,9 @@ class Executor:
         return sum(array.nbytes // array.shape[0] for array in jax.tree.leaves(caches))
 
 
-def reads_blocks_in_place(config: MaxTextConfig, caches: Caches) -> bool:
+def reads_blocks_in_place(caches: Caches) -> bool:
     """Whether decode attention reads blocks in place, as far as they are filled. Then a program
     does not depend on the length of sequences.
     """
-    supported = config.attention_type != "mla" and (
-        config.use_ragged_attention or backend(config) == attention.AUTOSELECTED
-    )
-    pools = [cache[PAGES] for cache in caches if is_paged(cache)]
-    return (
-        supported
-        and bool(pools)
-        and all(cannot_attend_pages(pool["key"].shape[-1], pool) is None for pool in pools)
-    )
+    pools = [cache for cache in caches if isinstance(cache, PagedKVCache)]
+    return bool(pools) and all(pool.in_place for pool in pools)

@@ -30,7 +30,14 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS
 from maxtext.inference.cache_config import fit_slots
 from maxtext.inference.engine import InferenceEngine
-from maxtext.inference.loading import load_weights, random_weights, resolve_config, split_caches
+from maxtext.inference.loading import (
+    inference_context,
+    load_weights,
+    random_weights,
+    resolve_config,
+    split_caches,
+)
+from maxtext.inference.model import InferenceModel
 from maxtext.inference.processing import (
     OutputProcessor,
     check_positions,
@@ -43,11 +50,10 @@ from maxtext.inference.programs import Programs
 from maxtext.inference.requests import Completion, GenerationRequest
 from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.shapes import next_power_of_two, row_tokens
-from maxtext.layers.joined import apart
+from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template
 from maxtext.sharding import AxisRules, make_mesh
-from maxtext.sharding.manual import platform
 from maxtext.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 
 MAX_SLOTS = 256  # sequences at a time, for a list of prompts
@@ -64,12 +70,16 @@ class LLM:
         template: Template,
         weights: Any,
         checkpoint: Checkpoint | None = None,
+        context: BuildContext | None = None,
     ):
+        """`template` and `weights` are as checkpoints have them; the LLM owns the weights from here
+        on. `context` overrides what the mesh says about the devices."""
         self.config = config
         self.template = template
-        self.weights = weights
         self.checkpoint = checkpoint
         self.rules = AxisRules.from_config(config, make_mesh(config))
+        context = context or inference_context(config, self.rules)
+        self.model = InferenceModel(config, self.rules, context, template, weights)
         self.param_infos = model_param_infos(template, config)
         self.disk_dtypes: dict[str, np.dtype] = {}  # of the weights in the checkpoint
         self.engine: InferenceEngine | None = None
@@ -101,9 +111,10 @@ class LLM:
         config: MaxTextConfig,
         checkpoint: Checkpoint | None = None,
         progress: Progress | None = None,
+        context: BuildContext | None = None,
     ) -> "LLM":
         """The model of a resolved configuration, with the weights of a checkpoint or random ones.
-        Saves and warms up the model if the keys say so.
+        Saves and warms up the model if the keys say so. `context` is for tests of other devices.
         """
         if config.parameter_memory_host_offload:
             raise ConfigError(
@@ -113,10 +124,11 @@ class LLM:
         template = make_template(config)
         rules = AxisRules.from_config(config, make_mesh(config))
         if checkpoint is None:
-            llm = cls(config, template, random_weights(config, template, rules))
+            weights = random_weights(config, template, rules)
+            llm = cls(config, template, weights, context=context)
         else:
             weights, dtypes = load_weights(config, template, rules, checkpoint, progress)
-            llm = cls(config, template, weights, checkpoint)
+            llm = cls(config, template, weights, checkpoint, context)
             llm.disk_dtypes = dtypes
         if config.save_quantized_params_path:
             llm.save(config.save_quantized_params_path)
@@ -136,7 +148,9 @@ class LLM:
             )
         self.check_token_ids(rows)
         with self.programs.context():
-            logits = self.forward(self.weights, jnp.atleast_2d(jnp.asarray(rows, jnp.int32)))
+            logits = self.programs.forward(
+                self.weights, jnp.atleast_2d(jnp.asarray(rows, jnp.int32))
+            )
         return logits if rows.ndim == 2 else logits[0]
 
     def generate(
@@ -305,9 +319,9 @@ class LLM:
             if same_size and not in_use and not self.engine.failed:
                 return self.engine
             self.engine = None  # frees its caches before the next one allocates its own
-        self.engine = InferenceEngine(
-            self.programs, self.weights, slots, length, keep_layout=in_use
-        )
+        if not in_use:
+            self.model.build_for(slots)
+        self.engine = InferenceEngine(self.programs, self.weights, slots, length)
         return self.engine
 
     def warm_up(self) -> None:
@@ -330,7 +344,7 @@ class LLM:
         prompt_index = 0
         for size in dict.fromkeys(sizes):
             # With static decode steps, a full program and one for the remainder.
-            is_cpu = platform(self.rules) == "cpu"
+            is_cpu = self.programs.build.platform == "cpu"
             count_new = 2 if is_cpu else min(MAX_DECODE_STEPS + 2, length - size)
             for count in sorted(counts):
                 requests = []
@@ -347,7 +361,7 @@ class LLM:
         convert` take.
         """
         hf_assets, names = self.origin
-        weights = PackedWeights(ModelWeights(apart(self.weights), self.param_infos))
+        weights = PackedWeights(ModelWeights(self.model.checkpoint_weights, self.param_infos))
         save_native(folder, self.config, weights, hf_assets, names, progress)
 
     def save_hf(
@@ -364,7 +378,7 @@ class LLM:
         hf_assets, names = self.origin
         wanted = parse_dtype(dtype)
         dtypes = self.disk_dtypes if wanted is None else param_dtypes(self.param_infos, wanted)
-        weights = CastTensors(ModelWeights(apart(self.weights), self.param_infos), dtypes)
+        weights = CastTensors(ModelWeights(self.model.checkpoint_weights, self.param_infos), dtypes)
         save_hf_folder(
             folder,
             self.config,
@@ -405,17 +419,14 @@ class LLM:
             return [self.tokenizer.eos_id]
         return []
 
-    @cached_property
+    @property
     def programs(self) -> Programs:
-        return Programs(self.config, self.template, self.rules)
+        return self.model.programs
 
-    @cached_property
-    def forward(self) -> Any:
-        def forward(weights: Any, token_ids: jax.Array) -> jax.Array:
-            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-            return self.template.bind(weights)(token_ids, positions)
-
-        return jax.jit(forward)
+    @property
+    def weights(self) -> Any:
+        """The weights in the layout of `programs.template`; see `InferenceModel`."""
+        return self.model.weights
 
     def check_token_ids(self, rows: np.ndarray) -> None:
         """Raise UserError for ids outside the vocabulary and for rows that are too long."""

@@ -16,10 +16,11 @@ from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
 from maxtext.configs.provenance import Layer, Setting
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.parameters import Template
-from maxtext.layers.quantized import described, quantize_weights
+from maxtext.layers.quantized import abstract_quantized, quantize_weights
 from maxtext.models.configuration import load
-from maxtext.models.transformer import initial_weights, make_template
+from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.sharding import AxisRules
 
 
@@ -55,6 +56,11 @@ def resolve_config(
     return config
 
 
+def inference_context(config: MaxTextConfig, rules: AxisRules) -> BuildContext:
+    quantized = quantized_weight_dtype(config) is not None
+    return build_context(config, rules, mode=INFERENCE, quantized_weights=quantized)
+
+
 def is_bfloat16(source: TensorSource, param_infos: Mapping[str, ParamInfo]) -> bool:
     """Whether all weights are bfloat16, except those whose dtype no key sets."""
     dtypes = {
@@ -73,7 +79,7 @@ def random_weights(config: MaxTextConfig, template: Template, rules: AxisRules) 
             "leave the key out"
         )
     dtype = quantized_weight_dtype(config)
-    shardings = rules.shardings(*described(template, dtype))
+    shardings = rules.shardings(*abstract_quantized(template, dtype))
     init = jax.jit(
         lambda: quantize_weights(template, initial_weights(config), dtype), out_shardings=shardings
     )

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.cache import PAGES, CacheSize
+from maxtext.layers.cache import CacheSize, PagedKVCache
+from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import Caches, empty_caches
@@ -26,8 +27,10 @@ class ModelRunner(ABC):
     template: Template
 
     @staticmethod
-    def from_config(config: MaxTextConfig, template: Template) -> "ModelRunner":
-        longest = CacheSize(1, config.max_target_length, config.dtype.value)
+    def from_config(
+        config: MaxTextConfig, template: Template, build: BuildContext
+    ) -> "ModelRunner":
+        longest = CacheSize(1, config.max_target_length, config.dtype.value, context=build)
         caches = jax.eval_shape(lambda: empty_caches(config, longest))
         runner = RecomputingModelRunner if caches is None else CachedModelRunner
         return runner(config, template)
@@ -73,17 +76,9 @@ class CachedModelRunner(ModelRunner):
         slots: jax.Array,
     ) -> tuple[jax.Array, Caches]:
         model = self.template.bind(weights)
-        row_caches = [
-            cache if is_paged(cache) else jax.tree.map(lambda x: x[slots], cache)
-            for cache in caches
-        ]
+        row_caches = [cache.rows(slots) for cache in caches]
         hidden, new_caches = model.step(token_ids, inputs, row_caches)
-        caches = [
-            new
-            if is_paged(old)
-            else jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), old, new)
-            for old, new in zip(caches, new_caches, strict=True)
-        ]
+        caches = [old.set_rows(slots, new) for old, new in zip(caches, new_caches, strict=True)]
         last_hidden = at_last_token(hidden, inputs)
         if inputs.segments is not None:
             # In a shared row, non-finite keys and values were replaced by zeros (see
@@ -141,7 +136,7 @@ class RecomputingModelRunner(ModelRunner):
 
 def is_paged(cache: Any) -> bool:
     """Whether the cache of a layer is a pool of blocks, and not per slot."""
-    return PAGES in cache
+    return isinstance(cache, PagedKVCache)
 
 
 def select_caches(caches: Caches, paged: bool) -> Caches:
@@ -159,8 +154,8 @@ def at_last_token(x: jax.Array, inputs: LayerInputs) -> jax.Array:
 
 def max_by_segment(values: jax.Array, inputs: LayerInputs) -> jax.Array:
     """[R]: the maximum of values [C] >= 0 over the tokens of each sequence in a shared row."""
-    assert inputs.table is not None
+    assert inputs.block_table is not None
     assert inputs.segments is not None
-    count, segments = inputs.table.shape[0], inputs.segments[0]
+    count, segments = inputs.block_table.shape[0], inputs.segments[0]
     index = jnp.where(segments > 0, segments - 1, count)  # padding is out of bounds
     return jnp.zeros(count, jnp.int32).at[index].max(values.astype(jnp.int32), mode="drop")

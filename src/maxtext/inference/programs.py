@@ -29,6 +29,7 @@ from maxtext.inference.model_runner import (
 )
 from maxtext.inference.sampling import BatchedSamplingParams, SamplingMode, sample
 from maxtext.layers.cache import CacheSize
+from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import Caches
@@ -59,10 +60,11 @@ class Programs:
     config: MaxTextConfig
     template: Template
     rules: AxisRules
+    build: BuildContext = REFERENCE
 
     @cached_property
     def runner(self) -> ModelRunner:
-        return ModelRunner.from_config(self.config, self.template)
+        return ModelRunner.from_config(self.config, self.template, self.build)
 
     @property
     def has_caches(self) -> bool:
@@ -75,6 +77,16 @@ class Programs:
         precision = self.config.matmul_precision.value
         with use_rules(self.rules), jax.default_matmul_precision(precision):
             yield
+
+    @cached_property
+    def forward(self) -> Any:
+        """weights, token ids [B, S] -> logits [B, S, V], without a cache."""
+
+        def forward(weights: Any, token_ids: jax.Array) -> jax.Array:
+            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+            return self.template.bind(weights)(token_ids, positions)
+
+        return jax.jit(forward)
 
     @cached_property
     def init_state(self) -> Any:
@@ -130,9 +142,9 @@ class Programs:
         inputs = LayerInputs(
             batch.positions,
             batch.segments,
-            fresh=batch.from_start,
-            table=batch.block_tables,
-            reach=batch.kv_len,
+            is_first_chunk=batch.from_start,
+            block_table=batch.block_tables,
+            max_kv_len=batch.kv_len,
             max_segments=max_segments,
         )
         logits, caches = self.runner.prefill(
@@ -203,9 +215,9 @@ class Programs:
     ) -> tuple[EngineState, Sampled]:
         inputs = LayerInputs(
             state.positions[:, None],
-            table=batch.block_tables,
-            aligned=batch.contiguous,
-            reach=batch.kv_len,
+            block_table=batch.block_tables,
+            contiguous=batch.contiguous,
+            max_kv_len=batch.kv_len,
         )
         token_ids = jnp.maximum(state.token_ids, 0)[:, None]
         logits, caches = self.runner.decode(weights, state.caches, token_ids, inputs)

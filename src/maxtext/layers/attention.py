@@ -1,5 +1,6 @@
-"""Attention over projected queries, keys and values: the weights and their tags; the kernels
-compute.
+"""Softmax attention: projections, norms, RoPE and the KV cache. Kernels compute the attention itself.
+
+Shapes: B batch, S sequence, E embedding, H query heads, K key/value heads, D head size.
 """
 
 from dataclasses import dataclass, replace
@@ -7,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common.errors import ConfigError
@@ -20,34 +20,33 @@ from maxtext.kernels.attention import (
 )
 from maxtext.kernels.decode import paged_attention
 from maxtext.kernels.moba import moba_selection
-from maxtext.layers.attend import attend, attend_pages, cannot_attend_pages, packed_request
+from maxtext.layers.attention_sharding import attend, packed_request
 from maxtext.layers.cache import (
-    PAGES,
     CacheSize,
-    backend_of,
-    extended,
-    kept,
-    marked,
-    sight,
-    through_store,
+    KVCache,
+    PagedKVCache,
+    empty_kv_cache,
+    mark_nonfinite,
+    round_trip,
+    update_cache,
 )
-from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.joined import Joined
-from maxtext.layers.linear import Linear, together
+from maxtext.layers.context import BuildContext, choose
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import MergedLinear, build_linear, project
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.rope import RopeSpec, rotate, turns
+from maxtext.layers.rope import RopeSpec, apply_rope, rope_cos_sin
+from maxtext.layers.weight_layout import cannot_merge
 from maxtext.sharding import constrain
 
-KEY, VALUE = "key", "value"  # in a cache
-PROJECTED = ("query_proj", "key_proj", "value_proj")  # for rematerialisation
+KEY, VALUE = "key", "value"  # names of the arrays in a KV cache
+PROJECTED = ("query_proj", "key_proj", "value_proj")  # names for rematerialization
+QKV = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries grow with the logarithm of the position: times 1 + scale ln(floor((position + 1) /
-    length) + 1).
-    """
+    """Scales a query by 1 + scale · ln(floor((position + 1) / length) + 1)."""
 
     scale: float = 0.1
     length: int = 8192
@@ -55,7 +54,7 @@ class Temperature:
 
 @dataclass(frozen=True)
 class Moba:
-    """Each query sees the `top` chunks of keys that suit it best, its own among them."""
+    """Each query attends to the `top` chunks of keys with the highest gate, its own among them."""
 
     chunk: int
     top: int
@@ -71,15 +70,13 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
-    fused: bool = False  # one product for queries, keys and values
-    shared_kv: bool = False  # values are the projected keys, before norm and rotation
-    gated: bool = (
-        False  # the output of a head times the sigmoid of a gate that is projected like its query
-    )
+    fused: bool = False  # one weight for queries, keys and values
+    shared_kv: bool = False  # values are the projected keys, before norm and RoPE
+    # The output of a head is multiplied by the sigmoid of a gate, which is projected as its query.
+    gated: bool = False
     qk_norm: NormSpec | None = None
-    qk_norm_over: str = (
-        "head"  # head: each before RoPE; heads: all of a token jointly; rotated: each after RoPE
-    )
+    # head: each head before RoPE; heads: all heads of a token jointly; rotated: each after RoPE
+    qk_norm_over: str = "head"
     value_norm: NormSpec | None = None
     temperature: Temperature | None = None
     moba: Moba | None = None
@@ -90,284 +87,311 @@ class AttentionSpec:
     float32_product: bool = False
     float32_logits: bool = False
     blocks: BlockSizes | None = None
-    # tokens that the kernel for one token a row over pages, which is then a must, reads at a time
+    # Tokens that the kernel for paged attention reads at a time; it is then required.
     ragged: int = 0
 
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
-        return Attention(initializer, self, embed_dim, dtype)
+    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Attention":
+        choice = choose(ATTENTIONS, self, initializer.context)
+        return choice.implementation(initializer, self, embed_dim, dtype)
 
-    def cache(self, size: CacheSize) -> Cache | None:
-        """Empty; None: it looks at all tokens anew."""
+    def cache(self, size: CacheSize) -> KVCache | None:
+        """An empty cache; None if the layer attends to all tokens anew."""
         if self.moba is not None:
             return None
-        each = (self.kv_heads, self.head_dim)
-        return kept(self.mask, size, **{KEY: each, VALUE: each})
+        shape = (self.kv_heads, self.head_dim)
+        shapes = {KEY: shape, VALUE: shape}
+        return empty_kv_cache(self.mask, size, shapes, self.attends_in_place(size))
+
+    def attends_in_place(self, size: CacheSize) -> bool:
+        """Whether decode steps use the kernel for paged attention."""
+        if not self.ragged and self.backend != AUTOSELECTED:
+            return False
+        reason = cannot_attend_in_place(self, size)
+        if reason is not None and self.ragged:
+            raise ConfigError(f"use_ragged_attention=true is not supported here: {reason}")
+        return reason is None
 
     def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
-        """What attention over packed rows of so many tokens asks for."""
-        sizes = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
-        found = packed_request(platform, dtype, length, sizes, self.mask)
+        """What attention over packed rows of `length` tokens asks of a backend."""
+        dims = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
+        request = packed_request(platform, dtype, length, dims, self.mask)
         return replace(
-            found, soft_cap=self.soft_cap, has_sinks=self.sinks, has_selection=self.moba is not None
+            request,
+            soft_cap=self.soft_cap,
+            has_sinks=self.sinks,
+            has_selection=self.moba is not None,
         )
 
+    @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """The output shape of each projection of the input, if they are separate."""
+        shapes = {"query": (self.query_heads, self.head_dim), "key": (self.kv_heads, self.head_dim)}
+        return shapes if self.shared_kv else shapes | {"value": shapes["key"]}
 
-class Attention(nnx.Module):
+    @property
+    def needs_only_rope(self) -> str | None:
+        """None if the projections need RoPE over whole heads and nothing else, else the reason why
+        not; fused kernels compute just that."""
+        rope = self.rope
+        if rope is None or rope.interleave or rope.rotated(self.head_dim) != self.head_dim:
+            return "needs RoPE over whole heads, not interleaved"
+        others = (self.fused, self.bias, self.shared_kv, self.qk_norm, self.value_norm, self.moba)
+        return "needs projections without norms and biases" if any(others) else None
+
+
+def cannot_attend_in_place(spec: AttentionSpec, size: CacheSize) -> str | None:
+    """Why the kernel for paged attention cannot read this cache; None if it can."""
+    context = size.context
+    if context.num_devices > 1:
+        return "the kernel for paged attention runs on one device"
+    page = size.page or size.length
+    num_pages = size.pages or size.slots * -(-size.length // page)
+    dtype = jnp.dtype(size.quantized or size.dtype)
+    num_bytes = num_pages * page * spec.kv_heads * spec.head_dim
+    if dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
+        return f"it cannot address {num_bytes} bytes of keys"
+    return paged_attention.supports(
+        spec.head_dim, page, dtype.name, context.platform, context.capability
+    )
+
+
+class Attention(Sublayer):
+    name = "plain"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
+        return None
+
     def __init__(self, initializer: Initializer, spec: AttentionSpec, embed_dim: int, dtype: Any):
         self.spec = spec
-        heads, groups, dim = spec.query_heads, spec.kv_heads, spec.head_dim
-        if spec.fused:
-            # Each key/value head's queries, key and value lie together, so that heads can be split
-            # over devices.
-            shape = (groups, heads // groups + 2, dim)
-            axes: tuple[str | None, ...] = ("embed", "kv_heads", "qkv", "kv_head_dim")
-            self.qkv = Linear(
-                initializer.child("qkv"),
-                in_shape=(embed_dim,),
-                out_shape=shape,
-                axes=axes,
-                dtype=dtype,
-                bias=spec.bias,
-            )
-        else:
-            axes = ("embed", "q_heads", "kv")
-            self.query = Linear(
-                initializer.child("query"),
-                in_shape=(embed_dim,),
-                out_shape=(heads, dim),
-                axes=axes,
-                dtype=dtype,
-                bias=spec.bias,
-            )
-            if spec.gated:
-                self.output_gate = Linear(
-                    initializer.child("output_gate"),
-                    in_shape=(embed_dim,),
-                    out_shape=(heads, dim),
-                    axes=axes,
-                    dtype=dtype,
-                    bias=spec.bias,
-                )
-            axes = ("embed", "kv_heads", "kv_head_dim")
-            self.key = Linear(
-                initializer.child("key"),
-                in_shape=(embed_dim,),
-                out_shape=(groups, dim),
-                axes=axes,
-                dtype=dtype,
-                bias=spec.bias,
-            )
-            if not spec.shared_kv:
-                self.value = Linear(
-                    initializer.child("value"),
-                    in_shape=(embed_dim,),
-                    out_shape=(groups, dim),
-                    axes=axes,
-                    dtype=dtype,
-                    bias=spec.bias,
-                )
-        out_dim = spec.output_dim or embed_dim
-        self.out = Linear(
-            initializer.child("out"),
-            in_shape=(heads, dim),
-            out_shape=(out_dim,),
+        self.dtype = dtype
+        self.platform = initializer.context.platform
+        self.build_projections(initializer, embed_dim)
+        self.out = build_linear(
+            initializer,
+            "out",
+            in_shape=(spec.query_heads, spec.head_dim),
+            out_shape=(spec.output_dim or embed_dim,),
             axes=("heads", "kv", "embed"),
             dtype=dtype,
             bias=spec.out_bias,
         )
+        if spec.gated:
+            self.output_gate = self.build_projection(initializer, "output_gate", embed_dim)
         if spec.qk_norm:
-            jointly = spec.qk_norm_over == "heads"
-            self.query_norm = Norm(
-                initializer, spec.qk_norm, heads * dim if jointly else dim, dtype
-            )
-            self.key_norm = Norm(initializer, spec.qk_norm, groups * dim if jointly else dim, dtype)
+            query_dim, key_dim = spec.head_dim, spec.head_dim
+            if spec.qk_norm_over == "heads":
+                query_dim, key_dim = query_dim * spec.query_heads, key_dim * spec.kv_heads
+            self.query_norm = Norm(initializer, spec.qk_norm, query_dim, dtype)
+            self.key_norm = Norm(initializer, spec.qk_norm, key_dim, dtype)
         if spec.value_norm:
-            self.value_norm = Norm(initializer, spec.value_norm, dim, dtype)
-        self.sinks = (
-            initializer.normal("sinks", (heads,), 0.02, ("q_heads",)) if spec.sinks else None
+            self.value_norm = Norm(initializer, spec.value_norm, spec.head_dim, dtype)
+        heads = (spec.query_heads,)
+        self.sinks = initializer.normal("sinks", heads, 0.02, ("q_heads",)) if spec.sinks else None
+
+    def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
+        spec = self.spec
+        if spec.fused:
+            # The queries, key and value of each key/value head are adjacent, so that heads can be
+            # sharded.
+            self.qkv = build_linear(
+                initializer,
+                "qkv",
+                in_shape=(embed_dim,),
+                out_shape=(spec.kv_heads, spec.query_heads // spec.kv_heads + 2, spec.head_dim),
+                axes=("embed", "kv_heads", "qkv", "kv_head_dim"),
+                dtype=self.dtype,
+                bias=spec.bias,
+            )
+            return
+        for name in spec.projections:
+            setattr(self, name, self.build_projection(initializer, name, embed_dim))
+
+    def build_projection(self, initializer: Initializer, name: str, embed_dim: int) -> Any:
+        spec = self.spec
+        is_key = name in (KEY, VALUE)
+        return build_linear(
+            initializer,
+            name,
+            in_shape=(embed_dim,),
+            out_shape=(spec.kv_heads if is_key else spec.query_heads, spec.head_dim),
+            axes=("embed", "kv_heads", "kv_head_dim") if is_key else ("embed", "q_heads", "kv"),
+            dtype=self.dtype,
+            bias=spec.bias,
         )
 
-    @property
-    def bare(self) -> bool:
-        """Whether queries, keys and values are what one product gives, the first two turned as a
-        whole.
-        """
-        spec = self.spec
-        if (
-            spec.rope is None
-            or spec.rope.interleave
-            or spec.rope.rotated(spec.head_dim) != spec.head_dim
-        ):
-            return False
-        more = (spec.fused, spec.bias, spec.shared_kv, spec.qk_norm, spec.value_norm, spec.moba)
-        return not any(more) and isinstance(self.query.kernel[...], Joined)
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        q, k, v = self.norm_and_rotate(*self.project(x), inputs)
+        context, aux = self.attend(q, k, v, inputs)
+        return self.project_out(context, x), aux
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        if not attends_in_place(inputs):
+            return self(x, inputs)
+        q, k, v = self.norm_and_rotate(*self.project(x), inputs)
+        context, aux = self.attend_in_place(q, k, v, inputs)
+        return self.project_out(context, x), aux
+
+    def project(self, x: jax.Array) -> QKV:
         """q [B, S, H, D], k and v [B, S, K, D]."""
-        if self.spec.fused:
-            joined = checkpoint_name(self.qkv(x), "qkv_proj")
-            query = joined[..., :-2, :].reshape(
-                *joined.shape[:-3], self.spec.query_heads, self.spec.head_dim
-            )
-            return query, joined[..., -2, :], joined[..., -1, :]
-        linears = [self.query, self.key] + ([] if self.spec.shared_kv else [self.value])
-        found = [
-            checkpoint_name(each, name)
-            for each, name in zip(together(x, *linears), PROJECTED, strict=False)
-        ]
-        return found[0], found[1], found[-1]
-
-    def normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if self.spec.qk_norm_over != "heads":
-            return self.query_norm(q), self.key_norm(k)
-        jointly = [
-            norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
-            for norm, x in ((self.query_norm, q), (self.key_norm, k))
-        ]
-        return jointly[0], jointly[1]
-
-    def turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        return x if self.spec.rope is None else rotate(x, positions, self.spec.rope)
-
-    def select(self, q: jax.Array, k: jax.Array, inputs: LayerInputs) -> jax.Array | None:
-        """Which keys a query may see besides what the mask allows."""
-        if self.spec.moba is None:
-            return None
-        return moba_selection(
-            q, k, self.spec.moba.chunk, self.spec.moba.top, inputs.positions, inputs.segments
-        )
-
-    def parts(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, S, H, D], k and v [B, S, K, D], where they belong."""
         spec = self.spec
-        if self.bare and self.one_by_one(inputs):
-            assert spec.rope is not None
-            cos, sin = (each[:, 0, 0] for each in turns(inputs.positions, spec.rope, spec.head_dim))
-            kernels: Any = self.query.kernel[...]
-            product = kernels.product(x[:, 0], self.query.dtype)
-            q, k, v = paged_attention.split_qkv_rope(
-                product, cos, sin, (spec.query_heads, spec.kv_heads)
-            )
-            return q[:, None], k[:, None], v[:, None]
-        return self.placed(*self.project(x), inputs)
+        if spec.fused:
+            qkv = checkpoint_name(self.qkv(x), "qkv_proj")
+            q = qkv[..., :-2, :].reshape(*qkv.shape[:-3], spec.query_heads, spec.head_dim)
+            return q, qkv[..., -2, :], qkv[..., -1, :]
+        linears = [getattr(self, name) for name in spec.projections]
+        outputs = [
+            checkpoint_name(y, name)
+            for y, name in zip(project(x, *linears), PROJECTED, strict=False)
+        ]
+        return outputs[0], outputs[1], outputs[-1]
 
-    def placed(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What was projected, normed and turned."""
+    def norm_and_rotate(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs) -> QKV:
+        """The projections after norms and RoPE."""
         spec = self.spec
         if spec.value_norm:
             v = self.value_norm(v)
         if spec.qk_norm and spec.qk_norm_over != "rotated":
-            q, k = self.normed(q, k)
-        q, k = self.turned(q, inputs.positions), self.turned(k, inputs.positions)
+            q, k = self.norm_qk(q, k)
+        if spec.rope is not None:
+            q = apply_rope(q, inputs.positions, spec.rope)
+            k = apply_rope(k, inputs.positions, spec.rope)
         if spec.qk_norm and spec.qk_norm_over == "rotated":
-            q, k = self.normed(q, k)
+            q, k = self.norm_qk(q, k)
         return q, k, v
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        mixed, aux = self.mixed(*self.parts(x, inputs), inputs)
-        if self.spec.gated:
-            mixed = mixed * jax.nn.sigmoid(self.output_gate(x))
-        return self.read(mixed), aux
+    def norm_qk(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.spec.qk_norm_over != "heads":
+            return self.query_norm(q), self.key_norm(k)
 
-    def read(self, mixed: jax.Array) -> jax.Array:
-        """[B, S, E] of what was mixed."""
-        return checkpoint_name(self.out(mixed), "out_proj")
+        def norm_all_heads(norm: Norm, x: jax.Array) -> jax.Array:
+            return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
-    def mixed(
+        return norm_all_heads(self.query_norm, q), norm_all_heads(self.key_norm, k)
+
+    def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Aux]:
-        """[B, S, H, D], of what `parts` gives."""
+        """The context softmax(q kᵀ) v, [B, S, H, D], over the view that the cache gives; without a
+        cache, over k and v."""
         spec = self.spec
-        if spec.temperature:
-            steps = jnp.floor((inputs.positions + 1) / spec.temperature.length)
-            q = q * (1 + spec.temperature.scale * jnp.log1p(steps))[..., None, None].astype(q.dtype)
-        q = constrain(
-            q,
-            "activation_batch_attn",
-            "activation_length_attn",
-            "activation_heads",
-            "activation_kv",
-        )
-        k = constrain(
-            k,
-            "activation_batch_attn",
-            "activation_kv_length",
-            "activation_kv_heads",
-            "activation_kv",
-        )
-        v = constrain(
-            v,
-            "activation_batch_attn",
-            "activation_kv_length",
-            "activation_kv_heads",
-            "activation_kv",
-        )
+        q, k, v = self.constrain_qkv(q, k, v, inputs)
         new = {KEY: k, VALUE: v}
-        mixed, aux = (
-            self.over_pages(q, new, inputs)
-            if self.one_by_one(inputs)
-            else self.attended(q, new, inputs)
-        )
-        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
-        mixed = constrain(
-            mixed,
-            "activation_batch_attn",
-            "activation_length_attn",
-            "activation_heads",
-            "activation_kv",
-        )
-        return mixed, aux
-
-    def one_by_one(self, inputs: LayerInputs) -> bool:
-        """Whether the kernel for one token a row, over pages, does it."""
-        spec = self.spec
-        if inputs.cache is None or PAGES not in inputs.cache or inputs.positions.shape[1] > 1:
-            return False
-        if not spec.ragged and spec.backend != AUTOSELECTED:
-            return False
-        reason = cannot_attend_pages(spec.head_dim, inputs.cache[PAGES])
-        if reason is not None and spec.ragged:
-            raise ConfigError(f"use_ragged_attention=true cannot do this: {reason}; leave it out")
-        return reason is None
-
-    def over_pages(
-        self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs
-    ) -> tuple[jax.Array, Aux]:
-        """One token a row over its pages, and the cache with it. What is in pages has no window:
-        all is seen.
-        """
-        assert inputs.cache is not None
-        spec, pool = self.spec, inputs.cache[PAGES]
-        sinks = None if self.sinks is None else self.sinks[...]
-        options = {
-            "scale": spec.scale,
-            "soft_cap": spec.soft_cap,
-            "sinks": sinks,
-            "block": spec.ragged or paged_attention.BLOCK,
-        }
-        mixed, after = attend_pages(q, through_store(pool, new)[0], pool, inputs, options)
-        return mixed, {"cache": {PAGES: after}}
-
-    def attended(
-        self, q: jax.Array, new: dict[str, jax.Array], inputs: LayerInputs
-    ) -> tuple[jax.Array, Aux]:
-        spec, seen = self.spec, new
-        aux: Aux = {}
-        if inputs.cache is not None:
-            seen, aux["cache"] = extended(inputs, seen)
+        view, aux = update_cache(new, inputs)
         attention = AttentionInputs(
             q=q,
-            k=seen[KEY],
-            v=seen[VALUE],
+            k=view[KEY],
+            v=view[VALUE],
             scale=spec.scale,
-            **sight(spec.mask, inputs, seen),
-            selected=self.select(q, new[KEY], inputs),
+            **view.mask_inputs(spec.mask, inputs),
+            selected=self.select_keys(q, k, inputs),
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...].astype(jnp.float32),
             float32_logits=spec.float32_logits,
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
-        return marked(attend(attention, backend_of(spec.backend, inputs)), inputs, new), aux
+        context = attend(attention, view.backend(spec.backend), self.platform)
+        return self.constrain_context(mark_nonfinite(context, new, inputs)), aux
+
+    def attend_in_place(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
+        """The context of one token a row, by the kernel that reads and writes the pages in place.
+
+        Paged caches hold full-attention layers only, so no window mask is applied.
+        """
+        spec, cache = self.spec, inputs.cache
+        assert inputs.block_table is not None
+        q, k, v = self.constrain_qkv(q, k, v, inputs)
+        stored, _ = round_trip(cache.pages, {KEY: k, VALUE: v})
+        context, pages = paged_attention.paged_attention(
+            q[:, 0],
+            {name: array[:, 0] for name, array in stored.items()},
+            cache.pages,
+            inputs.block_table,
+            inputs.positions[:, 0],
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            block=spec.ragged or paged_attention.BLOCK,
+        )
+        aux: Aux = {"cache": replace(cache, pages=pages)}
+        return self.constrain_context(context[:, None]), aux
+
+    def constrain_qkv(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs) -> QKV:
+        """q, scaled with the position if the spec says so, k and v, sharded for attention."""
+        spec = self.spec
+        if spec.temperature:
+            steps = jnp.floor((inputs.positions + 1) / spec.temperature.length)
+            factor = 1 + spec.temperature.scale * jnp.log1p(steps)
+            q = q * factor[..., None, None].astype(q.dtype)
+        batch, kv = "activation_batch_attn", "activation_kv"
+        keys = (batch, "activation_kv_length", "activation_kv_heads", kv)
+        q = constrain(q, batch, "activation_length_attn", "activation_heads", kv)
+        return q, constrain(k, *keys), constrain(v, *keys)
+
+    def constrain_context(self, context: jax.Array) -> jax.Array:
+        context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
+        axes = ("activation_batch_attn", "activation_length_attn", "activation_heads")
+        return constrain(context, *axes, "activation_kv")
+
+    def project_out(self, context: jax.Array, x: jax.Array) -> jax.Array:
+        """[B, S, E]: the output projection of the context, after its gate, which is computed of the
+        layer's input x."""
+        if self.spec.gated:
+            context = context * jax.nn.sigmoid(self.output_gate(x))
+        return checkpoint_name(self.out(context), "out_proj")
+
+    def select_keys(self, q: jax.Array, k: jax.Array, inputs: LayerInputs) -> jax.Array | None:
+        """MoBA's mask of the keys that a query attends to; None without MoBA."""
+        moba = self.spec.moba
+        if moba is None:
+            return None
+        return moba_selection(q, k, moba.chunk, moba.top, inputs.positions, inputs.segments)
+
+
+def attends_in_place(inputs: LayerInputs) -> bool:
+    return isinstance(inputs.cache, PagedKVCache) and inputs.cache.in_place
+
+
+class MergedAttention(Attention):
+    """Packed QKV: one matmul for queries, keys and values."""
+
+    name = "merged QKV"
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
+        return "needs separate weights for q, k and v" if spec.fused else cannot_merge(context)
+
+    def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
+        spec = self.spec
+        self.merged_qkv = MergedLinear(
+            initializer,
+            list(spec.projections),
+            in_shape=(embed_dim,),
+            out_shapes=list(spec.projections.values()),
+            dtype=self.dtype,
+            bias=spec.bias,
+        )
+
+    def project(self, x: jax.Array) -> QKV:
+        outputs = self.merged_qkv(x)
+        return outputs[0], outputs[1], outputs[-1]
+
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        spec = self.spec
+        if spec.needs_only_rope is not None or not attends_in_place(inputs):
+            return super().decode(x, inputs)
+        assert spec.rope is not None
+        cos_sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)
+        cos, sin = (part[:, 0, 0] for part in cos_sin)
+        qkv = self.merged_qkv.matmul(x[:, 0])
+        heads = (spec.query_heads, spec.kv_heads)
+        q, k, v = paged_attention.split_qkv_rope(qkv, cos, sin, heads)
+        q, k, v = q[:, None], k[:, None], v[:, None]
+        context, aux = self.attend_in_place(q, k, v, inputs)
+        return self.project_out(context, x), aux
+
+
+ATTENTIONS: tuple[type[Attention], ...] = (MergedAttention, Attention)

@@ -1,57 +1,44 @@
-"""One decoder layer: a mixer and a feed-forward, each added to the stream, which may be several
-(hyper-connections).
+"""A decoder layer: attention and an MLP, each added to the residual.
+
+Shapes: B batch, S sequence, E embedding; with hyper-connections the residual is [B, S, streams, E].
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers import eight_bits, one_token
-from maxtext.layers.engram import EngramSpec
-from maxtext.layers.hyper_connections import HyperConnectionSpec
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.context import BuildContext
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import dropout
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
+if TYPE_CHECKING:
+    from maxtext.layers.decoder_layer import LayerSpec
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """What a layer is made of. `attention` and `mlp` are specs of any mixer and any
-    feed-forward.
-    """
-
-    embed_dim: int
-    attention: Any
-    mlp: Any
-    norm: NormSpec
-    parallel: bool = False  # mixer and feed-forward read the same normed input
-    attention_norm: bool = True  # a norm on what the mixer reads
-    mlp_norm: bool = True
-    post_attention_norm: bool = False  # a norm on the mixer's output, before it is added
-    post_mlp_norm: bool = False
-    scaled: bool = False  # the layer's output times a number that is kept, and not learned
-    dropout_rate: float = 0.0
-    streams: HyperConnectionSpec | None = None
-    engram: EngramSpec | None = None  # a memory of n-grams, added before the mixer
-
-    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
-        return Block(initializer, self, dtype)
+Forward = Callable[[jax.Array, LayerInputs], tuple[jax.Array, Aux]]
 
 
-class Block(nnx.Module):
-    def __init__(self, initializer: Initializer, spec: LayerSpec, dtype: Any):
+class Block(Sublayer):
+    """x = x + attention(norm(x)); x = x + mlp(norm(x))"""
+
+    name = "plain"
+
+    @classmethod
+    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+        return None
+
+    def __init__(self, initializer: Initializer, spec: "LayerSpec", dtype: Any):
         self.spec = spec
-        self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
-        self.mlp = spec.mlp.build(initializer.child("mlp"), spec.embed_dim, dtype)
+        dim = spec.embed_dim
+        self.attention = spec.attention.build(initializer.child("attention"), dim, dtype)
+        self.mlp = spec.mlp.build(initializer.child("mlp"), dim, dtype)
 
         def norm(present: bool) -> Norm | None:
-            return Norm(initializer, spec.norm, spec.embed_dim, dtype) if present else None
+            return Norm(initializer, spec.norm, dim, dtype) if present else None
 
         self.attention_norm = norm(spec.attention_norm)
         self.mlp_norm = norm(spec.mlp_norm and not spec.parallel)
@@ -60,110 +47,117 @@ class Block(nnx.Module):
         self.scale = (
             initializer.constant((1,), 1.0, (None,), trained=False) if spec.scaled else None
         )
-        connect = spec.streams.build if spec.streams else lambda *_: None
-        self.attention_streams = connect(
-            initializer.child("attention_streams"), spec.embed_dim, dtype
-        )
-        self.mlp_streams = (
-            None
-            if spec.parallel
-            else connect(initializer.child("mlp_streams"), spec.embed_dim, dtype)
-        )
-        self.engram = (
-            spec.engram.build(initializer.child("engram"), spec.embed_dim, dtype)
-            if spec.engram
-            else None
-        )
+
+        def optional(part: Any, name: str) -> Any:
+            return part.build(initializer.child(name), dim, dtype) if part else None
+
+        self.attention_streams = optional(spec.streams, "attention_streams")
+        self.mlp_streams = None if spec.parallel else optional(spec.streams, "mlp_streams")
+        self.engram = optional(spec.engram, "engram")
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        x = stream(checkpoint_name(x, "decoder_layer_input"))
-        if self.engram is not None:
-            x = stream(x + self.engram(x, inputs))
-        if self.spec.parallel:
-            x, aux = self.add(
-                x,
-                self.attention_streams,
-                self.attention_norm,
-                lambda x: self.both(x, inputs.fold(0)),
-            )
-        elif (found := eight_bits.both(self, x, inputs)) is not None:
-            x, aux = found
-        else:
-            x, mixer = (
-                one_token.mixed(self, x, inputs)
-                or eight_bits.mixed(self, x, inputs.fold(0))
-                or self.add(
-                    x,
-                    self.attention_streams,
-                    self.attention_norm,
-                    lambda x: self.mix(x, inputs.fold(0)),
-                )
-            )
-            x, feed = (
-                one_token.fed(self, x, inputs)
-                or eight_bits.fed(self, x, inputs.fold(1))
-                or self.add(
-                    x, self.mlp_streams, self.mlp_norm, lambda x: self.feed(x, inputs.fold(1))
-                )
-            )
-            aux = mixer | feed
-        return x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(
-            x.dtype
-        ), aux
+        x = self.read_residual(x, inputs)
+        x, attention_aux = self.attention_residual(x, inputs.fold(0))
+        x, mlp_aux = self.mlp_residual(x, inputs.fold(1))
+        return self.scale_residual(x), attention_aux | mlp_aux
 
-    def add(
-        self,
-        x: jax.Array,
-        streams: Any,
-        norm: Norm | None,
-        run: Callable[[jax.Array], tuple[jax.Array, Aux]],
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        x = self.read_residual(x, inputs)
+        x, attention_aux = self.decode_attention(x, inputs.fold(0))
+        x, mlp_aux = self.decode_mlp(x, inputs.fold(1))
+        return self.scale_residual(x), attention_aux | mlp_aux
+
+    def attention_residual(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_attention(self.attention, x, inputs)
+
+    def mlp_residual(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_mlp(self.mlp, x, inputs)
+
+    def decode_attention(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_attention(self.attention.decode, x, inputs)
+
+    def decode_mlp(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_mlp(self.mlp.decode, x, inputs)
+
+    def add_attention(
+        self, attention: Forward, x: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Aux]:
-        """The stream with what a sub-layer makes of its norm."""
+        h, connect = self.connect(self.attention_streams, x)
+        attn_out, aux = attention(gather_sequence(normalize(self.attention_norm, h)), inputs)
+        return connect(self.attention_output(attn_out, inputs)), aux
+
+    def add_mlp(self, mlp: Forward, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        h, connect = self.connect(self.mlp_streams, x)
+        mlp_out, aux = mlp(gather_sequence(normalize(self.mlp_norm, h)), inputs)
+        return connect(self.mlp_output(mlp_out, inputs)), aux
+
+    def attention_output(self, attn_out: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """What the residual gets of attention: after the post-norm and dropout."""
+        return self.drop(normalize(self.post_attention_norm, gather_sequence(attn_out)), inputs)
+
+    def mlp_output(self, mlp_out: jax.Array, inputs: LayerInputs) -> jax.Array:
+        return self.drop(normalize(self.post_mlp_norm, gather_sequence(mlp_out)), inputs)
+
+    def connect(
+        self, streams: Any, x: jax.Array
+    ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+        """What a sublayer reads of the residual, and a function that adds its output."""
         if streams is None:
-            y, aux = run(gathered(normed(norm, x)))
-            return stream(x + y), aux
-        read, state = streams.read(x)
-        y, aux = run(gathered(normed(norm, read)))
-        return stream(streams.write(x, state, y)), aux
-
-    def mix(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        """What is added to the stream, of its norm; so do the next two."""
-        y, aux = self.attention(x, inputs)
-        return self.mixed(y, inputs), aux
-
-    def feed(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        y, aux = self.mlp(x, inputs)
-        return self.fed(y, inputs), aux
-
-    def both(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        mixed, mixer = self.attention(x, inputs.fold(0))
-        fed, feed = self.mlp(x, inputs.fold(1))
-        return self.drop(gathered(mixed + fed), inputs), mixer | feed
-
-    def mixed(self, y: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """What the mixer's result adds to the stream."""
-        return self.drop(normed(self.post_attention_norm, gathered(y)), inputs)
-
-    def fed(self, y: jax.Array, inputs: LayerInputs) -> jax.Array:
-        return self.drop(normed(self.post_mlp_norm, gathered(y)), inputs)
+            return x, lambda y: constrain_residual(x + y)
+        h, state = streams.read(x)
+        return h, lambda y: constrain_residual(streams.write(x, state, y))
 
     def drop(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         return dropout(x, self.spec.dropout_rate, inputs.fold(2).key)
 
+    def read_residual(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        x = constrain_residual(checkpoint_name(x, "decoder_layer_input"))
+        return x if self.engram is None else constrain_residual(x + self.engram(x, inputs))
 
-def normed(norm: Norm | None, x: jax.Array) -> jax.Array:
+    def scale_residual(self, x: jax.Array) -> jax.Array:
+        return (
+            x if self.scale is None else x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype)
+        )
+
+
+class ParallelBlock(Block):
+    """x = x + attention(n) + mlp(n), n = norm(x)"""
+
+    name = "parallel"
+
+    @classmethod
+    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+        return None if spec.parallel else "attention and MLP are sequential"
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_both(self.attention, self.mlp, x, inputs)
+
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_both(self.attention.decode, self.mlp.decode, x, inputs)
+
+    def add_both(
+        self, attention: Forward, mlp: Forward, x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
+        x, inputs = self.read_residual(x, inputs), inputs.fold(0)
+        h, connect = self.connect(self.attention_streams, x)
+        h = gather_sequence(normalize(self.attention_norm, h))
+        attn_out, attention_aux = attention(h, inputs.fold(0))
+        mlp_out, mlp_aux = mlp(h, inputs.fold(1))
+        x = connect(self.drop(gather_sequence(attn_out + mlp_out), inputs))
+        return self.scale_residual(x), attention_aux | mlp_aux
+
+
+def normalize(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-def gathered(x: jax.Array) -> jax.Array:
-    """[B, S, E] as products need it: where norms split the sequence over devices that split heads
-    and widths, it comes together here. Left to itself, the compiler may gather the weights
-    instead."""
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """[B, S, E], sharded for matmuls: gathered along the sequence where norms shard it over devices
+    that also shard heads and hidden dimensions. Else XLA may gather the weights instead."""
     return constrain(x, "activation_batch", "activation_length", "activation_embed")
 
 
-def stream(x: jax.Array) -> jax.Array:
-    """Lay out [B, S, E], or several streams [B, S, streams, E], as norms and residuals need it."""
-    return constrain(
-        x, "activation_batch", "activation_norm_length", *[None] * (x.ndim - 3), "activation_embed"
-    )
+def constrain_residual(x: jax.Array) -> jax.Array:
+    """[B, S, E] or [B, S, streams, E], sharded for norms and residual sums."""
+    streams = [None] * (x.ndim - 3)
+    return constrain(x, "activation_batch", "activation_norm_length", *streams, "activation_embed")

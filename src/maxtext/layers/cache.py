@@ -1,22 +1,23 @@
-"""What a layer keeps of the tokens before, so that a new token runs alone.
+"""KV caches: what a layer stores of earlier tokens, so that a decode step runs the new token alone.
 
-A mixer that is called with its cache (`LayerInputs.cache`) reads it, and reports it extended as
-"cache". Position -1 is no token: such queries are padding, and such places are empty. There are
-three kinds of cache:
+A sublayer that is called with its cache (`LayerInputs.cache`) calls `update` with the keys and values
+of the new tokens, attends to the view that it gets back, and reports the new cache as "cache".
+Position -1 is padding: such queries are ignored, and such cache entries are empty.
 
-- pages, for what grows with the sequence: {"pages": {name: [P, page, ...]}}, a pool that all
-  sequences of the batch share. `LayerInputs.table` [B, C] lists each row's pages in order, so the
-  token at position p is in page table[p // page] at p % page; with segments, it lists those of each
-  segment, from 1 on. Where row b's only page is page b (`aligned`), the pool is read as it is, else
-  copied.
-- rings, for windows and chunks: {name: [B, T, ...], "position": [B, T]}. The token at position p is
-  at place p mod T, with its position beside it, so a window needs no more places than it sees.
-- states of a fixed size, the mixer's own affair.
+- `PagedKVCache`, for full attention: name -> [P, page, ...], a pool of pages that all sequences of the
+  batch share. `LayerInputs.block_table` [B, C] lists the pages of each row in order, so the token at
+  position p is in page block_table[p // page] at offset p % page. In rows that hold several
+  sequences (segments), row s - 1 of the table is that of segment s.
+- `SlidingWindowKVCache`, for windows and chunks: name -> [B, W, ...], a ring buffer. The token at
+  position p is at p mod W, and `position` [B, W] says which position an entry has.
+- `RecurrentState`, of a fixed size: name -> [B, ...], updated by the sublayer itself.
 
-Shapes: B batch, S new tokens, T places, P pages, and what one token has.
+Quantized caches have name + "_scale" beside each array. Shapes: B batch, S new tokens, T keys that a
+view holds, W window, P pages.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,104 +25,257 @@ import jax.numpy as jnp
 
 from maxtext.kernels.attention import AttentionMask
 from maxtext.kernels.weight_only import dequantize, quantize
-from maxtext.layers.inputs import Cache, LayerInputs
+from maxtext.layers.context import REFERENCE, BuildContext
+from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.sharding import constrain
 
-POSITION, PAGES, SCALE = "position", "pages", "_scale"
+SCALE = "_scale"
 Arrays = dict[str, jax.Array]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How much there is to be kept, and as what."""
+    """The capacity and the dtype of the caches of a model."""
 
     slots: int  # sequences at a time
-    length: int  # of a sequence, at most
+    length: int  # tokens of a sequence, at most
     dtype: Any
-    page: int = 0  # tokens of a page; 0: `length`, a page a slot
-    pages: int = 0  # of the pool; 0: enough for all slots
-    quantized: Any = None  # integers of this dtype with a scale for what one token has
-    scale_by_head: bool = False  # a scale for each head of a token
+    page: int = 0  # tokens of a page; 0: `length`, one page for each slot
+    pages: int = 0  # in the pool; 0: enough for all slots
+    quantized: Any = None  # int8 or int4, with a scale for each token
+    scale_by_head: bool = False  # a scale for each head of each token
+    context: BuildContext = REFERENCE
 
 
-def kept(mask: AttentionMask, size: CacheSize, **sizes: tuple[int, ...]) -> Cache:
-    """An empty cache for named arrays, of which one token has so much, and a query sees so many
-    tokens at most.
-    """
-    places = min(size.length, mask.window or size.length, mask.chunk or size.length)
-    if places < size.length:
-        return arrays(size.slots, places, size, sizes) | {
-            POSITION: jnp.full((size.slots, places), -1, jnp.int32)
+@dataclass(frozen=True)
+class KVView:
+    """The keys and values that the queries of a step attend to."""
+
+    arrays: Arrays  # name -> [B, T, ...]
+    positions: jax.Array | None = None  # [B, T]; None: the row's own tokens, in their order
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return self.arrays[name]
+
+    def backend(self, backend: str) -> str:
+        """Cached keys are in any order, which only the reference implementation supports."""
+        return backend if self.positions is None else "dot_product"
+
+    def mask_inputs(self, mask: AttentionMask, inputs: LayerInputs) -> dict[str, Any]:
+        """The fields of `AttentionInputs` that say which keys a query attends to."""
+        if self.positions is not None:
+            return {
+                "mask": mask,
+                "q_positions": inputs.positions,
+                "k_positions": self.positions,
+                "q_segments": (inputs.positions >= 0).astype(jnp.int32),
+                "k_segments": (self.positions >= 0).astype(jnp.int32),
+            }
+        # Windows may be measured in the row; chunks start anew with each document.
+        positions = inputs.positions if mask.chunk else None
+        return {
+            "mask": replace(mask, order=inputs.order),
+            "q_positions": positions,
+            "k_positions": positions,
+            "q_segments": inputs.segments,
+            "k_segments": inputs.segments,
+            "max_segments": inputs.max_segments,
         }
-    page = size.page or size.length
-    return {PAGES: arrays(size.pages or size.slots * -(-size.length // page), page, size, sizes)}
 
 
-def arrays(batch: int, places: int, size: CacheSize, sizes: dict[str, tuple[int, ...]]) -> Arrays:
-    made = {}
-    for name, each in sizes.items():
-        made[name] = laid_out(name, jnp.zeros((batch, places, *each), size.quantized or size.dtype))
-        if size.quantized is not None:
-            by_head = each[:-1] if size.scale_by_head else ()
-            made[name + SCALE] = laid_out(
-                name + SCALE, jnp.zeros((batch, places, *by_head), jnp.float32)
-            )
-    return made
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKVCache:
+    pages: Arrays  # name -> [P, page, ...]
+    # Whether decode steps read the pages in place, by the kernel for paged attention.
+    in_place: bool = field(default=False, metadata={"static": True})
+
+    @classmethod
+    def empty(cls, size: CacheSize, shapes: Shapes, in_place: bool = False):
+        page = size.page or size.length
+        num_pages = size.pages or size.slots * -(-size.length // page)
+        return cls(empty_arrays(num_pages, page, size, shapes), in_place)
+
+    @property
+    def page_size(self) -> int:
+        return next(iter(self.pages.values())).shape[1]
+
+    def rows(self, slots: jax.Array) -> "PagedKVCache":
+        """The cache of some slots: all share the pages."""
+        return self
+
+    def set_rows(self, slots: jax.Array, rows: "PagedKVCache") -> "PagedKVCache":
+        return rows
+
+    def update(self, new: Arrays, inputs: LayerInputs) -> "tuple[KVView, PagedKVCache]":
+        stored, seen = round_trip(self.pages, new)
+        pages = self.write(stored, inputs)
+        cache = replace(self, pages=pages)
+        if inputs.is_first_chunk:
+            return KVView(seen), cache
+        assert inputs.block_table is not None
+        batch = inputs.positions.shape[0]
+        kv_len = inputs.max_kv_len or inputs.block_table.shape[1] * self.page_size
+        if inputs.contiguous:
+            stored = {name: x[:, :kv_len] for name, x in pages.items()}
+        else:
+            columns = inputs.block_table[:, : -(-kv_len // self.page_size)]
+            stored = {
+                name: x[columns].reshape(batch, -1, *x.shape[2:]) for name, x in pages.items()
+            }
+        # Entries beyond a row's last token belong to nobody or to another row: the causal mask hides
+        # them.
+        length = next(iter(stored.values())).shape[1]
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        return KVView(load_all(stored, new), positions), cache
+
+    def write(self, stored: Arrays, inputs: LayerInputs) -> Arrays:
+        """The pages with new tokens [B, S, ...] at their positions."""
+        assert inputs.block_table is not None
+        num_pages, page_size = next(iter(self.pages.values())).shape[:2]
+        column = jnp.maximum(inputs.positions, 0) // page_size
+        if inputs.segments is None:
+            page = jnp.take_along_axis(inputs.block_table, column, axis=1)
+        else:
+            page = inputs.block_table[jnp.maximum(inputs.segments - 1, 0), column]
+        page = jnp.where(inputs.positions >= 0, page, num_pages)  # out of bounds: not written
+        offset = inputs.positions % page_size
+        return {
+            name: constrain_cache(name, self.pages[name].at[page, offset].set(x, mode="drop"))
+            for name, x in stored.items()
+        }
 
 
-def extended(inputs: LayerInputs, new: Arrays) -> tuple[Arrays, Cache]:
-    """What the queries of new tokens may look at, with its positions, and the cache with the new
-    tokens in it.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlidingWindowKVCache:
+    arrays: Arrays  # name -> [B, W, ...]
+    position: jax.Array  # [B, W], -1: empty
 
-    The tokens of a `fresh` row, which has nothing before them, look at each other alone.
+    @classmethod
+    def empty(cls, size: CacheSize, shapes: Shapes, window: int):
+        arrays = empty_arrays(size.slots, window, size, shapes)
+        return cls(arrays, jnp.full((size.slots, window), -1, jnp.int32))
+
+    def rows(self, slots: jax.Array) -> "SlidingWindowKVCache":
+        return jax.tree.map(lambda x: x[slots], self)
+
+    def set_rows(self, slots: jax.Array, rows: "SlidingWindowKVCache") -> "SlidingWindowKVCache":
+        return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, rows)
+
+    def update(self, new: Arrays, inputs: LayerInputs) -> "tuple[KVView, SlidingWindowKVCache]":
+        """A single token is written first and attends to the ring buffer itself, without a copy: it
+        replaces the token that just left the window. Several tokens attend to the buffer as it was
+        and to each other."""
+        positions, window = inputs.positions, self.position.shape[1]
+        stored, seen = round_trip(self.arrays, new)
+        # Of more tokens than the window holds, the last are stored; out of bounds: not written.
+        is_last = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - window)
+        index = jnp.where(is_last, positions % window, window)
+        row = jnp.arange(positions.shape[0])[:, None]
+
+        def write(old: jax.Array, value: jax.Array) -> jax.Array:
+            return old.at[row, index].set(value, mode="drop")
+
+        cache = SlidingWindowKVCache(
+            {n: constrain_cache(n, write(self.arrays[n], x)) for n, x in stored.items()},
+            constrain_cache("position", write(self.position, positions)),
+        )
+        if inputs.is_first_chunk:
+            # Nothing of a sequence that had these rows before may stay visible.
+            written = write(jnp.zeros(self.position.shape, bool), jnp.ones(positions.shape, bool))
+            return KVView(seen), replace(cache, position=jnp.where(written, cache.position, -1))
+        if positions.shape[1] == 1:
+            return KVView(load_all(cache.arrays, new), cache.position), cache
+        both = {n: jnp.concatenate([self.arrays[n], stored[n]], axis=1) for n in stored}
+        view_positions = jnp.concatenate([self.position, positions], axis=1)
+        return KVView(load_all(both, new), view_positions), cache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrentState:
+    arrays: Arrays  # name -> [B, ...]
+
+    def rows(self, slots: jax.Array) -> "RecurrentState":
+        return jax.tree.map(lambda x: x[slots], self)
+
+    def set_rows(self, slots: jax.Array, rows: "RecurrentState") -> "RecurrentState":
+        return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, rows)
+
+
+KVCache = PagedKVCache | SlidingWindowKVCache
+
+
+def empty_kv_cache(
+    mask: AttentionMask, size: CacheSize, shapes: Shapes, in_place: bool = False
+) -> KVCache:
+    """An empty cache of named arrays; `shapes` are those of one token.
+
+    A ring buffer if a query never attends to all `size.length` tokens, else pages."""
+    window = min(size.length, mask.window or size.length, mask.chunk or size.length)
+    if window < size.length:
+        return SlidingWindowKVCache.empty(size, shapes, window)
+    return PagedKVCache.empty(size, shapes, in_place)
+
+
+def update_cache(new: Arrays, inputs: LayerInputs) -> tuple[KVView, Aux]:
+    """The view of keys and values for the queries of new tokens, and the updated cache as aux.
+
+    Without a cache, the view is the new tokens. The tokens of a first chunk attend to each other
+    alone.
     """
-    assert inputs.cache is not None
-    store = inputs.cache.get(PAGES, inputs.cache)
+    if inputs.cache is None:
+        return KVView(new), {}
     if inputs.segments is not None:
-        # Hidden or not, what is not a number would be one more term in the sums of all that share
-        # the row. `marked` tells whose it was.
+        # Masked or not, a non-finite value would be a term in the sums of all sequences that share
+        # the row. `mark_nonfinite` restores it in its own sequence.
         new = {name: jnp.where(jnp.isfinite(x), x, 0) for name, x in new.items()}
-    stored, new = through_store(store, new)
-    if PAGES in inputs.cache:
-        seen, after = in_pages(inputs, store, stored)
-    else:
-        seen, after = in_ring(inputs, store, stored)
-    if inputs.fresh:
-        return new | {POSITION: inputs.positions}, after
-    return {name: read(seen, name, new[name].dtype) for name in new} | {
-        POSITION: seen[POSITION]
-    }, after
+    view, cache = inputs.cache.update(new, inputs)
+    return view, {"cache": cache}
 
 
-def marked(mixed: jax.Array, inputs: LayerInputs, new: Arrays) -> jax.Array:
-    """What attention gave [B, S, ...], no number where a token of a shared row had keys or values
-    that are none.
+def mark_nonfinite(context: jax.Array, new: Arrays, inputs: LayerInputs) -> jax.Array:
+    """Attention's output [B, S, ...], NaN for the tokens of a shared row whose keys or values are
+    not finite.
     """
     if inputs.cache is None or inputs.segments is None:
-        return mixed
-    tokens = mixed.shape[:2]
-    whole = [jnp.isfinite(x).reshape(*tokens, -1).all(axis=-1) for x in new.values()]
-    return jnp.where(
-        jnp.all(jnp.stack(whole), axis=0).reshape(*tokens, *[1] * (mixed.ndim - 2)), mixed, jnp.nan
-    )
+        return context
+    tokens = context.shape[:2]
+    finite = [jnp.isfinite(x).reshape(*tokens, -1).all(axis=-1) for x in new.values()]
+    is_finite = jnp.all(jnp.stack(finite), axis=0).reshape(*tokens, *[1] * (context.ndim - 2))
+    return jnp.where(is_finite, context, jnp.nan)
 
 
-def through_store(store: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:
-    """New tokens as the cache holds them, and as they will be read: the same whether they are read
-    now or later, so that what a token sees does not depend on how its sequence was cut."""
+def empty_arrays(batch: int, length: int, size: CacheSize, shapes: Shapes) -> Arrays:
+    arrays = {}
+    for name, shape in shapes.items():
+        zeros = jnp.zeros((batch, length, *shape), size.quantized or size.dtype)
+        arrays[name] = constrain_cache(name, zeros)
+        if size.quantized is not None:
+            heads = shape[:-1] if size.scale_by_head else ()
+            scale = jnp.zeros((batch, length, *heads), jnp.float32)
+            arrays[name + SCALE] = constrain_cache(name + SCALE, scale)
+    return arrays
+
+
+def round_trip(store: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:
+    """New tokens in the dtype of the cache, and as they are read from it: the same whether they are
+    attended to now or later, so that a token does not depend on how its sequence was chunked."""
     stored, seen = {}, {}
     for name, x in new.items():
         if name + SCALE in store:
-            scale_rank = store[name + SCALE].ndim
-            values, scale = quantize(x, tuple(range(scale_rank, x.ndim)), store[name].dtype)
-            stored[name], stored[name + SCALE] = values, scale.reshape(scale.shape[:scale_rank])
+            scale_ndim = store[name + SCALE].ndim
+            qvalue, scale = quantize(x, tuple(range(scale_ndim, x.ndim)), store[name].dtype)
+            stored[name], stored[name + SCALE] = qvalue, scale.reshape(scale.shape[:scale_ndim])
         else:
             stored[name] = x.astype(store[name].dtype)
-        seen[name] = read(stored, name, x.dtype)
+        seen[name] = load(stored, name, x.dtype)
     return stored, seen
 
 
-def read(store: Arrays, name: str, dtype: Any) -> jax.Array:
+def load(store: Arrays, name: str, dtype: Any) -> jax.Array:
     x = store[name]
     if name + SCALE not in store:
         return x.astype(dtype)
@@ -129,99 +283,13 @@ def read(store: Arrays, name: str, dtype: Any) -> jax.Array:
     return dequantize(x, scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim)), dtype)
 
 
-def write(inputs: LayerInputs, pool: Arrays, new: Arrays) -> Arrays:
-    assert inputs.table is not None
-    pages, page = next(iter(pool.values())).shape[:2]
-    column = jnp.maximum(inputs.positions, 0) // page
-    if inputs.segments is None:
-        number = jnp.take_along_axis(inputs.table, column, axis=1)
-    else:  # several sequences in a row
-        number = inputs.table[jnp.maximum(inputs.segments - 1, 0), column]
-    number = jnp.where(inputs.positions >= 0, number, pages)  # out of bounds: not written
-    place = inputs.positions % page
-    return {
-        name: laid_out(name, pool[name].at[number, place].set(x, mode="drop"))
-        for name, x in new.items()
-    }
+def load_all(store: Arrays, new: Arrays) -> Arrays:
+    return {name: load(store, name, x.dtype) for name, x in new.items()}
 
 
-def in_pages(inputs: LayerInputs, pool: Arrays, new: Arrays) -> tuple[Arrays, Cache]:
-    assert inputs.table is not None
-    positions, table, page = inputs.positions, inputs.table, next(iter(pool.values())).shape[1]
-    written = write(inputs, pool, new)
-    if inputs.fresh:
-        return new, {PAGES: written}
-    batch, reach = positions.shape[0], inputs.reach or table.shape[1] * page
-    if inputs.aligned:
-        seen = {name: x[:, :reach] for name, x in written.items()}
-    else:
-        columns = table[:, : -(-reach // page)]
-        seen = {name: x[columns].reshape(batch, -1, *x.shape[2:]) for name, x in written.items()}
-    # What lies beyond a row's last token is nobody's or another's: a causal query does not see it.
-    places = next(iter(seen.values())).shape[1]
-    seen[POSITION] = jnp.broadcast_to(jnp.arange(places, dtype=jnp.int32), (batch, places))
-    return seen, {PAGES: written}
-
-
-def in_ring(inputs: LayerInputs, ring: Arrays, new: Arrays) -> tuple[Arrays, Cache]:
-    """A single token is written first and looks at the ring itself, which costs no copy; it takes
-    the place of the one that just left the window. Several look at the ring as it was and at each
-    other."""
-    positions = inputs.positions
-    places = ring[POSITION].shape[1]
-    # Of more tokens than places, the last are kept; out of bounds means not written.
-    last = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - places)
-    place = jnp.where(last, positions % places, places)
-    rows = jnp.arange(positions.shape[0])[:, None]
-    new = new | {POSITION: positions}
-    written = {
-        name: laid_out(name, ring[name].at[rows, place].set(x, mode="drop"))
-        for name, x in new.items()
-    }
-    if inputs.fresh:
-        # Nothing of a sequence that had these rows before may be left.
-        unseen = ~jnp.zeros((positions.shape[0], places), bool).at[rows, place].set(
-            True, mode="drop"
-        )
-        written[POSITION] = jnp.where(unseen, -1, written[POSITION])
-        return new, written
-    if positions.shape[1] == 1:
-        return written, written
-    return {name: jnp.concatenate([ring[name], new[name]], axis=1) for name in new}, written
-
-
-def laid_out(name: str, array: jax.Array) -> jax.Array:
+def constrain_cache(name: str, array: jax.Array) -> jax.Array:
     """[B, T], [B, T, D] of what all heads share, [B, T, K, D]; scales have no D."""
-    each: tuple[str | None, ...] = ("cache_heads", "cache_kv")
+    axes: tuple[str | None, ...] = ("cache_heads", "cache_kv")
     if array.ndim < 4 and not name.endswith(SCALE):
-        each = ("cache_kv",)
-    return constrain(array, "cache_batch", "cache_sequence", *each[: array.ndim - 2])
-
-
-def sight(mask: AttentionMask, inputs: LayerInputs, seen: Arrays) -> dict[str, Any]:
-    """Who sees whom, as attention is told: by the order of the row, or by positions where a cache
-    holds the keys.
-    """
-    if inputs.cache is not None and not inputs.fresh:
-        return {
-            "mask": mask,
-            "q_positions": inputs.positions,
-            "k_positions": seen[POSITION],
-            "q_segments": (inputs.positions >= 0).astype(jnp.int32),
-            "k_segments": (seen[POSITION] >= 0).astype(jnp.int32),
-        }
-    # Windows may be measured in the row; chunks start anew with each document.
-    by_chunk = inputs.positions if mask.chunk else None
-    return {
-        "mask": replace(mask, order=inputs.order),
-        "q_positions": by_chunk,
-        "k_positions": by_chunk,
-        "q_segments": inputs.segments,
-        "k_segments": inputs.segments,
-        "max_segments": inputs.max_segments,
-    }
-
-
-def backend_of(backend: str, inputs: LayerInputs) -> str:
-    """Keys in a cache lie in any order, which only one back end takes."""
-    return backend if inputs.cache is None or inputs.fresh else "dot_product"
+        axes = ("cache_kv",)
+    return constrain(array, "cache_batch", "cache_sequence", *axes[: array.ndim - 2])

@@ -40,7 +40,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
@@ -133,16 +133,18 @@ class Engram(nnx.Module):
         self.table = initializer.normal(
             "table", rows, 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
         )
-        self.key = Linear(
-            initializer.child("key"),
+        self.key = build_linear(
+            initializer,
+            "key",
             in_shape=(spec.memory_dim,),
             out_shape=(k, embed_dim),
             axes=("engram_dim", "mhc", "embed"),
             dtype=dtype,
             bias=True,
         )
-        self.value = Linear(
-            initializer.child("value"),
+        self.value = build_linear(
+            initializer,
+            "value",
             in_shape=(spec.memory_dim,),
             out_shape=(embed_dim,),
             axes=("engram_dim", "embed"),

@@ -30,9 +30,9 @@ from maxtext.kernels.delta_rule import (
     gated_delta_rule,
     recurrent_gated_delta_rule,
 )
-from maxtext.layers.cache import CacheSize
-from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.linear import Linear, together
+from maxtext.layers.cache import CacheSize, RecurrentState
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import Linear, build_linear, project
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
@@ -69,7 +69,7 @@ class GatedDeltaNetSpec:
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
         return GatedDeltaNet(initializer, self, embed_dim, dtype)
 
-    def cache(self, size: CacheSize) -> Cache:
+    def cache(self, size: CacheSize) -> RecurrentState:
         """Empty, for sequences of any length: the last inputs of the convolutions, and the
         state.
         """
@@ -79,12 +79,11 @@ class GatedDeltaNetSpec:
             name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, each), dtype)
             for name, each in sizes.items()
         }
-        return taps | {
-            STATE: jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32)
-        }
+        shape = (batch, self.value_heads, self.key_dim, self.value_dim)
+        return RecurrentState(taps | {STATE: jnp.zeros(shape, jnp.float32)})
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(Sublayer):
     def __init__(
         self, initializer: Initializer, spec: GatedDeltaNetSpec, embed_dim: int, dtype: Any
     ):
@@ -92,8 +91,9 @@ class GatedDeltaNet(nnx.Module):
         heads, group, values = spec.key_heads, spec.group, spec.group * spec.value_dim
 
         def projection(name: str, dim: int, exact: bool = False) -> Linear:
-            return Linear(
-                initializer.child(name),
+            return build_linear(
+                initializer,
+                name,
                 in_shape=(embed_dim,),
                 out_shape=(heads, dim),
                 axes=("embed", "gdn_head", None),
@@ -122,8 +122,9 @@ class GatedDeltaNet(nnx.Module):
         self.norm = Norm(
             initializer, NormSpec(epsilon=spec.norm_epsilon), spec.value_dim, "float32"
         )
-        self.out = Linear(
-            initializer.child("out"),
+        self.out = build_linear(
+            initializer,
+            "out",
             in_shape=(heads, values),
             out_shape=(embed_dim,),
             axes=("gdn_head", None, "embed"),
@@ -136,15 +137,15 @@ class GatedDeltaNet(nnx.Module):
         segments = inputs.segments if cache is None else (inputs.positions >= 0).astype(jnp.int32)
         if segments is not None:
             segments = constrain(segments, "activation_batch_attn", "activation_kv_length")
-        before: Cache = {} if cache is None or inputs.fresh else cache
-        after: Cache = {}
+        before = {} if cache is None or inputs.is_first_chunk else cache.arrays
+        after: dict[str, jax.Array] = {}
         parts = {}
-        kernels = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
-        found = together(x, self.query, self.key, self.value)
-        for (name, kernel), projected in zip(kernels.items(), found, strict=True):
+        weights = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
+        found = project(x, self.query, self.key, self.value)
+        for (name, weight), projected in zip(weights.items(), found, strict=True):
             projected = by_head(checkpoint_name(projected, f"{name}_proj"))
             mixed, after[name] = causal_convolution(
-                projected, kernel[...], segments, before.get(name)
+                projected, weight[...], segments, before.get(name)
             )
             parts[name] = jax.nn.silu(mixed)
         query, key, value = parts[QUERY], parts[KEY], parts[VALUE]
@@ -158,7 +159,11 @@ class GatedDeltaNet(nnx.Module):
         aux = (
             {}
             if cache is None
-            else {"cache": {name: after[name].astype(cache[name].dtype) for name in cache}}
+            else {
+                "cache": RecurrentState(
+                    {name: after[name].astype(old.dtype) for name, old in cache.arrays.items()}
+                )
+            }
         )
         return checkpoint_name(self.out(by_head(gated.astype(self.dtype))), "out_proj"), aux
 

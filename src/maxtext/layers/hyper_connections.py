@@ -78,7 +78,7 @@ class HyperConnection(nnx.Module):
     ):
         self.spec, self.dtype = spec, dtype
         k = spec.streams
-        self.kernel = initializer.weight(
+        self.weight = initializer.weight(
             "weight", (k, embed_dim), (k * (k + 2),), ("mhc", "embed", None)
         )
         self.alpha = initializer.constant((3,), INITIAL_ALPHA, (None,))
@@ -111,7 +111,7 @@ class HyperConnection(nnx.Module):
     def mappings(self, streams: jax.Array) -> tuple[jax.Array, Mixing]:
         k = self.spec.streams
         streams = streams.astype(jnp.float32)
-        kernel = self.kernel[...].astype(jnp.float32)
+        kernel = self.weight[...].astype(jnp.float32)
         if self.scale is not None:
             scale = self.scale[...].astype(jnp.float32)
             kernel = kernel * (scale + 1 if self.spec.norm.offset else scale)[..., None]

@@ -33,10 +33,10 @@ from maxtext.kernels.attention import (
 )
 from maxtext.layers import aux_names
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.rope import RopeSpec, rotate
+from maxtext.layers.rope import RopeSpec, apply_rope
 from maxtext.sharding import constrain
 
 KEY_NORM = NormSpec(kind="layer", epsilon=1e-6)
@@ -82,23 +82,26 @@ class Indexer(nnx.Module):
     ):
         self.spec = spec
         heads, dim = spec.heads, spec.head_dim
-        self.query = Linear(
-            initializer.child("query"),
+        self.query = build_linear(
+            initializer,
+            "query",
             in_shape=(query_rank,),
             out_shape=(heads, dim),
             axes=("q_lora", "q_heads", "kv"),
             dtype=dtype,
         )
-        self.key = Linear(
-            initializer.child("key"),
+        self.key = build_linear(
+            initializer,
+            "key",
             in_shape=(embed_dim,),
             out_shape=(dim,),
             axes=("embed", "kv"),
             dtype=dtype,
         )
         self.key_norm = Norm(initializer, KEY_NORM, dim, dtype)
-        self.weight = Linear(
-            initializer.child("weight"),
+        self.weight = build_linear(
+            initializer,
+            "weight",
             in_shape=(embed_dim,),
             out_shape=(heads,),
             axes=("embed", "q_heads"),
@@ -163,7 +166,7 @@ class Indexer(nnx.Module):
     def turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         size = self.spec.rope_dim
         return jnp.concatenate(
-            [rotate(x[..., :size], positions, self.spec.rope), x[..., size:]], axis=-1
+            [apply_rope(x[..., :size], positions, self.spec.rope), x[..., size:]], axis=-1
         )
 
 

@@ -1,6 +1,11 @@
-"""Matrix products over weights, the order of their gradients, and dropout."""
+"""Linear layers and their implementations, the order of their gradients, and dropout.
 
+Shapes: K = prod(in_shape) inputs, N outputs, of all merged projections together.
+"""
+
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,127 +14,249 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
+from maxtext.kernels.decode import gemv
 from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
-from maxtext.layers.joined import Joined
+from maxtext.layers.context import BuildContext, choose
 from maxtext.layers.parameters import Initializer
-from maxtext.sharding.manual import only_platform
+from maxtext.layers.weight_layout import WeightLayout, cannot_merge
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # logical axes of the weight [*in_shape, *out_shape]
+    dtype: Any
+    bias: bool = False
+    exact: bool = False  # computed in `dtype`, whatever the precision of the context is
 
 
 class Linear(nnx.Module):
-    """x[..., inputs] -> [..., outputs]: a kernel of shape (*inputs, *outputs), an optional bias of
-    shape outputs.
+    """y [..., *out_shape] = x [..., *in_shape] weight + bias.
 
-    Weights are kept in their own dtype and cast to the computation's on use; a kernel may be
-    `QuantizedWeight`. `exact`: not in eight bits, whatever the initializer's recipe is.
+    The weight is stored in the dtype of the parameters and cast to that of the computation; it may be
+    `QuantizedWeight`.
+    """
+
+    name = "plain"
+
+    @classmethod
+    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+        return None
+
+    def __init__(self, initializer: Initializer, spec: LinearSpec):
+        self.spec = spec
+        self.dtype = spec.dtype
+        self.input_dims = len(spec.in_shape)
+        self.context = initializer.context
+        contracted = range(self.input_dims)
+        self.weight = initializer.weight(
+            "weight", spec.in_shape, spec.out_shape, spec.axes, contracted=contracted
+        )
+        bias_axes = spec.axes[self.input_dims :]
+        self.bias = initializer.constant(spec.out_shape, 0.0, bias_axes) if spec.bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return project(x, self)[0]
+
+    def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+        """x times each weight; all are of layers like this one."""
+        platform = self.context.only_platform
+        if len(weights) > 2 and not isinstance(weights[0], QuantizedWeight):
+            pairs = zip(copies(x, len(weights)), weights, strict=True)
+            return [
+                weight_only_matmul(x, [w], self.input_dims, self.dtype, platform)[0]
+                for x, w in pairs
+            ]
+        return weight_only_matmul(x, weights, self.input_dims, self.dtype, platform)
+
+
+class QuantizedMatmulLinear(Linear):
+    """Quantizes both operands on the fly and multiplies them in fp8 or int8, forward and backward."""
+
+    name = "quantized matmul"
+
+    @classmethod
+    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+        if not context.precision:
+            return "quantization is not set"
+        return "computed exactly" if spec.exact else None
+
+    def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+        context = self.context
+        outputs = quantized_matmul(
+            x,
+            tuple(weights),
+            self.input_dims,
+            context.precision,
+            self.dtype,
+            context.only_platform,
+        )
+        return list(outputs)
+
+
+class TransposedLinear(Linear):
+    """Stores the weight as [N, K] for decode steps of a single row, which are memory-bound and read
+    each output's inputs contiguously (GEMV).
+    """
+
+    name = "transposed for GEMV"
+
+    @classmethod
+    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+        if context.decode_rows != 1:
+            return "several rows are decoded at a time"
+        return cannot_merge(context)
+
+    def __init__(self, initializer: Initializer, spec: LinearSpec):
+        super().__init__(initializer, spec)
+        layout = WeightLayout((), spec.in_shape, (spec.out_shape,), transposed=True)
+        self.weight = layout.weight(initializer.dtype)
+        self.use_gemv = layout.use_gemv(initializer.dtype, spec.dtype)
+
+    def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+        batch = x.shape[: x.ndim - self.input_dims]
+        x = x.reshape(*batch, -1)
+        return [
+            matmul_transposed(x, w, self.use_gemv).reshape(*batch, *self.spec.out_shape)
+            for w in weights
+        ]
+
+
+class MergedLinear(nnx.Module):
+    """[y_1, …] = x [w_1 …] + [b_1 …]: projections of one input by one matmul, for inference.
+
+    The weight is [K, N], or [N, K] as in `TransposedLinear`. Its values come from `pack_weights`.
     """
 
     def __init__(
         self,
         initializer: Initializer,
+        names: Sequence[str],
         *,
         in_shape: Sequence[int],
-        out_shape: Sequence[int],
-        axes: Sequence[str | None],
+        out_shapes: Sequence[Sequence[int]],
         dtype: Any,
         bias: bool = False,
-        exact: bool = False,
     ):
-        self.rank, self.dtype, self.recipe = (
-            len(in_shape),
-            dtype,
-            "" if exact else initializer.recipe,
+        self.layout = WeightLayout(
+            names=tuple(names),
+            in_shape=tuple(in_shape),
+            out_shapes=tuple(map(tuple, out_shapes)),
+            transposed=initializer.context.decode_rows == 1,
         )
-        self.kernel = initializer.weight(
-            "weight", in_shape, out_shape, axes, contracted=range(self.rank)
-        )
-        self.bias = initializer.constant(out_shape, 0.0, axes[len(in_shape) :]) if bias else None
+        self.dtype = dtype
+        self.use_gemv = self.layout.use_gemv(initializer.dtype, dtype)
+        self.weight = self.layout.weight(initializer.dtype)
+        self.bias = self.layout.bias(initializer.dtype) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return together(x, self)[0]
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        """The output of each projection."""
+        batch = x.shape[: x.ndim - len(self.layout.in_shape)]
+        parts = jnp.split(self.matmul(x), self.layout.splits, axis=-1)
+        shapes = self.layout.out_shapes
+        return [part.reshape(*batch, *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """The outputs of all projections, [..., N]."""
+        x = x.reshape(*x.shape[: x.ndim - len(self.layout.in_shape)], -1)
+        weight = self.weight[...].astype(self.dtype)
+        y = matmul_transposed(x, weight, self.use_gemv) if self.layout.transposed else x @ weight
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
-def together(x: jax.Array, *linears: Linear, weights_early: bool = False) -> list[jax.Array]:
-    """Each of x; by one program where that is faster. All have the same inputs and dtype.
+def matmul_transposed(x: jax.Array, weight_T: jax.Array, use_gemv: bool) -> jax.Array:
+    """x [..., K] times weight_T [N, K]."""
+    batch = x.shape[:-1]
+    if use_gemv and math.prod(batch) == 1 and x.dtype == weight_T.dtype:
+        return gemv.gemv(x.reshape(-1), weight_T).reshape(*batch, -1)
+    return x @ weight_T.T
 
-    `weights_early`: going back, see `weights_first`.
+
+LINEARS: tuple[type[Linear], ...] = (TransposedLinear, QuantizedMatmulLinear, Linear)
+
+
+def build_linear(
+    initializer: Initializer,
+    name: str,
+    *,
+    in_shape: Sequence[int],
+    out_shape: Sequence[int],
+    axes: Sequence[str | None],
+    dtype: Any,
+    bias: bool = False,
+    exact: bool = False,
+) -> Linear:
+    """The linear layer `name` of a module, by the implementation that its context asks for."""
+    spec = LinearSpec(tuple(in_shape), tuple(out_shape), tuple(axes), dtype, bias, exact)
+    choice = choose(LINEARS, spec, initializer.context)
+    return choice.implementation(initializer.child(name), spec)
+
+
+def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) -> list[jax.Array]:
+    """The output of each linear layer. All have the same input, dtype and implementation.
+
+    `weight_grads_first` orders the backward pass, see `order_weight_grads`.
     """
-    rank, dtype, recipe = linears[0].rank, linears[0].dtype, linears[0].recipe
-    kernels = [linear.kernel[...] for linear in linears]
-    if isinstance(kernels[0], Joined):
-        return with_biases(kernels[0].products(x, dtype), linears)
-    # Cast first, so that gradients wait in the dtype of the product and not in the weights' own.
-    kernels = [
-        kernel if isinstance(kernel, QuantizedWeight) else kernel.astype(dtype)
-        for kernel in kernels
+    first = linears[0]
+    # Cast first, so that gradients are in the dtype of the matmul and not in the parameters'.
+    weights = [
+        weight if isinstance(weight, QuantizedWeight) else weight.astype(first.dtype)
+        for weight in (linear.weight[...] for linear in linears)
     ]
-    if weights_early:
-        x, kernels = weights_first(x, kernels)
-    if recipe and not isinstance(kernels[0], QuantizedWeight):
-        found = [*quantized_matmul(x, tuple(kernels), rank, recipe, dtype, only_platform())]
-    elif len(kernels) > 2 and not isinstance(kernels[0], QuantizedWeight):
-        each = zip(copies(x, len(kernels)), kernels, strict=True)
-        found = [
-            weight_only_matmul(x, [kernel], rank, dtype, only_platform())[0] for x, kernel in each
-        ]
-    else:
-        found = weight_only_matmul(x, kernels, rank, dtype, only_platform())
-    return with_biases(found, linears)
-
-
-def with_biases(found: Sequence[jax.Array], linears: Sequence[Linear]) -> list[jax.Array]:
+    if weight_grads_first:
+        x, weights = order_weight_grads(x, weights)
+    outputs = first.matmuls(x, weights)
     return [
         y if linear.bias is None else y + linear.bias[...].astype(linear.dtype)
-        for y, linear in zip(found, linears, strict=True)
+        for y, linear in zip(outputs, linears, strict=True)
     ]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """x, for so many products. Going back, their gradients are added in the order in which the
-    compiler for GPUs can make each addition a part of a product; autodiff's own leaves one for a
-    pass of its own."""
+    """x for `count` matmuls. The backward pass adds their gradients in the order in which XLA for
+    GPUs can fuse each addition into a matmul; autodiff's own order leaves one as a separate pass."""
     return (x,) * count
 
 
 copies.defvjp(
-    lambda x, count: ((x,) * count, None), lambda count, kept, gradients: (sum_products(gradients),)
+    lambda x, count: ((x,) * count, None),
+    lambda count, residuals, grads: (sum_products(grads),),
 )
 
 
 @jax.custom_jvp
-def weights_first(x: Any, weights: Any) -> tuple[Any, Any]:
-    """Both as they are. Going back, the gradients of the weights are there before those of x are
-    used.
+def order_weight_grads(x: Any, weights: Any) -> tuple[Any, Any]:
+    """Both unchanged. In the backward pass, dw is computed before dx is used.
 
-    A compiler may put off a weight's gradient, which nothing waits for, and keep the activations
-    that it needs until then: for the weights of the head, the gradient of all logits through the
-    layers' whole backward pass.
+    A compiler may postpone dw, which nothing waits for, and keep the activations that it needs alive
+    until then: for the weight of the head, the gradient of all logits through the whole backward
+    pass of the layers.
     """
     return x, weights
 
 
-def tangents_together(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need
-    no gradient.
+def ordered_tangents(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
+    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need no
+    gradient.
     """
     leaves, tree = jax.tree.flatten(tangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
-    moving = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, SymbolicZero)]
+    moving = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, SymbolicZero)]
     if len(moving) > 1:
-        held = jax.lax.optimization_barrier([leaves[place] for place in moving])
-        for place, leaf in zip(moving, held, strict=True):
-            leaves[place] = leaf
-    return weights_first(*primals), jax.tree.unflatten(tree, leaves)
+        barred = jax.lax.optimization_barrier([leaves[i] for i in moving])
+        for i, leaf in zip(moving, barred, strict=True):
+            leaves[i] = leaf
+    return order_weight_grads(*primals), jax.tree.unflatten(tree, leaves)
 
 
-weights_first.defjvp(tangents_together, symbolic_zeros=True)
+order_weight_grads.defjvp(ordered_tangents, symbolic_zeros=True)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes a fraction of the values and scales up the rest; nothing without a key
-    (evaluation).
-    """
+    """Zeroes a fraction of the values and scales up the rest; the identity without a key."""
     if key is None or rate == 0.0:
         return x
     keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)

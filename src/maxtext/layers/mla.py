@@ -32,14 +32,14 @@ from maxtext.kernels.attention import (
     max_logits,
 )
 from maxtext.layers import aux_names
-from maxtext.layers.attend import attend, packed_request
-from maxtext.layers.cache import CacheSize, backend_of, extended, kept, sight
+from maxtext.layers.attention_sharding import attend, packed_request
+from maxtext.layers.cache import CacheSize, KVCache, empty_kv_cache, update_cache
 from maxtext.layers.indexer import IndexerSpec
-from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.rope import RopeSpec, rotate
+from maxtext.layers.rope import RopeSpec, apply_rope
 from maxtext.sharding import constrain
 
 LATENT, KEY_ROPE, KEY, VALUE, INDEX_KEY = (
@@ -82,7 +82,7 @@ class MlaSpec:
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
         return Mla(initializer, self, embed_dim, dtype)
 
-    def cache(self, size: CacheSize) -> Cache | None:
+    def cache(self, size: CacheSize) -> KVCache | None:
         """Empty: of latents, or of the keys and values of all heads; None: it looks at all tokens
         anew.
         """
@@ -100,7 +100,7 @@ class MlaSpec:
             }
         if self.indexer:
             sizes[INDEX_KEY] = (self.indexer.head_dim,)
-        return kept(self.mask, size, **sizes)
+        return empty_kv_cache(self.mask, size, sizes)
 
     def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
         """What attention over packed rows of so many tokens asks for."""
@@ -111,15 +111,17 @@ class MlaSpec:
         return replace(found, soft_cap=self.soft_cap, has_selection=self.indexer is not None)
 
 
-class Mla(nnx.Module):
+class Mla(Sublayer):
     def __init__(self, initializer: Initializer, spec: MlaSpec, embed_dim: int, dtype: Any):
+        self.platform = initializer.context.platform
         self.spec, self.dtype = spec, dtype
         heads, rank = spec.heads, spec.kv_rank
         shape = (heads, spec.nope_dim + spec.rope_dim)
         if spec.query_rank:
             axes: tuple[str, ...] = ("embed", "q_lora_up_proj")
-            self.query_a = Linear(
-                initializer.child("query_a"),
+            self.query_a = build_linear(
+                initializer,
+                "query_a",
                 in_shape=(embed_dim,),
                 out_shape=(spec.query_rank,),
                 axes=axes,
@@ -127,24 +129,27 @@ class Mla(nnx.Module):
                 bias=spec.bias,
             )
             self.query_norm = Norm(initializer, spec.norm, spec.query_rank, dtype)
-            self.query_b = Linear(
-                initializer.child("query_b"),
+            self.query_b = build_linear(
+                initializer,
+                "query_b",
                 in_shape=(spec.query_rank,),
                 out_shape=shape,
                 axes=("q_lora", "q_heads", "kv"),
                 dtype=dtype,
             )
         else:
-            self.query = Linear(
-                initializer.child("query"),
+            self.query = build_linear(
+                initializer,
+                "query",
                 in_shape=(embed_dim,),
                 out_shape=shape,
                 axes=("embed", "q_heads", "kv"),
                 dtype=dtype,
             )
         axes = ("embed", "kv_lora_up_proj")
-        self.kv_a = Linear(
-            initializer.child("kv_a"),
+        self.kv_a = build_linear(
+            initializer,
+            "kv_a",
             in_shape=(embed_dim,),
             out_shape=(rank + spec.rope_dim,),
             axes=axes,
@@ -153,16 +158,18 @@ class Mla(nnx.Module):
         )
         self.kv_norm = Norm(initializer, spec.norm, rank, dtype)
         axes = ("kv_lora", "kv_heads", "kv_head_dim")
-        self.kv_b = Linear(
-            initializer.child("kv_b"),
+        self.kv_b = build_linear(
+            initializer,
+            "kv_b",
             in_shape=(rank,),
             out_shape=(heads, spec.nope_dim + spec.value_dim),
             axes=axes,
             dtype=dtype,
         )
         axes = ("heads", "kv", "embed")
-        self.out = Linear(
-            initializer.child("out"),
+        self.out = build_linear(
+            initializer,
+            "out",
             in_shape=(heads, spec.value_dim),
             out_shape=(embed_dim,),
             axes=axes,
@@ -179,35 +186,33 @@ class Mla(nnx.Module):
         spec = self.spec
         query, query_latent = self.queries(x, inputs.positions)
         latent, key_rope = self.compress(x, inputs.positions)
-        aux: Aux = {}
         if spec.latent:
-            q, seen = self.absorbing(query), {LATENT: latent, KEY_ROPE: key_rope}
+            q, new = self.absorbing(query), {LATENT: latent, KEY_ROPE: key_rope}
         else:
-            q, seen = self.laid_out(query), self.expanded(latent, key_rope)
+            q, new = self.laid_out(query), self.expanded(latent, key_rope)
         if self.indexer is not None:
-            seen[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
-        if inputs.cache is not None:
-            seen, aux["cache"] = extended(inputs, seen)
+            new[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
+        view, aux = update_cache(new, inputs)
         k, v = (
-            self.absorbed(seen[LATENT], seen[KEY_ROPE]) if spec.latent else (seen[KEY], seen[VALUE])
+            self.absorbed(view[LATENT], view[KEY_ROPE]) if spec.latent else (view[KEY], view[VALUE])
         )
         attention = AttentionInputs(
             q=q,
             k=k,
             v=v,
             scale=spec.scale,
-            **sight(spec.mask, inputs, seen),
+            **view.mask_inputs(spec.mask, inputs),
             soft_cap=spec.soft_cap,
             float32_logits=spec.float32_logits,
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
         if self.indexer is not None and query_latent is not None:
-            attention, report = self.indexer(attention, x, query_latent, seen[INDEX_KEY], inputs)
+            attention, report = self.indexer(attention, x, query_latent, view[INDEX_KEY], inputs)
             aux |= report
         if spec.report_max_logits:
             aux = aux | {aux_names.MAX_LOGITS: max_logits(attention)}
-        mixed = attend(attention, backend_of(spec.backend, inputs))
+        mixed = attend(attention, view.backend(spec.backend), self.platform)
         if spec.latent:
             mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
         mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
@@ -230,7 +235,7 @@ class Mla(nnx.Module):
             query = self.query(x)
         query = checkpoint_name(query, "mla_q")
         nope, rope = jnp.split(query, [self.spec.nope_dim], axis=-1)
-        return jnp.concatenate([nope, rotate(rope, positions, self.spec.rope)], axis=-1), latent
+        return jnp.concatenate([nope, apply_rope(rope, positions, self.spec.rope)], axis=-1), latent
 
     def compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What a cache of latents holds: the normed latent [B, S, R] and the turned key part [B, S,
@@ -241,7 +246,7 @@ class Mla(nnx.Module):
         latent = constrain(
             self.kv_norm(latent), "activation_batch_attn", "activation_kv_length", None
         )
-        return latent, rotate(rope[:, :, None], positions, self.spec.rope)
+        return latent, apply_rope(rope[:, :, None], positions, self.spec.rope)
 
     def expanded(self, latent: jax.Array, key_rope: jax.Array) -> dict[str, jax.Array]:
         """Keys [B, S, H, N + P] and values [B, S, H, V]."""
@@ -277,7 +282,7 @@ class Mla(nnx.Module):
     def up_projections(self) -> tuple[jax.Array, jax.Array]:
         """The parts of kv_b that make keys [R, H, N] and values [R, H, V]."""
         key, value = jnp.split(
-            self.kv_b.kernel[...].astype(self.dtype), [self.spec.nope_dim], axis=-1
+            self.kv_b.weight[...].astype(self.dtype), [self.spec.nope_dim], axis=-1
         )
         return key, value
 

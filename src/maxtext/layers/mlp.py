@@ -1,4 +1,4 @@
-"""The feed-forward block: one activation, or a gate times a linear branch."""
+"""The MLP: one activation, or a gate times a linear branch."""
 
 import functools
 import operator
@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear, dropout, together
+from maxtext.layers.context import BuildContext, choose
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import MergedLinear, build_linear, dropout, project
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.weight_layout import cannot_merge
 from maxtext.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -27,9 +28,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
 }
 LIMITED_STEEPNESS = 1.702  # gate · sigmoid(1.702 gate) is close to GELU
-HIDDEN_DROPOUT = (
-    0x6D6C70  # which number is folded into a layer's key; far from the small ones that `split` uses
-)
+HIDDEN_DROPOUT = 0x6D6C70  # folded into a layer's key; far from the small numbers of `split`
 
 
 def combine(
@@ -38,10 +37,10 @@ def combine(
     limit: float | None = None,
     float32: bool = False,
 ) -> jax.Array:
-    """The product of the branches, each after its activation; `float32` computes it so and returns
-    it so.
+    """The product of the branches, each after its activation; `float32` computes and returns it in
+    float32.
 
-    With a `limit` (gpt-oss, two branches): the gate is cut off above it and the other branch on
+    With a `limit` (gpt-oss, two branches): the gate is clipped from above and the other branch on
     both sides, the gate is multiplied by its activation instead of replaced by it, and the other
     branch is centred on one. So "sigmoid" and "linear" give gate · sigmoid(1.702 gate) · (up + 1).
     """
@@ -62,43 +61,44 @@ class MlpSpec:
     hidden_dim: int
     activations: tuple[str, ...] = ("silu", "linear")  # their results are multiplied
     bias: bool = False
-    fused: bool = False  # one product for all branches
+    fused: bool = False  # one weight for all branches
     dropout_rate: float = 0.0
     float32: bool = False  # activations computed in float32
-    limit: float | None = None  # on the branches' values, see `combine`
+    limit: float | None = None  # of the branches' values, see `combine`
 
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Mlp":
-        return Mlp(initializer, self, embed_dim, dtype)
+        choice = choose(MLPS, self, initializer.context)
+        return choice.implementation(initializer, self, embed_dim, dtype)
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """The names of the input projections."""
+        count = len(self.activations)
+        return ("wi",) if self.fused or count == 1 else tuple(f"wi_{i}" for i in range(count))
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether it is act(gate) · up, without limits or float32, as fused kernels compute it."""
+        gated = len(self.activations) == 2 and self.activations[1] == "linear"
+        return gated and not (self.fused or self.float32) and self.limit is None
 
 
-class Mlp(nnx.Module):
+class Mlp(Sublayer):
+    """y = (act(x wi_0) · (x wi_1)) wo"""
+
+    name = "plain"
+
+    @classmethod
+    def supports(cls, spec: MlpSpec, context: BuildContext) -> str | None:
+        return None
+
     def __init__(self, initializer: Initializer, spec: MlpSpec, embed_dim: int, dtype: Any):
-        self.spec, self.dtype = spec, dtype
-        count = len(spec.activations)
-        if spec.fused:
-            axes: tuple[str | None, ...] = ("embed", None, "mlp")
-            self.wi = Linear(
-                initializer.child("wi"),
-                in_shape=(embed_dim,),
-                out_shape=(count, spec.hidden_dim),
-                axes=axes,
-                dtype=dtype,
-                bias=spec.bias,
-            )
-        else:
-            axes = ("embed", "mlp")
-            for place in range(count):
-                branch = Linear(
-                    initializer.child(self.branch(place)),
-                    in_shape=(embed_dim,),
-                    out_shape=(spec.hidden_dim,),
-                    axes=axes,
-                    dtype=dtype,
-                    bias=spec.bias,
-                )
-                setattr(self, self.branch(place), branch)
-        self.wo = Linear(
-            initializer.child("wo"),
+        self.spec = spec
+        self.dtype = dtype
+        self.build_branches(initializer, embed_dim)
+        self.wo = build_linear(
+            initializer,
+            "wo",
             in_shape=(spec.hidden_dim,),
             out_shape=(embed_dim,),
             axes=("mlp", "embed"),
@@ -106,31 +106,68 @@ class Mlp(nnx.Module):
             bias=spec.bias,
         )
 
-    @property
-    def bare(self) -> bool:
-        """Whether it is a gate times a linear branch, as their kernels give them."""
+    def build_branches(self, initializer: Initializer, embed_dim: int) -> None:
         spec = self.spec
-        gated = len(spec.activations) == 2 and spec.activations[1] == "linear"
-        return gated and not (spec.fused or spec.float32) and spec.limit is None
+        fused = spec.fused
+        for name in spec.branches:
+            linear = build_linear(
+                initializer,
+                name,
+                in_shape=(embed_dim,),
+                out_shape=(len(spec.activations), spec.hidden_dim) if fused else (spec.hidden_dim,),
+                axes=("embed", None, "mlp") if fused else ("embed", "mlp"),
+                dtype=self.dtype,
+                bias=spec.bias,
+            )
+            setattr(self, name, linear)
 
-    def branch(self, place: int) -> str:
-        return "wi" if len(self.spec.activations) == 1 else f"wi_{place}"
+    def project_branches(self, x: jax.Array) -> list[jax.Array]:
+        """The input of each activation, [B, S, M]."""
+        spec = self.spec
+        # The activations that dw needs are freed before the gradients of earlier layers.
+        linears = [getattr(self, name) for name in spec.branches]
+        outputs = project(x, *linears, weight_grads_first=True)
+        if spec.fused:
+            merged = checkpoint_name(outputs[0], "mlpwi")
+            return [merged[..., i, :] for i in range(len(spec.activations))]
+        return [
+            checkpoint_name(y, f"mlp{name}") for name, y in zip(spec.branches, outputs, strict=True)
+        ]
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         spec = self.spec
-        # What gradients of weights need is gone when those of the layers before are computed.
-        if spec.fused:
-            joined = checkpoint_name(together(x, self.wi, weights_early=True)[0], "mlpwi")
-            branches = [joined[..., place, :] for place in range(len(spec.activations))]
-        else:
-            names = [self.branch(place) for place in range(len(spec.activations))]
-            found = together(x, *(getattr(self, name) for name in names), weights_early=True)
-            branches = [
-                checkpoint_name(each, f"mlp{name}") for name, each in zip(names, found, strict=True)
-            ]
+        branches = self.project_branches(x)
         hidden = combine(spec.activations, branches, spec.limit, spec.float32).astype(self.dtype)
         hidden = dropout(hidden, spec.dropout_rate, inputs.fold(HIDDEN_DROPOUT).key)
         hidden = constrain(hidden, "activation_batch", "activation_length", "activation_mlp")
-        # The gradient of `wo` needs the branches; done early, they make room for their own
-        # gradients.
-        return checkpoint_name(together(hidden, self.wo, weights_early=True)[0], "mlpwo"), {}
+        # dw of `wo` needs the branches; computed early, it frees them for their own gradients.
+        return checkpoint_name(project(hidden, self.wo, weight_grads_first=True)[0], "mlpwo"), {}
+
+
+class MergedMlp(Mlp):
+    """Packed gate-up: one matmul for the branches."""
+
+    name = "merged gate-up"
+
+    @classmethod
+    def supports(cls, spec: MlpSpec, context: BuildContext) -> str | None:
+        if spec.fused or len(spec.activations) != 2:
+            return "needs two branches with weights of their own"
+        return cannot_merge(context)
+
+    def build_branches(self, initializer: Initializer, embed_dim: int) -> None:
+        spec = self.spec
+        self.gate_up = MergedLinear(
+            initializer,
+            spec.branches,
+            in_shape=(embed_dim,),
+            out_shapes=[(spec.hidden_dim,)] * 2,
+            dtype=self.dtype,
+            bias=spec.bias,
+        )
+
+    def project_branches(self, x: jax.Array) -> list[jax.Array]:
+        return self.gate_up(x)
+
+
+MLPS: tuple[type[Mlp], ...] = (MergedMlp, Mlp)

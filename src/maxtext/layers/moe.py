@@ -32,8 +32,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.weight_only import QuantizedWeight, dequantize
 from maxtext.layers import aux_names
-from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear, weights_first
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import build_linear, order_weight_grads
 from maxtext.layers.mlp import MlpSpec, combine
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
@@ -96,7 +96,7 @@ class ExpertLinear(nnx.Module):
         self.axes = (split, *axes)
         # The initializer takes the experts for part of the fan-in, and the factor takes them out again.
         initializer = dataclasses.replace(initializer, init_scale=initializer.init_scale * experts)
-        self.kernel = initializer.weight(
+        self.weight = initializer.weight(
             "weight", (experts, inputs), (outputs,), self.axes, contracted=(1,)
         )
         self.bias = (
@@ -109,10 +109,10 @@ class ExpertLinear(nnx.Module):
         by.
         """
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
-        kernel = self.kernel[...]
-        if isinstance(kernel, QuantizedWeight) and kernel.has_output_scale((1,)):
-            return Affine(kernel.qvalue, bias, kernel.scale[:, 0])
-        return Affine(kernel.astype(self.dtype), bias)
+        weight = self.weight[...]
+        if isinstance(weight, QuantizedWeight) and weight.has_output_scale((1,)):
+            return Affine(weight.qvalue, bias, weight.scale[:, 0])
+        return Affine(weight.astype(self.dtype), bias)
 
     def names(self, weights: Affine) -> Affine:
         """Of the axes of the weights."""
@@ -121,7 +121,7 @@ class ExpertLinear(nnx.Module):
 
     def on_each(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, inputs] -> [X, B, C, outputs]: each expert has its own."""
-        x, (kernel, bias, scale) = weights_first(x, self.weights)
+        x, (kernel, bias, scale) = order_weight_grads(x, self.weights)
         y = jnp.einsum("xbci,xio->xbco", x, kernel.astype(self.dtype))
         if scale is not None:
             y = dequantize(y, scale[:, None, None], self.dtype)
@@ -179,9 +179,11 @@ def tag(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(checkpoint_name(x, f"mlp{name}"), f"moe_mlp{name}")
 
 
-class Moe(nnx.Module):
+class Moe(Sublayer):
     def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: Any):
-        self.spec, self.dtype, self.recipe = spec, dtype, initializer.recipe
+        self.spec = spec
+        self.dtype = dtype
+        self.context = initializer.context
         self.sum_dtype = jnp.dtype(jnp.float32 if spec.float32_sum else dtype)
         self.router = spec.router.build(initializer.child("router"), embed_dim, dtype)
         self.experts = Experts(initializer.child("experts"), spec, embed_dim, dtype)
@@ -192,8 +194,9 @@ class Moe(nnx.Module):
         )
         axes = ("embed", None)
         self.shared_gate = (
-            Linear(
-                initializer.child("shared_gate"),
+            build_linear(
+                initializer,
+                "shared_gate",
                 in_shape=(embed_dim,),
                 out_shape=(1,),
                 axes=axes,
@@ -226,8 +229,8 @@ class Moe(nnx.Module):
         )
         weights = {name: layer.weights for name, layer in self.experts.layers.items()}
         names = {name: layer.names(weights[name]) for name, layer in self.experts.layers.items()}
-        x, weights = weights_first(x, weights)
-        run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype, self.recipe)
+        x, weights = order_weight_grads(x, weights)
+        run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype, self.context)
         return run(x, targets, routing.weights, weights, names)
 
     def dense(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:

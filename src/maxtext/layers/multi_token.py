@@ -27,7 +27,7 @@ from flax import nnx
 
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.stack import RematPolicy, Spec
@@ -102,8 +102,9 @@ class MultiTokenLayer(nnx.Module):
         self.streams = spec.streams
         self.embedding_norm = Norm(initializer, spec.norm, embed_dim, dtype)
         self.hidden_norm = Norm(initializer, spec.norm, embed_dim, dtype)
-        self.projection = Linear(
-            initializer.child("projection"),
+        self.projection = build_linear(
+            initializer,
+            "projection",
             in_shape=(2 * embed_dim,),
             out_shape=(embed_dim,),
             axes=("embed", "mlp"),

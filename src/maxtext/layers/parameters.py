@@ -1,8 +1,8 @@
-"""Weights as NNX parameters that know their logical axes, and models as pure trees of arrays.
+"""Parameters with logical axes, and models as pure trees of arrays.
 
-A model is described once (`Template`): its NNX graph and, for every weight, shape, dtype and axes;
-no memory is touched. Steps run on the weights alone, a nested dict, and `Template.bind` makes a
-callable model of them.
+A `Template` describes a model: its NNX graph and the shape, dtype and logical axes of every
+parameter; no memory is allocated. Steps run on the weights alone, a nested dict, and `Template.bind`
+returns a callable model with them.
 """
 
 import math
@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from maxtext.common import hash_rng
+from maxtext.layers.context import REFERENCE, BuildContext
 
 Tree = Any
 
@@ -31,8 +32,8 @@ class Initializer:
     key: jax.Array | None
     dtype: Any
     init_scale: float = 1.0  # variance of a weight times its fan-in
-    recipe: str = ""  # of products in eight bits, see kernels/quantized_matmul.py
-    loop: bool = False  # weights of equal layers are created in a loop, see `alike`
+    context: BuildContext = REFERENCE
+    loop: bool = False  # weights of equal layers are created in a loop, see `build_each`
 
     def child(self, name: str) -> "Initializer":
         """The initializer of a submodule: its key is folded with the submodule's name."""
@@ -89,77 +90,70 @@ class Initializer:
         return nnx.Param(values, axes=tuple(axes), trained=trained, fixed_dtype=dtype is not None)
 
 
-def stack(
-    make: Callable[[Initializer], nnx.Module], initializers: Sequence[Initializer], axis: int
-) -> nnx.Module:
-    """Equal modules as one whose weights have a further dimension, "layers", at `axis` (or last
-    where that is less).
-    """
+Make = Callable[[Initializer], nnx.Module]
 
-    single, weights = described(make, initializers[0])
-    places = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
+
+def build_stacked(make: Make, initializers: Sequence[Initializer], axis: int) -> nnx.Module:
+    """Equal modules as one, whose parameters are stacked along a new dimension "layers" at `axis`
+    (or last, if they have fewer dimensions)."""
+    single, weights = abstract_module(make, initializers[0])
+    axes = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
     keys = [initializer.key for initializer in initializers if initializer.key is not None]
     if keys:
-        stacked = jax.vmap(weights, out_axes=places)(jnp.stack(keys))
+        stacked = jax.vmap(weights, out_axes=axes)(jnp.stack(keys))
     else:
         stacked = jax.tree.map(
-            lambda value, place: jnp.zeros(
-                (*value.shape[:place], len(initializers), *value.shape[place:]), value.dtype
+            lambda value, axis: jnp.zeros(
+                (*value.shape[:axis], len(initializers), *value.shape[axis:]), value.dtype
             ),
             single.weights,
-            places,
+            axes,
         )
     for _, variable in nnx.to_flat_state(single.state):
-        facts = variable.get_metadata()
-        axes = list(facts["axes"])
-        place = min(axis, len(axes))
-        axes.insert(place, "layers")
-        contracted = tuple(one if one < place else one + 1 for one in facts.get("contracted", ()))
-        variable.set_metadata(axes=tuple(axes), contracted=contracted)
+        metadata = variable.get_metadata()
+        names = list(metadata["axes"])
+        index = min(axis, len(names))
+        names.insert(index, "layers")
+        contracted = tuple(i if i < index else i + 1 for i in metadata.get("contracted", ()))
+        variable.set_metadata(axes=tuple(names), contracted=contracted)
     return single.bind(stacked)
 
 
-def alike(
-    make: Callable[[Initializer], nnx.Module], initializers: Sequence[Initializer]
-) -> list[nnx.Module]:
-    """Equal modules, each with weights of its own. As part of a program, what makes them is traced
-    once. With `Initializer.loop` those that all modules have are made one after the other, by a loop:
-    with a copy of what makes them for each module, XLA for GPUs took ten seconds. But then all of
-    them are there before any is used."""
-    single, weights = described(make, initializers[0])
+def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Module]:
+    """Equal modules, each with its own parameters. Inside a program, their initialization is traced
+    once.
+
+    With `Initializer.loop`, the parameters of all modules are initialized in a loop: with a copy of
+    the code for each module, XLA for GPUs took ten seconds. But then all exist before any is used.
+    """
+    single, weights = abstract_module(make, initializers[0])
     if initializers[0].key is None:
         return [
-            single.bind(
-                jax.tree.map(lambda value: jnp.zeros(value.shape, value.dtype), single.weights)
-            )
+            single.bind(jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), single.weights))
             for _ in initializers
         ]
-    once = jax.jit(weights) if isinstance(initializers[0].key, jax.core.Tracer) else weights
-    if len(initializers) == 1 or once is weights or not initializers[0].loop:
-        return [single.bind(once(initializer.key)) for initializer in initializers]
-    keys = jnp.stack(
-        [initializer.key for initializer in initializers if initializer.key is not None]
-    )
-    places = range(len(jax.tree.leaves(single.weights)))
+    initialize = jax.jit(weights) if isinstance(initializers[0].key, jax.core.Tracer) else weights
+    if len(initializers) == 1 or initialize is weights or not initializers[0].loop:
+        return [single.bind(initialize(initializer.key)) for initializer in initializers]
+    keys = jnp.stack([init.key for init in initializers if init.key is not None])
     leaves = []
-    for place in places:
-        stacked = jax.lax.map(lambda key, place=place: jax.tree.leaves(once(key))[place], keys)
-        apart = [
-            jax.lax.index_in_dim(stacked, number, keepdims=False)
-            for number in range(len(initializers))
+    for i in range(len(jax.tree.leaves(single.weights))):
+        stacked = jax.lax.map(lambda key, i=i: jax.tree.leaves(initialize(key))[i], keys)
+        parts = [
+            jax.lax.index_in_dim(stacked, module, keepdims=False)
+            for module in range(len(initializers))
         ]
-        keys, apart = jax.lax.optimization_barrier(
-            (keys, apart)
-        )  # else all stacks may be there at once
-        leaves.append(apart)
+        # Without the barrier all stacked arrays may exist at once.
+        keys, parts = jax.lax.optimization_barrier((keys, parts))
+        leaves.append(parts)
     tree = jax.tree.structure(single.weights)
-    return [single.bind(jax.tree.unflatten(tree, row)) for row in zip(*leaves, strict=True)]
+    return [single.bind(jax.tree.unflatten(tree, module)) for module in zip(*leaves, strict=True)]
 
 
-def described(
-    make: Callable[[Initializer], nnx.Module], initializer: Initializer
+def abstract_module(
+    make: Make, initializer: Initializer
 ) -> "tuple[Template, Callable[[jax.Array | None], Tree]]":
-    """A module, and its weights of a key."""
+    """The template of a module, and a function from a key to its weights."""
 
     def weights(key: jax.Array | None) -> Tree:
         return nnx.to_pure_dict(nnx.state(make(replace(initializer, key=key))))
@@ -167,10 +161,9 @@ def described(
     return Template.of(lambda: make(replace(initializer, key=None))), weights
 
 
-def slices(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:
-    """A stacked module as its graph and its weights with "layers" first, ready to be scanned
-    over.
-    """
+def layers_first(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:
+    """The graph and the weights of a stacked module, with the dimension "layers" first, to be
+    scanned over."""
     graph, state = nnx.split(module)
     return graph, jax.tree.map(
         lambda value: jnp.moveaxis(value, min(axis, value.ndim - 1), 0), state
@@ -179,7 +172,7 @@ def slices(module: nnx.Module, axis: int) -> tuple[nnx.GraphDef, nnx.State]:
 
 @dataclass(frozen=True)
 class Template:
-    """A model without its weights."""
+    """An abstract model: its graph and the metadata of its parameters."""
 
     graph: nnx.GraphDef
     state: nnx.State  # of abstract arrays
@@ -197,26 +190,24 @@ class Template:
     @property
     def axes(self) -> Tree:
         """Nested dict of tuples of logical axis names, of the same structure."""
-        return self.metadata(lambda facts: facts["axes"])
+        return self.metadata(lambda metadata: metadata["axes"])
 
     @property
     def trained(self) -> Tree:
-        """Nested dict of bools: which weights an optimizer may touch."""
-        return self.metadata(lambda facts: facts.get("trained", True))
+        """Nested dict of bools: which parameters an optimizer may update."""
+        return self.metadata(lambda metadata: metadata.get("trained", True))
 
     @property
     def fixed_dtype(self) -> Tree:
-        """Nested dict of bools: which weights have a dtype of their own, whatever weight_dtype
-        is.
-        """
-        return self.metadata(lambda facts: facts.get("fixed_dtype", False))
+        """Nested dict of bools: which parameters have a dtype of their own, whatever weight_dtype
+        is."""
+        return self.metadata(lambda metadata: metadata.get("fixed_dtype", False))
 
     @property
     def contracted(self) -> Tree:
-        """Nested dict of tuples: over which dimensions a kernel's product adds up; none: it is
-        never quantized.
-        """
-        return self.metadata(lambda facts: facts.get("contracted", ()))
+        """Nested dict of tuples: the dimensions that a weight's matmul sums over; () if the weight
+        is never quantized."""
+        return self.metadata(lambda metadata: metadata.get("contracted", ()))
 
     def metadata(self, read: Callable[[dict], Any]) -> Tree:
         tree: dict = {}

@@ -1,9 +1,9 @@
-"""Models whose kernels are kept as integers: which weights that are, and how they lie on the mesh.
+"""Models with quantized weights (int8 or int4), for inference: which weights, and their sharding.
 
-A kernel says itself that it may be quantized, by the dimensions that its product adds up over
-(`Initializer.kernel`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and all
-that is small stay as they are. In the tree of a model's weights, a `QuantizedWeight` stands where the
-array was, so `Template.bind` takes both.
+A weight may be quantized if its metadata names the dimensions that its matmul sums over
+(`Initializer.weight`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and
+everything small stay in floats. In the tree of a model's weights, a `QuantizedWeight` stands in place
+of the array; `Template.bind` takes both.
 """
 
 from collections.abc import Callable
@@ -15,33 +15,32 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
+from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template, Tree
-from maxtext.sharding.manual import only_platform
 
 
 def quantize_weights(template: Template, weights: Tree, dtype: Any) -> Tree:
-    """All kernels that may be quantized, in `dtype`; None: all weights as they are."""
+    """The weights, quantized to `dtype` where that is possible; unchanged if `dtype` is None."""
     if dtype is None:
         return weights
-    return by_kernel(
+    return map_quantizable(
         lambda leaf, contracted: quantize_weight(leaf, contracted, dtype), template, weights
     )
 
 
-def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
-    """The axes and the abstract weights of the model with its kernels in `dtype`; None: with all
-    weights as they are.
+def abstract_quantized(template: Template, dtype: Any) -> tuple[Tree, Tree]:
+    """The logical axes and the abstract weights of the model quantized to `dtype`, if not None.
 
-    A scale is split like its kernel along outputs; along what a product adds up, it is whole.
+    A scale is sharded like its weight along outputs, and replicated along contracted dimensions.
     """
     if dtype is None:
         return template.axes, template.weights
     weights = jax.eval_shape(
         lambda weights: quantize_weights(template, weights, dtype), template.weights
     )
-    axes = by_kernel(
+    axes = map_quantizable(
         lambda names, contracted: QuantizedWeight(
-            names, tuple(None if place in contracted else name for place, name in enumerate(names))
+            names, tuple(None if i in contracted else name for i, name in enumerate(names))
         ),
         template,
         template.axes,
@@ -49,28 +48,29 @@ def described(template: Template, dtype: Any) -> tuple[Tree, Tree]:
     return axes, weights
 
 
-def laid_out(template: Template, weights: Tree) -> Tree:
-    """On one GPU, with the numbers that a product adds up side by side in memory, as products of
-    few rows want them. The weights that are given are gone."""
-    if only_platform() != "gpu":
+def layout_for_decode(template: Template, weights: Tree, context: BuildContext) -> Tree:
+    """int8 weights with the contracted dimensions minor in memory, as the kernel for small batches
+    reads them on one GPU. The arrays that are given are donated."""
+    if context.only_platform != "gpu":
         return weights
 
-    def lay_out(kernel: Any, contracted: tuple[int, ...]) -> Any:
-        if not isinstance(kernel, QuantizedWeight) or kernel.dtype != jnp.int8:
-            return kernel
-        order = (*(axis for axis in range(kernel.ndim) if axis not in contracted), *contracted)
-        form = Format(Layout(order), kernel.qvalue.sharding)
-        return replace(kernel, qvalue=jax.device_put(kernel.qvalue, form, donate=True))
+    def set_layout(weight: Any, contracted: tuple[int, ...]) -> Any:
+        if not isinstance(weight, QuantizedWeight) or weight.dtype != jnp.int8:
+            return weight
+        order = (*(axis for axis in range(weight.ndim) if axis not in contracted), *contracted)
+        layout = Format(Layout(order), weight.qvalue.sharding)
+        return replace(weight, qvalue=jax.device_put(weight.qvalue, layout, donate=True))
 
-    return by_kernel(lay_out, template, weights)
+    return map_quantizable(set_layout, template, weights)
 
 
-def by_kernel(
-    change: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree
+def map_quantizable(
+    function: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree
 ) -> Tree:
-    """A tree like the weights, changed where a kernel may be quantized."""
+    """A tree like the weights, with `function(leaf, contracted dimensions)` for each weight that may
+    be quantized."""
     return jax.tree.map(
-        lambda _, leaf, contracted: change(leaf, contracted) if contracted else leaf,
+        lambda _, leaf, contracted: function(leaf, contracted) if contracted else leaf,
         template.weights,
         tree,
         template.contracted,

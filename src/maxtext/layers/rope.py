@@ -85,7 +85,9 @@ def yarn(spec: RopeSpec, plain: np.ndarray, size: int) -> np.ndarray:
     return ramp * plain / spec.factor + (1 - ramp) * plain
 
 
-def turns(positions: jax.Array, spec: RopeSpec, head_dim: int) -> tuple[jax.Array, jax.Array]:
+def rope_cos_sin(
+    positions: jax.Array, spec: RopeSpec, head_dim: int
+) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines [B, S, 1, pairs] at positions [B, S], in float32, with the magnitude that
     they give.
     """
@@ -95,17 +97,19 @@ def turns(positions: jax.Array, spec: RopeSpec, head_dim: int) -> tuple[jax.Arra
     return jnp.cos(angles) * spec.magnitude, jnp.sin(angles) * spec.magnitude
 
 
-def rotate(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
+def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
     """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
     size = spec.rotated(x.shape[-1])
     found, rest = (
-        rotate_by(x[..., :size], *turns(positions, spec, x.shape[-1]), spec.interleave),
+        rotate_pairs(x[..., :size], *rope_cos_sin(positions, spec, x.shape[-1]), spec.interleave),
         x[..., size:],
     )
     return jnp.concatenate([found, rest], axis=-1) if rest.shape[-1] else found
 
 
-def rotate_by(x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False) -> jax.Array:
+def rotate_pairs(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False
+) -> jax.Array:
     """Pairs of x [..., H, 2 pairs] by angles with these cosines and sines [..., 1, pairs]."""
     wide = x.astype(jnp.float32)
     first, second = (

@@ -76,7 +76,7 @@ class Router(nnx.Module):
 
     def __init__(self, initializer: Initializer, spec: RouterSpec, embed_dim: int, dtype: Any):
         self.spec, self.dtype = spec, jnp.dtype(jnp.float32 if spec.float32 else dtype)
-        self.kernel = initializer.weight("weight", (embed_dim,), (spec.experts,), ("embed", "exp"))
+        self.weight = initializer.weight("weight", (embed_dim,), (spec.experts,), ("embed", "exp"))
         # A selection bias has no gradient: `updated_bias` sets it, in steps that bfloat16 would
         # round away.
         fixed = {"trained": False, "dtype": jnp.float32} if spec.bias == "selection" else {}
@@ -123,7 +123,7 @@ class Router(nnx.Module):
         if self.norm is not None and self.scale is not None:
             x = self.norm(x) * self.scale[...].astype(self.dtype) * x.shape[-1] ** -0.5
         precision = jax.lax.Precision.HIGHEST if self.spec.float32 else None
-        logits = jnp.matmul(x, self.kernel[...].astype(self.dtype), precision=precision)
+        logits = jnp.matmul(x, self.weight[...].astype(self.dtype), precision=precision)
         if self.bias is not None and self.spec.bias == "logits":
             logits = logits + self.bias[...].astype(self.dtype)
         return logits.astype(jnp.float32)

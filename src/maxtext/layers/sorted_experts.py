@@ -34,6 +34,7 @@ from jax import Array
 from maxtext.kernels import all_to_all, grouped_matmul
 from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
 from maxtext.kernels.weight_only import dequantize
+from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.sharding import AxisRules, manual
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class SortedExperts:
     feed: Feed
     dtype: Any
     sum_dtype: Any
-    recipe: str = ""  # of products in eight bits: fp8
+    context: BuildContext = REFERENCE
 
     def __call__(
         self, x: Array, targets: Array, shares: Array, weights: Weights, names: Weights
@@ -83,7 +84,7 @@ class SortedExperts:
             return self.on_mesh(rules, x, targets, shares, weights, names)
         count, bound = self.spec.router.experts, self.bound(targets.size)
         experts = self.local(
-            weights, platform=manual.only_platform() if self.spec.grouped_kernel else None
+            weights, platform=self.context.only_platform if self.spec.grouped_kernel else None
         )
         return self.chosen_sum(x, targets, shares, count, bound, experts).astype(self.dtype)
 
@@ -101,7 +102,9 @@ class SortedExperts:
         """The experts of rows that are sorted by them. `first`: whether this device adds the last
         bias. `platform`: of the only device."""
 
-        multiply = grouped_matmul_fp8 if self.recipe == "fp8" else grouped_matmul.grouped_matmul
+        multiply = (
+            grouped_matmul_fp8 if self.context.precision == "fp8" else grouped_matmul.grouped_matmul
+        )
 
         def run(
             rows: Array, order: grouped_matmul.GroupPermutation | all_to_all.AllToAllPlan

@@ -1,9 +1,9 @@
 """The decoder stack: runs any pattern of layers, scanned over its repeats or unrolled, with
 rematerialization.
 
-A model is a list of segments; a segment is a pattern of layer specs that repeats. Weights of layer
-i come from stream i of the model's randomness, so they are the same whether a segment is scanned
-(one weight a spec, stacked over the repeats) or unrolled (one weight a layer).
+A model is a list of segments; a segment is a pattern of layer specs that repeats. The random weights
+of a layer depend on its index in the model, so they are the same whether a segment is scanned (the
+weights of a spec are stacked over the repeats) or unrolled (each layer has its own).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +15,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.kernels.attention import cudnn
-from maxtext.layers.inputs import Aux, Cache, LayerInputs
-from maxtext.layers.parameters import Initializer, alike, slices, stack
+from maxtext.kernels.attention import OUTPUT_PRIMITIVES
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.parameters import Initializer, build_each, build_stacked, layers_first
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
 
-# What passes between layers, [B, S, E] or several streams of it: its logical axes, by the number of
-# dimensions.
-STREAM = {
+# Logical axes of the residual between layers, [B, S, E] or [B, S, streams, E], by its rank.
+RESIDUAL_AXES = {
     3: ("activation_batch", "activation_norm_length", "activation_embed"),
     4: ("activation_batch", "activation_norm_length", None, "activation_embed"),
 }
+MAX_PATTERN_LENGTH = 16
+ATTENTION_OUTPUTS = {"context", "attention_out"}  # rematerialization names of attention's output
 
 
 class Spec(Protocol):
-    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module: ...
+    def build(self, initializer: Initializer, dtype: Any) -> Sublayer: ...
 
 
 @dataclass(frozen=True)
@@ -43,159 +44,160 @@ class Segment:
         return len(self.pattern) * self.repeats
 
 
-LONGEST_PATTERN = 16
-RESULTS_OF_ATTENTION = {"context", "attention_out"}  # the names of what it gives
-
-
 def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
-    """Layers as patterns that repeat: at each place the pattern that covers most of what follows,
+    """The layers as repeating patterns: from each position the pattern that covers most of the rest,
     the shortest of equals. A pattern whose length divides `cycle` is repeated to that length, which
     is what a step of the scan runs."""
-    segments, place = [], 0
-    while place < len(layers):
-        rest = layers[place:]
+    segments, start = [], 0
+    while start < len(layers):
+        rest = layers[start:]
         best = (1, 1)  # length, repeats
-        for length in range(1, min(LONGEST_PATTERN, len(rest) // 2) + 1):
+        for length in range(1, min(MAX_PATTERN_LENGTH, len(rest) // 2) + 1):
             repeats = 1
             while rest[repeats * length : (repeats + 1) * length] == rest[:length]:
                 repeats += 1
             if repeats > 1 and length * repeats > best[0] * best[1]:
                 best = (length, repeats)
         length, repeats = best
-        times = cycle // length if cycle % length == 0 else 1
-        if 1 < times <= repeats:
-            length, repeats = cycle, repeats // times
+        factor = cycle // length if cycle % length == 0 else 1
+        if 1 < factor <= repeats:
+            length, repeats = cycle, repeats // factor
         segments.append(Segment(tuple(rest[:length]), repeats))
-        place += length * repeats
+        start += length * repeats
     return segments
 
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """Names of tensors that are kept on the device or moved to the host; everything else is
-    computed again.
+    """Names of the intermediates that are saved on the device or offloaded to the host; all others
+    are recomputed in the backward pass.
     """
 
-    kept: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
 
     def wrap(self, function: Callable, in_scan: bool) -> Callable:
-        named = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(self.kept),
+        by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.saved),
             names_which_can_be_offloaded=list(self.offloaded),
             offload_src="device",
             offload_dst="pinned_host",
         )
-        attended = not RESULTS_OF_ATTENTION.isdisjoint(self.kept)
+        saves_attention = not ATTENTION_OUTPUTS.isdisjoint(self.saved)
 
-        def policy(primitive: Any, *arguments: Any, **options: Any) -> Any:
-            return (attended and primitive.name == cudnn.FORWARD_PRIMITIVE) or named(
-                primitive, *arguments, **options
-            )
+        def policy(primitive: Any, *args: Any, **options: Any) -> Any:
+            if saves_attention and primitive.name in OUTPUT_PRIMITIVES:
+                return True
+            return by_name(primitive, *args, **options)
 
-        # Inside a loop, XLA cannot merge the two computations of a tensor; elsewhere it has to be
-        # kept from it.
+        # Inside a loop, XLA cannot merge the two computations of a tensor; elsewhere it must be
+        # prevented.
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
-def build(spec: Spec, dtype: Any, initializer: Initializer) -> nnx.Module:
+def build(spec: Spec, dtype: Any, initializer: Initializer) -> Sublayer:
     return spec.build(initializer, dtype)
 
 
 class Stack(nnx.Module):
-    """The layers of one segment. `scanned` and `axis` say how their weights are kept."""
+    """The layers of one segment. If `scanned`, their weights are stacked along `scan_axis`."""
 
     def __init__(
         self,
         initializer: Initializer,
         segment: Segment,
-        first: int,
+        *,
+        first_layer: int,
         dtype: Any,
         scanned: bool,
-        axis: int,
+        scan_axis: int,
         remat: RematPolicy | None,
         on_host: bool = False,
     ):
-        self.segment, self.first, self.scanned, self.axis, self.remat = (
-            segment,
-            first,
-            scanned,
-            axis,
-            remat,
-        )
+        self.segment = segment
+        self.first_layer = first_layer
+        self.scanned = scanned
+        self.scan_axis = scan_axis
+        self.remat = remat
         self.on_host = (
-            on_host  # weights live in host memory and come to the device with their layer
+            on_host  # weights are in host memory, and copied to the device layer by layer
         )
-        width = len(segment.pattern)
         blocks: list[Any] = []
-        for place, spec in enumerate(segment.pattern):
+        for index, spec in enumerate(segment.pattern):
             initializers = [
-                initializer.child(f"layer_{first + repeat * width + place}")
+                initializer.child(f"layer_{self.layer_index(repeat, index)}")
                 for repeat in range(segment.repeats)
             ]
+            make = partial(build, spec, dtype)
             if scanned:
-                blocks.append(stack(partial(build, spec, dtype), initializers, axis))
+                blocks.append(build_stacked(make, initializers, scan_axis))
             else:
-                blocks.append(nnx.List(alike(partial(build, spec, dtype), initializers)))
+                blocks.append(nnx.List(build_each(make, initializers)))
         self.blocks: Any = nnx.List(blocks)
 
+    def layer_index(self, repeat: Any, index: int) -> Any:
+        """The index in the model of a layer of the pattern."""
+        return self.first_layer + repeat * len(self.segment.pattern) + index
+
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
-        """The stream after these layers, and by place in the pattern what its layers report,
+        """The residual after these layers, and by index in the pattern the aux of its layers,
         [repeats, ...].
         """
         return self.scan(x, inputs) if self.scanned else self.unroll(x, inputs)
 
     def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
-        reports: dict[int, list[Aux]] = {place: [] for place in range(len(self.blocks))}
+        auxes: dict[int, list[Aux]] = {index: [] for index in range(len(self.blocks))}
         programs: list[Any] = [
             partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks
         ]
         if self.segment.repeats > 1 and isinstance(x, jax.core.Tracer):
-            # As part of a program, layers of one place are the same one: it is traced once, and
-            # called.
+            # Inside a program, layers of one index in the pattern are traced once and called.
             programs = list(map(jax.jit, programs))
         for repeat in range(self.segment.repeats):
-            for place, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):
-                index = self.first + repeat * len(self.segment.pattern) + place
-                x, aux = program(nnx.split(layers[repeat])[1], x, inputs.fold(index))
-                reports[place].append(aux)
+            for index, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):
+                layer_inputs = inputs.fold(self.layer_index(repeat, index))
+                x, aux = program(nnx.split(layers[repeat])[1], x, layer_inputs)
+                auxes[index].append(aux)
         return x, {
-            place: jax.tree.map(lambda *each: jnp.stack(each), *auxes)
-            for place, auxes in reports.items()
+            index: jax.tree.map(lambda *values: jnp.stack(values), *by_repeat)
+            for index, by_repeat in auxes.items()
         }
 
     def scan(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
-        graphs, states = zip(*(slices(layer, self.axis) for layer in self.blocks), strict=True)
+        graphs, states = zip(
+            *(layers_first(layer, self.scan_axis) for layer in self.blocks), strict=True
+        )
 
         def body(
             x: jax.Array, step: tuple[jax.Array, Sequence[nnx.State]]
         ) -> tuple[jax.Array, dict[int, Aux]]:
             repeat, weights = step
-            reports = {}
-            for place, (graph, state) in enumerate(zip(graphs, weights, strict=True)):
-                index = self.first + repeat * len(graphs) + place
-                x, reports[place] = self.apply(graph, state, x, inputs.fold(index))
-            return x, reports
+            auxes = {}
+            for index, (graph, state) in enumerate(zip(graphs, weights, strict=True)):
+                layer_inputs = inputs.fold(self.layer_index(repeat, index))
+                x, auxes[index] = self.apply(graph, state, x, layer_inputs)
+            return x, auxes
 
         return jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
 
     def step(
-        self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Cache]
-    ) -> tuple[jax.Array, list[Cache]]:
-        """The stream after these layers, one after the other, each with its cache, and the caches
-        extended.
-        """
-        after = []
-        for index in range(self.segment.layers):
-            repeat, place = divmod(index, len(self.segment.pattern))
-            if self.scanned:
-                graph, stacked = slices(self.blocks[place], self.axis)
-                layer = nnx.merge(graph, jax.tree.map(lambda value: value[repeat], stacked))  # noqa: B023 - used at once
-            else:
-                layer = self.blocks[place][repeat]
-            x, aux = layer(x, replace(inputs, cache=caches[index]))
-            after.append(aux["cache"])
-        return x, after
+        self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Any]
+    ) -> tuple[jax.Array, list[Any]]:
+        """The residual after these layers, each with its cache, and the updated caches."""
+        updated = []
+        for layer_index in range(self.segment.layers):
+            repeat, index = divmod(layer_index, len(self.segment.pattern))
+            layer = self.layer(index, repeat)
+            forward = layer.decode if x.shape[1] == 1 else layer
+            x, aux = forward(x, replace(inputs, cache=caches[layer_index]))
+            updated.append(aux["cache"])
+        return x, updated
+
+    def layer(self, index: int, repeat: int) -> Sublayer:
+        if not self.scanned:
+            return self.blocks[index][repeat]
+        graph, stacked = layers_first(self.blocks[index], self.scan_axis)
+        return nnx.merge(graph, jax.tree.map(lambda value: value[repeat], stacked))
 
     def apply(
         self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs
@@ -203,11 +205,13 @@ class Stack(nnx.Module):
         def run(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             if self.on_host:
                 state = to_device(state)
-            return auto_sharded(layer, state, x, inputs, out_axes=STREAM[x.ndim], has_aux=True)
+            return auto_sharded(
+                layer, state, x, inputs, out_axes=RESIDUAL_AXES[x.ndim], has_aux=True
+            )
 
         def layer(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
             return nnx.merge(graph, state)(x, inputs)
 
-        looped = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one
-        function = self.remat.wrap(run, looped) if self.remat else run
+        in_loop = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one
+        function = self.remat.wrap(run, in_loop) if self.remat else run
         return function(state, x, inputs)

@@ -13,7 +13,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.architecture import Architecture
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.mla import MlaSpec
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec

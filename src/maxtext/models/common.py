@@ -9,7 +9,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.attention import AttentionMask, BlockSizes
 from maxtext.layers.attention import AttentionSpec, Moba
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.engram import EngramSpec
 from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.mlp import MlpSpec

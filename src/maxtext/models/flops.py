@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.attention import AttentionSpec, Moba
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.engram import EngramSpec
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
 from maxtext.layers.indexer import IndexerSpec

@@ -10,37 +10,45 @@ from flax import nnx
 
 from maxtext.common import hash_rng
 from maxtext.configs.types import MaxTextConfig
-from maxtext.kernels.cross_entropy import tiled_cross_entropy
-from maxtext.layers import eight_bits
-from maxtext.layers.block import LayerSpec
 from maxtext.layers.cache import CacheSize
+from maxtext.layers.context import TRAIN, BuildContext, choose, describe_choice
+from maxtext.layers.decoder_layer import BLOCKS, LayerSpec
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
-from maxtext.layers.inputs import Cache, LayerInputs
-from maxtext.layers.linear import Linear, together, weights_first
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.linear import Linear, build_linear, order_weight_grads, project
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.stack import STREAM, RematPolicy, Stack
+from maxtext.layers.stack import RESIDUAL_AXES, RematPolicy, Stack
 from maxtext.models.common import norm_spec
+from maxtext.models.head_loss import HEAD_LOSSES, HeadSpec
 from maxtext.models.registry import family, layers, segments
 from maxtext.sharding import constrain
 from maxtext.sharding.explicit import auto_sharded
-from maxtext.sharding.manual import only_platform
+from maxtext.sharding.rules import AxisRules
 
-Caches = list[Cache]
-# Of products in eight bits, by `quantization`. Where weights are kept as integers, for inference,
-# there is none.
-RECIPES = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
+Caches = list[Any]  # a cache for each layer
+# The precision of matmuls, by `quantization`.
+PRECISIONS = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
 
 
 class Transformer(nnx.Module):
-    def __init__(self, config: MaxTextConfig, key: jax.Array | None, loop: bool = False):
-        quantization = config.quantization.value if config.quantization else ""
-        recipe = RECIPES.get(quantization, "")
+    def __init__(
+        self,
+        config: MaxTextConfig,
+        key: jax.Array | None,
+        context: BuildContext,
+        loop: bool = False,
+    ):
         initializer = Initializer(
-            key, config.weight_dtype.value, config.dense_init_scale, recipe, loop
+            key=key,
+            dtype=config.weight_dtype.value,
+            init_scale=config.dense_init_scale,
+            context=context,
+            loop=loop,
         )
+        self.context = context
         self.dtype = config.dtype.value
         self.embed_dim = config.emb_dim
         self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
@@ -75,31 +83,32 @@ class Transformer(nnx.Module):
                 Stack(
                     layer_initializer,
                     segment,
-                    first,
-                    self.dtype,
-                    config.scan_layers,
-                    config.param_scan_axis,
-                    remat(config),
-                    config.parameter_memory_host_offload,
+                    first_layer=first,
+                    dtype=self.dtype,
+                    scanned=config.scan_layers,
+                    scan_axis=config.param_scan_axis,
+                    remat=remat(config),
+                    on_host=config.parameter_memory_host_offload,
                 )
             )
             first += segment.layers
         self.layers = nnx.List(stacks)
         self.mtp = multi_token(config, initializer.child("mtp"), self.dtype)
         self.final_norm = Norm(initializer, final_norm(config), self.embed_dim, self.dtype)
-        if config.logits_via_embedding:
-            self.head = None
-        else:
-            axes = ("embed_vocab", "vocab")
-            exact = quantization != "fp8_full"
-            self.head = Linear(
-                initializer.child("head"),
-                in_shape=(self.embed_dim,),
-                out_shape=(config.vocab_size,),
-                axes=axes,
-                dtype=self.logit_dtype,
-                exact=exact,
-            )
+        self.head = None if config.logits_via_embedding else self.build_head(initializer, config)
+        self.head_loss = choose(HEAD_LOSSES, head_spec(config), context).implementation
+
+    def build_head(self, initializer: Initializer, config: MaxTextConfig) -> Linear:
+        spec = head_spec(config)
+        return build_linear(
+            initializer,
+            "head",
+            in_shape=(spec.embed_dim,),
+            out_shape=(spec.vocab_size,),
+            axes=("embed_vocab", "vocab"),
+            dtype=spec.dtype,
+            exact=spec.exact,
+        )
 
     def __call__(
         self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
@@ -125,7 +134,7 @@ class Transformer(nnx.Module):
             state,
             ids,
             inputs.positions,
-            out_axes=STREAM[3 if self.streams == 1 else 4],
+            out_axes=RESIDUAL_AXES[3 if self.streams == 1 else 4],
         )
         inputs = replace(inputs, tokens=ids)
         reports = {}
@@ -133,7 +142,7 @@ class Transformer(nnx.Module):
             x, report = stack(x, inputs)
             reports[number] = {"blocks": report}
         if self.streams > 1:
-            x = auto_sharded(collapse, x, out_axes=STREAM[3])
+            x = auto_sharded(collapse, x, out_axes=RESIDUAL_AXES[3])
         return x, {"layers": reports}
 
     def step(self, ids: jax.Array, inputs: LayerInputs, caches: Caches) -> tuple[jax.Array, Caches]:
@@ -168,24 +177,24 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[..., E] to [..., V]."""
-        logits = self.scores(x)
+        logits = self.project_logits(x)
         if self.float32_logits:
             logits = logits.astype(jnp.float32)
         return (
             logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
         )
 
-    def scores(self, x: jax.Array) -> jax.Array:
-        """Logits as the head gives them."""
+    def project_logits(self, x: jax.Array) -> jax.Array:
+        """The logits of the head, before the soft cap."""
         x = x.astype(self.logit_dtype)
         if x.ndim == 3:
             x = constrain(
                 x, "activation_embed_and_logits_batch", "activation_length", "activation_embed"
             )
         if self.head is not None:
-            [logits] = together(x, self.head, weights_early=True)
+            [logits] = project(x, self.head, weight_grads_first=True)
         else:
-            x, table = weights_first(x, self.embedder.embedding[...].astype(self.logit_dtype))
+            x, table = order_weight_grads(x, self.embedder.embedding[...].astype(self.logit_dtype))
             logits = x @ table.T * self.logit_scale
         if x.ndim == 3:
             logits = constrain(
@@ -195,13 +204,7 @@ class Transformer(nnx.Module):
 
     def losses(self, x: jax.Array, targets: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
         """`tiled_cross_entropy` of the logits of x [B, S, E]."""
-        if self.logit_cap is not None:  # a kernel would need capped logits as an array of their own
-            return tiled_cross_entropy(self.logits, x, targets, tiles)
-        if tiles == 1 and self.head is not None:
-            found = eight_bits.scored(self.head, x.astype(self.logit_dtype), targets)
-            if found is not None:
-                return found
-        return tiled_cross_entropy(self.scores, x, targets, tiles, only_platform())
+        return self.head_loss.run(self, x, targets, tiles)
 
 
 def empty_caches(config: MaxTextConfig, size: CacheSize) -> Caches | None:
@@ -215,6 +218,18 @@ def empty_caches(config: MaxTextConfig, size: CacheSize) -> Caches | None:
             return None
         caches.append(cache)
     return caches
+
+
+def head_spec(config: MaxTextConfig) -> HeadSpec:
+    quantization = config.quantization.value if config.quantization else ""
+    return HeadSpec(
+        embed_dim=config.emb_dim,
+        vocab_size=config.vocab_size,
+        dtype="float32" if config.logits_dot_in_fp32 else config.dtype.value,
+        exact=quantization != "fp8_full",
+        tied=config.logits_via_embedding,
+        capped=bool(config.final_logits_soft_cap),
+    )
 
 
 def final_norm(config: MaxTextConfig) -> NormSpec:
@@ -239,14 +254,49 @@ def remat(config: MaxTextConfig) -> RematPolicy | None:
     return RematPolicy(tuple(config.tensors_on_device), tuple(config.tensors_to_offload))
 
 
-def make_template(config: MaxTextConfig) -> Template:
-    """The abstract model of a configuration."""
-    return Template.of(lambda: Transformer(config, None))
+def build_context(
+    config: MaxTextConfig,
+    rules: AxisRules | None = None,
+    mode: str = TRAIN,
+    quantized_weights: bool = False,
+    decode_rows: int = 0,
+) -> BuildContext:
+    """The context of a configuration on the devices of a mesh; without one, on any device."""
+    quantization = config.quantization.value if config.quantization else ""
+    options: dict[str, Any] = {
+        "mode": mode,
+        "dtype": config.dtype.value,
+        "weight_dtype": config.weight_dtype.value,
+        "precision": "" if quantized_weights else PRECISIONS.get(quantization, ""),
+        "quantized_weights": quantized_weights,
+        "scanned": config.scan_layers,
+        "decode_rows": decode_rows,
+    }
+    return BuildContext(**options) if rules is None else BuildContext.from_rules(rules, **options)
+
+
+def make_template(config: MaxTextConfig, context: BuildContext | None = None) -> Template:
+    """The abstract model of a configuration. Without a context it has the parameters that
+    checkpoints have, and the reference implementations."""
+    context = build_context(config) if context is None else context
+    return Template.of(lambda: Transformer(config, None, context))
+
+
+def implementations(config: MaxTextConfig, context: BuildContext) -> list[str]:
+    """A line for each kind of layer: which implementation it has, and why no faster one."""
+    choices = [
+        choose(BLOCKS, layer, context) for layer in layers(config) if isinstance(layer, LayerSpec)
+    ]
+    lines = [
+        describe_choice(choice, choices.count(choice), len(choices), "layers")
+        for choice in dict.fromkeys(choices)
+    ]
+    head = choose(HEAD_LOSSES, head_spec(config), context)
+    return lines if context.mode != TRAIN else [*lines, describe_choice(head, 1, 1, "head loss")]
 
 
 def initial_weights(config: MaxTextConfig, loop: bool = False) -> Any:
     """Fresh weights as a nested dict; to be called under jit, so that they are born where they
     belong. `loop`: compiled faster, but not to be used one by one."""
-    return nnx.to_pure_dict(
-        nnx.state(Transformer(config, hash_rng.key_from_seed(config.init_weights_seed), loop))
-    )
+    key = hash_rng.key_from_seed(config.init_weights_seed)
+    return nnx.to_pure_dict(nnx.state(Transformer(config, key, build_context(config), loop)))

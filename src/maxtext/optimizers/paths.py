@@ -1,6 +1,6 @@
 """Names of parameters, and the regexes that select them.
 
-A parameter's name is its path in the tree joined by "/": `layers/0/0/attention/query/kernel`.
+A parameter's name is its path in the tree joined by "/": `layers/0/0/attention/query/weight`.
 Patterns are searched in it (`re.search`), so `norm` selects every parameter with norm anywhere in
 its path, and `^head/` only the head's.
 """

@@ -39,7 +39,7 @@ def clip_mla(
     query = "query_b" if "query_b" in weights else "query"
 
     def scaled(name: str, nope: jax.Array, rest: jax.Array) -> Tree:
-        kernel = weights[name]["kernel"]
+        kernel = weights[name]["weight"]
         layered = (
             kernel if layers_axis is None else jnp.moveaxis(kernel, layers_axis, 0)
         )  # [(L,) R, H, N + rest]
@@ -48,7 +48,7 @@ def clip_mla(
         )  # [(L,) H, N + rest]
         clipped = (layered * factors[..., None, :, :]).astype(kernel.dtype)
         return weights[name] | {
-            "kernel": clipped if layers_axis is None else jnp.moveaxis(clipped, 0, layers_axis)
+            "weight": clipped if layers_axis is None else jnp.moveaxis(clipped, 0, layers_axis)
         }
 
     return weights | {

@@ -32,14 +32,6 @@ def current() -> AxisRules | None:
     return rules if rules is not None and rules.mesh.size > 1 else None
 
 
-def only_platform() -> str | None:
-    """Of the one device that a step is traced for; None if there are several."""
-    rules = active_rules()
-    if rules is None:
-        return jax.default_backend()
-    return platform(rules) if rules.mesh.size == 1 and not rules.one_of_several else None
-
-
 def run_manual(
     rules: AxisRules,
     function: Callable[..., Any],

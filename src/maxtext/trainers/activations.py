@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
-from maxtext.models.transformer import make_template
+from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.losses import language_model_losses, layer_inputs
@@ -51,9 +51,10 @@ def activations_by_policy(
     policies = ["none", *(name for name in SAVED_ON_DEVICE if name not in ALIASES)]
     if config.remat_policy == "custom":
         policies.append("custom")
-    with use_rules(single_device_rules(platform, rules.mesh.size)):
-        traces = {policy: trace(with_policy(config, policy)) for policy in policies}
-        layers_only = trace(with_policy(config, "full"), without_head=True)
+    device = single_device_rules(platform, rules.mesh.size)
+    with use_rules(device):
+        traces = {policy: trace(with_policy(config, policy), device) for policy in policies}
+        layers_only = trace(with_policy(config, "full"), device, without_head=True)
     full = residual_bytes(traces["full"], reader, rows)
     outer = full.device - residual_bytes(layers_only, reader, rows).device
     step_flops = matmul_flops(traces["none"].jaxpr)
@@ -117,9 +118,9 @@ class Traced:
     residuals: list[Any]  # variables of the jaxpr
 
 
-def trace(config: MaxTextConfig, without_head: bool = False) -> Traced:
+def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) -> Traced:
     """The loss of one microbatch and its gradient; or the embedding and the layers alone."""
-    template = make_template(config)
+    template = make_template(config, build_context(config, device))
     field = jax.ShapeDtypeStruct((ROWS, config.max_target_length), jnp.int32)
 
     def loss(weights: Any, batch: dict[str, jax.Array]) -> Any:

@@ -13,7 +13,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
-from maxtext.models.transformer import initial_weights, make_template
+from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.optimizers import make_optimizer
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.shardings import Shardings
@@ -38,7 +38,7 @@ class RunContext:
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
-        template = make_template(config)
+        template = make_template(config, build_context(config, rules))
         return cls(
             config=config,
             rules=rules,

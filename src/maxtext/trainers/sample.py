@@ -10,6 +10,7 @@ from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling import SamplingParams
+from maxtext.models.transformer import build_context
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.run_context import RunContext
@@ -48,7 +49,8 @@ def complete(context: RunContext, weights: Any, max_new_tokens: int) -> str:
         stop_token_ids=eos_ids,
     )
     weights = jax.device_put(weights, jax.tree.map(on_device, context.shardings.weights))
-    programs = Programs(config, context.template, context.rules)
-    engine = InferenceEngine(programs, weights, 1, len(ids) + max_new_tokens, keep_layout=True)
+    build = build_context(config, context.rules)
+    programs = Programs(config, context.template, context.rules, build)
+    engine = InferenceEngine(programs, weights, 1, len(ids) + max_new_tokens)
     (new_ids,) = engine.generate([GenerationRequest(ids, params)])
     return tokenizer.decode([*ids, *(token for token in new_ids if token not in eos_ids)])

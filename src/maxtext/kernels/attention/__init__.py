@@ -10,6 +10,7 @@
 too.
 """
 
+from maxtext.kernels.attention import cudnn
 from maxtext.kernels.attention.checks import validate_inputs
 from maxtext.kernels.attention.dispatch import (
     AUTOSELECTED,
@@ -32,9 +33,14 @@ from maxtext.kernels.attention.request import (
 from maxtext.kernels.attention.statistics import max_logits, mean_weights
 from maxtext.kernels.attention.topk import ties_depend_on_length, torch_topk_mask
 
+# JAX primitives whose result is the output of attention: what they return cannot be named for
+# rematerialization.
+OUTPUT_PRIMITIVES = frozenset({cudnn.FORWARD_PRIMITIVE})
+
 __all__ = [
     "AUTOSELECTED",
     "BACKENDS",
+    "OUTPUT_PRIMITIVES",
     "AttentionInputs",
     "AttentionMask",
     "AttentionRequest",

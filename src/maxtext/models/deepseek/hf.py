@@ -174,24 +174,24 @@ def layer_rules() -> list[Rule]:
     mlp, native_mlp = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
     return [
         *norm_rules(PRE_NORMS),
-        Rule(f"{hf}q_proj.weight", f"{native}query/kernel", "(h w) e -> e h w"),
-        Rule(f"{hf}q_a_proj.weight", f"{native}query_a/kernel", "r e -> e r"),
+        Rule(f"{hf}q_proj.weight", f"{native}query/weight", "(h w) e -> e h w"),
+        Rule(f"{hf}q_a_proj.weight", f"{native}query_a/weight", "r e -> e r"),
         Rule(f"{hf}q_a_proj.bias", f"{native}query_a/bias", "r -> r"),
         Rule(f"{hf}q_a_layernorm.weight", f"{native}query_norm/scale", "r -> r"),
-        Rule(f"{hf}q_b_proj.weight", f"{native}query_b/kernel", "(h w) r -> r h w"),
-        Rule(f"{hf}kv_a_proj_with_mqa.weight", f"{native}kv_a/kernel", "r e -> e r"),
+        Rule(f"{hf}q_b_proj.weight", f"{native}query_b/weight", "(h w) r -> r h w"),
+        Rule(f"{hf}kv_a_proj_with_mqa.weight", f"{native}kv_a/weight", "r e -> e r"),
         Rule(f"{hf}kv_a_proj_with_mqa.bias", f"{native}kv_a/bias", "r -> r"),
         Rule(f"{hf}kv_a_layernorm.weight", f"{native}kv_norm/scale", "r -> r"),
-        Rule(f"{hf}kv_b_proj.weight", f"{native}kv_b/kernel", "(h w) r -> r h w"),
-        Rule(f"{hf}o_proj.weight", f"{native}out/kernel", "e (h d) -> h d e"),
+        Rule(f"{hf}kv_b_proj.weight", f"{native}kv_b/weight", "(h w) r -> r h w"),
+        Rule(f"{hf}o_proj.weight", f"{native}out/weight", "e (h d) -> h d e"),
         Rule(f"{hf}o_proj.bias", f"{native}out/bias", "e -> e"),
-        Rule(f"{hf}indexer.wq_b.weight", f"{native}indexer/query/kernel", "(h d) r -> r h d"),
-        Rule(f"{hf}indexer.wk.weight", f"{native}indexer/key/kernel", "d e -> e d"),
+        Rule(f"{hf}indexer.wq_b.weight", f"{native}indexer/query/weight", "(h d) r -> r h d"),
+        Rule(f"{hf}indexer.wk.weight", f"{native}indexer/key/weight", "d e -> e d"),
         Rule(f"{hf}indexer.k_norm.weight", f"{native}indexer/key_norm/scale", "d -> d"),
         Rule(f"{hf}indexer.k_norm.bias", f"{native}indexer/key_norm/bias", "d -> d"),
-        Rule(f"{hf}indexer.weights_proj.weight", f"{native}indexer/weight/kernel", "h e -> e h"),
+        Rule(f"{hf}indexer.weights_proj.weight", f"{native}indexer/weight/weight", "h e -> e h"),
         *mlp_rules(),
-        Rule(f"{mlp}gate.weight", f"{native_mlp}router/kernel", "x e -> e x"),
+        Rule(f"{mlp}gate.weight", f"{native_mlp}router/weight", "x e -> e x"),
         Rule(f"{mlp}gate.e_score_correction_bias", f"{native_mlp}router/bias", "x -> x"),
         *expert_rules(f"{mlp}experts."),
         *mlp_rules(f"{mlp}shared_experts.", f"{native_mlp}shared/"),
@@ -205,7 +205,7 @@ def multi_token_rules(config: MaxTextConfig) -> list[Rule]:
     rules = []
     for layer in range(config.mtp_num_layers):
         hf, native = f"model.layers.{config.num_decoder_layers + layer}.", f"mtp/layers/{layer}/"
-        rules.append(Rule(f"{hf}eh_proj.weight", f"{native}projection/kernel", "e f -> f e"))
+        rules.append(Rule(f"{hf}eh_proj.weight", f"{native}projection/weight", "e f -> f e"))
         for hf_norm, native_norm in MULTI_TOKEN_NORMS.items():
             rules.append(Rule(f"{hf}{hf_norm}.weight", f"{native}{native_norm}/scale", "e -> e"))
         for rule in layer_rules():

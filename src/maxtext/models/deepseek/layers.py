@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.mla import MlaSpec
 from maxtext.models.common import (

@@ -225,7 +225,7 @@ def gemma4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
         *rules,
         *norm_rules(parallel_norms),
         *mlp_rules(f"{HF_LAYER}mlp.", f"{native}dense/"),
-        Rule(f"{HF_LAYER}router.proj.weight", f"{native}sparse/router/kernel", "x e -> e x"),
+        Rule(f"{HF_LAYER}router.proj.weight", f"{native}sparse/router/weight", "x e -> e x"),
         Rule(f"{HF_LAYER}router.scale", f"{native}sparse/router/scale", "e -> e"),
         Rule(f"{HF_LAYER}router.per_expert_scale", f"{native}sparse/router/expert_scale", "x -> x"),
         *stacked_expert_rules(

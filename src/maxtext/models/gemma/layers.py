@@ -9,8 +9,8 @@ from flax import nnx
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import LayerSpec
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.norms import Norm, NormSpec
@@ -137,7 +137,7 @@ class GemmaFeed:
         return GemmaFeedForward(initializer, self, embed_dim, dtype)
 
 
-class GemmaFeedForward(nnx.Module):
+class GemmaFeedForward(Sublayer):
     def __init__(self, initializer: Initializer, spec: GemmaFeed, embed_dim: int, dtype: Any):
         self.dense = spec.mlp.build(initializer.child("dense"), embed_dim, dtype)
         self.sparse = spec.experts.build(initializer.child("sparse"), embed_dim, dtype)

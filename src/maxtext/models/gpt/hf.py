@@ -70,12 +70,12 @@ def gpt2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     rules = [
         Rule("transformer.wte.weight", "embedder/embedding", "v e -> v e"),
         Rule("transformer.wpe.weight", "positions/embedding", "p e -> p e"),
-        Rule("lm_head.weight", "head/kernel", "v e -> e v"),
-        Rule(f"{hf}attn.c_attn.weight", f"{native}attention/qkv/kernel", "e (g k d) -> e k g d"),
+        Rule("lm_head.weight", "head/weight", "v e -> e v"),
+        Rule(f"{hf}attn.c_attn.weight", f"{native}attention/qkv/weight", "e (g k d) -> e k g d"),
         Rule(f"{hf}attn.c_attn.bias", f"{native}attention/qkv/bias", "(g k d) -> k g d"),
         Rule(
             f"{hf}attn.c_attn.weight",
-            tuple(f"{part}/kernel" for part in parts),
+            tuple(f"{part}/weight" for part in parts),
             "e (h d) -> e h d",
             join=1,
         ),
@@ -85,11 +85,11 @@ def gpt2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
             "(h d) -> h d",
             join=0,
         ),
-        Rule(f"{hf}attn.c_proj.weight", f"{native}attention/out/kernel", "(h d) e -> h d e"),
+        Rule(f"{hf}attn.c_proj.weight", f"{native}attention/out/weight", "(h d) e -> h d e"),
         Rule(f"{hf}attn.c_proj.bias", f"{native}attention/out/bias", "e -> e"),
     ]
     for hf_name, name in (("c_fc", "wi"), ("c_proj", "wo")):
-        rules.append(Rule(f"{hf}mlp.{hf_name}.weight", f"{native}mlp/{name}/kernel", "n o -> n o"))
+        rules.append(Rule(f"{hf}mlp.{hf_name}.weight", f"{native}mlp/{name}/weight", "n o -> n o"))
         rules.append(Rule(f"{hf}mlp.{hf_name}.bias", f"{native}mlp/{name}/bias", "o -> o"))
     norms = {f"{hf}ln_1": f"{native}attention_norm", f"{hf}ln_2": f"{native}mlp_norm"}
     for hf_name, name in (norms | {"transformer.ln_f": "final_norm"}).items():

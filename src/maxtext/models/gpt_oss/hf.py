@@ -76,7 +76,7 @@ def gpt_oss_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
         *outer_rules(),
         *norm_rules(PRE_NORMS),
         *attention_rules(config),
-        Rule(f"{mlp}router.weight", f"{native}router/kernel", "x e -> e x"),
+        Rule(f"{mlp}router.weight", f"{native}router/weight", "x e -> e x"),
         Rule(f"{mlp}router.bias", f"{native}router/bias", "x -> x"),
         # Gate and up are interleaved.
         *stacked_expert_rules(f"{mlp}experts.", native, "x e (m b) -> b x e m", "x m e -> x m e"),

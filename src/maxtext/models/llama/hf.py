@@ -110,7 +110,7 @@ def llama4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
         *norm_rules(PRE_NORMS),
         *attention_rules(config),
         *mlp_rules(hf),
-        Rule(f"{hf}router.weight", f"{native}router/kernel", "x e -> e x"),
+        Rule(f"{hf}router.weight", f"{native}router/weight", "x e -> e x"),
         *mlp_rules(f"{hf}shared_expert.", f"{native}shared/"),
         *stacked_expert_rules(f"{hf}experts.", native, "x e (b m) -> b x e m", "x m e -> x m e"),
     ]

@@ -2,7 +2,7 @@
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import Temperature
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.models.common import (
     attention_spec,
     layer_kinds,

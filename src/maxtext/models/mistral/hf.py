@@ -55,7 +55,7 @@ def write_mixtral(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 
 def mixtral_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     moe = f"{HF_LAYER}block_sparse_moe."
-    router = Rule(f"{moe}gate.weight", "layers/{i}/mlp/router/kernel", "x e -> e x")
+    router = Rule(f"{moe}gate.weight", "layers/{i}/mlp/router/weight", "x e -> e x")
     return [*dense_rules(config), router, *expert_rules(f"{moe}experts.", ("w1", "w3", "w2"))]
 
 

@@ -2,7 +2,7 @@
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import LayerSpec
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.models.common import attention_spec, feed_spec, layer_spec, router_spec, uniform
 
 

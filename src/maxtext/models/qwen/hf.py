@@ -139,10 +139,10 @@ def qwen3_moe_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 def moe_rules() -> list[Rule]:
     mlp, native = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
     return [
-        Rule(f"{mlp}gate.weight", f"{native}router/kernel", "x e -> e x"),
+        Rule(f"{mlp}gate.weight", f"{native}router/weight", "x e -> e x"),
         *expert_rules(f"{mlp}experts."),
         *mlp_rules(f"{mlp}shared_expert.", f"{native}shared/"),
-        Rule(f"{mlp}shared_expert_gate.weight", f"{native}shared_gate/kernel", "n e -> e n"),
+        Rule(f"{mlp}shared_expert_gate.weight", f"{native}shared_gate/weight", "n e -> e n"),
     ]
 
 
@@ -217,7 +217,7 @@ def delta_net_rules(
         # A head's query and its gate are adjacent.
         Rule(
             f"{attention}q_proj.weight",
-            (f"{native}query/kernel", f"{native}output_gate/kernel"),
+            (f"{native}query/weight", f"{native}output_gate/weight"),
             "(h w) e -> e h w",
             join="w",
         ),
@@ -239,7 +239,7 @@ def delta_net_rules(
         Rule(f"{net}A_log", f"{native}log_rate", "(k g) -> k g"),
         Rule(f"{net}dt_bias", f"{native}step_bias", "(k g) -> k g"),
         Rule(f"{net}norm.weight", f"{native}norm/scale", "d -> d"),
-        Rule(f"{net}out_proj.weight", f"{native}out/kernel", "e (k w) -> k w e"),
+        Rule(f"{net}out_proj.weight", f"{native}out/weight", "e (k w) -> k w e"),
     ]
     return [
         *outer_rules(),
@@ -253,8 +253,8 @@ def delta_net_rules(
 
 def qwen3_next_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     net, native = f"{HF_LAYER}linear_attn.", "layers/{i}/attention/"
-    projections = tuple(f"{native}{name}/kernel" for name in ("query", "key", "value", "gate"))
-    gates = (f"{native}beta/kernel", f"{native}decay/kernel")
+    projections = tuple(f"{native}{name}/weight" for name in ("query", "key", "value", "gate"))
+    gates = (f"{native}beta/weight", f"{native}decay/weight")
     return delta_net_rules(
         config,
         layers,
@@ -267,15 +267,15 @@ def qwen3_next_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 
 def qwen3_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     net, native = f"{HF_LAYER}linear_attn.", "layers/{i}/attention/"
-    projections = tuple(f"{native}{name}/kernel" for name in ("query", "key", "value"))
+    projections = tuple(f"{native}{name}/weight" for name in ("query", "key", "value"))
     return delta_net_rules(
         config,
         layers,
         [
             Rule(f"{net}in_proj_qkv.weight", projections, "(k w) e -> e k w", join=0),
-            Rule(f"{net}in_proj_z.weight", f"{native}gate/kernel", "(k w) e -> e k w"),
-            Rule(f"{net}in_proj_b.weight", f"{native}beta/kernel", "(k w) e -> e k w"),
-            Rule(f"{net}in_proj_a.weight", f"{native}decay/kernel", "(k w) e -> e k w"),
+            Rule(f"{net}in_proj_z.weight", f"{native}gate/weight", "(k w) e -> e k w"),
+            Rule(f"{net}in_proj_b.weight", f"{native}beta/weight", "(k w) e -> e k w"),
+            Rule(f"{net}in_proj_a.weight", f"{native}decay/weight", "(k w) e -> e k w"),
         ],
     )
 

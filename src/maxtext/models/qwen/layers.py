@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import LayerSpec, stream
+from maxtext.layers.block import constrain_residual
+from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
-from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import build_linear
 from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.moe import MoeSpec
 from maxtext.layers.norms import Norm, NormSpec
@@ -122,11 +122,11 @@ class NarrowSpec:
     mlp: MoeSpec | MlpSpec
     norm: NormSpec
 
-    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
+    def build(self, initializer: Initializer, dtype: Any) -> "NarrowBlock":
         return NarrowBlock(initializer, self, dtype)
 
 
-class NarrowBlock(nnx.Module):
+class NarrowBlock(Sublayer):
     def __init__(self, initializer: Initializer, spec: NarrowSpec, dtype: Any):
         self.attention_norm = Norm(initializer, spec.norm, spec.embed_dim, dtype)
         self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
@@ -135,8 +135,9 @@ class NarrowBlock(nnx.Module):
         widens = spec.mlp_dim != spec.embed_dim
         axes = ("mlp", "embed")
         self.widen = (
-            Linear(
-                initializer.child("widen"),
+            build_linear(
+                initializer,
+                "widen",
                 in_shape=(spec.mlp_dim,),
                 out_shape=(spec.embed_dim,),
                 axes=axes,
@@ -147,9 +148,11 @@ class NarrowBlock(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        mixed, _ = self.attention(self.attention_norm(stream(x)), inputs.fold(0))
-        fed, aux = self.mlp(self.mlp_norm(mixed), inputs.fold(1))
-        return stream(x + (fed if self.widen is None else self.widen(fed))), aux
+        attn_out, _ = self.attention(self.attention_norm(constrain_residual(x)), inputs.fold(0))
+        mlp_out, aux = self.mlp(self.mlp_norm(attn_out), inputs.fold(1))
+        if self.widen is not None:
+            mlp_out = self.widen(mlp_out)
+        return constrain_residual(x + mlp_out), aux
 
 
 @layer_flops.register

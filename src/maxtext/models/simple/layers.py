@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.linear import Linear
+from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.linear import build_linear
 from maxtext.layers.parameters import Initializer
 from maxtext.models.flops import layer_flops
 
@@ -20,18 +20,19 @@ class SimpleSpec:
     embed_dim: int
     hidden_dim: int | None = None
 
-    def build(self, initializer: Initializer, dtype: Any) -> nnx.Module:
+    def build(self, initializer: Initializer, dtype: Any) -> "SimpleBlock":
         return SimpleBlock(initializer, self, dtype)
 
 
-class SimpleBlock(nnx.Module):
+class SimpleBlock(Sublayer):
     def __init__(self, initializer: Initializer, spec: SimpleSpec, dtype: Any):
         embed_dim, hidden_dim = spec.embed_dim, spec.hidden_dim
         if hidden_dim is None:
             self.products = nnx.List(
                 [
-                    Linear(
-                        initializer.child("product"),
+                    build_linear(
+                        initializer,
+                        "product",
                         in_shape=(embed_dim,),
                         out_shape=(embed_dim,),
                         axes=("embed", None),
@@ -40,15 +41,17 @@ class SimpleBlock(nnx.Module):
                 ]
             )
         else:
-            up = Linear(
-                initializer.child("up"),
+            up = build_linear(
+                initializer,
+                "up",
                 in_shape=(embed_dim,),
                 out_shape=(hidden_dim,),
                 axes=("embed", "mlp"),
                 dtype=dtype,
             )
-            down = Linear(
-                initializer.child("down"),
+            down = build_linear(
+                initializer,
+                "down",
                 in_shape=(hidden_dim,),
                 out_shape=(embed_dim,),
                 axes=("mlp", "embed"),

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.common.gpu import gpu_capability, target_capability
+from maxtext.common.gpu import gpu_capability
 from maxtext.kernels.attention import (
     AttentionInputs,
     AttentionMask,
@@ -24,29 +24,23 @@ from maxtext.kernels.attention import (
     validate_inputs,
     zero_fully_masked_queries,
 )
-from maxtext.kernels.decode import paged_attention
-from maxtext.layers.inputs import LayerInputs
-from maxtext.sharding.manual import current, only_platform, platform, run_manual, sharding
-from maxtext.sharding.rules import AxisRules, active_rules
+from maxtext.sharding.manual import current, run_manual, sharding
+from maxtext.sharding.rules import AxisRules
 
-Arrays = dict[str, jax.Array]
 QUERY = ("activation_batch_attn", "activation_length_attn", "activation_heads", None)
 
 
-def attend(inputs: AttentionInputs, backend: str) -> jax.Array:
-    """[B, S, H, Dv], as `kernels.attention.run_attention`."""
-    rules = active_rules()
-    kind = (
-        None if rules is None else platform(rules)
-    )  # the step may be for devices that are not here
-    several = current()
-    if several is not None:
-        inputs = replace(
-            inputs, max_segments=0
-        )  # JAX splits masks over devices; places of segments it may not
-    if several is None or not select_backend(validate_inputs(inputs), backend, kind).opaque:
-        return run_attention(inputs, backend, kind)
-    return flash_on_shards(several, validate_inputs(inputs))
+def attend(inputs: AttentionInputs, backend: str, platform: str) -> jax.Array:
+    """[B, S, H, Dv], as `kernels.attention.run_attention`, on the devices of the active mesh, which
+    need not be this machine's."""
+    rules = current()
+    if rules is None:
+        return run_attention(inputs, backend, platform)
+    # JAX shards masks over devices; it may not shard the offsets of segments.
+    inputs = replace(inputs, max_segments=0)
+    if not select_backend(validate_inputs(inputs), backend, platform).opaque:
+        return run_attention(inputs, backend, platform)
+    return flash_on_shards(rules, validate_inputs(inputs))
 
 
 def packed_request(
@@ -56,31 +50,6 @@ def packed_request(
     keys, and how large those of keys and of values are."""
     request = AttentionRequest(platform, dtype, length, length, *sizes, mask, has_segments=True)
     return replace(request, custom_positions=mask.chunk is not None, capability=gpu_capability())
-
-
-def cannot_attend_pages(size: int, pool: Arrays) -> str | None:
-    """Why the kernel that reads pages where they lie cannot be had here, in words; None: it can."""
-    kind = only_platform()
-    if kind is None:
-        return "it runs on one device"
-    keys = pool["key"]
-    if keys.dtype.itemsize == 1 and 2**31 < keys.size <= 2**32:
-        return f"it cannot count {keys.size} bytes of keys"
-    return paged_attention.supports(size, keys.shape[1], keys.dtype.name, kind, target_capability())
-
-
-def attend_pages(
-    q: jax.Array, new: Arrays, pool: Arrays, inputs: LayerInputs, options: dict[str, Any]
-) -> tuple[jax.Array, Arrays]:
-    """[B, 1, H, D] of one token a row over its pages, and the pool with it; `new` [B, 1, ...] is as
-    the pool has it.
-    """
-    assert inputs.table is not None
-    one = {name: array[:, 0] for name, array in new.items()}
-    mixed, after = paged_attention.paged_attention(
-        q[:, 0], one, pool, inputs.table, inputs.positions[:, 0], **options
-    )
-    return mixed[:, None], after
 
 
 def flash_on_shards(

@@ -1,0 +1,92 @@
+"""What a model is built for: the devices, the precision and the mode, from which each layer takes
+its implementation once.
+
+An implementation is a class with `name` and `supports(spec, context) -> reason | None`. A table lists
+them, the fastest first; `choose` takes the first that supports a spec, and keeps the reasons why the
+others do not, so that a run's banner can show them. Layers never ask at call time what hardware they
+run on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.sharding.rules import AxisRules
+
+TRAIN, INFERENCE = "train", "inference"
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """The default builds the reference implementations, on any platform."""
+
+    platform: str = "cpu"  # of the devices of the mesh: cpu, gpu or tpu
+    num_devices: int = 1
+    capability: str = ""  # compute capability of a GPU: "9.0" is Hopper
+    mode: str = TRAIN
+    dtype: str = "float32"  # of activations
+    weight_dtype: str = "float32"
+    precision: str = ""  # of matmuls in training: fp8 or int8; empty: the dtype of the activations
+    quantized_weights: bool = False  # weights are stored as integers
+    scanned: bool = False  # the weights of equal layers are stacked
+    decode_rows: int = 0  # sequences that a decode step extends; 0: any number
+
+    @classmethod
+    def from_rules(cls, rules: AxisRules, **options: Any) -> "BuildContext":
+        """For the devices of a mesh, which need not be this machine's."""
+        platform = rules.mesh.devices.flat[0].platform
+        capability = target_capability() if platform == "gpu" else ""
+        # A mesh of one device may stand for one of several, whose programs are estimated.
+        num_devices = max(rules.mesh.size, 2 if rules.one_of_several else 1)
+        return cls(platform, num_devices, capability, **options)
+
+    @property
+    def only_platform(self) -> str | None:
+        """The platform, if there is one device; kernels for single devices ask for it."""
+        return self.platform if self.num_devices == 1 else None
+
+    def not_one_nvidia_gpu(self, minimum: tuple[int, int] = (8, 0)) -> str | None:
+        """None for one NVIDIA GPU of at least this compute capability, else the reason why not."""
+        if self.platform != "gpu":
+            return f"needs an NVIDIA GPU, not a {self.platform.upper()}"
+        if not is_nvidia(self.capability, minimum):
+            return f"needs compute capability {minimum[0]}.{minimum[1]}, not {self.capability}"
+        return None if self.num_devices == 1 else f"needs one GPU, not {self.num_devices}"
+
+
+REFERENCE = BuildContext()
+
+
+class Implementation(Protocol):
+    name: str
+
+    @classmethod
+    def supports(cls, spec: Any, context: BuildContext) -> str | None:
+        """None if it can run `spec` in `context`, else a reason in words."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    implementation: Any
+    rejected: tuple[tuple[str, str], ...]  # faster implementations, each with its reason
+
+
+def choose(table: Sequence[Any], spec: Any, context: BuildContext) -> Choice:
+    """The first implementation of the table that supports the spec."""
+    rejected: list[tuple[str, str]] = []
+    for implementation in table:
+        reason = implementation.supports(spec, context)
+        if reason is None:
+            return Choice(implementation, tuple(rejected))
+        rejected.append((implementation.name, reason))
+    raise ValueError(f"no implementation supports {spec}: {rejected}")
+
+
+def describe_choice(choice: Choice, count: int, total: int, what: str) -> str:
+    """For a banner: "32 of 32 layers: fp8 fused", or with the reason why no faster one was chosen."""
+    line = f"{count} of {total} {what}: {choice.implementation.name}"
+    if not choice.rejected:
+        return line
+    name, reason = choice.rejected[0]
+    return f"{line} (not {name}: {reason})"

@@ -1,0 +1,137 @@
+"""Decoder layers whose decode steps extend a single sequence on one NVIDIA GPU: GEMV kernels with the
+norm, RoPE, gate and residual sum fused. `kernels/decode/gemv.py` has the formulas.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from maxtext.kernels.decode import gemv
+from maxtext.layers.attention import AttentionSpec, attends_in_place
+from maxtext.layers.block import Block
+from maxtext.layers.context import BuildContext
+from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
+from maxtext.layers.norms import Norm
+from maxtext.layers.rope import rope_cos_sin
+from maxtext.layers.weight_layout import cannot_merge
+
+if TYPE_CHECKING:
+    from maxtext.layers.decoder_layer import LayerSpec
+
+GATES = ("silu", "swish", "gelu", "relu")  # supported by the compiler of the kernels
+
+
+class GemvAttentionBlock(Block):
+    """x + attention(norm(x)) of one token, with the norm, QKV, RoPE and the residual sum fused."""
+
+    name = "GEMV attention"
+
+    @classmethod
+    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+        return cannot_fuse_attention(spec, context)
+
+    def decode_attention(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        attention, norm = self.attention, self.attention_norm
+        if not attends_in_place(inputs):
+            return super().decode_attention(x, inputs)
+        spec: AttentionSpec = attention.spec
+        assert spec.rope is not None
+        assert norm is not None
+        cos_sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)
+        cos, sin = (part[0, 0, 0] for part in cos_sin)
+        heads = spec.query_heads, spec.kv_heads
+        qkv = gemv.norm_qkv_rope(
+            normed_input(norm, x), attention.merged_qkv.weight[...], cos, sin, heads
+        )
+        q, k, v = (part[None, None] for part in qkv)
+        context, aux = attention.attend_in_place(q, k, v, inputs)
+        return add_projection(attention.out, context, x), aux
+
+
+class GemvMlpBlock(Block):
+    """x + mlp(norm(x)) of one token, with the norm, gate and residual sum fused."""
+
+    name = "GEMV MLP"
+
+    @classmethod
+    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+        return cannot_fuse_mlp(spec, context)
+
+    def decode_mlp(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        mlp, norm = self.mlp, self.mlp_norm
+        assert norm is not None
+        activation = ACTIVATIONS[mlp.spec.activations[0]]
+        hidden = gemv.norm_gate_up(normed_input(norm, x), mlp.gate_up.weight[...], activation)
+        return add_projection(mlp.wo, hidden, x), {}
+
+
+class GemvBlock(GemvAttentionBlock, GemvMlpBlock):
+    name = "GEMV"
+
+    @classmethod
+    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+        return cannot_fuse_attention(spec, context) or cannot_fuse_mlp(spec, context)
+
+
+def cannot_fuse_attention(spec: "LayerSpec", context: BuildContext) -> str | None:
+    attention = spec.attention
+    if not isinstance(attention, AttentionSpec):
+        return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
+    if attention.gated or attention.temperature or attention.out_bias:
+        return "fuses attention without gates, temperatures and biases only"
+    if spec.post_attention_norm or not spec.attention_norm:
+        return "fuses a norm before attention and none after it"
+    inputs, dim = attention.query_heads * attention.head_dim, attention.output_dim
+    outputs = [math.prod(shape) for shape in attention.projections.values()]
+    return (
+        attention.needs_only_rope
+        or cannot_fuse(spec, context)
+        or cannot_multiply(spec.embed_dim, outputs)
+        or cannot_multiply(inputs, [dim or spec.embed_dim])
+    )
+
+
+def cannot_fuse_mlp(spec: "LayerSpec", context: BuildContext) -> str | None:
+    mlp = spec.mlp
+    if not isinstance(mlp, MlpSpec):
+        return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
+    if not mlp.is_gated or mlp.bias or mlp.activations[0] not in GATES:
+        return f"fuses gated MLPs without biases, by {', '.join(GATES)}, only"
+    if spec.post_mlp_norm or not spec.mlp_norm:
+        return "fuses a norm before the MLP and none after it"
+    return (
+        cannot_fuse(spec, context)
+        or cannot_multiply(spec.embed_dim, [mlp.hidden_dim] * 2)
+        or cannot_multiply(mlp.hidden_dim, [spec.embed_dim])
+    )
+
+
+def cannot_fuse(spec: "LayerSpec", context: BuildContext) -> str | None:
+    if context.decode_rows != 1:
+        return "decodes a single sequence"
+    if context.dtype != "bfloat16" or context.weight_dtype != "bfloat16":
+        return "needs dtype=bfloat16 and weight_dtype=bfloat16"
+    if spec.parallel or spec.streams is not None:
+        return "fuses sequential blocks with one residual stream only"
+    if spec.norm.kind != "rms" or not spec.norm.scaled:
+        return "fuses RMSNorm with a scale only"
+    return cannot_merge(context)
+
+
+def cannot_multiply(inputs: int, outputs: list[int]) -> str | None:
+    if all(gemv.supports(inputs, size, "bfloat16") for size in outputs):
+        return None
+    return f"the GEMV kernel does not take {inputs} x {outputs}"
+
+
+def normed_input(norm: Norm, x: jax.Array) -> gemv.NormedInput:
+    assert norm.scale is not None
+    offset = 1.0 if norm.spec.offset else 0.0
+    return gemv.NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, offset)
+
+
+def add_projection(linear: Any, y: jax.Array, x: jax.Array) -> jax.Array:
+    """x [1, 1, E] + y weight."""
+    return gemv.gemv_add(y.reshape(-1), linear.weight[...], x[0, 0])[None, None]

@@ -1,0 +1,214 @@
+"""The layout of weights for inference on one GPU, and conversions between layouts.
+
+Projections of one input are merged (packed QKV, packed gate-up), and transposed where a decode step
+has a single row. Checkpoints have each projection under its own name. A model that is built with
+merged layers says in the metadata of a parameter how it is stored (`WeightLayout`); `pack_weights`,
+`transpose_weights` and `unpack_weights` convert the weights of one layout to another, array by array,
+and free what they consume.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from maxtext.kernels.decode import gemv
+from maxtext.layers.context import INFERENCE, BuildContext
+from maxtext.layers.parameters import Template, Tree
+
+SMALL = 2**20  # elements below which the layout of a weight does not matter
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How the weight and the bias of one or several projections are stored."""
+
+    names: tuple[str, ...]  # of merged projections, in the module that has them; (): one projection
+    in_shape: tuple[int, ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    transposed: bool
+
+    @property
+    def splits(self) -> list[int]:
+        """Where the outputs of each projection but the last end."""
+        return list(accumulate(math.prod(shape) for shape in self.out_shapes[:-1]))
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        inputs, outputs = math.prod(self.in_shape), sum(map(math.prod, self.out_shapes))
+        return (outputs, inputs) if self.transposed else (inputs, outputs)
+
+    def weight(self, dtype: Any) -> nnx.Param:
+        """A parameter of this layout, to be filled by `pack_weights`."""
+        return nnx.Param(jnp.zeros(self.matrix_shape, dtype), axes=(None, None), layout=self)
+
+    def bias(self, dtype: Any) -> nnx.Param:
+        outputs = sum(map(math.prod, self.out_shapes))
+        return nnx.Param(jnp.zeros(outputs, dtype), axes=(None,), layout=self)
+
+    def use_gemv(self, weight_dtype: Any, dtype: Any) -> bool:
+        """Whether the GEMV kernel takes each projection."""
+        depth = math.prod(self.in_shape)
+        supported = all(gemv.supports(depth, math.prod(n), dtype) for n in self.out_shapes)
+        return self.transposed and supported and jnp.dtype(weight_dtype) == jnp.dtype(dtype)
+
+
+def cannot_merge(context: BuildContext) -> str | None:
+    """Why weights are not merged; None if they are."""
+    if context.mode != INFERENCE:
+        return "merges weights for inference only"
+    if context.quantized_weights:
+        return "merges weights of floats only"
+    if context.scanned:
+        return "layers are stacked (scan_layers=true)"
+    return context.not_one_nvidia_gpu()
+
+
+def leaf_layouts(template: Template) -> dict[Path, WeightLayout | None]:
+    """The layout of each parameter by its path; None: as in a checkpoint."""
+    return {
+        path: variable.get_metadata().get("layout")
+        for path, variable in nnx.to_flat_state(template.state)
+    }
+
+
+def source_paths(path: Path, layout: WeightLayout) -> list[Path]:
+    """Where the checkpoint has the projections of a merged parameter."""
+    if not layout.names:
+        return [path]
+    *parents, _, leaf = path
+    return [(*parents, name, leaf) for name in layout.names]
+
+
+def pack_weights(template: Template, weights: Tree) -> Tree:
+    """Weights as checkpoints have them, in the layout of `template`. Merged arrays are deleted: the
+    device may not have the memory for both."""
+    flat = flatten(weights)
+    packed = {}
+    for path, layout in leaf_layouts(template).items():
+        if layout is None:
+            packed[path] = flat[path]
+            continue
+        arrays = [flat[source] for source in source_paths(path, layout)]
+        pack = merge_weights if path[-1] == "weight" else merge_biases
+        packed[path] = pack(arrays, len(layout.in_shape), layout.transposed)
+        for array in arrays:
+            array.delete()
+    return unflatten(packed)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def merge_weights(weights: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
+    matrices = [w.reshape(math.prod(w.shape[:input_dims]), -1) for w in weights]
+    merged = jnp.concatenate(matrices, axis=1)
+    return merged.T if transposed else merged
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def merge_biases(biases: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
+    return jnp.concatenate([bias.reshape(-1) for bias in biases])
+
+
+def transpose_weights(source: Template, target: Template, weights: Tree) -> Tree:
+    """Weights of the template `source` in the layout of `target`; the two differ in which weights
+    are transposed. Arrays that change are deleted."""
+    flat, layouts, abstract = flatten(weights), leaf_layouts(source), flatten(target.weights)
+    converted = {}
+    for path, new in leaf_layouts(target).items():
+        array, old = flat[path], layouts[path]
+        if old == new:
+            converted[path] = array
+            continue
+        converted[path] = change_layout(
+            array,
+            is_transposed(old),
+            is_transposed(new),
+            inputs_of(old or new),
+            abstract[path].shape,
+        )
+        array.delete()
+    return unflatten(converted)
+
+
+def is_transposed(layout: WeightLayout | None) -> bool:
+    return layout is not None and layout.transposed
+
+
+def inputs_of(layout: WeightLayout | None) -> int:
+    assert layout is not None
+    return math.prod(layout.in_shape)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def change_layout(
+    array: jax.Array, was_transposed: bool, transposed: bool, inputs: int, shape: tuple[int, ...]
+) -> jax.Array:
+    if array.ndim == 1 or len(shape) == 1:  # a bias
+        return array.reshape(shape)
+    matrix = array.T if was_transposed else array.reshape(inputs, -1)
+    return (matrix.T if transposed else matrix).reshape(shape)
+
+
+def unpack_weights(template: Template, weights: Tree) -> Tree:
+    """Weights as checkpoints have them. Those that were merged are in the host's memory: the device
+    may not have the memory for both."""
+    flat, unpacked = flatten(weights), {}
+    for path, layout in leaf_layouts(template).items():
+        if layout is None:
+            unpacked[path] = flat[path]
+            continue
+        array = np.asarray(flat[path])
+        is_weight = path[-1] == "weight"
+        if is_weight and layout.transposed:
+            array = array.T
+        in_shape = layout.in_shape if is_weight else ()
+        parts = np.split(array, layout.splits, axis=-1)
+        for source, part, shape in zip(
+            source_paths(path, layout), parts, layout.out_shapes, strict=True
+        ):
+            unpacked[source] = part.reshape(*in_shape, *shape)
+    return unflatten(unpacked)
+
+
+def cannot_use_gemv(template: Template, dtype: Any) -> str | None:
+    """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`; None
+    if it does. Embeddings are looked up, not multiplied."""
+    for path, variable in nnx.to_flat_state(template.state):
+        layout = variable.get_metadata().get("layout")
+        size = math.prod(variable.get_value().shape)
+        if path[0] == "embedder" or size < SMALL or path[-1] == "bias":
+            continue
+        name = ".".join(map(str, path))
+        if layout is None or not layout.transposed:
+            return f"{name} is not transposed"
+        if not layout.use_gemv(variable.get_value().dtype, dtype):
+            return f"{name} has a shape or dtype that the GEMV kernel does not take"
+    return None
+
+
+def flatten(tree: Tree, path: Path = ()) -> dict[Path, Any]:
+    """The leaves of a nested dict by their path; a quantized weight is a leaf."""
+    if not isinstance(tree, dict):
+        return {path: tree}
+    return {
+        leaf_path: leaf
+        for name, branch in tree.items()
+        for leaf_path, leaf in flatten(branch, (*path, name)).items()
+    }
+
+
+def unflatten(leaves: dict[Path, Any]) -> Tree:
+    tree: dict = {}
+    for path, leaf in leaves.items():
+        branch = tree
+        for name in path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[path[-1]] = leaf
+    return tree

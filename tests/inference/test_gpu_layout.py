@@ -1,0 +1,171 @@
+"""Models built for inference on one GPU, on a CPU with interpreted kernels: merged and transposed
+weights, and decode steps by GEMV kernels, against the reference implementations.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from maxtext import LLM
+from maxtext.configs.sources import from_python
+from maxtext.inference.loading import inference_context, resolve_config
+from maxtext.kernels.decode import gemv
+from maxtext.layers.weight_layout import flatten, leaf_layouts
+from tests.layers.gpu_context import interpreted_kernels
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+TINY = {
+    "base_emb_dim": 32,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 48,
+    "base_num_decoder_layers": 1,
+    "vocab_size": 64,
+    "max_target_length": 16,
+    "dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+def load(keys, platform="cpu"):
+    keys = {key: value for key, value in keys.items() if value is not None}
+    config = resolve_config(from_python(keys | {"model_name": "default"}))
+    llm = LLM.from_config(config)
+    if platform == "cpu":
+        return llm
+    context = inference_context(config, llm.rules)
+    return LLM.from_config(config, context=replace(context, platform=platform, capability="9.0"))
+
+
+# Keys, and how many arrays are merged: queries, keys and values; gate and up.
+MERGED = {
+    "llama": ({"decoder_block": "llama2"}, 2),
+    "biases": ({"decoder_block": "llama2", "attention_bias": True}, 3),
+    "shared keys": (
+        {"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8},
+        2,
+    ),
+    "experts": ({"decoder_block": "mixtral", **EXPERTS}, 1),
+    "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),
+    "int8": ({"decoder_block": "llama2", "quantization": "int8"}, 0),
+}
+
+
+@pytest.mark.parametrize(("keys", "count"), MERGED.values(), ids=list(MERGED))
+def test_merged_weights(keys, count):
+    plain, merged = load(TINY | keys), load(TINY | keys, "gpu")
+    layouts = leaf_layouts(merged.programs.template).values()
+    assert sum(layout is not None for layout in layouts) == count
+    ids = np.random.default_rng(0).integers(0, 64, (2, 12))
+    np.testing.assert_allclose(merged.logits(ids), plain.logits(ids), atol=1e-5)
+    unpacked = merged.model.checkpoint_weights
+    assert jax.tree.structure(unpacked) == jax.tree.structure(plain.weights)
+    jax.tree.map(np.testing.assert_array_equal, unpacked, plain.weights)
+
+
+def test_generate_and_save(tmp_path):
+    plain, merged = load(TINY), load(TINY, "gpu")
+    ids = np.random.default_rng(0).integers(0, 64, (2, 12))
+    np.testing.assert_array_equal(
+        merged.generate(ids, max_new_tokens=4), plain.generate(ids, max_new_tokens=4)
+    )
+    merged.save(tmp_path / "saved")
+    saved = LLM.load(tmp_path / "saved", dtype="float32", matmul_precision="highest")
+    jax.tree.map(np.testing.assert_array_equal, saved.weights, plain.weights)
+
+
+SINGLE = TINY | {
+    "base_emb_dim": 512,
+    "base_num_query_heads": 16,
+    "base_num_kv_heads": 4,
+    "head_dim": 32,
+    "base_mlp_dim": 512,
+    "dtype": "bfloat16",
+    "weight_dtype": "bfloat16",
+    "matmul_precision": "default",
+    "use_ragged_attention": True,
+}
+ALL = {"norm_qkv_rope", "norm_gate_up", "gemv_add", "gemv"}
+POST_NORMS = {
+    "use_post_attn_norm": True,
+    "use_post_ffw_norm": True,
+    "sliding_window_size": 16,
+}
+FAMILIES = {
+    "llama": ({"decoder_block": "llama2"}, ALL),
+    "QK norm": ({"decoder_block": "qwen3", "use_qk_norm": True}, ALL - {"norm_qkv_rope"}),
+    "tied, gelu": ({"decoder_block": "gemma", "logits_via_embedding": True}, ALL - {"gemv"}),
+    "post-norms": ({"decoder_block": "gemma2", **POST_NORMS}, {"gemv"}),
+    "one branch, biases": ({"decoder_block": "gpt3"}, {"gemv"}),
+    "int8 cache": ({"decoder_block": "llama2", "quantize_kvcache": True}, ALL),
+    "float32": ({"decoder_block": "llama2", "dtype": "float32"}, set()),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The names of the kernels that ran, interpreted with few programs."""
+    for tiles in ("PAIRS", "SINGLE"):
+        monkeypatch.setattr(gemv, tiles, gemv.Tiles(16, 512, 1))
+    with interpreted_kernels() as names:
+        yield names
+
+
+def check_greedy(prompts, keys):
+    """Each token has the largest logit of the reference, up to the precision of bfloat16."""
+    tokens = load(SINGLE | keys, "gpu").generate(prompts, max_new_tokens=4, ignore_eos=True)
+    reference = load(SINGLE | keys | {"use_ragged_attention": None})
+    logits = np.asarray(reference.logits(np.concatenate([prompts, tokens], axis=1)), np.float32)
+    expected = logits[:, prompts.shape[1] - 1 : -1]
+    chosen = np.take_along_axis(expected, np.asarray(tokens)[..., None], axis=-1)[..., 0]
+    assert np.all(expected.max(axis=-1) - chosen <= 0.02 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("keys", "expected"), FAMILIES.values(), ids=list(FAMILIES))
+def test_single_row(kernels, keys, expected):
+    check_greedy(np.random.default_rng(0).integers(0, 64, (1, 9)), keys)
+    assert kernels & ALL == expected
+
+
+def test_several_rows(kernels):
+    check_greedy(np.random.default_rng(1).integers(0, 64, (3, 7)), {})
+    assert "split_qkv_rope" in kernels
+    assert not kernels & ALL
+
+
+@pytest.mark.slow
+def test_weights_are_transposed_for_single_rows(kernels):
+    """One prompt, several, one: the layout follows the engine, and no value is lost."""
+    llm = load(SINGLE, "gpu")
+    before = jax.tree.map(lambda array: np.array(array), llm.model.checkpoint_weights)
+    prompts = np.random.default_rng(2).integers(0, 64, (3, 7))
+    first = llm.generate(prompts[:1], max_new_tokens=2, ignore_eos=True)
+    assert llm.weights["head"]["weight"].shape == (64, 512)
+    jax.tree.map(np.testing.assert_array_equal, llm.model.checkpoint_weights, before)
+    llm.generate(prompts, max_new_tokens=2, ignore_eos=True)
+    assert llm.weights["head"]["weight"].shape == (512, 64)
+    np.testing.assert_array_equal(
+        llm.generate(prompts[:1], max_new_tokens=2, ignore_eos=True), first
+    )
+
+
+def test_merging_frees_the_arrays_that_it_copies():
+    plain = load(TINY)
+    arrays = flatten(plain.weights)
+    merged = LLM(
+        plain.config,
+        plain.template,
+        plain.weights,
+        context=replace(
+            inference_context(plain.config, plain.rules), platform="gpu", capability="9.0"
+        ),
+    )
+    deleted = {path[-2] for path, array in arrays.items() if array.is_deleted()}
+    assert deleted == {"query", "key", "value", "wi_0", "wi_1"}
+    assert np.isfinite(merged.logits([1, 2, 3])).all()

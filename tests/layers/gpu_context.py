@@ -1,0 +1,24 @@
+"""Contexts of a GPU for tests on a CPU, whose Triton kernels are interpreted."""
+
+from contextlib import contextmanager
+
+import pytest
+from jax.experimental import pallas as pl
+
+from maxtext.layers.context import BuildContext
+
+HOPPER = BuildContext(platform="gpu", capability="9.0")
+
+
+@contextmanager
+def interpreted_kernels():
+    """Triton kernels are interpreted; yields the set of the names of those that ran."""
+    names = set()
+
+    def interpret(*args, run=pl.pallas_call, **options):
+        names.add(options["name"].removeprefix("decode_"))
+        return run(*args, **options | {"interpret": True})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl, "pallas_call", interpret)
+        yield names
