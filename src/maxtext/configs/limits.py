@@ -102,9 +102,9 @@ def problem_of(key: str, value: Any, chosen: bool) -> str | None:
         elif isinstance(leaf, int) and not isinstance(leaf, bool):
             limit = limit_of(key)
             if abs(leaf) > limit:
-                return f"is out of range: whole numbers go to {limit:,} here"
+                return f"is out of range: whole numbers are at most {limit:,} here"
         elif isinstance(leaf, float) and abs(leaf) > FLOAT32_MAX:
-            return f"is out of range: numbers go to {FLOAT32_MAX:.2g}, the largest float32"
+            return f"is out of range: numbers are at most {FLOAT32_MAX:.2g}, the largest float32"
     if key in PATH_KEYS and chosen and isinstance(value, str):
         return path_problem(value) or (outside_folder(key, value) if key in INNER_PATHS else None)
     return None
