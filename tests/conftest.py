@@ -1,4 +1,4 @@
-"""For all rooms."""
+"""Fixtures for all tests."""
 
 import gc
 import importlib
@@ -14,10 +14,9 @@ from jax._src.core import trace_state_clean
 from tests.compiling import FAST_COMPILE
 
 MAPPINGS = Path("/proc/self/maps")
-MOST_MAPPINGS = 20_000  # of the 65,530 that Linux lets a process have
-
-
-LONGEST = (
+MAX_MAPPINGS = 20_000  # Linux allows a process 65,530
+# beginnings of the names of files that take minutes
+SLOWEST_FILES = (
     "test_layouts_",
     "test_resume",
     "test_launch",
@@ -25,8 +24,7 @@ LONGEST = (
     "test_no_silent_keys",
     "test_scheduler",
 )
-
-
+# folders whose tests compile programs
 COMPILING = (
     "inference",
     "kernels",
@@ -36,14 +34,16 @@ COMPILING = (
     "parity",
     "sharding",
     "trainers",
-)  # rooms
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Files that take minutes come first: else one worker ends long after the other. Where each
-    case of a test compiles programs of its own, only the first is quick."""
-    items.sort(key=lambda item: not item.path.name.startswith(LONGEST))
+    """Run the slowest files first, so that all workers end at about the same time.
+
+    Mark all but the first case of a compiling test as slow: each case compiles its own programs.
+    """
+    items.sort(key=lambda item: not item.path.name.startswith(SLOWEST_FILES))
     seen = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
@@ -55,17 +55,15 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def default_signals():
-    """A suite that runs under nohup ignores SIGHUP, and so would every process that it starts."""
+    """Do not ignore SIGHUP under nohup: every process that a test starts would ignore it, too."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def rare_collections():
-    """Tracing makes many small objects that live long; looking through all of them again and again
-    takes time.
-    """
+def infrequent_garbage_collection():
+    """Tracing creates many small long-lived objects, which make frequent collections slow."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -77,8 +75,7 @@ def rare_collections():
 
 @pytest.fixture(autouse=True)
 def restored_logger():
-    """A test that configures the package's logger leaves it as it was: pytest captures a logger
-    that does not propagate by itself, and one that does through the root."""
+    """Restore the package's logger after a test that configures it."""
     logger = logging.getLogger("maxtext")
     before = logger.propagate, logger.level
     yield
@@ -88,7 +85,7 @@ def restored_logger():
 
 @pytest.fixture
 def log_messages():
-    """The messages of the package's logger, as they come."""
+    """The list to which the messages of the package's logger are appended."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -98,38 +95,32 @@ def log_messages():
     logger.removeHandler(handler)
 
 
-looked = 0.0
+last_check = 0.0
 
 
 @pytest.fixture(autouse=True)
-def forgotten_programs():
-    """A compiled program has several mappings of memory; a process that runs out of them dies while
-    it compiles.
-    """
+def limit_memory_mappings():
+    """Drop compiled programs before the process runs out of memory mappings and dies."""
     yield
-    global looked
-    if time.monotonic() - looked > 5 and MAPPINGS.exists():
-        if MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    global last_check
+    if time.monotonic() - last_check > 5 and MAPPINGS.exists():
+        if MAPPINGS.read_bytes().count(b"\n") > MAX_MAPPINGS:
             jax.clear_caches()
             gc.collect()
-        looked = time.monotonic()
+        last_check = time.monotonic()
 
 
 @pytest.fixture(scope="module")
-def quick_programs():
-    """Compiling is most of the time here, and most of that goes into making programs of a moment
-    faster.
-    """
-    importlib.import_module(
-        "maxtext.kernels.grouped_matmul_hopper"
-    )  # else it would be imported, and wrapped, in between
+def fast_compilation():
+    """Compile with few optimizations: compiling takes most of the time of these tests."""
+    # imported here, so that it is not imported while jit is patched
+    importlib.import_module("maxtext.kernels.grouped_matmul_hopper")
 
-    def quick(*arguments, jit=jax.jit, **options):  # not for a part of a program
-        return jit(
-            *arguments,
-            **options | ({"compiler_options": FAST_COMPILE} if trace_state_clean() else {}),
-        )
+    def fast_jit(*args, jit=jax.jit, **options):
+        if trace_state_clean():  # options apply to whole programs only
+            options |= {"compiler_options": FAST_COMPILE}
+        return jit(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", quick)
+        patch.setattr(jax, "jit", fast_jit)
         yield

@@ -1,4 +1,4 @@
-"""What is installed, and that every extra can be."""
+"""The dependencies: a small base install, and extras that resolve."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_base_install_is_small():
     ],
 )
 def test_extras_resolve(extras, python):
-    """Together, so each alone. Asks the package index; nothing is installed."""
+    """Extras resolve together, hence each alone. Queries the package index, installs nothing."""
     uv = Path(sys.executable).parent / "uv"
     command = [
         uv,
@@ -74,9 +74,7 @@ def test_extras_resolve(extras, python):
 
 
 def test_training_imports_no_data_library_before_it_needs_one():
-    """Grain takes a second to import, and runs on synthetic data or tokens of one's own do without
-    it.
-    """
+    """Grain takes a second to import, and runs on synthetic data do not need it."""
     program = (
         "import sys, maxtext.trainers.pretrain;"
         "print(sorted(sys.modules.keys() & {'grain', 'datasets', 'tensorflow', 'torch', "

@@ -1,9 +1,9 @@
-"""Tolerances from the reference's own rounding: how far its float32 result is from its float64
-result.
+"""Tolerances from the reference's own rounding error: the difference of its float32 and float64
+results.
 
-A bound that one machine printed fails on the next one, whose matrix products sum in another order.
-The distance between the reference in float32 and in float64 is what rounding costs for these very
-inputs; another implementation in float32 is allowed a small multiple of it.
+A bound measured on one machine fails on another, whose matmuls sum in another order. An
+implementation in float32 is allowed a small multiple of the reference's rounding error for the same
+inputs.
 """
 
 import contextlib
@@ -16,14 +16,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-FACTOR = 16  # another order of summation, and roundings that the reference happens to be spared
+FACTOR = 16  # for another order of summation
 ULP = float(np.finfo(np.float32).eps)
 
 
 def rounding_noise(float32: Any, float64: Any) -> float:
-    """The largest difference of a reference's results, at least one unit in the last place of the
-    largest value.
-    """
+    """The largest difference of the two results, at least one ULP of the largest value."""
     float32, float64 = np.asarray(float32, np.float64), np.asarray(float64, np.float64)
     return max(float(np.abs(float32 - float64).max()), ULP * float(np.abs(float64).max()))
 
@@ -41,8 +39,8 @@ def assert_within_rounding(
 def in_both_precisions(
     module: torch.nn.Module, run: Callable[[torch.nn.Module], Any]
 ) -> tuple[Any, Any]:
-    """`run(module)` in float32, and of a copy in float64. `run` makes its tensors of the module's
-    own dtype.
+    """`run(module)` in float32, and for a copy in float64. `run` creates tensors of the module's
+    dtype.
     """
     double = copy.deepcopy(module).double()
     expected = run(module)
@@ -56,8 +54,9 @@ def dtype_of(module: torch.nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def float64_inside(module: torch.nn.Module) -> Iterator[None]:
-    """The files that define the parts of a module ask for float32 in places, whatever the weights
-    are: there, `torch.float32` and `Tensor.float` mean float64."""
+    """Compute in float64 also where the module casts to float32: inside, `torch.float32` and
+    `Tensor.float` mean float64.
+    """
     files = {sys.modules[type(part).__module__] for part in module.modules()}
     with contextlib.ExitStack() as stack:
         for file in files:
@@ -68,7 +67,7 @@ def float64_inside(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _Float64Torch:
-    """The torch package, but for the name float32."""
+    """The torch package, with float64 in place of float32."""
 
     def __getattr__(self, name: str) -> Any:
         return torch.float64 if name == "float32" else getattr(torch, name)

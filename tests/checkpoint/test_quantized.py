@@ -55,7 +55,7 @@ TOLERANCE = 5e-5  # of the scores' standard deviation
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_programs():
+def fast_compilation():
     """Compiling is most of the time here."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)

@@ -6,7 +6,7 @@ import pytest
 
 from maxtext.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 TINY = [
     "model_name=llama2-7b", "override_model_config=true", "base_num_decoder_layers=1", "base_emb_dim=16",

@@ -14,7 +14,7 @@ from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, configuration, programs_of, random_request
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 WORDS = [
     "decoder_block=llama2",

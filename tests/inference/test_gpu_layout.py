@@ -15,7 +15,7 @@ from maxtext.kernels.decode import gemv
 from maxtext.layers.weight_layout import flatten, leaf_layouts
 from tests.layers.gpu_context import interpreted_kernels
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 TINY = {
     "base_emb_dim": 32,

@@ -20,7 +20,7 @@ from maxtext.layers.context import REFERENCE
 from tests.compiling import FAST_COMPILE_FLAGS
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 FEW = pytest.mark.usefixtures("few_programs")
 
 EXACT = {

@@ -22,7 +22,7 @@ from maxtext.trainers.run_context import RunContext
 from tests.compiling import FAST_COMPILE_FLAGS
 from tests.inference.eight_quantized import CASES
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 FLOAT32 = {
     "dtype": "float32",
     "weight_dtype": "float32",

@@ -36,7 +36,7 @@ from tests.inference.prefix_cache_checks import check_consistent
 from tests.models.test_steps import MODELS as STEPPED
 from tests.models.test_steps import SIZES
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 VOCABULARY, LENGTH = 41, 64
 MODELS = {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.inference import eight_engines
 
-pytestmark = pytest.mark.usefixtures("quick_programs", "few_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation", "few_programs")
 ROOT = Path(__file__).parents[2]
 
 

@@ -18,7 +18,7 @@ from maxtext.models.transformer import (
 from maxtext.trainers.losses import language_model_losses
 from tests.layers.gpu_context import interpreted_kernels
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 OVERRIDES = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=4", "base_num_kv_heads=4",
          "head_dim=32", "base_mlp_dim=384", "vocab_size=384", "max_target_length=64", "per_device_batch_size=2",

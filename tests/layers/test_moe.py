@@ -21,7 +21,7 @@ from maxtext.layers.moe import MoeSpec, expert_capacity
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import RouterSpec
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 BATCH, LENGTH, SIZE, EXPERTS, WIDTH = 2, 9, 8, 6, 10
 ROUTER = RouterSpec(EXPERTS, 2, normalise=True)

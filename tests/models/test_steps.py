@@ -18,7 +18,7 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.models.transformer import empty_caches, make_template
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 SIZES = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",

@@ -20,7 +20,7 @@ from maxtext.models.configuration import load
 from maxtext.models.hf_registry import MAPPINGS, hf_config, mapping_of, model_layer, read_config
 from maxtext.models.registry import FAMILIES, layers
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 TINY = {
     "override_model_config": True, "vocab_size": zoo.VOCABULARY, "base_emb_dim": 48, "base_num_query_heads": 4,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from maxtext import LLM
 from maxtext.models.registry import layers
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 NEW_TOKENS = 6
 
