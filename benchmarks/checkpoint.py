@@ -32,15 +32,15 @@ from maxtext.trainers.run_context import RunContext
 WIDTH, REPEATS = 256, 3
 
 
-def words(megabytes: int) -> list[str]:
+def overrides(megabytes: int) -> list[str]:
     # Embedding and head are nearly all of the weights; with the two moments there are six such
     # arrays of float32.
     vocabulary = megabytes * 10**6 // (6 * 4 * WIDTH)
     return [
-        "run_name=checkpoint", "dataset_type=synthetic", f"base_emb_dim={WIDTH}", "base_num_query_heads=4",
-        "base_num_kv_heads=4", "head_dim=64", "base_mlp_dim=256", "base_num_decoder_layers=2",
-        f"vocab_size={vocabulary}", "max_target_length=16", "per_device_batch_size=1", "dtype=float32",
-        "remat_policy=none", "enable_tensorboard=false",
+        "run_name=checkpoint", "dataset_type=synthetic", f"base_emb_dim={WIDTH}",
+        "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=64", "base_mlp_dim=256",
+        "base_num_decoder_layers=2", f"vocab_size={vocabulary}", "max_target_length=16",
+        "per_device_batch_size=1", "dtype=float32", "remat_policy=none", "enable_tensorboard=false",
     ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=int, default=300)
-    config = load(None, words(parser.parse_args().megabytes), environ={})
+    config = load(None, overrides(parser.parse_args().megabytes), environ={})
     context = RunContext.from_config(config)
     data_loader = TrainDataLoader(context)
     state, step = (
@@ -97,15 +97,15 @@ def main() -> None:
         manager.close()
     data_loader.close()
     # The first of each kind warms up files and threads.
-    stall, whole = statistics.median(stalls[1:]), statistics.median(blocking[1:])
+    stall, blocking_seconds = statistics.median(stalls[1:]), statistics.median(blocking[1:])
     print(
         json.dumps(
             {
                 "state_mb": round(size / 1e6),
                 "step_ms": round(usual * 1e3, 1),
-                "blocking_save_ms": round(whole * 1e3, 1),
+                "blocking_save_ms": round(blocking_seconds * 1e3, 1),
                 "async_stall_ms": round(stall * 1e3, 1),
-                "stall_ratio": round(stall / whole, 4),
+                "stall_ratio": round(stall / blocking_seconds, 4),
                 "next_step_slower_ms": round(statistics.median(slower[1:]) * 1e3, 1),
             }
         )

@@ -58,14 +58,14 @@ def documents(megabytes: int) -> list[str]:
         if left <= 0:
             break
     text = "".join(texts)
-    made, start = [], 0
+    texts, start = [], 0
     while start < len(text):
         end = text.find("\n", start + int(generator.lognormal(np.log(MEDIAN), SPREAD))) + 1 or len(
             text
         )
-        made.append(text[start:end])
+        texts.append(text[start:end])
         start = end
-    return [made[place] for place in generator.permutation(len(made))]
+    return [texts[index] for index in generator.permutation(len(texts))]
 
 
 def write(folder: Path, texts: list[str]) -> None:
@@ -119,25 +119,27 @@ def counted(segmentations: Iterable[np.ndarray]) -> dict[str, int]:
     return {"tokens": tokens, "rows": rows}
 
 
-def ours(folder: Path, kind: str, workers: int) -> dict[str, Any]:
+def run_maxtext(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     from maxtext.input_pipeline import Split, grain_source, open_data_streams
     from maxtext.models.configuration import load
 
     assert grain_source  # imported now, not when it is first used
-    words = [
-        "run_name=data", "dataset_type=grain", f"grain_file_type={kind}", f"grain_train_files={folder / kind}",
-        "tokenizer_type=huggingface", f"tokenizer_path={folder}", f"vocab_size={VOCABULARY}", "use_truncation=false",
-        f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}", "grain_packing_type=best_fit",
-        f"grain_worker_count={workers}", "generate_padding_batch_train=true",
+    overrides = [
+        "run_name=data", "dataset_type=grain", f"grain_file_type={kind}",
+        f"grain_train_files={folder / kind}", "tokenizer_type=huggingface",
+        f"tokenizer_path={folder}", f"vocab_size={VOCABULARY}", "use_truncation=false",
+        f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}",
+        "grain_packing_type=best_fit", f"grain_worker_count={workers}",
+        "generate_padding_batch_train=true",
     ]  # fmt: skip
-    config = load(None, words, environ={})
+    config = load(None, overrides, environ={})
     begin, used = time.perf_counter(), processor_seconds()
     batches = open_data_streams(config, Split.TRAIN, lambda step: ROWS, [ROWS])
     assert batches is not None, "a source has training data, or says what is missing"
-    found = counted(batch["targets_segmentation"] for batch in batches)
+    counts = counted(batch["targets_segmentation"] for batch in batches)
     seconds = time.perf_counter() - begin
     batches.close()
-    return {"seconds": seconds, "processor": processor_seconds() - used, **found}
+    return {"seconds": seconds, "processor": processor_seconds() - used, **counts}
 
 
 def peer(folder: Path, kind: str, processes: int) -> dict[str, Any]:
@@ -156,7 +158,8 @@ def peer(folder: Path, kind: str, processes: int) -> dict[str, Any]:
             )
 
         dataset = datasets.load_dataset(
-            {"jsonl": "json"}.get(kind, kind), data_files=sorted(map(str, (folder / kind).iterdir())), split="train",
+            {"jsonl": "json"}.get(kind, kind),
+            data_files=sorted(map(str, (folder / kind).iterdir())), split="train",
             cache_dir=cache, num_proc=several,
         )  # fmt: skip
         dataset = dataset.map(
@@ -168,10 +171,10 @@ def peer(folder: Path, kind: str, processes: int) -> dict[str, Any]:
         for pack in (concatenated, first_fit):
             begin, used = time.perf_counter(), processor_seconds()
             packed = pack(batch["input_ids"] for batch in dataset.iter(1000))
-            found = counted(batch["segmentation"] for batch in packed)
+            counts = counted(batch["segmentation"] for batch in packed)
             times = (seconds + time.perf_counter() - begin, processor + processor_seconds() - used)
             results.append(
-                {"seconds": times[0], "processor": times[1], "packing": pack.__name__, **found}
+                {"seconds": times[0], "processor": times[1], "packing": pack.__name__, **counts}
             )
         pairs = sum(
             len(tokens) - 1 for batch in dataset.iter(1000) for tokens in batch["input_ids"]
@@ -231,11 +234,11 @@ def first_fit(chunks: Iterable[list[np.ndarray]]) -> Iterator[dict[str, np.ndarr
                 yield from batches()
                 rows, free, segments = empty()
                 row = 0
-            place = slice(LENGTH - free[row], LENGTH - free[row] + size)
+            index = slice(LENGTH - free[row], LENGTH - free[row] + size)
             free[row] -= size
             segments[row] += 1
-            rows["inputs"][row, place], rows["targets"][row, place] = piece[:-1], piece[1:]
-            rows["position"][row, place], rows["segmentation"][row, place] = (
+            rows["inputs"][row, index], rows["targets"][row, index] = piece[:-1], piece[1:]
+            rows["position"][row, index], rows["segmentation"][row, index] = (
                 counting[:size],
                 segments[row],
             )
@@ -267,17 +270,18 @@ def best(runs: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def compare(folder: Path, kind: str, repeats: int) -> dict[str, Any]:
-    runs: dict[Any, dict[int, list]] = {ours: {0: [], CORES: []}, peer: {1: [], CORES: []}}
+    runs: dict[Any, dict[int, list]] = {run_maxtext: {0: [], CORES: []}, peer: {1: [], CORES: []}}
     for _ in range(repeats):
         for side, several in runs.items():
             for processes, results in several.items():
                 results.append(measure(side.__name__, folder, kind, processes))
-    we, they = best(runs[ours]), best(runs[peer])
+    we, they = best(runs[run_maxtext]), best(runs[peer])
     # Of each document all tokens but the last are inputs: one way to know that both had the same
     # tokens, and all.
     if we["tokens"] != they["pairs"]:
         raise SystemExit(
-            f"{kind}: we packed {we['tokens']} tokens, but the peer's tokenizer gave {they['pairs']}"
+            f"{kind}: we packed {we['tokens']} tokens, but the peer's tokenizer gave "
+            f"{they['pairs']}"
         )
 
     def shown(run: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +310,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.run:
         side, folder, kind, processes = arguments.run
-        print(json.dumps({"ours": ours, "peer": peer}[side](Path(folder), kind, int(processes))))
+        print(
+            json.dumps(
+                {"ours": run_maxtext, "peer": peer}[side](Path(folder), kind, int(processes))
+            )
+        )
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

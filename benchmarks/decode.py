@@ -1,7 +1,8 @@
 """Tokens per second of generation, against `transformers` with a static, compiled cache, both with
 random weights.
 
-    python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128] [--offline 512]
+    python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128]
+        [--offline 512]
 
 A case is a shape and a batch size, in bfloat16: greedy completions of `batch` prompts of the same
 length by `generate` of either library. The time is that of `new` tokens less that of one, so it
@@ -67,9 +68,11 @@ def peer(shape, batch, length, new):
 
     sizes = SHAPES[shape]
     config = transformers.LlamaConfig(
-        hidden_size=sizes["embed"], intermediate_size=sizes["mlp"], num_hidden_layers=sizes["layers"],
+        hidden_size=sizes["embed"], intermediate_size=sizes["mlp"],
+        num_hidden_layers=sizes["layers"],
         num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv_heads"], head_dim=HEAD,
-        vocab_size=sizes["vocabulary"], max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
+        vocab_size=sizes["vocabulary"], max_position_embeddings=4096, bos_token_id=None,
+        eos_token_id=None,
     )  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(torch.bfloat16)
@@ -80,8 +83,8 @@ def peer(shape, batch, length, new):
     def generate(count):
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-                cache_implementation="static",
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
+                min_new_tokens=count, do_sample=False, cache_implementation="static",
             )  # fmt: skip
         assert out.shape[1] == length + count
         return out.cpu()
@@ -95,13 +98,16 @@ def load(shape, quantization=None, **keys):
     sizes = SHAPES[shape]
     keys |= {"quantization": quantization} if quantization else {}
     return LLM.load(
-        "default", base_emb_dim=sizes["embed"], base_num_decoder_layers=sizes["layers"], head_dim=HEAD,
-        base_num_query_heads=sizes["heads"], base_num_kv_heads=sizes["kv_heads"], base_mlp_dim=sizes["mlp"],
-        vocab_size=sizes["vocabulary"], dtype="bfloat16", weight_dtype="bfloat16", max_target_length=2048, **keys,
+        "default", base_emb_dim=sizes["embed"], base_num_decoder_layers=sizes["layers"],
+        head_dim=HEAD,
+        base_num_query_heads=sizes["heads"], base_num_kv_heads=sizes["kv_heads"],
+        base_mlp_dim=sizes["mlp"],
+        vocab_size=sizes["vocabulary"], dtype="bfloat16", weight_dtype="bfloat16",
+        max_target_length=2048, **keys,
     )  # fmt: skip
 
 
-def ours(shape, batch, length, new, quantization=None):
+def run_maxtext(shape, batch, length, new, quantization=None):
     llm = load(shape, quantization)
     ids = prompts(shape, batch, length)
 
@@ -165,7 +171,7 @@ def main():
             "peer": lambda shape, batch, *rest: peer(
                 shape, int(batch), options.prompt, options.new
             ),
-            "ours": lambda shape, batch, *rest: ours(
+            "ours": lambda shape, batch, *rest: run_maxtext(
                 shape, int(batch), options.prompt, options.new, *rest
             ),
             "offline": lambda count, shape: offline(int(count), shape),

@@ -26,7 +26,7 @@ from pathlib import Path
 
 PEAK = 989
 SKIPPED = 10  # steps, while clocks and caches settle
-TOGETHER = 5  # steps of the peer that are timed together
+STEPS_PER_TIMING = 5  # steps of the peer that are timed together
 COMMON = [
     "dataset_type=synthetic",
     "enable_checkpointing=false",
@@ -87,7 +87,7 @@ CASES = {
         "remat_policy=none",
     ],
 }
-IN_EIGHT_BITS = ("fp8", "fp8_full", "int8")  # of the shapes of `default`
+QUANTIZED_CASES = ("fp8", "fp8_full", "int8")  # of the shapes of `default`
 PEERS = {
     "default": {
         "rows": 12,
@@ -110,16 +110,16 @@ PEERS = {
 }
 
 
-def ours(words: list[str], steps: int, folder: Path) -> dict[str, float]:
+def run_maxtext(overrides: list[str], steps: int, folder: Path) -> dict[str, float]:
     """One run of the trainer: seconds to the first step, the median step, TFLOP/s."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    places = [
+    folders = [
         f"jax_cache_dir={folder / 'cache'}",
         f"base_output_directory={folder}",
         f"metrics_file={metrics}",
     ]
-    line = [sys.executable, "-m", "maxtext.train", *COMMON, *words, *places, f"steps={steps}"]
+    line = [sys.executable, "-m", "maxtext.train", *COMMON, *overrides, *folders, f"steps={steps}"]
     start, first = time.time(), None
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = []
@@ -228,16 +228,16 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
         if step == 0:
             loss.item()
             first = time.time() - started
-        elif step % TOGETHER == 0:  # the host may run ahead in between, as ours does
+        elif step % STEPS_PER_TIMING == 0:  # the host may run ahead in between, as ours does
             loss.item()
-            times.append((time.perf_counter() - start) / TOGETHER)
+            times.append((time.perf_counter() - start) / STEPS_PER_TIMING)
             start = time.perf_counter()
     weights = (
         sum(parameter.numel() for parameter in model.parameters()) - sizes["vocabulary"] * size
     )
     attention = 2 * sizes["layers"] * size * length  # a token, forward, half of the square
     flops = rows * length * 3 * (2 * weights + attention)
-    seconds = statistics.median(times[SKIPPED // TOGETHER :] or times)
+    seconds = statistics.median(times[SKIPPED // STEPS_PER_TIMING :] or times)
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {
         "first_step_seconds": round(first, 1),
@@ -256,8 +256,8 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.steps < SKIPPED + 2 * TOGETHER:
-        parser.error(f"--steps must be at least {SKIPPED + 2 * TOGETHER}")
+    if options.steps < SKIPPED + 2 * STEPS_PER_TIMING:
+        parser.error(f"--steps must be at least {SKIPPED + 2 * STEPS_PER_TIMING}")
     if options.peer:
         print(json.dumps(peer(options.peer, options.steps, options.started)))
         return
@@ -267,11 +267,11 @@ def main() -> None:
     )  # read from the disk once
     for case in options.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            found = ours(CASES[case], options.steps, Path(folder))
-            found["mfu"] = round(found["tflops"] / PEAK, 3)
+            metrics = run_maxtext(CASES[case], options.steps, Path(folder))
+            metrics["mfu"] = round(metrics["tflops"] / PEAK, 3)
             if case in PEERS:
-                warm = ours(CASES[case], 1, Path(folder))
-                found["first_step_seconds_warm"] = warm["first_step_seconds"]
+                warm = run_maxtext(CASES[case], 1, Path(folder))
+                metrics["first_step_seconds_warm"] = warm["first_step_seconds"]
                 line = [sys.executable, __file__, "--peer", case, "--steps", str(options.steps)]
                 done = subprocess.run(
                     [*line, "--started", str(time.time())],
@@ -280,14 +280,14 @@ def main() -> None:
                     check=True,
                     env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
                 )
-                found["peer"] = json.loads(done.stdout.splitlines()[-1])
-        other = found.get("peer") or (
-            result.get("default", {}).get("peer") if case in IN_EIGHT_BITS else None
+                metrics["peer"] = json.loads(done.stdout.splitlines()[-1])
+        peer_metrics = metrics.get("peer") or (
+            result.get("default", {}).get("peer") if case in QUANTIZED_CASES else None
         )
-        if other:
-            found["ratio"] = round(other["step_seconds"] / found["step_seconds"], 3)
-        result[case] = found
-        print(case, found, file=sys.stderr, flush=True)
+        if peer_metrics:
+            metrics["ratio"] = round(peer_metrics["step_seconds"] / metrics["step_seconds"], 3)
+        result[case] = metrics
+        print(case, metrics, file=sys.stderr, flush=True)
     print(json.dumps(result))
 
 

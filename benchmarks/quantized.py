@@ -102,14 +102,14 @@ def main() -> None:
     options = parser.parse_args()
     data = list(batches(options.run))
     first = None
-    for words in options.settings or DEFAULT:
-        keys = dict(word.split("=", 1) for word in words.split(","))
+    for settings in options.settings or DEFAULT:
+        keys = dict(setting.split("=", 1) for setting in settings.split(","))
         keys = {"weight_dtype": keys.get("dtype", "float32")} | keys
         llm = LLM.load(options.run / "checkpoints", **keys)
         found = perplexity(llm, data)
         first = first or found
         result = {
-            "settings": words,
+            "settings": settings,
             "perplexity": round(found, 4),
             "change": f"{found / first - 1:+.2%}",
             "weight_bytes": weight_bytes(llm.weights),
