@@ -16,7 +16,7 @@ from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import UserError
 from maxtext.configs import fields, ledger
 from maxtext.models import make_template
-from maxtext.optimizers import make_optimizer
+from maxtext.optimizers import build_optimizer
 
 TINY = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=8",
@@ -143,7 +143,7 @@ def build(settings: list[str], name: str) -> bool:
             rows,
             rows,
         )
-        jax.eval_shape(make_optimizer(config, template.axes).init, template.weights)
+        jax.eval_shape(build_optimizer(config, template.axes).init, template.weights)
     except UserError:
         return False
     except Exception as error:

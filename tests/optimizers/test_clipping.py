@@ -9,8 +9,8 @@ from maxtext.optimizers import clip_by_global_norm
 
 
 def some_gradients(scale=1.0):
-    draw = np.random.default_rng(0)
-    return {"a": [scale * draw.normal(size=(3, 4))], "b": {"c": scale * draw.normal(size=7)}}
+    rng = np.random.default_rng(0)
+    return {"a": [scale * rng.normal(size=(3, 4))], "b": {"c": scale * rng.normal(size=7)}}
 
 
 def leaves(tree):
@@ -24,7 +24,7 @@ def in_jax(tree, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("scale", "threshold"), [(1.0, 1.0), (1.0, 0.03), (1e-3, 0.7), (50.0, 2.5)]
 )
-def test_same_as_torch(scale, threshold):
+def test_clipping_equals_torch(scale, threshold):
     gradients = some_gradients(scale)
     parameters = []
     for gradient in leaves(gradients):
@@ -35,17 +35,17 @@ def test_same_as_torch(scale, threshold):
 
     clipped, raw_norm, norm_after = clip_by_global_norm(in_jax(gradients), threshold)
     # torch divides by norm + 1e-6, hence the tolerance.
-    for ours, parameter in zip(leaves(clipped), parameters, strict=True):
-        np.testing.assert_allclose(ours, parameter.grad.numpy(), rtol=3e-6)
+    for actual, parameter in zip(leaves(clipped), parameters, strict=True):
+        np.testing.assert_allclose(actual, parameter.grad.numpy(), rtol=3e-6)
     assert float(raw_norm) == pytest.approx(raw, rel=1e-6)
     assert float(norm_after) == pytest.approx(after, rel=3e-6)
 
 
-def test_threshold_zero_leaves_gradients_alone():
+def test_threshold_zero_disables_clipping():
     gradients = in_jax(some_gradients(100.0))
     clipped, raw_norm, norm_after = clip_by_global_norm(gradients, 0)
-    for ours, given in zip(leaves(clipped), leaves(gradients), strict=True):
-        np.testing.assert_array_equal(ours, given)
+    for actual, given in zip(leaves(clipped), leaves(gradients), strict=True):
+        np.testing.assert_array_equal(actual, given)
     assert float(raw_norm) == float(norm_after) > 100
 
 
@@ -60,14 +60,14 @@ def test_bfloat16_gradients_are_summed_in_float32():
     assert clipped["w"].dtype == jnp.bfloat16
 
 
-def test_no_gradient_no_norm_and_no_nan():
+def test_zero_gradients_have_no_nan():
     clipped, raw_norm, norm_after = clip_by_global_norm({"w": jnp.zeros(3)}, 1.0)
     assert float(raw_norm) == float(norm_after) == 0.0
     np.testing.assert_array_equal(clipped["w"], np.zeros(3))
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-def test_what_is_not_finite_stays_visible(bad):
+def test_nonfinite_norm_stays_nonfinite(bad):
     _, raw_norm, norm_after = clip_by_global_norm({"w": jnp.asarray([1.0, bad])}, 1.0)
     assert not np.isfinite(raw_norm)
     assert not np.isfinite(norm_after)

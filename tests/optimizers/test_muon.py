@@ -11,7 +11,7 @@ import torch
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.load import base_values
-from maxtext.optimizers import make_optimizer
+from maxtext.optimizers import build_optimizer
 from maxtext.optimizers.muon import dimension_numbers
 
 RATE, STEPS, BETA = 0.02, 10, 0.9
@@ -67,12 +67,12 @@ def config_with(**settings):
 
 
 def arrays(seed):
-    draw = np.random.default_rng(seed)
-    return {name: draw.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def train(config, axes):
-    optimizer = make_optimizer(config, axes)
+    optimizer = build_optimizer(config, axes)
     parameters = {name: jnp.asarray(value) for name, value in arrays(0).items() if name in axes}
     state = jax.jit(optimizer.init)(parameters)
 
@@ -105,55 +105,56 @@ def muon_in_numpy(name, decay, consistent_rms):
     _, _, as_matrices, back = MATRICES[name]
     value = as_matrices(arrays(0)[name].astype(np.float64))
     momentum = np.zeros_like(value)
-    copies, inputs, outputs = value.shape
+    num_matrices, fan_in, fan_out = value.shape
     if consistent_rms is None:
-        scale = np.sqrt(max(1, outputs / inputs))
+        scale = np.sqrt(max(1, fan_out / fan_in))
     else:
-        scale = consistent_rms * np.sqrt(max(inputs, outputs))
+        scale = consistent_rms * np.sqrt(max(fan_in, fan_out))
     for t in range(1, STEPS + 1):
         gradient = as_matrices(arrays(t)[name].astype(np.float64))
         momentum = BETA * momentum + (1 - BETA) * gradient
-        ahead = BETA * momentum / (1 - BETA ** (t + 1)) + (1 - BETA) * gradient / (1 - BETA**t)
-        update = np.stack([newton_schulz(ahead[copy]) for copy in range(copies)])
+        nesterov = BETA * momentum / (1 - BETA ** (t + 1)) + (1 - BETA) * gradient / (1 - BETA**t)
+        update = np.stack([newton_schulz(nesterov[index]) for index in range(num_matrices)])
         value = value - RATE * (scale * update + decay * value)
     return back(value)
 
 
-# Compiling is what takes time here, so the second scale is tried on a few shapes only.
+# Compilation takes most of the time, so the second scale is tested on a few shapes only.
 @pytest.mark.parametrize(
     ("consistent_rms", "names"),
     [(None, tuple(AXES.keys() - {"wi", "wo", "experts"})), (0.2, ("out", "wo", "experts", "bias"))],
 )
-def test_matrices_follow_newton_schulz_and_the_rest_torch_adamw(consistent_rms, names):
+def test_matrices_use_newton_schulz_and_others_torch_adamw(consistent_rms, names):
     config = config_with(
         muon_beta=BETA, muon_weight_decay=0.5, muon_consistent_rms=consistent_rms,
         adam_b1=0.8, adam_b2=0.9, adam_eps=1e-3, adam_weight_decay=0.25, adamw_mask=["^wo$", "norm", "bias"],
     )  # fmt: skip
-    ours, _ = train(config, {name: AXES[name] for name in names})
+    actual, _ = train(config, {name: AXES[name] for name in names})
     for name in MATRICES.keys() & names:
         expected = muon_in_numpy(name, 0.0 if name == "wo" else 0.5, consistent_rms)
-        np.testing.assert_allclose(ours[name], expected, rtol=2e-4, atol=2e-4, err_msg=name)
+        np.testing.assert_allclose(actual[name], expected, rtol=2e-4, atol=2e-4, err_msg=name)
     for name in OTHERS.keys() & names:
         decay = 0.0 if "norm" in name or "bias" in name else 0.25
-        theirs = torch.tensor(arrays(0)[name], dtype=torch.float64)
+        parameter = torch.tensor(arrays(0)[name], dtype=torch.float64)
         reference = torch.optim.AdamW(
-            [theirs], lr=RATE, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay
+            [parameter], lr=RATE, betas=(0.8, 0.9), eps=1e-3, weight_decay=decay
         )
         for t in range(1, STEPS + 1):
-            theirs.grad = torch.tensor(arrays(t)[name], dtype=torch.float64)
+            parameter.grad = torch.tensor(arrays(t)[name], dtype=torch.float64)
             reference.step()
-        np.testing.assert_allclose(ours[name], theirs.numpy(), rtol=2e-5, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            actual[name], parameter.numpy(), rtol=2e-5, atol=2e-6, err_msg=name
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "consistent_rms", "adjustment"),
     [("wi", None, "original"), ("wo", None, "original"), ("wo", 0.2, "match_rms_adamw")],
 )
-def test_first_step_is_that_of_torch_muon(name, consistent_rms, adjustment):
-    # The first step has no momentum to differ in. torch iterates in bfloat16 and keeps [output,
-    # input].
+def test_first_step_equals_torch_muon(name, consistent_rms, adjustment):
+    # The momentum differs after the first step. torch iterates in bfloat16 and stores [out, in].
     axes = {name: AXES[name]}
-    optimizer = make_optimizer(
+    optimizer = build_optimizer(
         config_with(muon_consistent_rms=consistent_rms, muon_weight_decay=0.5), axes
     )
     start, gradient = arrays(0)[name], arrays(1)[name]
@@ -163,14 +164,14 @@ def test_first_step_is_that_of_torch_muon(name, consistent_rms, adjustment):
     )
     updates = update({name: jnp.asarray(gradient)})
 
-    theirs = torch.nn.Parameter(torch.tensor(start.T.copy()))
-    theirs.grad = torch.tensor(gradient.T.copy())
-    torch.optim.Muon([theirs], lr=RATE, weight_decay=0.5, adjust_lr_fn=adjustment).step()
-    expected = theirs.detach().numpy().T - start
+    parameter = torch.nn.Parameter(torch.tensor(start.T.copy()))
+    parameter.grad = torch.tensor(gradient.T.copy())
+    torch.optim.Muon([parameter], lr=RATE, weight_decay=0.5, adjust_lr_fn=adjustment).step()
+    expected = parameter.detach().numpy().T - start
     assert np.linalg.norm(updates[name] - expected) < 0.02 * np.linalg.norm(expected)
 
 
-def test_dimensions_of_latent_attention_and_odd_orders():
+def test_dimension_numbers_of_mla_and_unusual_axis_orders():
     assert dimension_numbers("wq_b", ("q_lora", "layers", "q_heads", "kv")) == ((0,), (2, 3))
     assert dimension_numbers("wkv_a", ("layers", "embed", "kv_lora")) == ((1,), (2,))
     assert dimension_numbers("out", ("heads", "layers", "kv", "embed")) == ((0, 2), (3,))

@@ -15,7 +15,7 @@ import torch
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.load import base_values
-from maxtext.optimizers import make_optimizer, path_names
+from maxtext.optimizers import build_optimizer, parameter_paths
 
 STEPS, PEAK = 10, 0.05
 AXES = {
@@ -51,26 +51,28 @@ def rate(step):
 
 
 def arrays(seed):
-    draw = np.random.default_rng(seed)
-    return {name: draw.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def as_tree(flat, dtype=jnp.float32):
-    names = path_names(AXES, is_leaf=lambda node: isinstance(node, tuple))
-    return jax.tree.map(lambda name: jnp.asarray(flat[name], dtype), names)
+    paths = parameter_paths(AXES, is_leaf=lambda node: isinstance(node, tuple))
+    return jax.tree.map(lambda path: jnp.asarray(flat[path], dtype), paths)
 
 
 def as_flat(tree):
     return dict(
-        zip(jax.tree.leaves(path_names(tree)), map(np.asarray, jax.tree.leaves(tree)), strict=True)
+        zip(
+            jax.tree.leaves(parameter_paths(tree)),
+            map(np.asarray, jax.tree.leaves(tree)),
+            strict=True,
+        )
     )
 
 
 def train(config):
-    """Ten jitted steps with donated state. The keyword arguments of spike skipping must be welcome
-    everywhere.
-    """
-    optimizer = make_optimizer(config, AXES)
+    """Ten jitted steps with donated state. All optimizers accept the arguments of spike skipping."""
+    optimizer = build_optimizer(config, AXES)
 
     def step(parameters, state, gradients):
         updates, state = optimizer.update(
@@ -104,11 +106,11 @@ def train_in_torch(make, groups):
     return {name: value.numpy() for name, value in parameters.items()}
 
 
-def assert_same(ours, theirs, **tolerance):
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
+def assert_same(actual, expected, **tolerance):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
         np.testing.assert_allclose(
-            ours[name], value, err_msg=name, **(tolerance or {"rtol": 2e-5, "atol": 2e-6})
+            actual[name], value, err_msg=name, **(tolerance or {"rtol": 2e-5, "atol": 2e-6})
         )
 
 
@@ -117,10 +119,10 @@ DECAYED = [name for name in SHAPES if name not in NOT_DECAYED]
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax"])
-def test_adam_with_decay_mask_is_torch_adamw(opt_type):
+def test_adam_with_decay_mask_equals_torch_adamw(opt_type):
     # Pax keeps unbiased moments where Adam corrects biased ones: the same updates, from another
     # state.
-    ours, _ = train(
+    actual, _ = train(
         config_with(
             opt_type=opt_type,
             adam_b1=0.8,
@@ -131,20 +133,20 @@ def test_adam_with_decay_mask_is_torch_adamw(opt_type):
         )
     )
     options = {"betas": (0.8, 0.9), "eps": 1e-3}
-    theirs = train_in_torch(
+    expected = train_in_torch(
         lambda groups: torch.optim.AdamW(groups, lr=1.0),
         [
             (DECAYED, {**options, "weight_decay": 0.3}),
             (NOT_DECAYED, {**options, "weight_decay": 0.0}),
         ],
     )
-    assert_same(ours, theirs)
+    assert_same(actual, expected)
 
 
-def test_sgd_is_torch_sgd():
-    ours, state = train(config_with(opt_type="sgd"))
+def test_sgd_equals_torch_sgd():
+    actual, state = train(config_with(opt_type="sgd"))
     assert_same(
-        ours, train_in_torch(lambda groups: torch.optim.SGD(groups, lr=1.0), [(list(SHAPES), {})])
+        actual, train_in_torch(lambda groups: torch.optim.SGD(groups, lr=1.0), [(list(SHAPES), {})])
     )
     assert [leaf.shape for leaf in jax.tree.leaves(state)] == [()], (
         "SGD keeps nothing but its count"
@@ -159,7 +161,7 @@ def test_eps_root_is_inside_the_square_root_of_adamw():
         "adam_eps_root": 0.5,
         "adam_weight_decay": 0.0,
     }
-    ours, _ = train(config_with(opt_type="adamw", **settings))
+    actual, _ = train(config_with(opt_type="adamw", **settings))
     parameters = {name: value.astype(np.float64) for name, value in arrays(0).items()}
     for name, value in parameters.items():
         mu, nu = np.zeros_like(value), np.zeros_like(value)
@@ -167,10 +169,10 @@ def test_eps_root_is_inside_the_square_root_of_adamw():
             gradient = arrays(t)[name].astype(np.float64)
             mu, nu = 0.8 * mu + 0.2 * gradient, 0.9 * nu + 0.1 * gradient**2
             value -= rate(t - 1) * (mu / (1 - 0.8**t)) / (np.sqrt(nu / (1 - 0.9**t) + 0.5) + 1e-3)
-    assert_same(ours, parameters)
+    assert_same(actual, parameters)
 
 
-def test_adam_pax_and_its_moments_follow_the_formula():
+def test_adam_pax_equals_its_formula():
     b1, b2, eps, eps_root, decay = 0.85, 0.97, 1e-2, 0.3, 0.2
     config = config_with(
         opt_type="adam_pax",
@@ -180,7 +182,7 @@ def test_adam_pax_and_its_moments_follow_the_formula():
         adam_eps_root=eps_root,
         adam_weight_decay=decay,
     )
-    ours, state = train(config)
+    actual, state = train(config)
     parameters = {name: value.astype(np.float64) for name, value in arrays(0).items()}
     moments = {}
     for name, value in parameters.items():
@@ -192,22 +194,22 @@ def test_adam_pax_and_its_moments_follow_the_formula():
             nu = decay2 * nu + (1 - decay2) * gradient**2
             value -= rate(t - 1) * (mu / (np.sqrt(nu + eps_root) + eps) + decay * value)
         moments[name] = mu, nu
-    assert_same(ours, parameters)
+    assert_same(actual, parameters)
     adam = state.inner_states["main"].inner_state[0]
     assert_same(as_flat(adam.mu), {name: mu for name, (mu, _) in moments.items()})
     assert_same(as_flat(adam.nu), {name: nu for name, (_, nu) in moments.items()})
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax", "sgd", "muon"])
-def test_frozen_parameters_do_not_move_and_have_no_state(opt_type):
-    ours, state = train(
+def test_frozen_parameters_have_no_update_and_no_state(opt_type):
+    actual, state = train(
         config_with(opt_type=opt_type, trainable_parameters_mask=["query/weight", "norm"])
     )
     start = arrays(0)
-    for name, value in ours.items():
+    for name, value in actual.items():
         moved = name in ("layers/0/attention/query/weight", "layers/0/norm")
         assert (np.abs(value - start[name]).max() > 1e-3) == moved, name
-    # Muon has one moment of the kernel (24 entries) and two of the norm (4); Adam two of both.
+    # Muon has one moment of the weight (24 entries) and two of the norm (4); Adam two of both.
     expected = {"adamw": 2 * 24 + 2 * 4, "adam_pax": 2 * 24 + 2 * 4, "sgd": 0, "muon": 24 + 2 * 4}[
         opt_type
     ]
@@ -221,10 +223,8 @@ def test_frozen_parameters_do_not_move_and_have_no_state(opt_type):
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adam_pax", "muon"])
 @pytest.mark.parametrize(("mu_dtype", "expected"), [("", jnp.bfloat16), ("float32", jnp.float32)])
-def test_formats_of_the_state_of_bfloat16_weights_survive_float32_gradients(
-    opt_type, mu_dtype, expected
-):
-    optimizer = make_optimizer(config_with(opt_type=opt_type, mu_dtype=mu_dtype), AXES)
+def test_state_dtypes_do_not_change_with_float32_gradients(opt_type, mu_dtype, expected):
+    optimizer = build_optimizer(config_with(opt_type=opt_type, mu_dtype=mu_dtype), AXES)
     parameters, gradients = as_tree(arrays(0), dtype=jnp.bfloat16), as_tree(arrays(1))
     state = jax.eval_shape(optimizer.init, parameters)
     updates, new_state = jax.eval_shape(optimizer.update, gradients, state, parameters)
@@ -242,7 +242,7 @@ def test_formats_of_the_state_of_bfloat16_weights_survive_float32_gradients(
     }
 
 
-def test_first_moment_in_bfloat16_is_the_average_rounded_at_every_step():
+def test_bfloat16_first_moment_is_rounded_at_each_step():
     _, state = train(config_with(mu_dtype="bfloat16"))
     mu = as_flat(state.inner_states["main"].inner_state[0].mu)["layers/0/norm"]
     expected = np.zeros(4, np.float32)
@@ -261,12 +261,12 @@ def test_path_names():
         "layers": [{"norm": "layers/0/norm"}, ["layers/1/0", "layers/1/1"]],
         "head": {"weight": "head/weight"},
     }
-    assert path_names(tree) == expected
+    assert parameter_paths(tree) == expected
 
 
-def test_shardings_of_the_state_can_be_mapped_from_the_parameters():
+def test_state_shardings_follow_from_parameter_shardings():
     # What a trainer does to place the state: moments like their parameter, all else replicated.
-    optimizer = make_optimizer(
+    optimizer = build_optimizer(
         config_with(opt_type="muon", trainable_parameters_mask=["layers"]), AXES
     )
     parameters = as_tree(arrays(0))
@@ -275,7 +275,7 @@ def test_shardings_of_the_state_can_be_mapped_from_the_parameters():
         optimizer,
         lambda leaf, name: leaf if isinstance(leaf, optax.MaskedNode) else name,
         state,
-        path_names(parameters),
+        parameter_paths(parameters),
         transform_non_params=lambda _: "replicated",
         is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
@@ -316,10 +316,10 @@ def test_shardings_of_the_state_can_be_mapped_from_the_parameters():
         ),
         (
             {"opt_type": "muon", "trainable_parameters_mask": ["norm"]},
-            "opt_type=muon has no matrix to train",
+            "opt_type=muon has no trainable matrix",
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings, message):
+def test_rejects_inconsistent_keys(settings, message):
     with pytest.raises(ConfigError, match=message):
-        make_optimizer(config_with(**settings), AXES)
+        build_optimizer(config_with(**settings), AXES)

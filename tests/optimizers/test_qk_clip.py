@@ -33,9 +33,9 @@ def template(query_rank):
 
 
 def random_weights(query_rank, seed=0):
-    draw = np.random.default_rng(seed).normal
+    normal = np.random.default_rng(seed).normal
     return jax.tree.map(
-        lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template(query_rank).weights
+        lambda leaf: jnp.asarray(normal(size=leaf.shape), jnp.float32), template(query_rank).weights
     )
 
 
@@ -49,7 +49,7 @@ def logits_of(query_rank, weights):
 
 
 @pytest.mark.parametrize("query_rank", [0, 10])
-def test_largest_logits_come_down_to_the_threshold(query_rank):
+def test_largest_logits_equal_the_threshold(query_rank):
     weights = random_weights(query_rank)
     before = np.asarray(logits_of(query_rank, weights))
     threshold = float(np.sort(before)[1:3].mean())  # two heads above, two below
@@ -59,8 +59,7 @@ def test_largest_logits_come_down_to_the_threshold(query_rank):
     assert above.sum() == 2
     np.testing.assert_allclose(after[above], threshold, rtol=1e-5)
     np.testing.assert_array_equal(after[~above], before[~above])
-    # By half each where queries and keys both can shrink, in queries alone where keys are shared;
-    # the rest is kept.
+    # Queries and keys by √s each; queries alone by s where keys are shared; nothing else.
     query = "query_b" if query_rank else "query"
     scale = np.minimum(1, threshold / before)[:, None]
     ratio = {
@@ -73,42 +72,43 @@ def test_largest_logits_come_down_to_the_threshold(query_rank):
         ("kv_b", slice(None, NOPE), np.sqrt(scale)),
         ("kv_b", slice(NOPE, None), np.ones_like(scale)),
     ):
-        found = ratio[name][..., part]
-        np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), rtol=1e-5)
+        actual = ratio[name][..., part]
+        np.testing.assert_allclose(actual, np.broadcast_to(expected, actual.shape), rtol=1e-5)
     for name in set(weights) - {query, "kv_b"}:
         jax.tree.map(np.testing.assert_array_equal, clipped[name], weights[name])
 
 
 @pytest.mark.parametrize("axis", [0, 1, 3])
-def test_stacked_layers_are_clipped_each_by_its_own(axis):
+def test_stacked_layers_are_clipped_independently(axis):
     layers = [random_weights(10, seed) for seed in (0, 1, 2)]
     largest = jnp.asarray(
         [[5.0, 50.0, 200.0, -3.0], [1.0, 2.0, 3.0, 4.0], [400.0, 100.0, 101.0, -jnp.inf]]
     )
-    stacked = jax.tree.map(lambda *each: jnp.stack(each, axis=min(axis, each[0].ndim)), *layers)
-    found = clip_mla(stacked, largest, 100.0, NOPE, layers_axis=axis)
-    each = [clip_mla(tree, row, 100.0, NOPE) for tree, row in zip(layers, largest, strict=True)]
-    expected = jax.tree.map(lambda *each: jnp.stack(each, axis=min(axis, each[0].ndim)), *each)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    # Nothing above: the very same numbers, also where the largest logit is negative or there was
-    # none.
-    jax.tree.map(np.testing.assert_array_equal, each[1], layers[1])
-    for before, after in zip(layers, each, strict=True):
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves, axis=min(axis, leaves[0].ndim)), *layers
+    )
+    clipped = clip_mla(stacked, largest, 100.0, NOPE, layers_axis=axis)
+    separate = [clip_mla(tree, row, 100.0, NOPE) for tree, row in zip(layers, largest, strict=True)]
+    expected = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves, axis=min(axis, leaves[0].ndim)), *separate
+    )
+    jax.tree.map(np.testing.assert_array_equal, clipped, expected)
+    # Below the threshold nothing changes, also if the largest logit is negative or -inf.
+    jax.tree.map(np.testing.assert_array_equal, separate[1], layers[1])
+    for before, after in zip(layers, separate, strict=True):
         for name in ("query_b", "kv_b"):
             np.testing.assert_array_equal(before[name]["weight"][:, 3], after[name]["weight"][:, 3])
 
 
-def test_dtype_of_the_weights_is_kept():
+def test_keeps_the_dtype_of_weights():
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_weights(10))
     clipped = clip_mla(weights, jnp.full(HEADS, 200.0), 100.0, NOPE)
     assert {leaf.dtype for leaf in jax.tree.leaves(clipped)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.parametrize("logit", [np.inf, -np.inf, np.nan])
-def test_a_logit_that_is_not_finite_leaves_its_head_alone(logit):
-    """It says nothing about how much too large the weights are; by its ratio they would become 0 or
-    NaN.
-    """
+def test_nonfinite_logits_do_not_scale_their_head(logit):
+    """By their ratio the weights would become 0 or NaN."""
     weights = {"query_b": {"weight": jnp.ones((2, 3, 3))}, "kv_b": {"weight": jnp.ones((2, 3, 4))}}
     after = clip_mla(weights, jnp.array([logit, 5.0, 400.0]), 100.0, 2)
     for name in weights:

@@ -109,7 +109,7 @@ def test_warmup_stable_decay(style, total, warmup_fraction, decay_fraction, fina
     np.testing.assert_allclose(at_every_step(rate, total), expected, **TOLERANCE)
 
 
-def test_schedule_steps_are_the_length_whatever_the_steps():
+def test_schedule_steps_override_steps():
     shorter = schedule(steps=80, learning_rate_schedule_steps=40, warmup_steps_fraction=0.0)
     assert float(shorter(20)) == pytest.approx(cosine(PEAK, 0.1 * PEAK, 0.5), rel=1e-6)
     assert float(shorter(40)) == 0.0
@@ -117,13 +117,13 @@ def test_schedule_steps_are_the_length_whatever_the_steps():
     assert float(longer(40)) == pytest.approx(cosine(PEAK, 0.1 * PEAK, 0.5), rel=1e-6)
 
 
-def test_a_long_schedule_rises_exactly():
+def test_long_warmup_is_exact():
     rate = schedule(steps=150_000)
     for step in (0, 1, 7_500, 14_999, 15_000):
         assert float(rate(step)) == pytest.approx(PEAK * step / 15_000, abs=1e-6 * PEAK)
 
 
-def test_what_makes_no_schedule_is_refused():
+def test_rejects_impossible_schedules():
     with pytest.raises(ConfigError, match="do not fit in a schedule of 10 steps"):
         schedule(
             lr_schedule_type="wsd",

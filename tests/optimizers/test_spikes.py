@@ -10,7 +10,7 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.load import base_values
-from maxtext.optimizers import make_optimizer
+from maxtext.optimizers import build_optimizer
 
 AXES = {"w": ("embed", "mlp"), "frozen": ("norm",)}
 RATE = 0.1
@@ -37,13 +37,13 @@ def start():
 
 
 def gradients(step):
-    draw = np.random.default_rng(100 + step)
-    return {"w": jnp.asarray(draw.normal(size=(2, 3)), jnp.float32), "frozen": jnp.zeros(4)}
+    rng = np.random.default_rng(100 + step)
+    return {"w": jnp.asarray(rng.normal(size=(2, 3)), jnp.float32), "frozen": jnp.zeros(4)}
 
 
 def run(config, losses, norms):
     """(skipped or not, parameters after) of each step, jitted, with donated state."""
-    optimizer = make_optimizer(config, AXES)
+    optimizer = build_optimizer(config, AXES)
 
     def step(parameters, state, grads, loss, norm):
         updates, state = optimizer.update(grads, state, parameters, loss=loss, raw_grad_norm=norm)
@@ -63,7 +63,7 @@ def run(config, losses, norms):
 
 
 def simulate(losses, norms, interval, factor):
-    """Which steps are skipped: the specification, in lists."""
+    """The steps that are skipped: the specification, with lists."""
     windows, skipped = ([], []), []
     for pair in zip(losses, norms, strict=True):
         if not np.all(np.isfinite(pair)):
@@ -88,11 +88,11 @@ def simulate(losses, norms, interval, factor):
     ("interval", "factor", "seed"),
     [(6, 1.0, 0), (7, 1.5, 1), (16, 2.0, 2), (2, 1.0, 3), (3, 4.0, 4)],
 )
-def test_the_same_steps_are_skipped_as_in_the_simulation(interval, factor, seed):
-    draw = np.random.default_rng(seed)
-    losses, norms = 3 + 0.1 * draw.normal(size=80), 1 + 0.05 * draw.normal(size=80)
-    losses[draw.integers(0, 80, 6)] += 5
-    norms[draw.integers(0, 80, 6)] *= 20
+def test_skips_the_same_steps_as_a_simulation(interval, factor, seed):
+    rng = np.random.default_rng(seed)
+    losses, norms = 3 + 0.1 * rng.normal(size=80), 1 + 0.05 * rng.normal(size=80)
+    losses[rng.integers(0, 80, 6)] += 5
+    norms[rng.integers(0, 80, 6)] *= 20
     norms[40:] += 2  # a lasting change of level
     losses[25], norms[26], norms[0], losses[60] = np.nan, np.inf, np.nan, -np.inf
     losses, norms = losses.astype(np.float32), norms.astype(np.float32)
@@ -102,11 +102,11 @@ def test_the_same_steps_are_skipped_as_in_the_simulation(interval, factor, seed)
     )
     skipped, _, _ = run(config, losses, norms)
     assert skipped == expected
-    assert 6 < sum(expected) < 60, "the case must show both outcomes"
+    assert 6 < sum(expected) < 60, "the case must have both outcomes"
 
 
 @pytest.mark.parametrize("which", ["loss", "norm"])
-def test_either_spike_is_skipped_and_leaves_everything_as_it_was(which):
+def test_spike_of_loss_or_norm_changes_nothing(which):
     calm = [1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1]
     jump = [*calm[:5], 9.0, *calm[6:]]
     losses, norms = (jump, calm) if which == "loss" else (calm, jump)
@@ -114,9 +114,8 @@ def test_either_spike_is_skipped_and_leaves_everything_as_it_was(which):
     assert skipped == [count == 5 for count in range(8)]
     np.testing.assert_array_equal(trail[5], trail[4])
 
-    # The inner optimizer is as if the step had never been: the same seven gradients without the
-    # sixth.
-    plain = make_optimizer(
+    # The inner optimizer has seen the other seven gradients only.
+    plain = build_optimizer(
         config_with(
             skip_step_on_spikes=False, skip_step_interval=128, skip_step_scaling_factor=6.0
         ),
@@ -129,21 +128,21 @@ def test_either_spike_is_skipped_and_leaves_everything_as_it_was(which):
         updates, inner = update(gradients(count), inner, parameters)
         parameters = optax.apply_updates(parameters, updates)
     np.testing.assert_allclose(trail[-1], parameters["w"], rtol=1e-6)
-    ours, theirs = jax.tree.leaves(state.inner_state), jax.tree.leaves(inner)
-    assert len(ours) == len(theirs)
-    for left, right in zip(ours, theirs, strict=True):
+    actual, expected = jax.tree.leaves(state.inner_state), jax.tree.leaves(inner)
+    assert len(actual) == len(expected)
+    for left, right in zip(actual, expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-7)
 
 
-def test_nothing_is_judged_before_half_a_window():
+def test_skips_nothing_before_half_a_window():
     skipped, _, _ = run(
         config_with(opt_type="sgd", skip_step_interval=8), [1.0, 1.1, 50.0, 1.0, 1e6], [1.0] * 5
     )
     assert skipped == [False, False, False, False, True]
 
 
-def test_gradients_that_are_not_finite_do_not_reach_weights_or_state():
-    optimizer = make_optimizer(config_with(), AXES)
+def test_nonfinite_gradients_do_not_change_weights_or_state():
+    optimizer = build_optimizer(config_with(), AXES)
     parameters, state = start(), optimizer.init(start())
     poison = jax.tree.map(lambda value: jnp.full_like(value, jnp.nan), parameters)
     updates, state = jax.jit(optimizer.update)(
@@ -156,15 +155,15 @@ def test_gradients_that_are_not_finite_do_not_reach_weights_or_state():
         )
 
 
-def test_the_values_are_required_and_a_window_has_a_deviation():
-    optimizer = make_optimizer(config_with(), AXES)
+def test_requires_loss_and_norm_and_two_steps():
+    optimizer = build_optimizer(config_with(), AXES)
     with pytest.raises(TypeError, match="loss"):
         optimizer.update(gradients(0), optimizer.init(start()), start())
     with pytest.raises(ConfigError, match="skip_step_interval=1 is too short"):
-        make_optimizer(config_with(skip_step_interval=1), AXES)
+        build_optimizer(config_with(skip_step_interval=1), AXES)
 
 
-def test_muon_and_frozen_parameters_inside_the_wrapper():
+def test_wraps_muon_and_frozen_parameters():
     config = config_with(opt_type="muon", trainable_parameters_mask=["w"])
     skipped, trail, state = run(config, [1.0, 1.1, 0.9, 1.0, 70.0], [1.0] * 5)
     assert skipped == [False] * 4 + [True]

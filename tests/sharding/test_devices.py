@@ -13,7 +13,7 @@ import pytest
 from maxtext.configs.derive import Devices
 from maxtext.models import make_template
 from maxtext.models.configuration import load
-from maxtext.optimizers import make_optimizer
+from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
@@ -101,7 +101,7 @@ def single():
     config = load(None, [*MODEL, f"per_device_batch_size={ROWS}"], environ={}, devices=Devices(1))
     template = make_template(config)
     rules = AxisRules.from_config(config, make_mesh(config, jax.devices()[:1]))
-    context = RunContext(config, rules, template, make_optimizer(config, template.axes))
+    context = RunContext(config, rules, template, build_optimizer(config, template.axes))
     state, step = initial_state(context), compile_train_step(context, ROWS)
     losses = []
     for _ in range(2):

@@ -94,5 +94,5 @@ def test_describe_shardings():
             RULES, AXES, {"table": weight(96, 32), "weight": weight(32, 32), "scale": weight(32)}
         )
     )
-    assert "kernel [32, 32]: (embed, mlp) -> (fsdp, tensor), shards [8, 16]" in lines
+    assert "weight [32, 32]: (embed, mlp) -> (fsdp, tensor), shards [8, 16]" in lines
     assert "scale [32]: (norm) -> (-), shards [32]" in lines

@@ -1,7 +1,7 @@
-"""The global norm, and clipping of gradients by it.
+"""The global norm of gradients, and clipping by it.
 
-The norm is the square root of the sum of squares over every leaf, in float32 whatever the
-gradients' type: in bfloat16 a sum over millions of entries stops growing.
+The norm is the square root of the sum of squares over all leaves, in float32 for any dtype of the
+gradients: in bfloat16 a sum over millions of entries stops growing.
 """
 
 from typing import Any
@@ -14,17 +14,16 @@ def global_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(map(sum_of_squares, jax.tree.leaves(tree)), jnp.float32(0)))
 
 
-@jax.jit  # traced once for leaves of one shape, and called: a model has hundreds
+@jax.jit  # traced once per shape: a model has hundreds of leaves
 def sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
 def clip_by_global_norm(grads: Any, threshold: float) -> tuple[Any, jax.Array, jax.Array]:
-    """(gradients scaled down to a norm of at most `threshold`, raw norm, norm after); threshold 0:
-    left as they are.
+    """(gradients with a norm of at most `threshold`, raw norm, norm after clipping).
 
-    Leaves keep their types. A norm that is not finite stays so afterwards, so that the caller can
-    see it.
+    A threshold of 0 disables clipping. Leaves keep their dtypes. A non-finite norm stays
+    non-finite, so that the caller can detect it.
     """
     raw_norm = global_norm(grads)
     if threshold == 0:

@@ -1,11 +1,10 @@
-"""Update rules of the Adam kind, and the number formats of their state.
+"""Adam and the dtypes of its state.
 
-adamw     Optax's Adam: m and v decay by b1 and b2 and are bias-corrected when used. adam_pax  the
-correction is in the decay itself, decay_t = b (1 - b^(t-1)) / (1 - b^t), so the stored moments are
-always
-          unbiased (at t = 1 the decay is 0 and m = g) and are used as they are.
+- adamw: Optax's Adam. m and v decay by b1 and b2 and are bias-corrected when they are used.
+- adam_pax: the correction is part of the decay, decay_t = b (1 - b^(t-1)) / (1 - b^t), so that the
+  stored moments are unbiased (at t = 1 the decay is 0 and m = g).
 
-Both give m / (sqrt(v + eps_root) + eps). Weight decay and learning rate are applied by the caller.
+Both return m / (sqrt(v + eps_root) + eps). The caller applies weight decay and learning rate.
 """
 
 from typing import Any
@@ -21,16 +20,14 @@ def scale_by_adamw(config: MaxTextConfig) -> optax.GradientTransformation:
     rule = optax.scale_by_adam(
         config.adam_b1, config.adam_b2, config.adam_eps, config.adam_eps_root
     )
-    return computed_in_float32(leaf_by_leaf(rule), config)
+    return in_float32(per_leaf(rule), config)
 
 
-def leaf_by_leaf(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An Adam whose update is traced once for weights of one shape, and called: a model has
-    hundreds.
-    """
+def per_leaf(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Adam whose update is traced once per shape: a model has hundreds of leaves."""
 
     @jax.jit
-    def one(
+    def update_leaf(
         grad: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, ...]:
         update, state = rule.update(grad, optax.ScaleByAdamState(count, mu, nu))
@@ -39,10 +36,13 @@ def leaf_by_leaf(rule: optax.GradientTransformation) -> optax.GradientTransforma
     def update(
         grads: Any, state: optax.ScaleByAdamState, params: Any = None
     ) -> tuple[Any, optax.ScaleByAdamState]:
-        found = jax.tree.map(lambda *leaves: one(*leaves, state.count), grads, state.mu, state.nu)
-        tree: Any = jax.tree.structure(grads)
+        results = jax.tree.map(
+            lambda *leaves: update_leaf(*leaves, state.count), grads, state.mu, state.nu
+        )
+        structure: Any = jax.tree.structure(grads)
         updates, mu, nu = (
-            tree.unflatten(part) for part in zip(*tree.flatten_up_to(found), strict=True)
+            structure.unflatten(leaves)
+            for leaves in zip(*structure.flatten_up_to(results), strict=True)
         )
         return updates, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
@@ -68,31 +68,31 @@ def scale_by_adam_pax(config: MaxTextConfig) -> optax.GradientTransformation:
         )
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
-    return computed_in_float32(optax.GradientTransformation(init, update), config)
+    return in_float32(optax.GradientTransformation(init, update), config)
 
 
 def _unbiased_average(values: Any, average: Any, decay: float, count: jax.Array) -> Any:
-    decay_now = decay * (1 - decay ** (count - 1)) / (1 - decay**count)
+    corrected = decay * (1 - decay ** (count - 1)) / (1 - decay**count)
     return jax.tree.map(
-        lambda value, old: decay_now * old + (1 - decay_now) * value, values, average
+        lambda value, old: corrected * old + (1 - corrected) * value, values, average
     )
 
 
-def scale_by_nothing() -> optax.GradientTransformation:
-    """Plain gradient descent, whose updates are float32 like those of the other rules."""
+def cast_to_float32() -> optax.GradientTransformation:
+    """SGD without momentum: the gradient, in float32 like the other updates."""
     return optax.stateless(lambda grads, params: optax.tree.cast(grads, jnp.float32))
 
 
-def computed_in_float32(
+def in_float32(
     rule: optax.GradientTransformation, config: MaxTextConfig
 ) -> optax.GradientTransformation:
-    """A rule whose state has a first moment `mu`: arithmetic in float32, `mu` stored in mu_dtype.
+    """Compute a rule with a first moment `mu` in float32, and store `mu` in mu_dtype.
 
-    Optax lets the state take the gradients' type at the first update, so bfloat16 weights with
-    float32 gradients would change the state's types, and a compiled step would no longer fit. Here
-    they stay as they are at the start: `mu` in mu_dtype (empty: the parameter's own), all else
-    float32, since a second moment with b2 near 1 never falls in bfloat16 (each step changes it by
-    less than it can resolve).
+    In Optax the state takes the dtype of the gradients at the first update, so that bfloat16
+    weights with float32 gradients would change the dtypes of the state, and a compiled step would
+    not accept it. Here `mu` always has mu_dtype (default: the parameter's dtype) and all else is
+    float32, since a second moment with b2 near 1 never decays in bfloat16: a step changes it by
+    less than its resolution.
     """
     mu_dtype = jnp.dtype(config.mu_dtype) if config.mu_dtype else None
 
@@ -103,8 +103,9 @@ def computed_in_float32(
         )
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        wide = state._replace(mu=optax.tree.cast(state.mu, jnp.float32))
-        updates, new = rule.update(optax.tree.cast(grads, jnp.float32), wide, params)
+        float_state = state._replace(mu=optax.tree.cast(state.mu, jnp.float32))
+        float_grads = optax.tree.cast(grads, jnp.float32)
+        updates, new = rule.update(float_grads, float_state, params)
         return updates, new._replace(
             mu=jax.tree.map(lambda mu, old: mu.astype(old.dtype), new.mu, state.mu)
         )

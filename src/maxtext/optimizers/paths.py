@@ -1,8 +1,8 @@
-"""Names of parameters, and the regexes that select them.
+"""Paths of parameters, and the regular expressions that match them.
 
-A parameter's name is its path in the tree joined by "/": `layers/0/0/attention/query/weight`.
-Patterns are searched in it (`re.search`), so `norm` selects every parameter with norm anywhere in
-its path, and `^head/` only the head's.
+A path is the keys in the tree joined by "/": `layers/0/0/attention/query/weight`. Patterns are
+searched in it (`re.search`): `norm` matches all parameters with norm anywhere in the path, and
+`^head/` only those of the head.
 """
 
 import re
@@ -15,8 +15,8 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 
 
-def path_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """The same tree with each leaf replaced by its path."""
+def parameter_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """The tree with each leaf replaced by its path."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"),
         tree,
@@ -24,21 +24,22 @@ def path_names(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     )
 
 
-def selected(key: str, patterns: Sequence[str], names: Any, warn: bool = True) -> Any:
-    """The tree of names as booleans: whether any pattern of the config key `key` matches.
+def match_patterns(key: str, patterns: Sequence[str], paths: Any, warn: bool = True) -> Any:
+    """A tree of bools: whether any pattern of the configuration key `key` matches the path.
 
-    Patterns of which none matches anything are a mistake (a typing error would freeze or decay the
-    wrong weights); a single one without a match may come from a list that serves several families,
-    and is only reported.
+    Raises ConfigError if no pattern matches any path: a typo would freeze or decay the wrong
+    weights. A single pattern without a match may come from a list for several families; it is only
+    logged.
     """
-    everything = jax.tree.leaves(names)
-    idle = [
-        pattern for pattern in patterns if not any(re.search(pattern, name) for name in everything)
+    all_paths = jax.tree.leaves(paths)
+    unmatched = [
+        pattern for pattern in patterns if not any(re.search(pattern, path) for path in all_paths)
     ]
-    if patterns and len(idle) == len(patterns):
+    if patterns and len(unmatched) == len(patterns):
         raise ConfigError(
-            f"{key}={list(patterns)} matches no parameter: patterns are searched in paths such as {everything[0]!r}"
+            f"{key}={list(patterns)} matches no parameter: "
+            f"patterns are searched in paths such as {all_paths[0]!r}"
         )
-    for pattern in idle if warn else ():
+    for pattern in unmatched if warn else ():
         LOGGER.warning("%s: the pattern %r matches no parameter", key, pattern)
-    return jax.tree.map(lambda name: any(re.search(pattern, name) for pattern in patterns), names)
+    return jax.tree.map(lambda path: any(re.search(pattern, path) for pattern in patterns), paths)

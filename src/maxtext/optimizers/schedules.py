@@ -3,14 +3,14 @@
 Over S = learning_rate_schedule_steps (-1: steps), with L = learning_rate and F = L *
 learning_rate_final_fraction:
 
-    warm-up   W = int(S * warmup_steps_fraction) steps     L * t / W, so the very first step has rate 0
+    warmup    W = int(S * warmup_steps_fraction) steps     L * t / W, so the first step has rate 0
     cosine    the other S - W steps, u = (t - W)/(S - W)   F + (L - F) * (1 + cos(pi * u)) / 2
-    wsd       constant L until the last D = int(S * wsd_decay_steps_fraction) steps, then from L to F, u = (t-(S-D))/D:
-              linear L + (F - L) * u, or the cosine above
+    wsd       constant L until the last D = int(S * wsd_decay_steps_fraction) steps, then from L to
+              F with u = (t-(S-D))/D: linear L + (F - L) * u, or the cosine above
     after     t >= S                                       0
 
-Steps count from 0. F would be reached at step S itself, where training by this schedule is over. A
-phase of no steps is left out. The rate may be asked for with Python numbers or under jit.
+Steps count from 0. F is reached at step S, when training by this schedule is over. Phases without
+steps are omitted. The schedule takes Python numbers, or tracers under jit.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Schedule = Callable[[Any], jax.Array]
 
 
 def learning_rate_schedule(config: MaxTextConfig) -> Schedule:
-    """The rate at a step, counted from 0."""
+    """The learning rate as a function of the step, counted from 0."""
     total = (
         config.steps
         if config.learning_rate_schedule_steps == -1
@@ -35,13 +35,13 @@ def learning_rate_schedule(config: MaxTextConfig) -> Schedule:
     )
     if total < 1:
         raise ConfigError(
-            f"the learning-rate schedule has {total} steps: set steps or learning_rate_schedule_steps"
+            f"the learning-rate schedule has {total} steps: "
+            "set steps or learning_rate_schedule_steps"
         )
     warmup = int(total * config.warmup_steps_fraction)
-    rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
-    phases = [(warmup, rise), *_after_warmup(config, total, warmup)]
-    # Optax has no schedules of no steps: above and below they are made one long, and are left out
-    # here.
+    ramp = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
+    phases = [(warmup, ramp), *_after_warmup(config, total, warmup)]
+    # Optax has no schedules of length 0: they are built with length 1 and dropped here.
     phases = [(length, schedule) for length, schedule in phases if length > 0]
     ends = list(accumulate(length for length, _ in phases))
     return optax.join_schedules(
@@ -52,14 +52,14 @@ def learning_rate_schedule(config: MaxTextConfig) -> Schedule:
 def _after_warmup(
     config: MaxTextConfig, total: int, warmup: int
 ) -> list[tuple[int, optax.Schedule]]:
-    """(length, schedule) of each phase; a schedule sees the steps since its own start."""
+    """(length, schedule) of each phase; a schedule counts steps from its own start."""
     if config.lr_schedule_type == "cosine":
         return [(total - warmup, _decay(config, "cosine", total - warmup))]
     decay = int(total * config.wsd_decay_steps_fraction)
     if warmup + decay > total:
         raise ConfigError(
-            f"warm-up ({warmup} steps) and decay ({decay} steps) do not fit in a schedule of {total} steps: lower "
-            "warmup_steps_fraction or wsd_decay_steps_fraction"
+            f"warm-up ({warmup} steps) and decay ({decay} steps) do not fit in a schedule of "
+            f"{total} steps: lower warmup_steps_fraction or wsd_decay_steps_fraction"
         )
     return [
         (total - warmup - decay, optax.constant_schedule(config.learning_rate)),

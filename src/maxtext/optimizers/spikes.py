@@ -1,16 +1,17 @@
-"""Leaving out the steps whose loss or gradient norm jumps.
+"""Skips the updates of steps whose loss or gradient norm spikes.
 
 Two windows hold the last skip_step_interval values of the loss and of the raw gradient norm (before
 clipping). A step is a spike when either value exceeds
 
     mean + skip_step_scaling_factor * standard deviation (unbiased)
 
-of the values recorded *before* it. The test begins when half a window, and at least two values,
-have been recorded. A spike changes neither weights nor the inner optimizer's state (so the schedule
-does not advance), but is recorded: a lasting change of level is accepted once it fills the window.
+of the values recorded *before* it. The test starts when half a window, and at least two values,
+have been recorded. A spike changes neither the weights nor the inner optimizer's state (so the
+schedule does not advance), but it is recorded: a lasting change of level is accepted once it fills
+the window.
 
-A loss or norm that is not finite is always a spike, from the first step on, and neither value is
-recorded, since one NaN in a window would switch the protection off until it has left.
+A non-finite loss or norm is always a spike, from the first step on, and neither value is recorded,
+since a NaN in the window would disable the protection until it leaves.
 """
 
 from typing import Any, NamedTuple
@@ -24,23 +25,22 @@ from maxtext.configs.types import MaxTextConfig
 
 
 class SpikeState(NamedTuple):
-    losses: (
-        jax.Array
-    )  # window of float32, filled from the front, then the oldest entry is overwritten
+    losses: jax.Array  # ring buffer, float32
     raw_grad_norms: jax.Array
-    recorded: jax.Array  # how many values have ever been written, int32
-    skipped: jax.Array  # whether the last update was left out
+    recorded: jax.Array  # number of values recorded so far, int32
+    skipped: jax.Array  # whether the last update was skipped
     inner_state: Any
 
 
 def skip_spikes(
     config: MaxTextConfig, inner: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, whose update now needs the keyword arguments loss and raw_grad_norm."""
+    """Wrap `inner`; `update` then requires the keyword arguments loss and raw_grad_norm."""
     interval, factor = config.skip_step_interval, config.skip_step_scaling_factor
     if interval < 2:
         raise ConfigError(
-            f"skip_step_interval={interval} is too short for skip_step_on_spikes: a deviation needs at least 2 steps"
+            f"skip_step_interval={interval} is too short for skip_step_on_spikes: "
+            "a standard deviation needs at least 2 steps"
         )
 
     def init(params: Any) -> SpikeState:
@@ -56,17 +56,17 @@ def skip_spikes(
         *,
         loss: Any,
         raw_grad_norm: Any,
-        **more: Any,
+        **extra_args: Any,
     ) -> tuple[Any, SpikeState]:
         loss, norm = jnp.asarray(loss, jnp.float32), jnp.asarray(raw_grad_norm, jnp.float32)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        judging = (2 * state.recorded >= interval) & (state.recorded >= 2)
-        jump = _exceeds(loss, state.losses, state.recorded, factor)
-        jump |= _exceeds(norm, state.raw_grad_norms, state.recorded, factor)
-        skipped = ~finite | (judging & jump)
+        is_ready = (2 * state.recorded >= interval) & (state.recorded >= 2)
+        spike = _exceeds(loss, state.losses, state.recorded, factor)
+        spike |= _exceeds(norm, state.raw_grad_norms, state.recorded, factor)
+        skipped = ~finite | (is_ready & spike)
 
         updates, inner_state = inner.update(
-            grads, state.inner_state, params, loss=loss, raw_grad_norm=norm, **more
+            grads, state.inner_state, params, loss=loss, raw_grad_norm=norm, **extra_args
         )
         slot = state.recorded % interval
         return jax.tree.map(
@@ -89,8 +89,7 @@ def skip_spikes(
 def _exceeds(value: jax.Array, window: jax.Array, recorded: jax.Array, factor: float) -> jax.Array:
     filled = jnp.arange(window.size) < recorded
     count = jnp.minimum(recorded, window.size)
-    # The lower bounds only keep an empty window from dividing by zero; its verdict is not asked
-    # for.
+    # The lower bounds avoid a division by zero for an empty window, whose result is not used.
     mean = jnp.sum(window, where=filled) / jnp.maximum(count, 1)
     variance = jnp.sum(jnp.square(window - mean), where=filled) / jnp.maximum(count - 1, 1)
     return value > mean + factor * jnp.sqrt(variance)

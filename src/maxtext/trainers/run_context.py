@@ -14,7 +14,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, initial_weights, make_template
-from maxtext.optimizers import make_optimizer
+from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState
@@ -43,7 +43,7 @@ class RunContext:
             config=config,
             rules=rules,
             template=template,
-            optimizer=make_optimizer(config, template.axes, template.trained),
+            optimizer=build_optimizer(config, template.axes, template.trained),
         )
 
     @cached_property

@@ -17,7 +17,7 @@ import optax
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
 from maxtext.layers.parameters import Template
-from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_parameters
+from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_mask
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
@@ -154,7 +154,7 @@ def objective(config: MaxTextConfig, means: Metrics) -> jax.Array:
 
 def trainable_weights(config: MaxTextConfig, template: Template) -> Any:
     """Bools in the tree of the weights: what an update may change."""
-    trainable = trainable_parameters(config, template.axes, template.trained, warn=False)
+    trainable = trainable_mask(config, template.axes, template.trained, warn=False)
     if not trains_only_indexers(config):
         return trainable
 
