@@ -49,9 +49,9 @@ RULES = [
     ),
 ]
 SIZES = [
-    "decoder_block=llama2", "vocab_size=64", "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2",
-    "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=4", "max_target_length=16", "dtype=float32",
-    "attention=dot_product",
+    "decoder_block=llama2", "vocab_size=64", "base_emb_dim=32", "base_num_query_heads=4",
+    "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=4",
+    "max_target_length=16", "dtype=float32", "attention=dot_product",
 ]  # fmt: skip
 
 

@@ -55,7 +55,8 @@ class Numbers:
 def test_names(llama):
     _, _, param_infos = llama.model()
     per_layer = {
-        "attention/query/weight": (32, 4, 8), "attention/key/weight": (32, 2, 8), "attention/value/weight": (32, 2, 8),
+        "attention/query/weight": (32, 4, 8), "attention/key/weight": (32, 2, 8),
+        "attention/value/weight": (32, 2, 8),
         "attention/out/weight": (4, 8, 32), "attention_norm/scale": (32,), "mlp_norm/scale": (32,),
         "mlp/wi_0/weight": (32, 48), "mlp/wi_1/weight": (32, 48), "mlp/wo/weight": (48, 32),
     }  # fmt: skip
@@ -182,7 +183,8 @@ def test_scanned_and_unrolled_models_compute_the_same(llama):
             for name in sorted(param_infos)
         }
         source = type("Values", (), {
-            "title": "", "tensors": Numbers(param_infos).tensors, "read": lambda self, name, values=values: values[name]
+            "title": "", "tensors": Numbers(param_infos).tensors, "read": lambda self, name,
+            values=values: values[name]
         })()  # fmt: skip
         run = jax.jit(
             lambda weights, template=template: template.bind(weights)(ids, np.arange(16)[None])
@@ -222,8 +224,9 @@ def test_a_source_that_does_not_fit(llama):
     with pytest.raises(UserError) as caught:
         load_weights(source, param_infos, template)
     assert str(caught.value) == (
-        "numbers does not fit the model (3 problems): layers/3/mlp_norm/scale is missing; layers/4/mlp_norm/scale is "
-        "not a weight of this model; head/weight has shape [64, 32], the model needs [32, 64]"
+        "numbers does not fit the model (3 problems): layers/3/mlp_norm/scale is missing; "
+        "layers/4/mlp_norm/scale is not a weight of this model; head/weight has shape [64, 32], "
+        "the model needs [32, 64]"
     )
 
 

@@ -10,10 +10,11 @@ from maxtext.cli.main import main
 from tests.compiling import FAST_COMPILE_FLAGS
 
 TINY = [
-    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
-    "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=32", "per_device_batch_size=2", "steps=2",
-    "dataset_type=synthetic", "attention=dot_product", "enable_tensorboard=false", "run_name=it",
-    "decoder_block=simple", "scan_layers=false", "remat_policy=none",
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
+    "base_mlp_dim=64", "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=32",
+    "per_device_batch_size=2", "steps=2", "dataset_type=synthetic", "attention=dot_product",
+    "enable_tensorboard=false", "run_name=it", "decoder_block=simple", "scan_layers=false",
+    "remat_policy=none",
 ]  # fmt: skip
 
 

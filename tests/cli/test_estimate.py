@@ -12,9 +12,9 @@ from maxtext.trainers.compile import COMPILER_OPTIONS
 from tests.compiling import FAST_COMPILE, FAST_COMPILE_FLAGS
 
 TINY = [
-    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
-    "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=32", "per_device_batch_size=2",
-    "dataset_type=synthetic", "attention=dot_product",
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
+    "base_mlp_dim=64", "base_num_decoder_layers=1", "vocab_size=128", "max_target_length=32",
+    "per_device_batch_size=2", "dataset_type=synthetic", "attention=dot_product",
 ]  # fmt: skip
 LLAMA = [
     "model_name=llama2-7b",
@@ -88,10 +88,13 @@ WRONG = {
     "no_value": (["--target"], "--target needs a value"),
     "slices": (["--target=v5p-8", "--slices", "two"], "--slices takes a number, not 'two'"),
     "cpu_slices": (["--target=cpu", "--slices=2"], "only TPU targets have slices"),
-    "mesh": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "multiply to 8, which does not make 64 devices"),
-    "mesh_target": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "the target is v5p-128 (64 x TPU v5p)"),
+    "mesh": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "multiply to 8, which does not make "
+                                                             "64 devices"),
+    "mesh_target": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "the target is v5p-128 (64 x "
+                                                                    "TPU v5p)"),
     "two_targets": (
-        ["--target=v5p-128", "compile_topology=v5p-64", "compile_topology_num_slices=1"], "name two targets",
+        ["--target=v5p-128", "compile_topology=v5p-64", "compile_topology_num_slices=1"],
+        "name two targets",
     ),
     "two_wishes": (["--search", "--no-compile"], "leave one out"),
     "option": (["--fast"], "unknown option '--fast'"),

@@ -49,19 +49,28 @@ def refused(capsys, *words):
         (["--local", "two", "--", "train"], "'two' is not a whole number"),
         (["--lokal", "2", "--", "train"], "unrecognized arguments: --lokal 2"),
         (["--print", "mesos", "--", "train"], "invalid choice: 'mesos'"),
-        (["--local", "2", "--image", "x", "--", "train"], "--image would do nothing: it needs --print"),
+        (["--local", "2", "--image", "x", "--", "train"], "--image would do nothing: it needs "
+                                                          "--print"),
         (["--print", "slurm", "--cpu", "--", "train"], "--cpu would do nothing: it needs --local"),
-        (["--print", "slurm", "--image", "x", "--", "train"], "--image would do nothing: it does not belong to slurm"),
-        (["--print", "k8s", "--time", "1", "--", "train"], "--time would do nothing: it does not belong to k8s"),
+        (["--print", "slurm", "--image", "x", "--", "train"], "--image would do nothing: it does "
+                                                              "not belong to slurm"),
+        (["--print", "k8s", "--time", "1", "--", "train"], "--time would do nothing: it does not "
+                                                           "belong to k8s"),
         (["--print", "k8s", "--name", "No_Good", "--", "train"], "use up to 40 small letters"),
-        (["--print", "k8s", "--slices", "2", "--", "train"], "--slices would do nothing: it needs --tpu-topology"),
-        (["--print", "k8s", "--tpu-topology", "v9:4x4", "--", "train"], "write v4, v5p, v5e, v6e and its shape"),
-        (["--print", "k8s", "--tpu-topology", "v5p:2x2x2", "--nodes", "3", "--", "train"], "has 2 hosts"),
+        (["--print", "k8s", "--slices", "2", "--", "train"], "--slices would do nothing: it needs "
+                                                             "--tpu-topology"),
+        (["--print", "k8s", "--tpu-topology", "v9:4x4", "--", "train"], "write v4, v5p, v5e, v6e "
+                                                                        "and its shape"),
+        (["--print", "k8s", "--tpu-topology", "v5p:2x2x2", "--nodes", "3", "--", "train"],
+         "has 2 hosts"),
         (["--local", "2", "--cpu", "--", "train", "stepz=1"], "unknown key 'stepz'"),
-        (["--local", "2", "--cpu", "--", "train", "ici_fsdp_parallelism=3"], "does not make 2 devices"),
-        (["--local", "3", "--cpu", "--", "train", *TINY, "elastic_enabled=true", "elastic_min_slice_count=4"],
+        (["--local", "2", "--cpu", "--", "train", "ici_fsdp_parallelism=3"], "does not make 2 "
+                                                                             "devices"),
+        (["--local", "3", "--cpu", "--", "train", *TINY, "elastic_enabled=true",
+          "elastic_min_slice_count=4"],
          "elastic_min_slice_count=4 is more than the 3 processes"),
-        (["--local", "2", "--cpu", "--", "train", "elastic_max_retries=4"], "it needs elastic_enabled=true"),
+        (["--local", "2", "--cpu", "--", "train", "elastic_max_retries=4"], "it needs "
+                                                                            "elastic_enabled=true"),
     ],
 )  # fmt: skip
 def test_bad_words_are_sentences(capsys, words, sentence):
@@ -189,7 +198,8 @@ def test_a_lost_process_is_replaced_while_restarts_last_and_then_missed(monkeypa
 # The files for clusters.
 
 TRAIN = [
-    "train", "model_name=llama3.1-8b", "dataset_type=synthetic", "steps=1000", "per_device_batch_size=1",
+    "train", "model_name=llama3.1-8b", "dataset_type=synthetic", "steps=1000",
+    "per_device_batch_size=1",
 ]  # fmt: skip
 TEXT = {"type": str}
 COUNT = {"type": int, "least": 1}
@@ -201,15 +211,18 @@ POD = {
     "terminationGracePeriodSeconds": COUNT,
     "containers": [
         {
-            "name": NAME, "image": TEXT, "command": [TEXT], "args": [TEXT], "env": [{"name": TEXT, "value": TEXT}],
+            "name": NAME, "image": TEXT, "command": [TEXT], "args": [TEXT],
+            "env": [{"name": TEXT, "value": TEXT}],
             "volumeMounts": [{"name": NAME, "mountPath": TEXT}],
             "resources?": {"limits": {"nvidia.com/gpu?": COUNT, "google.com/tpu?": COUNT}},
         }
     ],
     "volumes": [
-        {"name": NAME, "persistentVolumeClaim?": {"claimName": NAME}, "emptyDir?": {"medium": {"enum": ["Memory"]}}}
+        {"name": NAME, "persistentVolumeClaim?": {"claimName": NAME},
+         "emptyDir?": {"medium": {"enum": ["Memory"]}}}
     ],
-    "nodeSelector?": {"cloud.google.com/gke-tpu-accelerator": TEXT, "cloud.google.com/gke-tpu-topology": TEXT},
+    "nodeSelector?": {"cloud.google.com/gke-tpu-accelerator": TEXT,
+                      "cloud.google.com/gke-tpu-topology": TEXT},
 }  # fmt: skip
 JOB = {
     "completionMode": {"enum": ["Indexed"]}, "parallelism": COUNT, "completions": COUNT,
@@ -218,7 +231,8 @@ JOB = {
         "rules": [
             {
                 "action": {"enum": ["FailJob", "Ignore", "Count", "FailIndex"]},
-                "onExitCodes": {"containerName": NAME, "operator": {"enum": ["In", "NotIn"]}, "values": [COUNT]},
+                "onExitCodes": {"containerName": NAME, "operator": {"enum": ["In", "NotIn"]},
+                                "values": [COUNT]},
             }
         ]
     },
@@ -238,7 +252,8 @@ JOBSET = {
             "rules": [
                 {
                     "name": {"type": str, "pattern": r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"},
-                    "action": {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
+                    "action": {"enum": ["FailJobSet", "RestartJobSet",
+                                        "RestartJobSetAndIgnoreMaxRestarts"]},
                     "onJobFailureReasons": [{"enum": ["PodFailurePolicy", "BackoffLimitExceeded"]}],
                 }
             ],
@@ -349,7 +364,8 @@ def test_a_jobset_of_tpu_slices(capsys):
 def test_keys_of_the_file_are_kept(capsys, tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text(
-        "base_config: base.yml\nbase_output_directory: /data\nenable_autocheckpoint: false\nrun_name: mine\n"
+        "base_config: base.yml\nbase_output_directory: /data\nenable_autocheckpoint: "
+        "false\nrun_name: mine\n"
     )
     manifest = printed(capsys, "k8s", "--", "train", str(file))
     assert "base_output_directory=" not in manifest
@@ -362,7 +378,8 @@ echo "{name} $*" >> "$CALLS"
 {body}
 """
 FAKES = {
-    "srun": 'echo "address $JAX_COORDINATOR_ADDRESS" >> "$CALLS"; sleep ${SRUN_SECONDS:-0}; exit ${SRUN_CODE:-0}',
+    "srun": 'echo "address $JAX_COORDINATOR_ADDRESS" >> "$CALLS"; sleep ${SRUN_SECONDS:-0}; exit '
+    "${SRUN_CODE:-0}",
     "scontrol": '[ "$1" = show ] && printf "node007\\nnode008\\n"; exit 0',
     "scancel": "exit 0",
 }
@@ -419,8 +436,10 @@ def test_the_batch_script_is_bash_and_asks_for_what_it_needs(batch):
         if line.startswith("#SBATCH")
     )
     assert asked == {
-        "job-name": "maxtext", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "",
-        "time": "2:00:00", "signal": "B:USR1@90", "requeue": "", "open-mode": "append", "output": "%x-%j.log",
+        "job-name": "maxtext", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8",
+        "exclusive": "",
+        "time": "2:00:00", "signal": "B:USR1@90", "requeue": "", "open-mode": "append",
+        "output": "%x-%j.log",
     }  # fmt: skip
     first_command = next(
         number

@@ -106,7 +106,8 @@ def test_lost_peer_becomes_a_user_error():
         pass
 
     gloo = JaxRuntimeError(
-        "INTERNAL: Gloo all-reduce failed: [external/gloo/tcp/pair.cc:547] Connection closed by peer"
+        "INTERNAL: Gloo all-reduce failed: [external/gloo/tcp/pair.cc:547] Connection closed by "
+        "peer"
     )
     assert "connection to another process of this run was lost" in str(errors.lost_peer(gloo))
     assert errors.lost_peer(JaxRuntimeError("INVALID_ARGUMENT: shapes differ")) is None

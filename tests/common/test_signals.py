@@ -34,7 +34,10 @@ except BaseException:
     pass
 time.sleep(60)
 """
-STUCK = "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', 200_000_000)"
+STUCK = (
+    "import hashlib; print('ready', flush=True); hashlib.pbkdf2_hmac('sha256', b'', b'', "
+    "200_000_000)"
+)
 CLEANED = """
 try:
     print('ready', flush=True)

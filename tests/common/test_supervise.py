@@ -13,7 +13,10 @@ import pytest
 from maxtext.common.supervise import Command, GroupExit, Supervisor, first_failures
 
 WAIT = "import time; time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', "
+    "flush=True); time.sleep(60)"
+)
 
 
 def supervise(*programs, **keywords):
@@ -98,8 +101,8 @@ def test_early_success_is_no_failure():
 def test_kills_children_of_ended_processes(tmp_path):
     note = tmp_path / "pid"
     program = (
-        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
-        f"open({str(note)!r}, 'w').write(str(child.pid)); raise SystemExit(1)"
+        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(60)']);open({str(note)!r}, 'w').write(str(child.pid)); raise SystemExit(1)"
     )
     ended, seconds = supervise(program)
     assert ended.code == 1
@@ -116,12 +119,13 @@ print(ended, flush=True)
 sys.exit(ended.code)
 """
 POLITE = (
-    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0));"
-    "signal.signal(signal.SIGINT, lambda *_: sys.exit(5)); print('ready', flush=True); time.sleep(60)"
+    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
+    "sys.exit(0));signal.signal(signal.SIGINT, lambda *_: sys.exit(5)); print('ready', "
+    "flush=True); time.sleep(60)"
 )
 LIFELINE = (
-    "import os, time; from maxtext.common.supervise import die_with_launcher; die_with_launcher(os.environ);"
-    "print(os.getpid(), flush=True); time.sleep(60)"
+    "import os, time; from maxtext.common.supervise import die_with_launcher; "
+    "die_with_launcher(os.environ);print(os.getpid(), flush=True); time.sleep(60)"
 )
 
 

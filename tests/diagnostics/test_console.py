@@ -12,8 +12,10 @@ from maxtext.common.log import LOGGER
 from maxtext.diagnostics.console import Console, duration, number, start_banner
 
 RECORD = {
-    "step": 12, "loss": 3.2141, "learning_rate": 3e-5, "grad_norm": 1.0, "raw_grad_norm": 1.2, "param_norm": 9.0,
-    "step_time_seconds": 0.31, "tokens_per_second_per_device": 12345.4, "tflops_per_second_per_device": 407.5,
+    "step": 12, "loss": 3.2141, "learning_rate": 3e-5, "grad_norm": 1.0, "raw_grad_norm": 1.2,
+    "param_norm": 9.0,
+    "step_time_seconds": 0.31, "tokens_per_second_per_device": 12345.4,
+    "tflops_per_second_per_device": 407.5,
     "mfu": 0.412,
 }  # fmt: skip
 
@@ -57,8 +59,8 @@ def piped(*records, **options) -> list[str]:
 def test_a_line_in_a_pipe():
     _, line = piped({**RECORD, "step": 11}, RECORD, peak_flops=989.4e12)
     assert line == (
-        "step 12/100  loss 3.214  lr 3.0e-05  grad 1.20  12,345 tok/s/device  407.5 TFLOP/s/device  "
-        "MFU 41.2% of 989 TFLOP/s bf16  0.31 s  eta 2m54s"  # 87 steps of 2 s
+        "step 12/100  loss 3.214  lr 3.0e-05  grad 1.20  12,345 tok/s/device  407.5 "
+        "TFLOP/s/device  MFU 41.2% of 989 TFLOP/s bf16  0.31 s  eta 2m54s"  # 87 steps of 2 s
     )
 
 
@@ -94,7 +96,8 @@ def test_nan_is_shown():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0312, "31.2 ms"), (0.31, "0.31 s"), (45.2, "45 s"), (59.7, "1m00s"), (130, "2m10s"), (3599.9, "1h00m"),
+    [(0.0312, "31.2 ms"), (0.31, "0.31 s"), (45.2, "45 s"), (59.7, "1m00s"), (130, "2m10s"),
+     (3599.9, "1h00m"),
      (11100, "3h05m"), (187200, "2d04h")],
 )  # fmt: skip
 def test_durations(seconds, text):

@@ -222,7 +222,8 @@ def test_summary(tmp_path):
     )
     write_summary(path, json.loads(path.read_text()) | {"path": tmp_path})
     assert json.loads(path.read_text()) == {
-        "loss": None, "final": {"step": 9, "loss": 0.5}, "list": [1, None], "not_finite": {"loss": "NaN"},
+        "loss": None, "final": {"step": 9, "loss": 0.5}, "list": [1, None],
+        "not_finite": {"loss": "NaN"},
         "path": str(tmp_path),
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == [path]

@@ -19,9 +19,10 @@ from maxtext.trainers.compile import COMPILER_OPTIONS
 from tests.compiling import FAST_COMPILE
 
 TINY = [
-    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
-    "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32", "per_device_batch_size=4", "dtype=float32",
-    "dataset_type=synthetic", "enable_tensorboard=false", "learning_rate=0.01", "lr_schedule_type=wsd",
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
+    "base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32",
+    "per_device_batch_size=4", "dtype=float32", "dataset_type=synthetic",
+    "enable_tensorboard=false", "learning_rate=0.01", "lr_schedule_type=wsd",
     "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000",
     "enable_checkpointing=false",
 ]  # fmt: skip

@@ -28,7 +28,8 @@ CASES = {
     "empty files": ((*TEXT, "grain_train_files={}/hollow"), "are empty"),
     "too little text": ((*TEXT, "grain_train_files={}/short"), "one batch needs 128"),
     "empty evaluation files": (
-        (*TEXT, "grain_train_files={}/good", "use_truncation=false", "grain_eval_files={}/hollow", "eval_interval=1"),
+        (*TEXT, "grain_train_files={}/good", "use_truncation=false", "grain_eval_files={}/hollow",
+         "eval_interval=1"),
         "all 1 files are empty",
     ),
     "no evaluation data": (

@@ -18,10 +18,11 @@ from tests.compiling import FAST_COMPILE_FLAGS
 
 # One layer and few tokens: what these tests wait for is the start of their processes.
 SMALL = [
-    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
-    "base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none", "vocab_size=259", "max_target_length=32",
-    "dtype=float32", "enable_tensorboard=false", "learning_rate=0.01", "lr_schedule_type=wsd",
-    "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000", "run_name=it",
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
+    "base_mlp_dim=64", "base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none",
+    "vocab_size=259", "max_target_length=32", "dtype=float32", "enable_tensorboard=false",
+    "learning_rate=0.01", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0",
+    "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000", "run_name=it",
 ]  # fmt: skip
 SIMPLE = ["decoder_block=simple", "dataset_type=synthetic", "per_device_batch_size=1"]
 WITHOUT_CHECKPOINTS = ["enable_checkpointing=false"]
@@ -165,8 +166,9 @@ DATA = {
 @pytest.mark.parametrize("data", DATA)
 def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, data):
     overrides = [
-        "per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS, "dataset_type=grain",
-        "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte", "grain_num_threads=1",
+        "per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS,
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}",
+        "tokenizer_path=byte", "grain_num_threads=1",
     ]  # fmt: skip
     one = train(*overrides, devices=8)
     assert one.end() == 0, one.text()
@@ -247,12 +249,13 @@ def test_a_process_without_a_launcher_notices_a_dead_peer(train, how):
     [
         (
             1,
-            "process 1 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, no answer",
+            "process 1 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, no "
+            "answer",
         ),
         (
             0,
-            "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, "
-            "not all other processes connected",
+            "process 0 of 2: could not join the other processes at 127.0.0.1:{port} in 2 s, not "
+            "all other processes connected",
         ),
     ],
 )
@@ -319,7 +322,8 @@ def test_sigterm_to_the_launcher_saves_and_ends_the_run(launch):
 # The reference is an undisturbed run on four devices; the other runs lose processes.
 STEPS = 30
 RESUMED = [
-    *SIMPLE, "per_device_batch_size=2", f"steps={STEPS}", "checkpoint_period=5", "async_checkpointing=false",
+    *SIMPLE, "per_device_batch_size=2", f"steps={STEPS}", "checkpoint_period=5",
+    "async_checkpointing=false",
 ]  # fmt: skip
 RESUMED.remove("per_device_batch_size=1")
 

@@ -92,9 +92,10 @@ def batches(tmp_path_factory):
     for number in range(8):
         (folder / f"{number}").write_text(f"document number {number} of eight..")
     overrides = [
-        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={folder}", f"grain_eval_files={folder}",
-        "tokenizer_path=byte", "vocab_size=259", "max_target_length=32", "per_device_batch_size=0.5", "packing=false",
-        "base_emb_dim=32", "grain_num_threads=2", "eval_interval=1", *QUICK,
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={folder}",
+        f"grain_eval_files={folder}", "tokenizer_path=byte", "vocab_size=259",
+        "max_target_length=32", "per_device_batch_size=0.5", "packing=false", "base_emb_dim=32",
+        "grain_num_threads=2", "eval_interval=1", *QUICK,
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | TWO_DEVICES
     result = subprocess.run(

@@ -27,10 +27,11 @@ from tests.compiling import FAST_COMPILE_FLAGS
 pytestmark = pytest.mark.slow
 
 MODEL = [
-    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=64",
-    "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32", "per_device_batch_size=4", "dtype=float32",
-    "learning_rate=0.01", "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0",
-    "learning_rate_schedule_steps=1000000", "enable_tensorboard=false", "remat_policy=none", "run_name=it",
+    "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
+    "base_mlp_dim=64", "base_num_decoder_layers=2", "vocab_size=259", "max_target_length=32",
+    "per_device_batch_size=4", "dtype=float32", "learning_rate=0.01", "lr_schedule_type=wsd",
+    "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000",
+    "enable_tensorboard=false", "remat_policy=none", "run_name=it",
 ]  # fmt: skip
 STEPS, PERIOD = 60, 3
 
@@ -52,16 +53,17 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def overrides(text, cache):
     return [
-        *MODEL, "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}", "tokenizer_path=byte",
-        "grain_num_threads=2", "use_truncation=false", "grain_worker_count=0",
-        "packing=true", "num_epoch=40", "enable_dropout=true",
-        "dropout_rate=0.1", f"jax_cache_dir={cache}", f"checkpoint_period={PERIOD}", "max_num_checkpoints_to_keep=2",
+        *MODEL, "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}",
+        "tokenizer_path=byte", "grain_num_threads=2", "use_truncation=false",
+        "grain_worker_count=0", "packing=true", "num_epoch=40", "enable_dropout=true",
+        "dropout_rate=0.1", f"jax_cache_dir={cache}", f"checkpoint_period={PERIOD}",
+        "max_num_checkpoints_to_keep=2",
     ]  # fmt: skip
 
 
 class Job:
-    """A run of one or more processes in a folder of its own. It is started with the same overrides each
-    time.
+    """A run of one or more processes in a folder of its own. It is started with the same overrides
+    each time.
     """
 
     def __init__(self, folder, overrides, processes=1):

@@ -11,8 +11,9 @@ from maxtext.trainers import init_state, restore
 
 SENTENCE = "a quick brown fox jumps over one lazy dog; "  # no word comes twice
 FIELDS = {
-    "step", "loss", "lm_loss", "learning_rate", "grad_norm", "raw_grad_norm", "param_norm", "total_weights",
-    "step_time_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu",
+    "step", "loss", "lm_loss", "learning_rate", "grad_norm", "raw_grad_norm", "param_norm",
+    "total_weights", "step_time_seconds", "tokens_per_second_per_device",
+    "tflops_per_second_per_device", "mfu",
 }  # fmt: skip
 ONE = ("base_num_decoder_layers=1", "scan_layers=false", "remat_policy=none")
 SIMPLE = ("decoder_block=simple", *ONE)
@@ -24,9 +25,9 @@ def fox(train, tmp_path_factory):
     base = tmp_path_factory.mktemp("fox")
     (base / "fox.txt").write_text(SENTENCE * 400)
     overrides = (
-        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={base}/fox.txt", "tokenizer_path=byte",
-        "grain_num_threads=2", "use_truncation=false", "grain_worker_count=0",
-        "num_epoch=8", "steps=120", "enable_tensorboard=true",
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={base}/fox.txt",
+        "tokenizer_path=byte", "grain_num_threads=2", "use_truncation=false",
+        "grain_worker_count=0", "num_epoch=8", "steps=120", "enable_tensorboard=true",
         f"tensorboard_dir={base}/it/tensorboard", "log_period=10", "prompt=a quick",
     )  # fmt: skip
     result = train(*overrides, base=base)

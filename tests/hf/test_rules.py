@@ -77,7 +77,8 @@ def test_one_tensor_an_expert():
 
 def test_one_number_an_expert():
     check(Rule("experts.{x}.scale", "scale", "x -> x"), {"scale": numbers(X)}, {
-        "experts.0.scale": np.array(0), "experts.1.scale": np.array(1), "experts.2.scale": np.array(2)
+        "experts.0.scale": np.array(0), "experts.1.scale": np.array(1),
+        "experts.2.scale": np.array(2)
     })  # fmt: skip
 
 
@@ -331,7 +332,8 @@ def loop(rule, kind, sizes, groups, our_axes, hf, native):
     pairs = []
     for part, own in enumerate(sizes):
         shift = sum(
-            one[rule.join] if isinstance(rule.join, str) else width(groups, hf[part], one, rule.join)
+            one[rule.join] if isinstance(rule.join, str) else width(groups, hf[part], one,
+                rule.join)
             for one in sizes[:part]
         ) if rule.join is not None else 0  # fmt: skip
         whole = dict(own)

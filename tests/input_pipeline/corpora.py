@@ -1,8 +1,8 @@
 """Documents written as every kind of source, with the libraries that people write them with, and
 the keys to read them.
 
-A initializer gets a folder and the documents and returns settings of the configuration. Files of several
-documents are written in more than one file, tables in more than one block.
+A initializer gets a folder and the documents and returns settings of the configuration. Files of
+several documents are written in more than one file, tables in more than one block.
 """
 
 import json
@@ -194,8 +194,11 @@ def custom(folder, documents):
 
 
 SOURCES = {
-    "text": text, "jsonl": jsonl, "parquet": parquet, "arrayrecord": arrayrecord, "tfrecord": tfrecord,
-    "mixture": mixture, "hf-parquet": hf_of("parquet", "parquet"), "hf-json": hf_of("json", "jsonl"),
+    "text": text, "jsonl": jsonl, "parquet": parquet, "arrayrecord": arrayrecord,
+    "tfrecord": tfrecord,
+    "mixture": mixture, "hf-parquet": hf_of("parquet", "parquet"),
+    "hf-json": hf_of("json", "jsonl"),
     "hf-arrow": hf_of("arrow", "arrow"), "hf-text": hf_of("text", "txt"), "hf-stream": hf_stream,
-    "tfds": tfds_of("array_record"), "tfds-tfrecord": tfds_of("tfrecord"), "c4_mlperf": c4_mlperf, "custom": custom,
+    "tfds": tfds_of("array_record"), "tfds-tfrecord": tfds_of("tfrecord"), "c4_mlperf": c4_mlperf,
+    "custom": custom,
 }  # fmt: skip

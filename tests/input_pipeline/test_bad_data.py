@@ -201,7 +201,8 @@ def test_tokens_must_be_in_the_vocabulary(make_config, tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     settings = {
-        "grain_train_files": str(tmp_path), "grain_file_type": "jsonl", "train_data_columns": ["tokens"],
+        "grain_train_files": str(tmp_path), "grain_file_type": "jsonl",
+        "train_data_columns": ["tokens"],
         "tokenize_train_data": False, "packing": False,
     }  # fmt: skip
     with pytest.raises(UserError, match="line 2: its token id 259 is outside vocab_size=259"):
@@ -253,7 +254,8 @@ def broken(config, split):
 @pytest.mark.parametrize(
     ("name", "said", "code", "frame"),
     [
-        ("failing", ":failing raised RuntimeError for split train: the bucket is empty; its traceback follows", 2,
+        ("failing", ":failing raised RuntimeError for split train: the bucket is empty; its "
+                    "traceback follows", 2,
          "in failing"),
         ("broken", ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0", 1, "in __getitem__"),
     ],

@@ -136,8 +136,9 @@ def test_training_drops_and_evaluation_fills_the_last_batch(make_config, write):
     documents = words(count=7, longest=7)
     folder = write(*documents)
     config = make_config(
-        grain_train_files=folder, grain_eval_files=folder, packing=False, global_batch_size_to_load=3,
-        global_batch_size_to_load_eval=3, enable_data_shuffling=True, num_epoch=2,
+        grain_train_files=folder, grain_eval_files=folder, packing=False,
+        global_batch_size_to_load=3, global_batch_size_to_load_eval=3, enable_data_shuffling=True,
+        num_epoch=2,
     )  # fmt: skip
     assert len(list(make_train_iterator(config))) == 14 // 3
     batches = list(make_eval_iterator(config))

@@ -40,7 +40,8 @@ def same(left, right):
 @pytest.mark.parametrize("name", PACKINGS)
 def test_resume_is_exact_after_every_batch(make_config, write, name, shuffle, truncate):
     config = make_config(
-        grain_train_files=write(*documents()), enable_data_shuffling=shuffle, use_truncation=truncate, num_epoch=2,
+        grain_train_files=write(*documents()), enable_data_shuffling=shuffle,
+        use_truncation=truncate, num_epoch=2,
         global_batch_size_to_load=2, **with_packing(name),
     )  # fmt: skip
     iterator = make_train_iterator(config)

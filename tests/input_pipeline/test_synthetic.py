@@ -14,8 +14,8 @@ from maxtext.input_pipeline.sources import make_iterator
 @pytest.fixture
 def config(make_config):
     return make_config(
-        dataset_type=DatasetType.SYNTHETIC, vocab_size=50, max_target_length=64, global_batch_size_to_load=4,
-        global_batch_size_to_load_eval=2,
+        dataset_type=DatasetType.SYNTHETIC, vocab_size=50, max_target_length=64,
+        global_batch_size_to_load=4, global_batch_size_to_load_eval=2,
     )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ def run_until(make_config, folder, source, damage):
     """The error of an endless run whose files are changed after its third batch."""
     settings = SOURCES[source](folder, DOCUMENTS)
     config = make_config(
-        **settings, max_target_length=32, packing=False, num_epoch=10**6, enable_data_shuffling=True,
-        grain_prefetch_buffer_size=2, grain_shuffle_buffer_size=1,
+        **settings, max_target_length=32, packing=False, num_epoch=10**6,
+        enable_data_shuffling=True, grain_prefetch_buffer_size=2, grain_shuffle_buffer_size=1,
     )  # fmt: skip
     iterator = make_train_iterator(config)
     for _ in range(3):

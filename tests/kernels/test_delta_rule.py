@@ -152,8 +152,8 @@ def test_log_decay_of_minus_infinity_clears_the_state():
 
 
 def test_equal_keys_are_numerically_stable():
-    """The worst case of the linear system of a chunk: its inverse is small, powers of its matrix are
-    not.
+    """The worst case of the linear system of a chunk: its inverse is small, powers of its matrix
+    are not.
     """
     *inputs, state = problem(128, strength=0.0)
     inputs[1] = np.broadcast_to(inputs[1][:, :1], inputs[1].shape)

@@ -13,8 +13,10 @@ import pytest
 CASES = {
     "rows and heads": {"mesh": {"fsdp": 2, "tensor": 2}, "heads": 4, "kv_heads": 2},
     "more devices than key heads": {"mesh": {"fsdp": 1, "tensor": 4}, "heads": 4, "kv_heads": 1},
-    "queries along the sequence": {"mesh": {"fsdp": 1, "context": 2}, "heads": 2, "kv_heads": 2, "segments": True},
-    "balanced": {"mesh": {"fsdp": 1, "context": 2}, "heads": 2, "kv_heads": 1, "balanced": 2, "segments": True},
+    "queries along the sequence": {"mesh": {"fsdp": 1, "context": 2}, "heads": 2, "kv_heads": 2,
+                     "segments": True},
+    "balanced": {"mesh": {"fsdp": 1, "context": 2}, "heads": 2, "kv_heads": 1, "balanced": 2,
+                 "segments": True},
     "balanced, with a window": {
         "mesh": {"fsdp": 2, "context": 2}, "heads": 1, "kv_heads": 1, "balanced": 2, "window": 60,
     },

@@ -154,8 +154,8 @@ def their_output(layer, rotary, x, visible):
 def test_qk_norm_of_qwen3():
     """RMSNorm of each head, before RoPE."""
     config = Qwen3Config(
-        hidden_size=SIZE, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD, rms_norm_eps=1e-3,
-        attn_implementation="eager",
+        hidden_size=SIZE, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD,
+        rms_norm_eps=1e-3, attn_implementation="eager",
     )  # fmt: skip
     layer = shuffled(Qwen3Attention(config, layer_idx=0))
     x, layer_inputs = inputs()
@@ -171,8 +171,10 @@ def test_qk_norm_of_qwen3():
 def test_sinks_biases_and_window_of_gpt_oss():
     """With its YaRN, untruncated and with attention scaling."""
     config = GptOssConfig(
-        hidden_size=SIZE, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD, sliding_window=3,
-        layer_types=["sliding_attention"], num_hidden_layers=1, attention_bias=True, attn_implementation="eager",
+        hidden_size=SIZE, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD,
+        sliding_window=3,
+        layer_types=["sliding_attention"], num_hidden_layers=1, attention_bias=True,
+        attn_implementation="eager",
     )  # fmt: skip
     layer = shuffled(GptOssAttention(config, layer_idx=0))
     x, layer_inputs = inputs()

@@ -20,9 +20,11 @@ from tests.layers.gpu_context import interpreted_kernels
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
-OVERRIDES = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=4", "base_num_kv_heads=4",
-         "head_dim=32", "base_mlp_dim=384", "vocab_size=384", "max_target_length=64", "per_device_batch_size=2",
-         "quantization=fp8_full", "z_loss_multiplier=0.1", "attention=dot_product", "remat_policy=none",
+OVERRIDES = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=4",
+             "base_num_kv_heads=4",
+         "head_dim=32", "base_mlp_dim=384", "vocab_size=384", "max_target_length=64",
+         "per_device_batch_size=2", "quantization=fp8_full", "z_loss_multiplier=0.1",
+         "attention=dot_product", "remat_policy=none",
          "dataset_type=synthetic"]  # fmt: skip
 NORMS = {"rms_norm_rows", "rms_norm_rows_backward"}
 MATMULS = {"fp8_quantize_rowwise", "fp8_quantize_and_transpose", "fp8_transpose"}

@@ -22,12 +22,14 @@ from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 
 SMALL = (
-    "base_num_query_heads=4", "base_num_kv_heads=4", "base_mlp_dim=16", "vocab_size=64", "max_target_length=16",
+    "base_num_query_heads=4", "base_num_kv_heads=4", "base_mlp_dim=16", "vocab_size=64",
+    "max_target_length=16",
 )  # fmt: skip
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2")
 LATENT = (
-    "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=8",
-    "v_head_dim=6", "first_num_dense_layers=0", "shared_experts=1", "routed_bias=true",
+    "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=10", "qk_nope_head_dim=6",
+    "qk_rope_head_dim=8", "v_head_dim=6", "first_num_dense_layers=0", "shared_experts=1",
+    "routed_bias=true",
 )  # fmt: skip
 DELTA = ("head_dim=8", "gdn_num_value_heads=16")
 # A model, the kernels of its first layer that are quantized, and all the rest of the layer.
@@ -44,14 +46,16 @@ FAMILIES = {
     ),
     "latents": (
         ("decoder_block=deepseek", *LATENT, *EXPERTS),
-        "attention/{query_a,query_b,kv_a,kv_b,out} mlp/experts/{wi_0,wi_1,wo} mlp/shared/{wi_0,wi_1,wo}",
-        "attention/{query_norm/scale,kv_norm/scale} attention_norm/scale mlp_norm/scale mlp/router/{kernel,bias}",
+        "attention/{query_a,query_b,kv_a,kv_b,out} mlp/experts/{wi_0,wi_1,wo} "
+        "mlp/shared/{wi_0,wi_1,wo}",
+        "attention/{query_norm/scale,kv_norm/scale} attention_norm/scale mlp_norm/scale "
+        "mlp/router/{kernel,bias}",
     ),
     "delta": (
         ("decoder_block=qwen3_next", *DELTA, *EXPERTS),
         "attention/{query,key,value,gate,beta,decay,out} mlp/experts/{wi_0,wi_1,wo}",
-        "attention/{conv_query,conv_key,conv_value,log_rate,step_bias,norm/scale} attention_norm/scale mlp_norm/scale "
-        "mlp/router/weight",
+        "attention/{conv_query,conv_key,conv_value,log_rate,step_bias,norm/scale} "
+        "attention_norm/scale mlp_norm/scale mlp/router/weight",
     ),
 }
 

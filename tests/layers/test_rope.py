@@ -28,16 +28,19 @@ KINDS = {
         dict(rope_type="llama3", **LLAMA31),
     ),
     "llama3.1 wider band": (
-        RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=4096, low_frequency_factor=0.5,
+        RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=4096,
+                 low_frequency_factor=0.5,
                  high_frequency_factor=16.0),
         dict(rope_type="llama3", **(LLAMA31 | {"low_freq_factor": 0.5, "high_freq_factor": 16.0})),
     ),
     "yarn": (
-        RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, attention_scaling=True),
+        RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096,
+                 attention_scaling=True),
         dict(rope_type="yarn", **YARN),
     ),
     "yarn untruncated": (
-        RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, attention_scaling=True,
+        RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096,
+                 attention_scaling=True,
                  truncate=False),
         dict(rope_type="yarn", truncate=False, **YARN),
     ),
@@ -46,21 +49,25 @@ KINDS = {
         dict(rope_type="yarn", attention_factor=1.0, **YARN),
     ),
     "yarn other betas": (
-        RopeSpec("yarn", max_timescale=1e4, factor=4.0, original_length=4096, attention_scaling=True, beta_fast=8.0,
+        RopeSpec("yarn", max_timescale=1e4, factor=4.0, original_length=4096,
+                 attention_scaling=True, beta_fast=8.0,
                  beta_slow=0.5),
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5},
     ),
     "yarn whose range ends past the last pair": (
-        RopeSpec("yarn", max_timescale=24.0, factor=32.0, original_length=4096, attention_scaling=True),
+        RopeSpec("yarn", max_timescale=24.0, factor=32.0, original_length=4096,
+                 attention_scaling=True),
         {"rope_type": "yarn", **(YARN | {"rope_theta": 24.0})},
     ),
     "half of the head, yarn": (
-        RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096, attention_scaling=True,
+        RopeSpec("yarn", max_timescale=150_000.0, factor=32.0, original_length=4096,
+                 attention_scaling=True,
                  fraction=0.5),
         dict(rope_type="yarn", partial_rotary_factor=0.5, **YARN),
     ),
     "a quarter of the head, llama3.1": (
-        RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=4096, fraction=0.25),
+        RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=4096,
+                 fraction=0.25),
         dict(rope_type="llama3", partial_rotary_factor=0.25, **LLAMA31),
     ),
 }  # fmt: skip

@@ -28,7 +28,8 @@ SIZE, LENGTH, HEAD = 16, 6, 4
 jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 
 LOCAL = LayerSpec(
-    SIZE, AttentionSpec(4, 2, HEAD, HEAD**-0.5, AttentionMask(window=3), RopeSpec()), MlpSpec(24), NormSpec(),
+    SIZE, AttentionSpec(4, 2, HEAD, HEAD**-0.5, AttentionMask(window=3), RopeSpec()), MlpSpec(24),
+    NormSpec(),
     dropout_rate=0.3,
 )  # fmt: skip
 GLOBAL = LayerSpec(
@@ -172,7 +173,8 @@ def test_scan_axis_is_named(built, axis):
     assert (
         block["mlp"]["wo"]["weight"].shape == {0: (3, 24, 16), 1: (24, 3, 16), 2: (24, 16, 3)}[axis]
     )
-    assert axes["mlp"]["wo"]["weight"] == {0: ("layers", "mlp", "embed"), 1: ("mlp", "layers", "embed"),
+    assert axes["mlp"]["wo"]["weight"] == {0: ("layers", "mlp", "embed"),
+                                           1: ("mlp", "layers", "embed"),
                                            2: ("mlp", "embed", "layers")}[axis]  # fmt: skip
     assert block["mlp_norm"]["scale"].shape == (
         (3, 16) if axis == 0 else (16, 3)

@@ -46,7 +46,8 @@ MODELS = {
     # Jiang et al. 2023: the same layers, vocabulary 32000, a window of 4096; length 8192: the first
     # 4096 tokens see 1 … 4096, the others 4096.
     "mistral-7b": (
-        ["model_name=mistral-7b", "sliding_window_size=4096", "max_target_length=8192", "override_model_config=true"],
+        ["model_name=mistral-7b", "sliding_window_size=4096", "max_target_length=8192",
+         "override_model_config=true"],
         7_241_732_096,
         32
         * (
@@ -111,19 +112,22 @@ FURTHER = {
     # Jiang et al. 2024: Mistral with 8 experts, of which 2.
     "mixtral-8x7b": (
         ["max_target_length=4096"],
-        32 * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + experts(4096, 14336, 8, 2) + 4 * 4096 * 2048.5)
+        32 * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + experts(4096, 14336, 8,
+            2) + 4 * 4096 * 2048.5)
         + 2 * 4096 * 32000,
     ),
     # DeepSeek-AI 2024: 3 dense layers of 61; 8 of 256 experts and a shared one.
     "deepseek3-671b": (
         ["max_target_length=4096"],
-        61 * mla(*DEEPSEEK3, 2048.5) + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8, 1)
+        61 * mla(*DEEPSEEK3, 2048.5) + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8,
+            1)
         + 2 * 7168 * 129280,
     ),
     # A layer like the last, its projection of two widths to one, and the head, once more.
     "deepseek3-671b with another token": (
         ["max_target_length=4096", "mtp_num_layers=1"],
-        62 * mla(*DEEPSEEK3, 2048.5) + 3 * 2 * 3 * 7168 * 18432 + 59 * experts(7168, 2048, 256, 8, 1)
+        62 * mla(*DEEPSEEK3, 2048.5) + 3 * 2 * 3 * 7168 * 18432 + 59 * experts(7168, 2048, 256, 8,
+            1)
         + 2 * 2 * 7168 * 129280 + 2 * 2 * 7168 * 7168,
     ),
     # DeepSeek-AI 2025: an indexer of 64 heads looks at all keys, attention at 2048 of them.
@@ -135,7 +139,8 @@ FURTHER = {
     # No more keys than are kept: nothing to choose.
     "deepseek3.2-671b, short": (
         ["max_target_length=2048"],
-        61 * mla(*DEEPSEEK3, 1024.5) + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8, 1)
+        61 * mla(*DEEPSEEK3, 1024.5) + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8,
+            1)
         + 2 * 7168 * 129280,
     ),
     # Queries straight from the input; two shared experts.
@@ -343,12 +348,14 @@ def test_parts_by_hand():
 
 
 LATENT = [
-    "attention_type=mla", "q_lora_rank=96", "kv_lora_rank=64", "qk_nope_head_dim=48", "qk_rope_head_dim=16",
-    "v_head_dim=64", "base_num_kv_heads=4", "num_experts=4", "first_num_dense_layers=2",
+    "attention_type=mla", "q_lora_rank=96", "kv_lora_rank=64", "qk_nope_head_dim=48",
+    "qk_rope_head_dim=16", "v_head_dim=64", "base_num_kv_heads=4", "num_experts=4",
+    "first_num_dense_layers=2",
 ]  # fmt: skip
 BLOCKS = {
     "llama2": ["head_dim=64", "base_num_kv_heads=2"],
-    "gpt3": ["head_dim=64", "base_num_kv_heads=4", "mlp_activations=[gelu]", "trainable_position_size=128",
+    "gpt3": ["head_dim=64", "base_num_kv_heads=4", "mlp_activations=[gelu]",
+             "trainable_position_size=128",
              "logits_via_embedding=true"],
     "deepseek": LATENT,
     "llama2 with streams": ["head_dim=64", "base_num_kv_heads=2", "mhc_expansion_rate=4"],
@@ -364,8 +371,9 @@ def test_xla_counts_the_same(name):
     batch, length, width, heads, head, layers = 2, 128, 256, 4, 64, 2
     words = [
         f"max_target_length={length}", f"base_emb_dim={width}", f"base_num_query_heads={heads}",
-        f"base_num_decoder_layers={layers}", "base_mlp_dim=1024", "vocab_size=2048", "dtype=float32",
-        "attention=dot_product", "scan_layers=false", "remat_policy=none", f"decoder_block={block}",
+        f"base_num_decoder_layers={layers}", "base_mlp_dim=1024", "vocab_size=2048",
+        "dtype=float32", "attention=dot_product", "scan_layers=false", "remat_policy=none",
+        f"decoder_block={block}",
     ]  # fmt: skip
     config = configuration(*words, *BLOCKS[name])
     template = make_template(config)

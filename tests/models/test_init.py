@@ -11,8 +11,8 @@ from maxtext.models.transformer import initial_weights
 from tests.compiling import FAST_COMPILE
 
 WORDS = [
-    "vocab_size=512", "base_emb_dim=128", "base_num_query_heads=8", "base_num_kv_heads=4", "head_dim=32",
-    "base_mlp_dim=320", "base_num_decoder_layers=4",
+    "vocab_size=512", "base_emb_dim=128", "base_num_query_heads=8", "base_num_kv_heads=4",
+    "head_dim=32", "base_mlp_dim=320", "base_num_decoder_layers=4",
 ]  # fmt: skip
 
 
@@ -32,8 +32,9 @@ def plain():
 def other():
     """Another seed, another scale, biases and everything fused."""
     return weights(
-        "init_weights_seed=1", "dense_init_scale=0.25", "attention_bias=true", "mlp_bias=true", "attention_sink=true",
-        "fused_qkv=true", "fused_mlp=true", "trainable_position_size=256", "max_target_length=256",
+        "init_weights_seed=1", "dense_init_scale=0.25", "attention_bias=true", "mlp_bias=true",
+        "attention_sink=true", "fused_qkv=true", "fused_mlp=true", "trainable_position_size=256",
+        "max_target_length=256",
     )  # fmt: skip
 
 
@@ -66,7 +67,8 @@ def test_scanned_and_unrolled_start_alike(plain, loop):
     )
 
 
-FAN_IN = {"query": 128, "key": 128, "value": 128, "qkv": 128, "out": 8 * 32, "wi": 128, "wi_0": 128, "wi_1": 128,
+FAN_IN = {"query": 128, "key": 128, "value": 128, "qkv": 128, "out": 8 * 32, "wi": 128, "wi_0": 128,
+          "wi_1": 128,
           "wo": 320, "head": 128}  # fmt: skip
 
 

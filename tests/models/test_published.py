@@ -200,11 +200,14 @@ def test_active_weights(name):
 # Billions, as published; some publishers leave out the embedding, which is looked up and not
 # multiplied. Qwen3-Next's 3 is too round to compare.
 ACTIVE = {
-    "mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "deepseek2-236b": 21, "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22,
-    "qwen3-480b-a35b": 35, "qwen3.5-397b-a17b": 17, "gemma4-26b": 3.8, "llama4-17b-16e": 17, "llama4-17b-128e": 17,
+    "mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "deepseek2-236b": 21, "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+    "qwen3-480b-a35b": 35, "qwen3.5-397b-a17b": 17, "gemma4-26b": 3.8, "llama4-17b-16e": 17,
+    "llama4-17b-128e": 17,
 }  # fmt: skip
 ACTIVE_BUT_EMBEDDING = {
-    "deepseek2-16b": 2.4, "deepseek3-671b": 37, "kimi-k2-1t": 32, "gpt-oss-20b": 3.6, "gpt-oss-120b": 5.1
+    "deepseek2-16b": 2.4, "deepseek3-671b": 37, "kimi-k2-1t": 32, "gpt-oss-20b": 3.6,
+    "gpt-oss-120b": 5.1
 }  # fmt: skip
 
 

@@ -21,8 +21,9 @@ from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH = 2, 32
 WORDS = [
-    "vocab_size=32", f"max_target_length={LENGTH}", "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2",
-    "head_dim=4", "base_mlp_dim=24", "dtype=float32", "attention=dot_product",
+    "vocab_size=32", f"max_target_length={LENGTH}", "base_emb_dim=16", "base_num_query_heads=4",
+    "base_num_kv_heads=2", "head_dim=4", "base_mlp_dim=24", "dtype=float32",
+    "attention=dot_product",
     # With norms on the outputs, the outputs are needed by the backward pass, and a policy can keep
     # or lose them.
     "use_post_attn_norm=true", "use_post_ffw_norm=true",

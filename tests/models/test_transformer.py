@@ -13,9 +13,9 @@ from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, SIZE = 32, 16, 12
 WORDS = [
-    f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", f"base_emb_dim={SIZE}", "base_num_query_heads=4",
-    "base_num_kv_heads=2", "head_dim=4", "base_mlp_dim=20", "base_num_decoder_layers=2", "dtype=float32",
-    "attention=dot_product",
+    f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", f"base_emb_dim={SIZE}",
+    "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4", "base_mlp_dim=20",
+    "base_num_decoder_layers=2", "dtype=float32", "attention=dot_product",
 ]  # fmt: skip
 GPT = ["decoder_block=gpt3", "trainable_position_size=16", "mlp_activations=[gelu]"]
 

@@ -18,12 +18,14 @@ RATE, STEPS, BETA = 0.02, 10, 0.9
 
 # name: (axes, shape, how to see it as [copies, input, output] and back)
 MATRICES = {
-    "query": (("embed", "q_heads", "kv"), (8, 2, 3), lambda x: x.reshape(1, 8, 6), lambda x: x.reshape(8, 2, 3)),
+    "query": (("embed", "q_heads", "kv"), (8, 2, 3), lambda x: x.reshape(1, 8, 6),
+              lambda x: x.reshape(8, 2, 3)),
     "fused": (
         ("embed", "kv_heads", "qkv", "kv_head_dim"), (5, 2, 3, 2),
         lambda x: x.reshape(1, 5, 12), lambda x: x.reshape(5, 2, 3, 2),
     ),
-    "out": (("heads", "kv", "embed"), (2, 3, 8), lambda x: x.reshape(1, 6, 8), lambda x: x.reshape(2, 3, 8)),
+    "out": (("heads", "kv", "embed"), (2, 3, 8), lambda x: x.reshape(1, 6, 8),
+            lambda x: x.reshape(2, 3, 8)),
     "wi": (("embed", "mlp"), (4, 9), lambda x: x[None], lambda x: x[0]),
     "wo": (("mlp", "embed"), (9, 4), lambda x: x[None], lambda x: x[0]),
     "experts": (("exp", "embed_moe", "mlp_moe"), (3, 4, 6), lambda x: x, lambda x: x),
@@ -127,7 +129,8 @@ def muon_in_numpy(name, decay, consistent_rms):
 def test_matrices_use_newton_schulz_and_others_torch_adamw(consistent_rms, names):
     config = config_with(
         muon_beta=BETA, muon_weight_decay=0.5, muon_consistent_rms=consistent_rms,
-        adam_b1=0.8, adam_b2=0.9, adam_eps=1e-3, adam_weight_decay=0.25, adamw_mask=["^wo$", "norm", "bias"],
+        adam_b1=0.8, adam_b2=0.9, adam_eps=1e-3, adam_weight_decay=0.25,
+        adamw_mask=["^wo$", "norm", "bias"],
     )  # fmt: skip
     actual, _ = train(config, {name: AXES[name] for name in names})
     for name in MATRICES.keys() & names:

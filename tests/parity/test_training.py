@@ -34,7 +34,8 @@ def batch_of(ids):
     """Each token's target is the next."""
     inputs, targets = ids[:, :LENGTH], ids[:, 1 : LENGTH + 1]
     positions, ones = np.broadcast_to(np.arange(LENGTH), inputs.shape), np.ones_like(inputs)
-    fields = {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": ones, "targets": targets,
+    fields = {"inputs": inputs, "inputs_position": positions, "inputs_segmentation": ones,
+              "targets": targets,
               "targets_position": positions, "targets_segmentation": ones}  # fmt: skip
     return {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
 

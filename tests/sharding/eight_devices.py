@@ -1,4 +1,6 @@
-"""Run by test_devices.py in a separate process with eight CPU devices; prints its results as JSON."""
+"""Run by test_devices.py in a separate process with eight CPU devices; prints its results as
+JSON.
+"""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""Trains a model on one device and in each layout; run by matrix.py in a process with eight devices.
+"""Trains a model on one device and in each layout; run by matrix.py in a process with eight
+devices.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
         python -m tests.sharding.run_layouts MODEL [LAYOUT ...]

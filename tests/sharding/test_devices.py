@@ -22,9 +22,10 @@ from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH = 8, 16
 MODEL = [
-    "vocab_size=64", f"max_target_length={LENGTH}", "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2",
-    "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=2", "dtype=float32", "matmul_precision=highest",
-    "attention=dot_product", "learning_rate=0.01", "warmup_steps_fraction=0",
+    "vocab_size=64", f"max_target_length={LENGTH}", "base_emb_dim=32", "base_num_query_heads=4",
+    "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=2",
+    "dtype=float32", "matmul_precision=highest", "attention=dot_product", "learning_rate=0.01",
+    "warmup_steps_fraction=0",
 ]  # fmt: skip
 SHARDED = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
 MESHES = [
@@ -85,7 +86,8 @@ def test_mesh_shapes_and_device_order(eight):
     plain, inferred, dcn_data, dcn_fsdp, both = eight[0]["meshes"]
     assert plain["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert inferred["shape"] == {"fsdp": 8}
-    # Slices are the first and the second four devices: a DCN axis crosses them, an ICI axis does not.
+    # Slices are the first and the second four devices: a DCN axis crosses them, an ICI axis does
+    # not.
     assert dcn_data["shape"] == {"data": 2, "fsdp": 2, "tensor": 2}
     assert dcn_data["ids"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert dcn_fsdp["shape"] == {"fsdp": 8}

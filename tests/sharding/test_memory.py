@@ -52,7 +52,9 @@ def test_uses_the_shardings_of_leaves():
 
 
 def test_llama2_7b_over_64():
-    """6,738,415,616 weights, sharded 64 ways along the embedding dimension; Adam has two moments."""
+    """6,738,415,616 weights, sharded 64 ways along the embedding dimension; Adam has two
+    moments.
+    """
     config = load(None, ["model_name=llama2-7b"], environ={}, devices=Devices(64))
     context = abstract_context(config)
     state, shardings = context.abstract_state, context.shardings.state
@@ -207,7 +209,8 @@ def test_trip_count_from_the_condition():
 @pytest.mark.parametrize(
     ("text", "size"),
     [("f32[2,3]{1,0}", 24), ("(bf16[4], s8[3], pred[5])", 16), ("s4[3]", 2), ("f8e4m3fn[7]", 7), ("f32[]", 4),
-     ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048), ("token[]", 0), ("c64[2]", 16), ("f32[<=6]", 24)],
+     ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048), ("token[]", 0), ("c64[2]", 16),
+     ("f32[<=6]", 24)],
 )  # fmt: skip
 def test_bytes_of_hlo_types(text, size):
     assert array_bytes(text) == size

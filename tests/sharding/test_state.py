@@ -83,7 +83,10 @@ def test_weights_that_no_axis_divides_do_not_count():
 
 def test_rejects_a_batch_that_does_not_divide():
     check_batch_size(RULES, 16, "per_device_batch_size")
-    message = "6 sequences does not divide over the 8 devices of data x fsdp: change per_device_batch_size, or .*context"
+    message = (
+        "6 sequences does not divide over the 8 devices of data x fsdp: change "
+        "per_device_batch_size, or .*context"
+    )
     with pytest.raises(ConfigError, match=message):
         check_batch_size(RULES, 6, "per_device_batch_size")
 

@@ -184,7 +184,10 @@ def test_reports_errors_raised_by_a_template(source, reason):
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLED = "{% set n = namespace(x=['aaaaaaaa']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+DOUBLED = (
+    "{% set n = namespace(x=['aaaaaaaa']) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% "
+    "endfor %}"
+)
 HOSTILE = {
     "endless loop": (ENDLESS, "takes more than 0.5 seconds"),
     "endless filter": (

@@ -12,7 +12,8 @@ from maxtext.tokenizers import open_tokenizer
 
 KINDS = ["huggingface", "sentencepiece", "tiktoken", "byte"]
 TEXTS = [
-    "", " ", "Hello world", "  two  spaces \t\n\n  x  ", "don't 1234567 THE end\r\n", "日本語 🙂 e\u0301 \u3000",
+    "", " ", "Hello world", "  two  spaces \t\n\n  x "
+        " ", "don't 1234567 THE end\r\n", "日本語 🙂 e\u0301 \u3000",
     "a\0b\x7f\ufeff", "<s>not special</s> <|im_start|> <|begin_of_text|> <sep>", "the quick brown fox " * 200,
 ]  # fmt: skip
 BROKEN = ["a\ud800b", "\udfff", "\ud83d\ude42"]
@@ -42,7 +43,8 @@ def library_encode(kind, path, text):
 
     # the pattern of Llama 3's reference code
     pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+        r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
         r"\s+(?!\S)|\s+"
     )
     inner = tiktoken.Encoding(
@@ -148,7 +150,10 @@ def test_unpickles_in_another_process_and_folder(paths, tmp_path, monkeypatch):
         open_tokenizer(path if path == "byte" else os.path.relpath(path)) for path in paths.values()
     ]
     (tmp_path / "pickled").write_bytes(pickle.dumps(opened))
-    code = "import pickle; print([t.encode('<s> the fox') for t in pickle.load(open('pickled', 'rb'))])"
+    code = (
+        "import pickle; print([t.encode('<s> the fox') for t in pickle.load(open('pickled', "
+        "'rb'))])"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )

@@ -48,7 +48,8 @@ def test_tokenizer_type_chooses_in_a_folder_of_both(bpe, sentencepiece_file, tmp
 def test_rejects_a_tokenizer_type_that_differs_from_the_content(kind, tokenizer_type, paths):
     with pytest.raises(
         ConfigError,
-        match=f"is a {kind} tokenizer, but tokenizer_type={tokenizer_type}: set tokenizer_type={kind}",
+        match=f"is a {kind} tokenizer, but tokenizer_type={tokenizer_type}: set "
+        f"tokenizer_type={kind}",
     ):
         load(paths[kind], f"tokenizer_type={tokenizer_type}")
 

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from maxtext.tokenizers.pretoken_cache import PretokenCache, supported_characters
 
 LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
 CASED = (
@@ -49,8 +50,9 @@ def texts(count, seed=0):
     generator = random.Random(seed)
     supported = supported_characters()
     kinds = [
-        "abc", "XYZ", "019", " ", "  ", "\n", "\r", "\t", "'", "'s", "'LL", "'Ve", "/", ".,!?", "éüß", "ДЖя", "αΩ",
-        "²½Ⅷ", "“”’–…", "\u00a0\u2003\u2028", "\x1c\x1f\x0b\x0c\x85", "ǅʰª", "</s>", "🙂→✓", supported, supported,
+        "abc", "XYZ", "019", " ", "  ", "\n", "\r", "\t", "'", "'s", "'LL", "'Ve", "/", ".,!?",
+        "éüß", "ДЖя", "αΩ", "²½Ⅷ", "“”’–…", "\u00a0\u2003\u2028", "\x1c\x1f\x0b\x0c\x85", "ǅʰª",
+        "</s>", "🙂→✓", supported, supported,
     ]  # fmt: skip
     for _ in range(count):
         runs = (

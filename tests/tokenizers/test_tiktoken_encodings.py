@@ -11,7 +11,8 @@ from maxtext.tokenizers import open_tokenizer, tiktoken_encodings
 from tests.tokenizers.tiny import CHATML, CORPUS, tiny_ranks, write_tiktoken
 
 TEXTS = [
-    *CORPUS, "it'S HE'LL  don't\r\n\r\n  x\n\n", "a/b//c\n/d 123456 ½ Ⅷ", "Ünïcödé ǅ ʰ 日本go漢字 \u0301x",
+    *CORPUS, "it'S HE'LL  don't\r\n\r\n  "
+        "x\n\n", "a/b//c\n/d 123456 ½ Ⅷ", "Ünïcödé ǅ ʰ 日本go漢字 \u0301x",
     " \n ", "x  ", "\t\n  ", "HTTPServer.getName();\n/x",
 ]  # fmt: skip
 
@@ -26,7 +27,8 @@ def test_kimi_pattern_and_special_tokens_equal_the_published_ones():
     )
     parts = [
         r"[\p{Han}]+", rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{endings}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}", r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
     ]  # fmt: skip
     spec = tiktoken_encodings.kimi(163584)
@@ -57,10 +59,13 @@ def test_llama3_special_tokens():
     """The ids are those of Llama 3.1."""
     specials = tiktoken_encodings.llama3(128000).specials
     published = {
-        "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_special_token_0|>": 128002,
+        "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001,
+        "<|reserved_special_token_0|>": 128002,
         "<|reserved_special_token_1|>": 128003, "<|finetune_right_pad_id|>": 128004,
-        "<|reserved_special_token_2|>": 128005, "<|start_header_id|>": 128006, "<|end_header_id|>": 128007,
-        "<|eom_id|>": 128008, "<|eot_id|>": 128009, "<|python_tag|>": 128010, "<|reserved_special_token_3|>": 128011,
+        "<|reserved_special_token_2|>": 128005, "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008, "<|eot_id|>": 128009, "<|python_tag|>": 128010,
+        "<|reserved_special_token_3|>": 128011,
         "<|reserved_special_token_247|>": 128255,
     }  # fmt: skip
     assert published.items() <= specials.items()
@@ -70,7 +75,8 @@ def test_llama3_special_tokens():
 def test_tokenizer_config_names_the_special_tokens(tmp_path):
     file = write_tiktoken(tmp_path / "tiktoken.model")
     settings = {
-        "added_tokens_decoder": {"320": {"content": "[BOS]"}, "330": {"content": "<|im_end|>"}, "5": {"content": "no"}},
+        "added_tokens_decoder": {"320": {"content": "[BOS]"}, "330": {"content": "<|im_end|>"},
+                                 "5": {"content": "no"}},
         "bos_token": "[BOS]", "eos_token": {"content": "<|im_end|>"}, "pad_token": "unheard of",
         "chat_template": CHATML,
     }  # fmt: skip

@@ -5,13 +5,18 @@ import io
 import json
 from pathlib import Path
 
-SENTENCE = "the quick brown fox jumps over the lazy dog while seven wizards brew hot tea and 1234567 liters of it cool"
+SENTENCE = (
+    "the quick brown fox jumps over the lazy dog while seven wizards brew hot tea and 1234567 "
+    "liters of it cool"
+)
 CORPUS = [
-    f"{SENTENCE.title()} {number}.\n\n\t{SENTENCE[::-1]}\nÄpfel, Öl und Übermut; été; 日本語の本。 🙂 it's {number * 37}"
+    f"{SENTENCE.title()} {number}.\n\n\t{SENTENCE[::-1]}\nÄpfel, Öl und Übermut; été; 日本語の本。 🙂 "
+    f"it's {number * 37}"
     for number in range(60)
 ]
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 EOS = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "special": True}
@@ -96,9 +101,10 @@ def write_sentencepiece(path: Path, vocab_size: int = 400) -> Path:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=vocab_size, byte_fallback=True,
-        control_symbols=["<sep>", "<sep>>"], normalization_rule_name="identity", remove_extra_whitespaces=False,
-        num_threads=1, minloglevel=2,
+        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=vocab_size,
+        byte_fallback=True,
+        control_symbols=["<sep>", "<sep>>"], normalization_rule_name="identity",
+        remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.getvalue())

@@ -35,9 +35,10 @@ VOCABULARY, LENGTH, ROWS = 41, 16, 8
 HF_ATTRIBUTES = "architecture="
 # One unrolled layer of the default block, in float32 throughout.
 TINY = [
-    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
-    "base_num_decoder_layers=1", f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", "per_device_batch_size=8",
-    "dtype=float32", "matmul_precision=highest", "remat_policy=none", "scan_layers=false", "dataset_type=synthetic",
+    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
+    "base_mlp_dim=32", "base_num_decoder_layers=1", f"vocab_size={VOCABULARY}",
+    f"max_target_length={LENGTH}", "per_device_batch_size=8", "dtype=float32",
+    "matmul_precision=highest", "remat_policy=none", "scan_layers=false", "dataset_type=synthetic",
     "attention=dot_product", "steps=50", "enable_tensorboard=false", "enable_checkpointing=false",
 ]  # fmt: skip
 # The rate is learning_rate at every step.

@@ -117,7 +117,8 @@ OTHER = {
     "base_mlp_dim=48": "base_mlp_dim=32 there, 48 here",
     "per_device_batch_size=4": "per_device_batch_size=8.* there, 4.* here",
     "matmul_precision=default": "matmul_precision=highest there, default here",
-    "compile_xla_flags=--xla_backend_optimization_level=0": "compile_xla_flags=.* there, --xla_backend.*=0 here",
+    "compile_xla_flags=--xla_backend_optimization_level=0": "compile_xla_flags=.* there, "
+    "--xla_backend.*=0 here",
 }
 
 
@@ -244,8 +245,10 @@ def test_invalid_combinations_of_aot_keys_are_rejected(configure):
 def test_reports_a_step_that_does_not_fit(configure, monkeypatch):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
-            "Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G.\n\nTotal hbm usage >= 121.02G"
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. "
+            "Used 120.50G of 95.74G hbm. Exceeded hbm capacity by 24.76G.\n\nTotal hbm usage >= "
+            "121.02G"
         )
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)

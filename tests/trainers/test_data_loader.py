@@ -23,8 +23,9 @@ def overrides(tmp_path):
     for number in range(60):
         (tmp_path / f"{number:02}.txt").write_text(f"document number {number} of sixty")
     return (
-        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}", "tokenizer_path=byte",
-        "vocab_size=259", "grain_worker_count=0", "use_truncation=false", "grain_num_threads=2", "num_epoch=2",
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}",
+        "tokenizer_path=byte", "vocab_size=259", "grain_worker_count=0", "use_truncation=false",
+        "grain_num_threads=2", "num_epoch=2",
     )  # fmt: skip
 
 
@@ -78,7 +79,8 @@ def on_eight_devices(out, layouts, overrides):
     """The batches of each layout; a layout is a string of overrides."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(out), ";".join(layouts), *with_defaults(overrides, TINY)],
+        [sys.executable, "-c", SCRIPT, str(out), ";".join(layouts),
+         *with_defaults(overrides, TINY)],
         env=os.environ | flags, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -34,9 +34,10 @@ from maxtext.trainers.estimate import (
 
 LAYERS, ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, INNER, VOCAB = 2, 4, 32, 48, 4, 2, 8, 80, 112
 MODEL = [
-    f"base_num_decoder_layers={LAYERS}", f"base_emb_dim={WIDTH}", f"base_num_query_heads={HEADS}", f"head_dim={HEAD}",
-    f"base_num_kv_heads={GROUPS}", f"base_mlp_dim={INNER}", f"vocab_size={VOCAB}", f"max_target_length={LENGTH}",
-    f"per_device_batch_size={ROWS}", "dataset_type=synthetic", "attention=dot_product", "enable_tensorboard=false",
+    f"base_num_decoder_layers={LAYERS}", f"base_emb_dim={WIDTH}", f"base_num_query_heads={HEADS}",
+    f"head_dim={HEAD}", f"base_num_kv_heads={GROUPS}", f"base_mlp_dim={INNER}",
+    f"vocab_size={VOCAB}", f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}",
+    "dataset_type=synthetic", "attention=dot_product", "enable_tensorboard=false",
 ]  # fmt: skip
 TOKENS = ROWS * LENGTH
 

@@ -23,8 +23,9 @@ DOCUMENTS = [
 ]
 TEXT = (
     "dataset_type=grain", "grain_file_type=text", "tokenizer_path=byte", "vocab_size=259",
-    f"max_target_length={LENGTH}", "per_device_batch_size=2", "eval_per_device_batch_size=2", "learning_rate=0.02",
-    "grain_num_threads=2", "grain_num_threads_eval=2", "grain_worker_count=0", "grain_worker_count_eval=0",
+    f"max_target_length={LENGTH}", "per_device_batch_size=2", "eval_per_device_batch_size=2",
+    "learning_rate=0.02", "grain_num_threads=2", "grain_num_threads_eval=2", "grain_worker_count=0",
+    "grain_worker_count_eval=0",
 )  # fmt: skip
 
 

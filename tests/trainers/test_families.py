@@ -13,11 +13,13 @@ from maxtext.layers.multi_token import mtp_targets
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2")
 WINDOW = ("sliding_window_size=5",)
 LATENT = (
-    "decoder_block=deepseek", "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=8", "qk_nope_head_dim=8",
-    "qk_rope_head_dim=4", "v_head_dim=8", "base_num_kv_heads=4", "head_dim=128", "first_num_dense_layers=1", *EXPERTS,
-    "base_num_decoder_layers=3", "shared_experts=1", "routed_score_func=sigmoid", "routed_bias=true",
+    "decoder_block=deepseek", "attention_type=mla", "q_lora_rank=12", "kv_lora_rank=8",
+    "qk_nope_head_dim=8", "qk_rope_head_dim=4", "v_head_dim=8", "base_num_kv_heads=4",
+    "head_dim=128", "first_num_dense_layers=1", *EXPERTS, "base_num_decoder_layers=3",
+    "shared_experts=1", "routed_score_func=sigmoid", "routed_bias=true",
 )  # fmt: skip
-DELTA = ("gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8", "gdn_value_head_dim=8",
+DELTA = ("gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8",
+         "gdn_value_head_dim=8",
          "gdn_chunk_size=8", "partial_rotary_factor=0.5")  # fmt: skip
 
 
@@ -36,21 +38,26 @@ FAMILIES = {
     "llama2": ("base_num_decoder_layers=2",),
     "mistral": (*WINDOW, "base_num_decoder_layers=2"),
     "mixtral": (*EXPERTS, "base_num_decoder_layers=2"),
-    "gemma": ("base_num_decoder_layers=2", "logits_via_embedding=true", "normalize_embedding_logits=false"),
-    "gemma2": (*WINDOW, "base_num_decoder_layers=2", "attn_logits_soft_cap=50", "use_post_attn_norm=true"),
+    "gemma": ("base_num_decoder_layers=2", "logits_via_embedding=true",
+              "normalize_embedding_logits=false"),
+    "gemma2": (*WINDOW, "base_num_decoder_layers=2", "attn_logits_soft_cap=50",
+               "use_post_attn_norm=true"),
     "gemma3": (*WINDOW, *TWO_AND_ONE, "use_post_ffw_norm=true"),
     "gemma4": (*WINDOW, *EXPERTS, *TWO_AND_ONE, "global_head_dim=12", "share_kv_projections=true"),
     "qwen2": ("attention_bias=true", "base_num_decoder_layers=2"),
     "qwen3": ("use_qk_norm=true", "base_num_decoder_layers=2"),
     "qwen3_moe": (*EXPERTS, "base_num_decoder_layers=2", "norm_topk_prob=true"),
-    "qwen3_custom_moe": (*EXPERTS, "base_num_decoder_layers=2", "attention_output_dim=12", "moe_expert_input_dim=12"),
+    "qwen3_custom_moe": (*EXPERTS, "base_num_decoder_layers=2", "attention_output_dim=12",
+                         "moe_expert_input_dim=12"),
     "qwen3_next": (*EXPERTS, *DELTA, *kinds("linear", "linear", "full"), "shared_experts=1"),
     "qwen3_5": (*DELTA, *kinds("full", "linear", "linear")),
     "deepseek": (*LATENT[1:], "routed_bias_update_rate=0.25"),
     "gpt_oss": (*WINDOW, *EXPERTS, *TWO_AND_ONE, "attention_sink=true", "routed_bias=true",
                 "mlp_bias=true", "mlp_activations=[sigmoid, linear]", "mlp_activations_limit=7"),
-    "llama4": (*EXPERTS, "base_num_decoder_layers=4", "nope_layer_interval=2", "interleave_moe_layer_step=2",
-               "chunk_attn_window_size=5", "temperature_tuning=true", "use_qk_norm=true", "shared_experts=1"),
+    "llama4": (*EXPERTS, "base_num_decoder_layers=4", "nope_layer_interval=2",
+               "interleave_moe_layer_step=2",
+               "chunk_attn_window_size=5", "temperature_tuning=true", "use_qk_norm=true",
+               "shared_experts=1"),
     "olmo3": (*WINDOW, *TWO_AND_ONE, "use_qk_norm=true"),
     "gpt3": ("base_num_decoder_layers=2", "trainable_position_size=16", "mlp_activations=[gelu]",
              "base_num_kv_heads=4"),
@@ -73,7 +80,8 @@ def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, bloc
     unrolled, scanned = make_bench(*overrides), make_bench(*overrides, "scan_layers=true")
     template = scanned.context.template
     before = load_weights(
-        ModelWeights(unrolled.state.weights, model_param_infos(unrolled.context.template, unrolled.config)),
+        ModelWeights(unrolled.state.weights,
+                     model_param_infos(unrolled.context.template, unrolled.config)),
         model_param_infos(template, scanned.config), template,
     )  # fmt: skip
     state, metrics = scanned(packed, scanned.context.state_from_weights(before))
@@ -85,8 +93,8 @@ def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, bloc
     for name, weight in weights.items():
         np.testing.assert_allclose(expected[name], weight, atol=2e-5, rtol=1e-4, err_msg=name)
     still = [name for name in weights if (weights[name] == start[name]).all()]
-    # A scale that is not trained, a bias that the load sets; and experts that no token of this batch
-    # chose.
+    # A scale that is not trained, a bias that the load sets; and experts that no token of this
+    # batch chose.
     assert all(name.endswith(("/scale", "router/bias")) or "/experts/" in name for name in still), (
         still
     )
@@ -121,7 +129,9 @@ INDEXED = (*LATENT, "use_indexer=true", "indexer_n_heads=4", "indexer_head_dim=8
 
 @pytest.mark.parametrize("sparse", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_weights_that_an_indexer_trains(make_bench, packed, sparse):
-    """During warm-up the indexer alone, and the language model's loss is only reported; then both."""
+    """During warm-up the indexer alone, and the language model's loss is only reported; then
+    both.
+    """
     bench = make_bench(*INDEXED, f"indexer_sparse_training={sparse}")
     state, metrics = bench(packed)
     before, after = named(bench, bench.state.weights), named(bench, state.weights)
@@ -143,7 +153,9 @@ MTP = ("decoder_block=llama2", "mtp_num_layers=2", "mtp_loss_scaling_factor=0.3"
 
 @pytest.mark.slow
 def test_mtp_loss(make_bench, packed, quickly):
-    """By hand: the mean over all positions of both layers; and the same for unequal microbatches."""
+    """By hand: the mean over all positions of both layers; and the same for unequal
+    microbatches.
+    """
     bench, cut = make_bench(*MTP), make_bench(*MTP, "gradient_accumulation_steps=4")
     state, metrics = bench(packed)
 
@@ -194,8 +206,10 @@ def test_mtp_acceptance_rate_is_recorded(run_training):
     "overrides",
     [
         pytest.param(("moba=true", "moba_chunk_size=4", "moba_topk=2"), id="chosen chunks"),
-        pytest.param(("mhc_expansion_rate=2", "sinkhorn_iterations=3", "mtp_num_layers=1", "engram_layers=[1]",
-                      "engram_vocab_bases=[23,23]", "engram_head_dim=4", "engram_num_heads=2"), id="all at once",
+        pytest.param(("mhc_expansion_rate=2", "sinkhorn_iterations=3", "mtp_num_layers=1",
+                      "engram_layers=[1]",
+                      "engram_vocab_bases=[23,23]", "engram_head_dim=4", "engram_num_heads=2"),
+                      id="all at once",
                      marks=pytest.mark.slow),
     ],
 )  # fmt: skip

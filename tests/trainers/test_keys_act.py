@@ -14,10 +14,11 @@ from maxtext.models.hf_registry import hf_config
 from maxtext.trainers.run_context import RunContext
 
 GROUPS = (
-    types.ModelArchitecture, types.DataTypes, types.Logits, types.Attention, types.Optimizer, types.AdamW, types.Muon,
-    types.PositionalEmbedding, types.Rope, types.YarnRope, types.TrainingLoop, types.Llama4Attention, types.Qwen3Next,
-    types.DeepSeekMoE, types.MTP, types.MoBa, types.MlaAttention, types.AttentionIndexer, types.MoEGeneral,
-    types.MoEKernels, types.ManifoldConstrainedHyperConnections, types.Engram,
+    types.ModelArchitecture, types.DataTypes, types.Logits, types.Attention, types.Optimizer,
+    types.AdamW, types.Muon, types.PositionalEmbedding, types.Rope, types.YarnRope,
+    types.TrainingLoop, types.Llama4Attention, types.Qwen3Next, types.DeepSeekMoE, types.MTP,
+    types.MoBa, types.MlaAttention, types.AttentionIndexer, types.MoEGeneral, types.MoEKernels,
+    types.ManifoldConstrainedHyperConnections, types.Engram,
 )  # fmt: skip
 
 # What a key is added to. A model's keys are shown under the smallest optimizer, an optimizer's on
@@ -40,15 +41,16 @@ WSD = (*PRODUCTS, "lr_schedule_type=wsd")
 SKIPPING = (*PRODUCTS, "skip_step_on_spikes=true")
 MUON = (*PRODUCTS, "opt_type=muon")
 GEMMA4 = (
-    *PLAIN, "decoder_block=gemma4", "base_num_decoder_layers=2", "architecture={layer_kinds: [sliding, full]}",
+    *PLAIN, "decoder_block=gemma4", "base_num_decoder_layers=2", "architecture={layer_kinds: "
+                                                                 "[sliding, full]}",
     "sliding_window_size=4", "global_head_dim=16",
 )  # fmt: skip
 LLAMA4 = (*PLAIN, "decoder_block=llama4", "chunk_attn_window_size=4", "nope_layer_interval=1")
 MTP = (*PLAIN, "mtp_num_layers=1")
 CHUNKS = (*PLAIN, "moba=true", "moba_chunk_size=4", "moba_topk=2")
 LATENT = (
-    *PLAIN, "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128", "q_lora_rank=12",
-    "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=8",
+    *PLAIN, "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128",
+    "q_lora_rank=12", "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=8",
 )  # fmt: skip
 LATENT_YARN = (*LATENT, "rope_type=yarn", "rope_factor=4")
 CLIPPED = (*LATENT, "use_qk_clip=true")
@@ -62,11 +64,12 @@ BIASED = (*DEEPSEEK, "routed_bias=true")
 GROUPED = (*DEEPSEEK, "n_routing_groups=2", "topk_routing_group=1")
 MAVERICK = (*LLAMA4, "num_experts=4", "base_num_decoder_layers=2")
 NARROW = (
-    *PLAIN, "decoder_block=qwen3_custom_moe", "num_experts=4", "attention_output_dim=8", "moe_expert_input_dim=8",
+    *PLAIN, "decoder_block=qwen3_custom_moe", "num_experts=4", "attention_output_dim=8",
+    "moe_expert_input_dim=8",
 )  # fmt: skip
 DELTA_NET = (
-    *PLAIN, "decoder_block=qwen3_next", "base_num_decoder_layers=1", "gdn_key_head_dim=8", "gdn_value_head_dim=6",
-    "gdn_num_key_heads=2", "gdn_num_value_heads=4",
+    *PLAIN, "decoder_block=qwen3_next", "base_num_decoder_layers=1", "gdn_key_head_dim=8",
+    "gdn_value_head_dim=6", "gdn_num_key_heads=2", "gdn_num_value_heads=4",
 )  # fmt: skip
 STREAMS = (*PLAIN, "mhc_expansion_rate=2")
 MEMORY = (
@@ -253,7 +256,8 @@ CASES = {
 }
 
 EXEMPT = {
-    "attention": "test_an_unsupported_attention_backend_is_rejected, below: on a CPU there is but one",
+    "attention": "test_an_unsupported_attention_backend_is_rejected, below: on a CPU there is but "
+    "one",
     "megablox": "needs a Hopper GPU, or to make believe: tests/layers/test_moe_kernel.py",
     "use_ring_of_experts": "needs several devices: tests/layers/test_moe_sharded.py",
     "moe_fsdp_use_two_stage_all_gather": "needs several devices: tests/layers/test_moe_sharded.py",
@@ -264,7 +268,8 @@ EXEMPT = {
     "target_eval_loss": "read by the loop: test_evaluate.py",
     "mtp_eval_target_module": "read by evaluation: test_losses.py and test_families.py",
     "max_position_embeddings": "test_max_position_embeddings_is_written_to_config_json, below",
-    "abort_on_nan_loss": "each alone is read by the loop, both together change the step: test_nonfinite.py",
+    "abort_on_nan_loss": "each alone is read by the loop, both together change the step: "
+    "test_nonfinite.py",
     "abort_on_inf_loss": "as abort_on_nan_loss: test_nonfinite.py",
     "enable_data_shuffling": "the order of the data: tests/input_pipeline/test_grain_coverage.py",
     "use_ragged_attention": "read when text is generated: tests/inference/test_scheduler.py",
@@ -327,8 +332,8 @@ def test_max_position_embeddings_is_written_to_config_json(configure):
     assert written["max_position_embeddings"] == 4321
 
 
-# (a key without effect, the overrides with which it has none); the rest of the model's keys, in every family:
-# test_no_silent_keys.py
+# (a key without effect, the overrides with which it has none); the rest of the model's keys, in
+# every family: test_no_silent_keys.py
 UNREAD = [
     ("rope_factor=8", ()),
     ("original_max_position_embeddings=64", ()),

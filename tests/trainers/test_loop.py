@@ -80,8 +80,8 @@ def test_metrics_are_read_metrics_delay_steps_late():
     make_loop(9, journal).run()
     dispatched = {step: count for kind, step, count in journal.events if kind == "metrics"}
     late = [dispatched[step] - 1 - step for step in range(9)]
-    # While steps are dispatched the host stays ahead by exactly METRICS_DELAY; at the end it has to wait
-    # for the rest.
+    # While steps are dispatched the host stays ahead by exactly METRICS_DELAY; at the end it has to
+    # wait for the rest.
     assert late == [METRICS_DELAY] * (9 - METRICS_DELAY) + list(range(METRICS_DELAY - 1, -1, -1))
 
 

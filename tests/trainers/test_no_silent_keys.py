@@ -18,14 +18,16 @@ from maxtext.models.configuration import load
 # or chunk.
 TINY = {
     "base_emb_dim": 16, "base_num_query_heads": 4, "base_num_kv_heads": 4, "base_mlp_dim": 24,
-    "base_num_decoder_layers": 1, "vocab_size": 29, "max_target_length": 16, "per_device_batch_size": 2,
+    "base_num_decoder_layers": 1, "vocab_size": 29, "max_target_length": 16,
+    "per_device_batch_size": 2,
     "dataset_type": "synthetic", "attention": "dot_product", "steps": 50, "eval_interval": 10,
 }  # fmt: skip
 HEADS = {"base_num_kv_heads": 2, "head_dim": 8}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2}
 WINDOW = {"sliding_window_size": 4}
 LATENT = {
-    "decoder_block": "deepseek", "attention_type": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "decoder_block": "deepseek", "attention_type": "mla", "q_lora_rank": 12, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 8, "v_head_dim": 6,
 }  # fmt: skip
 YARN = {
@@ -48,8 +50,10 @@ CUSTOM = {
 }  # the norm needs what the MLP gives
 INDEXED = {"use_indexer": "true", "indexer_topk": 3, "indexer_head_dim": 8, "indexer_n_heads": 2}
 CONFIGURATIONS = {
-    **{name: HEADS | {"decoder_block": name} for name in ("default", "llama2", "mistral", "gemma", "qwen2", "qwen3")},
-    "gpt3": HEADS | {"decoder_block": "gpt3", "trainable_position_size": 16, "mlp_activations": "[gelu]"},
+    **{name: HEADS | {"decoder_block": name} for name in ("default", "llama2", "mistral", "gemma",
+                                                          "qwen2", "qwen3")},
+    "gpt3": HEADS | {"decoder_block": "gpt3", "trainable_position_size": 16,
+                     "mlp_activations": "[gelu]"},
     "gemma2": HEADS | WINDOW | {"decoder_block": "gemma2"},
     "gemma3": HEADS | WINDOW | {"decoder_block": "gemma3", "base_num_decoder_layers": 6},
     "gemma4": HEADS | WINDOW | GEMMA4,
@@ -57,7 +61,8 @@ CONFIGURATIONS = {
     "mixtral": HEADS | MOE | {"decoder_block": "mixtral"},
     "qwen3_moe": HEADS | MOE | {"decoder_block": "qwen3_moe"},
     "qwen3_custom_moe": HEADS | MOE | {"decoder_block": "qwen3_custom_moe"},
-    "qwen3_next": HEADS | {"decoder_block": "qwen3_next", "base_num_decoder_layers": 4, "gdn_num_value_heads": 16},
+    "qwen3_next": HEADS | {"decoder_block": "qwen3_next", "base_num_decoder_layers": 4,
+                           "gdn_num_value_heads": 16},
     "qwen3_5 experts": HEADS | MOE | {"decoder_block": "qwen3_5", "base_num_decoder_layers": 4},
     "gpt_oss": HEADS | WINDOW | MOE | {"decoder_block": "gpt_oss", "base_num_decoder_layers": 2},
     "llama4": HEADS | MOE | {"decoder_block": "llama4", "chunk_attn_window_size": 4},
@@ -70,9 +75,9 @@ CONFIGURATIONS = {
 
 GROUPS = (
     types.ModelArchitecture, types.MTP, types.Attention, types.MoBa, types.MlaAttention,
-    types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.MoEKernels, types.DeepSeekMoE,
-    types.Qwen3Next, types.PositionalEmbedding, types.Rope, types.YarnRope, types.ManifoldConstrainedHyperConnections,
-    types.Engram,
+    types.AttentionIndexer, types.Llama4Attention, types.MoEGeneral, types.MoEKernels,
+    types.DeepSeekMoE, types.Qwen3Next, types.PositionalEmbedding, types.Rope, types.YarnRope,
+    types.ManifoldConstrainedHyperConnections, types.Engram,
 )  # fmt: skip
 POSITIONS = (types.PositionalEmbedding, types.Rope, types.YarnRope)
 ATTENTION = (types.Attention, types.MoBa, types.Llama4Attention)
@@ -131,28 +136,43 @@ VARIANTS = {
 }
 # Booleans are negated; other keys are tried with these values.
 VALUES = {
-    "base_emb_dim": [32], "base_num_query_heads": [8], "base_num_kv_heads": [1], "base_mlp_dim": [40],
-    "dense_init_scale": [2], "base_num_decoder_layers": [12], "head_dim": [16], "attention_output_dim": [8],
+    "base_emb_dim": [32], "base_num_query_heads": [8], "base_num_kv_heads": [1],
+    "base_mlp_dim": [40],
+    "dense_init_scale": [2], "base_num_decoder_layers": [12], "head_dim": [16],
+    "attention_output_dim": [8],
     "global_head_dim": [12], "mlp_activations": ["[gelu, linear]"], "mlp_activations_limit": [7],
     "normalization_layer_epsilon": [1e-3], "mtp_num_layers": [2], "mtp_loss_scaling_factor": [0.5],
     "mtp_eval_target_module": [1],
-    "attention_type": ["local_sliding", "chunk", "mla", "full"], "global_num_kv_heads": [1], "sliding_window_size": [3],
-    "chunk_attn_window_size": [3], "attn_logits_soft_cap": [5], "qk_clip_threshold": [50], "moba_chunk_size": [8],
-    "moba_topk": [3], "q_lora_rank": [8], "kv_lora_rank": [12], "qk_nope_head_dim": [4], "qk_rope_head_dim": [4],
+    "attention_type": ["local_sliding", "chunk", "mla", "full"], "global_num_kv_heads": [1],
+    "sliding_window_size": [3],
+    "chunk_attn_window_size": [3], "attn_logits_soft_cap": [5], "qk_clip_threshold": [50],
+    "moba_chunk_size": [8],
+    "moba_topk": [3], "q_lora_rank": [8], "kv_lora_rank": [12], "qk_nope_head_dim": [4],
+    "qk_rope_head_dim": [4],
     "v_head_dim": [4], "indexer_head_dim": [16], "indexer_n_heads": [3], "indexer_topk": [5],
-    "indexer_loss_scaling_factor": [0.5], "num_experts": [4], "num_experts_per_tok": [3], "capacity_factor": [1.5],
+    "indexer_loss_scaling_factor": [0.5], "num_experts": [4], "num_experts_per_tok": [3],
+    "capacity_factor": [1.5],
     "ragged_buffer_factor": [0.5], "moe_expert_input_dim": [8], "base_moe_mlp_dim": [20],
-    "load_balance_loss_weight": [0.1], "interleave_moe_layer_step": [2], "first_num_dense_layers": [1],
+    "load_balance_loss_weight": [0.1], "interleave_moe_layer_step": [2],
+    "first_num_dense_layers": [1],
     "shared_experts": [2], "routed_scaling_factor": [2.5], "routed_score_func": ["sigmoid"],
-    "routed_bias_update_rate": [0.1], "n_routing_groups": [4], "topk_routing_group": [2], "gdn_conv_kernel_dim": [3],
-    "gdn_key_head_dim": [64], "gdn_value_head_dim": [64], "gdn_num_key_heads": [8], "gdn_num_value_heads": [48],
-    "gdn_chunk_size": [8], "partial_rotary_factor": [0.5], "trainable_position_size": [20], "nope_layer_interval": [1],
+    "routed_bias_update_rate": [0.1], "n_routing_groups": [4], "topk_routing_group": [2],
+    "gdn_conv_kernel_dim": [3],
+    "gdn_key_head_dim": [64], "gdn_value_head_dim": [64], "gdn_num_key_heads": [8],
+    "gdn_num_value_heads": [48],
+    "gdn_chunk_size": [8], "partial_rotary_factor": [0.5], "trainable_position_size": [20],
+    "nope_layer_interval": [1],
     "rope_type": ["yarn", "llama3.1"], "rope_min_timescale": [2], "rope_max_timescale": [500],
-    "rope_linear_scaling_factor": [2], "local_rope_max_timescale": [500], "global_rope_max_timescale": [500],
-    "global_rope_proportion": [0.5], "local_rope_proportion": [0.5], "original_max_position_embeddings": [32],
-    "rope_factor": [8], "beta_fast": [2], "beta_slow": [4], "mscale": [0.5], "mhc_expansion_rate": [3],
-    "sinkhorn_iterations": [5], "engram_layers": ["[0]"], "engram_num_heads": [3], "engram_head_dim": [6],
-    "engram_vocab_bases": ["[30, 30]"], "engram_max_ngram_size": [2], "engram_kernel_size": [3], "engram_seed": [1],
+    "rope_linear_scaling_factor": [2], "local_rope_max_timescale": [500],
+    "global_rope_max_timescale": [500],
+    "global_rope_proportion": [0.5], "local_rope_proportion": [0.5],
+    "original_max_position_embeddings": [32],
+    "rope_factor": [8], "beta_fast": [2], "beta_slow": [4], "mscale": [0.5],
+    "mhc_expansion_rate": [3],
+    "sinkhorn_iterations": [5], "engram_layers": ["[0]"], "engram_num_heads": [3],
+    "engram_head_dim": [6],
+    "engram_vocab_bases": ["[30, 30]"], "engram_max_ngram_size": [2], "engram_kernel_size": [3],
+    "engram_seed": [1],
     "dropout_rate": [0.5], "ragged_block_size": [128],
 }  # fmt: skip
 # What comes with a key, for it makes no sense alone.
@@ -187,7 +207,9 @@ STAND_INS = {"simple": SIZES, "simple_mlp": SIZES - {"base_mlp_dim"}}
 
 
 def tried(groups):
-    """(key, value) of every key of these groups that acts, and of every tensor that remat may save."""
+    """(key, value) of every key of these groups that acts, and of every tensor that remat may
+    save.
+    """
     keys = [
         key for group in groups for key in group.model_fields if ledger.status(key).kind == "acts"
     ]
@@ -220,7 +242,9 @@ FORWARD = ("weights", "loss")  # where every key acts that a family may know alr
 
 
 def silent(name, program, excused):
-    """The keys, with values, that change nothing and are not rejected; and how many are rejected."""
+    """The keys, with values, that change nothing and are not rejected; and how many are
+    rejected.
+    """
     overrides, groups = VARIANTS[name] if name in VARIANTS else (CONFIGURATIONS[name], GROUPS)
     overrides = TINY | overrides
     base, silent_keys, refused = program(configured(overrides)), [], 0

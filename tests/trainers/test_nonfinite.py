@@ -147,7 +147,9 @@ def test_nan_and_inf_have_separate_keys(trained, overrides, what, ends):
 
 
 def test_a_continued_run_counts_the_nonfinite_step(trained):
-    """Otherwise the schedule and the dropout key would lag one step behind the loop from then on."""
+    """Otherwise the schedule and the dropout key would lag one step behind the loop from then
+    on.
+    """
     run = trained(*SMALL, "abort_on_nan_loss=false", batches=TAINTED)
     assert run.error is None
     assert int(run.loop.state.step) == run.loop.step == 12

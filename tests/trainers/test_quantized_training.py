@@ -19,9 +19,11 @@ from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH, STEPS = 8, 32, 200
-OVERRIDES = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16",
-         "base_mlp_dim=64", "vocab_size=256", f"max_target_length={LENGTH}", f"per_device_batch_size={ROWS}",
-         "remat_policy=none", "dataset_type=synthetic", f"steps={STEPS}", "learning_rate=3e-3",
+OVERRIDES = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2",
+             "base_num_kv_heads=1", "head_dim=16",
+         "base_mlp_dim=64", "vocab_size=256", f"max_target_length={LENGTH}",
+         f"per_device_batch_size={ROWS}", "remat_policy=none", "dataset_type=synthetic",
+         f"steps={STEPS}", "learning_rate=3e-3",
          "attention=dot_product"]  # fmt: skip
 LAST = 20  # steps whose loss counts
 EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=64"]

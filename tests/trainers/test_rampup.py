@@ -1,4 +1,6 @@
-"""Batch-size ramp-up: the rows of each step, and that every row comes once, also across a restart."""
+"""Batch-size ramp-up: the rows of each step, and that every row comes once, also across a
+restart.
+"""
 
 import json
 

@@ -350,7 +350,8 @@ def test_a_signal_saves_a_checkpoint_by_default(go, stop_at):
     stop_at(3)
     never = "save_checkpoint_on_completion=false"
     for name, overrides, saved in (
-        ("default", (), [3]), ("never", (never,), []), ("signals", (never, "enable_autocheckpoint=true"), [3])
+        ("default", (), [3]), ("never", (never,), []),
+        ("signals", (never, "enable_autocheckpoint=true"), [3])
     ):  # fmt: skip
         result = go(name, "steps=9", *overrides)
         assert result.summary["stopped"] == "SIGTERM"

@@ -55,7 +55,8 @@ def make(monkeypatch):
     def build(**keys):
         config = SimpleNamespace(
             checkpoint_period=10, save_checkpoint_on_completion=True, enable_autocheckpoint=False,
-            enable_continuous_checkpointing=False, async_checkpointing=True, max_num_checkpoints_to_keep=None,
+            enable_continuous_checkpointing=False, async_checkpointing=True,
+            max_num_checkpoints_to_keep=None,
         )  # fmt: skip
         vars(config).update(keys)
         source = SimpleNamespace(get_state=lambda: None)

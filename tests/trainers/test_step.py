@@ -213,7 +213,8 @@ def test_bfloat16_gradients_are_the_rounded_ones(make_bench, packed, independent
 def test_metrics_match_the_documented_records(full_batch):
     _, metrics = full_batch
     assert set(metrics) == {
-        "loss", "lm_loss", "z_loss", "learning_rate", "grad_norm", "raw_grad_norm", "param_norm", "total_weights",
+        "loss", "lm_loss", "z_loss", "learning_rate", "grad_norm", "raw_grad_norm", "param_norm",
+        "total_weights",
     }  # fmt: skip
 
 
@@ -341,8 +342,8 @@ def test_dropout_follows_key_and_step(make_bench, packed):
 
 
 def test_dropout_differs_between_microbatches(make_bench, packed):
-    """Two microbatches with the same rows must not drop the same units: their gradients would not average
-    anything out.
+    """Two microbatches with the same rows must not drop the same units: their gradients would not
+    average anything out.
     """
     rows = {name: np.repeat(field[:1], 8, axis=0) for name, field in packed.items()}
     bench = make_bench(*PLAIN, "dropout_rate=0.5", "gradient_accumulation_steps=2")

@@ -1,9 +1,9 @@
 """Opens and saves model checkpoints: the settings of the model, and its weights by native names.
 
-`open_checkpoint` opens three kinds of folders: Hugging Face folders (config.json,
-model.safetensors …), native folders (config.yml, weights.safetensors …, and in hugging_face/ the
-files that came with the model), and training checkpoints, of which it takes the newest step. Hugging
-Face and native folders can be converted into each other.
+`open_checkpoint` opens three kinds of folders: Hugging Face folders (config.json, model.safetensors
+…), native folders (config.yml, weights.safetensors …, and in hugging_face/ the files that came with
+the model), and training checkpoints, of which it takes the newest step. Hugging Face and native
+folders can be converted into each other.
 """
 
 import json
@@ -237,7 +237,9 @@ def parse_dtype(name: str | None) -> np.dtype | None:
 
 
 def model_text(config: MaxTextConfig) -> str:
-    """A config.yml with the keys that define a configuration's model, and none about how it runs."""
+    """A config.yml with the keys that define a configuration's model, and none about how it
+    runs.
+    """
     base = base_values()
     changed = [
         key
@@ -265,8 +267,9 @@ def save_native(
     progress: Progress | None = None,
     shard_bytes: int = 2 * 10**9,
 ) -> None:
-    """Save a native folder; its config.yml says whether the weights are quantized. `hf_tensor_names`
-    are the tensors that the weights were read from, so that they can be converted back.
+    """Save a native folder; its config.yml says whether the weights are quantized.
+    `hf_tensor_names` are the tensors that the weights were read from, so that they can be converted
+    back.
     """
     files = [file for file in hf_assets if file.name != TENSOR_NAMES_FILE]
     config_yml = model_text(config)

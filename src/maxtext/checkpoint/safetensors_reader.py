@@ -137,8 +137,8 @@ def read_header(path: Path) -> Entries:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if start == b"version ":
         raise UserError(
-            f"{path} is a pointer of git-lfs, not the weights themselves: run `git lfs pull` in its "
-            "folder"
+            f"{path} is a pointer of git-lfs, not the weights themselves: run `git lfs pull` in "
+            "its folder"
         )
     if len(start) < 8 or text[:1] != b"{":
         raise UserError(f"{path} is not a safetensors file ({size} bytes): download it again")

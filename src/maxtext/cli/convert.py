@@ -19,8 +19,7 @@ def run(args: list[str]) -> int:
     if len(args) != 3 or args[0] not in ("from_hf", "to_hf", "params-only"):
         raise ConfigError(
             "give a direction and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT "
-            "OUT, or "
-            "params-only CHECKPOINT OUT"
+            "OUT, or params-only CHECKPOINT OUT"
         )
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
     from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
@@ -53,4 +52,7 @@ def summary(out: str, stem: str) -> str:
     command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"
     if not tokenizer_files(folder.iterdir()):
         command += " tokenizer_path=TOKENIZER (the tokenizer that it was trained with)"
-    return f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {format_bytes(nbytes)}\ntry it with: {command}"
+    return (
+        f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {format_bytes(nbytes)}\ntry it with: "
+        f"{command}"
+    )

@@ -1,4 +1,6 @@
-"""`maxtext data prepare`: tokenizes the training documents into files, in parallel and resumable."""
+"""`maxtext data prepare`: tokenizes the training documents into files, in parallel and
+resumable.
+"""
 
 import shlex
 import sys

@@ -75,8 +75,8 @@ def refuse_incomplete(environ: Mapping[str, str], address: str | None) -> None:
         )
     if count is not None and count > 1 and index is not None:
         raise ConfigError(
-            f"the environment calls this process {index} of {count}, but not where process 0 listens: "
-            f"set {ADDRESS_NAMES[0]}=host:port"
+            f"the environment calls this process {index} of {count}, but not where process 0 "
+            f"listens: set {ADDRESS_NAMES[0]}=host:port"
         )
 
 
@@ -160,8 +160,8 @@ def kubernetes(environ: Mapping[str, str], address: str | None) -> Rendezvous | 
     count = read_int(environ, COUNT_NAMES) or in_job * int(environ.get("JOBS_IN_JOBSET") or 1)
     if not count:
         LOGGER.warning(
-            "JOB_COMPLETION_INDEX is set, but not the number of pods: this pod trains alone; "
-            "to join the others set %s and %s",
+            "JOB_COMPLETION_INDEX is set, but not the number of pods: this pod trains alone; to "
+            "join the others set %s and %s",
             COUNT_NAMES[0],
             ADDRESS_NAMES[0],
         )
@@ -172,9 +172,9 @@ def kubernetes(environ: Mapping[str, str], address: str | None) -> Rendezvous | 
         address = f"{name}-{job}-0-0.{name}:{DEFAULT_PORT}"
     if address is None and count > 1:
         raise ConfigError(
-            f"this pod is {index} of {count}, but the name of the first is not known: "
-            f"set {ADDRESS_NAMES[0]} to its name in the headless service and a port, "
-            "or JOBSET_NAME and REPLICATED_JOB_NAME of the JobSet"
+            f"this pod is {index} of {count}, but the name of the first is not known: set "
+            f"{ADDRESS_NAMES[0]} to its name in the headless service and a port, or JOBSET_NAME "
+            "and REPLICATED_JOB_NAME of the JobSet"
         )
     return Rendezvous("JOB_COMPLETION_INDEX", coordinator=address, count=count, index=index)
 

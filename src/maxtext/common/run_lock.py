@@ -82,9 +82,8 @@ class RunLock:
                 "since": "?",
             }
             raise UserError(
-                f"{self.path.parent} is in use: process {holder['pid']} on {holder['host']} "
-                f"trains there since {holder['since']}; "
-                "wait for it or stop it, or choose another run_name"
+                f"{self.path.parent} is in use: process {holder['pid']} on {holder['host']} trains "
+                f"there since {holder['since']}; wait for it or stop it, or choose another run_name"
             ) from None
         return True
 
@@ -98,7 +97,8 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
-                self.path.unlink()  # before the release: afterwards it may be another process's file
+                # before the release: afterwards it may be another process's file
+                self.path.unlink()
                 for folder in self.created:
                     folder.rmdir()  # fails, as it should, if the run wrote files
             os.close(self.descriptor)

@@ -19,9 +19,10 @@ from maxtext.configs.types.architecture import Architecture
 # Keys that say a fact in another way: who chooses one of them has it, and the fact is dropped.
 SAID_BY_KEYS = {
     "rope": (
-        "rope_type", "rope_use_scale", "rope_min_timescale", "rope_max_timescale", "rope_linear_scaling_factor",
-        "local_rope_max_timescale", "global_rope_max_timescale", "global_rope_proportion", "local_rope_proportion",
-        "original_max_position_embeddings", "rope_factor", "beta_fast", "beta_slow", "rope_interleave", "rope_truncate",
+        "rope_type", "rope_use_scale", "rope_min_timescale", "rope_max_timescale",
+        "rope_linear_scaling_factor", "local_rope_max_timescale", "global_rope_max_timescale",
+        "global_rope_proportion", "local_rope_proportion", "original_max_position_embeddings",
+        "rope_factor", "beta_fast", "beta_slow", "rope_interleave", "rope_truncate",
         "rope_attention_scaling", "partial_rotary_factor",
     ),
     "softmax_scale": ("mscale",),

@@ -95,7 +95,10 @@ def devices() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     try:
         found = jax.devices()
     except RuntimeError as error:
-        remedy = "check the driver (nvidia-smi) and the extra (cuda13, cuda12, tpu), or set JAX_PLATFORMS=cpu"
+        remedy = (
+            "check the driver (nvidia-smi) and the extra (cuda13, cuda12, tpu), or set "
+            "JAX_PLATFORMS=cpu"
+        )
         return [("devices", "none")], [
             (f"JAX finds no devices: {str(error).splitlines()[0]}", remedy)
         ]

@@ -52,7 +52,8 @@ class Profiler:
         if self.tool and skipped + self.length > last_step + 1:
             raise ConfigError(
                 f"skip_first_n_steps_for_profiler={skipped} and profiler_steps={self.length} need "
-                f"{skipped + self.length} steps, but the run has {last_step + 1}: take fewer, or raise steps"
+                f"{skipped + self.length} steps, but the run has {last_step + 1}: take fewer, or "
+                "raise steps"
             )
         if self.tool and not self.window(self.first_window):
             LOGGER.warning(

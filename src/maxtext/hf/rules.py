@@ -134,7 +134,8 @@ class Rule:
         lengths = [rest if size is None else size for size in sizes]
         if sum(lengths) != total or min(lengths) < 1:
             raise ValueError(
-                f"{self}: sizes {sizes} do not add up to {total}, the size of the native axis {axis!r}"
+                f"{self}: sizes {sizes} do not add up to {total}, the size of the native axis "
+                f"{axis!r}"
             )
         return [
             replace(pair, sizes={**pair.sizes, axis: length}, native_spans={axis: span})

@@ -44,8 +44,8 @@ class InFlightStep:
 
 
 class InferenceEngine:
-    """Generates for up to `slots` requests at a time, each of up to `length` tokens, with weights in
-    the layout of `programs.template`.
+    """Generates for up to `slots` requests at a time, each of up to `length` tokens, with weights
+    in the layout of `programs.template`.
     """
 
     def __init__(self, programs: Programs, weights: Any, slots: int, length: int):
@@ -113,10 +113,10 @@ class InferenceEngine:
             return f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}"
         if len(prompt) + count > self.max_length:
             return (
-                f"a prompt of {len(prompt)} tokens and {count} new tokens exceed {self.max_length},"
-                " the maximum length of a sequence here: shorten the prompt, lower max_new_tokens,"
-                " or raise max_target_length (with a paged cache also pagedattn_num_pages or"
-                " pagedattn_max_pages_per_group)"
+                f"a prompt of {len(prompt)} tokens and {count} new tokens exceed "
+                f"{self.max_length}, the maximum length of a sequence here: shorten the prompt, "
+                "lower max_new_tokens, or raise max_target_length (with a paged cache also "
+                "pagedattn_num_pages or pagedattn_max_pages_per_group)"
             )
         return None
 
@@ -315,13 +315,13 @@ def check_cache(programs: Programs, size: CacheSize) -> None:
     reason = "some layer has no cache"
     if config.use_indexer:
         reason = (
-            f"indexer_topk={config.indexer_topk} is below max_target_length="
-            f"{config.max_target_length}, and on CPUs its choice among equal scores, which is"
-            " PyTorch's, depends on later tokens"
+            f"indexer_topk={config.indexer_topk} is below "
+            f"max_target_length={config.max_target_length}, and on CPUs its choice among equal "
+            "scores, which is PyTorch's, depends on later tokens"
         )
     raise ConfigError(
-        f"this model recomputes all tokens in every step ({reason}), so there is no cache: leave"
-        " out attention=paged, enable_prefix_caching and quantize_kvcache"
+        f"this model recomputes all tokens in every step ({reason}), so there is no cache: leave "
+        "out attention=paged, enable_prefix_caching and quantize_kvcache"
     )
 
 
@@ -336,9 +336,9 @@ def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache
         max_host = config.prefix_caching_dram_byte // entry_bytes
         if max_idle + max_host == 0:
             raise ConfigError(
-                f"enable_prefix_caching=true would do nothing: one block of a prefix takes"
-                f" {entry_bytes} bytes, and prefix_caching_hbm_byte and prefix_caching_dram_byte"
-                " are both less"
+                "enable_prefix_caching=true would do nothing: one block of a prefix takes "
+                f"{entry_bytes} bytes, and prefix_caching_hbm_byte and prefix_caching_dram_byte "
+                "are both less"
             )
     return PrefixCache(
         BlockPool(size.pages or size.slots),

@@ -1,4 +1,6 @@
-"""A model built for inference on the devices of a mesh, and its weights in the layout of the build."""
+"""A model built for inference on the devices of a mesh, and its weights in the layout of the
+build.
+"""
 
 from dataclasses import replace
 from typing import Any

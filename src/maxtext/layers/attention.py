@@ -1,4 +1,5 @@
-"""Softmax attention: projections, norms, RoPE and the KV cache. Kernels compute the attention itself.
+"""Softmax attention: projections, norms, RoPE and the KV cache. Kernels compute the attention
+itself.
 
 Shapes: B batch, S sequence, E embedding, H query heads, K key/value heads, D head size.
 """

@@ -1,19 +1,19 @@
 """KV caches: what a layer stores of earlier tokens, so that a decode step runs the new token alone.
 
-A sublayer that is called with its cache (`LayerInputs.cache`) calls `update` with the keys and values
-of the new tokens, attends to the view that it gets back, and reports the new cache as "cache".
-Position -1 is padding: such queries are ignored, and such cache entries are empty.
+A sublayer that is called with its cache (`LayerInputs.cache`) calls `update` with the keys and
+values of the new tokens, attends to the view that it gets back, and reports the new cache as
+"cache". Position -1 is padding: such queries are ignored, and such cache entries are empty.
 
-- `PagedKVCache`, for full attention: name -> [P, page, ...], a pool of pages that all sequences of the
-  batch share. `LayerInputs.block_table` [B, C] lists the pages of each row in order, so the token at
-  position p is in page block_table[p // page] at offset p % page. In rows that hold several
-  sequences (segments), row s - 1 of the table is that of segment s.
+- `PagedKVCache`, for full attention: name -> [P, page, ...], a pool of pages that all sequences of
+  the batch share. `LayerInputs.block_table` [B, C] lists the pages of each row in order, so the
+  token at position p is in page block_table[p // page] at offset p % page. In rows that hold
+  several sequences (segments), row s - 1 of the table is that of segment s.
 - `SlidingWindowKVCache`, for windows and chunks: name -> [B, W, ...], a ring buffer. The token at
   position p is at p mod W, and `position` [B, W] says which position an entry has.
 - `RecurrentState`, of a fixed size: name -> [B, ...], updated by the sublayer itself.
 
-Quantized caches have name + "_scale" beside each array. Shapes: B batch, S new tokens, T keys that a
-view holds, W window, P pages.
+Quantized caches have name + "_scale" beside each array. Shapes: B batch, S new tokens, T keys that
+a view holds, W window, P pages.
 """
 
 from collections.abc import Mapping
@@ -124,8 +124,8 @@ class PagedKVCache:
             stored = {
                 name: x[columns].reshape(batch, -1, *x.shape[2:]) for name, x in pages.items()
             }
-        # Entries beyond a row's last token belong to nobody or to another row: the causal mask hides
-        # them.
+        # Entries beyond a row's last token belong to nobody or to another row: the causal mask
+        # hides them.
         length = next(iter(stored.values())).shape[1]
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         return KVView(load_all(stored, new), positions), cache

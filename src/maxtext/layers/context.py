@@ -1,10 +1,10 @@
 """What a model is built for: the devices, the precision and the mode, from which each layer takes
 its implementation once.
 
-An implementation is a class with `name` and `supports(spec, context) -> reason | None`. A table lists
-them, the fastest first; `choose` takes the first that supports a spec, and keeps the reasons why the
-others do not, so that a run's banner can show them. Layers never ask at call time what hardware they
-run on.
+An implementation is a class with `name` and `supports(spec, context) -> reason | None`. A table
+lists them, the fastest first; `choose` takes the first that supports a spec, and keeps the reasons
+why the others do not, so that a run's banner can show them. Layers never ask at call time what
+hardware they run on.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,9 @@ def choose(table: Sequence[Any], spec: Any, context: BuildContext) -> Choice:
 
 
 def describe_choice(choice: Choice, count: int, total: int, what: str) -> str:
-    """For a banner: "32 of 32 layers: fp8 fused", or with the reason why no faster one was chosen."""
+    """For a banner: "32 of 32 layers: fp8 fused", or with the reason why no faster one was
+    chosen.
+    """
     line = f"{count} of {total} {what}: {choice.implementation.name}"
     if not choice.rejected:
         return line

@@ -1,5 +1,5 @@
-"""Decoder layers whose decode steps extend a single sequence on one NVIDIA GPU: GEMV kernels with the
-norm, RoPE, gate and residual sum fused. `kernels/decode/gemv.py` has the formulas.
+"""Decoder layers whose decode steps extend a single sequence on one NVIDIA GPU: GEMV kernels with
+the norm, RoPE, gate and residual sum fused. `kernels/decode/gemv.py` has the formulas.
 """
 
 import math

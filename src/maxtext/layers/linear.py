@@ -36,8 +36,8 @@ class LinearSpec:
 class Linear(nnx.Module):
     """y [..., *out_shape] = x [..., *in_shape] weight + bias.
 
-    The weight is stored in the dtype of the parameters and cast to that of the computation; it may be
-    `QuantizedWeight`.
+    The weight is stored in the dtype of the parameters and cast to that of the computation; it may
+    be `QuantizedWeight`.
     """
 
     name = "plain"
@@ -74,7 +74,9 @@ class Linear(nnx.Module):
 
 
 class QuantizedMatmulLinear(Linear):
-    """Quantizes both operands on the fly and multiplies them in fp8 or int8, forward and backward."""
+    """Quantizes both operands on the fly and multiplies them in fp8 or int8, forward and
+    backward.
+    """
 
     name = "quantized matmul"
 
@@ -218,7 +220,8 @@ def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) ->
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def copies(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """x for `count` matmuls. The backward pass adds their gradients in the order in which XLA for
-    GPUs can fuse each addition into a matmul; autodiff's own order leaves one as a separate pass."""
+    GPUs can fuse each addition into a matmul; autodiff's own order leaves one as a separate
+    pass."""
     return (x,) * count
 
 
@@ -232,16 +235,16 @@ copies.defvjp(
 def order_weight_grads(x: Any, weights: Any) -> tuple[Any, Any]:
     """Both unchanged. In the backward pass, dw is computed before dx is used.
 
-    A compiler may postpone dw, which nothing waits for, and keep the activations that it needs alive
-    until then: for the weight of the head, the gradient of all logits through the whole backward
-    pass of the layers.
+    A compiler may postpone dw, which nothing waits for, and keep the activations that it needs
+    alive until then: for the weight of the head, the gradient of all logits through the whole
+    backward pass of the layers.
     """
     return x, weights
 
 
 def ordered_tangents(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need no
-    gradient.
+    """The transpose of a barrier is a barrier: only the backward pass has one. Frozen weights need
+    no gradient.
     """
     leaves, tree = jax.tree.flatten(tangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
     moving = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, SymbolicZero)]

@@ -1,8 +1,8 @@
 """Parameters with logical axes, and models as pure trees of arrays.
 
 A `Template` describes a model: its NNX graph and the shape, dtype and logical axes of every
-parameter; no memory is allocated. Steps run on the weights alone, a nested dict, and `Template.bind`
-returns a callable model with them.
+parameter; no memory is allocated. Steps run on the weights alone, a nested dict, and
+`Template.bind` returns a callable model with them.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 A weight may be quantized if its metadata names the dimensions that its matmul sums over
 (`Initializer.weight`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and
-everything small stay in floats. In the tree of a model's weights, a `QuantizedWeight` stands in place
-of the array; `Template.bind` takes both.
+everything small stay in floats. In the tree of a model's weights, a `QuantizedWeight` stands in
+place of the array; `Template.bind` takes both.
 """
 
 from collections.abc import Callable
@@ -67,8 +67,8 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
 def map_quantizable(
     function: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree
 ) -> Tree:
-    """A tree like the weights, with `function(leaf, contracted dimensions)` for each weight that may
-    be quantized."""
+    """A tree like the weights, with `function(leaf, contracted dimensions)` for each weight that
+    may be quantized."""
     return jax.tree.map(
         lambda _, leaf, contracted: function(leaf, contracted) if contracted else leaf,
         template.weights,

@@ -1,9 +1,9 @@
 """The decoder stack: runs any pattern of layers, scanned over its repeats or unrolled, with
 rematerialization.
 
-A model is a list of segments; a segment is a pattern of layer specs that repeats. The random weights
-of a layer depend on its index in the model, so they are the same whether a segment is scanned (the
-weights of a spec are stacked over the repeats) or unrolled (each layer has its own).
+A model is a list of segments; a segment is a pattern of layer specs that repeats. The random
+weights of a layer depend on its index in the model, so they are the same whether a segment is
+scanned (the weights of a spec are stacked over the repeats) or unrolled (each layer has its own).
 """
 
 from collections.abc import Callable, Sequence
@@ -45,9 +45,9 @@ class Segment:
 
 
 def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
-    """The layers as repeating patterns: from each position the pattern that covers most of the rest,
-    the shortest of equals. A pattern whose length divides `cycle` is repeated to that length, which
-    is what a step of the scan runs."""
+    """The layers as repeating patterns: from each position the pattern that covers most of the
+    rest, the shortest of equals. A pattern whose length divides `cycle` is repeated to that length,
+    which is what a step of the scan runs."""
     segments, start = [], 0
     while start < len(layers):
         rest = layers[start:]

@@ -3,8 +3,8 @@
 Projections of one input are merged (packed QKV, packed gate-up), and transposed where a decode step
 has a single row. Checkpoints have each projection under its own name. A model that is built with
 merged layers says in the metadata of a parameter how it is stored (`WeightLayout`); `pack_weights`,
-`transpose_weights` and `unpack_weights` convert the weights of one layout to another, array by array,
-and free what they consume.
+`transpose_weights` and `unpack_weights` convert the weights of one layout to another, array by
+array, and free what they consume.
 """
 
 import math
@@ -178,8 +178,8 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
 
 
 def cannot_use_gemv(template: Template, dtype: Any) -> str | None:
-    """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`; None
-    if it does. Embeddings are looked up, not multiplied."""
+    """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`;
+    None if it does. Embeddings are looked up, not multiplied."""
     for path, variable in nnx.to_flat_state(template.state):
         layout = variable.get_metadata().get("layout")
         size = math.prod(variable.get_value().shape)

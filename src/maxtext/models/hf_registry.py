@@ -1,4 +1,6 @@
-"""Which mapping a Hugging Face folder or a configuration uses, and config.json in both directions."""
+"""Which mapping a Hugging Face folder or a configuration uses, and config.json in both
+directions.
+"""
 
 import re
 from collections.abc import Iterable
@@ -53,8 +55,8 @@ def mapping_of(hf_config: Json, source: str) -> HfMapping:
                 return mapping
     supported = ", ".join(mapping.architectures[0] for mapping in MAPPINGS)
     raise UserError(
-        f"{source}: the architecture {', '.join(architectures) or model_type} is not known; "
-        f"these are: {supported}"
+        f"{source}: the architecture {', '.join(architectures) or model_type} is not known; these "
+        f"are: {supported}"
     )
 
 
@@ -65,8 +67,8 @@ def mapping_for(config: MaxTextConfig) -> HfMapping:
             return mapping
     supported = ", ".join(sorted(name for name, member in FAMILIES.items() if member.hf))
     raise UserError(
-        f"decoder_block={config.decoder_block.value} has no Hugging Face architecture; "
-        f"these have: {supported}"
+        f"decoder_block={config.decoder_block.value} has no Hugging Face architecture; these have: "
+        f"{supported}"
     )
 
 

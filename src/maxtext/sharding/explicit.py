@@ -1,4 +1,5 @@
-"""shard_mode=explicit: weights, residuals, gradients and updates carry their sharding in their types.
+"""shard_mode=explicit: weights, residuals, gradients and updates carry their sharding in their
+types.
 
 JAX then checks shardings wherever two of these arrays meet, and the compiler chooses nothing there.
 Inside a layer, the embedding, and the head with its loss the compiler still chooses, guided by the

@@ -24,7 +24,9 @@ def abstract_mesh(config: MaxTextConfig) -> AbstractMesh:
 
 
 def single_device_rules(platform: str, num_devices: int) -> AxisRules:
-    """Rules to trace an unsharded program for one of `num_devices` devices, which need not exist."""
+    """Rules to trace an unsharded program for one of `num_devices` devices, which need not
+    exist.
+    """
     mesh: Any = SimpleNamespace(
         size=1, shape={}, devices=np.array([SimpleNamespace(platform=platform)])
     )

@@ -1,4 +1,6 @@
-"""The device mesh: along each axis, the ICI size inside a slice times the DCN size between slices."""
+"""The device mesh: along each axis, the ICI size inside a slice times the DCN size between
+slices.
+"""
 
 import math
 from collections.abc import Sequence

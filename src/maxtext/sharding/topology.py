@@ -152,13 +152,13 @@ def tpu_target(name: str, generation_name: str, size: str, slices: int) -> Targe
         if not shape:
             sizes = ", ".join(str(chips * generation.cores_per_chip) for chips in shapes)
             raise ConfigError(
-                f"unknown target {name!r}: the named sizes of {generation_name} are {sizes}; "
-                f"write another slice with its shape, such as {example}"
+                f"unknown target {name!r}: the named sizes of {generation_name} are {sizes}; write "
+                f"another slice with its shape, such as {example}"
             )
     if not re.fullmatch("x".join(["[1-9][0-9]*"] * generation.dimensions), shape):
         raise ConfigError(
-            f"unknown target {name!r}: a slice of {generation_name} has "
-            f"{generation.dimensions} dimensions, such as {example}"
+            f"unknown target {name!r}: a slice of {generation_name} has {generation.dimensions} "
+            f"dimensions, such as {example}"
         )
     chips = math.prod(int(side) for side in shape.split("x"))
     entry = hardware.lookup(generation.kind)
@@ -234,7 +234,9 @@ def tpu_devices(target: Target) -> Sequence[jax.Device]:
 
 
 def disable_tpu_discovery() -> None:
-    """With libtpu but no TPU, keep JAX from looking for one and from locking out other processes."""
+    """With libtpu but no TPU, keep JAX from looking for one and from locking out other
+    processes.
+    """
     if importlib.util.find_spec("libtpu") is None:
         return
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -255,7 +257,7 @@ def require_libtpu(target: Target) -> ModuleType:
     hint = "estimate --no-compile gives the arithmetic without it"
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise MissingExtra(
-            f"compiling for {target.name} needs libtpu, which exists for x86-64 Linux only, not for "
-            f"{platform.system()} on {platform.machine()}: compile on such a machine; {hint}"
+            f"compiling for {target.name} needs libtpu, which exists for x86-64 Linux only, not "
+            f"for {platform.system()} on {platform.machine()}: compile on such a machine; {hint}"
         )
     return require("libtpu", f"compiling for {target.name} ({hint})")

@@ -1,4 +1,5 @@
-"""Where a sequence of ids can be split without breaking a character, for incremental detokenization.
+"""Where a sequence of ids can be split without breaking a character, for incremental
+detokenization.
 
 A boundary detector is called with each id of a sequence in turn. It returns True if the text of the
 ids so far is final: no later id can change it. A detector has state, so each sequence has its own.

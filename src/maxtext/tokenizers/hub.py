@@ -30,7 +30,8 @@ def download(name: str, access_token: str | None) -> Path:
         return Path(library.snapshot_download(name, allow_patterns=FILES, token=access_token))
     except Exception as error:  # network, cache, permissions: no common base class
         raise ConfigError(
-            f"tokenizer_path={name} is neither a local file nor a folder, and the download from the "
-            f"Hugging Face hub failed ({type(error).__name__}): check the name and the network, "
-            "set hf_access_token if the model is gated, or download it and name its folder"
+            f"tokenizer_path={name} is neither a local file nor a folder, and the download from "
+            f"the Hugging Face hub failed ({type(error).__name__}): check the name and the "
+            "network, set hf_access_token if the model is gated, or download it and name its "
+            "folder"
         ) from error

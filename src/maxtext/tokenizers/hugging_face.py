@@ -1,4 +1,5 @@
-"""Hugging Face tokenizers: tokenizer.json, read by the `tokenizers` library, and the files next to it.
+"""Hugging Face tokenizers: tokenizer.json, read by the `tokenizers` library, and the files next to
+it.
 
 The text of a special token in a document is encoded as plain text: a page that shows `</s>` does
 not end there. Added tokens that are not special stay tokens, as in the library.

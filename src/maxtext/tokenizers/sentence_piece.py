@@ -52,7 +52,9 @@ class SentencePieceTokenizer:
 
     @cached_property
     def controls(self) -> dict[str, int]:
-        """Ids of control symbols, longest symbol first, so that a regex prefers it to its prefix."""
+        """Ids of control symbols, longest symbol first, so that a regex prefers it to its
+        prefix.
+        """
         tokens = filter(self.inner.is_control, range(self.vocab_size))
         ids = {self.inner.id_to_piece(token): token for token in tokens}
         return dict(sorted(ids.items(), key=lambda item: -len(item[0])))

@@ -23,7 +23,9 @@ START_SECONDS = 120.0  # to start Python and import jinja2 on a busy machine
 
 
 class TemplateFailure(Exception):
-    """`compiled`: the template is valid, but fails for these messages. `line`: of a syntax error."""
+    """`compiled`: the template is valid, but fails for these messages. `line`: of a syntax
+    error.
+    """
 
     def __init__(self, reason: str, compiled: bool = True, line: int | None = None):
         super().__init__(reason)
@@ -103,7 +105,8 @@ class TemplateRunner:
             self.stop()
             raise TemplateFailure("the process that runs it has died") from error
         except BaseException:
-            self.stop()  # after Ctrl-C the pending response would be read as that of the next request
+            # after Ctrl-C the pending response would be read as that of the next request
+            self.stop()
             raise
 
     def stop(self) -> None:

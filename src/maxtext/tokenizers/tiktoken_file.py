@@ -1,5 +1,5 @@
-"""tiktoken vocabularies: a file with a line `base64-of-the-token rank` for each token, or the name of
-an encoding that tiktoken downloads.
+"""tiktoken vocabularies: a file with a line `base64-of-the-token rank` for each token, or the name
+of an encoding that tiktoken downloads.
 
 The file has neither the pre-token pattern nor the special tokens: see tiktoken_encodings.py. The
 text of a special token in a document is encoded as plain text.
@@ -38,8 +38,8 @@ class TiktokenTokenizer:
     chat_template: str | None = None
 
     def __init__(self, path: Path | str, quiet: bool = False):
-        """`path`: a file as a Path, or the name of a published encoding as a str. `quiet` suppresses
-        the warning about an unknown encoding.
+        """`path`: a file as a Path, or the name of a published encoding as a str. `quiet`
+        suppresses the warning about an unknown encoding.
         """
         library = require("tiktoken", f"the tokenizer {path}")
         self.path = path
@@ -177,7 +177,6 @@ def download_encoding(library: Any, name: str) -> Any:
         return library.get_encoding(name)
     except Exception as error:  # network and cache errors have no common base class
         raise ConfigError(
-            f"tiktoken could not fetch {name} ({type(error).__name__}): "
-            f"download {name}.tiktoken and name that file, "
-            "or set TIKTOKEN_CACHE_DIR to a folder that has it"
+            f"tiktoken could not fetch {name} ({type(error).__name__}): download {name}.tiktoken "
+            "and name that file, or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from error

@@ -30,8 +30,8 @@ from maxtext.trainers.compile import OutOfDeviceMemory, compile_lowered, lower_t
 from maxtext.trainers.run_context import RunContext
 
 MAX_COMPILATIONS = 3  # to confirm a suggestion
-# After a batch that did not fit, 1 / RESERVE of the rows is left out of the next attempt, which might
-# otherwise fail by a few bytes.
+# After a batch that did not fit, 1 / RESERVE of the rows is left out of the next attempt, which
+# might otherwise fail by a few bytes.
 RESERVE = 100
 
 

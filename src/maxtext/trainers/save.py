@@ -109,8 +109,8 @@ class Save(Hook):
         if has_failed:
             raise SaveFailed(
                 f"{MAX_FAILED_SAVES} saves in a row failed, so the run ended; a last one "
-                f"succeeded: free space in {self.saver.folder}, then the same command goes on at step "
-                f"{self.last_saved}"
+                f"succeeded: free space in {self.saver.folder}, then the same command goes on at "
+                f"step {self.last_saved}"
             )
 
     def should_save_last(self, loop: Loop) -> bool:

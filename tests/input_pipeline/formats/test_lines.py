@@ -50,7 +50,10 @@ def test_lines_are_those_of_python(seed):
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_what_a_record_is(tmp_path, compress):
-    data = b'\xef\xbb\xbf{"text": "a", "n": 1}\r\n\n \t\n{"text": "\\u00df\\n"}\n  {"text": "", "n": null}\n\n{"text":"z"}'
+    data = (
+        b'\xef\xbb\xbf{"text": "a", "n": 1}\r\n\n \t\n{"text": "\\u00df\\n"}\n  {"text": "", '
+        b'"n": null}\n\n{"text":"z"}'
+    )
     documents = opened(tmp_path / "a", compress(data))
     assert [record["text"] for record in documents] == ["a", "ß\n", "", "z"]
     assert [documents.where(index)[1] for index in range(4)] == [

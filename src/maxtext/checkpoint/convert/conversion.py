@@ -156,7 +156,8 @@ def to_hf(
         for name in step.hf_names:
             if writers.setdefault(name, step) is not step:
                 problems.append(
-                    f"{name} would have to hold both {writers[name].native_names[0]} and {step.native_names[0]}"
+                    f"{name} would have to hold both {writers[name].native_names[0]} and "
+                    f"{step.native_names[0]}"
                 )
     return conversion(source, steps, True, dtype, param_infos, problems)
 
@@ -182,7 +183,8 @@ def conversion(
         if len(dtypes) > 1:
             dtype_names = sorted(DTYPE_NAMES[item] for item in dtypes)
             problems.append(
-                f"{inputs[0]} and {inputs[-1]} are one weight and have dtypes {' and '.join(dtype_names)}"
+                f"{inputs[0]} and {inputs[-1]} are one weight and have dtypes "
+                f"{' and '.join(dtype_names)}"
             )
         if not problems:
             shapes = zip(

@@ -73,7 +73,8 @@ def read_deepseek2(hf_config: Json) -> ModelSettings:
         settings.keys |= {"n_routing_groups": -1, "topk_routing_group": -1}
     elif method != "group_limited_greedy":
         raise UserError(
-            f"config.json: topk_method={method!r} is not supported: greedy and group_limited_greedy are"
+            f"config.json: topk_method={method!r} is not supported: greedy and "
+            "group_limited_greedy are"
         )
     settings.keys |= {"routed_score_func": "softmax"}
     return settings
