@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
+
 from maxtext.common.gpu import is_nvidia, target_capability
 from maxtext.sharding.rules import AxisRules
 
@@ -34,8 +36,12 @@ class BuildContext:
 
     @classmethod
     def from_rules(cls, rules: AxisRules, **options: Any) -> "BuildContext":
-        """For the devices of a mesh, which need not be this machine's."""
-        platform = rules.mesh.devices.flat[0].platform
+        """For the devices of a mesh, which need not be this machine's.
+
+        An abstract mesh, whose devices are unknown, gets the reference implementations.
+        """
+        is_abstract = isinstance(rules.mesh, jax.sharding.AbstractMesh)
+        platform = cls.platform if is_abstract else rules.mesh.devices.flat[0].platform
         capability = target_capability() if platform == "gpu" else ""
         # A mesh of one device may stand for one of several, whose programs are estimated.
         num_devices = max(rules.mesh.size, 2 if rules.one_of_several else 1)
