@@ -139,7 +139,7 @@ def test_inspect_evaluation(files, capsys, tmp_path):
     assert main(["data", "inspect", *args, "--eval"]) == 0
     text = capsys.readouterr().out
     assert "<bos>training text<eos>" in text
-    assert "batch 0, row 1: 0 segments, 0 of 16 positions" in text  # the last batch is filled up
+    assert "batch 0, row 1: 0 segments, 0 of 16 positions" in text  # the last batch is padded
     assert main(["data", "inspect", *SMALL, "--eval"]) == 2
     assert "has no evaluation data" in capsys.readouterr().err
 
