@@ -110,7 +110,7 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
     }
     assert {bias.dtype for bias in expected.values()} == {torch.float32}
     ours = LLM.load(tmp_path)
-    weights = ModelWeights(ours.weights, ours.places)
+    weights = ModelWeights(ours.weights, ours.param_infos)
     kinds = {name: np.dtype(tensor.dtype).name for name, tensor in weights.tensors.items()}
     biases = [name for name in kinds if name.endswith("router/bias")]
     assert {kinds[name] for name in biases} == {"float32"}
