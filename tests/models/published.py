@@ -289,6 +289,72 @@ def gpt3(width: int, layers: int, heads: int, vocabulary: int, positions: int) -
 OLMO3_7B = (4096, 32, 32, 32, 11008)
 SCOUT_ROPE = LLAMA31_ROPE | {"factor": 16.0, "high_freq_factor": 1.0}
 
+
+def phi3(
+    width: int, layers: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any
+) -> Json:
+    return llama(width, layers, heads, kv, mlp, vocabulary) | {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_theta": 10000.0, "sliding_window": 2047,
+        **more,
+    }  # fmt: skip
+
+
+PHI4_MINI_LONG = [
+    1.0,
+    1.118320672,
+    1.250641126,
+    1.398617824,
+    1.564103225,
+    1.74916897,
+    1.956131817,
+    2.187582649,
+    2.446418898,
+    2.735880826,
+    3.059592084,
+    3.421605075,
+    3.826451687,
+    4.279200023,
+    4.785517845,
+    5.351743533,
+    5.984965424,
+    6.693110555,
+    7.485043894,
+    8.370679318,
+    9.36110372,
+    10.4687158,
+    11.70738129,
+    13.09260651,
+    14.64173252,
+    16.37415215,
+    18.31155283,
+    20.47818807,
+    22.90118105,
+    25.61086418,
+    28.64115884,
+    32.03,
+    32.1,
+    32.13,
+    32.23,
+    32.6,
+    32.61,
+    32.64,
+    32.66,
+    32.7,
+    32.71,
+    32.93,
+    32.97,
+    33.28,
+    33.49,
+    33.5,
+    44.16,
+    47.77,
+]
+PHI4_MINI = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": PHI4_MINI_LONG},
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+    "sliding_window": 262144, "tie_word_embeddings": True,
+}  # fmt: skip
+
 PUBLISHED: dict[str, Published] = {
     "llama2-7b": Published("meta-llama/Llama-2-7b-hf", llama(4096, 32, 32, 32, 11008, 32000), 6_738_415_616),
     "llama2-13b": Published("meta-llama/Llama-2-13b-hf", llama(5120, 40, 40, 40, 13824, 32000), 13_015_864_320),
@@ -386,6 +452,15 @@ PUBLISHED: dict[str, Published] = {
     "olmo3-7b-pt": Published("allenai/Olmo-3-1025-7B, before its context was extended", olmo3(*OLMO3_7B, False),
                              7_298_011_136),
     "olmo3-32b": Published("allenai/Olmo-3-32B-Think", olmo3(5120, 64, 40, 8, 27648), 32_233_522_176),
+    "phi-3-mini": Published("microsoft/Phi-3-mini-4k-instruct", phi3(3072, 32, 32, 32, 8192, 32064), 3_821_079_552),
+    "phi-3-medium": Published("microsoft/Phi-3-medium-4k-instruct", phi3(5120, 40, 40, 10, 17920, 32064),
+                              13_960_238_080),
+    "phi-4": Published("microsoft/phi-4",
+                       phi3(5120, 40, 40, 10, 17920, 100352, rope_theta=250000.0, sliding_window=None,
+                            max_position_embeddings=16384),
+                       14_659_507_200),
+    "phi-4-mini": Published("microsoft/Phi-4-mini-instruct", phi3(3072, 32, 24, 8, 8192, 200064, **PHI4_MINI),
+                            3_836_021_760),
     # 50257 tokens, 2048 positions, in the paper; here padded, and more positions.
     "gpt3-175b": Published("Brown et al. 2020", gpt3(12288, 96, 96, 50257, 2048),
                            None, (50304 - 50257 + 16384 - 2048) * 12288),

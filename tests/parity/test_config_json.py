@@ -66,6 +66,7 @@ MODELS = {
     "kimi-k2-1t": LATENT | {"q_lora_rank": 24},
     "gpt-oss-20b": SPARSE | WINDOW,
     "olmo3-7b": DENSE | WINDOW | {"base_num_decoder_layers": 5},
+    "phi-3-mini": DENSE | WINDOW,
     "gpt3-52k": DENSE | {"base_num_kv_heads": 4, "head_dim": 12, "trainable_position_size": 64},
 }
 

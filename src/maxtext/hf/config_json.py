@@ -209,12 +209,45 @@ def rope_fields(
             "truncate": bool(parameters.get("truncate", True)),
             "attention_factor": yarn_attention_factor(parameters, factor),
         }
+    elif rope_type == "longrope":
+        fields |= longrope_fields(hf_config, parameters, fields["fraction"])
     elif rope_type != "default":
         raise UserError(
-            f"config.json: rope_type={rope_type!r} is not supported: default, linear, llama3, yarn "
-            "and proportional are"
+            f"config.json: rope_type={rope_type!r} is not supported: default, linear, llama3, "
+            "yarn, longrope and proportional are"
         )
     return fields
+
+
+def longrope_fields(hf_config: Json, parameters: Json, fraction: float) -> Json:
+    original = (
+        hf_config.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or hf_config["max_position_embeddings"]
+    )
+    factor = float(parameters.get("factor") or hf_config["max_position_embeddings"] / original)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        scale = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        attention_factor = math.sqrt(1 + scale)
+    head_dim = hf_config.get("head_dim") or (
+        hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    )
+    pairs = int(head_dim * fraction) // 2
+    for name in ("short_factor", "long_factor"):
+        if len(parameters[name]) != pairs:
+            raise UserError(
+                f"config.json: {name} has {len(parameters[name])} entries, and {pairs} pairs of a "
+                "head's dimensions are rotated"
+            )
+    return {
+        "kind": "longrope",
+        "factor": factor,
+        "original_length": original,
+        "short_factors": [float(value) for value in parameters["short_factor"]],
+        "long_factors": [float(value) for value in parameters["long_factor"]],
+        "attention_factor": float(attention_factor),
+    }
 
 
 def yarn_attention_factor(parameters: Json, factor: float) -> float:
@@ -232,15 +265,13 @@ def yarn_temperature(factor: float, scale: float = 1.0) -> float:
 
 def rope_keys(fields: Json) -> Json:
     """The keys that state the same as RopeSpec fields, as far as the keys' types can."""
-    keys: Json = {
-        "rope_type": fields.get("kind", "default"),
-        "partial_rotary_factor": fields["fraction"],
-    }
+    keys: Json = {"rope_type": "default", "partial_rotary_factor": fields["fraction"]}
     if fields["max_timescale"].is_integer():
         keys["rope_max_timescale"] = int(fields["max_timescale"])
     if fields.get("linear_factor", 1.0) != 1.0:
         keys["rope_linear_scaling_factor"] = fields["linear_factor"]
     if fields.get("kind") in ("llama3.1", "yarn"):
+        keys["rope_type"] = fields["kind"]
         keys["original_max_position_embeddings"] = int(fields["original_length"])
         if fields["factor"].is_integer():
             keys["rope_factor"] = int(fields["factor"])

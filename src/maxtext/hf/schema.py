@@ -120,6 +120,7 @@ ROPE_FIELDS = {
     "original_max_position_embeddings": SIZE | NULL,
     "partial_rotary_factor": FRACTION | NULL,
     "truncate": SWITCH | NULL,
+    **all_of(list_of(POSITIVE, "numbers") | NULL, "short_factor", "long_factor"),
 }  # fmt: skip
 GENERATION_FIELDS = {"eos_token_id": TOKENS}
 LAYER_FIELDS = all_of(SIZE | NULL, "head_dim", "num_key_value_heads")  # of per_layer_config

@@ -1,7 +1,8 @@
 """Rotary positions: pairs of a head's dimensions turn by an angle that grows with the position.
 
 `kind`: default; llama3.1 (long wavelengths divided by `factor`, a smooth passage between); yarn
-(interpolation by parts, with a temperature on the attention). `linear_factor` slows all angles
+(interpolation by parts, with a temperature on the attention); longrope (a divisor for each pair,
+from one of two lists by the length of sequences). `linear_factor` slows all angles
 alike. With `fraction` < 1 only the first dimensions of a head turn; `proportional`: the pairs and
 angles are those of the whole head, and the last pairs stay.
 """
@@ -32,6 +33,9 @@ class RopeSpec:
     truncate: bool = True
     attention_scaling: bool = False  # yarn: multiply cos and sin by 0.1 ln(factor) + 1
     attention_factor: float | None = None  # … or by this
+    short_factors: tuple[float, ...] = ()  # longrope: divisors of the frequencies, one a pair
+    long_factors: tuple[float, ...] = ()
+    long: bool = False  # longrope: sequences are longer than `original_length`
 
     def rotated(self, head_dim: int) -> int:
         """How many of a head's dimensions turn."""
@@ -57,6 +61,8 @@ def frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
         return llama31(spec, plain)
     if spec.kind == "yarn":
         return yarn(spec, plain, size)
+    if spec.kind == "longrope":
+        return plain / np.asarray(spec.long_factors if spec.long else spec.short_factors)
     return plain / spec.linear_factor
 
 

@@ -59,7 +59,10 @@ def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -
     listed: dict[Any, dict[str, Any]] | None = config.architecture.rope
     fields = None if listed is None else listed.get(layer_kind, listed.get("all"))
     if fields is not None:
-        return RopeSpec(**fields)
+        spec = RopeSpec(**{name: as_hashable(value) for name, value in fields.items()})
+        # By the longest sequence of the run, not of a batch, so that cached keys stay valid.
+        long = spec.kind == "longrope" and config.max_target_length > spec.original_length
+        return replace(spec, long=long)
     spec = RopeSpec(
         max_timescale=config.rope_max_timescale,
         min_timescale=config.rope_min_timescale,
@@ -84,6 +87,10 @@ def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -
             attention_scaling=config.rope_attention_scaling,
         )
     return replace(spec, **changes)
+
+
+def as_hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def attention_mask(config: MaxTextConfig, kind: str | None = None) -> AttentionMask:

@@ -68,6 +68,15 @@ def rope_entry(spec: RopeSpec | None) -> Json:
             "truncate": spec.truncate,
             "attention_factor": spec.magnitude,
         }
+    if spec.kind == "longrope":
+        parameters |= {
+            "rope_type": "longrope",
+            "factor": spec.factor,
+            "original_max_position_embeddings": spec.original_length,
+            "attention_factor": spec.magnitude,
+            "short_factor": list(spec.short_factors),
+            "long_factor": list(spec.long_factors),
+        }
     return parameters
 
 

@@ -154,6 +154,7 @@ class DecoderBlockType(StrEnum):
     GPT_OSS = "gpt_oss"
     LLAMA4 = "llama4"
     OLMO3 = "olmo3"
+    PHI3 = "phi3"
     SIMPLE = "simple"
     SIMPLE_MLP = "simple_mlp"
 

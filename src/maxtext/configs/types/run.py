@@ -82,6 +82,10 @@ class RunInfo(Group):
         "olmo3-7b",
         "olmo3-7b-pt",
         "olmo3-32b",
+        "phi-3-mini",
+        "phi-3-medium",
+        "phi-4",
+        "phi-4-mini",
     ] = "default"
     override_model_config: bool = False
     override_logical_axis_rules: bool = False

@@ -1,0 +1,75 @@
+"""Phi-3 and Phi-4 in Hugging Face folders, with one tensor for queries, keys and values and one for
+gate and up.
+"""
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.hf.config_json import (
+    HfMapping,
+    Json,
+    ModelSettings,
+    dense_keys,
+    rope_parameters,
+    size_defaults,
+    uniform_rope,
+)
+from maxtext.hf.layer_rules import HF_LAYER, PRE_NORMS, norm_rules, outer_rules
+from maxtext.hf.rules import Rule
+from maxtext.hf.schema import SIZE, all_of
+from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry
+
+
+def read_phi3(hf_config: Json) -> ModelSettings:
+    parameters = rope_parameters(hf_config)
+    if parameters.get("rope_type") in ("su", "yarn"):  # former names of the same scaling
+        parameters = parameters | {"rope_type": "longrope"}
+    rope = uniform_rope(hf_config | {"rope_parameters": parameters})
+    keys = dense_keys(hf_config, "phi3")
+    keys |= {"sliding_window_size": hf_config.get("sliding_window") or 0}
+    return ModelSettings(keys | rope.keys, rope.hf_attributes)
+
+
+def write_phi3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    rope = layers[0].attention.rope
+    entries = dense_entries(config, layers) | {
+        "rope_parameters": first_rope_entry(layers),
+        "sliding_window": config.sliding_window_size or None,
+        "pad_token_id": None,  # the default of the class may be beyond a smaller vocabulary
+    }
+    if rope.kind == "longrope":
+        entries["original_max_position_embeddings"] = rope.original_length
+    return entries
+
+
+def phi3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+    attention, mlp = "layers/{i}/attention/", "layers/{i}/mlp/"
+    qkv = tuple(f"{attention}{name}/kernel" for name in ("query", "key", "value"))
+    gate_up = f"{HF_LAYER}mlp.gate_up_proj.weight"
+    return [
+        *outer_rules(),
+        *norm_rules(PRE_NORMS),
+        Rule(f"{HF_LAYER}self_attn.qkv_proj.weight", qkv, "(h d) e -> e h d", join=0),
+        Rule(f"{HF_LAYER}self_attn.o_proj.weight", f"{attention}out/kernel", "e (h d) -> h d e"),
+        Rule(gate_up, f"{mlp}wi_{{b}}/kernel", "(b m) e -> b e m"),
+        Rule(gate_up, f"{mlp}wi/kernel", "(b m) e -> e b m"),
+        Rule(f"{HF_LAYER}mlp.down_proj.weight", f"{mlp}wo/kernel", "e m -> m e"),
+    ]
+
+
+PHI3 = HfMapping(
+    architectures=("Phi3ForCausalLM",),
+    model_type="phi3",
+    read=read_phi3,
+    write=write_phi3,
+    rules=phi3_rules,
+    defaults=size_defaults(
+        vocab_size=32_064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        original_max_position_embeddings=4096,
+    ),
+    fields=all_of(SIZE, "original_max_position_embeddings"),
+)
