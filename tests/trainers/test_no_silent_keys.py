@@ -190,14 +190,14 @@ ELSEWHERE = {
     "megablox": "tests/layers/test_moe_kernel.py: on a CPU there is but ragged_dot",
     "max_position_embeddings": "test_keys_act.py: it is written into config.json for Hugging Face",
 }
-# What a family does anyway may be said again.
+# A key may repeat what a family does anyway. The one layer of this llama4 is chunked.
 ALREADY = {
     "norm_topk_prob": {"mixtral", "dense experts", "gemma4 experts", "deepseek that picks"},
     "float32_gate_logits": {"deepseek", "deepseek without latents", "deepseek that picks"},
     "use_qk_norm": {"gemma3", "gemma4", "qwen3_next", "qwen3_5 experts"},
     "use_post_attn_norm": {"olmo3"},
     "use_post_ffw_norm": {"olmo3"},
-    "attention_type": {"mistral window"},
+    "attention_type": {"mistral window", "llama4"},
     "attention_bias": {"gpt3"},
     "mlp_bias": {"gpt3"},
 }

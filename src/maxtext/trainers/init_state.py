@@ -46,11 +46,11 @@ def read_weights(context: RunContext, checkpoint: Checkpoint) -> Any:
             f"{checkpoint.path} holds quantized weights, and training needs floats: start from a "
             "folder that is not quantized"
         )
-    locations = model_param_infos(context.template, context.config)
-    source = checkpoint.weights(context.config, locations)
+    param_infos = model_param_infos(context.template, context.config)
+    source = checkpoint.weights(context.config, param_infos)
     check_same_model(context.config, checkpoint)
     with use_rules(context.rules):
-        return load_weights(source, locations, context.template, context.shardings.weights)
+        return load_weights(source, param_infos, context.template, context.shardings.weights)
 
 
 def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
