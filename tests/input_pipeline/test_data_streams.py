@@ -152,7 +152,7 @@ def test_positions_that_contradict_each_other():
 
 def test_used_rows_that_are_gone_are_refused():
     buffer = RowBuffer(Counting(0, 1, 1, length=3))
-    with pytest.raises(UserError, match="past the end of what the data gives now"):
+    with pytest.raises(UserError, match="past the end of the data"):
         buffer.set_state({"used": 5, "source": {"row": 0}})
 
 

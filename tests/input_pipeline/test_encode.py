@@ -118,7 +118,7 @@ def test_bad_chats(make_config, tmp_path, theirs):
         "use_chat_template": True, "train_data_columns": ["messages"], **ROWS,
     }  # fmt: skip
     for allowed, said in enumerate(
-        ["line 1.*no JSON", "line 2.*list of messages", "line 3.*list of messages"]
+        ["line 1.*not JSON", "line 2.*list of messages", "line 3.*list of messages"]
     ):
         with pytest.raises(UserError, match=said):
             tokens_of(make_config(**settings, max_bad_records=allowed))

@@ -200,11 +200,11 @@ def test_tokens_outside_the_vocabulary(corpus):
     assert len(rows(make_train_iterator(config))) == 30
     bad = int(arrays[2][15])  # the last of its instance
     with pytest.raises(
-        UserError, match=rf"2.npy has token {bad} at place 15, outside vocab_size={bad}: "
+        UserError, match=rf"2.npy has token {bad} at position 15, outside vocab_size={bad}: "
     ):
         list(make_train_iterator(config.model_copy(update={"vocab_size": bad})))
     arrays[2][0] = -4
-    with pytest.raises(UserError, match="2.npy has token -4 at place 0, outside"):
+    with pytest.raises(UserError, match="2.npy has token -4 at position 0, outside"):
         list(make_train_iterator(corpus(arrays, "int32")))
 
 

@@ -139,8 +139,8 @@ def setting_in_a_file(**values):
         (setting(sequence_length="4"), "has sequence_length='4', and needs one of type int"),
         (setting(sequence_length=True), "has sequence_length=True"),
         (setting(sequence_length=1), "a target needs two tokens"),
-        (setting(dtype="float32"), "dtype='float32' is no type of integers"),
-        (setting(dtype="words"), "dtype='words' is no type of integers"),
+        (setting(dtype="float32"), "dtype='float32' is not an integer type"),
+        (setting(dtype="words"), "dtype='words' is not an integer type"),
         (setting(files=[]), "names no files"),
         (setting(files=["a.npy"]), r"files\[0\] is not a JSON object"),
         (setting(total_tokens=22), "total_tokens do not follow"),
@@ -198,7 +198,7 @@ def spoil(path, how):
         ("long", "c.npy holds 9 tokens, but the index says 8"),
         ("other type", "c.npy holds uint16, but the index says uint32"),
         ("matrix", r"c.npy has the shape \(2, 4\)"),
-        ("odd bytes", "c.npy has 33 bytes, which is no whole number of uint32 tokens"),
+        ("odd bytes", "c.npy has 33 bytes, which is not a multiple of the size of uint32"),
         ("cut", "c.npy is a broken .npy file"),
         ("directory", "c.npy cannot be read: Is a directory"),
     ],
@@ -229,7 +229,7 @@ def test_five_of_many_bad_shards_are_named(tmp_path):
     [
         ({"paths": ["none.npy"]}, "none.npy does not exist"),
         ({"paths": []}, "names no files"),
-        ({"dtype": "float32"}, "no type of integers"),
+        ({"dtype": "float32"}, "not an integer type"),
         ({"sequence_length": 0}, "sequence_length=0"),
     ],
 )

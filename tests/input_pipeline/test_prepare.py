@@ -204,13 +204,13 @@ def test_training_sees_the_same_batches(
 
 
 def test_shards_follow_from_the_data_alone(make_config, write, tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SMALLEST", 10)
+    monkeypatch.setattr(prepare_module, "MIN_SHARD_BYTES", 10)
     config = make_config(grain_train_files=write(*["0123456789"] * 6))
     made = prepare(config, tmp_path / "out", None, workers=1)
     assert made.shards == 6
     names = sorted(path.name for path in (tmp_path / "out").glob("*.array_record"))
     assert names[0] == "tokens-00000-of-00006.array_record"
-    monkeypatch.setattr(prepare_module, "SMALLEST", 35)
+    monkeypatch.setattr(prepare_module, "MIN_SHARD_BYTES", 35)
     assert prepare(config, tmp_path / "other", None, workers=1).shards == 2
 
 
@@ -350,7 +350,7 @@ def test_other_work_is_refused(make_config, write, tmp_path):
     (Path(folder) / "new.txt").mkdir()
     assert prepare(make_config(**files), out, 2, workers=1).tokens == 0
     (out / "notes.txt").write_text("mine")
-    refused("holds other things, such as notes.txt", make_config(**files), out)
+    refused("holds other files, such as notes.txt", make_config(**files), out)
     (out / "notes.txt").unlink()
     (out / "manifest.json").write_text("{}")
     refused("not a manifest", make_config(**files), out)
@@ -360,7 +360,7 @@ def test_places_that_are_refused(make_config, write, tmp_path):
     config = make_config(grain_train_files=write("abc"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
-    refused("holds other things, such as thesis.txt", config, tmp_path / "full")
+    refused("holds other files, such as thesis.txt", config, tmp_path / "full")
     refused("is a file: name a folder", config, tmp_path / "full" / "thesis.txt")
     refused("cannot be made", config, tmp_path / "full" / "thesis.txt" / "below")
     refused("',' has a meaning in grain_train_files", config, tmp_path / "a,b")

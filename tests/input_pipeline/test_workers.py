@@ -143,7 +143,7 @@ def test_control_c_is_for_the_caller_from_the_first_moment():
 
 
 def test_the_number_of_workers(make_config, monkeypatch):
-    monkeypatch.setattr(workers, "cores", lambda: 6)
+    monkeypatch.setattr(workers, "num_cores", lambda: 6)
     assert worker_count(make_config(grain_worker_count=3), Split.TRAIN) == 3
     assert (
         worker_count(make_config(grain_worker_count=3, grain_worker_count_eval=0), Split.EVAL) == 0

@@ -1,11 +1,12 @@
-"""Level 4: batches of token ids from any source, with a position that can be saved.
+"""Level 4: batches of token ids from any source, with an iterator state that can be saved.
 
-interface: what a batch and its iterator are · sources: the registry of dataset_type · synthetic:
-random tokens · grain_source, hf_source, tfds_source, c4_mlperf, custom: where documents are
-(formats/: files as records), then pipeline (order, mixing → loading, encode → sequences → packing →
-grain_batches) · olmo: rows of tokens · streams: batches dealt from data streams, whoever loads them
-· loader: the data streams of a run · workers: streams in other processes (programs) · prefetch:
-prefetch · prepare, shards: tokens written ahead of training.
+- interface: batches, iterators and ShardSpec; sources: the registry of dataset_type
+- synthetic: random tokens; olmo: pre-tokenized shards
+- grain_source, hf_source, tfds_source, c4_mlperf, custom: documents (formats/: files as records)
+- pipeline: order, mixture → load_documents, encode → sequences → packing → grain_batches
+- data_streams: batches dealt from data streams; loader: the data streams of a run
+- workers: data streams in other processes (subprocesses); prefetch: batches ahead of the device
+- prepare, write_shards: documents tokenized before training
 """
 
 from maxtext.input_pipeline.data_streams import DataStreams, choose_stream_count, merge_states

@@ -1,9 +1,9 @@
 """dataset_type=c4_mlperf: C4 as MLPerf's GPT-3 benchmark reads it, from a prepared dataset as for
 tfds.
 
-Training: documents one after the other with their special tokens, cut wherever a row ends.
-Evaluation: each record is a row of its own; with tokenize_eval_data=false it holds token ids, in
-the column `ids` or that of eval_data_columns.
+Training concatenates the documents with their special tokens and splits them where a row ends. In
+evaluation, each record is a row; with tokenize_eval_data=false it holds token ids, in the column
+`ids` or that of eval_data_columns.
 """
 
 from maxtext.configs.types import MaxTextConfig

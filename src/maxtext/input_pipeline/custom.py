@@ -1,10 +1,10 @@
-"""dataset_type=package.module:function: a source of the user's own.
+"""dataset_type=package.module:function: a data source that the user defines.
 
-The function gets the configuration and the split ("train" or "eval") and returns the documents:
-anything with a length and an index, whose items are records such as {"text": "..."} with the
-columns of train_data_columns. Order, epochs, tokens, packing, streams and exact resume are the
-pipeline's. None: there is no evaluation data. The items are read by several threads at once. With
-worker processes the function is called in each of them.
+The function takes the configuration and the split ("train" or "eval") and returns a sequence of
+documents: records such as {"text": "..."} with the columns of train_data_columns, or None if there
+is no evaluation data. The pipeline does the rest: order, epochs, tokenization, packing, data streams
+and exact resume. Several threads read the documents at once. With worker processes, the function is
+called in each of them.
 """
 
 import importlib
@@ -20,17 +20,18 @@ from maxtext.input_pipeline.formats import BadRecord, Record
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
-TYPICAL_BYTES = 4096  # of a document, for which only the user's function knows
+TYPICAL_BYTES = 4096  # assumed size of a document
 
 
 class CustomDocuments:
-    """The interface of file formats around a sequence of records."""
+    """A sequence of records as a RecordSource."""
 
     blocks: np.ndarray | None = None
     sizes: np.ndarray | None = None
 
     def __init__(self, name: str, records: Sequence[Record]):
-        self.name, self.records = name, records
+        self.name = name
+        self.records = records
         self.nbytes = self.decoded = TYPICAL_BYTES * len(records)
 
     def __len__(self) -> int:
@@ -88,8 +89,8 @@ def documents_of(config: MaxTextConfig, split: Split) -> CustomDocuments | None:
         ) from error
     if not usable:
         raise ConfigError(
-            f"dataset_type={name} returned {type(records).__name__} for {split.value}: it should return documents, "
-            "with a length above 0 and an index"
+            f"dataset_type={name} returned {type(records).__name__} for {split.value}: it should "
+            "return documents, with a length above 0 and an index"
         )
     return CustomDocuments(name, records)
 
@@ -97,7 +98,7 @@ def documents_of(config: MaxTextConfig, split: Split) -> CustomDocuments | None:
 def named_function(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        source_function = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"dataset_type={name} cannot be imported: {error}") from error
     except UserError:
@@ -106,21 +107,23 @@ def named_function(name: str) -> Callable[..., Any]:
         raise failure(
             f"dataset_type={name} cannot be imported: {type(error).__name__}", error
         ) from error
-    if not callable(found):
-        raise ConfigError(f"dataset_type={name} is {type(found).__name__} and no function")
-    return found
+    if not callable(source_function):
+        raise ConfigError(
+            f"dataset_type={name} is {type(source_function).__name__} and no function"
+        )
+    return source_function
 
 
 def failure(what: str, error: Exception) -> ConfigError:
-    """A sentence about an error in the user's code, followed by its traceback."""
-    told = ConfigError(
+    """A ConfigError about an exception in the user's code, with its traceback."""
+    config_error = ConfigError(
         f"{what}: {' '.join(str(error).split()) or 'it has no message'}; its traceback follows"
     )
-    told.details = traceback_of(error)
-    return told
+    config_error.details = traceback_of(error)
+    return config_error
 
 
 def traceback_of(error: Exception) -> str:
-    """The traceback from the user's code on: the first frame is ours."""
+    """The traceback of the user's code, without the first frame, which is of this module."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     return "".join(traceback.format_exception(type(error), error, frames))

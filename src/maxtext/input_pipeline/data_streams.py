@@ -1,13 +1,12 @@
-"""Batches dealt from a fixed number of data streams: the same rows whatever the mesh, hosts and
-workers.
+"""Batches from a fixed number of data streams: the same rows for any mesh, hosts and workers.
 
-The documents are divided over S data streams. The rows of a run are dealt from them in turn: row g
-of the run is row g // S of stream g % S. The batch of a step is the next R rows of the run, ordered
-by stream, so that a process whose devices hold a contiguous part of the batch loads few streams. S
-depends on the configuration and the data, never on devices, processes or workers, and so does a
-batch. R may change between steps (ramp-up) and on resume: the deal goes on at the next row.
+The documents are divided over S data streams, and the rows of a run are taken from them round-robin:
+row g of the run is row g // S of stream g % S. The batch of a step is the next R rows of the run,
+ordered by stream, so that a process whose devices hold a contiguous part of the batch loads few
+streams. S, and with it every batch, depends on the configuration and the data, never on devices,
+processes or workers. R may change between steps (ramp-up) and on resume.
 
-A process loads every data stream that has rows for its devices, and gives exactly those rows. Two
+A process loads every data stream that has rows for its devices, and yields exactly those rows. Two
 processes whose devices hold the same rows load the same data streams.
 """
 
@@ -21,29 +20,27 @@ import numpy as np
 
 from maxtext.input_pipeline.interface import Batch, BatchIterator, State, check_position
 
-DATA_STREAMS = (
-    4  # by default, at most: each packs a group of rows of its own before the first batch
-)
+# Default maximum: each stream packs a group of rows of its own before the first batch
+DATA_STREAMS = 4
 OPENED_AT_ONCE = 16
-# layouts of a batch that are looked at to find the streams of a process; if there are more, it
-# takes all
-LAYOUTS = 4096
-# Of index, count, local_streams, full_window (see ShardSpec)
-MakeStream = Callable[[int, int, int, bool], BatchIterator]
+# Orders of streams in a batch that are examined to find the streams of a process. If there are
+# more, it loads all streams.
+MAX_BATCH_ORDERS = 4096
+# (index, count, local_streams, full_window), see ShardSpec
+StreamFactory = Callable[[int, int, int, bool], BatchIterator]
 
 
 def choose_stream_count(rows: int, supports: Callable[[int], bool], elastic: bool = False) -> int:
-    """How many data streams share batches of `rows`: the largest divisor of `rows` up to
-    DATA_STREAMS that the source supports. `elastic`: up to one for each row."""
-    most = rows if elastic else min(rows, DATA_STREAMS)
-    divisors = [number for number in range(most, 1, -1) if rows % number == 0]
-    return next((number for number in divisors if supports(number)), 1)
+    """The number of data streams of batches of `rows`: the largest divisor of `rows` up to
+    DATA_STREAMS that the source supports. With `elastic`, up to one for each row.
+    """
+    max_count = rows if elastic else min(rows, DATA_STREAMS)
+    divisors = [count for count in range(max_count, 1, -1) if rows % count == 0]
+    return next((count for count in divisors if supports(count)), 1)
 
 
 def rows_per_stream(rows: int, count: int, first: int) -> np.ndarray:
-    """[count]: how many of the next `rows` rows each stream gives if stream `first` gives the next
-    one.
-    """
+    """[count]: how many of the next `rows` rows each stream yields, starting with stream `first`."""
     return rows // count + ((np.arange(count) - first) % count < rows % count)
 
 
@@ -53,9 +50,11 @@ def stream_of_rows(rows: int, count: int, first: int) -> np.ndarray:
 
 
 class RowBuffer:
-    """The rows of one data stream, in any numbers, from batches of any size. A position is that of
-    `source` before the oldest batch that is not used up, and the rows used since; it holds for any
-    batch size of the source."""
+    """Rows of one data stream, in any number, from batches of any size.
+
+    The state is that of `source` before the oldest batch that is not used up, and the number of
+    rows used since. It is valid for any batch size of the source.
+    """
 
     def __init__(self, source: BatchIterator):
         self.source = source
@@ -68,7 +67,7 @@ class RowBuffer:
         self.ended = False
 
     def load(self, rows: int) -> int:
-        """How many rows are ready: at least `rows`, unless the stream ends before."""
+        """Load until `rows` rows are ready or the stream ends, and return the number ready."""
         while self.loaded - self.used < rows and not self.ended:
             before = self.source.get_state()
             batch = next(self.source, None)
@@ -87,7 +86,7 @@ class RowBuffer:
             self.used, self.loaded = self.used - size, self.loaded - size
 
     def take(self, rows: int) -> list[Batch]:
-        """The next `rows` rows, which are loaded."""
+        """The next `rows` rows, which must be loaded."""
         parts = []
         while rows:
             batch = self.batches[0][1]
@@ -107,7 +106,7 @@ class RowBuffer:
         self.source.set_state(state["source"])
         # Older positions counted a batch that was not begun.
         self.clear(state["used"] if state.get("started", True) else 0)
-        self.load(0)  # past the rows that were used, to learn now whether they are still there
+        self.load(0)  # reads past the rows that were used, to check that they still exist
 
     def reset(self) -> None:
         self.source.reset()
@@ -115,17 +114,17 @@ class RowBuffer:
 
 
 class DataStreams(BatchIterator):
-    """The rows of each batch that this process holds.
+    """Yields the rows of each batch that this process loads.
 
-    `rows(step)`: the size of the whole batch of a step, one of `sizes`. `local_rows(size)`: sorted
-    indices of the rows of a batch that this process gives; None: all. `pad`: a stream that has
-    ended gives padding until all have. Otherwise a process that trains alone goes on with the
-    streams that are left, and one of several ends with the first.
+    `rows(step)` is the global batch size of a step, one of `sizes`. `local_rows(size)` are the
+    sorted indices of the rows that this process yields (None: all). With `pad`, a stream that has
+    ended yields padding until all have ended. Otherwise a single process continues with the
+    remaining streams, and one of several processes ends with the first stream that ends.
     """
 
     def __init__(
         self,
-        make: MakeStream,
+        make: StreamFactory,
         count: int,
         rows: Callable[[int], int],
         sizes: Sequence[int],
@@ -134,9 +133,13 @@ class DataStreams(BatchIterator):
         pad: bool = False,
         single_process: bool = True,
     ):
-        self.make, self.count, self.rows, self.sizes = make, count, rows, sizes
+        self.make = make
+        self.count = count
+        self.rows = rows
+        self.sizes = sizes
         self.local_rows = lru_cache(None)(local_rows or np.arange)
-        self.pad, self.single_process = pad, single_process
+        self.pad = pad
+        self.single_process = single_process
         self.first = self.step = 0
         self.full_window = False
         self.streams = self.open()
@@ -148,33 +151,33 @@ class DataStreams(BatchIterator):
         local_rows = {size: self.local_rows(size) for size in self.sizes}
         if (
             all(len(rows) == size for size, rows in local_rows.items())
-            or len(firsts) * len(local_rows) > LAYOUTS
+            or len(firsts) * len(local_rows) > MAX_BATCH_ORDERS
         ):
             return range(self.count) if any(map(len, local_rows.values())) else ()
-        layouts = (
+        stream_indices = (
             stream_of_rows(size, self.count, first)[rows]
             for size, rows in local_rows.items()
             for first in firsts
         )
-        return np.unique(np.concatenate(list(layouts))).tolist()
+        return np.unique(np.concatenate(list(stream_indices))).tolist()
 
     def open(self) -> dict[int, RowBuffer]:
-        numbers = self.needed()
-        # At once: a worker takes seconds to start and to prepare its first batch.
-        with ThreadPoolExecutor(max(1, min(len(numbers), OPENED_AT_ONCE))) as executor:
+        stream_numbers = self.needed()
+        # In parallel: a worker takes seconds to start and to prepare its first batch.
+        with ThreadPoolExecutor(max(1, min(len(stream_numbers), OPENED_AT_ONCE))) as executor:
             opening = {
                 number: executor.submit(
-                    self.make, number, self.count, len(numbers), self.full_window
+                    self.make, number, self.count, len(stream_numbers), self.full_window
                 )
-                for number in numbers
+                for number in stream_numbers
             }
-        failed = [one for one in opening.values() if one.exception() is not None]
+        failed = [future for future in opening.values() if future.exception() is not None]
         if failed:
-            for one in opening.values():
-                if one not in failed:
-                    one.result().close()
+            for future in opening.values():
+                if future not in failed:
+                    future.result().close()
             failed[0].result()
-        return {number: RowBuffer(one.result()) for number, one in opening.items()}
+        return {number: RowBuffer(future.result()) for number, future in opening.items()}
 
     def __next__(self) -> Batch:
         rows = self.rows(self.step)
@@ -189,15 +192,15 @@ class DataStreams(BatchIterator):
             if self.pad and all(not stream.load(1) for stream in self.streams.values()):
                 raise StopIteration
             if not self.pad:
-                counts, following = self.deal(rows)
+                counts, following = self.remaining_counts(rows)
         self.step, self.first = self.step + 1, following
         if not self.streams:  # another process reads for this one
             return {}
         return self.gather(rows, counts)
 
-    def deal(self, rows: int) -> tuple[np.ndarray, int]:
-        """The deal when a stream has ended: the others go on in turn. Rows of each stream, and who
-        is next.
+    def remaining_counts(self, rows: int) -> tuple[np.ndarray, int]:
+        """The rows of each stream, round-robin over those that have not ended, and the next stream.
+        Raises StopIteration if too few rows are left.
         """
         if not self.single_process:
             raise StopIteration
@@ -215,20 +218,20 @@ class DataStreams(BatchIterator):
     def gather(self, rows: int, counts: np.ndarray) -> Batch:
         ends = np.cumsum(counts)
         parts: list[Batch] = []
-        indices = []  # of the rows in the whole batch
-        missing: list[tuple[int, int]] = []  # (number of parts before it, rows of padding)
+        indices = []  # of the rows in the global batch
+        padding: list[tuple[int, int]] = []  # (number of parts before it, rows of padding)
         for number, stream in self.streams.items():
             wanted = int(counts[number])
             taken = min(wanted, stream.load(wanted))
             parts += stream.take(taken)
             if taken < wanted:
-                missing.append((len(parts) + len(missing), wanted - taken))
+                padding.append((len(parts) + len(padding), wanted - taken))
             indices.append(np.arange(ends[number] - wanted, ends[number]))
-        if missing:
+        if padding:
             some = parts[0] if parts else self.some_row()
-            for place, size in missing:
+            for position, size in padding:
                 parts.insert(
-                    place,
+                    position,
                     {name: np.zeros((size, *f.shape[1:]), f.dtype) for name, f in some.items()},
                 )
         batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -239,12 +242,12 @@ class DataStreams(BatchIterator):
         return {name: field[chosen] for name, field in batch.items()}
 
     def some_row(self) -> Batch:
-        """A row that is not used now, for the names and types of its fields."""
+        """Any loaded batch, for the names and dtypes of its fields."""
         return next(stream.batches[0][1] for stream in self.streams.values() if stream.batches)
 
     def global_rows(self, batch: Batch) -> int | None:
-        """The rows of the whole batch of which this process holds `batch`; None: it holds none of
-        any.
+        """The rows of the global batch of which `batch` is this process's part, or None if this
+        process has no rows of any batch.
         """
         local_rows = batch_rows(batch) if batch else 0
         return (
@@ -260,10 +263,12 @@ class DataStreams(BatchIterator):
 
     def set_state(self, state: State) -> None:
         saved = state["streams"]
-        # Older positions had the step with each stream, and a number of streams that divided every
+        # Older states had the step in each stream, and a number of streams that divides every
         # batch.
         self.step = (
-            state["step"] if "step" in state else next((one["step"] for one in saved.values()), 0)
+            state["step"]
+            if "step" in state
+            else next((future["step"] for future in saved.values()), 0)
         )
         self.first = state.get("first", 0)
         opened = self.count, self.full_window
@@ -294,24 +299,26 @@ def batch_rows(batch: Batch) -> int:
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """The position of a run from those that its processes saved: each knows its own streams."""
-    joined: Any = {}
+    """The state of a run from those of its processes, each of which has its own streams. Raises
+    ValueError if they contradict each other.
+    """
+    merged: Any = {}
     for state in states:
-        joined = merged(joined, state, "")
-    return joined
+        merged = merge_values(merged, state, "")
+    return merged
 
 
-def merged(first: Any, second: Any, where: str) -> Any:
+def merge_values(first: Any, second: Any, path: str) -> Any:
     if isinstance(first, dict) and isinstance(second, dict):
         both = first | second
         return {
-            key: merged(first[key], second[key], f"{where}/{key}")
+            key: merge_values(first[key], second[key], f"{path}/{key}")
             if key in first and key in second
             else value
             for key, value in both.items()
         }
     if first != second:
         raise ValueError(
-            f"processes saved different data positions at {where}: {first} and {second}"
+            f"processes saved different data positions at {path}: {first} and {second}"
         )
     return first

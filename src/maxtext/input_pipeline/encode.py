@@ -1,8 +1,7 @@
-"""From records to token ids: which column holds the text, chats, special tokens, and text that is
-tokens already.
+"""Converts records to token ids: the column of the text, chats, special tokens, and columns of
+token ids.
 
-`prepare` looks at one record, `encode` tokenizes many at once, which is where a tokenizer uses all
-cores.
+`prepare` extracts the text of one record; `encode` tokenizes many texts at once, on all cores.
 """
 
 import json
@@ -20,13 +19,13 @@ from maxtext.input_pipeline.interface import Split
 from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
 
-# Those that some stream uses
+# Encoders in use
 ENCODERS: "WeakValueDictionary[tuple[Split, str], Encoder]" = WeakValueDictionary()
 ENCODERS_LOCK = threading.Lock()
 
 
 class UnusableRecord(ValueError):
-    """A record that could be read, but has no text where it should."""
+    """A record that can be read but has no usable text."""
 
 
 def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
@@ -44,8 +43,9 @@ def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
 
 
 def shared_encoder(config: MaxTextConfig, split: Split) -> "Encoder":
-    """The encoder of a configuration, one for all data streams of a process: a tokenizer takes time
-    to load, and remembers the words that it has seen."""
+    """The encoder of a configuration, shared by all data streams of a process: a tokenizer is slow
+    to load, and caches pre-tokens.
+    """
     key = (split, config.model_dump_json())
     with ENCODERS_LOCK:
         encoder = ENCODERS.get(key)
@@ -75,11 +75,11 @@ class Encoder:
             self.after = special(self.tokenizer.eos_id, config.add_eos)
 
     def adds(self) -> dict[str, bool]:
-        """What each document gets besides its text: it changes how documents share rows."""
+        """Which special tokens are added to each document: they change how documents are packed."""
         return {"add_bos": len(self.before) > 0, "add_eos": len(self.after) > 0}
 
     def prepare(self, record: Record) -> str | np.ndarray:
-        """The text of a record, or its tokens; Unfit if it has none."""
+        """The text of a record, or its tokens. Raises UnusableRecord if it has none."""
         values = [self.value(record, column) for column in self.columns]
         if self.tokenizer is None:
             return self.tokens(values[0])
@@ -95,19 +95,18 @@ class Encoder:
         return values[0]
 
     def encode(self, prepared: Sequence[Any]) -> list[np.ndarray]:
-        """Token ids of what was prepared, int32 [n] each. A text without characters is no
-        document.
-        """
+        """The token ids of prepared records, int32 [n] each. Empty texts are skipped."""
         if self.tokenizer is None:
             return list(prepared)
         texts = [text for text in prepared if text]
         encoded = self.tokenizer.encode_batch(texts, specials=self.template is not None)
-        return [np.concatenate([self.before, one, self.after]) for one in encoded]
+        return [np.concatenate([self.before, ids, self.after]) for ids in encoded]
 
     def value(self, record: Record, column: str) -> Any:
         if column not in record:
             raise UnusableRecord(
-                f"there is no column {column}, only {', '.join(map(str, record)) or 'an empty record'}"
+                f"there is no column {column}, only "
+                f"{', '.join(map(str, record)) or 'an empty record'}"
             )
         return record[column]
 
@@ -136,11 +135,11 @@ class Encoder:
             value = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise UnusableRecord(
-                f"column {self.columns[0]} is text that is no JSON: {error}"
+                f"column {self.columns[0]} is text that is not JSON: {error}"
             ) from error
         if not (
             isinstance(value, list)
-            and all(isinstance(one, dict) and "role" in one for one in value)
+            and all(isinstance(message, dict) and "role" in message for message in value)
         ):
             raise UnusableRecord(
                 f"column {self.columns[0]} has {describe(value)} instead of a list of messages"

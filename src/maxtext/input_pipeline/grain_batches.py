@@ -1,8 +1,7 @@
-"""A Grain dataset of batches as a BatchIterator: its position as JSON, and the first batch read at
-once.
+"""A Grain dataset of batches as a BatchIterator with a JSON state.
 
-The first batch is read at construction so that data which cannot fill one is found before the model
-is built.
+The first batch is read at construction, so that too little data is detected before the model is
+built.
 """
 
 from typing import Any
@@ -13,14 +12,14 @@ from maxtext.input_pipeline.interface import Batch, BatchIterator, State, seal, 
 
 
 class GrainBatches(BatchIterator):
-    """`made_by`: the settings without which a position in this dataset means nothing."""
+    """`settings` are those that a position in this dataset is valid for."""
 
-    def __init__(self, dataset: grain.IterDataset, made_by: dict[str, Any]):
-        self.dataset, self.made_by = dataset, made_by
+    def __init__(self, dataset: grain.IterDataset, settings: dict[str, Any]):
+        self.dataset = dataset
+        self.settings = settings
         self.iterator = iter(dataset)
-        # The position after the batch last delivered. Not asked of Grain later on: at the end of
-        # the data its flat_map gives a position that would skip sequences if a resumed run had more
-        # epochs.
+        # The position after the batch last delivered. It is taken now, since at the end of the data
+        # Grain's flat_map returns one that would skip sequences if a resumed run had more epochs.
         self.position: State = self.iterator.get_state()
         self.start = self.position
         self.first: Batch | None = next(self.iterator, None)
@@ -35,16 +34,16 @@ class GrainBatches(BatchIterator):
         return batch
 
     def get_state(self) -> State:
-        return seal(self.made_by, self.position)
+        return seal(self.settings, self.position)
 
     def set_state(self, state: State) -> None:
-        self.move(with_tuples(unseal(self.made_by, state)))
+        self.move(with_tuples(unseal(self.settings, state)))
 
     def reset(self) -> None:
         self.move(self.start)
 
     def move(self, position: State) -> None:
-        # A fresh iterator each time: some of Grain's keep what they had buffered when they are
+        # A new iterator each time: some of Grain's iterators keep their buffers when they are
         # moved to the end.
         self.iterator.close()
         self.iterator = iter(self.dataset)
@@ -56,8 +55,9 @@ class GrainBatches(BatchIterator):
 
 
 def with_tuples(value: Any) -> Any:
-    """Lists, as JSON returns them, back to tuples: Grain's concat-then-split compares its slices
-    with tuples, and would take a list for a slice of nothing and drop that document."""
+    """Convert lists, which JSON has in place of tuples, to tuples. Grain's concat-then-split
+    compares its slices with tuples, and would drop the document of a list.
+    """
     if isinstance(value, dict):
         return {key: with_tuples(entry) for key, entry in value.items()}
     return (

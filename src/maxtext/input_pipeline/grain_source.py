@@ -10,15 +10,15 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import data_columns
 from maxtext.input_pipeline.formats import Documents, find_files, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
-from maxtext.input_pipeline.mixture_config import mixture_of
+from maxtext.input_pipeline.mixture_config import parse_mixture
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
 
 def grain_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
-    parts = load_components(config, split)
+    components = load_components(config, split)
     return (
-        document_batches(config, split, shard, parts, f"grain_{split.value}_files")
-        if parts
+        document_batches(config, split, shard, components, f"grain_{split.value}_files")
+        if components
         else None
     )
 
@@ -33,15 +33,15 @@ def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponen
         return []
     columns = data_columns(config, split)
     kind, threads = config.grain_file_type, config.grain_data_source_max_workers
-    parts = []
-    for key, value, weight in mixture_of(config, split):
+    components = []
+    for key, value, weight in parse_mixture(config, split):
         files = find_files(key, value)
         try:
-            parts.append(MixtureComponent(open_files(files, kind, columns, threads), weight))
+            components.append(MixtureComponent(open_files(files, kind, columns, threads), weight))
         except ConfigError as error:
             raise ConfigError(
                 f"{key} with grain_file_type={kind}: {error.problems[0]}", *error.problems[1:]
             ) from error
-    if split is Split.EVAL and len(parts) > 1:
-        return [MixtureComponent(Documents([part.documents for part in parts]))]
-    return parts
+    if split is Split.EVAL and len(components) > 1:
+        return [MixtureComponent(Documents([component.documents for component in components]))]
+    return components

@@ -1,12 +1,11 @@
-"""dataset_type=hf: what Hugging Face's `datasets` would load, by the same names.
+"""dataset_type=hf: datasets by the names that Hugging Face's `datasets` uses.
 
 - Local files of a loader (hf_path=parquet, json, arrow or text with hf_train_files; or no hf_path,
-  and the loader goes by the files' names) are read by the pipeline itself: shuffled as a whole,
+  and the loader follows from the files' names) are read by the pipeline itself: shuffled globally,
   resumed at once, without `datasets`.
 - Everything else (a name on the hub, a folder with a dataset, another loader, files behind a URL)
-  streams through `datasets`. Its documents come in their own order, mixed within a window of
-  RECORD_WINDOW; a position is the state of the stream at the start of the window, so resuming is
-  exact here too.
+  is streamed by `datasets`, in its own order and shuffled within a window of RECORD_WINDOW records.
+  The state is that of the `datasets` stream at the start of the window, so resuming is exact, too.
 """
 
 import copy
@@ -33,10 +32,9 @@ from maxtext.input_pipeline.pipeline import (
 from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 RECORD_WINDOW = 2048
-# Data streams are opened by several threads, and load_dataset may fail in two at once (its progress
-# bars).
+# load_dataset is not thread-safe (its progress bars), and several threads open data streams
 LOADING = threading.Lock()
-# loaders of `datasets` that read local files, and our name of the format
+# Loader of `datasets` for local files -> kind of file (formats/)
 LOADERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "lines"}
 
 
@@ -55,21 +53,21 @@ def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIte
     )
     if seed is not None:
         records = WindowShuffle(records, shard.window(RECORD_WINDOW), seed)
-    made_by = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
-    return record_batches(config, split, shard, records, config.hf_path, made_by)
+    settings = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
+    return record_batches(config, split, shard, records, config.hf_path, settings)
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     files = named_files(config, split)
     if is_local(config, split, files):
         return max_streams_of([local_component(config, split, files)])
-    # Each stream reads shards of its own; with more streams than shards each would read everything.
+    # Each stream reads its own shards. With more streams than shards, each would read everything.
     return max(open_stream(config, split, ShardSpec(1)).num_shards, 1)
 
 
 def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
-    """`datasets` gives each stream shards of its own if they can be divided evenly; otherwise each
-    reads everything.
+    """`datasets` assigns shards to streams only if they divide evenly; otherwise each stream reads
+    everything.
     """
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
@@ -121,7 +119,7 @@ def local_component(config: MaxTextConfig, split: Split, value: str) -> MixtureC
 
 
 def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
-    """The `datasets` stream of a share's records."""
+    """The `datasets` stream of the records of a shard."""
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
     files, names = named_files(config, split), data_columns(config, split)
     data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
@@ -135,19 +133,25 @@ def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
     try:
         with LOADING:
             stream = datasets.load_dataset(
-                config.hf_path, name=config.hf_name, data_dir=config.hf_data_dir, data_files=data_files, split=wanted,
-                streaming=True, token=config.hf_access_token,
-            )  # fmt: skip
+                config.hf_path,
+                name=config.hf_name,
+                data_dir=config.hf_data_dir,
+                data_files=data_files,
+                split=wanted,
+                streaming=True,
+                token=config.hf_access_token,
+            )
         columns = stream.column_names or list(next(iter(stream), dict.fromkeys(names)))
     except Exception as error:  # of many kinds: connections, names, splits, formats
         where = f"hf_path={config.hf_path}" + (f", files {files}" if files else "")
         raise ConfigError(
-            f"{where}, split {wanted}: `datasets` cannot open it: {reason_of(error)}"
+            f"{where}, split {wanted}: `datasets` cannot open it: {error_line(error)}"
         ) from error
     missing = [name for name in names if name not in columns]
     if missing:
         raise ConfigError(
-            f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only {', '.join(columns)}"
+            f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only "
+            f"{', '.join(columns)}"
         )
     stream = stream.select_columns(names)
     if shard.count > 1:
@@ -157,20 +161,20 @@ def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
     return stream
 
 
-def reason_of(error: Exception) -> str:
-    """One line of what `datasets` says, which may be a list of all the kinds of files that it
-    knows.
-    """
+def error_line(error: Exception) -> str:
+    """The first line of an error of `datasets`, shortened."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(lines[0], 300, placeholder=" …")
 
 
 class StreamingDataset(grain.IterDataset):
-    """(number, record) of a stream of `datasets`, `epochs` times."""
+    """(number, record) of a `datasets` stream, repeated for `epochs` epochs."""
 
     def __init__(self, make: Callable[[], Any], name: str, epochs: int):
         super().__init__()
-        self.make, self.name, self.epochs = make, name, epochs
+        self.make = make
+        self.name = name
+        self.epochs = epochs
 
     def __iter__(self) -> grain.DatasetIterator:
         return StreamingIterator(self)
@@ -194,21 +198,21 @@ class StreamingIterator(grain.DatasetIterator):
             try:
                 record = next(self.records)
             except StopIteration:
-                if not self.number:  # an epoch without records: all are
+                if not self.number:  # the stream has no records
                     break
                 self.move(self.epoch + 1, 0, None)
                 continue
             except Exception as error:  # whatever the reader of the stream raises
                 raise UserError(
-                    f"{self.dataset.name}: record {self.number} cannot be read: {reason_of(error)}; mend the data, "
-                    "for a stream cannot go past it"
+                    f"{self.dataset.name}: record {self.number} cannot be read: "
+                    f"{error_line(error)}; repair the data, since a stream cannot skip it"
                 ) from error
             self.number += 1
             return self.number - 1, record
         raise StopIteration
 
     def get_state(self) -> dict[str, Any]:
-        # `datasets` goes on to change what it gives.
+        # A copy, since `datasets` changes the state in place.
         position = copy.deepcopy(self.stream.state_dict()) if self.number else None
         return {"epoch": self.epoch, "number": self.number, "position": position}
 

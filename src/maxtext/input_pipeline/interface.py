@@ -1,12 +1,11 @@
-"""What the trainer sees of any data source, and what a data source must offer.
+"""The interface of data sources: batches, iterators with a state, and shards.
 
-A batch is a dict of int32 arrays [rows, max_target_length], the fields of FIELDS:
-- `targets[t]` is the token after `inputs[t]` in the same document; the shift is done here, once,
-  and nowhere else;
-- `*_segmentation` numbers the documents of a row from 1; 0 = padding, which is also what the loss
-  leaves out;
-- `*_position` counts from 0 in each segment. Padding is 0 in every field, whatever the tokenizer's
-  pad_id.
+A batch is a dict of int32 arrays [rows, max_target_length], with the fields of FIELDS:
+- `targets[t]` is the token after `inputs[t]` in the same document. The shift is done in this room,
+  once, and nowhere else.
+- `*_segmentation` numbers the documents of a row from 1; 0 is padding, which the loss masks out.
+- `*_position` counts from 0 in each segment.
+Padding is 0 in every field, whatever the tokenizer's pad_id.
 """
 
 from abc import ABC, abstractmethod
@@ -62,8 +61,8 @@ class ShardSpec:
 
 
 class BatchIterator(ABC):
-    """Batches until StopIteration. `set_state(get_state())` on a fresh iterator gives the same next
-    batches.
+    """Yields batches until StopIteration. A new iterator with `set_state(state)` yields the batches
+    that followed `get_state()`.
     """
 
     def __iter__(self) -> "BatchIterator":
@@ -81,15 +80,15 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Back to the first batch, as for each new evaluation."""
+        """Return to the first batch, as for each new evaluation."""
 
-    def close(self) -> None:  # noqa: B027 - most iterators hold nothing
-        """Let go of threads and files; the iterator is not used afterwards."""
+    def close(self) -> None:  # noqa: B027 - most iterators have nothing to release
+        """Release threads and files. The iterator must not be used afterwards."""
 
 
 class DataSource(Protocol):
-    """Makes the iterator of one split for one stream. None: the configuration names no data for
-    evaluation.
+    """Creates the iterator of one shard of a split, or None if the configuration names no
+    evaluation data.
     """
 
     def __call__(
@@ -98,35 +97,34 @@ class DataSource(Protocol):
 
 
 def keeps_last(config: MaxTextConfig, split: Split) -> bool:
-    """Whether rows that do not fill a last batch are used, beside padding."""
+    """Whether rows that do not fill a last batch are used, with rows of padding."""
     return split is Split.EVAL or config.generate_padding_batch_train
 
 
-def seal(made_by: dict[str, Any], position: State) -> State:
-    """A state that says which settings give its position a meaning."""
-    return {"made_by": made_by, "position": position}
+def seal(settings: dict[str, Any], position: State) -> State:
+    """An iterator state with the settings that its position is valid for."""
+    return {"made_by": settings, "position": position}
 
 
-def unseal(made_by: dict[str, Any], state: State) -> State:
-    """The position of a sealed state, unless other settings made it: then it would point at other
-    data, in silence.
+def unseal(settings: dict[str, Any], state: State) -> State:
+    """The position of a sealed state. Raises ConfigError if it was saved with other settings, since
+    it would then point at other data.
     """
     saved = state["made_by"]
-    for name in {**saved, **made_by}:
-        if saved.get(name) != made_by.get(name):
+    for name in {**saved, **settings}:
+        if saved.get(name) != settings.get(name):
             raise ConfigError(
                 f"the saved data position was made with {name}={saved.get(name)}, but this run has "
-                f"{name}={made_by.get(name)}: restore the old value, or start again under a new run_name"
+                f"{name}={settings.get(name)}: restore the old value, or start again under a new "
+                "run_name"
             )
     return state["position"]
 
 
 def check_position(position: int, count: int) -> None:
-    """Raise UserError if a saved position is past the elements that the data gives now: they are
-    not the same.
-    """
+    """Raise UserError if a saved position is past the end of the data, which must have changed."""
     if position > count:
         raise UserError(
-            "the saved data position is past the end of what the data gives now, so the documents, the tokenizer or "
-            "num_epoch have changed: restore them, or start again under a new run_name"
+            "the saved data position is past the end of the data, so the documents, the tokenizer "
+            "or num_epoch have changed: restore them, or start again under a new run_name"
         )

@@ -1,8 +1,8 @@
-"""Documents read and encoded a packet at a time, and what becomes of those that are bad.
+"""Reads and encodes documents one chunk at a time, and handles bad records.
 
-A bad record stops the run, or is left out with a line in the log and counted, up to max_bad_records
-for each stream. It counts once, however often it is read: in later epochs and evaluations, and when
-the data is looked at again.
+A bad record stops the run, or is skipped, logged and counted, up to max_bad_records for each data
+stream. It is counted once, however often it is read: in later epochs and evaluations, and after the
+data is opened again.
 """
 
 import threading
@@ -16,9 +16,9 @@ from maxtext.common.log import LOGGER
 from maxtext.input_pipeline.encode import Encoder, UnusableRecord
 from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource
 
-NAMED = 5  # bad records that the log describes; of the rest it gives the number
-CHUNK_BYTES = 2**20  # of text that is tokenized at once, about
-MAX_CHUNK_DOCUMENTS = 64  # documents at most
+MAX_LOGGED = 5  # bad records that are logged one by one; later only their number is logged
+CHUNK_BYTES = 2**20  # approximate size of the text that is tokenized at once
+MAX_CHUNK_DOCUMENTS = 64
 
 
 def documents_per_chunk(documents: RecordSource) -> int:
@@ -28,33 +28,36 @@ def documents_per_chunk(documents: RecordSource) -> int:
 
 
 class BadRecords:
-    """`most` -1: any number may be left out. `before`: were left out before this object counted."""
+    """Counts bad records and raises UserError past `max_count` (-1: any number is allowed).
+    `before` is the number that was counted earlier.
+    """
 
-    def __init__(self, most: int, before: int = 0):
-        self.most, self.before = most, before
-        self.seen: set[int] = set()  # hashes of the places: there may be millions
+    def __init__(self, max_count: int, before: int = 0):
+        self.max_count = max_count
+        self.before = before
+        self.seen: set[int] = set()  # hashes of the locations: there may be millions
         self.lock = threading.Lock()
 
     def add(self, error: BadRecord) -> None:
-        key = hash((error.path, error.place))
+        key = hash((error.path, error.location))
         with self.lock:
             if key in self.seen:
                 return
             self.seen.add(key)
             count = self.before + len(self.seen)
-        if 0 <= self.most < count:
+        if 0 <= self.max_count < count:
             stop = UserError(
-                f"{error}; max_bad_records={self.most}: mend the data, or allow more to be left out"
+                f"{error}; max_bad_records={self.max_count}: repair the data, or raise the limit"
             )
             stop.details = error.details
             raise stop
-        if count <= NAMED:
-            LOGGER.warning("left out a bad record: %s (%d so far)", error, count)
+        if count <= MAX_LOGGED:
+            LOGGER.warning("skipped a bad record: %s (%d so far)", error, count)
         elif count & (count - 1) == 0:
-            LOGGER.warning("left out %d bad records so far", count)
+            LOGGER.warning("skipped %d bad records so far", count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"most": self.most, "before": self.before, "seen": self.seen}
+        return {"max_count": self.max_count, "before": self.before, "seen": self.seen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -62,10 +65,12 @@ class BadRecords:
 
 
 class LoadDocuments:
-    """Indices of documents to their token ids."""
+    """Maps the indices of documents to their token ids."""
 
     def __init__(self, documents: RecordSource, encoder: Encoder, bad: BadRecords):
-        self.documents, self.encoder, self.bad = documents, encoder, bad
+        self.documents = documents
+        self.encoder = encoder
+        self.bad = bad
 
     def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
         prepared = []
@@ -75,16 +80,18 @@ class LoadDocuments:
             except BadRecord as error:
                 self.bad.add(error)
             except UnusableRecord as error:
-                path, place = self.documents.where(index)
-                self.bad.add(BadRecord(path, place, str(error)))
+                path, location = self.documents.where(index)
+                self.bad.add(BadRecord(path, location, str(error)))
         return self.encoder.encode(prepared)
 
 
 class EncodeRecords:
-    """The same for records that come by themselves; `name` says from where."""
+    """Maps records that were read already to their token ids. `name` is their source in messages."""
 
     def __init__(self, name: str, encoder: Encoder, bad: BadRecords):
-        self.name, self.encoder, self.bad = name, encoder, bad
+        self.name = name
+        self.encoder = encoder
+        self.bad = bad
 
     def __call__(self, records: Sequence[tuple[int, Record]]) -> list[np.ndarray]:
         prepared = []

@@ -1,5 +1,5 @@
-"""The data streams of a run: how many there are, how many rows each loads at a time, and who
-prepares them.
+"""Opens the data streams of a run: how many there are, how many rows each loads at a time, and in
+which process.
 """
 
 import math
@@ -14,8 +14,8 @@ from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split, ke
 from maxtext.input_pipeline.sources import supports_stream_count
 from maxtext.input_pipeline.workers import data_stream_factory
 
-# What a stream loads at a time, at least: fewer and larger messages from a worker process
-LOADED_TOKENS, LOADED_ROWS = 2**14, 32
+# Least size of the batches that a stream loads: large messages from worker processes are cheaper
+MIN_LOADED_TOKENS, MAX_LOADED_ROWS = 2**14, 32
 
 
 class NoData(Exception):
@@ -30,16 +30,18 @@ def open_data_streams(
     local_rows: Callable[[int], np.ndarray] | None = None,
     processes: int = 1,
 ) -> DataStreams | None:
-    """The batches of `split`, of which this process gives the rows `local_rows(size)`. `rows(step)` is
-    the size of a step's batch, one of `sizes`, the full one last. None: the configuration names no
-    evaluation data."""
+    """The batches of `split`, or None if the configuration names no evaluation data.
+
+    `rows(step)` is the global batch size of a step, one of `sizes`, the full one last. This process
+    yields the rows `local_rows(size)` of each batch.
+    """
     open_stream = data_stream_factory(config, split)
     keep_last = keeps_last(config, split)
     full = sizes[-1]
 
     def make(index: int, count: int, local_streams: int, full_window: bool) -> BatchIterator:
         min_rows = max(full // count, 1)
-        loaded = max(min_rows, min(LOADED_TOKENS // config.max_target_length, LOADED_ROWS))
+        loaded = max(min_rows, min(MIN_LOADED_TOKENS // config.max_target_length, MAX_LOADED_ROWS))
         loaded = min_rows if config.reuse_example_batch else loaded
         iterator = open_stream(
             ShardSpec(
@@ -59,9 +61,12 @@ def open_data_streams(
         count = data_streams(config, split, sizes)
         if processes > count:
             LOGGER.info(
-                "%d processes read %d data streams, so some read the same: data_streams=%d gives each its own, with "
-                "other batches", processes, count, processes,
-            )  # fmt: skip
+                "%d processes read %d data streams, so some read the same: data_streams=%d gives each "
+                "its own, with other batches",
+                processes,
+                count,
+                processes,
+            )
         return DataStreams(
             make,
             count,
@@ -76,8 +81,9 @@ def open_data_streams(
 
 
 def data_streams(config: MaxTextConfig, split: Split, sizes: Sequence[int]) -> int:
-    """How many data streams a run has: what data_streams says, or what fits the batch and the data.
-    It must not depend on devices, processes or workers: every batch does on it."""
+    """The number of data streams of a run: data_streams, or what fits the batch and the data. It
+    must not depend on devices, processes or workers, since every batch depends on it.
+    """
     if config.data_streams > 0:
         return config.data_streams
     rows = math.gcd(*sizes)

@@ -1,4 +1,4 @@
-"""Weighted mixtures of files, as one line or as a file, to a list of (key, files, weight)."""
+"""Parses weighted mixtures of files, from a key or from a file, to (key, files, weight)."""
 
 import json
 import math
@@ -11,22 +11,26 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import Split
 
-Entry = tuple[str, str, float]  # the key that names it, its files, its weight
+Entry = tuple[str, str, float]  # (key that names it, files, weight)
 
 
-def mixture_of(config: MaxTextConfig, split: Split) -> list[Entry]:
+def parse_mixture(config: MaxTextConfig, split: Split) -> list[Entry]:
     path = config.grain_train_mixture_config_path.strip()
     if split is Split.EVAL:
-        return inline("grain_eval_files", config.grain_eval_files)
+        return parse_inline("grain_eval_files", config.grain_eval_files)
     if path and config.grain_train_files.strip():
         raise ConfigError(
             "grain_train_files and grain_train_mixture_config_path both name the data: keep one"
         )
-    return from_file(path) if path else inline("grain_train_files", config.grain_train_files)
+    return (
+        read_mixture_file(path)
+        if path
+        else parse_inline("grain_train_files", config.grain_train_files)
+    )
 
 
-def inline(key: str, value: str) -> list[Entry]:
-    """`files,weight;files,weight`, where files may themselves have commas; without `;` it is no
+def parse_inline(key: str, value: str) -> list[Entry]:
+    """Parse `files,weight;files,weight`, where files may contain commas. Without `;` it is not a
     mixture.
     """
     if ";" not in value:
@@ -38,13 +42,13 @@ def inline(key: str, value: str) -> list[Entry]:
             raise ConfigError(
                 f"{key}: {part!r} of the mixture has no weight, write it as files,weight;files,weight"
             )
-        entries.append((key, files, weight_of(f"{key}: {part!r}", weight)))
+        entries.append((key, files, parse_weight(f"{key}: {part!r}", weight)))
     if not entries:
         raise ConfigError(f"{key}={value}: names no files")
     return entries
 
 
-def from_file(path: str) -> list[Entry]:
+def read_mixture_file(path: str) -> list[Entry]:
     """JSON or YAML of `{name: {path: files, weight: number}}`, or a list of such entries."""
     key = "grain_train_mixture_config_path"
     try:
@@ -77,7 +81,7 @@ def from_file(path: str) -> list[Entry]:
             (
                 f"{key}, entry {name}",
                 entry["path"],
-                weight_of(f"{key}: entry {name}", entry["weight"]),
+                parse_weight(f"{key}: entry {name}", entry["weight"]),
             )
         )
     if not entries:
@@ -87,11 +91,11 @@ def from_file(path: str) -> list[Entry]:
     return entries
 
 
-def weight_of(where: str, value: Any) -> float:
+def parse_weight(where: str, value: Any) -> float:
     try:
         weight = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{where} has the weight {value!r}, which is no number") from None
+        raise ConfigError(f"{where} has the weight {value!r}, which is not a number") from None
     if not (math.isfinite(weight) and weight > 0):
         raise ConfigError(
             f"{where} has the weight {value}: weights are above 0, leave out what is not wanted"

@@ -1,10 +1,10 @@
 """dataset_type=olmo_grain: shards of token ids, cut by an index into instances of max_target_length
 tokens.
 
-What a batch holds is what MaxText and OLMo publish for this data. A row is one instance and one
-segment, with positions from 0, even where documents end inside it. Its L tokens make L - 1 pairs:
-the target of the last lies in another instance, so it has none. A repetitive instance keeps its
-inputs and loses its targets (olmo_apply_ngram_filter).
+Batches are as MaxText and OLMo publish them for this data. A row is one instance and one segment,
+with positions from 0, even where documents end inside it. Its L tokens make L - 1 pairs: the target
+of the last token is in another instance, so it has none. A repetitive instance keeps its inputs,
+and its targets are masked (olmo_apply_ngram_filter).
 
 Training visits every instance num_epoch times, each epoch in an order of its own, and drops the
 rows that do not fill a last batch unless generate_padding_batch_train asks to keep them. An index
@@ -40,13 +40,13 @@ def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchI
     seed, keep_last = shuffle_seed(config, split), keeps_last(config, split)
     order = epoch_order(index.instances, None, shard, seed)
     if len(order) * config.num_epoch < (shard.min_rows or (1 if keep_last else shard.rows)):
-        raise too_little(config, index, shard)
+        raise too_little_data(config, index, shard)
     rows = (
         order.repeat(config.num_epoch).map(read).map(ToRow(length, config.olmo_apply_ngram_filter))
     )
     return GrainBatches(
         to_batches(rows.to_iter_dataset(read_options(config, shard)), shard, keep_last),
-        made_by={
+        settings={
             "dataset_type": config.dataset_type.value,
             "stream": shard.index,
             "streams": shard.count,
@@ -70,16 +70,20 @@ def open_index(config: MaxTextConfig) -> Index:
 
 def read_options(config: MaxTextConfig, shard: ShardSpec) -> grain.ReadOptions:
     """Threads and rows read ahead, within this stream's part of grain_ram_budget_mb."""
-    row_bytes = (
-        2 * config.max_target_length * np.dtype(np.int32).itemsize
-    )  # rows share the arrays of the other fields
+    # Inputs and targets: rows share the arrays of the other fields.
+    row_bytes = 2 * config.max_target_length * np.dtype(np.int32).itemsize
     fits = max(config.grain_ram_budget_mb * 2**20 // row_bytes, 1)
-    threads, ahead = config.grain_num_threads, min(config.grain_prefetch_buffer_size, fits)
-    threads, ahead = -(-threads // shard.local_streams), -(-ahead // shard.local_streams)
-    return grain.ReadOptions(num_threads=min(threads, ahead), prefetch_buffer_size=ahead)
+    threads, num_prefetched = config.grain_num_threads, min(config.grain_prefetch_buffer_size, fits)
+    threads, num_prefetched = (
+        -(-threads // shard.local_streams),
+        -(-num_prefetched // shard.local_streams),
+    )
+    return grain.ReadOptions(
+        num_threads=min(threads, num_prefetched), prefetch_buffer_size=num_prefetched
+    )
 
 
-def too_little(config: MaxTextConfig, index: Index, shard: ShardSpec) -> ConfigError:
+def too_little_data(config: MaxTextConfig, index: Index, shard: ShardSpec) -> ConfigError:
     where = f" for each of {shard.count} streams" if shard.count > 1 else ""
     return ConfigError(
         f"olmo_index_path={config.olmo_index_path} has {index.instances} instances, and num_epoch={config.num_epoch}, "
@@ -89,14 +93,16 @@ def too_little(config: MaxTextConfig, index: Index, shard: ShardSpec) -> ConfigE
 
 
 class ReadInstance:
-    """The number of an instance to its tokens [sequence_length].
+    """Maps the number of an instance to its tokens [sequence_length].
 
-    A file is opened for each read: corpora have more shards than a process may hold open, and a
-    mapped file that is cut short during the run would end the process without a word.
+    A file is opened for each read: a corpus may have more shards than a process may open, and a
+    memory-mapped file that is truncated during the run would kill the process without a message.
     """
 
     def __init__(self, index: Index, offsets: tuple[int, ...], vocab_size: int):
-        self.index, self.offsets, self.vocab_size = index, offsets, vocab_size
+        self.index = index
+        self.offsets = offsets
+        self.vocab_size = vocab_size
         self.dtype = np.dtype(index.dtype)
 
     def __call__(self, instance: int) -> np.ndarray:
@@ -112,19 +118,18 @@ class ReadInstance:
                 f"the shard {path} has become shorter since the run began: restore it and resume"
             )
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            place = int(np.flatnonzero((tokens >= self.vocab_size) | (tokens < 0))[0])
+            token_index = int(np.flatnonzero((tokens >= self.vocab_size) | (tokens < 0))[0])
             raise UserError(
-                f"the shard {path} has token {tokens[place]} at place {first + place}, outside vocab_size="
-                f"{self.vocab_size}: set vocab_size to that of the tokenizer that made the shards, and check the dtype "
-                f"of the index, {self.index.dtype}"
+                f"the shard {path} has token {tokens[token_index]} at position "
+                f"{first + token_index}, outside vocab_size={self.vocab_size}: set vocab_size to "
+                "that of the tokenizer that made the shards, and check the dtype of the index, "
+                f"{self.index.dtype}"
             )
         return tokens
 
 
 class ToRow:
-    """Tokens of an instance to a row with all fields. Rows share the arrays that are the same in
-    each.
-    """
+    """Maps the tokens of an instance to a row with all fields. Rows share the constant arrays."""
 
     def __init__(self, length: int, drop_repetitive: bool):
         self.drop_repetitive = drop_repetitive

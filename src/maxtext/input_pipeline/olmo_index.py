@@ -1,17 +1,15 @@
-"""The index of a pre-tokenized corpus: which shards it has, in which order, and how they are cut
-into instances.
+"""The index of a pre-tokenized corpus: its shards, in order, and how they are split into instances.
 
-It is a JSON file of the format (version "1") that MaxText's tools write for OLMo's data:
+It is a JSON file in the format (version "1") that MaxText's tools write for OLMo's data:
   format_version, sequence_length, dtype, tokenizer, total_instances, total_tokens, fingerprint, and
   files: a list of {path, label, n_tokens, n_instances, instance_offset}.
-Only format_version, sequence_length, dtype and each file's path and n_tokens are needed; the counts
-follow from them, and a count that is given must agree. tokenizer and label are notes for people.
+Only format_version, sequence_length, dtype and each file's path and n_tokens are required. The
+counts follow from them, and a count that is given must agree. tokenizer and label are notes.
 
-A shard is a flat row of token ids: raw numbers without a header, as OLMo publishes them under the
-name .npy, or a real .npy file; its first bytes tell which. An instance is sequence_length tokens
-that follow each other in one shard. The first starts at the shard's first token and each other
-where the last ended, whatever documents that cuts through; the tokens left at the end of a shard
-are not used.
+A shard is a flat array of token ids: raw integers without a header, as OLMo publishes them under
+the name .npy, or a real .npy file; its first bytes tell which. An instance is sequence_length
+consecutive tokens of one shard. The first starts at the shard's first token and each other where
+the last ended, regardless of documents. The remaining tokens at the end of a shard are not used.
 """
 
 import hashlib
@@ -32,8 +30,8 @@ from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 
 VERSION = "1"
-NAMED_PROBLEMS = 5  # shards that an error names; a wrong folder would name them all
-LOOKING_THREADS = 16  # for shards on a network
+MAX_LISTED = 5  # shards that an error lists
+HEADER_THREADS = 16  # for shards on a network file system
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ class Index:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The number of the first instance of each shard, and after the last the number of all
-        instances.
-        """
+        """The first instance of each shard, followed by the number of all instances."""
         return tuple(
             accumulate((shard.tokens // self.sequence_length for shard in self.shards), initial=0)
         )
@@ -68,19 +64,17 @@ class Index:
         return sum(shard.tokens for shard in self.shards)
 
     def locate(self, instance: int) -> tuple[int, int]:
-        """The number of the shard that holds an instance, and the place of the instance's first
-        token in it.
-        """
+        """(number of the shard of an instance, index of the instance's first token in it)."""
         shard = bisect_right(self.starts, instance) - 1
         return shard, (instance - self.starts[shard]) * self.sequence_length
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with all that decides which tokens an instance has, as the format defines it."""
-        words = [VERSION, self.sequence_length, self.dtype, self.tokenizer]
-        words += [word for shard in self.shards for word in (shard.path, shard.tokens)]
+        """A hash of everything that determines the tokens of an instance, as the format defines it."""
+        parts = [VERSION, self.sequence_length, self.dtype, self.tokenizer]
+        parts += [part for shard in self.shards for part in (shard.path, shard.tokens)]
         return (
-            "sha256:" + hashlib.sha256("".join(f"{word}\0" for word in words).encode()).hexdigest()
+            "sha256:" + hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -120,7 +114,8 @@ def from_json(content: Any, where: str) -> Index:
     version = entry(content, "format_version", str, where)
     if version != VERSION:
         raise ConfigError(
-            f"{where} has format_version {version!r}, and this version reads {VERSION!r}: make it again"
+            f"{where} has format_version {version!r}, and this version reads {VERSION!r}: make it "
+            "again"
         )
     files = entry(content, "files", list, where)
     index = Index(
@@ -139,20 +134,23 @@ def from_json(content: Any, where: str) -> Index:
         tokenizer=str(content.get("tokenizer", "")),
     )
     check_numbers(index, where)
-    said, meant = content, index.as_json()
+    stated, expected = content, index.as_json()
     wrong = [
         name
         for name in ("total_instances", "total_tokens")
-        if said.get(name, meant[name]) != meant[name]
+        if stated.get(name, expected[name]) != expected[name]
     ]
-    for number, (file, ours) in enumerate(zip(files, meant["files"], strict=True)):
+    for number, (file, expected_file) in enumerate(zip(files, expected["files"], strict=True)):
         names = ("n_instances", "instance_offset")
         wrong += [
-            f"files[{number}].{name}" for name in names if file.get(name, ours[name]) != ours[name]
+            f"files[{number}].{name}"
+            for name in names
+            if file.get(name, expected_file[name]) != expected_file[name]
         ]
     if wrong:
         raise ConfigError(
-            f"{where}: {some(wrong, ', ')} do not follow from sequence_length and n_tokens: make it again"
+            f"{where}: {join_some(wrong, ', ')} do not follow from sequence_length and n_tokens: "
+            "make it again"
         )
     return index
 
@@ -161,24 +159,27 @@ def entry(content: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(content, dict):
         raise ConfigError(f"{where} is not a JSON object of names and values: make it again")
     if not isinstance(content.get(name), kind) or isinstance(content[name], bool):
-        found = f"has {name}={content[name]!r}" if name in content else f"has no {name}"
-        raise ConfigError(f"{where} {found}, and needs one of type {kind.__name__}: make it again")
+        problem = f"has {name}={content[name]!r}" if name in content else f"has no {name}"
+        raise ConfigError(
+            f"{where} {problem}, and needs one of type {kind.__name__}: make it again"
+        )
     return content[name]
 
 
 def check_numbers(index: Index, where: str) -> None:
     if index.sequence_length < 2:
         raise ConfigError(
-            f"{where}: sequence_length={index.sequence_length}, but a target needs two tokens or more"
+            f"{where}: sequence_length={index.sequence_length}, but a target needs two tokens or "
+            "more"
         )
     if not is_token_type(index.dtype):
         raise ConfigError(
-            f"{where}: dtype={index.dtype!r} is no type of integers: use uint16 or uint32"
+            f"{where}: dtype={index.dtype!r} is not an integer type: use uint16 or uint32"
         )
     if not index.shards:
         raise ConfigError(f"{where} names no files")
     if negative := [shard.path for shard in index.shards if shard.tokens < 0]:
-        raise ConfigError(f"{where}: n_tokens is negative for {some(negative, ', ')}")
+        raise ConfigError(f"{where}: n_tokens is negative for {join_some(negative, ', ')}")
 
 
 def is_token_type(name: str) -> bool:
@@ -189,14 +190,13 @@ def is_token_type(name: str) -> bool:
 
 
 def remap_paths(index: Index, before: str, after: str) -> Index:
-    """The same index with `after` in place of `before` at the start of every path that starts
-    so.
-    """
+    """The index with the prefix `before` of paths replaced by `after`."""
     if not before:
         return index
     if not any(shard.path.startswith(before) for shard in index.shards):
         raise ConfigError(
-            f"olmo_path_remap_from={before}: no path of the index starts so, the first is {index.shards[0].path}"
+            f"olmo_path_remap_from={before}: no path of the index starts so, the first is "
+            f"{index.shards[0].path}"
         )
     after = os.path.expanduser(after)
     shards = (
@@ -210,7 +210,7 @@ def remap_paths(index: Index, before: str, after: str) -> Index:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard's file holds. `offset`: the bytes before its first token."""
+    """The contents of a shard's file. `offset` is the number of bytes before its first token."""
 
     dtype: str
     tokens: int
@@ -218,11 +218,11 @@ class ShardHeader:
 
 
 class BadShard(Exception):
-    """What is wrong with one shard, as the rest of a sentence about it."""
+    """A shard that cannot be used. The message follows the path of the shard."""
 
 
-def look(path: str, raw_dtype: str) -> ShardHeader:
-    """`raw_dtype`: the type of tokens if the file has no header that says it."""
+def read_shard_header(path: str, raw_dtype: str) -> ShardHeader:
+    """Read the header of a shard. `raw_dtype` is the dtype of tokens if the file has none."""
     try:
         with open(path, "rb") as file:
             start = file.read(len(np.lib.format.MAGIC_PREFIX))
@@ -230,7 +230,7 @@ def look(path: str, raw_dtype: str) -> ShardHeader:
             array = np.lib.format.open_memmap(path, mode="r")
             if array.ndim != 1:
                 raise BadShard(
-                    f"has the shape {array.shape}, and a shard is one flat row of tokens"
+                    f"has the shape {array.shape}, and a shard is one flat array of tokens"
                 )
             return ShardHeader(str(array.dtype), array.size, array.offset)
         size = os.path.getsize(path)
@@ -238,57 +238,62 @@ def look(path: str, raw_dtype: str) -> ShardHeader:
         raise BadShard("does not exist") from None
     except OSError as error:
         raise BadShard(f"cannot be read: {error.strerror}") from None
-    except (
-        ValueError
-    ) as error:  # of numpy: a header that it cannot read, or fewer bytes than the header says
+    except ValueError as error:  # NumPy: a damaged header, or fewer bytes than it says
         raise BadShard(f"is a broken .npy file: {error}") from None
     tokens, rest = divmod(size, np.dtype(raw_dtype).itemsize)
     if rest:
-        raise BadShard(f"has {size} bytes, which is no whole number of {raw_dtype} tokens")
+        raise BadShard(f"has {size} bytes, which is not a multiple of the size of {raw_dtype}")
     return ShardHeader(raw_dtype, tokens, 0)
 
 
-def look_at_all(paths: Sequence[str], raw_dtype: str) -> list[ShardHeader | BadShard]:
+def read_shard_headers(paths: Sequence[str], raw_dtype: str) -> list[ShardHeader | BadShard]:
     def attempt(path: str) -> ShardHeader | BadShard:
         try:
-            return look(path, raw_dtype)
+            return read_shard_header(path, raw_dtype)
         except BadShard as problem:
             return problem
 
-    with ThreadPoolExecutor(LOOKING_THREADS) as threads:
+    with ThreadPoolExecutor(HEADER_THREADS) as threads:
         return list(threads.map(attempt, paths))
 
 
 @lru_cache(maxsize=2)  # one process may open many streams of one index
 def token_offsets(index: Index) -> tuple[int, ...]:
-    """The bytes before the first token of each shard, once every shard is found to be what the
+    """The byte offset of the first token of each shard. Raises ConfigError if a shard is not as the
     index says.
     """
     problems, offsets = [], []
-    for shard, found in zip(
-        index.shards, look_at_all([shard.path for shard in index.shards], index.dtype), strict=True
+    for shard, header in zip(
+        index.shards,
+        read_shard_headers([shard.path for shard in index.shards], index.dtype),
+        strict=True,
     ):
-        if isinstance(found, BadShard):
-            problems.append(f"{shard.path} {found}")
-        elif np.dtype(found.dtype) != np.dtype(index.dtype):
-            problems.append(f"{shard.path} holds {found.dtype}, but the index says {index.dtype}")
-        elif found.tokens != shard.tokens:
+        if isinstance(header, BadShard):
+            problems.append(f"{shard.path} {header}")
+        elif np.dtype(header.dtype) != np.dtype(index.dtype):
+            problems.append(f"{shard.path} holds {header.dtype}, but the index says {index.dtype}")
+        elif header.tokens != shard.tokens:
             problems.append(
-                f"{shard.path} holds {found.tokens} tokens, but the index says {shard.tokens}"
+                f"{shard.path} holds {header.tokens} tokens, but the index says {shard.tokens}"
             )
         else:
-            offsets.append(found.offset)
+            offsets.append(header.offset)
     if problems:
         raise ConfigError(
             *first_few(problems),
-            f"olmo_index_path: {len(problems)} of {len(index.shards)} shards are not as the index says: make the index "
-            "again, or set olmo_path_remap_from and olmo_path_remap_to if the shards were moved",
+            f"olmo_index_path: {len(problems)} of {len(index.shards)} shards are not as the index "
+            "says: make the index again, or set olmo_path_remap_from and olmo_path_remap_to if the "
+            "shards were moved",
         )
     unused = index.tokens - index.instances * index.sequence_length
     LOGGER.info(
-        "%d instances of %d tokens in %d shards; %d tokens at the ends of shards fill no instance and are not used",
-        index.instances, index.sequence_length, len(index.shards), unused,
-    )  # fmt: skip
+        "%d instances of %d tokens in %d shards; %d tokens at the ends of shards fill no instance "
+        "and are not used",
+        index.instances,
+        index.sequence_length,
+        len(index.shards),
+        unused,
+    )
     return tuple(offsets)
 
 
@@ -300,23 +305,25 @@ def write_index(
     tokenizer: str = "",
     labels: Sequence[str] | None = None,
 ) -> Index:
-    """Write the index of these shards in this order, and return it. `dtype`: of shards without a
-    header, which do not say it; `tokenizer` and `labels` (one a path) are notes."""
+    """Write the index of these shards in this order, and return it. `dtype` is that of shards
+    without a header. `tokenizer` and `labels` (one for each path) are notes.
+    """
     if not is_token_type(dtype):
-        raise UserError(f"dtype={dtype!r} is no type of integers: use uint16 or uint32")
+        raise UserError(f"dtype={dtype!r} is not an integer type: use uint16 or uint32")
     paths = [os.path.abspath(os.path.expanduser(path)) for path in paths]
     layouts, problems = [], []
-    for path, found in zip(paths, look_at_all(paths, dtype), strict=True):
-        if isinstance(found, BadShard):
-            problems.append(f"{path} {found}")
+    for path, header in zip(paths, read_shard_headers(paths, dtype), strict=True):
+        if isinstance(header, BadShard):
+            problems.append(f"{path} {header}")
         else:
-            layouts.append(found)
+            layouts.append(header)
     if problems:
         raise UserError("\n".join(first_few(problems)))
     types = sorted({layout.dtype for layout in layouts})
     if len(types) > 1:
         raise UserError(
-            f"the shards hold tokens of different types, {' and '.join(types)}: make one index for each"
+            f"the shards hold tokens of different types, {' and '.join(types)}: make one index for "
+            "each"
         )
     notes = labels if labels is not None else [""] * len(paths)
     shards = (
@@ -330,9 +337,9 @@ def write_index(
 
 
 def first_few(problems: list[str]) -> list[str]:
-    more = len(problems) - NAMED_PROBLEMS
-    return [*problems[:NAMED_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
+    more = len(problems) - MAX_LISTED
+    return [*problems[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])]
 
 
-def some(names: list[str], between: str) -> str:
+def join_some(names: list[str], between: str) -> str:
     return between.join(first_few(names))

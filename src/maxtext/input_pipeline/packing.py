@@ -1,12 +1,12 @@
 """From sequences to rows of max_target_length, and from rows to batches.
 
 first_fit and best_fit keep each sequence in one row and pad the rest; concat_then_split fills every
-row and cuts a sequence where the row ends; without packing a row is one sequence and padding.
+row and splits a sequence where the row ends; without packing a row is one sequence and padding.
 
-first_fit and best_fit fill a group of OPEN_ROWS rows, until a sequence has room in none of them;
-with it the next group begins. So a position is that of the parent at the start of a group and the
-place in it, and a group is packed again after a restart. Grain's own packers do the same, but take
-several times as long for each sequence.
+first_fit and best_fit fill a group of OPEN_ROWS rows until a sequence fits in none of them; the
+next group starts with it. So the state is the parent's state at the start of a group and the
+position in it, and a group is packed again after a restart. Grain's own packers do the same, but
+take several times as long for each sequence.
 """
 
 from functools import partial
@@ -19,12 +19,12 @@ from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline.interface import FIELDS, Batch, ShardSpec, check_position
 from maxtext.input_pipeline.sequences import TokenPairs
 
-# Rows that first_fit and best_fit fill at a time: more leave less padding, and cost memory and a
-# later first batch. With the lengths of web pages and rows of 2048 best_fit leaves 2.6% empty with
-# 32 rows, 1.7% with 64, 1.2% with 128. Not tied to the batch size, so that the order of rows, and
-# with it a saved position, holds for any batch size.
+# Rows that first_fit and best_fit fill at a time: more rows leave less padding, but need memory and
+# delay the first batch. With the lengths of web pages and rows of 2048 tokens, best_fit leaves 2.6%
+# padding with 32 rows, 1.7% with 64 and 1.2% with 128. It does not depend on the batch size, so
+# that the order of rows, and with it a saved position, is valid for any batch size.
 OPEN_ROWS = 64
-# Grain's names of what it adds to a packed feature
+# Our suffixes of a packed feature's fields -> Grain's
 RENAMED = {"position": "positions", "segmentation": "segment_ids"}
 
 
@@ -35,8 +35,8 @@ def to_rows(
     max_segments: int,
     shuffle_seed: int | None,
 ) -> grain.IterDataset:
-    """Rows with all FIELDS, each [length]. `packing` None: one sequence a row. `max_segments` -1:
-    any number.
+    """Rows with all FIELDS, each [length]. Without `packing`, one sequence in each row.
+    `max_segments` -1 allows any number of sequences in a row.
     """
     lengths = {"inputs": length, "targets": length}
     if packing is None:
@@ -44,19 +44,20 @@ def to_rows(
     if packing == "concat_then_split":
         if max_segments != -1:
             raise ConfigError(
-                f"max_segments_per_seq={max_segments} cannot be kept by grain_packing_type=concat_then_split, "
-                "which leaves no place empty: use first_fit or best_fit"
+                f"max_segments_per_seq={max_segments} is not supported by "
+                "grain_packing_type=concat_then_split, which fills every row: use first_fit or "
+                "best_fit"
             )
         return grain.experimental.ConcatThenSplitIterDataset(sequences, length_struct=lengths).map(
             rename
         )
-    most = length if max_segments == -1 else max_segments
-    return FitRows(sequences, length, packing == "best_fit", most, shuffle_seed)
+    max_segments = length if max_segments == -1 else max_segments
+    return FitRows(sequences, length, packing == "best_fit", max_segments, shuffle_seed)
 
 
 class FitRows(grain.IterDataset):
-    """`best`: a sequence goes to the fullest row that has room, not to the first. `most`: sequences
-    in a row.
+    """Packs sequences into rows: with `best` into the fullest row in which they fit, otherwise into
+    the first. `max_segments` limits the sequences in a row.
     """
 
     def __init__(
@@ -64,17 +65,15 @@ class FitRows(grain.IterDataset):
         parent: grain.IterDataset,
         length: int,
         best: bool,
-        most: int,
+        max_segments: int,
         shuffle_seed: int | None,
     ):
         super().__init__(parent)
-        self.parent, self.length, self.best, self.most, self.seed = (
-            parent,
-            length,
-            best,
-            most,
-            shuffle_seed,
-        )
+        self.parent = parent
+        self.length = length
+        self.best = best
+        self.max_segments = max_segments
+        self.seed = shuffle_seed
 
     def __iter__(self) -> "FittedRows":
         return FittedRows(iter(self.parent), self)
@@ -88,20 +87,20 @@ class FittedRows(grain.DatasetIterator):
         self.move(parent.get_state())
 
     def move(self, start: Any) -> None:
-        """To the group that begins where the parent is now."""
-        self.group, self.place = 0, 0
+        """Move to the group that starts where the parent is now."""
+        self.group, self.position = 0, 0
         self.rows: list[Batch] = []
         self.start = self.next_start = start
-        self.waiting: TokenPairs | None = None  # had no room in the last group, begins the next
+        self.pending: TokenPairs | None = None  # it did not fit in the last group
 
     def __next__(self) -> Batch:
-        if self.place == len(self.rows):
-            self.group, self.place = self.group + 1, 0
+        if self.position == len(self.rows):
+            self.group, self.position = self.group + 1, 0
             self.fill()
             if not self.rows:
                 raise StopIteration
-        self.place += 1
-        return self.rows[self.place - 1]
+        self.position += 1
+        return self.rows[self.position - 1]
 
     def fill(self) -> None:
         count, length = OPEN_ROWS, self.settings.length
@@ -110,20 +109,20 @@ class FittedRows(grain.DatasetIterator):
             np.zeros((count, length), np.int32) for _ in range(4)
         )
         used, segments = [0] * count, [0] * count
-        room = np.full(count, length)
+        free_tokens = np.full(count, length)
         while True:
-            before, sequence = self.start, self.waiting
+            before, sequence = self.start, self.pending
             if sequence is None:
                 before = self.parent.get_state()
                 sequence = next(self.parent, None)
-            self.waiting = None
+            self.pending = None
             if sequence is None:
                 break
             size = len(sequence["inputs"])
-            row = self.row_for(size, room)
-            if room[row] < size:
+            row = self.row_for(size, free_tokens)
+            if free_tokens[row] < size:
                 assert any(segments), "sequences are not longer than a row"
-                self.waiting = sequence
+                self.pending = sequence
                 break
             begin, end = used[row], used[row] + size
             segments[row] += 1
@@ -136,26 +135,27 @@ class FittedRows(grain.DatasetIterator):
                 segments[row],
             )
             used[row] = end
-            room[row] = length - end if segments[row] < self.settings.most else 0
+            free_tokens[row] = length - end if segments[row] < self.settings.max_segments else 0
         self.next_start = before
         filled = np.flatnonzero(segments)
         if self.settings.seed is not None:
-            # The rows that were opened first are the fullest: shuffled, so that this does not show
-            # in the batches.
+            # Rows that were opened first are the fullest: shuffle them over the batches.
             filled = np.random.default_rng([self.settings.seed, self.group]).permutation(filled)
         self.rows = [
             row_of(inputs[at], targets[at], position[at], segmentation[at]) for at in filled
         ]
 
-    def row_for(self, size: int, room: np.ndarray) -> int:
+    def row_for(self, size: int, free_tokens: np.ndarray) -> int:
         if self.settings.best:
-            return int(np.where(room >= size, room, self.settings.length + 1).argmin())
-        return int((room >= size).argmax())
+            return int(
+                np.where(free_tokens >= size, free_tokens, self.settings.length + 1).argmin()
+            )
+        return int((free_tokens >= size).argmax())
 
     def get_state(self) -> dict[str, Any]:
-        if self.place == len(self.rows):
+        if self.position == len(self.rows):
             return {"parent": self.next_start, "group": self.group, "place": 0}
-        return {"parent": self.start, "group": self.group - 1, "place": self.place}
+        return {"parent": self.start, "group": self.group - 1, "place": self.position}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.parent.set_state(state["parent"])
@@ -165,7 +165,7 @@ class FittedRows(grain.DatasetIterator):
             self.group += 1
             self.fill()
             check_position(state["place"], len(self.rows))
-            self.place = state["place"]
+            self.position = state["place"]
 
 
 def row_of(

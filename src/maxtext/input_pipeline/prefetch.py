@@ -1,8 +1,8 @@
-"""prefetch: a thread that keeps batches ready while the device works.
+"""prefetch: a thread that prepares batches while the device computes.
 
 The state is that of the batch last delivered, not of the batch last prepared, so resuming repeats
-and loses nothing. An exception, StopIteration among them, reaches the consumer in its turn: after
-the batches that came before it.
+and skips nothing. An exception, including StopIteration, reaches the consumer after the batches
+that preceded it.
 """
 
 import threading
@@ -12,27 +12,27 @@ from maxtext.input_pipeline.interface import Batch, BatchIterator, State
 
 
 def prefetch(iterator: BatchIterator, depth: int) -> BatchIterator:
-    """The same batches, up to `depth` of them prepared in advance; 0 leaves the iterator as it
-    is.
+    """The same batches, up to `depth` of them prepared in advance. With 0 it is the iterator
+    itself.
     """
     return PrefetchIterator(iterator, depth) if depth > 0 else iterator
 
 
 class PrefetchIterator(BatchIterator):
-    """While the thread runs it alone touches the inner iterator; whatever moves the position stops
-    it first.
+    """While the thread runs, it alone uses the inner iterator. Methods that change the position stop
+    the thread first.
     """
 
     def __init__(self, iterator: BatchIterator, depth: int):
-        self.iterator, self.depth = iterator, depth
+        self.iterator = iterator
+        self.depth = depth
         self.state = iterator.get_state()
         self.ready: deque[tuple[Batch, State]] = deque()
         self.error: BaseException | None = None
         self.stopping = False
         self.closed = False
         self.changed = threading.Condition()
-        # Started by the first request: a run that resumes sets its state before that, and nothing
-        # is read in vain.
+        # Started by the first next(): a run that resumes sets its state before that.
         self.thread: threading.Thread | None = None
 
     def __next__(self) -> Batch:
@@ -68,15 +68,15 @@ class PrefetchIterator(BatchIterator):
                 self.changed.notify_all()
 
     def stop(self) -> None:
-        """End the thread and forget what it prepared. Waits for the batch that is in
-        preparation.
-        """
+        """End the thread and discard the prepared batches. Waits for the batch in preparation."""
         if self.thread is not None:
             with self.changed:
                 self.stopping = True
                 self.changed.notify_all()
             self.thread.join()
-        self.thread, self.error, self.stopping = None, None, False
+        self.thread = None
+        self.error = None
+        self.stopping = False
         self.ready.clear()
 
     def get_state(self) -> State:

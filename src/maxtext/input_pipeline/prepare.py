@@ -1,11 +1,11 @@
-"""Documents tokenized once, to train from many times: ArrayRecord files of token ids, and
-manifest.json beside them.
+"""Tokenizes documents once, to train from many times: ArrayRecord files of token ids and a
+manifest.json.
 
-A shard is a fixed range of documents, a record the tokens of one document with its special tokens,
-as the list `tokens` of a tf.train.Example. Documents without tokens and bad ones have no record.
-The manifest says from which files and settings the shards come, and which are finished. A run that
-was stopped in any way is taken up by the same call: finished shards stay, the others are written
-again, and the bytes are those of a run that was not stopped.
+A shard is a fixed range of documents. A record has the tokens of one document with its special
+tokens, as the list `tokens` of a tf.train.Example. Empty documents and bad ones have no record. The
+manifest names the input files, the settings and the finished shards. The same call resumes an
+interrupted run: finished shards stay, the others are written again, and the bytes are those of an
+uninterrupted run.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from maxtext.input_pipeline.encode import Encoder, data_columns
 from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.load_documents import BadRecords, documents_per_chunk
-from maxtext.input_pipeline.mixture_config import mixture_of
+from maxtext.input_pipeline.mixture_config import parse_mixture
 from maxtext.input_pipeline.write_shards import (
     COLUMN,
     SUFFIX,
@@ -35,35 +35,33 @@ from maxtext.input_pipeline.write_shards import (
     Job,
     Shard,
     temporary,
-    told,
+    write_errors,
     write_shards,
 )
 
 MANIFEST = "manifest.json"
 FORMAT = "maxtext tokens 1"
-SHARDS = 256  # about so many, unless they would be smaller or larger than these bytes of documents
-SMALLEST, LARGEST = 4 * 2**20, 256 * 2**20
-SAVE_SECONDS = (
-    2.0  # between two writes of the manifest: a shard that it does not name yet is written again
-)
-LOCK_SECONDS = 10.0  # for the workers of a run that was killed to notice it
-MEANING = ",;*?["  # characters with a meaning in grain_train_files
+SHARDS = 256  # approximate number, within these sizes in bytes of documents
+MIN_SHARD_BYTES, MAX_SHARD_BYTES = 4 * 2**20, 256 * 2**20
+# Between two writes of the manifest: a shard that it does not list yet is written again
+SAVE_SECONDS = 2.0
+LOCK_SECONDS = 10.0  # until the workers of a killed run have ended
+SPECIAL_CHARACTERS = ",;*?["  # in grain_train_files
 
-Progress = Callable[
-    [int, int, int], None
-]  # documents done, of all, and tokens of this run; the first call has 0
+# (documents done, all documents, tokens of this run); the first call has 0 tokens
+Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
 class PreparePlan:
-    """What is to be written, before anything is."""
+    """What will be written."""
 
     files: list[str]
     documents: RecordSource
     encoder: Encoder
     shards: list[Shard]
     settings: dict[str, Any]
-    inputs: dict[str, list[int]]  # file -> bytes, time of change in nanoseconds
+    inputs: dict[str, list[int]]  # file -> [size in bytes, modification time in nanoseconds]
 
 
 @dataclass
@@ -75,8 +73,7 @@ class Manifest:
     saved: float = 0.0
 
     def save(self) -> None:
-        # In the order of the names and without times of its own, so that equal work has equal
-        # bytes.
+        # Sorted by name and without timestamps, so that equal runs write equal bytes.
         finished = {name: asdict(self.finished[name]) for name in sorted(self.finished)}
         content = {
             "format": FORMAT,
@@ -84,14 +81,14 @@ class Manifest:
             "inputs": self.inputs,
             "shards": finished,
         }
-        with told(self.path):
+        with write_errors(self.path):
             write_text(self.path, json.dumps(content, indent=1) + "\n")
         self.saved = time.monotonic()
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """`counts` of all shards; `tokens` and `seconds` of this run alone."""
+    """`counts` are those of all shards, `tokens` and `seconds` those of this run."""
 
     counts: Counts
     shards: int
@@ -106,13 +103,13 @@ def prepare(
     workers: int,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Write, or finish, the shards of the training documents. What can be refused is refused before
-    `out` changes.
+    """Write the shards of the training documents, or finish an interrupted run. Raises ConfigError
+    before `out` changes.
     """
-    check_place(out)
+    check_output(out)
     work = plan(config, shard_documents)
     with locked(out) as lock:
-        manifest = taken_up(out, work)
+        manifest = resume_manifest(out, work)
         clean(out, work, manifest)
         manifest.save()
         start = time.perf_counter()
@@ -135,7 +132,7 @@ def prepare(
 
 
 def training_overrides(out: Path) -> list[str]:
-    """The settings that train from what was written."""
+    """The command-line overrides that train from the written shards."""
     return [
         "dataset_type=grain",
         "grain_file_type=arrayrecord",
@@ -154,7 +151,7 @@ def run(
     lock: int,
     progress: Progress | None,
 ) -> int:
-    """Write what is not finished, and give the number of tokens written."""
+    """Write the shards that are not finished, and return the number of tokens written."""
     todo = [shard for shard in work.shards if shard.name not in manifest.finished]
     before = total(manifest)
     bad = BadRecords(config.max_bad_records, before.bad)
@@ -162,8 +159,7 @@ def run(
     if progress:
         progress(done, len(work.documents), tokens)
     job = Job(work.documents, work.encoder, str(out), documents_per_chunk(work.documents))
-    # Closed at once where it is left early: its processes must have ended before anything is
-    # cleaned up.
+    # Closed when it is left early: its processes must have ended before anything is removed.
     with contextlib.closing(write_shards(job, todo, min(workers, len(todo)), lock)) as steps:
         for step in steps:
             for error in step.bad:
@@ -183,26 +179,25 @@ def total(manifest: Manifest) -> Counts:
 
 
 def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
-    """The documents, the encoder, and the ranges; the same for the same files and settings on any
-    machine.
-    """
+    """The plan of a run, which depends on the files and settings only, not on the machine."""
     if not config.tokenize_train_data:
         raise ConfigError(
-            "tokenize_train_data=false: these documents are tokens already, train from them as they are"
+            "tokenize_train_data=false: these documents are tokens already, train from them as they "
+            "are"
         )
     encoder = Encoder(config, Split.TRAIN)
     files, documents = open_documents(config)
     inputs = inputs_of(files)
     count, nbytes = len(documents), max(documents.nbytes, 1)
-    size = min(max(nbytes // SHARDS, SMALLEST), LARGEST)
-    each = shard_documents or max(size * count // nbytes, 1)
-    number = -(-count // each)
+    size = min(max(nbytes // SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
+    shard_size = shard_documents or max(size * count // nbytes, 1)
+    number = -(-count // shard_size)
     width = max(len(str(number)), 5)
     shards = [
         Shard(
             f"tokens-{at:0{width}}-of-{number:0{width}}{SUFFIX}",
-            at * each,
-            min((at + 1) * each, count),
+            at * shard_size,
+            min((at + 1) * shard_size, count),
         )
         for at in range(number)
     ]
@@ -216,7 +211,7 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
         "end": encoder.after.tolist(),
         "chat_template": encoder.template.source if encoder.template else None,
         "documents": count,
-        "shard_documents": each,
+        "shard_documents": shard_size,
     }
     return PreparePlan(files, documents, encoder, shards, settings, inputs)
 
@@ -225,11 +220,11 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
     """The files of the training data, and their documents in order."""
     kind = config.dataset_type.value
     if kind == "grain":
-        entries = mixture_of(config, Split.TRAIN)
+        entries = parse_mixture(config, Split.TRAIN)
         if len(entries) > 1:
             raise ConfigError(
-                "a mixture is mixed anew in each training: prepare each of its parts with an --out of its own, then "
-                "give the results their weights in grain_train_files"
+                "a mixture is shuffled in each training run: prepare each of its parts with an --out "
+                "of its own, then give the results their weights in grain_train_files"
             )
         key, value, _ = entries[0]
         files, columns = find_files(key, value), data_columns(config, Split.TRAIN)
@@ -237,9 +232,7 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
             files, config.grain_file_type, columns, config.grain_data_source_max_workers
         )
     if kind == "hf":
-        from maxtext.input_pipeline import (
-            hf_source,
-        )  # only here, since it takes seconds to import Grain
+        from maxtext.input_pipeline import hf_source  # here, since importing Grain takes seconds
 
         value = hf_source.named_files(config, Split.TRAIN)
         if hf_source.is_local(config, Split.TRAIN, value):
@@ -247,16 +240,17 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
                 config, Split.TRAIN, value
             ).documents
         raise ConfigError(
-            f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare them"
+            f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare "
+            "them"
         )
     raise ConfigError(
-        f"dataset_type={kind} cannot be prepared: name files of documents, with dataset_type=grain and "
-        "grain_train_files, or dataset_type=hf and hf_train_files"
+        f"dataset_type={kind} cannot be prepared: name files of documents, with dataset_type=grain "
+        "and grain_train_files, or dataset_type=hf and hf_train_files"
     )
 
 
 def identity(tokenizer: Any) -> dict[str, Any]:
-    """What makes a tokenizer the same one, wherever its file is."""
+    """What identifies a tokenizer, independent of the path of its file."""
     path = getattr(tokenizer, "path", None)
     content = (
         hashlib.sha256(path.read_bytes()).hexdigest() if isinstance(path, Path) else tokenizer.name
@@ -266,26 +260,25 @@ def identity(tokenizer: Any) -> dict[str, Any]:
 
 def inputs_of(files: list[str]) -> dict[str, list[int]]:
     try:
-        facts = {os.path.abspath(file): os.stat(file) for file in files}
+        stats = {os.path.abspath(file): os.stat(file) for file in files}
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read any more ({error.strerror})") from error
-    return {file: [fact.st_size, fact.st_mtime_ns] for file, fact in facts.items()}
+    return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
 
-# The place.
-
-
-def check_place(out: Path) -> None:
-    wrong = [character for character in MEANING if character in str(out)]
+def check_output(out: Path) -> None:
+    wrong = [character for character in SPECIAL_CHARACTERS if character in str(out)]
     if wrong:
         raise ConfigError(
-            f"--out {out}: {wrong[0]!r} has a meaning in grain_train_files, choose a name without it"
+            f"--out {out}: {wrong[0]!r} has a meaning in grain_train_files, choose a name without "
+            "it"
         )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file: name a folder")
     if visible(out) and not (out / MANIFEST).is_file():
         raise ConfigError(
-            f"--out {out} holds other things, such as {visible(out)[0]}: name an empty or a new folder"
+            f"--out {out} holds other files, such as {visible(out)[0]}: name an empty or a new "
+            "folder"
         )
 
 
@@ -297,13 +290,14 @@ def visible(out: Path) -> list[str]:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[int]:
-    """The folder, made if need be, for one run at a time. The descriptor is for the workers: the
-    lock lasts as long as one of them lives."""
+    """Create the folder if needed and lock it for this run. Yields the descriptor for the workers:
+    the lock lasts as long as one of them lives.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f"--out {out} cannot be made or opened ({error.strerror})") from error
+        raise ConfigError(f"--out {out} cannot be created or opened ({error.strerror})") from error
     try:
         wait_for_lock(handle, out)
         yield handle
@@ -319,7 +313,7 @@ def wait_for_lock(handle: int, out: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"--out {out}: another run writes there, wait for its end"
+                    f"--out {out}: another run writes there, wait until it ends"
                 ) from None
             time.sleep(0.1)
         except OSError:  # a file system without locks
@@ -328,13 +322,13 @@ def wait_for_lock(handle: int, out: Path) -> None:
             return
 
 
-def taken_up(out: Path, work: PreparePlan) -> Manifest:
-    """The manifest of an earlier run with the same work, else a new one; refused if the work is
-    another.
+def resume_manifest(out: Path, work: PreparePlan) -> Manifest:
+    """The manifest of an interrupted run with the same plan, or a new one. Raises ConfigError if the
+    plan is another.
     """
     path = out / MANIFEST
     manifest = Manifest(path, work.settings, work.inputs)
-    check_place(out)  # once more, now that nobody else writes there
+    check_output(out)  # again, now that the folder is locked
     names = {shard.name for shard in work.shards}
     if path.exists():
         try:
@@ -351,25 +345,27 @@ def taken_up(out: Path, work: PreparePlan) -> Manifest:
         for name in {**settings, **work.settings}:
             if settings.get(name) != work.settings.get(name):
                 raise ConfigError(
-                    f"--out {out} was begun with {name} {settings.get(name)}, but now it is {work.settings.get(name)}: "
-                    "go on with the old settings, or choose another --out"
+                    f"--out {out} was begun with {name} {settings.get(name)}, but now it is "
+                    f"{work.settings.get(name)}: continue with the old settings, or choose another "
+                    "--out"
                 )
         if inputs != work.inputs:
             raise ConfigError(
                 f"{changed(inputs, work.inputs)} since --out {out} was begun: choose another --out"
             )
         manifest.finished = {
-            name: counts for name, counts in finished.items() if whole(out / name, counts)
+            name: counts for name, counts in finished.items() if is_complete(out / name, counts)
         }
     strange = [name for name in visible(out) if name != MANIFEST and name not in names]
     if strange:
         raise ConfigError(
-            f"--out {out} holds other things, such as {strange[0]}: take them away, or choose another"
+            f"--out {out} holds other files, such as {strange[0]}: remove them, or choose another "
+            "folder"
         )
     return manifest
 
 
-def whole(shard: Path, counts: Counts) -> bool:
+def is_complete(shard: Path, counts: Counts) -> bool:
     return shard.is_file() and shard.stat().st_size == counts.bytes
 
 
@@ -386,7 +382,7 @@ def changed(before: dict[str, list[int]], after: dict[str, list[int]]) -> str:
 
 
 def clean(out: Path, work: PreparePlan, manifest: Manifest) -> None:
-    """Take away what a run that was stopped had begun."""
+    """Remove the incomplete files of an interrupted run."""
     begun = [out / shard.name for shard in work.shards if shard.name not in manifest.finished]
     leftovers = [*begun, *map(temporary, begun)]
     leftovers += [Path(name) for name in glob.glob(f"{glob.escape(str(out))}/.{MANIFEST}.*.tmp")]

@@ -1,9 +1,9 @@
-"""Which sequences say the same thing over and over: OLMo's published repetition filter.
+"""OLMo's published repetition filter.
 
-A sequence is repetitive when some n-gram of 1 to 13 tokens stands in it 32 times or more, one
-directly after the other. In other words: for some period p there are at least 31 p places in a row
-whose token equals the one p places before. OLMo trains on such a sequence with no loss at all; it
-stays in its batch.
+A sequence is repetitive if some n-gram of 1 to 13 tokens occurs in it 32 or more times in direct
+succession. Equivalently, for some period p there are at least 31 p consecutive positions whose
+token equals the token p positions before. OLMo masks the loss of such a sequence; it stays in its
+batch.
 """
 
 import numpy as np
@@ -18,8 +18,7 @@ def is_repetitive(tokens: np.ndarray) -> bool:
 
 
 def repeats(tokens: np.ndarray, period: int) -> bool:
-    """Whether some n-gram of `period` tokens stands TOO_MANY_TIMES in a row."""
+    """Whether some n-gram of `period` tokens occurs TOO_MANY_TIMES in succession."""
     equal = tokens[period:] == tokens[:-period]
-    # A run of true values is a substring of their bytes, and no search in numpy is as fast as that
-    # of bytes.
+    # A run of true values is a substring of their bytes, and bytes have the fastest search.
     return b"\1" * ((TOO_MANY_TIMES - 1) * period) in equal.tobytes()

@@ -1,7 +1,6 @@
-"""reuse_example_batch: the first batch again and again, to measure a step without the data
-pipeline.
+"""reuse_example_batch: repeats the first batch, to measure a step without the data pipeline.
 
-The position never moves, so that a run without the key goes on from where this one started.
+The position never changes, so that a run without the key continues from where this one started.
 """
 
 from maxtext.input_pipeline.interface import Batch, BatchIterator, State

@@ -1,10 +1,9 @@
-"""From the tokens of documents to sequences of (input, target) pairs: the one shift, and long
+"""Converts the tokens of documents to sequences of (input, target) pairs, and splits long
 documents.
 
 n tokens make n - 1 pairs: each token but the last is an input, each but the first a target. The
-shift comes before any cutting, so a document that is cut keeps the target of every input that it
-keeps. A document without text is no document, and one token alone has nothing to predict: both give
-no sequence.
+shift precedes any truncation, so that every remaining input has its target. Documents of no token
+or one token give no sequence.
 """
 
 import sys
@@ -17,17 +16,17 @@ TokenPairs = dict[str, np.ndarray]  # inputs and targets, both [pairs]
 
 
 class LongDocuments(Enum):
-    """What happens to a document with more pairs than a row has places."""
+    """What happens to a document with more pairs than fit in a row."""
 
-    CUT = "cut"  # its beginning is used, the rest is not
+    CUT = "cut"  # it is truncated
     SPLIT = "split"  # it becomes several sequences, each with positions from 0
-    WHOLE = "whole"  # it stays one sequence, for a packer that splits by itself
+    WHOLE = "whole"  # it stays one sequence, for a packer that splits sequences
 
 
 class ToSequences(grain.experimental.FlatMapTransform):
-    """Token ids of some documents to their sequences."""
+    """Maps the token ids of a chunk of documents to their sequences."""
 
-    max_fan_out = sys.maxsize  # Grain asks for a bound; a book in one file has none worth naming
+    max_fan_out = sys.maxsize  # Grain requires a bound
 
     def __init__(self, length: int, long: LongDocuments):
         self.length, self.long = length, long

@@ -1,9 +1,8 @@
-"""The registry of data sources, and the two doors of this room: make_train_iterator and
-make_eval_iterator.
+"""The registry of data sources, and the entry points make_train_iterator and make_eval_iterator.
 
-A new source is one file with a function of the `DataSource` shape and `max_data_streams`, and one line in
-SOURCES. It is imported when it is used: a run on synthetic data does not wait for the libraries of
-the others.
+A new source is one file with a `DataSource` function and `max_data_streams`, and one line in
+SOURCES. It is imported when it is used, so that a run on synthetic data does not import the
+libraries of the others.
 """
 
 import importlib
@@ -14,7 +13,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import BatchIterator, DataSource, ShardSpec, Split
 from maxtext.input_pipeline.reuse_batch import ReusedBatch
 
-# value of dataset_type -> module:function that makes its batches
+# dataset_type -> module:function of its DataSource
 SOURCES = {
     "synthetic": "maxtext.input_pipeline.synthetic:synthetic_source",
     "grain": "maxtext.input_pipeline.grain_source:grain_source",
@@ -23,12 +22,12 @@ SOURCES = {
     "c4_mlperf": "maxtext.input_pipeline.c4_mlperf:c4_mlperf_source",
     "olmo_grain": "maxtext.input_pipeline.olmo:olmo_source",
 }
-# Any other is a function of the user's own.
+# Any other dataset_type names a function of the user
 CUSTOM = "maxtext.input_pipeline.custom:custom_source"
 
 
 def make_train_iterator(config: MaxTextConfig, shard: ShardSpec | None = None) -> BatchIterator:
-    """The training batches, or a stream's share of them."""
+    """The training batches, or one shard of them."""
     iterator = make_iterator(
         config, Split.TRAIN, shard or ShardSpec(whole(config.global_batch_size_to_load))
     )
@@ -39,9 +38,7 @@ def make_train_iterator(config: MaxTextConfig, shard: ShardSpec | None = None) -
 def make_eval_iterator(
     config: MaxTextConfig, shard: ShardSpec | None = None
 ) -> BatchIterator | None:
-    """The evaluation batches, or a stream's share of them; None when no evaluation data is
-    named.
-    """
+    """The evaluation batches, or one shard of them; None if no evaluation data is configured."""
     return make_iterator(
         config, Split.EVAL, shard or ShardSpec(whole(config.global_batch_size_to_load_eval))
     )
@@ -59,12 +56,12 @@ def make_iterator(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Batc
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    """Into how many streams the documents can be dealt so that each has some to mix."""
+    """The largest number of data streams that leaves each enough documents to shuffle."""
     return source_of(config)[0].max_data_streams(config, split)
 
 
 def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
-    """Whether the documents can be divided over a number of data streams at no cost."""
+    """A predicate: whether the documents can be divided over a number of streams at no cost."""
     module = source_of(config)[0]
     if hasattr(module, "supports_stream_count"):
         return module.supports_stream_count(config, split)
@@ -73,7 +70,7 @@ def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int]
 
 
 def source_of(config: MaxTextConfig) -> tuple[Any, str]:
-    """The module of the configured source, imported now, and the name of its function."""
+    """The module of the configured source, and the name of its function."""
     module, _, function = SOURCES.get(config.dataset_type.value, CUSTOM).partition(":")
     return importlib.import_module(module), function
 

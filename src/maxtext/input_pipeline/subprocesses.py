@@ -1,8 +1,8 @@
-"""A function of this package as a program of its own, at the other end of a socket.
+"""Runs a function of this package in a new Python process, connected by a socket.
 
-It needs nothing from the script that started the run, which need not guard its `__main__`, and it
-can end when that socket closes, however the caller ended. SIGINT and SIGHUP, which a terminal sends
-to every process, are for the caller alone.
+Unlike multiprocessing, it does not import the script that started the run, which need not guard its
+`__main__`. The process can end when the socket closes, however the caller ended. It ignores SIGINT
+and SIGHUP, which a terminal sends to every process.
 """
 
 import os
@@ -20,14 +20,13 @@ def start_program(
     environment: Mapping[str, str] | None = None,
     descriptors: tuple[int, ...] = (),
 ) -> tuple[subprocess.Popen, Connection]:
-    """Run `function(descriptor of the socket)` of a module. `descriptors` stay open as long as it
-    runs.
+    """Run `function(descriptor of the socket)` of a module. `descriptors` stay open in the
+    process.
     """
     here, there = socket.socketpair()
-    # It must find what this process can import, and must not take a share of the accelerator.
+    # It must import what this process can, and must not use the accelerator.
     own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    # Inherited, so that it holds from the program's first moment: it takes seconds until code of
-    # ours runs there.
+    # The mask is inherited, so that it applies from the start: our code runs there seconds later.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         with there:

@@ -34,16 +34,14 @@ def max_data_streams(config: MaxTextConfig, split: Split) -> int:
 
 
 class SyntheticBatches(BatchIterator):
-    """`key`: of the random generator, the same for all streams of a split."""
+    """`key` is the generator's key, the same for all streams of a split."""
 
     def __init__(self, key: np.ndarray, stream: int, rows: int, length: int, vocab_size: int):
-        self.key, self.stream, self.rows, self.length, self.vocab_size = (
-            key,
-            stream,
-            rows,
-            length,
-            vocab_size,
-        )
+        self.key = key
+        self.stream = stream
+        self.rows = rows
+        self.length = length
+        self.vocab_size = vocab_size
         self.row = 0
 
     def __next__(self) -> Batch:

@@ -1,8 +1,8 @@
 """dataset_type=tfds: datasets that TensorFlow Datasets has prepared, without TensorFlow.
 
-What `tfds` says of a dataset (files and records of a split, also of a part such as train[:10%]) is
-taken from the library; the files, ArrayRecord or TFRecord, are read by the pipeline itself: at
-random, shuffled as a whole.
+The library `tfds` gives the files and records of a split, also of a part such as train[:10%]. The
+files, ArrayRecord or TFRecord, are read by the pipeline itself, in random order and shuffled
+globally.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from maxtext.input_pipeline.formats import Documents, Record, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
-# the library's names of file formats, and ours
+# File format of `tfds` -> kind of file (formats/)
 KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
 
 
@@ -49,7 +49,9 @@ def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
         )
     try:
         instructions = [
-            one for one in info.splits[wanted].file_instructions if one.examples_in_shard
+            instruction
+            for instruction in info.splits[wanted].file_instructions
+            if instruction.examples_in_shard
         ]
     except (KeyError, ValueError) as error:
         known = ", ".join(info.splits) or "none"
@@ -60,7 +62,7 @@ def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
         raise ConfigError(
             f"{'train' if train else 'eval'}_split={wanted} of {key}={name} has no records"
         )
-    paths = [str(one.filename) for one in instructions]
+    paths = [str(instruction.filename) for instruction in instructions]
     files = open_files(
         paths, kind, data_columns(config, split), config.grain_data_source_max_workers
     )
@@ -68,7 +70,7 @@ def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
 
 
 def open_dataset(key: str, name: str, folder: str) -> Any:
-    """The library's builder of a prepared dataset, by name and data_dir, or by its own folder."""
+    """The `tfds` builder of a prepared dataset, by name and data_dir, or by its own folder."""
     if is_remote(folder):
         raise ConfigError(f"dataset_path={folder} {path_problem(folder)}")
     tfds = require("tensorflow_datasets", "dataset_type=tfds")
@@ -83,31 +85,31 @@ def open_dataset(key: str, name: str, folder: str) -> Any:
 
 
 class FileRanges:
-    """The documents of a split: of each file, `take` records (-1: all) after `skip`."""
+    """The documents of a split: `take` records (-1: all) after `skip` of each file."""
 
     blocks: np.ndarray | None = None
     sizes: np.ndarray | None = None
 
     def __init__(self, files: Documents, instructions: Sequence[Any]):
         self.files, self.nbytes, self.decoded = files, files.nbytes, files.decoded
-        shards = np.array([one.examples_in_shard for one in instructions])
-        skips = np.array([one.skip for one in instructions])
-        takes = np.array([one.take for one in instructions])
+        shards = np.array([instruction.examples_in_shard for instruction in instructions])
+        skips = np.array([instruction.skip for instruction in instructions])
+        takes = np.array([instruction.take for instruction in instructions])
         counts = np.where(takes < 0, shards - skips, takes)
         self.ends = np.cumsum(counts)
-        # Where document i is in the files: i + shifts of its shard.
+        # Document i has index i + shifts[its file] in the files.
         self.shifts = np.cumsum(shards) - shards + skips - (self.ends - counts)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitem__(self, index: int) -> Record:
-        return self.files[self.place(index)]
+        return self.files[self.index_in_files(index)]
 
     def where(self, index: int) -> tuple[str, str]:
-        return self.files.where(self.place(index))
+        return self.files.where(self.index_in_files(index))
 
-    def place(self, index: int) -> int:
+    def index_in_files(self, index: int) -> int:
         return index + int(self.shifts[np.searchsorted(self.ends, index, side="right")])
 
     def columns(self) -> list[str] | None:

@@ -1,9 +1,9 @@
-"""Elements mixed within windows of a fixed number, for what can only be read in order.
+"""Shuffles elements within windows of a fixed size, for data that can only be read in order.
 
-As Grain's WindowShuffleIterDataset, but with one permutation a window: Grain computes each place by
-a cipher that is made for large numbers, and takes a millisecond for each row of a window of a
-hundred. A position is that of the parent at the start of the window and the place in it, so the
-window is read again after a restart.
+Like Grain's WindowShuffleIterDataset, but with one permutation for each window: Grain computes each
+index by a cipher for large ranges, which takes a millisecond for each row of a window of a hundred.
+The state is the parent's state at the start of the window and the position in it, so the window is
+read again after a restart.
 """
 
 from itertools import islice
@@ -28,32 +28,32 @@ class WindowShuffled(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, window: int, seed: int):
         super().__init__(parent)
         self.parent, self.window, self.seed = parent, window, seed
-        self.number, self.place = -1, 0
+        self.number, self.position = -1, 0
         self.elements: list[Any] = []
         self.start = parent.get_state()
 
     def __next__(self) -> Any:
-        if self.place == len(self.elements):
+        if self.position == len(self.elements):
             self.fill(self.number + 1, self.parent.get_state())
             if not self.elements:
                 raise StopIteration
-        self.place += 1
-        return self.elements[self.place - 1]
+        self.position += 1
+        return self.elements[self.position - 1]
 
     def fill(self, number: int, start: Any) -> None:
-        self.number, self.start, self.place = number, start, 0
+        self.number, self.start, self.position = number, start, 0
         elements = list(islice(self.parent, self.window))
         order = np.random.default_rng([self.seed, number]).permutation(len(elements))
-        self.elements = [elements[place] for place in order]
+        self.elements = [elements[position] for position in order]
 
     def get_state(self) -> dict[str, Any]:
-        return {"window": self.number, "place": self.place, "parent": self.start}
+        return {"window": self.number, "place": self.position, "parent": self.start}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.parent.set_state(state["parent"])
         if state["window"] < 0:
-            self.number, self.place, self.elements, self.start = -1, 0, [], state["parent"]
+            self.number, self.position, self.elements, self.start = -1, 0, [], state["parent"]
         else:
             self.fill(state["window"], state["parent"])
             check_position(state["place"], len(self.elements))
-            self.place = state["place"]
+            self.position = state["place"]

@@ -1,9 +1,7 @@
-"""Streams that are prepared in other processes: each worker serves some of them, and keeps batches
-ready.
+"""Data streams in worker processes. Each worker serves some streams and prefetches their batches.
 
-A worker is a program of its own and ends when its connection closes, however this process ended.
-Batches and positions are those of the stream itself: whether a worker prepared it, and which, makes
-no difference to the data.
+A worker ends when its connection closes, however this process ended. Batches and states are those
+of the stream itself: the data does not depend on the workers.
 """
 
 import os
@@ -22,7 +20,7 @@ from maxtext.input_pipeline.sources import make_iterator
 from maxtext.input_pipeline.subprocesses import start_program
 from maxtext.tokenizers.text_utils import num_cores
 
-WORKER_MB = 256  # what a worker takes before it has read anything
+WORKER_MB = 256  # memory of a worker before it has read anything
 
 
 def worker_count(config: MaxTextConfig, split: Split) -> int:
@@ -37,15 +35,13 @@ def worker_count(config: MaxTextConfig, split: Split) -> int:
 def data_stream_factory(
     config: MaxTextConfig, split: Split
 ) -> Callable[[ShardSpec], BatchIterator | None]:
-    """What makes a stream: here, or in the configured number of workers."""
+    """A function that opens a stream, in this process or in the configured number of workers."""
     count = worker_count(config, split)
     return partial(Workers(count).open if count else make_iterator, config, split)
 
 
 class Workers:
-    """Up to `count` processes, started when there is something for them; streams go to them in
-    turn.
-    """
+    """Up to `count` worker processes, started on demand. Streams are assigned round-robin."""
 
     def __init__(self, count: int):
         self.workers: list[Worker | None] = [None] * count
@@ -54,27 +50,30 @@ class Workers:
 
     def open(self, config: MaxTextConfig, split: Split, shard: ShardSpec) -> "RemoteBatches | None":
         with self.lock:  # streams are opened by several threads
-            place = self.opened % len(self.workers)
+            worker_index = self.opened % len(self.workers)
             self.opened += 1
-            worker = self.workers[place]
+            worker = self.workers[worker_index]
             if worker is None or worker.closed:
-                worker = self.workers[place] = Worker(self.lock)
-            number = worker.promise()
+                worker = self.workers[worker_index] = Worker(self.lock)
+            number = worker.reserve_stream()
         return worker.open(number, config, split, shard)
 
 
 class Worker:
-    """It ends with its last stream. `deciding`: held by who promises it a stream or ends it."""
+    """A worker process, which ends with its last stream. `pool_lock` is held to assign a stream to
+    it or to end it.
+    """
 
-    def __init__(self, deciding: threading.Lock) -> None:
+    def __init__(self, pool_lock: threading.Lock) -> None:
         self.process, self.connection = start_program(__name__, "serve")
-        self.deciding, self.asking = deciding, threading.Lock()
+        self.pool_lock = pool_lock
+        self.request_lock = threading.Lock()
         self.streams: set[int] = set()
         self.next = 0
         self.closed = False
 
-    def promise(self) -> int:
-        """The number of a stream that will be opened."""
+    def reserve_stream(self) -> int:
+        """The number of a new stream, which the caller opens next."""
         number, self.next = self.next, self.next + 1
         self.streams.add(number)
         return number
@@ -84,70 +83,72 @@ class Worker:
     ) -> "RemoteBatches | None":
         state = None
         try:
-            state = self.ask("open", number, config, split, shard)
+            state = self.request("open", number, config, split, shard)
         finally:
             if state is None:
-                self.forget(number)
+                self.release_stream(number)
         return None if state is None else RemoteBatches(self, number, state)
 
-    def ask(self, what: str, *arguments: Any) -> Any:
-        with self.asking:
+    def request(self, what: str, *arguments: Any) -> Any:
+        with self.request_lock:
             try:
                 self.connection.send((what, *arguments))
-                answer = self.connection.recv()
+                response = self.connection.recv()
             except (EOFError, OSError) as error:
                 code = self.process.wait()
                 raise UserError(
-                    f"a worker process of the data pipeline ended (exit code {code}), perhaps for lack of memory: "
-                    "look at its output above, or set grain_worker_count=0"
+                    f"a worker process of the data pipeline ended (exit code {code}), perhaps for "
+                    "lack of memory: look at its output above, or set grain_worker_count=0"
                 ) from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        if isinstance(response, BaseException):
+            raise response
+        return response
 
     def close(self, number: int) -> None:
         if number in self.streams:
             if len(self.streams) > 1:
-                self.ask("close", number)
-            self.forget(number)
+                self.request("close", number)
+            self.release_stream(number)
 
-    def forget(self, number: int) -> None:
-        with self.deciding:
+    def release_stream(self, number: int) -> None:
+        with self.pool_lock:
             self.streams.discard(number)
             if self.streams or self.closed:
                 return
             self.closed = True
         self.connection.close()
-        self.process.kill()  # it may be in the middle of something that nobody waits for any more
+        self.process.kill()  # it may be busy with a request that nobody waits for
         self.process.wait()
 
 
 class RemoteBatches(BatchIterator):
     def __init__(self, worker: Worker, number: int, state: State):
-        self.worker, self.number, self.state = worker, number, state
+        self.worker = worker
+        self.number = number
+        self.state = state
 
     def __next__(self) -> Batch:
-        answer = self.worker.ask("next", self.number)
-        if answer is None:
+        response = self.worker.request("next", self.number)
+        if response is None:
             raise StopIteration
-        batch, self.state = answer
+        batch, self.state = response
         return batch
 
     def get_state(self) -> State:
         return self.state
 
     def set_state(self, state: State) -> None:
-        self.state = self.worker.ask("set_state", self.number, state)
+        self.state = self.worker.request("set_state", self.number, state)
 
     def reset(self) -> None:
-        self.state = self.worker.ask("reset", self.number)
+        self.state = self.worker.request("reset", self.number)
 
     def close(self) -> None:
         self.worker.close(self.number)
 
 
 class WorkerServer:
-    """The worker's side: its streams by number, and an answer to each question."""
+    """The worker's side: its streams by number, and a method for each request."""
 
     def __init__(self) -> None:
         self.streams: dict[int, BatchIterator] = {}
@@ -159,12 +160,12 @@ class WorkerServer:
         if iterator is None:
             return None
         train = split is Split.TRAIN
-        ahead = (
+        num_prefetched = (
             config.grain_per_worker_buffer_size
             if train
             else config.grain_per_worker_buffer_size_eval
         )
-        self.streams[number] = prefetch(iterator, ahead)
+        self.streams[number] = prefetch(iterator, num_prefetched)
         return self.streams[number].get_state()
 
     def next(self, number: int) -> tuple[Batch, State] | None:
@@ -184,24 +185,24 @@ class WorkerServer:
 
 
 def serve(descriptor: int) -> None:
-    """The whole of a worker's life."""
+    """The main loop of a worker process."""
     connection = Connection(descriptor)
-    # A signal to all processes is for the one that trains; when it ends, so does the connection.
+    # The training process handles signals; when it ends, the connection closes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     served = WorkerServer()
     try:
         while True:
             what, *arguments = connection.recv()
             try:
-                answer = getattr(served, what)(*arguments)
+                response = getattr(served, what)(*arguments)
             except Exception as error:
-                answer = error
+                response = error
             try:
-                connection.send(answer)
-            except (TypeError, AttributeError, ValueError):  # an error that cannot be sent as it is
+                connection.send(response)
+            except (TypeError, AttributeError, ValueError):  # an error that cannot be pickled
                 connection.send(
-                    RuntimeError(f"in a worker process of the data pipeline: {answer!r}")
+                    RuntimeError(f"in a worker process of the data pipeline: {response!r}")
                 )
     except (EOFError, ConnectionError):
         pass
-    os._exit(0)  # threads that read ahead are not waited for
+    os._exit(0)  # without waiting for prefetch threads

@@ -1,7 +1,7 @@
-"""Ranges of documents written as files of tokens, by this process or by several.
+"""Writes ranges of documents as files of tokens, in this process or in several.
 
-A file is written beside its place and renamed into it when it is whole and on disk. Workers are
-programs of their own; one whose caller has gone ends with its next step.
+A file is written under a temporary name and renamed when it is complete and on disk. A worker
+process whose caller has ended ends with its next chunk.
 """
 
 import contextlib
@@ -45,13 +45,12 @@ class Counts:
     bytes: int = 0
 
     def __add__(self, other: "Counts") -> "Counts":
-        mine, theirs = vars(self), vars(other)
-        return Counts(**{name: mine[name] + theirs[name] for name in mine})
+        return Counts(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class ShardProgress:
-    """Some documents of a shard are written. `finished`: with these the shard is in its place."""
+    """Some documents of a shard were written. `finished` has the counts of a complete shard."""
 
     shard: Shard
     documents: int
@@ -62,7 +61,7 @@ class ShardProgress:
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all shards. `chunk`: documents that are tokenized at once."""
+    """What all shards have in common. `chunk` is the number of documents tokenized at once."""
 
     documents: RecordSource
     encoder: Encoder
@@ -71,7 +70,7 @@ class Job:
 
 
 class CollectedBadRecords(BadRecords):
-    """Bad records for somebody else to judge."""
+    """Bad records that are passed to the calling process, which counts them."""
 
     def __init__(self) -> None:
         super().__init__(-1)
@@ -86,14 +85,14 @@ def temporary(path: Path) -> Path:
 
 
 def write_shard(job: Job, shard: Shard) -> Iterator[ShardProgress]:
-    """Write a shard; a step for each packet of documents, and one more when the file is in its
-    place.
+    """Write a shard. Yields progress for each chunk of documents, and again when the shard is
+    complete.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
     path = Path(job.folder) / shard.name
     counts = Counts()
-    with told(path):
+    with write_errors(path):
         writer = ArrayRecordWriter(str(temporary(path)), OPTIONS)
     for first in range(shard.first, shard.last, job.chunk):
         indices = range(first, min(first + job.chunk, shard.last))
@@ -103,21 +102,21 @@ def write_shard(job: Job, shard: Shard) -> Iterator[ShardProgress]:
             for tokens in LoadDocuments(job.documents, job.encoder, noted)(indices)
             if len(tokens)
         ]
-        with told(path):
+        with write_errors(path):
             for tokens in documents:
                 writer.write(encode_example({COLUMN: tokens}))
         step = ShardProgress(shard, len(indices), sum(map(len, documents)), noted.errors)
         counts += Counts(step.documents, len(documents), step.tokens, len(step.bad))
         yield step
-    with told(path):
+    with write_errors(path):
         writer.close()
         size = commit_file(path)
     yield ShardProgress(shard, 0, 0, [], counts + Counts(bytes=size))
 
 
 @contextlib.contextmanager
-def told(path: Path) -> Iterator[None]:
-    """What goes wrong with the writing of a file, as a sentence."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Raise errors of writing a file as UserError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # the second is what the package array_record raises
@@ -125,10 +124,10 @@ def told(path: Path) -> Iterator[None]:
 
 
 def commit_file(path: Path) -> int:
-    """Put a file that was written beside `path` there, for good, and give its size."""
-    with temporary(path).open("rb") as stream:
-        os.fsync(stream.fileno())
-        size = os.fstat(stream.fileno()).st_size
+    """Sync the temporary file, rename it to `path`, and return its size."""
+    with temporary(path).open("rb") as file:
+        os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
     os.replace(temporary(path), path)
     sync_directory(path.parent)
     return size
@@ -137,8 +136,9 @@ def commit_file(path: Path) -> int:
 def write_shards(
     job: Job, shards: Sequence[Shard], workers: int, lock: int
 ) -> Generator[ShardProgress]:
-    """Write all shards, `workers` at a time. When it is closed early, nobody writes any more.
-    `lock`: a descriptor that stays open as long as somebody might."""
+    """Write all shards, `workers` at a time. After the generator is closed, no process writes any
+    more. `lock` is a file descriptor that stays open in every process that may write.
+    """
     if workers <= 1:
         for shard in shards:
             yield from write_shard(job, shard)
@@ -146,7 +146,7 @@ def write_shards(
     started: list[Worker] = []
     try:
         for _ in range(workers):
-            # The library `tokenizers` would use all cores in each of them.
+            # The library `tokenizers` would use all cores in each process.
             threads = {"RAYON_NUM_THREADS": str(max(num_cores() // workers, 1))}
             started.append(start_program(__name__, "serve", threads, (lock,)))
         yield from hand_out(job, shards, started)
@@ -165,7 +165,7 @@ def hand_out(
         connection: process for process, connection in workers
     }
     for connection in processes:
-        with contextlib.suppress(OSError):  # one that has ended already is found below
+        with contextlib.suppress(OSError):  # a process that has ended is detected below
             connection.send(job)
         give(connection, waiting)
     busy = set(processes)
@@ -177,8 +177,8 @@ def hand_out(
             except (EOFError, OSError) as error:
                 code = processes[connection].wait()
                 raise UserError(
-                    f"a worker process ended (exit code {code}), perhaps for lack of memory: look at its output above, "
-                    "and go on with fewer --workers"
+                    f"a worker process ended (exit code {code}), perhaps for lack of memory: look "
+                    "at its output above, and continue with fewer --workers"
                 ) from error
             if isinstance(step, BaseException):
                 raise step
@@ -188,7 +188,7 @@ def hand_out(
 
 
 def give(connection: Any, waiting: Iterator[Shard]) -> bool:
-    """The next shard to a worker; False: there is none."""
+    """Send the next shard to a worker. Returns False if there is none."""
     shard = next(waiting, None)
     if shard is not None:
         with contextlib.suppress(OSError):
@@ -197,7 +197,7 @@ def give(connection: Any, waiting: Iterator[Shard]) -> bool:
 
 
 def serve(descriptor: int) -> None:
-    """The whole of a worker's life."""
+    """The main loop of a worker process."""
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):
         job = connection.recv()

@@ -210,7 +210,7 @@ def test_text_files(tmp_path):
 
 def test_bad_record_travels():
     error = pickle.loads(pickle.dumps(BadRecord("a.jsonl", 7, "invalid JSON")))
-    assert (error.path, error.place, error.reason) == ("a.jsonl", "record 7", "invalid JSON")
+    assert (error.path, error.location, error.reason) == ("a.jsonl", "record 7", "invalid JSON")
     assert str(error) == "a.jsonl, record 7: invalid JSON"
 
 

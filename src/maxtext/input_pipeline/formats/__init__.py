@@ -1,10 +1,9 @@
-"""File formats as records by number, whatever the format: `open_files` gives the records of many
-files as one sequence.
+"""File formats as random-access records: `open_files` opens many files as one sequence of records.
 
-files: which files a key names · documents: many files as one sequence · interface: what a format
-is, and a bad record · text, jsonl (lines), parquet and arrow (tables), tfrecord (crc32c) and
-array_record (example_file): one format each · example: tf.train.Example as bytes and back · cache:
-open files and decoded blocks.
+- files: the files that a key names; documents: many files as one sequence
+- interface: RecordSource and BadRecord; cache: open files and decoded blocks
+- text, jsonl (lines), parquet and arrow (tables), tfrecord (crc32c), array_record (example_file)
+- example: encodes and decodes tf.train.Example
 """
 
 from maxtext.input_pipeline.formats.documents import KINDS, Documents, open_files

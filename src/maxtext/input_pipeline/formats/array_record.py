@@ -1,7 +1,7 @@
 """kind=arrayrecord: ArrayRecord files through the package array_record, which verifies the
 checksums.
 
-Files written with group_size above 1 are decompressed a group at a time: a group is a block then.
+Files written with group_size above 1 are decompressed one group at a time: a group is a block.
 """
 
 import os
@@ -13,18 +13,17 @@ import numpy as np
 
 from maxtext.input_pipeline.formats.cache import Caches
 from maxtext.input_pipeline.formats.example_file import ExampleFile
-from maxtext.input_pipeline.formats.interface import BadFile, gone
+from maxtext.input_pipeline.formats.interface import BadFile, missing_file_error
 
-OPTIONS = dict(
-    options="readahead_buffer_size:0", file_reader_buffer_size=2**15
-)  # for records in any order
+# For random access
+OPTIONS = dict(options="readahead_buffer_size:0", file_reader_buffer_size=2**15)
 
 
 class ArrayRecords(ExampleFile):
     sizes = None
 
     def __init__(self, path: str, columns: Sequence[str], caches: Caches):
-        os.path.getsize(path)  # a file that is missing is told from one that is damaged
+        os.path.getsize(path)  # raises OSError if the file is missing
         reader = open_reader(path)
         if not reader.ok():
             raise BadFile("is not an ArrayRecord file, or is damaged")
@@ -48,7 +47,7 @@ class ArrayRecords(ExampleFile):
             return reader.read(list(range(first, last)))
         except RuntimeError as error:
             if not os.access(self.path, os.R_OK):
-                raise gone(
+                raise missing_file_error(
                     self.path, FileNotFoundError("it is not there or not readable")
                 ) from error
             reason = re.split(r"[(;,]", str(error))[0].strip()

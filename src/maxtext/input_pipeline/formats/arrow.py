@@ -1,8 +1,8 @@
 """kind=arrow: Arrow IPC files and streams (what `save_to_disk` of the package datasets writes),
 mapped into memory.
 
-A record batch is a block. Nothing is decoded, but a batch is looked through once before its rows
-are given out, since the format has no checksums and a damaged offset would point anywhere.
+A record batch is a block. Nothing is decoded, but a batch is validated once before its rows are
+used, since the format has no checksums and a damaged offset would point anywhere.
 """
 
 import os
@@ -11,7 +11,12 @@ from typing import Any
 
 from maxtext.common.extras import require
 from maxtext.input_pipeline.formats.cache import Caches
-from maxtext.input_pipeline.formats.interface import BadFile, Record, gone, shrunk
+from maxtext.input_pipeline.formats.interface import (
+    BadFile,
+    Record,
+    missing_file_error,
+    shrunk_file_error,
+)
 from maxtext.input_pipeline.formats.tables import RowBlock, TableFile, damaged_block, first_line
 
 FILE_MAGIC = b"ARROW1"
@@ -25,9 +30,7 @@ class ArrowRows(TableFile):
             names = list(batches.schema.names)
             counts = [batches.read(number).num_rows for number in range(len(batches))]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            if (
-                isinstance(error, OSError) and error.errno is not None
-            ):  # the system's, not one about what is inside
+            if isinstance(error, OSError) and error.errno is not None:  # not about the contents
                 raise
             raise BadFile(
                 f"is not an Arrow file or stream, or is damaged ({first_line(error)})"
@@ -35,13 +38,13 @@ class ArrowRows(TableFile):
         super().__init__(path, columns, caches, names, counts)
 
     def __getitem__(self, index: int) -> Record:
-        # Reading past the end of a mapped file would end the process without a word.
+        # Reading past the end of a mapped file would kill the process without a message.
         try:
             size = os.stat(self.path).st_size
         except OSError as error:
-            raise gone(self.path, error) from error
+            raise missing_file_error(self.path, error) from error
         if size < self.nbytes:
-            raise shrunk(self.path)
+            raise shrunk_file_error(self.path)
         return super().__getitem__(index)
 
     def load(self, number: int) -> RowBlock:
@@ -51,12 +54,12 @@ class ArrowRows(TableFile):
             return RowBlock({name: batch.column(name) for name in self.read_columns})
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise gone(self.path, error) from error
+                raise missing_file_error(self.path, error) from error
             return damaged_block(error)
 
 
 class Batches:
-    """The record batches of an open file. Those of a stream are found by walking through it."""
+    """The record batches of an open file. Those of an IPC stream are found by reading through it."""
 
     def __init__(self, path: str):
         ipc = require("pyarrow.ipc", "reading arrow")

@@ -1,7 +1,7 @@
-"""The last few open files and decoded blocks, shared by all the files of a dataset and all threads.
+"""LRU caches of open files and decoded blocks, shared by all files of a dataset and all threads.
 
-A dataset may have more files than a process may hold open, and more blocks than memory. When
-several threads ask for the same thing, one makes it and the others wait for it.
+A dataset may have more files than a process may open, and more blocks than memory. If several
+threads need the same entry, one creates it and the others wait.
 """
 
 import threading
@@ -12,27 +12,29 @@ from typing import Any
 
 OPEN_FILES = 128
 DECODED_BLOCKS = 16
-DECODED_BYTES = 2**30  # fewer blocks are kept when they are large, but always KEPT of them
-MIN_BLOCKS = 2  # threads read ahead: where one block ends, some are in it and some in the next
+DECODED_BYTES = 2**30  # large blocks are evicted earlier, but MIN_BLOCKS stay
+MIN_BLOCKS = 2  # at the end of a block, prefetching threads need the next one, too
 
 
 @dataclass
 class Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
-    made: bool = False
+    is_ready: bool = False
     value: Any = None
     nbytes: int = 0
 
 
 class Cache:
-    """At most `count` values and, if `weigh` tells the size of one, about `limit` bytes. It pickles
-    empty.
+    """An LRU cache of at most `count` values and, if `weigh` returns their sizes, about `limit`
+    bytes. It is pickled without its entries.
     """
 
     def __init__(
         self, count: int, limit: int | None = None, weigh: Callable[[Any], int] | None = None
     ):
-        self.count, self.limit, self.weigh = count, limit, weigh
+        self.count = count
+        self.limit = limit
+        self.weigh = weigh
         self.lock = threading.Lock()
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
 
@@ -41,26 +43,26 @@ class Cache:
             entry = self.entries.get(key)
             if entry is None:
                 entry = self.entries[key] = Entry()
-                self.drop_oldest()
+                self.evict()
             else:
                 self.entries.move_to_end(key)
-        if not entry.made:
-            # A failure is not kept: the next thread that asks tries again.
+        if not entry.is_ready:
+            # A failure is not cached: the next thread tries again.
             with entry.lock:
-                if not entry.made:
+                if not entry.is_ready:
                     entry.value = make()
                     entry.nbytes = self.weigh(entry.value) if self.weigh else 0
-                    entry.made = True
+                    entry.is_ready = True
             with self.lock:
-                self.drop_oldest()
+                self.evict()
         return entry.value
 
-    def drop_oldest(self) -> None:
-        held = sum(entry.nbytes for entry in self.entries.values()) if self.limit else 0
+    def evict(self) -> None:
+        nbytes = sum(entry.nbytes for entry in self.entries.values()) if self.limit else 0
         while len(self.entries) > self.count or (
-            len(self.entries) > MIN_BLOCKS and held > (self.limit or 0)
+            len(self.entries) > MIN_BLOCKS and nbytes > (self.limit or 0)
         ):
-            held -= self.entries.popitem(last=False)[1].nbytes
+            nbytes -= self.entries.popitem(last=False)[1].nbytes
 
     def __reduce__(self) -> tuple:
         return Cache, (self.count, self.limit, self.weigh)
@@ -71,7 +73,7 @@ def block_bytes(block: Any) -> int:
 
 
 class Caches:
-    """What the files of one dataset share."""
+    """The caches of one dataset."""
 
     def __init__(self) -> None:
         self.files = Cache(OPEN_FILES)

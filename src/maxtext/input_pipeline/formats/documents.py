@@ -1,7 +1,7 @@
 """All files of a dataset as one sequence of records, in the order of the files.
 
-Every file is looked at before training starts, by several threads: its index, its kind, its
-columns. What is wrong is said about all files at once.
+Before training starts, several threads open every file to check its kind, index and columns. The
+problems of all files are reported together.
 """
 
 import contextlib
@@ -26,12 +26,16 @@ from maxtext.input_pipeline.formats.text import TextFiles
 from maxtext.input_pipeline.formats.tfrecord import TfRecords
 
 FORMATS: dict[str, Callable[[str, Sequence[str], Caches], RecordSource]] = {
-    "jsonl": JsonLines, "lines": TextLines, "parquet": ParquetRows, "arrow": ArrowRows, "tfrecord": TfRecords,
+    "jsonl": JsonLines,
+    "lines": TextLines,
+    "parquet": ParquetRows,
+    "arrow": ArrowRows,
+    "tfrecord": TfRecords,
     "arrayrecord": ArrayRecords,
-}  # fmt: skip
+}
 KINDS = ("text", *FORMATS)
-NAMED = 5  # bad files that are named; of the rest the number is given
-LISTED = 20  # columns that are listed
+MAX_LISTED = 5  # bad files that an error lists
+MAX_COLUMNS = 20  # columns that an error lists
 
 
 class Documents:
@@ -47,12 +51,12 @@ class Documents:
         return self.ends[-1] if self.ends else 0
 
     def __getitem__(self, index: int) -> Record:
-        file, place = self.locate(index)
-        return file[place]
+        file, index_in_file = self.locate(index)
+        return file[index_in_file]
 
     def where(self, index: int) -> tuple[str, str]:
-        file, place = self.locate(index)
-        return file.where(place)
+        file, index_in_file = self.locate(index)
+        return file.where(index_in_file)
 
     def locate(self, index: int) -> tuple[RecordSource, int]:
         index = int(index)
@@ -63,22 +67,25 @@ class Documents:
     @property
     def blocks(self) -> np.ndarray | None:
         blocks = [file.blocks for file in self.files]
-        if all(one is None for one in blocks):
+        if all(opened_file is None for opened_file in blocks):
             return None
         # Beside files in blocks (compressed ones), a record that costs the same anywhere is a block
         # of its own.
         parts = zip(self.files, blocks, strict=True)
         return np.concatenate(
-            [np.ones(len(file), np.int64) if one is None else one for file, one in parts]
+            [
+                np.ones(len(file), np.int64) if opened_file is None else opened_file
+                for file, opened_file in parts
+            ]
         )
 
     @property
     def sizes(self) -> np.ndarray | None:
         sizes = [file.sizes for file in self.files]
-        known = [one for one in sizes if one is not None]
+        known = [opened_file for opened_file in sizes if opened_file is not None]
         return np.concatenate(known) if known and len(known) == len(sizes) else None
 
-    def apart(self) -> "Documents":
+    def with_own_caches(self) -> "Documents":
         """The same files with caches of their own."""
         other, caches = copy.copy(self), Caches()
         other.files = [copy.copy(file) for file in self.files]
@@ -88,7 +95,7 @@ class Documents:
         return other
 
     def columns(self) -> list[str] | None:
-        """Those that all files have."""
+        """The columns that all files have."""
         lists = [names for names in (file.columns() for file in self.files) if names is not None]
         if not lists:
             return None
@@ -97,30 +104,33 @@ class Documents:
 
 
 def open_files(paths: Sequence[str], kind: str, columns: Sequence[str], threads: int) -> Documents:
-    """The records of all files with the wanted columns (none named: all), or one ConfigError about
-    every bad file.
+    """The records of all files with the wanted columns (all if none are named). Raises one
+    ConfigError for all bad files.
 
-    Every stream of a process opens the same files: they are indexed once, but each keeps its own
-    blocks in memory."""
+    The data streams of a process open the same files. They are indexed once, but each stream has
+    its own caches.
+    """
     if kind not in KINDS:
         raise ConfigError(
             f"there is no kind of file called {kind!r}: choose from {', '.join(KINDS)}"
         )
-    return indexed(tuple(paths), written(paths), kind, tuple(columns), threads).apart()
+    return index_files(
+        tuple(paths), files_version(paths), kind, tuple(columns), threads
+    ).with_own_caches()
 
 
-def written(paths: Sequence[str]) -> int:
-    """A number that changes when one of the files does."""
-    found = []
+def files_version(paths: Sequence[str]) -> int:
+    """A hash of the sizes and modification times of the files."""
+    stats = []
     for path in paths:
-        with contextlib.suppress(OSError):  # said later, with what else is wrong
+        with contextlib.suppress(OSError):  # reported later, with the other problems
             status = os.stat(path)
-            found.append((status.st_mtime_ns, status.st_size))
-    return hash(tuple(found))
+            stats.append((status.st_mtime_ns, status.st_size))
+    return hash(tuple(stats))
 
 
 @lru_cache(4)
-def indexed(
+def index_files(
     paths: tuple[str, ...], version: int, kind: str, columns: tuple[str, ...], threads: int
 ) -> Documents:
     caches = Caches()
@@ -139,15 +149,17 @@ def indexed(
             documents = Documents([TextFiles(paths, columns, executor)])
         else:
             opened = list(executor.map(open_file, paths))
-            problems = [one for one in opened if isinstance(one, str)]
+            problems = [opened_file for opened_file in opened if isinstance(opened_file, str)]
             if problems:
                 more = (
-                    [f"and {len(problems) - NAMED} more files like these"]
-                    if len(problems) > NAMED
+                    [f"and {len(problems) - MAX_LISTED} more files like these"]
+                    if len(problems) > MAX_LISTED
                     else []
                 )
-                raise ConfigError(*problems[:NAMED], *more)
-            documents = Documents([one for one in opened if not isinstance(one, str)])
+                raise ConfigError(*problems[:MAX_LISTED], *more)
+            documents = Documents(
+                [opened_file for opened_file in opened if not isinstance(opened_file, str)]
+            )
     if not len(documents) or not documents.nbytes:
         raise ConfigError(
             f"all {len(paths)} files are empty, among them {paths[0]}"
@@ -164,10 +176,10 @@ def missing_column(path: str, file: RecordSource, columns: Sequence[str]) -> str
     missing = [name for name in columns if name not in names]
     if not missing:
         return None
-    listed = ", ".join(names[:LISTED]) + (
-        f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    listed = ", ".join(names[:MAX_COLUMNS]) + (
+        f" and {len(names) - MAX_COLUMNS} more" if len(names) > MAX_COLUMNS else ""
     )
     return (
-        f"{path} has no column {missing[0]!r}, only {listed}: name the column to read in train_data_columns, "
-        "or in eval_data_columns for evaluation"
+        f"{path} has no column {missing[0]!r}, only {listed}: name the column to read in "
+        "train_data_columns, or in eval_data_columns for evaluation"
     )

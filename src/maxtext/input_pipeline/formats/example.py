@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.input_pipeline.formats.interface import Record, choose
+from maxtext.input_pipeline.formats.interface import Record, select_columns
 
 # a name of our own: TensorFlow may be in the same process with its description
 PACKAGE = "maxtext.example"
@@ -74,7 +74,7 @@ def decode_example(data: bytes, columns: Sequence[str] = ()) -> Record:
         raise ValueError("its data is not a tf.train.Example") from error
     if not columns:
         return {name: values_of(feature[name]) for name in feature}
-    return choose(
+    return select_columns(
         {name: text_of(name, values_of(feature[name])) for name in columns if name in feature},
         columns,
     )

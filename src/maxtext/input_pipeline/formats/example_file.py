@@ -1,6 +1,4 @@
-"""Files of tf.train.Example: what TFRecord and ArrayRecord files share; how the bytes of one are
-read is theirs.
-"""
+"""Files of tf.train.Example: the common part of TFRecord and ArrayRecord files."""
 
 import os
 from abc import ABC, abstractmethod
@@ -15,13 +13,13 @@ class ExampleFile(ABC):
     def __init__(self, path: str, columns: Sequence[str], caches: Caches, count: int):
         self.path, self.wanted, self.caches, self.count = path, tuple(columns), caches, count
         self.nbytes = self.decoded = os.path.getsize(path)
-        self.names = self.look()
+        self.names = self.peek_columns()
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """The bytes of a record, or ValueError with the reason why there are none."""
+        """The bytes of a record. Raises ValueError if they are damaged."""
 
-    def look(self) -> list[str]:
+    def peek_columns(self) -> list[str]:
         """The columns of the first records that can be read."""
         names: dict[str, None] = {}
         reasons = []

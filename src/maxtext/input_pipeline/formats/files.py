@@ -1,9 +1,9 @@
-"""Which files a key of paths names, and of which kind a file is by its name.
+"""Finds the files that a key names, and the kind of a file by its name.
 
 Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which
-`**` goes through folders. As in a shell, names that start with a dot are left out unless they are
-named. The documents are the files in sorted order, each once, however often it is named. `{stdlib}`
-stands for the folder of the Python standard library, a text that every machine has.
+`**` matches any folders. As in a shell, names that start with a dot match only if they are written
+out. Files are sorted and unique. `{stdlib}` is the folder of the Python standard library, text that
+every machine has.
 """
 
 import glob
@@ -14,15 +14,26 @@ import sysconfig
 from maxtext.common.errors import ConfigError
 
 KIND_OF_SUFFIX = {
-    "txt": "text", "text": "text", "md": "text", "jsonl": "jsonl", "json": "jsonl", "ndjson": "jsonl",
-    "parquet": "parquet", "arrow": "arrow", "tfrecord": "tfrecord", "tfrecords": "tfrecord",
-    "array_record": "arrayrecord", "arrayrecord": "arrayrecord",
-}  # fmt: skip
+    "txt": "text",
+    "text": "text",
+    "md": "text",
+    "jsonl": "jsonl",
+    "json": "jsonl",
+    "ndjson": "jsonl",
+    "parquet": "parquet",
+    "arrow": "arrow",
+    "tfrecord": "tfrecord",
+    "tfrecords": "tfrecord",
+    "array_record": "arrayrecord",
+    "arrayrecord": "arrayrecord",
+}
 
 
 def find_files(key: str, value: str) -> list[str]:
-    """The sorted files that the value of `key` names, or every part of it that names none."""
-    found: set[str] = set()
+    """The sorted files that the value of `key` names. Raises ConfigError with every part of the
+    value that names none.
+    """
+    paths: set[str] = set()
     problems = []
     for part in filter(None, (part.strip() for part in value.split(","))):
         path = os.path.expanduser(part.replace("{stdlib}", sysconfig.get_path("stdlib")))
@@ -38,16 +49,16 @@ def find_files(key: str, value: str) -> list[str]:
             for file in files
             if not readable(file)
         ]
-        found.update(files)
-    if not found and not problems:
+        paths.update(files)
+    if not paths and not problems:
         problems.append(f"{key} is empty: name the files to read")
     if problems:
         raise ConfigError(*problems)
-    return sorted(found)
+    return sorted(paths)
 
 
 def files_of(path: str) -> list[str]:
-    # A name that exists is that name, even if it has a bracket in it.
+    # The name of an existing file is not a glob, even if it has a bracket in it.
     if os.path.isfile(path):
         return [path]
     matches = [path] if os.path.isdir(path) else glob.glob(path, recursive=True)
@@ -66,8 +77,8 @@ def readable(path: str) -> bool:
 
 
 def kind_of(path: str) -> str | None:
-    """The kind that the name says, also of `a.jsonl.gz` and `a.tfrecord-00000-of-00008`; None: it
-    says nothing.
+    """The kind of a file by its name, also of `a.jsonl.gz` and `a.tfrecord-00000-of-00008`; None if
+    it is unknown.
     """
     name = re.sub(r"-\d+-of-\d+$", "", os.path.basename(path)).removesuffix(".gz")
     return KIND_OF_SUFFIX.get(name.rpartition(".")[2].lower()) if "." in name else None

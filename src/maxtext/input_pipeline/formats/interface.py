@@ -1,12 +1,11 @@
-"""What a file format is to the pipeline: records by number, and what is said about those that
-cannot be read.
+"""The interface of file formats: random-access records, and errors for those that cannot be read.
 
-A record is a dictionary of columns. Text is `str`, a list of numbers is an array where the format
-knows its type (a list in JSON), nested values are lists and dictionaries. A record has the wanted
-columns, or all if none were named.
+A record is a dict of columns. Text is `str`; a list of numbers is an array if the format has its
+dtype, else a list (JSON); nested values are lists and dicts. A record has the wanted columns, or all
+if none were named.
 
-Formats are read by several threads at once and are sent to other processes: they pickle without
-what they hold open, and open it again when it is asked for.
+Several threads read a RecordSource at once, and it is sent to other processes: it is pickled without
+open files, which are opened again on demand.
 """
 
 import os
@@ -19,32 +18,30 @@ from maxtext.common.errors import UserError
 
 Record = dict[str, Any]
 
-GZIP = b"\x1f\x8b"  # how a compressed file begins
-HEAD = 16  # records that are looked at to know the columns of a file without a schema
+GZIP = b"\x1f\x8b"  # the first bytes of a compressed file
+HEAD = 16  # records that are read to find the columns of a file without a schema
 
 
 class BadRecord(Exception):
-    """A record that cannot be read. `place` is where in the file, a number is that of a record.
+    """A record that cannot be read. `location` is its place in the file, or the number of a record.
 
-    Lines count from 1, as in an editor; rows and records from 0, as in Python. `details`: as in
+    Lines count from 1, as in an editor; rows and records from 0, as in Python. `details` are as in
     UserError.
     """
 
     details = ""
 
-    def __init__(self, path: str, place: str | int, reason: str):
-        super().__init__(path, place, reason)
+    def __init__(self, path: str, location: str | int, reason: str):
+        super().__init__(path, location, reason)
         self.path, self.reason = path, reason
-        self.place = f"record {place}" if isinstance(place, int) else place
+        self.location = f"record {location}" if isinstance(location, int) else location
 
     def __str__(self) -> str:
-        return f"{self.path}, {self.place}: {self.reason}"
+        return f"{self.path}, {self.location}: {self.reason}"
 
 
 class BadFile(Exception):
-    """A file that is not of its kind, or is damaged as a whole. The message follows the name of the
-    file.
-    """
+    """A file that is not of its kind, or is damaged. The message follows the name of the file."""
 
 
 class RecordSource(Protocol):
@@ -53,33 +50,31 @@ class RecordSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record:
-        """The record, by any thread. Raises BadRecord where it cannot be read, IndexError past the
-        end.
-        """
+        """A record; thread-safe. Raises BadRecord if it cannot be read, IndexError past the end."""
 
     def where(self, index: int) -> tuple[str, str]:
-        """The file and the place in it, as in BadRecord."""
+        """(path, location) of a record, as in BadRecord."""
 
     @property
     def blocks(self) -> np.ndarray | None:
-        """How many records follow each other in each part that is read at once; None: any record
-        costs the same.
+        """The number of records in each block of records that are decoded together; None if each is
+        read alone.
         """
 
     @property
     def sizes(self) -> np.ndarray | None:
-        """The bytes of each record, where they are known without reading it."""
+        """The size of each record in bytes, if known without reading them."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes on disk."""
+        """The size on disk."""
 
     @property
     def decoded(self) -> int:
-        """The bytes of all blocks in memory, about; those on disk where there are no blocks."""
+        """The approximate decoded size of all blocks, or the size on disk if there are none."""
 
     def columns(self) -> list[str] | None:
-        """The names of the columns; None: any name will do."""
+        """The names of the columns, or None if any name is accepted."""
 
 
 def check_index(index: int, length: int) -> None:
@@ -87,8 +82,8 @@ def check_index(index: int, length: int) -> None:
         raise IndexError(f"record {index} of {length}")
 
 
-def choose(record: Record, wanted: Sequence[str]) -> Record:
-    """The wanted columns of a record, or ValueError with the reason why it does not have them."""
+def select_columns(record: Record, wanted: Sequence[str]) -> Record:
+    """The wanted columns of a record. Raises ValueError if one is missing."""
     chosen = (
         {name: record[name] for name in wanted if record.get(name) is not None}
         if wanted
@@ -101,40 +96,39 @@ def choose(record: Record, wanted: Sequence[str]) -> Record:
     return chosen
 
 
-def gone(path: str, error: OSError) -> UserError:
-    """For a file that was there at the start of the run: this is not one bad record that may be
-    left out.
+def missing_file_error(path: str, error: OSError) -> UserError:
+    """The error for a file that existed at the start of the run. It is not a bad record, which may
+    be skipped.
     """
     return UserError(
-        f"{path} cannot be read any more ({error.strerror or error}): put it back and resume the run"
+        f"{path} cannot be read any more ({error.strerror or error}): put it back and resume the "
+        "run"
     )
 
 
-def shrunk(path: str) -> UserError:
+def shrunk_file_error(path: str) -> UserError:
     return UserError(
         f"{path} has become shorter while the run reads it: put it back and resume the run"
     )
 
 
 class OpenFile:
-    """Bytes of a file by position. It is closed when the last thread that reads from it lets it
-    go.
-    """
+    """Reads bytes of a file at any offset. It is closed when the last reference to it is gone."""
 
     def __init__(self, path: str):
         self.path = path
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise gone(path, error) from error
+            raise missing_file_error(path, error) from error
 
     def read(self, start: int, end: int) -> bytes:
         try:
             data = os.pread(self.descriptor, end - start, start)
         except OSError as error:
-            raise gone(self.path, error) from error
+            raise missing_file_error(self.path, error) from error
         if len(data) < end - start:
-            raise shrunk(self.path)
+            raise shrunk_file_error(self.path)
         return data
 
     def __del__(self) -> None:

@@ -1,8 +1,8 @@
-"""kind=jsonl: a line is a JSON object of columns; kind=lines: it is plain text. Blank lines are no
-records, the last line needs no end.
+"""kind=jsonl: each line is a JSON object of columns; kind=lines: each line is plain text. Blank
+lines are skipped.
 
-A file compressed with gzip (by its first bytes, not its name) is one block: it is decompressed as a
-whole when one of its records is touched.
+A file compressed with gzip (by its first bytes, not its name) is one block: all of it is
+decompressed when one of its records is read.
 """
 
 import gzip
@@ -23,8 +23,8 @@ from maxtext.input_pipeline.formats.interface import (
     OpenFile,
     Record,
     check_index,
-    choose,
-    gone,
+    missing_file_error,
+    select_columns,
 )
 from maxtext.input_pipeline.formats.lines import index_lines
 
@@ -42,7 +42,7 @@ class JsonLines:
             self.lines = index_lines(self.chunks(), HEAD)
         except DAMAGED as error:
             raise BadFile(f"cannot be decompressed ({error}): write or copy it again") from error
-        self.names = self.look()
+        self.names = self.peek_columns()
         self.lines.head.clear()
 
     def chunks(self) -> Iterator[bytes]:
@@ -54,10 +54,8 @@ class JsonLines:
             while chunk := file.read(CHUNK):
                 yield chunk
 
-    def look(self) -> list[str] | None:
-        """The columns of the first records that can be read; no such record means that this is
-        another kind of file.
-        """
+    def peek_columns(self) -> list[str] | None:
+        """The columns of the first records. Raises BadFile if none of them can be read."""
         names: dict[str, None] = {}
         reasons = []
         for line in self.lines.head:
@@ -83,7 +81,7 @@ class JsonLines:
             raise BadRecord(*self.where(index), str(error)) from error
 
     def record(self, line: bytes) -> Record:
-        return choose(parse(line), self.wanted)
+        return select_columns(parse(line), self.wanted)
 
     def read(self, start: int, end: int) -> bytes:
         if self.compressed:
@@ -95,7 +93,7 @@ class JsonLines:
             with gzip.open(self.path, "rb") as file:
                 return file.read()
         except (OSError, EOFError, zlib.error) as error:  # it could be read at the start
-            raise gone(
+            raise missing_file_error(
                 self.path, error if isinstance(error, OSError) else OSError(str(error))
             ) from error
 
@@ -119,11 +117,11 @@ class JsonLines:
 
 
 class TextLines(JsonLines):
-    """kind=lines: a line is a document, whatever the name of its column. Bytes that are not UTF-8
+    """kind=lines: each line is a document, for any name of its column. Bytes that are not UTF-8
     become U+FFFD.
     """
 
-    def look(self) -> None:
+    def peek_columns(self) -> None:
         return None
 
     def record(self, line: bytes) -> Record:
@@ -133,7 +131,7 @@ class TextLines(JsonLines):
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The object of a line, or ValueError with the reason."""
+    """The JSON object of a line. Raises ValueError if it is none."""
     try:
         value = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:

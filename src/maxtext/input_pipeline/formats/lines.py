@@ -1,6 +1,4 @@
-"""Where the lines of a file begin, found once in a fast pass over its bytes. Lines of white space
-do not count.
-"""
+"""The index of the lines of a file, from one fast pass over its bytes. Blank lines are skipped."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -8,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 WHITE = b" \t\r\n"
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors put it at the start of a file of UTF-8
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the start of a UTF-8 file
 
 
 @dataclass
@@ -18,7 +16,7 @@ class LineIndex:
     """
 
     offsets: np.ndarray  # [lines + 1]
-    blanks: np.ndarray  # for each blank line, how many others are before it
+    blanks: np.ndarray  # for each blank line, the number of other lines before it
     head: list[bytes] = field(default_factory=list)  # the first few lines
 
     def __len__(self) -> int:
@@ -30,10 +28,10 @@ class LineIndex:
 
 
 def index_lines(chunks: Iterable[bytes], head: int) -> LineIndex:
-    """The index of lines of a file that is read in chunks, with its first `head` lines."""
+    """Index the lines of a file that is read in chunks, and keep its first `head` lines."""
     first: list[bytes] = []
     begins, blanks, total, offset = [], [], 0, 0
-    for data in whole_lines(chunks):
+    for data in split_at_line_ends(chunks):
         mark = len(BYTE_ORDER_MARK) if offset == 0 and data.startswith(BYTE_ORDER_MARK) else 0
         array = np.frombuffer(data, np.uint8)
         ends = np.flatnonzero(array == ord("\n")) + 1
@@ -48,12 +46,12 @@ def index_lines(chunks: Iterable[bytes], head: int) -> LineIndex:
             [line for line in white if not data[starts[line] : ends[line]].strip(WHITE)], np.int64
         )
         blanks.append(total + blank - np.arange(len(blank)))
-        kept = np.delete(starts, blank)
-        for start in kept[: head - len(first)]:
+        nonblank = np.delete(starts, blank)
+        for start in nonblank[: head - len(first)]:
             end = data.find(b"\n", start)
             first.append(data[start : end if end >= 0 else len(data)])
-        begins.append(kept + offset)
-        total += len(kept)
+        begins.append(nonblank + offset)
+        total += len(nonblank)
         offset += len(data)
     # Half the memory for files below 4 GiB.
     kind = np.uint32 if offset < 2**32 else np.uint64
@@ -61,8 +59,8 @@ def index_lines(chunks: Iterable[bytes], head: int) -> LineIndex:
     return LineIndex(offsets, np.concatenate([np.zeros(0, np.int64), *blanks]), first)
 
 
-def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, cut after line ends."""
+def split_at_line_ends(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in chunks that end with a line end."""
     waiting: list[bytes] = []
     for chunk in chunks:
         cut = chunk.rfind(b"\n") + 1

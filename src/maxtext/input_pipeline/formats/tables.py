@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from maxtext.input_pipeline.formats.cache import Caches
-from maxtext.input_pipeline.formats.interface import BadFile, BadRecord, Record, check_index, choose
+from maxtext.input_pipeline.formats.interface import (
+    BadFile,
+    BadRecord,
+    Record,
+    check_index,
+    select_columns,
+)
 
 LISTS = ("list<", "large_list<", "fixed_size_list<")
 NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)} | {
@@ -21,10 +27,10 @@ NUMBERS = {f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 6
 
 
 class RowBlock:
-    """A block of rows in memory, or in a mapped file. `reason`: why none of them can be read.
+    """A block of rows in memory, or in a mapped file. `reason` says why none of them can be read.
 
-    A damaged offset would send a reader outside of the memory of a column. So all rows are looked
-    at together, and one by one where something is wrong.
+    A damaged offset would make a reader access memory outside of a column. So all rows are
+    validated together, and one by one if that fails.
     """
 
     def __init__(self, columns: dict[str, Any], reason: str = ""):
@@ -34,7 +40,7 @@ class RowBlock:
         self.arrays = {name for name, column in columns.items() if is_list_of_numbers(column.type)}
 
     def row(self, index: int) -> Record:
-        """The values of a row, or ValueError with the reason why it has none."""
+        """The values of a row. Raises ValueError if it cannot be read."""
         if self.reason:
             raise ValueError(self.reason)
         return {name: self.value(name, index) for name in self.columns}
@@ -52,10 +58,7 @@ class RowBlock:
             raise ValueError(
                 f"the column {name!r} has invalid UTF-8 at byte {error.start}"
             ) from error
-        except (
-            ValueError,
-            IndexError,
-        ) as error:  # what pyarrow raises for damaged data is one of these
+        except (ValueError, IndexError) as error:  # pyarrow's errors for damaged data
             raise ValueError(f"the column {name!r} is damaged ({error})") from error
 
 
@@ -72,7 +75,7 @@ def is_list_of_numbers(kind: Any) -> bool:
 
 
 def damaged_block(error: Exception) -> RowBlock:
-    """A block that cannot be decoded. It is kept like any other, or each of its rows would decode
+    """A block that cannot be decoded. It is cached like any other, or each of its rows would decode
     it again.
     """
     return RowBlock({}, reason=f"its block of rows is damaged ({first_line(error)})")
@@ -83,7 +86,7 @@ def first_line(error: Exception) -> str:
 
 
 class TableFile(ABC):
-    """What Parquet and Arrow files share; `load` is theirs."""
+    """The common part of Parquet and Arrow files."""
 
     sizes = None
 
@@ -95,10 +98,13 @@ class TableFile(ABC):
         names: list[str],
         counts: Sequence[int],
     ):
-        """`counts`: the rows of each block."""
+        """`counts` are the numbers of rows of the blocks."""
         if len(set(names)) < len(names):
             raise BadFile(f"has two columns of the same name among {', '.join(names)}")
-        self.path, self.wanted, self.caches, self.names = path, tuple(wanted), caches, names
+        self.path = path
+        self.wanted = tuple(wanted)
+        self.caches = caches
+        self.names = names
         self.nbytes = self.decoded = os.path.getsize(path)
         self.counts = list(counts)
         self.ends = list(accumulate(self.counts))
@@ -106,7 +112,7 @@ class TableFile(ABC):
 
     @abstractmethod
     def load(self, number: int) -> RowBlock:
-        """A block."""
+        """Read a block."""
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -116,7 +122,9 @@ class TableFile(ABC):
         number = bisect_right(self.ends, index)
         rows = self.caches.blocks.get((self.path, number), lambda: self.load(number))
         try:
-            return choose(rows.row(index - self.ends[number] + self.counts[number]), self.wanted)
+            return select_columns(
+                rows.row(index - self.ends[number] + self.counts[number]), self.wanted
+            )
         except ValueError as error:
             raise BadRecord(*self.where(index), str(error)) from error
 

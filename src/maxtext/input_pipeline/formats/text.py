@@ -1,5 +1,5 @@
-"""kind=text: a file is one document, whatever the name of its column. Bytes that are not UTF-8
-become U+FFFD.
+"""kind=text: a file is one document, for any name of its column. Bytes that are not UTF-8 become
+U+FFFD.
 """
 
 import os
@@ -9,13 +9,11 @@ from concurrent.futures import Executor
 import numpy as np
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline.formats.interface import Record, check_index, gone
+from maxtext.input_pipeline.formats.interface import Record, check_index, missing_file_error
 
 
 class TextFiles:
-    """All the files together: there may be many, and nothing but the size is to be known about
-    each.
-    """
+    """All files as one source: there may be many, and only their sizes are needed."""
 
     blocks = None
 
@@ -38,7 +36,7 @@ class TextFiles:
             with open(self.paths[index], "rb") as file:
                 text = file.read().decode("utf-8", errors="replace")
         except OSError as error:
-            raise gone(self.paths[index], error) from error
+            raise missing_file_error(self.paths[index], error) from error
         return dict.fromkeys(self.names, text)
 
     def where(self, index: int) -> tuple[str, str]:

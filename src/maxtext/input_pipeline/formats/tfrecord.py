@@ -1,9 +1,9 @@
 """kind=tfrecord: TFRecord files without TensorFlow.
 
 A record is its length (8 bytes), the checksum of the length, the data, and the checksum of the
-data. The lengths are walked through once at the start and all their checksums are verified, so that
-a file that was cut, or is of another kind, is known before training. The checksum of the data is
-verified whenever a record is read (crc32c.py).
+data. All lengths are read and their checksums verified when a file is opened, so that a truncated
+file, or one of another kind, is detected before training. The checksum of the data is verified when
+a record is read (crc32c.py).
 """
 
 import mmap
@@ -22,7 +22,7 @@ from maxtext.input_pipeline.formats.interface import GZIP, BadFile, OpenFile
 HEADER = struct.Struct("<QI")
 CHECKSUM = struct.Struct("<I")
 FRAME = HEADER.size + CHECKSUM.size
-VERIFIED_TOGETHER = 2**16
+VERIFIED_AT_ONCE = 2**16
 
 
 class TfRecords(ExampleFile):
@@ -47,7 +47,7 @@ class TfRecords(ExampleFile):
 
 
 def walk(path: str) -> np.ndarray:
-    """The offset of each record and of the end of the file, or BadFile."""
+    """The offset of each record and of the end of the file. Raises BadFile if it is damaged."""
     size = os.path.getsize(path)
     kind = np.uint32 if size < 2**32 else np.uint64
     parts, offset, count = [], 0, 0
@@ -60,7 +60,7 @@ def walk(path: str) -> np.ndarray:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
     while mapped is not None and offset < size:
         begins, lengths, checksums = array("Q"), array("Q"), array("I")
-        while offset + HEADER.size <= size and len(begins) < VERIFIED_TOGETHER:
+        while offset + HEADER.size <= size and len(begins) < VERIFIED_AT_ONCE:
             length, checksum = HEADER.unpack_from(mapped, offset)
             begins.append(offset)
             lengths.append(length)
@@ -73,7 +73,8 @@ def walk(path: str) -> np.ndarray:
             raise BadFile("is not a TFRecord file (the checksum of its first length is wrong)")
         if len(wrong):
             raise BadFile(
-                f"is damaged at record {count + wrong[0]}, whose length has a wrong checksum: copy it again"
+                f"is damaged at record {count + wrong[0]}, whose length has a wrong checksum: copy "
+                "it again"
             )
         if offset > size or not begins:
             raise BadFile(f"ends within record {count + max(len(begins) - 1, 0)}: copy it again")
