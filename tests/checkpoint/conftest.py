@@ -41,11 +41,11 @@ def run_job():
 
 
 @pytest.fixture(scope="session")
-def theirs(llama, tmp_path_factory):
+def hf_folder(llama, tmp_path_factory):
     """A Hugging Face folder in three shards, in bfloat16, and its tensors. Not to be changed."""
     from maxtext.checkpoint.safetensors_writer import write_hf_folder
 
-    folder = tmp_path_factory.mktemp("theirs") / "llama"
+    folder = tmp_path_factory.mktemp("hf") / "llama"
     _, _, param_infos = llama.model()
     source = llama.Random(llama.their_tensors(param_infos, ml_dtypes.bfloat16))
     total = sum(tensor.nbytes for tensor in source.tensors.values())

@@ -37,15 +37,19 @@ RULES = [
     Rule(f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/weight", "e (h d) -> h d e"),
     *(
         Rule(
-            f"{LAYER}self_attn.{theirs}_proj.weight",
-            f"layers/{{i}}/attention/{ours}/weight",
+            f"{LAYER}self_attn.{hf_name}_proj.weight",
+            f"layers/{{i}}/attention/{native_name}/weight",
             "(h d) e -> e h d",
         )
-        for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"))
+        for hf_name, native_name in (("q", "query"), ("k", "key"), ("v", "value"))
     ),
     *(
-        Rule(f"{LAYER}mlp.{theirs}_proj.weight", f"layers/{{i}}/mlp/{ours}/weight", "o n -> n o")
-        for theirs, ours in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))
+        Rule(
+            f"{LAYER}mlp.{hf_name}_proj.weight",
+            f"layers/{{i}}/mlp/{native_name}/weight",
+            "o n -> n o",
+        )
+        for hf_name, native_name in (("gate", "wi_0"), ("up", "wi_1"), ("down", "wo"))
     ),
 ]
 SIZES = [
@@ -120,12 +124,12 @@ def convert(job):
     found = {}
     start = memory("VmRSS")
     write_native_folder(
-        job["ours"], from_hf(SafetensorsFolder.open(job["theirs"]), RULES, param_infos), {}, []
+        job["native"], from_hf(SafetensorsFolder.open(job["hf"]), RULES, param_infos), {}, []
     )
     found["from_hf"] = memory("VmHWM") - start
     write_hf_folder(
         job["back"],
-        to_hf(SafetensorsFolder.open(job["ours"], NATIVE_STEM), RULES, param_infos),
+        to_hf(SafetensorsFolder.open(job["native"], NATIVE_STEM), RULES, param_infos),
         {},
         [],
     )
@@ -143,8 +147,8 @@ def hang(job):
             time.sleep(120)
 
     write_native_folder(
-        job["ours"],
-        from_hf(SafetensorsFolder.open(job["theirs"]), RULES, param_infos),
+        job["native"],
+        from_hf(SafetensorsFolder.open(job["hf"]), RULES, param_infos),
         {},
         [],
         10_000,
@@ -163,7 +167,7 @@ def shard(job):
     shardings = jax.tree.map(
         lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes
     )
-    counted = Counted(SafetensorsFolder.open(job["ours"], NATIVE_STEM))
+    counted = Counted(SafetensorsFolder.open(job["native"], NATIVE_STEM))
     weights = flatten(
         load_weights(counted, param_infos, template, shardings, host_bytes=job["host_bytes"])
     )

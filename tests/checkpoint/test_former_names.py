@@ -123,8 +123,8 @@ def test_reads_a_local_checkpoint_under_current_names(tmp_path):
     tier.save(4, {("weights", "mlp", "kernel"): jnp.arange(6.0)}, {"row": 2})
     tier.wait()
     name = ("weights", "mlp", "weight")
-    found = tier.restore(4, {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})
-    assert found is not None
-    arrays, position = found
+    restored = tier.restore(4, {name: jax.ShapeDtypeStruct((6,), jnp.float32, sharding=sharding)})
+    assert restored is not None
+    arrays, position = restored
     np.testing.assert_array_equal(arrays[name], np.arange(6.0))
     assert position == {"row": 2}

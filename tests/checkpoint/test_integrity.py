@@ -30,13 +30,13 @@ def step(tmp_path):
     return tmp_path
 
 
-def test_untouched_files_are_whole(step):
+def test_unchanged_files_verify(step):
     write_digest(step)
     assert verify(step) == []
     assert files_without_digest(step) == []
 
 
-def test_every_single_bit_counts(step):
+def test_detects_every_flipped_bit(step):
     write_digest(step)
     for name in FILES:
         path = step / name
@@ -48,7 +48,7 @@ def test_every_single_bit_counts(step):
     assert verify(step) == []
 
 
-def test_short_and_missing_files_are_named(step):
+def test_reports_truncated_and_missing_files(step):
     write_digest(step)
     (step / FILES[0]).write_bytes(b"short")
     (step / FILES[2]).unlink()
@@ -56,18 +56,18 @@ def test_short_and_missing_files_are_named(step):
     assert problems == ["state/manifest is missing", f"{FILES[0]} has 5 bytes instead of 100"]
 
 
-def test_without_a_digest_nothing_is_said(step):
+def test_step_without_digest_verifies(step):
     assert verify(step) == []
     assert set(files_without_digest(step)) == set(FILES)
 
 
-def test_a_damaged_digest_is_damage(step):
+def test_damaged_digest_is_a_problem(step):
     write_digest(step)
     (step / digest_file(0)).write_text('{"files": ')
     assert len(verify(step)) == 1
 
 
-def test_processes_share_the_work(step):
+def test_processes_digest_disjoint_files(step):
     write_digest(step, 0, 2)
     first = set(read_digests(step))
     assert FILES[0] in first

@@ -36,6 +36,6 @@ def test_a_bfloat16_block_becomes_float32():
 
 
 @pytest.mark.parametrize(("saved", "dtype"), [(np.float32, jnp.bfloat16), (np.int32, jnp.float32)])
-def test_a_block_that_would_lose_numbers_is_refused(saved, dtype):
+def test_block_that_would_be_narrowed_raises(saved, dtype):
     with pytest.raises(UserError, match="and this run has"):
         assemble(folder_of(np.ones(3, saved)), NAME, wanted(dtype))

@@ -21,7 +21,7 @@ def save(tier, step):
 
 
 @pytest.mark.parametrize("later", [3, 1], ids=["an old step goes", "the run went back"])
-def test_a_kill_while_a_step_is_deleted_leaves_no_half_step(tier, monkeypatch, later):
+def test_kill_during_deletion_leaves_no_partial_step(tier, monkeypatch, later):
     save(tier, 1)
     save(tier, 2)
 

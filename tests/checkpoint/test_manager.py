@@ -73,7 +73,7 @@ def read(folder, step):
     ],
     ids=str,
 )
-def test_a_save_holds_the_values_of_its_moment(make_manager, storage):
+def test_save_copies_values_before_the_next_step(make_manager, storage):
     """Steps go on, in the very memory of the state, while it is being written."""
     manager = make_manager(storage=storage)
     step = jax.jit(lambda x: x * 1.25 + 1, donate_argnums=0)
@@ -86,14 +86,14 @@ def test_a_save_holds_the_values_of_its_moment(make_manager, storage):
             save(manager, number, {"weights": {"a": state}, "count": jnp.int32(number)})
     manager.wait()
     for number, values in expected.items():
-        found = read(manager.folder, number)
-        assert found[("weights", "a")].tobytes() == values.tobytes()
-        assert found[("count",)] == number
+        restored = read(manager.folder, number)
+        assert restored[("weights", "a")].tobytes() == values.tobytes()
+        assert restored[("count",)] == number
     assert SavedStep(manager.folder / "9").iterator_states() == [{"row": 9}]
     assert SavedStep(manager.folder / "9").run["step"] == 9
 
 
-def test_files_are_cut_to_the_wished_size(make_manager, tmp_path):
+def test_target_data_file_size_limits_files(make_manager, tmp_path):
     numbers = np.random.default_rng(0).normal(size=(16, 25_000)).astype(np.float32)
     tree = {"weights": {str(row): jnp.asarray(one) for row, one in enumerate(numbers)}}
     largest = {}
@@ -107,7 +107,7 @@ def test_files_are_cut_to_the_wished_size(make_manager, tmp_path):
     assert largest[200_000] < 500_000 < largest[2**31]
 
 
-def test_the_old_one_goes_after_the_new_one_is_on_disk(make_manager, monkeypatch):
+def test_old_step_is_deleted_after_the_new_one_is_on_disk(make_manager, monkeypatch):
     manager = make_manager(max_to_keep=1)
     save(manager, 1, {"a": jnp.ones(8)})
     manager.wait()
@@ -139,7 +139,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_spoils_one_save_and_nothing_else(make_manager, small_disk, warnings):
+def test_full_disk_fails_one_save_only(make_manager, small_disk, warnings):
     numbers = (
         np.random.default_rng(0).normal(size=300_000).astype(np.float32)
     )  # 1.2 MB that cannot be compressed
@@ -164,7 +164,7 @@ def test_a_full_disk_spoils_one_save_and_nothing_else(make_manager, small_disk, 
     assert read(manager.folder, 3)[("a",)].tobytes() == (numbers + 2).tobytes()
 
 
-def test_a_folder_that_cannot_be_made_is_reported(make_manager, tmp_path, warnings):
+def test_folder_that_cannot_be_created_is_reported(make_manager, tmp_path, warnings):
     (tmp_path / "file").write_text("")
     manager = make_manager(tmp_path / "file" / "checkpoints")
     save(manager, 1, {"a": jnp.ones(3)})
@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_made_is_reported(make_manager, tmp_path, warnin
     assert "there is no checkpoint yet" in warnings[0]
 
 
-def test_a_read_only_disk_is_found_before_anything_is_written(small_disk):
+def test_read_only_disk_is_detected_early(small_disk):
     check_writable(small_disk / "run" / "deep", "base_output_directory")
     assert not list(small_disk.iterdir()), "no trace is left"
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -184,7 +184,7 @@ def test_a_read_only_disk_is_found_before_anything_is_written(small_disk):
         check_writable(small_disk / "run", "base_output_directory")
 
 
-def test_a_step_that_cannot_be_read_says_so(make_manager):
+def test_unreadable_step_raises(make_manager):
     manager = make_manager()
     save(manager, 1, {"a": jnp.ones(1000)})
     manager.wait()

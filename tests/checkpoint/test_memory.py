@@ -22,15 +22,15 @@ def test_one_gigabyte(llama, run_job, tmp_path):
     tensors = llama.their_tensors(param_infos, ml_dtypes.bfloat16)
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert 1e9 < total < 1.05e9
-    folders = {name: tmp_path / name for name in ("theirs", "ours", "back")}
+    folders = {name: tmp_path / name for name in ("hf", "native", "back")}
     try:
-        write_hf_folder(folders["theirs"], llama.Random(tensors), {}, [], 10**9 // 4)
-        found = run_job(
+        write_hf_folder(folders["hf"], llama.Random(tensors), {}, [], 10**9 // 4)
+        peaks = run_job(
             {"do": "convert", "words": WORDS} | {name: str(path) for name, path in folders.items()}
         )
-        print({name: f"{size / 1e9:.2f} GB" for name, size in found.items()})
+        print({name: f"{size / 1e9:.2f} GB" for name, size in peaks.items()})
         assert (
-            0.13e9 < max(found.values()) < 0.375e9
+            0.13e9 < max(peaks.values()) < 0.375e9
         )  # the embedding is there at once, and not much else
         back = SafetensorsFolder.open(folders["back"])
         assert back.tensors == tensors

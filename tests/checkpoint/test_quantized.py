@@ -265,10 +265,10 @@ def test_scores_and_saving(pair, tmp_path, caplog, monkeypatch):
 
 
 def test_converted(pair, tmp_path):
-    from_folder(pair.folder, tmp_path / "ours")
-    to_folder(tmp_path / "ours", tmp_path / "theirs")
-    assert_same_tensors(tmp_path / "theirs", written(pair))
-    assert "quantization_config" not in json.loads((tmp_path / "theirs/config.json").read_text())
+    from_folder(pair.folder, tmp_path / "native")
+    to_folder(tmp_path / "native", tmp_path / "hf")
+    assert_same_tensors(tmp_path / "hf", written(pair))
+    assert "quantization_config" not in json.loads((tmp_path / "hf/config.json").read_text())
 
 
 def test_further_tokens(deepseek, tmp_path):
@@ -281,11 +281,11 @@ def test_further_tokens(deepseek, tmp_path):
     assert_same_tensors(tmp_path, written(deepseek, further=True))
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
-    theirs = deepseek.model
+    hf_model = deepseek.model
     layer = MtpLayer(
-        theirs.config.get_mtp_config(),
-        type(theirs.model.layers[-1]),
-        type(theirs.model.norm),
+        hf_model.config.get_mtp_config(),
+        type(hf_model.model.layers[-1]),
+        type(hf_model.model.norm),
         layer_idx=0,
     ).float()
     state = {}
@@ -319,8 +319,8 @@ def test_further_tokens(deepseek, tmp_path):
     positions = torch.arange(LENGTH)[None].expand_as(ids)
     mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)[None, None]
     with torch.no_grad():
-        embedded = theirs.model.embed_tokens(following)
-        rotary = theirs.model.rotary_emb(embedded, position_ids=positions)
+        embedded = hf_model.model.embed_tokens(following)
+        rotary = hf_model.model.rotary_emb(embedded, position_ids=positions)
         expected = layer(embedded, hidden, rotary, mask, positions, None).numpy()
 
     @jax.jit

@@ -58,15 +58,15 @@ def loaded(source, config, template, param_infos, progress=None):
 @pytest.fixture(scope="module")
 def folders(llama, tmp_path_factory):
     """{dtype: (folder, weights that it was written from, plain source)}; the model is scanned."""
-    found = {}
+    written = {}
     for dtype in ("int8", "int4"):
         config, template, param_infos = llama.model(WIDE, f"quantization={dtype}")
         source = Plain(param_infos)
         weights = loaded(source, config, template, param_infos)
         folder = tmp_path_factory.mktemp(dtype) / "folder"
         save_native(folder, config, PackedWeights(ModelWeights(weights, param_infos)))
-        found[dtype] = folder, weights, source
-    return found
+        written[dtype] = folder, weights, source
+    return written
 
 
 def reopened(folder, **keys):
@@ -81,10 +81,10 @@ def reopened(folder, **keys):
     ), param_infos
 
 
-def same(ours, theirs):
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    assert jax.tree.map(lambda leaf: leaf.dtype, ours) == jax.tree.map(
-        lambda leaf: leaf.dtype, theirs
+def same(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert jax.tree.map(lambda leaf: leaf.dtype, actual) == jax.tree.map(
+        lambda leaf: leaf.dtype, expected
     )
 
 
@@ -98,7 +98,7 @@ def test_pack(length):
     assert unpack(stored, length).dtype == values.dtype
 
 
-def test_the_first_is_in_the_lower_half():
+def test_first_int4_is_in_the_lower_half_byte():
     assert pack(np.array([1, -1], ml_dtypes.int4)).tolist() == [0xF1]
     assert pack(np.array([-8, 7, 3], ml_dtypes.int4)).tolist() == [0x78, 0x03]
 
@@ -145,7 +145,7 @@ def test_there_and_back(folders, dtype, scanned):
 
 
 @KINDS
-def test_to_others_it_is_plain(folders, dtype, tmp_path):
+def test_reads_as_plain_floats(folders, dtype, tmp_path):
     folder, _, source = folders[dtype]
     opened = open_checkpoint(folder).source
     assert isinstance(opened, QuantizedFolder)
@@ -158,15 +158,15 @@ def test_to_others_it_is_plain(folders, dtype, tmp_path):
             assert 0 < np.abs(array - exact).max() <= scale.max() * 0.5001
         else:
             np.testing.assert_array_equal(array, exact)
-    to_folder(folder, tmp_path / "theirs")
-    theirs = SafetensorsFolder.open(tmp_path / "theirs")
-    down = theirs.read("model.layers.2.mlp.down_proj.weight")
+    to_folder(folder, tmp_path / "hf")
+    expected = SafetensorsFolder.open(tmp_path / "hf")
+    down = expected.read("model.layers.2.mlp.down_proj.weight")
     np.testing.assert_array_equal(down.T, opened.read("layers/2/mlp/wo/weight"))
-    assert not [name for name in theirs.tensors if "scale" in name]
-    assert "quantization" not in json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert not [name for name in expected.tensors if "scale" in name]
+    assert "quantization" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
-def test_floats_of_one_kernel_at_a_time(llama):
+def test_one_weight_at_a_time_is_in_floats(llama):
     """After each weight, nothing lives but what the model keeps of the weights so far."""
     config, template, param_infos = llama.model("quantization=int8")
     source = Plain(param_infos)
@@ -184,7 +184,7 @@ def test_floats_of_one_kernel_at_a_time(llama):
     assert sum(isinstance(leaf, QuantizedWeight) for leaf in flatten(weights).values()) == 8
 
 
-def test_a_folder_that_is_there_is_kept(folders, llama):
+def test_existing_folder_is_not_overwritten(folders, llama):
     folder, weights, _ = folders["int8"]
     config, _, param_infos = llama.model(WIDE, "quantization=int8")
     with pytest.raises(UserError, match="exists already"):
@@ -242,7 +242,7 @@ def test_damage(folders, tmp_path, name):
         reopened(folder)
 
 
-def test_one_clear_sentence(folders, llama, tmp_path):
+def test_contradicting_quantization_keys_raise(folders, llama, tmp_path):
     int8, int4 = folders["int8"][0], folders["int4"][0]
     with pytest.raises(
         ConfigError, match="quantization='int4' .* differs from 'int8' in the model's file"

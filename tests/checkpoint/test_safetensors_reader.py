@@ -49,7 +49,7 @@ def test_reads_what_safetensors_writes(tmp_path):
         assert array.flags.writeable
 
 
-def test_shards_and_files_beside_them(tmp_path):
+def test_shards_and_hf_assets(tmp_path):
     save_file({"a": torch.arange(4)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file(
         {"b": torch.arange(5), "extra": torch.arange(6)},
@@ -181,10 +181,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_folders(name, theirs, tmp_path):
+def test_bad_folders(name, hf_folder, tmp_path):
     damage, message = BAD[name]
     folder = tmp_path / "bad"
-    shutil.copytree(theirs[0], folder)
+    shutil.copytree(hf_folder[0], folder)
     message = message.replace("{second}", re.escape(SECOND)).replace(
         "{last}", re.escape(last_tensor(folder))
     )
@@ -195,16 +195,16 @@ def test_bad_folders(name, theirs, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_the_other_form_of_a_folder(theirs, tmp_path):
+def test_folder_of_the_other_format_raises(hf_folder, tmp_path):
     with pytest.raises(UserError, match="Hugging Face's form.*convert them first"):
-        SafetensorsFolder.open(theirs[0], NATIVE_STEM)
+        SafetensorsFolder.open(hf_folder[0], NATIVE_STEM)
     (tmp_path / "weights.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match="maxtext's own form"):
         SafetensorsFolder.open(tmp_path)
 
 
-def test_a_file_that_shrinks_while_it_is_read(theirs, tmp_path):
-    shutil.copytree(theirs[0], tmp_path / "f")
+def test_file_that_shrinks_while_read_raises(hf_folder, tmp_path):
+    shutil.copytree(hf_folder[0], tmp_path / "f")
     folder = SafetensorsFolder.open(tmp_path / "f")
     name = last_tensor(tmp_path / "f")
     cut(tmp_path / "f" / SECOND, 2)

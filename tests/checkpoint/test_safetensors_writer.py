@@ -97,9 +97,9 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
         assert [file.name for file in files] == [
             f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)
         ]
-        found = json.loads(index.read_text())
-        assert found["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
-        assert found["weight_map"] == {name: file for name, (_, file) in seen.items()}
+        contents = json.loads(index.read_text())
+        assert contents["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
+        assert contents["weight_map"] == {name: file for name, (_, file) in seen.items()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "config.json", *(file.name for file in files), *([index.name] if len(files) > 1 else [])
     }  # fmt: skip
@@ -139,13 +139,13 @@ def test_data_is_aligned(tmp_path):
         assert entries[name]["data_offsets"][0] % array.dtype.itemsize == 0
 
 
-def test_our_own_folder(tmp_path):
+def test_native_folder_round_trip(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (source / name).write_text(f"text of {name}")
     arrays = some()
-    told = []
+    reports = []
     out = tmp_path / "deep" / "out"
     texts = {"config.yml": "model_name: x\n", "hugging_face/config.json": "newer"}
     write_native_folder(
@@ -154,7 +154,7 @@ def test_our_own_folder(tmp_path):
         texts,
         sorted(source.iterdir()),
         200,
-        lambda *report: told.append(report),
+        lambda *report: reports.append(report),
     )
     assert (out / "config.yml").read_text() == "model_name: x\n"
     assert (out / "hugging_face" / "tokenizer.json").read_text() == "text of tokenizer.json"
@@ -167,16 +167,16 @@ def test_our_own_folder(tmp_path):
         for name, array in arrays.items()
     )
     total = sum(array.nbytes for array in arrays.values())
-    assert [name for _, _, name in told] == list(arrays)
-    assert told[-1][:2] == (total, total)
-    assert [done for done, _, _ in told] == list(
+    assert [name for _, _, name in reports] == list(arrays)
+    assert reports[-1][:2] == (total, total)
+    assert [done for done, _, _ in reports] == list(
         np.cumsum([array.nbytes for array in arrays.values()])
     )
     assert os.stat(out).st_mode & 0o777 == 0o777 & ~writer.current_umask()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_one_shard_of_ours_has_an_index_too(tmp_path):
+def test_single_native_shard_has_an_index(tmp_path):
     write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "weights-00001-of-00001.safetensors", "weights.safetensors.index.json", "config.yml"
@@ -235,7 +235,7 @@ def test_keyboard_interrupt_leaves_nothing(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_no_room(tmp_path, monkeypatch):
+def test_too_little_disk_space_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 100)
     )
@@ -247,7 +247,7 @@ def test_no_room(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+def test_full_disk_raises_user_error(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -257,13 +257,13 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_missing_companion_is_one_sentence(tmp_path):
+def test_missing_hf_asset_raises_user_error(tmp_path):
     with pytest.raises(UserError, match=r"cannot be written: .*No such file.*nowhere\.json"):
         write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [Path("nowhere.json")])
     assert not any(tmp_path.iterdir())
 
 
-def test_leftovers_go_but_not_those_in_use(tmp_path):
+def test_removes_leftovers_that_are_not_locked(tmp_path):
     """Folders of the same name left by killed processes, which hold no lock; another name's are not
     touched.
     """
@@ -282,7 +282,7 @@ def test_leftovers_go_but_not_those_in_use(tmp_path):
     assert not (tmp_path / ".out[1].partial-dead").exists()
 
 
-def test_killed_in_the_middle(llama, theirs, tmp_path):
+def test_kill_leaves_no_folder(llama, hf_folder, tmp_path):
     """kill -9 halfway: nothing under the name; the next attempt succeeds and clears up."""
     out = tmp_path / "out"
     process = subprocess.Popen(
@@ -292,7 +292,7 @@ def test_killed_in_the_middle(llama, theirs, tmp_path):
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
-    process.stdin.write(json.dumps({"do": "hang", "theirs": str(theirs[0]), "ours": str(out)}))
+    process.stdin.write(json.dumps({"do": "hang", "hf": str(hf_folder[0]), "native": str(out)}))
     process.stdin.close()
     assert process.stdout.readline() == "half\n"
     (partial,) = tmp_path.glob(".out.partial-*")

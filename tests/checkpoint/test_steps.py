@@ -25,14 +25,14 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_only_whole_steps_count(folder):
+def test_lists_complete_steps_only(folder):
     assert steps.all_steps(folder) == [5, 10, 20]
     left = [path.name for path in steps.incomplete_steps(folder)]
     assert left == ["15.damaged", "25.orbax-checkpoint-tmp", "3.going", "30"]
     assert steps.all_steps(folder / "nowhere") == []
 
 
-def test_what_a_person_may_name(folder, tmp_path_factory):
+def test_find_steps_accepts_step_checkpoints_and_run_folders(folder, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     os.rename(folder, run / "checkpoints")
     inside = run / "checkpoints"
@@ -43,19 +43,19 @@ def test_what_a_person_may_name(folder, tmp_path_factory):
     assert not steps.has_steps(inside / "notes")
 
 
-def test_leftovers_go_and_nothing_else(folder):
+def test_remove_leftovers_keeps_steps(folder):
     steps.remove_leftovers(folder)
     assert names(folder) == ["10", "15.damaged", "20", "30", "5", "notes"]
 
 
-def test_the_oldest_are_deleted(folder):
+def test_deletes_oldest_steps(folder):
     steps.remove_old_steps(folder, 2, None)
     assert steps.all_steps(folder) == [10, 20]
     steps.remove_old_steps(folder, None, None)
     assert steps.all_steps(folder) == [10, 20]
 
 
-def test_a_kill_while_one_is_deleted_leaves_no_half_step(folder, monkeypatch):
+def test_kill_during_delete_leaves_no_partial_step(folder, monkeypatch):
     def killed(path, **more):
         raise KeyboardInterrupt
 
@@ -68,7 +68,7 @@ def test_a_kill_while_one_is_deleted_leaves_no_half_step(folder, monkeypatch):
     assert not (folder / "5.going").exists()
 
 
-def test_old_ones_may_be_moved_instead(folder, tmp_path_factory):
+def test_moves_old_steps_to_the_archive(folder, tmp_path_factory):
     archive = tmp_path_factory.mktemp("archive") / "old"
     (archive / "5").mkdir(parents=True)
     steps.remove_old_steps(folder, 1, archive)
@@ -77,15 +77,13 @@ def test_old_ones_may_be_moved_instead(folder, tmp_path_factory):
     assert (archive / "5.1" / "state" / "file").read_text() == "5"
 
 
-def test_steps_that_are_done_again_are_set_aside(folder):
+def test_sets_aside_steps_after_the_restored_one(folder):
     steps.set_aside_damaged(folder, 15)
     assert steps.all_steps(folder) == [5, 10]
     assert (folder / "20.damaged" / "state" / "file").read_text() == "20"
 
 
-def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(
-    folder, tmp_path_factory, monkeypatch
-):
+def test_kill_during_copy_to_archive_leaves_no_partial_step(folder, tmp_path_factory, monkeypatch):
     archive = tmp_path_factory.mktemp("archive")
     rename = os.rename
 
@@ -98,12 +96,12 @@ def test_a_move_to_another_disk_is_a_copy_that_a_kill_cannot_halve(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(steps.os, "rename", other_disk)
-    whole = steps.all_steps(folder)
+    complete = steps.all_steps(folder)
     with monkeypatch.context() as patch:
         patch.setattr(steps.shutil, "copytree", killed)
         with pytest.raises(KeyboardInterrupt):
             steps.remove_old_steps(folder, 1, archive)
-    assert steps.all_steps(folder) == whole
+    assert steps.all_steps(folder) == complete
     steps.remove_old_steps(folder, 1, archive)
-    assert steps.all_steps(folder) == whole[-1:]
-    assert steps.all_steps(archive) == whole[:-1]
+    assert steps.all_steps(folder) == complete[-1:]
+    assert steps.all_steps(archive) == complete[:-1]

@@ -57,10 +57,10 @@ def test_there_and_back(llama, dtype, tmp_path):
     """Folder to folder to folder, in several shards: the same bits in the same dtype."""
     _, _, param_infos = llama.model()
     tensors = llama.their_tensors(param_infos, dtype)
-    write_hf_folder(tmp_path / "theirs", llama.Random(tensors), {}, [], 40_000)
-    there = from_hf(SafetensorsFolder.open(tmp_path / "theirs"), llama.RULES, param_infos)
-    write_native_folder(tmp_path / "ours", there, {}, [], 30_000)
-    ours = SafetensorsFolder.open(tmp_path / "ours", NATIVE_STEM)
+    write_hf_folder(tmp_path / "hf", llama.Random(tensors), {}, [], 40_000)
+    there = from_hf(SafetensorsFolder.open(tmp_path / "hf"), llama.RULES, param_infos)
+    write_native_folder(tmp_path / "native", there, {}, [], 30_000)
+    ours = SafetensorsFolder.open(tmp_path / "native", NATIVE_STEM)
     assert ours.tensors == {
         name: TensorInfo(np.dtype(dtype), info.shape) for name, info in param_infos.items()
     }
@@ -70,7 +70,7 @@ def test_there_and_back(llama, dtype, tmp_path):
     for name, array in llama.Random(tensors):
         assert back.read(name).tobytes() == array.tobytes()
     # By hand, one of each kind.
-    first = SafetensorsFolder.open(tmp_path / "theirs")
+    first = SafetensorsFolder.open(tmp_path / "hf")
     query = first.read("model.layers.2.self_attn.q_proj.weight")
     assert (
         ours.read("layers/2/attention/query/weight").tobytes()
@@ -90,21 +90,21 @@ def test_transformers_computes_the_same(llama, tmp_path):
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5,
         initializer_range=0.2, tie_word_embeddings=False,
     )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float().eval()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
+    hf_model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float().eval()
+    hf_model.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     ids = np.random.default_rng(0).integers(0, 64, (2, 16))
-    expected = theirs(input_ids=torch.tensor(ids)).logits.detach().numpy()
+    expected = hf_model(input_ids=torch.tensor(ids)).logits.detach().numpy()
 
     _, template, param_infos = llama.model(
         "normalization_layer_epsilon=1e-5", "matmul_precision=highest"
     )
-    source = from_hf(SafetensorsFolder.open(tmp_path / "theirs"), llama.RULES, param_infos)
+    source = from_hf(SafetensorsFolder.open(tmp_path / "hf"), llama.RULES, param_infos)
     weights = load_weights(source, param_infos, template)  # straight from their folder
     positions = np.broadcast_to(np.arange(16), ids.shape)
     ours = np.asarray(jax.jit(lambda weights: template.bind(weights)(ids, positions))(weights))
     np.testing.assert_allclose(ours, expected, atol=3e-5 * expected.std(), rtol=3e-5)
 
-    config = [tmp_path / "theirs" / "config.json"]
+    config = [tmp_path / "hf" / "config.json"]
     write_hf_folder(
         tmp_path / "back",
         to_hf(ModelWeights(weights, param_infos), llama.RULES, param_infos),
@@ -118,8 +118,8 @@ def test_transformers_computes_the_same(llama, tmp_path):
     )
 
 
-def test_one_error_for_all_problems(llama, theirs, tmp_path):
-    folder = SafetensorsFolder.open(theirs[0])
+def test_one_error_for_all_problems(llama, hf_folder, tmp_path):
+    folder = SafetensorsFolder.open(hf_folder[0])
     _, _, param_infos = llama.model("base_num_kv_heads=4", "base_num_decoder_layers=5")
     rules = [rule for rule in llama.RULES if rule.hf != "model.norm.weight"]
     with pytest.raises(UserError) as caught:
@@ -127,7 +127,7 @@ def test_one_error_for_all_problems(llama, theirs, tmp_path):
     message = str(caught.value)
     # Our final norm has no rule; the fifth layer is missing (9 tensors); the keys and values of
     # four have another shape (8); their norm is unexpected.
-    assert message.startswith(f"{theirs[0]} does not fit the model (19 problems): ")
+    assert message.startswith(f"{hf_folder[0]} does not fit the model (19 problems): ")
     assert message.count(";") == 5
     assert message.endswith("; and 14 more")
     assert "no rule is known for the weight final_norm/scale [32]" in message
@@ -135,9 +135,9 @@ def test_one_error_for_all_problems(llama, theirs, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_each_problem(llama, theirs):
+def test_each_problem(llama, hf_folder):
     _, _, param_infos = llama.model()
-    rest = {name: array for name, array in theirs[1].items() if name != "lm_head.weight"}
+    rest = {name: array for name, array in hf_folder[1].items() if name != "lm_head.weight"}
     for changes, message in [
         ({}, "(1 problem): lm_head.weight is missing"),
         (
@@ -145,7 +145,7 @@ def test_each_problem(llama, theirs):
             "(1 problem): lm_head.weight has shape [32, 64], the model needs [64, 32]",
         ),
         (
-            {"lm_head.weight": theirs[1]["lm_head.weight"], "lm_tail.weight": numbers(3)},
+            {"lm_head.weight": hf_folder[1]["lm_head.weight"], "lm_tail.weight": numbers(3)},
             "(1 problem): lm_tail.weight is not a tensor of this model",
         ),
     ]:
@@ -155,7 +155,7 @@ def test_each_problem(llama, theirs):
         ):
             from_hf(source, llama.RULES, param_infos)
         assert not source.order  # no data was read
-    source = Values(**theirs[1], **{"model.layers.0.rotary_emb.inv_freq": numbers(3)})
+    source = Values(**hf_folder[1], **{"model.layers.0.rotary_emb.inv_freq": numbers(3)})
     from_hf(source, llama.RULES, param_infos, ignored=[r".*rotary_emb\.inv_freq"])
     with pytest.raises(UserError, match="rotary_emb"):
         from_hf(
@@ -268,15 +268,15 @@ def test_only_floats_are_weights(dtype):
         to_hf(Values(a=array), rules, param_infos)
 
 
-def test_layer_by_layer(llama, theirs):
+def test_layer_by_layer(llama, hf_folder):
     """Whatever the order of the rules, a layer is done before the next one begins."""
-    source = Values(**theirs[1])
+    source = Values(**hf_folder[1])
     _, _, param_infos = llama.model()
     made = from_hf(source, llama.RULES[::-1], param_infos)
     assert [name for name, _ in made] == list(made.tensors) == list(param_infos)
     layers = [int(name.split(".")[2]) for name in source.order if name.startswith("model.layers.")]
     assert layers == sorted(layers)
-    assert len(source.order) == len(theirs[1])  # each read once
+    assert len(source.order) == len(hf_folder[1])  # each read once
 
 
 class Fresh:
@@ -309,32 +309,31 @@ def test_memory_holds_one_rule(tmp_path):
         for i in range(3)
     }
     kind = np.dtype(np.float32)
-    theirs = Fresh(
+    hf_tensors = Fresh(
         {f"l.{i}.experts.{x}": TensorInfo(kind, (512, 256)) for i in range(3) for x in range(8)}
     )
     ours = Fresh({name: TensorInfo(kind, info.shape) for name, info in param_infos.items()})
     layer, tensor = 2**22, 2**19
-    there, back = from_hf(theirs, [rule], param_infos), to_hf(ours, [rule], param_infos)
+    there, back = from_hf(hf_tensors, [rule], param_infos), to_hf(ours, [rule], param_infos)
     assert (
         layer
-        < peak(lambda: write_native_folder(tmp_path / "ours", there, {}, []))
+        < peak(lambda: write_native_folder(tmp_path / "native", there, {}, []))
         < layer + 1.5 * tensor
     )
     assert (
-        layer
-        < peak(lambda: write_hf_folder(tmp_path / "theirs", back, {}, []))
-        < layer + 1.5 * tensor
+        layer < peak(lambda: write_hf_folder(tmp_path / "hf", back, {}, [])) < layer + 1.5 * tensor
     )
 
 
-def test_other_names_for_a_source(llama, theirs):
+def test_other_names_for_a_source(llama, hf_folder):
     _, _, param_infos = llama.model()
     source = Values(
-        **{f"language_model.{name}": array for name, array in theirs[1].items()}, other=numbers(1)
+        **{f"language_model.{name}": array for name, array in hf_folder[1].items()},
+        other=numbers(1),
     )
-    renamed = RenamedTensors(source, {name: f"language_model.{name}" for name in theirs[1]})
+    renamed = RenamedTensors(source, {name: f"language_model.{name}" for name in hf_folder[1]})
     made = from_hf(renamed, llama.RULES, param_infos)
     assert made.title == "values"
-    expected = from_hf(Values(**theirs[1]), llama.RULES, param_infos)
+    expected = from_hf(Values(**hf_folder[1]), llama.RULES, param_infos)
     for name in ("head/weight", "layers/1/attention/key/weight"):
         assert made.read(name).tobytes() == expected.read(name).tobytes()

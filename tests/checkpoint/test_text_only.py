@@ -31,7 +31,7 @@ def native(tmp_path):
     return tmp_path / "native"
 
 
-def test_vision_tensors_are_not_dropped_in_silence(native, tmp_path, capsys):
+def test_saving_without_vision_tensors_raises(native, tmp_path, capsys):
     assert main(["convert", "to_hf", str(native), str(tmp_path / "out")]) == 2
     assert (
         "had 1 vision or audio tensors, such as vision_tower.patch.weight"
@@ -40,7 +40,7 @@ def test_vision_tensors_are_not_dropped_in_silence(native, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_text_alone_when_asked(native, tmp_path, capsys):
+def test_text_only_drops_vision_tensors(native, tmp_path, capsys):
     assert main(["convert", "to_hf", str(native), str(tmp_path / "out"), "--text-only"]) == 0
     assert not [
         name for name in SafetensorsFolder.open(tmp_path / "out").tensors if "vision" in name

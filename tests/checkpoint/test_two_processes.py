@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "two_processes.py"
 
 
 @pytest.mark.slow
-def test_a_failed_part_fails_the_save_everywhere(tmp_path):
+def test_failed_write_of_one_process_fails_the_save_on_all(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -52,7 +52,7 @@ def test_native_folder(hf_folder, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_eight_bits_without_scales(hf_folder, tmp_path):
+def test_fp8_without_scales_raises(hf_folder, tmp_path):
     """F8_E4M3 is two tensors of half the width, so the file itself stays whole."""
     folder = shutil.copytree(hf_folder, tmp_path / "model")
     for file in folder.glob("*.safetensors"):

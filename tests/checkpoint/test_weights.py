@@ -68,7 +68,7 @@ def test_names(llama):
 
 
 @pytest.mark.parametrize("words", FORMS)
-def test_every_form_has_the_same_names(llama, words):
+def test_scanned_and_unrolled_have_the_same_names(llama, words):
     _, template, param_infos = llama.model(*words)
     plain = llama.model("scan_layers=false")[2]
     assert {name: (info.shape, info.dtype) for name, info in param_infos.items()} == {
@@ -130,9 +130,9 @@ def test_load(llama, words):
     """The tree equals one that numpy stacks."""
     config, template, param_infos = llama.model(*words)
     source = Numbers(param_infos)
-    told = []
+    reports = []
     weights = load_weights(
-        source, param_infos, template, progress=lambda *report: told.append(report)
+        source, param_infos, template, progress=lambda *report: reports.append(report)
     )
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), weights) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), template.weights
@@ -162,8 +162,8 @@ def test_load(llama, words):
     np.testing.assert_array_equal(
         leaves["embedder", "embedding"], source.read("embedder/embedding")
     )
-    assert len(told) == len(leaves)
-    assert told[-1][0] == told[-1][1] == sum(leaf.nbytes for leaf in leaves.values())
+    assert len(reports) == len(leaves)
+    assert reports[-1][0] == reports[-1][1] == sum(leaf.nbytes for leaf in leaves.values())
     # And out again.
     model = ModelWeights(weights, param_infos)
     assert model.tensors == source.tensors
@@ -216,7 +216,7 @@ def test_dtypes(llama):
     )
 
 
-def test_a_source_that_does_not_fit(llama):
+def test_source_of_another_model_raises(llama):
     _, template, param_infos = llama.model()
     source = Numbers(param_infos)
     source.tensors["layers/4/mlp_norm/scale"] = source.tensors.pop("layers/3/mlp_norm/scale")
@@ -230,7 +230,7 @@ def test_a_source_that_does_not_fit(llama):
     )
 
 
-def test_blocks_that_hold_some_layers(llama):
+def test_blocks_with_some_of_the_layers(llama):
     """As where the stack itself is split over devices: a block takes its layers, and others are not
     read.
     """
@@ -250,12 +250,12 @@ def test_blocks_that_hold_some_layers(llama):
 
 
 @pytest.fixture(scope="module")
-def folder(llama, theirs, tmp_path_factory):
+def folder(llama, hf_folder, tmp_path_factory):
     """The small Llama in our form."""
-    out = tmp_path_factory.mktemp("ours") / "llama"
+    out = tmp_path_factory.mktemp("native") / "llama"
     _, _, param_infos = llama.model()
     write_native_folder(
-        out, from_hf(SafetensorsFolder.open(theirs[0]), llama.RULES, param_infos), {}, []
+        out, from_hf(SafetensorsFolder.open(hf_folder[0]), llama.RULES, param_infos), {}, []
     )
     return out
 
@@ -272,13 +272,13 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
     file = str(tmp_path / "weights.npz")
     job = {
         "do": "shard",
-        "ours": str(folder),
+        "native": str(folder),
         "words": words,
         "host_bytes": host_bytes,
         "file": file,
     }
-    found = run_job(job, XLA_FLAGS="--xla_force_host_platform_device_count=8")
-    assert found["devices"] == 8
+    result = run_job(job, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    assert result["devices"] == 8
     loaded = np.load(file)
     _, template, param_infos = llama.model(*[word for word in words if word.startswith("scan")])
     source = SafetensorsFolder.open(folder, NATIVE_STEM)
@@ -287,14 +287,14 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
     for path, leaf in expected.items():
         assert loaded["/".join(map(str, path))].tobytes() == np.asarray(leaf).tobytes()
     if host_bytes > 1:  # room for all blocks: every weight is read once
-        assert found["reads"] == len(param_infos)
-        query = found["split"]["layers/0/blocks/0/attention/query/weight"]
+        assert result["reads"] == len(param_infos)
+        query = result["split"]["layers/0/blocks/0/attention/query/weight"]
         assert query == [
             [16, 4, 2, 8],
             [32, 4, 4, 8],
             "True",
         ]  # fsdp and tensor halve a dimension each
     else:  # a block at a time: once for each of fsdp 4 times tensor 2, where both split it
-        assert len(param_infos) < found["reads"] <= 8 * len(param_infos)
-        query = found["split"]["layers/0/blocks/0/0/attention/query/weight"]
+        assert len(param_infos) < result["reads"] <= 8 * len(param_infos)
+        query = result["split"]["layers/0/blocks/0/0/attention/query/weight"]
         assert query == [[8, 2, 8], [32, 4, 8], "True"]

@@ -31,7 +31,7 @@ def text(folder, documents):
 
 def jsonl(folder, documents):
     for number, part in enumerate(parts(documents)):
-        lines = [json.dumps({"text": document, "id": place}) for place, document in enumerate(part)]
+        lines = [json.dumps({"text": document, "id": index}) for index, document in enumerate(part)]
         (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
     return {"grain_train_files": f"{folder}/*.jsonl", "grain_file_type": "jsonl"}
 

@@ -20,16 +20,16 @@ GOOD = [f"good{number}" for number in range(20)]
 
 def decoded(iterator):
     """The text of all segments, sorted."""
-    found = []
+    documents = []
     for batch in iterator:
         for targets, segments in zip(batch["targets"], batch["targets_segmentation"], strict=True):
             for number in range(1, segments.max() + 1):
-                found.append(
+                documents.append(
                     bytes(
                         int(token) - 3 for token in targets[segments == number] if token > 2
                     ).decode()
                 )
-    return sorted(found)
+    return sorted(documents)
 
 
 def lines_with(folder, *bad):
@@ -54,7 +54,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("name", BAD_LINES)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_bad_record_stops_or_is_left_out(make_config, tmp_path, caplog, name, shuffle):
+def test_bad_record_stops_the_run_or_is_skipped(make_config, tmp_path, caplog, name, shuffle):
     line, said = BAD_LINES[name]
     settings = lines_with(tmp_path, line) | {"enable_data_shuffling": shuffle}
     with pytest.raises(UserError, match=said) as stopped:
@@ -68,7 +68,7 @@ def test_a_bad_record_stops_or_is_left_out(make_config, tmp_path, caplog, name, 
     assert "1 so far" in caplog.text
 
 
-def test_more_bad_records_than_allowed(make_config, tmp_path):
+def test_too_many_bad_records_raise(make_config, tmp_path):
     settings = lines_with(tmp_path, b"one", b"two", b"three")
     with pytest.raises(UserError, match="a.jsonl, line 13.*max_bad_records=2"):
         list(make_train_iterator(make_config(**settings, max_bad_records=2)))
@@ -76,7 +76,7 @@ def test_more_bad_records_than_allowed(make_config, tmp_path):
     assert decoded(make_train_iterator(make_config(**settings, max_bad_records=-1))) == sorted(GOOD)
 
 
-def test_a_bad_record_counts_once(make_config, tmp_path, caplog):
+def test_bad_record_is_counted_once(make_config, tmp_path, caplog):
     """In every epoch, and when data that is too short for a batch is read again to say why."""
     settings = lines_with(tmp_path, *[b"bad"] * 7) | {"max_bad_records": 10}
     with caplog.at_level("WARNING", logger="maxtext"):
@@ -103,11 +103,11 @@ def test_resume_past_bad_records(make_config, tmp_path):
         state = json.loads(json.dumps(resumed.get_state()))
         resumed = make_train_iterator(make_config(**settings))
         resumed.set_state(state)
-        for ours, theirs in zip(resumed, batches[done:], strict=True):
-            np.testing.assert_array_equal(ours["inputs"], theirs["inputs"])
+        for actual, expected in zip(resumed, batches[done:], strict=True):
+            np.testing.assert_array_equal(actual["inputs"], expected["inputs"])
 
 
-def test_a_flipped_bit(make_config, tmp_path):
+def test_flipped_bit_is_a_bad_record(make_config, tmp_path):
     path = tmp_path / "a.tfrecord"
     write_tfrecords(path, map(example, GOOD))
     data = bytearray(path.read_bytes())
@@ -116,11 +116,11 @@ def test_a_flipped_bit(make_config, tmp_path):
     settings = {"grain_train_files": str(path), "grain_file_type": "tfrecord"}
     with pytest.raises(UserError, match="a.tfrecord, record 7"):
         list(make_train_iterator(make_config(**settings)))
-    kept = decoded(make_train_iterator(make_config(**settings, max_bad_records=1)))
-    assert kept == sorted(document for document in GOOD if document != "good7")
+    documents = decoded(make_train_iterator(make_config(**settings, max_bad_records=1)))
+    assert documents == sorted(document for document in GOOD if document != "good7")
 
 
-def test_the_columns_are_listed(make_config, tmp_path):
+def test_missing_column_error_lists_columns(make_config, tmp_path):
     settings = lines_with(tmp_path)
     with pytest.raises(ConfigError, match="no column 'body', only text"):
         make_train_iterator(make_config(**settings, train_data_columns=["body"]))
@@ -135,7 +135,7 @@ def test_the_columns_are_listed(make_config, tmp_path):
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "much"])
-def test_weights_are_above_zero(make_config, tmp_path, weight):
+def test_mixture_weights_must_be_positive(make_config, tmp_path, weight):
     lines_with(tmp_path)
     files = f"{tmp_path}/a.jsonl,0.5;{tmp_path}/a.jsonl,{weight}"
     with pytest.raises(ConfigError, match=f"has the weight .?{weight}"):
@@ -167,7 +167,7 @@ def test_bad_files_of_mixtures(make_config, tmp_path, text, said):
 
 
 @pytest.mark.parametrize("form", ["inline", "json", "yaml"])
-def test_mixtures_have_their_weights(make_config, tmp_path, form):
+def test_mixture_samples_by_weight(make_config, tmp_path, form):
     for name, letter in (("a", "a"), ("b", "b")):
         lines = [json.dumps({"text": letter * 5}) for _ in range(400)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -188,10 +188,10 @@ def test_mixtures_have_their_weights(make_config, tmp_path, form):
         )
         (tmp_path / "mixture").write_text(text)
         settings["grain_train_mixture_config_path"] = str(tmp_path / "mixture")
-    found = decoded(make_train_iterator(make_config(**settings)))
+    documents = decoded(make_train_iterator(make_config(**settings)))
     # It ends when the first part has been visited: 400 of a, and a third as many of b.
-    assert found.count("a" * 5) in (399, 400)
-    assert found.count("b" * 5) in (133, 134)
+    assert documents.count("a" * 5) in (399, 400)
+    assert documents.count("b" * 5) in (133, 134)
 
 
 def test_tokens_must_be_in_the_vocabulary(make_config, tmp_path):
@@ -233,7 +233,7 @@ def test_more_streams_than_documents(make_config, tmp_path):
         ),
     ],
 )
-def test_bad_sources_of_ones_own(make_config, name, said):
+def test_bad_custom_sources_raise(make_config, name, said):
     with pytest.raises(UserError, match=said):
         list(make_train_iterator(make_config(dataset_type=DatasetType(name))))
 
@@ -260,9 +260,7 @@ def broken(config, split):
         ("broken", ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0", 1, "in __getitem__"),
     ],
 )  # fmt: skip
-def test_errors_of_the_users_code_are_a_sentence_and_then_a_traceback(
-    name, said, code, frame, capsys
-):
+def test_custom_source_error_has_message_and_traceback(name, said, code, frame, capsys):
     words = [
         "data",
         "inspect",
@@ -289,7 +287,7 @@ def test_errors_of_the_users_code_are_a_sentence_and_then_a_traceback(
     assert "custom.py" not in "".join(rest)
 
 
-def test_a_traceback_of_the_users_code_comes_from_a_worker(make_config):
+def test_worker_forwards_traceback_of_custom_source(make_config):
     error = pickle.loads(pickle.dumps(custom.failure("it raised", ValueError("x"))))
     assert (str(error), error.details) == ("it raised: x; its traceback follows", "ValueError: x\n")
 
@@ -302,7 +300,7 @@ def numbers(config, split):
     return [1, 2, 3]
 
 
-def test_hf_says_what_it_needs(make_config, tmp_path):
+def test_hf_without_path_or_files_raises(make_config, tmp_path):
     with pytest.raises(ConfigError, match="needs hf_path"):
         make_train_iterator(make_config(dataset_type=DatasetType.HF))
     with pytest.raises(ConfigError, match="`datasets` cannot open it"):
@@ -330,7 +328,7 @@ def test_hf_does_not_read_the_current_folder(make_config, tmp_path, monkeypatch)
         make_iterator(config, Split.EVAL, ShardSpec(1))
 
 
-def test_hf_lists_the_columns_of_a_stream_that_says_none(make_config, tmp_path):
+def test_hf_infers_columns_of_a_stream_without_schema(make_config, tmp_path):
     (tmp_path / "a.csv").write_text("one,two\n1,2\n")
     config = make_config(
         dataset_type=DatasetType.HF, hf_path="csv", hf_train_files=str(tmp_path / "a.csv")
@@ -341,7 +339,7 @@ def test_hf_lists_the_columns_of_a_stream_that_says_none(make_config, tmp_path):
         make_train_iterator(config)
 
 
-def test_tfds_says_what_is_there(make_config, tmp_path):
+def test_tfds_error_lists_splits(make_config, tmp_path):
     settings = SOURCES["tfds"](tmp_path, GOOD)
     with pytest.raises(ConfigError, match="train_split=test: dataset_name=tiny:1.0.0 has train"):
         make_train_iterator(make_config(**settings | {"train_split": "test"}))

@@ -67,17 +67,17 @@ def dealt(count, first, number):
     return [100 * (row % count) + row // count for row in range(first, first + number)]
 
 
-def test_rows_are_in_the_order_of_streams():
-    whole = streams_of(4, 4)
-    assert rows(whole) == [0, 100, 200, 300]
-    assert rows(whole) == [1, 101, 201, 301]
+def test_rows_of_a_batch_are_ordered_by_stream():
+    single = streams_of(4, 4)
+    assert rows(single) == [0, 100, 200, 300]
+    assert rows(single) == [1, 101, 201, 301]
     assert rows(streams_of(2, 4)) == [0, 1, 100, 101]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 12])
 @pytest.mark.parametrize("loaded", [1, 5])
-def test_a_batch_is_the_next_rows_of_the_deal(count, size, loaded):
+def test_batches_take_rows_round_robin(count, size, loaded):
     batches = streams_of(count, size, of_size(loaded))
     for step in range(7):
         assert sorted(rows(batches)) == sorted(dealt(count, step * size, size))
@@ -87,30 +87,30 @@ def test_a_batch_is_the_next_rows_of_the_deal(count, size, loaded):
     ("count", "size"), [(4, 4), (4, 8), (8, 4), (1, 4), (8, 12), (3, 4), (4, 6)]
 )
 @pytest.mark.parametrize("parts", [2, 4])
-def test_processes_load_what_one_loads(count, size, parts):
+def test_processes_load_the_rows_of_a_single_process(count, size, parts):
     processes = [streams_of(count, size, local_rows=(part, parts)) for part in range(parts)]
-    whole = streams_of(count, size)
+    single = streams_of(count, size)
     for _ in range(5):
-        assert [row for process in processes for row in rows(process)] == rows(whole)
+        assert [row for process in processes for row in rows(process)] == rows(single)
     # The position of all together is that of one, also through JSON, in any order.
     saved = [json.loads(json.dumps(process.get_state())) for process in reversed(processes)]
-    assert merge_states(saved) == whole.get_state()
+    assert merge_states(saved) == single.get_state()
     resumed = streams_of(count, size)
     resumed.set_state(merge_states(saved))
-    assert rows(resumed) == rows(whole)
+    assert rows(resumed) == rows(single)
 
 
 @pytest.mark.parametrize(
     ("count", "size", "streams"), [(8, 8, 4), (8, 64, 4), (8, 4, 4), (16, 4, 8), (4, 2, 2)]
 )
-def test_half_of_the_devices_need_half_of_the_streams(count, size, streams):
+def test_half_of_the_devices_load_half_of_the_streams(count, size, streams):
     assert len(streams_of(count, size, local_rows=(1, 2)).streams) == streams
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 8), (8, 3), (3, 7), (16, 2), (2, 16)])
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_another_batch_size_goes_on_with_the_next_row(count, before, after, steps):
+def test_resume_with_another_batch_size_continues_at_the_next_row(count, before, after, steps):
     """The source loads as many rows at a time as a batch has, so the size of its batches changes as
     well.
     """
@@ -123,7 +123,7 @@ def test_another_batch_size_goes_on_with_the_next_row(count, before, after, step
         assert sorted(rows(resumed)) == sorted(dealt(count, steps * before + step * after, after))
 
 
-def test_a_position_keeps_its_number_of_streams():
+def test_resume_keeps_the_number_of_streams():
     saved = streams_of(4, 4)
     rows(saved)
     other = streams_of(2, 4)
@@ -132,7 +132,7 @@ def test_a_position_keeps_its_number_of_streams():
     assert rows(other) == [1, 101, 201, 301]
 
 
-def test_a_position_of_an_older_version_goes_on():
+def test_reads_positions_of_older_versions():
     """Each stream had the step, and the rows used of a batch, which was as large as the batch size
     of that run.
     """
@@ -145,18 +145,18 @@ def test_a_position_of_an_older_version_goes_on():
     assert rows(resumed) == [4, 104, 204, 304]
 
 
-def test_positions_that_contradict_each_other():
+def test_contradicting_states_raise():
     with pytest.raises(ValueError, match="different data positions at /streams/0/step: 1 and 2"):
         merge_states([{"streams": {"0": {"step": 1}}}, {"streams": {"0": {"step": 2}}}])
 
 
-def test_used_rows_that_are_gone_are_refused():
+def test_missing_rows_before_the_position_raise():
     buffer = RowBuffer(Counting(0, 1, 1, length=3))
     with pytest.raises(UserError, match="past the end of the data"):
         buffer.set_state({"used": 5, "source": {"row": 0}})
 
 
-def test_in_several_processes_the_first_stream_that_ends_is_the_end():
+def test_several_processes_end_with_the_first_stream():
     streams = streams_of(2, 2, lambda *shard: Counting(*shard, 2 + shard[0]), single_process=False)
     assert rows(streams) == [0, 100]
     assert rows(streams) == [1, 101]
@@ -164,7 +164,7 @@ def test_in_several_processes_the_first_stream_that_ends_is_the_end():
         next(streams)
 
 
-def test_one_process_goes_on_with_the_streams_that_are_left():
+def test_single_process_continues_with_remaining_streams():
     """Three streams of 2, 7 and 4 rows: every row once, in turn, but those that fill no batch; also
     after a resume.
     """
@@ -194,7 +194,7 @@ def test_one_process_goes_on_with_the_streams_that_are_left():
             assert [batch["inputs"][:, 0].tolist() for batch in resumed] == seen[done:]
 
 
-def test_evaluation_goes_on_until_all_have_ended():
+def test_evaluation_pads_until_all_streams_end():
     streams = streams_of(2, 2, lambda *shard: Counting(*shard, 1 + shard[0]), pad=True)
     for _ in range(2):
         assert rows(streams) == [0, 100]
@@ -204,7 +204,7 @@ def test_evaluation_goes_on_until_all_have_ended():
         streams.reset()
 
 
-def test_padding_is_in_the_place_of_its_stream():
+def test_padding_replaces_rows_of_ended_streams():
     streams = streams_of(3, 6, lambda *shard: Counting(*shard, [5, 1, 3][shard[0]], 2), pad=True)
     assert rows(streams) == [0, 1, 100, 0, 200, 201]
     assert rows(streams) == [2, 3, 0, 0, 202, 0]
@@ -249,5 +249,5 @@ def test_streams_of_text_cover_every_document_once(make_config, write):
         (1, False, lambda count: True, 1),
     ],
 )
-def test_how_many_streams(rows, elastic, supports, count):
+def test_choose_stream_count(rows, elastic, supports, count):
     assert choose_stream_count(rows, supports, elastic) == count

@@ -22,11 +22,11 @@ def lines(folder, records):
 
 def tokens_of(config):
     """Each document's tokens, put together again from inputs and targets."""
-    found = []
+    sequences = []
     for batch in make_train_iterator(config):
         (used,) = batch["targets_segmentation"] != 0
-        found.append([int(batch["inputs"][0, 0]), *batch["targets"][0, used].tolist()])
-    return found
+        sequences.append([int(batch["inputs"][0, 0]), *batch["targets"][0, used].tolist()])
+    return sequences
 
 
 def by_library(kind, path):
@@ -54,7 +54,7 @@ def test_documents(make_config, tmp_path, kind):
     assert tokens_of(bare)[: len(CORPUS)] == [encode(text) for text in CORPUS]
 
 
-def test_a_vocabulary_that_is_too_large(make_config, tmp_path):
+def test_tokenizer_larger_than_vocab_size_raises(make_config, tmp_path):
     data = lines(tmp_path / "data", [{"text": "a text"}])
     for path in (
         write_bpe(tmp_path / "bpe"), write_sentencepiece(tmp_path / "a.model"), write_tiktoken(tmp_path / "a.tiktoken"),
@@ -77,7 +77,7 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def chat_model(tmp_path_factory):
     from transformers import AutoTokenizer
 
     folder = write_bpe(tmp_path_factory.mktemp("bpe"))
@@ -92,8 +92,8 @@ def theirs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["messages", "text", "columns"])
-def test_chats(make_config, tmp_path, theirs, form):
-    folder, ids = theirs
+def test_chats(make_config, tmp_path, chat_model, form):
+    folder, ids = chat_model
     chats = CHATS if form != "columns" else CHATS[:1]
     records = [{"messages": messages} for messages in chats]
     if form == "text":
@@ -110,8 +110,8 @@ def test_chats(make_config, tmp_path, theirs, form):
     assert tokens_of(config) == [ids(messages) for messages in chats]
 
 
-def test_bad_chats(make_config, tmp_path, theirs):
-    folder, ids = theirs
+def test_bad_chats(make_config, tmp_path, chat_model):
+    folder, ids = chat_model
     records = [{"messages": value} for value in ("no JSON", [1], {"role": "user"}, CHATS[0])]
     settings = {
         "grain_train_files": lines(tmp_path / "data", records), "tokenizer_path": str(folder),
@@ -127,9 +127,9 @@ def test_bad_chats(make_config, tmp_path, theirs):
         tokens_of(make_config(**settings, tokenize_train_data=False))
 
 
-def test_special_tokens_in_documents_are_text(make_config, tmp_path, theirs):
+def test_special_tokens_in_documents_are_text(make_config, tmp_path, chat_model):
     """A document that speaks of </s> does not end there."""
-    folder, _ = theirs
+    folder, _ = chat_model
     data = lines(tmp_path / "data", [{"text": "a </s> b"}])
     (tokens,) = tokens_of(make_config(grain_train_files=data, tokenizer_path=str(folder), **ROWS))
     assert tokens[0] == 1

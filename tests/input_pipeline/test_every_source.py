@@ -27,22 +27,22 @@ CASES = [
 def words(count=48, longest=7, seed=0):
     """Different documents, each short enough for a row of 8."""
     generator = random.Random(seed)
-    found = set()
-    while len(found) < count:
-        found.add("".join(generator.choices("abcdefgh", k=generator.randint(2, longest))))
-    return sorted(found, key=lambda word: generator.random())
+    texts = set()
+    while len(texts) < count:
+        texts.add("".join(generator.choices("abcdefgh", k=generator.randint(2, longest))))
+    return sorted(texts, key=lambda word: generator.random())
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """The settings of each source, written once."""
-    made = {}
+    corpora = {}
 
     def settings(name):
-        if name not in made:
+        if name not in corpora:
             folder = tmp_path_factory.mktemp(name)
-            made[name] = SOURCES[name](folder, words())
-        return made[name]
+            corpora[name] = SOURCES[name](folder, words())
+        return corpora[name]
 
     return settings
 
@@ -81,9 +81,9 @@ def expected(documents, times):
 
 def same(left, right):
     assert len(left) == len(right)
-    for ours, theirs in zip(left, right, strict=True):
-        for field in ours:
-            np.testing.assert_array_equal(ours[field], theirs[field])
+    for actual, expected in zip(left, right, strict=True):
+        for field in actual:
+            np.testing.assert_array_equal(actual[field], expected[field])
 
 
 @pytest.mark.parametrize(("source", "packing"), CASES)
@@ -103,7 +103,7 @@ def test_resume_is_exact(configured, source, packing):
 
 
 @pytest.mark.parametrize(("source", "packing"), CASES)
-def test_two_hosts_see_every_document_once_an_epoch(configured, source, packing):
+def test_two_hosts_read_every_document_once_per_epoch(configured, source, packing):
     config = configured(source, packing)
     halves = [
         pairs(make_iterator(config, Split.TRAIN, ShardSpec(rows=1, index=index, count=2)))
@@ -114,7 +114,7 @@ def test_two_hosts_see_every_document_once_an_epoch(configured, source, packing)
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_seed_decides(configured, source):
+def test_order_depends_on_the_seed(configured, source):
     first, again, other = (
         np.concatenate(
             [
@@ -129,23 +129,25 @@ def test_the_seed_decides(configured, source):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_batches_do_not_depend_on_who_loads_them(configured, source):
+def test_batches_are_independent_of_processes(configured, source):
     """Two processes, each with half of the rows of a batch, have together what one has."""
     config = configured(source, grain_worker_count=0, data_streams=2)
 
     def batches(local_rows=None, processes=1):
         streams = open_data_streams(config, Split.TRAIN, lambda step: 4, [4], local_rows, processes)
-        found = [batch["inputs"] for batch in streams]
+        texts = [batch["inputs"] for batch in streams]
         streams.close()
-        return found
+        return texts
 
-    whole = batches()
+    batches_of_one_process = batches()
     halves = [
         batches(lambda rows, half=half: np.arange(rows)[2 * half : 2 * half + 2], 2)
         for half in (0, 1)
     ]
     # Several processes end with the first stream that does, one goes on with the other stream.
     steps = min(map(len, halves))
-    assert len(whole) >= steps > 2
+    assert len(batches_of_one_process) >= steps > 2
     for step in range(steps):
-        np.testing.assert_array_equal(np.concatenate([half[step] for half in halves]), whole[step])
+        np.testing.assert_array_equal(
+            np.concatenate([half[step] for half in halves]), batches_of_one_process[step]
+        )

@@ -36,15 +36,15 @@ def segments(batches):
 def words(count, longest, seed=0):
     """Different documents of 2 to `longest` letters."""
     generator = random.Random(seed)
-    found = set()
-    while len(found) < count:
-        found.add("".join(generator.choices("abcdefgh", k=generator.randint(2, longest))))
-    return sorted(found, key=lambda word: generator.random())
+    texts = set()
+    while len(texts) < count:
+        texts.add("".join(generator.choices("abcdefgh", k=generator.randint(2, longest))))
+    return sorted(texts, key=lambda word: generator.random())
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", None])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_document_once_an_epoch_over_two_processes(make_config, write, packing, shuffle):
+def test_two_processes_read_every_document_once_per_epoch(make_config, write, packing, shuffle):
     documents = words(count=41, longest=7)
     config = make_config(
         grain_train_files=write(*documents),
@@ -63,7 +63,7 @@ def test_every_document_once_an_epoch_over_two_processes(make_config, write, pac
     assert seen[1].total() == 3 * 20
 
 
-def test_each_epoch_has_an_order_and_a_division_of_its_own(make_config, write):
+def test_each_epoch_has_its_own_order_and_shards(make_config, write):
     documents = words(count=20, longest=7)
     config = make_config(
         grain_train_files=write(*documents),
@@ -82,7 +82,7 @@ def test_each_epoch_has_an_order_and_a_division_of_its_own(make_config, write):
     assert set(seen[0][:10]) != set(seen[0][10:])
 
 
-def test_the_seed_decides_the_order(make_config, write):
+def test_order_is_determined_by_the_seed(make_config, write):
     documents = words(count=20, longest=7)
     folder = write(*documents)
 
@@ -104,7 +104,7 @@ def test_the_seed_decides_the_order(make_config, write):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_no_pair_is_lost_without_truncation(make_config, write, packing):
+def test_keeps_every_pair_without_truncation(make_config, write, packing):
     documents = words(count=40, longest=60)
     config = make_config(
         grain_train_files=write(*documents),
@@ -132,7 +132,7 @@ def test_no_pair_is_lost_without_truncation(make_config, write, packing):
     assert seen == expected
 
 
-def test_training_drops_and_evaluation_fills_the_last_batch(make_config, write):
+def test_training_drops_and_evaluation_pads_the_last_batch(make_config, write):
     documents = words(count=7, longest=7)
     folder = write(*documents)
     config = make_config(
@@ -148,7 +148,7 @@ def test_training_drops_and_evaluation_fills_the_last_batch(make_config, write):
     assert batches[-1]["targets_segmentation"][0].any()
 
 
-def test_evaluation_starts_again_after_reset(make_config, write):
+def test_reset_restarts_evaluation(make_config, write):
     documents = words(count=5, longest=7)
     iterator = make_eval_iterator(make_config(grain_eval_files=write(*documents)))
     once = list(segments(iterator))

@@ -20,20 +20,20 @@ def with_packing(name):
 
 def documents(count=16, longest=40):
     generator = random.Random(1)
-    made = [
+    texts = [
         "".join(generator.choices("abcdefgh", k=generator.randint(0, longest)))
         for _ in range(count)
     ]
     # Pairs that fill rows of 8 exactly: where one ends, concat-then-split saves a position without
     # a remainder.
-    return [*made[:5], "a" * 7, "b" * 15, "c" * 7, *made[5:]]
+    return [*texts[:5], "a" * 7, "b" * 15, "c" * 7, *texts[5:]]
 
 
 def same(left, right):
     assert len(left) == len(right)
-    for ours, theirs in zip(left, right, strict=True):
-        for field in ours:
-            np.testing.assert_array_equal(ours[field], theirs[field])
+    for actual, expected in zip(left, right, strict=True):
+        for field in actual:
+            np.testing.assert_array_equal(actual[field], expected[field])
 
 
 @pytest.mark.parametrize(("shuffle", "truncate"), [(True, False), (False, True)])
@@ -62,7 +62,7 @@ def test_resume_is_exact_after_every_batch(make_config, write, name, shuffle, tr
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_more_epochs_go_on_where_the_run_ended(make_config, write, name):
+def test_more_epochs_continue_where_the_run_ended(make_config, write, name):
     settings = {
         "grain_train_files": write(*documents()),
         "enable_data_shuffling": True,
@@ -79,7 +79,7 @@ def test_more_epochs_go_on_where_the_run_ended(make_config, write, name):
     assert 0 <= tokens - more < (8 if name == "concat_then_split" else 1)
 
 
-def test_a_position_holds_for_another_batch_size(make_config, write):
+def test_position_is_valid_for_another_batch_size(make_config, write):
     folder = write(*documents())
     ones = make_train_iterator(make_config(grain_train_files=folder, enable_data_shuffling=True))
     rows = [batch["inputs"][0] for batch in ones]
@@ -119,7 +119,7 @@ def test_resume_through_prefetch(make_config, write):
         ({"add_eos": False}, "add_eos=True"),
     ],
 )
-def test_a_position_of_other_settings_is_refused(make_config, write, update, said):
+def test_position_of_other_settings_raises(make_config, write, update, said):
     settings = {"grain_train_files": write(*documents()), "enable_data_shuffling": True}
     state = make_train_iterator(make_config(**settings)).get_state()
     with pytest.raises(ConfigError, match=said):
@@ -127,7 +127,7 @@ def test_a_position_of_other_settings_is_refused(make_config, write, update, sai
 
 
 @pytest.mark.parametrize("window", [1, 100])
-def test_a_position_past_what_the_data_gives_is_refused(make_config, tmp_path, window):
+def test_position_past_the_end_of_the_data_raises(make_config, tmp_path, window):
     """Files that were shortened in place keep their number."""
     settings = {"enable_data_shuffling": True, "grain_shuffle_buffer_size": window}
     for name, text in (("long", "abcdefg"), ("short", "a")):

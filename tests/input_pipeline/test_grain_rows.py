@@ -25,7 +25,7 @@ def rows_of(config):
     ]
 
 
-def test_one_document_a_row_without_packing(make_config, write):
+def test_one_document_per_row_without_packing(make_config, write):
     first, second = rows_of(make_config(grain_train_files=write("abc", "d"), packing=False))
     assert first["inputs"] == [BOS, A, B, C, 0, 0, 0, 0]
     assert first["targets"] == [A, B, C, EOS, 0, 0, 0, 0]
@@ -36,7 +36,7 @@ def test_one_document_a_row_without_packing(make_config, write):
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
-def test_fitting_documents_share_a_row(make_config, write, packing):
+def test_documents_that_fit_share_a_row(make_config, write, packing):
     config = make_config(grain_train_files=write("abc", "de", "fg"), grain_packing_type=packing)
     first, second = rows_of(config)
     assert first["inputs"] == [BOS, A, B, C, BOS, D, E, 0]
@@ -46,7 +46,7 @@ def test_fitting_documents_share_a_row(make_config, write, packing):
     assert second["inputs"] == [BOS, F, G, 0, 0, 0, 0, 0]
 
 
-def test_best_fit_takes_the_tighter_row(make_config, write):
+def test_best_fit_chooses_the_fullest_row(make_config, write):
     # Pairs: 5, then 6 (no room beside 5), then 2: the first row has 3 places left, the second
     # exactly 2.
     documents = ["aaaa", "bbbbb", "c"]
@@ -60,7 +60,7 @@ def test_best_fit_takes_the_tighter_row(make_config, write):
     assert [max(row["inputs_segmentation"]) for row in best_fit] == [1, 2]
 
 
-def test_concat_then_split_leaves_no_gap(make_config, write):
+def test_concat_then_split_leaves_no_padding(make_config, write):
     config = make_config(
         grain_train_files=write("abc", "de", "fg"), grain_packing_type="concat_then_split"
     )
@@ -90,7 +90,7 @@ def test_special_tokens(make_config, write, add_bos, add_eos, inputs, targets):
     assert (row["inputs"], row["targets"]) == (inputs, targets)
 
 
-def test_plain_bytes_have_no_special_tokens(make_config, write):
+def test_byte_tokenizer_adds_no_special_tokens(make_config, write):
     (row,) = rows_of(
         make_config(grain_train_files=write("abc"), vocab_size=256, max_target_length=4)
     )
@@ -109,7 +109,7 @@ def test_truncation_keeps_the_beginning(make_config, write, packing):
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "concat_then_split", None])
-def test_without_truncation_the_rest_follows_with_every_target(make_config, write, packing):
+def test_splits_long_documents_without_truncation(make_config, write, packing):
     text = "abcdefgabcdefgabcdefg"  # 21 bytes: 22 pairs, rows of 8, 8 and 6
     update = {"packing": False} if packing is None else {"grain_packing_type": packing}
     rows = rows_of(make_config(grain_train_files=write(text), use_truncation=False, **update))
@@ -148,6 +148,6 @@ def test_bytes_that_are_not_utf8_are_replaced(make_config, write):
     assert row["targets"] == [A, 0xEF + 3, 0xBF + 3, 0xBD + 3, 13 + 3, 10 + 3, EOS, 0]
 
 
-def test_files_without_text_are_no_documents(make_config, write):
+def test_empty_files_are_skipped(make_config, write):
     rows = rows_of(make_config(grain_train_files=write("", "abc", "", "de", ""), packing=False))
     assert [row["inputs"][1] for row in rows] == [A, D]

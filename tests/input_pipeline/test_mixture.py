@@ -67,7 +67,7 @@ def test_all_exhausted_reads_every_document_and_keeps_the_weights(
     assert share == pytest.approx(weights[0] / sum(weights), abs=1.5 / seen.total() + 0.01)
 
 
-def test_first_exhausted_ends_with_a_line_in_the_log(make_config, parts, caplog):
+def test_first_exhausted_logs_unread_documents(make_config, parts, caplog):
     texts, folders = parts
     files = f"{folders['a']},1;{folders['b']},1"
     with caplog.at_level(logging.INFO):
@@ -77,7 +77,7 @@ def test_first_exhausted_ends_with_a_line_in_the_log(make_config, parts, caplog)
     assert "its parts are read 1, 0.2 times; all_exhausted would" in caplog.text
 
 
-def test_how_many_documents_are_read():
+def test_documents_read():
     assert documents_read([8, 40], [1, 1], 1, "first_exhausted") == [8, 8]
     assert documents_read([8, 40], [1, 1], 1, "all_exhausted") == [40, 40]
     assert documents_read([10, 10], [1, 3], 2, "all_exhausted") == [20, 60]

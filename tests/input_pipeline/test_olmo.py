@@ -66,9 +66,9 @@ def rows(iterator):
 
 def same(left, right):
     assert len(left) == len(right)
-    for ours, theirs in zip(left, right, strict=True):
-        for field in ours:
-            np.testing.assert_array_equal(ours[field], theirs[field])
+    for actual, expected in zip(left, right, strict=True):
+        for field in actual:
+            np.testing.assert_array_equal(actual[field], expected[field])
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_resume_is_exact_after_every_batch(corpus):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_two_streams_have_every_instance_once_an_epoch(corpus, shuffle):
+def test_two_streams_read_every_instance_once_per_epoch(corpus, shuffle):
     arrays = shards((13 * LENGTH, 18 * LENGTH + 2))
     config = corpus(arrays, enable_data_shuffling=shuffle, num_epoch=3)
     seen = [
@@ -134,7 +134,7 @@ def test_two_streams_have_every_instance_once_an_epoch(corpus, shuffle):
     assert (set(map(int, seen[0][0])) == set(range(LENGTH))) == (not shuffle)
 
 
-def test_the_seed_decides_the_order(corpus):
+def test_order_is_determined_by_the_seed(corpus):
     def order(**update):
         return [int(row[0]) for row in rows(make_train_iterator(corpus(shards(), **update)))]
 
@@ -172,7 +172,7 @@ def test_moved_shards_are_found_by_remap(corpus, tmp_path):
         make_train_iterator(moved.model_copy(update={"olmo_path_remap_from": "s3:"}))
 
 
-def test_repetitive_instances_have_no_loss(corpus):
+def test_repetitive_instances_are_masked_in_the_loss(corpus):
     generator = np.random.default_rng(0)
     array = generator.permutation(1000)[: 4 * 80].reshape(4, 80)
     array[1, 10:74] = np.tile([5, 6], 32)
@@ -223,7 +223,7 @@ def test_a_shard_that_changes_during_the_run(corpus, tmp_path):
         path.write_bytes(content)
 
 
-def test_the_last_rows_are_dropped_or_padded(corpus):
+def test_last_rows_are_dropped_or_padded(corpus):
     config = corpus(shards(), global_batch_size_to_load=7)
     assert len(list(make_train_iterator(config))) == 30 // 7
     padded = list(
@@ -249,12 +249,12 @@ def test_the_last_rows_are_dropped_or_padded(corpus):
         ),
     ],
 )
-def test_settings_that_do_not_fit(corpus, update, said):
+def test_settings_that_contradict_the_index_raise(corpus, update, said):
     with pytest.raises(ConfigError, match=said):
         make_train_iterator(corpus(shards(), **update))
 
 
-def test_a_position_in_another_index_is_refused(corpus):
+def test_position_in_another_index_raises(corpus):
     state = make_train_iterator(corpus(shards(), enable_data_shuffling=True)).get_state()
     with pytest.raises(
         ConfigError, match="made with data_shuffle_seed=0, but this run has data_shuffle_seed=3"

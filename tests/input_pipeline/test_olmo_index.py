@@ -50,12 +50,12 @@ def test_reads_and_writes_the_published_format(published, save, tmp_path):
     assert index.as_json() == published
     paths, labels = ([file[name] for file in published["files"]] for name in ("path", "label"))
     out = tmp_path / "made" / "index.json"
-    made = write_index(out, paths, 4, tokenizer="some/tokenizer", labels=labels)
+    written = write_index(out, paths, 4, tokenizer="some/tokenizer", labels=labels)
     assert json.loads(out.read_text()) == published
-    assert made == index == read_index(str(out))
+    assert written == index == read_index(str(out))
 
 
-def test_the_counts_follow_from_the_lengths(published, save):
+def test_counts_follow_from_lengths(published, save):
     needed = {key: published[key] for key in ("format_version", "sequence_length", "dtype")}
     needed["files"] = [
         {key: file[key] for key in ("path", "n_tokens")} for file in published["files"]
@@ -65,7 +65,7 @@ def test_the_counts_follow_from_the_lengths(published, save):
     assert [index.locate(number) for number in range(4)] == [(0, 0), (0, 4), (2, 0), (2, 4)]
 
 
-def test_a_fingerprint_for_each_index(published, save):
+def test_fingerprint_differs_for_each_index(published, save):
     seen = {read_index(save(published)).fingerprint}
     for key, value in (
         ("sequence_length", 5),
@@ -83,7 +83,7 @@ def test_a_fingerprint_for_each_index(published, save):
     assert len(seen) == 4
 
 
-def test_a_header_says_the_type_and_where_tokens_begin(tmp_path):
+def test_npy_header_gives_dtype_and_offset(tmp_path):
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "raw.npy")
     np.save(tmp_path / "real.npy", np.arange(12, dtype=np.uint16))
     paths = [str(tmp_path / "raw.npy"), str(tmp_path / "real.npy")]
@@ -99,7 +99,7 @@ def test_a_header_says_the_type_and_where_tokens_begin(tmp_path):
         write_index(tmp_path / "index.json", paths, 4)
 
 
-def test_remap_changes_the_start_of_paths_only(published, save):
+def test_remap_replaces_path_prefixes_only(published, save):
     published["files"][0]["path"] = "gs://bucket/x/gs://bucket/a.npy"
     index = remap_paths(read_index(save(published)), "gs://bucket/", "/mnt/")
     assert [shard.path for shard in index.shards] == [
@@ -148,14 +148,14 @@ def setting_in_a_file(**values):
         (setting_in_a_file(n_tokens=-1), "n_tokens is negative for .*c.npy"),
     ],
 )
-def test_a_wrong_index_is_refused(published, save, change, said):
+def test_invalid_index_raises(published, save, change, said):
     change(published)
     with pytest.raises(ConfigError, match=said) as caught:
         read_index(save(published))
     assert "olmo_index_path=" in str(caught.value)
 
 
-def test_no_index_at_all(save, tmp_path):
+def test_missing_index_raises(save, tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_index(str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
@@ -203,7 +203,7 @@ def spoil(path, how):
         ("directory", "c.npy cannot be read: Is a directory"),
     ],
 )
-def test_a_shard_that_is_not_as_the_index_says(published, save, tmp_path, how, said):
+def test_shard_that_contradicts_the_index_raises(published, save, tmp_path, how, said):
     index = read_index(save(published))
     spoil(tmp_path / "c.npy", how)
     with pytest.raises(ConfigError, match=said) as caught:
@@ -211,7 +211,7 @@ def test_a_shard_that_is_not_as_the_index_says(published, save, tmp_path, how, s
     assert "1 of 3 shards" in str(caught.value)
 
 
-def test_five_of_many_bad_shards_are_named(tmp_path):
+def test_error_lists_five_bad_shards(tmp_path):
     paths = [str(tmp_path / f"{number}.npy") for number in range(8)]
     for path in paths:
         np.arange(4, dtype="<u4").tofile(path)
@@ -233,7 +233,7 @@ def test_five_of_many_bad_shards_are_named(tmp_path):
         ({"sequence_length": 0}, "sequence_length=0"),
     ],
 )
-def test_an_index_that_cannot_be_made(published, tmp_path, arguments, said):
+def test_write_index_rejects_bad_shards(published, tmp_path, arguments, said):
     paths = [file["path"] for file in published["files"]]
     out = tmp_path / "new.json"
     with pytest.raises(UserError, match=said):

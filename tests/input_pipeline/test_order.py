@@ -14,7 +14,7 @@ from maxtext.input_pipeline.interface import ShardSpec
 from maxtext.input_pipeline.order import PERMUTATIONS, epoch_order, split_blocks
 
 
-def test_pieces_cover_every_document_once_in_order():
+def test_split_blocks_cover_every_document_once_in_order():
     blocks = np.array([5, 0, 1, 100, 7, 0, 33])
     starts, sizes = split_blocks(blocks, 16)
     assert len(sizes) >= 16
@@ -31,19 +31,19 @@ def test_pieces_cover_every_document_once_in_order():
     assert all(np.ptp(sizes[block == one]) <= 1 for one in set(block))
 
 
-def test_a_million_blocks():
+def test_order_of_a_million_blocks():
     blocks = np.full(10**6, 100)
     order = epoch_order(10**8, blocks, ShardSpec(1, index=3, count=8), seed=1)
-    found = [order[place] for place in range(2000)]
-    assert len(set(found)) == 2000
+    documents = [order[index] for index in range(2000)]
+    assert len(set(documents)) == 2000
     assert len(order) > 10**7
 
 
-def test_streams_share_an_order():
+def test_streams_partition_one_permutation():
     streams = [
         epoch_order(1000, None, ShardSpec(1, index=number, count=4), seed=11) for number in range(4)
     ]
-    seen = [stream[place] for stream in streams for place in range(len(stream))]
+    seen = [stream[index] for stream in streams for index in range(len(stream))]
     assert sorted(seen) == list(range(1000))
     # Kept once, under a key that no other test uses, and only while a stream needs it.
     assert [key for key in PERMUTATIONS if key[:2] == (1000, 11)] == [(1000, 11, 0)]

@@ -54,13 +54,13 @@ def wait_until(condition):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_the_same_batches_in_order(depth):
+def test_yields_the_same_batches_in_order(depth):
     assert [int(batch["inputs"]) for batch in prefetch(Counting(ends_at=20), depth)] == list(
         range(20)
     )
 
 
-def test_depth_batches_are_prepared_and_no_more():
+def test_prefetches_at_most_depth_batches():
     inner = Counting()
     iterator = prefetch(inner, 3)
     time.sleep(0.05)
@@ -72,7 +72,7 @@ def test_depth_batches_are_prepared_and_no_more():
     iterator.close()
 
 
-def test_the_consumer_does_not_wait_for_what_is_ready():
+def test_consumer_does_not_wait_for_prefetched_batches():
     inner = Counting()
     iterator = prefetch(inner, 3)
     take(iterator, 1)
@@ -83,7 +83,7 @@ def test_the_consumer_does_not_wait_for_what_is_ready():
     iterator.close()
 
 
-def test_the_state_is_of_the_batch_delivered():
+def test_state_is_that_of_the_delivered_batch():
     inner = Counting()
     iterator = prefetch(inner, 4)
     assert iterator.get_state() == {"number": 0}
@@ -93,7 +93,7 @@ def test_the_state_is_of_the_batch_delivered():
     iterator.close()
 
 
-def test_set_state_drops_what_was_prepared():
+def test_set_state_discards_prefetched_batches():
     iterator = prefetch(Counting(), 4)
     take(iterator, 3)
     iterator.set_state({"number": 100})
@@ -104,7 +104,7 @@ def test_set_state_drops_what_was_prepared():
     iterator.close()
 
 
-def test_an_error_comes_after_the_batches_before_it_and_again():
+def test_error_is_raised_after_earlier_batches_and_again():
     iterator = prefetch(Counting(fails_at=3), 8)
     assert take(iterator, 3) == [0, 1, 2]
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_an_error_comes_after_the_batches_before_it_and_again():
     assert iterator.get_state() == {"number": 3}
 
 
-def test_the_end_comes_again_and_reset_starts_over():
+def test_stop_iteration_repeats_and_reset_restarts():
     iterator = prefetch(Counting(ends_at=2), 8)
     assert take(iterator, 2) == [0, 1]
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_the_end_comes_again_and_reset_starts_over():
     assert take(iterator, 2) == [0, 1]
 
 
-def test_close_ends_the_thread_that_waits_for_room():
+def test_close_ends_a_thread_that_waits_for_the_consumer():
     inner = Counting()
     iterator = prefetch(inner, 2)
     take(iterator, 1)

@@ -65,13 +65,13 @@ def varint(data, at):
 
 def fields(data):
     """{number: bytes} of a message whose fields all have a length."""
-    found, at = {}, 0
+    parsed, at = {}, 0
     while at < len(data):
         tag, at = varint(data, at)
         assert tag & 7 == 2
         length, at = varint(data, at)
-        found[tag >> 3], at = data[at : at + length], at + length
-    return found
+        parsed[tag >> 3], at = data[at : at + length], at + length
+    return parsed
 
 
 def tokens_of(record):
@@ -87,15 +87,15 @@ def tokens_of(record):
 
 
 def records_of(out):
-    found = []
+    parsed = []
     for path in sorted(Path(out).glob("*.array_record")):
         reader = ArrayRecordReader(str(path))
-        found += (
+        parsed += (
             [tokens_of(record) for record in reader.read(0, reader.num_records())]
             if reader.num_records()
             else []
         )
-    return found
+    return parsed
 
 
 def contents(folder):
@@ -107,12 +107,12 @@ def test_every_kind_of_file(kind, make_config, tmp_path):
     (tmp_path / "in").mkdir()
     texts = documents(10)
     config = make_config(**SOURCES[kind](tmp_path / "in", texts))
-    made = prepare(config, tmp_path / "out", 4, workers=1)
+    prepared = prepare(config, tmp_path / "out", 4, workers=1)
     assert records_of(tmp_path / "out") == [by_hand(text) for text in texts]
-    assert made.shards == 3
-    assert (made.counts.documents, made.counts.records, made.counts.bad) == (10, 10, 0)
-    assert made.counts.tokens == made.tokens == sum(len(by_hand(text)) for text in texts)
-    assert made.counts.bytes == sum(
+    assert prepared.shards == 3
+    assert (prepared.counts.documents, prepared.counts.records, prepared.counts.bad) == (10, 10, 0)
+    assert prepared.counts.tokens == prepared.tokens == sum(len(by_hand(text)) for text in texts)
+    assert prepared.counts.bytes == sum(
         path.stat().st_size for path in (tmp_path / "out").glob("*.array_record")
     )
 
@@ -125,7 +125,7 @@ def test_special_tokens_as_configured(bos, eos, make_config, write, tmp_path):
     assert records_of(tmp_path / "out") == expected
 
 
-def test_a_learnt_tokenizer(make_config, write, tmp_path):
+def test_trained_tokenizer(make_config, write, tmp_path):
     """Against the library's own ids."""
     import tokenizers
 
@@ -147,11 +147,11 @@ def test_a_learnt_tokenizer(make_config, write, tmp_path):
     ]
 
 
-def test_a_document_without_text_has_no_record(make_config, write, tmp_path):
+def test_empty_documents_have_no_record(make_config, write, tmp_path):
     config = make_config(grain_train_files=write("", "ab", "", "c", ""))
-    made = prepare(config, tmp_path / "out", 1, workers=1)
+    prepared = prepare(config, tmp_path / "out", 1, workers=1)
     assert records_of(tmp_path / "out") == [by_hand("ab"), by_hand("c")]
-    assert (made.counts.documents, made.counts.records, made.shards) == (5, 2, 5)
+    assert (prepared.counts.documents, prepared.counts.records, prepared.shards) == (5, 2, 5)
     with pytest.raises(UserError, match="none of the 1 documents has tokens"):
         prepare(
             make_config(grain_train_files=write(" ", name="blank"), tokenizer_path=spaceless(tmp_path), vocab_size=3,
@@ -176,7 +176,7 @@ def spaceless(folder):
 @pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "concat_then_split", "none"])
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_training_sees_the_same_batches(
+def test_training_on_prepared_data_gives_the_same_batches(
     kind, packing, shuffle, make_config, tmp_path, few_open_rows
 ):
     (tmp_path / "in").mkdir()
@@ -198,16 +198,16 @@ def test_training_sees_the_same_batches(
     )  # fmt: skip
     batches = [list(make_train_iterator(config)) for config in (raw, prepared)]
     assert len(batches[0]) == len(batches[1]) > 5
-    for ours, theirs in zip(*batches, strict=True):
-        for name in ours:
-            np.testing.assert_array_equal(ours[name], theirs[name])
+    for actual, expected in zip(*batches, strict=True):
+        for name in actual:
+            np.testing.assert_array_equal(actual[name], expected[name])
 
 
-def test_shards_follow_from_the_data_alone(make_config, write, tmp_path, monkeypatch):
+def test_shards_depend_on_the_data_only(make_config, write, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "MIN_SHARD_BYTES", 10)
     config = make_config(grain_train_files=write(*["0123456789"] * 6))
-    made = prepare(config, tmp_path / "out", None, workers=1)
-    assert made.shards == 6
+    prepared = prepare(config, tmp_path / "out", None, workers=1)
+    assert prepared.shards == 6
     names = sorted(path.name for path in (tmp_path / "out").glob("*.array_record"))
     assert names[0] == "tokens-00000-of-00006.array_record"
     monkeypatch.setattr(prepare_module, "MIN_SHARD_BYTES", 35)
@@ -217,7 +217,7 @@ def test_shards_follow_from_the_data_alone(make_config, write, tmp_path, monkeyp
 # Going on.
 
 
-def test_what_is_finished_stays(make_config, write, tmp_path):
+def test_finished_shards_are_kept(make_config, write, tmp_path):
     texts = documents(9)
     config, out = make_config(grain_train_files=write(*texts)), tmp_path / "out"
     prepare(config, out, 2, workers=1)
@@ -234,11 +234,11 @@ def test_what_is_finished_stays(make_config, write, tmp_path):
     (out / "manifest.json").write_text(json.dumps(manifest))
     (out / f".{files[0].name}.tmp").write_bytes(b"half")
     (out / ".manifest.json.abc.tmp").write_bytes(b"half")
-    kept = {path.name: path.stat().st_mtime_ns for path in files[3:]}
-    made = prepare(config, out, 2, workers=1)
+    mtimes = {path.name: path.stat().st_mtime_ns for path in files[3:]}
+    prepared = prepare(config, out, 2, workers=1)
     assert contents(out) == before
-    assert kept == {path.name: path.stat().st_mtime_ns for path in files[3:]}
-    assert made.tokens == sum(len(by_hand(text)) for text in texts[:6])
+    assert mtimes == {path.name: path.stat().st_mtime_ns for path in files[3:]}
+    assert prepared.tokens == sum(len(by_hand(text)) for text in texts[:6])
 
 
 SCRIPT = """
@@ -261,12 +261,12 @@ def start(files, out, workers):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_taken_up(tmp_path):
+def test_resumes_after_a_kill_at_any_moment(tmp_path):
     (tmp_path / "in").mkdir()
     files = SOURCES["jsonl"](tmp_path / "in", documents(4000, longest=800))["grain_train_files"]
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert start(files, whole, 1).wait() == 0
-    expected = contents(whole)
+    uninterrupted, out = tmp_path / "whole", tmp_path / "out"
+    assert start(files, uninterrupted, 1).wait() == 0
+    expected = contents(uninterrupted)
     generator = random.Random(time.time_ns())
     interrupted = 0
     for workers in (2, 1):
@@ -291,7 +291,7 @@ def test_killed_at_any_moment_and_taken_up(tmp_path):
     assert interrupted >= 2
 
 
-def test_only_one_at_a_time(make_config, write, tmp_path, monkeypatch):
+def test_locks_the_output_folder(make_config, write, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "LOCK_SECONDS", 0.2)
     out = tmp_path / "out"
     out.mkdir()
@@ -315,7 +315,7 @@ def refused(match, config, out, shard_documents=2):
     assert (contents(out) if out.is_dir() else out.exists()) == before
 
 
-def test_other_work_is_refused(make_config, write, tmp_path):
+def test_resume_with_other_settings_raises(make_config, write, tmp_path):
     folder, out = write(*documents(5)), tmp_path / "out"
     files = dict(grain_train_files=folder)
     prepare(make_config(**files), out, 2, workers=1)
@@ -356,17 +356,17 @@ def test_other_work_is_refused(make_config, write, tmp_path):
     refused("not a manifest", make_config(**files), out)
 
 
-def test_places_that_are_refused(make_config, write, tmp_path):
+def test_bad_output_folders_raise(make_config, write, tmp_path):
     config = make_config(grain_train_files=write("abc"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     refused("holds other files, such as thesis.txt", config, tmp_path / "full")
     refused("is a file: name a folder", config, tmp_path / "full" / "thesis.txt")
-    refused("cannot be made", config, tmp_path / "full" / "thesis.txt" / "below")
+    refused("cannot be created", config, tmp_path / "full" / "thesis.txt" / "below")
     refused("',' has a meaning in grain_train_files", config, tmp_path / "a,b")
 
 
-def test_data_that_is_refused(make_config, write, tmp_path):
+def test_unsupported_data_raises(make_config, write, tmp_path):
     out, folder = tmp_path / "out", write("abc", "def")
     refused("cannot be prepared: name files", make_config(dataset_type=DatasetType.SYNTHETIC), out)
     refused("tokens already", make_config(grain_train_files=folder, tokenize_train_data=False), out)
@@ -398,17 +398,17 @@ def test_bad_records_are_counted_over_all_runs(make_config, tmp_path):
         with pytest.raises(UserError, match="line 5.*max_bad_records=1"):
             prepare(config(1), out, 2, workers=1)
         assert len(list(out.glob("*.array_record"))) == 2  # what was finished is kept
-    made = prepare(config(2), out, 2, workers=1)
-    assert (made.counts.bad, made.counts.records) == (2, 4)
+    prepared = prepare(config(2), out, 2, workers=1)
+    assert (prepared.counts.bad, prepared.counts.records) == (2, 4)
     assert records_of(out) == [
-        by_hand(text) for place, text in enumerate(documents(6)) if place not in (1, 4)
+        by_hand(text) for index, text in enumerate(documents(6)) if index not in (1, 4)
     ]
     with pytest.raises(UserError, match="max_bad_records=0"):
         prepare(config(0), tmp_path / "by others", 2, workers=2)
     assert not list((tmp_path / "by others").glob(".*"))  # nobody writes any more
 
 
-def test_the_settings_to_train_with():
+def test_training_overrides():
     assert training_overrides(Path("some/place")) == [
         "dataset_type=grain", "grain_file_type=arrayrecord", "grain_train_files=some/place/*.array_record",
         "train_data_columns=[tokens]", "tokenize_train_data=false",

@@ -29,7 +29,7 @@ def test_a_batch_is_one_full_segment_shifted_once(config):
     np.testing.assert_array_equal(batch["targets_position"][3], np.arange(64))
 
 
-def test_all_ids_and_no_others_come_up(config):
+def test_samples_all_token_ids(config):
     iterator = make_train_iterator(config)
     seen = np.unique(np.stack([next(iterator)["inputs"] for _ in range(10)]))
     np.testing.assert_array_equal(seen, np.arange(50))
@@ -48,7 +48,7 @@ def test_batches_depend_on_seed_process_split_and_step(config):
     assert next(make_iterator(config, Split.TRAIN, ShardSpec(2)))["inputs"].tobytes() == batches[0]
 
 
-def test_the_position_is_the_row(config):
+def test_position_is_the_row(config):
     iterator = make_train_iterator(config)
     batches = [next(iterator) for _ in range(3)]
     state = json.loads(json.dumps(iterator.get_state()))
@@ -70,7 +70,7 @@ def test_rows_do_not_depend_on_the_batch_size(config):
     np.testing.assert_array_equal(next(large)["inputs"][:2], next(small)["inputs"])
 
 
-def test_a_position_of_an_older_version_goes_on(config):
+def test_reads_positions_of_older_versions(config):
     iterator = make_train_iterator(config)
     start = iterator.get_state()
     first = next(iterator)["inputs"]
@@ -97,7 +97,7 @@ def test_reuse_example_batch(config):
     np.testing.assert_array_equal(next(iterator)["inputs"], first)
 
 
-def test_a_position_of_another_source_is_refused(config, make_config, write):
+def test_position_of_another_source_raises(config, make_config, write):
     state = make_train_iterator(make_config(grain_train_files=write("abcdefgh"))).get_state()
     with pytest.raises(
         ConfigError, match="dataset_type=grain, but this run has dataset_type=synthetic"

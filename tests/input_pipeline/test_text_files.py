@@ -64,13 +64,13 @@ def test_paths(tree, value, names):
         ("", "grain_train_files is empty"),
     ],
 )
-def test_paths_that_name_nothing(tree, make_config, value, said):
+def test_paths_without_files_raise(tree, make_config, value, said):
     with pytest.raises(ConfigError, match=said) as raised:
         make_train_iterator(make_config(grain_train_files=value.replace("{}", str(tree))))
     assert len(raised.value.problems) == 1
 
 
-def test_all_bad_paths_are_said_at_once(tree):
+def test_all_bad_paths_are_reported_together(tree):
     with pytest.raises(ConfigError) as raised:
         find_files("grain_eval_files", f"{tree}/b.txt,{tree}/one,{tree}/two*")
     assert len(raised.value.problems) == 2
@@ -81,7 +81,7 @@ def test_empty_files(make_config, write):
         make_train_iterator(make_config(grain_train_files=write("", "", "")))
 
 
-def test_too_little_text_is_said_with_its_numbers(make_config, write):
+def test_too_little_text_raises_with_token_counts(make_config, write):
     # "abc" and "defgh" make 4 and 6 pairs; a batch is 4 rows of 8.
     config = make_config(grain_train_files=write("abc", "defgh"), global_batch_size_to_load=4)
     with pytest.raises(
@@ -134,12 +134,12 @@ def test_evaluation_without_a_pair(make_config, write):
         ({"vocab_size": 100}, "vocab_size=100"),
     ],
 )
-def test_what_does_not_fit(make_config, write, update, said):
+def test_sources_that_need_other_settings_raise(make_config, write, update, said):
     with pytest.raises(ConfigError, match=said):
         make_train_iterator(make_config(grain_train_files=write("abcdefgh"), **update))
 
 
-def test_large_files_are_read_ahead_one_by_one(make_config):
+def test_prefetch_is_limited_by_ram_budget(make_config):
     config = make_config(grain_num_threads=4, grain_prefetch_buffer_size=6, grain_ram_budget_mb=10)
 
     def ahead(*megabytes, chunk=1, known=True, local_streams=1):

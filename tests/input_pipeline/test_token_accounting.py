@@ -22,8 +22,8 @@ DOCUMENTS = [part for text in TEXTS for part in text.decode().split("\n\n") if p
 def pairs(document, truncate):
     """(input, target) by the definition of the byte tokenizer, with its begin and end tokens."""
     tokens = [1, *(byte + 3 for byte in document.encode()), 2]
-    found = list(pairwise(tokens))
-    return found[:LENGTH] if truncate else found
+    pairs = list(pairwise(tokens))
+    return pairs[:LENGTH] if truncate else pairs
 
 
 def naive(packing, truncate, epochs):

@@ -45,7 +45,7 @@ def run_until(make_config, folder, source, damage):
 
 
 @pytest.mark.parametrize("source", FORMATS)
-def test_a_file_that_vanishes(make_config, tmp_path, source, monkeypatch):
+def test_file_that_disappears_raises(make_config, tmp_path, source, monkeypatch):
     monkeypatch.setattr(cache, "OPEN_FILES", 1)  # one that stays open can be read to its end
     said = run_until(make_config, tmp_path, source, os.unlink)
     assert str(tmp_path) in said
@@ -53,7 +53,7 @@ def test_a_file_that_vanishes(make_config, tmp_path, source, monkeypatch):
 
 
 @pytest.mark.parametrize("source", [source for source in FORMATS if source != "text"])
-def test_a_file_that_shrinks(make_config, tmp_path, source, monkeypatch):
+def test_file_that_shrinks_raises(make_config, tmp_path, source, monkeypatch):
     """Text files are read as they are: a shorter file is a shorter document."""
     if source != "hf-arrow":  # of the others some have read so small a file as a whole
         monkeypatch.setattr(cache, "OPEN_FILES", 1)

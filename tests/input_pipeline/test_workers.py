@@ -20,7 +20,7 @@ from maxtext.input_pipeline.subprocesses import start_program
 from maxtext.input_pipeline.workers import Workers, data_stream_factory, worker_count
 
 DOCUMENTS = [
-    "".join(chr(97 + (place * number) % 26) for place in range(number % 30)) for number in range(40)
+    "".join(chr(97 + (index * number) % 26) for index in range(number % 30)) for number in range(40)
 ]
 
 
@@ -47,7 +47,7 @@ def alive(process):
     )
 
 
-def test_the_same_batches_and_positions(config):
+def test_workers_give_the_same_batches_and_states(config):
     local = here(config)
     remote = streams(data_stream_factory(config, Split.TRAIN))
     try:
@@ -73,7 +73,7 @@ def test_the_same_batches_and_positions(config):
 
 
 @pytest.mark.slow
-def test_errors_are_those_of_the_source(config):
+def test_workers_forward_errors_of_the_source(config):
     open_stream = data_stream_factory(
         config.model_copy(update={"grain_train_files": "/nowhere"}), Split.TRAIN
     )
@@ -84,7 +84,7 @@ def test_errors_are_those_of_the_source(config):
     assert data_stream_factory(config, Split.EVAL)(ShardSpec(1)) is None
 
 
-def test_of_streams_that_cannot_be_opened_at_once_the_error_is_heard(config):
+def test_error_of_one_stream_is_raised_when_streams_open_in_parallel(config):
     """Six threads ask one worker, which ends when the last has its answer."""
     open_stream = data_stream_factory(
         config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN
@@ -95,7 +95,7 @@ def test_of_streams_that_cannot_be_opened_at_once_the_error_is_heard(config):
         )
 
 
-def test_a_worker_that_dies_is_noticed(config):
+def test_dead_worker_raises(config):
     stream = Workers(1).open(config, Split.TRAIN, ShardSpec(1))
     next(stream)
     stream.worker.process.kill()
@@ -130,7 +130,7 @@ def test_workers_end_with_their_process(config, tmp_path):
     assert not alive(worker)
 
 
-def test_control_c_is_for_the_caller_from_the_first_moment():
+def test_workers_ignore_sigint_from_the_start():
     """A terminal sends it to all processes, also to one whose Python has only begun to start."""
     process, connection = start_program("time", "sleep")
     os.kill(process.pid, signal.SIGINT)
@@ -142,7 +142,7 @@ def test_control_c_is_for_the_caller_from_the_first_moment():
     process.wait()
 
 
-def test_the_number_of_workers(make_config, monkeypatch):
+def test_worker_count(make_config, monkeypatch):
     monkeypatch.setattr(workers, "num_cores", lambda: 6)
     assert worker_count(make_config(grain_worker_count=3), Split.TRAIN) == 3
     assert (

@@ -36,9 +36,9 @@ def test_flipped_bits(tmp_path, name):
     used = np.flatnonzero(
         np.frombuffer(data, np.uint8)
     )  # ArrayRecord files are mostly zeros to fill up blocks
-    for place, bit in zip(random.choice(used, FLIPS), random.integers(0, 8, FLIPS), strict=True):
+    for offset, bit in zip(random.choice(used, FLIPS), random.integers(0, 8, FLIPS), strict=True):
         changed = bytearray(data)
-        changed[place] ^= 1 << int(bit)
+        changed[offset] ^= 1 << int(bit)
         path.write_bytes(changed)
         try:
             documents = open_files([str(path)], kind, ["text", "tokens"], threads=1)
@@ -75,7 +75,7 @@ def test_a_damaged_record_between_good_ones(tmp_path):
 def test_tfrecord_lengths(tmp_path):
     path = tmp_path / "a"
     frames = [framed(bytes([number]) * 20) for number in range(4)]
-    whole = b"".join(frames)
+    data = b"".join(frames)
 
     def said(data):
         path.write_bytes(data)
@@ -83,19 +83,19 @@ def test_tfrecord_lengths(tmp_path):
             open_files([str(path)], "tfrecord", ["text"], threads=1)
         return str(raised.value).removeprefix(f"{path} ")
 
-    assert said(whole[:-1]) == said(whole[:-30]) == "ends within record 3: copy it again"
-    assert said(whole[: 3 * len(frames[0]) + 5]) == "ends within record 3: copy it again"
-    broken = bytearray(whole)
+    assert said(data[:-1]) == said(data[:-30]) == "ends within record 3: copy it again"
+    assert said(data[: 3 * len(frames[0]) + 5]) == "ends within record 3: copy it again"
+    broken = bytearray(data)
     broken[2 * len(frames[0])] ^= 1
     assert (
         said(broken) == "is damaged at record 2, whose length has a wrong checksum: copy it again"
     )
     assert said(bytes(1000)).startswith("is not a TFRecord file")
-    assert said(b"\x1f\x8b" + whole).startswith(
+    assert said(b"\x1f\x8b" + data).startswith(
         "is compressed, so its records cannot be read one by one"
     )
     # The frames are whole, but what is in them is no Example.
-    assert said(whole).startswith("has no tf.train.Example in its first records (record 0: ")
+    assert said(data).startswith("has no tf.train.Example in its first records (record 0: ")
 
 
 def test_tfrecord_checksums_are_those_of_the_standard():

@@ -50,14 +50,14 @@ def test_records_in_order(written):
         documents[-1]
 
 
-def test_all_columns_when_none_is_named(written):
+def test_reads_all_columns_if_none_is_named(written):
     paths, kind, records, _ = written
     record = open_files(paths, kind, [], threads=1)[34]
     assert set(record) == set(records[34])
     assert float(np.asarray(record["score"]).item()) == 17.0
 
 
-def test_many_threads_read_what_one_reads(written, monkeypatch):
+def test_threads_read_the_same_records(written, monkeypatch):
     monkeypatch.setattr(
         cache, "DECODED_BLOCKS", 2
     )  # so that blocks are dropped and decoded again all the time
@@ -94,13 +94,13 @@ def test_another_process(tmp_path):
 def read_all_in_another_process(everything, sender):
     sender.send(
         {
-            name: [found[index]["text"] for index in (0, 19, 20, 34)]
-            for name, found in everything.items()
+            name: [records[index]["text"] for index in (0, 19, 20, 34)]
+            for name, records in everything.items()
         }
     )
 
 
-def test_pickled_without_what_is_open(written):
+def test_pickles_without_open_files(written):
     paths, kind, records, _ = written
     documents = open_files(paths, kind, ["text", "tokens"], threads=1)
     before = len(pickle.dumps(documents))
@@ -128,7 +128,7 @@ def test_wrong_column(written):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "tfrecord", "arrayrecord", "jsonl"])
-def test_all_files_of_another_kind_are_named_at_once(tmp_path, kind):
+def test_all_files_of_another_kind_are_reported_together(tmp_path, kind):
     paths = []
     for number in range(8):
         paths.append(str(tmp_path / f"{number}.x"))
@@ -149,7 +149,7 @@ def test_files_without_records(written):
         open_files(paths[1:2], kind, ["text"], threads=1)
 
 
-def test_cut_files(written, tmp_path):
+def test_truncated_files_raise(written, tmp_path):
     """Half a file is never taken for a whole one; only JSON lines cannot know, and have a bad last
     record.
     """
@@ -208,24 +208,24 @@ def test_text_files(tmp_path):
         open_files([paths[1]] * 2, "text", ["text"], threads=1)
 
 
-def test_bad_record_travels():
+def test_bad_record_is_picklable():
     error = pickle.loads(pickle.dumps(BadRecord("a.jsonl", 7, "invalid JSON")))
     assert (error.path, error.location, error.reason) == ("a.jsonl", "record 7", "invalid JSON")
     assert str(error) == "a.jsonl, record 7: invalid JSON"
 
 
-def test_cache_makes_once_and_keeps_within_its_bytes():
-    made = []
+def test_cache_creates_once_and_evicts_by_size():
+    created = []
     held = Cache(count=8, limit=100, weigh=len)
 
     def make(key, size):
         time.sleep(0.01)  # long enough for others to ask for it too
-        made.append(key)
+        created.append(key)
         return b"x" * size
 
     with ThreadPoolExecutor(16) as executor:
         list(executor.map(lambda key: held.get(key, lambda: make(key, 30)), [0] * 200))
-    assert made == [0]
+    assert created == [0]
     for key in range(1, 6):
         held.get(key, lambda key=key: make(key, 30))
     assert list(held.entries) == [3, 4, 5]

@@ -64,14 +64,14 @@ def test_decode():
         decode_example(data, ["empty"])
 
 
-def test_numbers_that_are_not_packed():
+def test_decodes_unpacked_integers():
     """The older encoding: each number with its tag."""
     one_by_one = field(3, b"".join(varint(1 << 3) + varint(value) for value in (5, 600)))
     assert decode_example(example(tokens=one_by_one), ["tokens"])["tokens"].tolist() == [5, 600]
 
 
 @pytest.mark.parametrize("data", [b"once upon a time", b"\xff" * 9, field(1, b"\x0a\xff")])
-def test_other_bytes(data):
+def test_rejects_bytes_that_are_not_an_example(data):
     with pytest.raises(ValueError, match=r"not a tf\.train\.Example"):
         decode_example(data, ["text"])
 

@@ -32,24 +32,24 @@ def random_lines(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_lines_are_those_of_python(seed):
+def test_lines_match_python_splitlines(seed):
     data = random_lines(seed)
     expected = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     for size in (1, 2, 3, 7, 1000):
         lines = index_lines(split_blocks(data, size), head=2)
-        found = [
+        stripped = [
             data[lines.offsets[index] : lines.offsets[index + 1]].strip()
             for index in range(len(lines))
         ]
-        assert found == [line.strip() for _, line in expected]
+        assert stripped == [line.strip() for _, line in expected]
         assert [lines.number(index) for index in range(len(lines))] == [
             number for number, _ in expected
         ]
-        assert [line.strip() for line in lines.head] == found[:2]
+        assert [line.strip() for line in lines.head] == stripped[:2]
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_what_a_record_is(tmp_path, compress):
+def test_record_per_line(tmp_path, compress):
     data = (
         b'\xef\xbb\xbf{"text": "a", "n": 1}\r\n\n \t\n{"text": "\\u00df\\n"}\n  {"text": "", '
         b'"n": null}\n\n{"text":"z"}'
@@ -89,7 +89,7 @@ def test_bad_records(tmp_path, line, reason, compress):
     assert [documents[index]["text"] for index in (0, 2)] == ["good", "good"]
 
 
-def test_a_bad_first_record_is_not_a_bad_file(tmp_path):
+def test_bad_first_record_does_not_make_a_bad_file(tmp_path):
     documents = opened(tmp_path / "a", b'{"tex\n{"text": "b"}\n')
     assert documents[1] == {"text": "b"}
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_plain_and_compressed_files_together(tmp_path):
     assert documents.sizes.tolist() == [14] * 7
 
 
-def test_the_index_is_small(tmp_path, monkeypatch):
+def test_line_index_is_small(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "CHUNK", 2**16)
     line = json.dumps({"text": "x" * 20}).encode() + b"\n"
     (tmp_path / "a").write_bytes(line * 100_000)
