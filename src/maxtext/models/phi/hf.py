@@ -42,16 +42,16 @@ def write_phi3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 
 def phi3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     attention, mlp = "layers/{i}/attention/", "layers/{i}/mlp/"
-    qkv = tuple(f"{attention}{name}/kernel" for name in ("query", "key", "value"))
+    qkv = tuple(f"{attention}{name}/weight" for name in ("query", "key", "value"))
     gate_up = f"{HF_LAYER}mlp.gate_up_proj.weight"
     return [
         *outer_rules(),
         *norm_rules(PRE_NORMS),
         Rule(f"{HF_LAYER}self_attn.qkv_proj.weight", qkv, "(h d) e -> e h d", join=0),
-        Rule(f"{HF_LAYER}self_attn.o_proj.weight", f"{attention}out/kernel", "e (h d) -> h d e"),
-        Rule(gate_up, f"{mlp}wi_{{b}}/kernel", "(b m) e -> b e m"),
-        Rule(gate_up, f"{mlp}wi/kernel", "(b m) e -> e b m"),
-        Rule(f"{HF_LAYER}mlp.down_proj.weight", f"{mlp}wo/kernel", "e m -> m e"),
+        Rule(f"{HF_LAYER}self_attn.o_proj.weight", f"{attention}out/weight", "e (h d) -> h d e"),
+        Rule(gate_up, f"{mlp}wi_{{b}}/weight", "(b m) e -> b e m"),
+        Rule(gate_up, f"{mlp}wi/weight", "(b m) e -> e b m"),
+        Rule(f"{HF_LAYER}mlp.down_proj.weight", f"{mlp}wo/weight", "e m -> m e"),
     ]
 
 
