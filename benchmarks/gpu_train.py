@@ -1,16 +1,20 @@
-"""Training on one GPU, against a plain PyTorch model under torch.compile, both with random data.
+"""Training on one GPU against a PyTorch model under torch.compile, both with random data.
 
     python benchmarks/gpu_train.py [--cases default,fp8,fp8_full,int8,8b,moe8,moe64] [--steps 30]
 
-Ours is `maxtext train` with the words below; the peer is the model in this file: SDPA, autocast to
-bfloat16 on float32 weights, fused AdamW, clipping by the global norm, with the shapes of `default`;
-it stays in bfloat16 where ours, with the same shapes, is in fp8 or int8. Each side runs in a
-process of its own. A step counts from one report to the next; the median of all but the first ten
-counts. TFLOP/s are those of the matrix products, causal attention once, of experts those that a
-token uses; MFU is of 989, the dense bfloat16 peak of an H100 or H200. First step: from the command
-to its report, with an empty compilation cache, and again with the one that this left; modules have
-been imported once before, so that no disk is timed. Memory: ours, of the compiled step, as the
-run's banner has it; the peer's, the most that was allocated. Prints one JSON line.
+Runs `maxtext train` with the overrides below, and the peer, the PyTorch model in this file: SDPA,
+autocast to bfloat16 on float32 weights, fused AdamW, clipping by the global norm, with the shapes
+of `default`; it stays in bfloat16 for the fp8 and int8 cases of the same shapes. Each runs in its
+own process.
+
+- Step time: from one report to the next, the median of all but the first ten.
+- TFLOP/s: of matmuls, with causal attention counted once and of experts those that a token uses;
+  MFU is relative to 989, the dense bfloat16 peak of an H100 or H200.
+- First step: from the command to its report, with an empty compilation cache, and again with a warm
+  one; modules have been imported once before, so that the disk is not timed.
+- Memory: of the compiled step, from the run's banner; for the peer, the maximum allocated.
+
+Prints one JSON line.
 """
 
 import argparse
@@ -24,9 +28,9 @@ import tempfile
 import time
 from pathlib import Path
 
-PEAK = 989
-SKIPPED = 10  # steps, while clocks and caches settle
-STEPS_PER_TIMING = 5  # steps of the peer that are timed together
+PEAK_TFLOPS = 989
+WARMUP_STEPS = 10  # that are not timed
+STEPS_PER_TIMING = 5  # of the peer
 COMMON = [
     "dataset_type=synthetic",
     "enable_checkpointing=false",
@@ -87,24 +91,24 @@ CASES = {
         "remat_policy=none",
     ],
 }
-QUANTIZED_CASES = ("fp8", "fp8_full", "int8")  # of the shapes of `default`
+QUANTIZED_CASES = ("fp8", "fp8_full", "int8")  # with the shapes of `default`
 PEERS = {
     "default": {
         "rows": 12,
         "length": 2048,
-        "size": 2048,
+        "embed_dim": 2048,
         "layers": 16,
         "heads": 16,
-        "mlp": 7168,
+        "hidden_dim": 7168,
         "vocabulary": 32000,
     },
     "tiny": {
         "rows": 2,
         "length": 64,
-        "size": 64,
+        "embed_dim": 64,
         "layers": 2,
         "heads": 4,
-        "mlp": 128,
+        "hidden_dim": 128,
         "vocabulary": 256,
     },
 }
@@ -114,30 +118,31 @@ def run_maxtext(overrides: list[str], steps: int, folder: Path) -> dict[str, flo
     """One run of the trainer: seconds to the first step, the median step, TFLOP/s."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    folders = [
+    outputs = [
         f"jax_cache_dir={folder / 'cache'}",
         f"base_output_directory={folder}",
         f"metrics_file={metrics}",
     ]
-    line = [sys.executable, "-m", "maxtext.train", *COMMON, *overrides, *folders, f"steps={steps}"]
+    command = [sys.executable, "-m", "maxtext.train", *COMMON, *overrides, *outputs]
+    command.append(f"steps={steps}")
     start, first = time.time(), None
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = []
-    for said_line in process.stdout:
-        said.append(said_line)
-        if first is None and said_line.startswith("step 0/"):
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = []
+    for line in process.stdout:
+        log.append(line)
+        if first is None and line.startswith("step 0/"):
             first = time.time() - start
     if process.wait():
-        raise SystemExit("".join(said[-40:]))
+        raise SystemExit("".join(log[-40:]))
     records = [json.loads(record) for record in metrics.read_text().splitlines()]
     timed = [
         record
         for record in records
-        if record.get("step_time_seconds") and record["step"] >= SKIPPED
+        if record.get("step_time_seconds") and record["step"] >= WARMUP_STEPS
     ]
-    if not timed:  # only the first step was asked for
+    if not timed:  # a run of one step
         return {"first_step_seconds": round(first, 1)}
-    memory = re.search(r"memory a device\W+([\d.]+ \w+)", "".join(said))
+    memory = re.search(r"memory a device\W+([\d.]+ \w+)", "".join(log))
     return {
         "first_step_seconds": round(first, 1),
         "memory": memory.group(1) if memory else None,
@@ -150,30 +155,30 @@ def run_maxtext(overrides: list[str], steps: int, folder: Path) -> dict[str, flo
     }
 
 
-def peer(case: str, steps: int, started: float) -> dict[str, float]:
+def run_peer(case: str, steps: int, started: float) -> dict[str, float]:
     import torch
     from torch import nn
     from torch.nn import functional
 
     sizes = PEERS[case]
-    rows, length, size, heads = (sizes[name] for name in ("rows", "length", "size", "heads"))
-    head, device = size // heads, "cuda" if torch.cuda.is_available() else "cpu"
+    rows, length, embed_dim, heads = (
+        sizes[name] for name in ("rows", "length", "embed_dim", "heads")
+    )
+    head_dim, device = embed_dim // heads, "cuda" if torch.cuda.is_available() else "cpu"
 
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = nn.RMSNorm(size, eps=1e-5), nn.RMSNorm(size, eps=1e-5)
-            self.qkv, self.out = (
-                nn.Linear(size, 3 * size, bias=False),
-                nn.Linear(size, size, bias=False),
-            )
-            self.gate_up = nn.Linear(size, 2 * sizes["mlp"], bias=False)
-            self.down = nn.Linear(sizes["mlp"], size, bias=False)
+            self.attention_norm = nn.RMSNorm(embed_dim, eps=1e-5)
+            self.mlp_norm = nn.RMSNorm(embed_dim, eps=1e-5)
+            self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+            self.out = nn.Linear(embed_dim, embed_dim, bias=False)
+            self.gate_up = nn.Linear(embed_dim, 2 * sizes["hidden_dim"], bias=False)
+            self.down = nn.Linear(sizes["hidden_dim"], embed_dim, bias=False)
 
         def forward(self, x, cosine, sine):
-            q, k, v = (
-                self.qkv(self.first(x)).view(rows, length, 3, heads, head).permute(2, 0, 3, 1, 4)
-            )
+            qkv = self.qkv(self.attention_norm(x)).view(rows, length, 3, heads, head_dim)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
 
             def rotate(x):
                 left, right = x.chunk(2, -1)
@@ -181,26 +186,28 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
                     [left * cosine - right * sine, right * cosine + left * sine], -1
                 ).to(v.dtype)
 
-            mixed = functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, size))
-            gate, up = self.gate_up(self.second(x)).chunk(2, -1)
+            context = functional.scaled_dot_product_attention(
+                rotate(q), rotate(k), v, is_causal=True
+            )
+            x = x + self.out(context.transpose(1, 2).reshape(rows, length, embed_dim))
+            gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
             return x + self.down(functional.silu(gate) * up)
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = nn.Embedding(sizes["vocabulary"], size)
+            self.embed = nn.Embedding(sizes["vocabulary"], embed_dim)
             self.blocks = nn.ModuleList(Block() for _ in range(sizes["layers"]))
-            self.norm = nn.RMSNorm(size, eps=1e-5)
-            self.head = nn.Linear(size, sizes["vocabulary"], bias=False)
+            self.norm = nn.RMSNorm(embed_dim, eps=1e-5)
+            self.head = nn.Linear(embed_dim, sizes["vocabulary"], bias=False)
             angles = torch.outer(
-                torch.arange(length), 10000.0 ** (-torch.arange(0, head, 2) / head)
+                torch.arange(length), 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
             )
             self.register_buffer("cosine", angles.cos())
             self.register_buffer("sine", angles.sin())
 
         def forward(self, ids, targets):
-            x = self.embed(ids).to(torch.bfloat16)  # the stream of residuals, as ours is
+            x = self.embed(ids).to(torch.bfloat16)  # the residual, as in maxtext
             for block in self.blocks:
                 x = block(x, self.cosine, self.sine)
             logits = self.head(self.norm(x))
@@ -228,16 +235,16 @@ def peer(case: str, steps: int, started: float) -> dict[str, float]:
         if step == 0:
             loss.item()
             first = time.time() - started
-        elif step % STEPS_PER_TIMING == 0:  # the host may run ahead in between, as ours does
+        elif step % STEPS_PER_TIMING == 0:  # the host may run ahead in between, as in maxtext
             loss.item()
             times.append((time.perf_counter() - start) / STEPS_PER_TIMING)
             start = time.perf_counter()
     weights = (
-        sum(parameter.numel() for parameter in model.parameters()) - sizes["vocabulary"] * size
+        sum(parameter.numel() for parameter in model.parameters()) - sizes["vocabulary"] * embed_dim
     )
-    attention = 2 * sizes["layers"] * size * length  # a token, forward, half of the square
+    attention = 2 * sizes["layers"] * embed_dim * length  # of a token, forward, causal
     flops = rows * length * 3 * (2 * weights + attention)
-    seconds = statistics.median(times[SKIPPED // STEPS_PER_TIMING :] or times)
+    seconds = statistics.median(times[WARMUP_STEPS // STEPS_PER_TIMING :] or times)
     memory = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     return {
         "first_step_seconds": round(first, 1),
@@ -256,39 +263,38 @@ def main() -> None:
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.steps < SKIPPED + 2 * STEPS_PER_TIMING:
-        parser.error(f"--steps must be at least {SKIPPED + 2 * STEPS_PER_TIMING}")
+    if options.steps < WARMUP_STEPS + 2 * STEPS_PER_TIMING:
+        parser.error(f"--steps must be at least {WARMUP_STEPS + 2 * STEPS_PER_TIMING}")
     if options.peer:
-        print(json.dumps(peer(options.peer, options.steps, options.started)))
+        print(json.dumps(run_peer(options.peer, options.steps, options.started)))
         return
-    result = {}
-    subprocess.run(
-        [sys.executable, "-c", "import maxtext.trainers.pretrain"], check=True
-    )  # read from the disk once
+    results = {}
+    # Read the modules from the disk once.
+    subprocess.run([sys.executable, "-c", "import maxtext.trainers.pretrain"], check=True)
     for case in options.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            metrics = run_maxtext(CASES[case], options.steps, Path(folder))
-            metrics["mfu"] = round(metrics["tflops"] / PEAK, 3)
+            result = run_maxtext(CASES[case], options.steps, Path(folder))
+            result["mfu"] = round(result["tflops"] / PEAK_TFLOPS, 3)
             if case in PEERS:
                 warm = run_maxtext(CASES[case], 1, Path(folder))
-                metrics["first_step_seconds_warm"] = warm["first_step_seconds"]
-                line = [sys.executable, __file__, "--peer", case, "--steps", str(options.steps)]
+                result["first_step_seconds_warm"] = warm["first_step_seconds"]
+                command = [sys.executable, __file__, "--peer", case, "--steps", str(options.steps)]
                 done = subprocess.run(
-                    [*line, "--started", str(time.time())],
+                    [*command, "--started", str(time.time())],
                     stdout=subprocess.PIPE,
                     text=True,
                     check=True,
                     env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"},
                 )
-                metrics["peer"] = json.loads(done.stdout.splitlines()[-1])
-        peer_metrics = metrics.get("peer") or (
-            result.get("default", {}).get("peer") if case in QUANTIZED_CASES else None
-        )
-        if peer_metrics:
-            metrics["ratio"] = round(peer_metrics["step_seconds"] / metrics["step_seconds"], 3)
-        result[case] = metrics
-        print(case, metrics, file=sys.stderr, flush=True)
-    print(json.dumps(result))
+                result["peer"] = json.loads(done.stdout.splitlines()[-1])
+        peer = result.get("peer")
+        if peer is None and case in QUANTIZED_CASES:
+            peer = results.get("default", {}).get("peer")
+        if peer:
+            result["ratio"] = round(peer["step_seconds"] / result["step_seconds"], 3)
+        results[case] = result
+        print(case, result, file=sys.stderr, flush=True)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Where a GPU's time went: the kernels of a trace that JAX's profiler wrote, by their share.
+"""The kernels of a trace of JAX's profiler, sorted by their share of the GPU's time.
 
     maxtext train ... profiler=xplane steps=20
     python benchmarks/kernel_table.py FOLDER [--top 30]
 
-FOLDER is any folder above the trace, the newest one counts. A kernel's name comes without its
-digits, so that those of all layers are one line, with the operation of the program that it belongs
-to. Prints one line a kernel: its time in all, its share of the time of all kernels, how often it
-ran, its time once.
+FOLDER is any folder above the trace; the newest trace is used. Digits are removed from the names of
+kernels and of their HLO ops, so that the kernels of all layers are one line. Prints one line a
+kernel: its total time, its share of the time of all kernels, its number of runs, its mean time.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 
 
-def kernels(events):
+def kernel_runs(events):
     """(name, microseconds) of each run of a kernel on a GPU."""
     processes = {
         event["pid"]: event["args"]["name"]
@@ -42,18 +41,17 @@ def main():
     options = parser.parse_args()
     traces = sorted(options.folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not traces:
-        sys.exit(f"no trace (*.trace.json.gz) lies under {options.folder}")
+        sys.exit(f"there is no trace (*.trace.json.gz) under {options.folder}")
     times, runs = collections.Counter(), collections.Counter()
-    for name, duration in kernels(
-        json.loads(gzip.decompress(traces[-1].read_bytes()))["traceEvents"]
-    ):
+    trace = json.loads(gzip.decompress(traces[-1].read_bytes()))
+    for name, duration in kernel_runs(trace["traceEvents"]):
         times[name] += duration
         runs[name] += 1
     total = sum(times.values())
     print(f"{traces[-1]}: {total / 1000:.1f} ms in {sum(runs.values())} runs of kernels")
     for name, duration in times.most_common(options.top):
-        share, once = duration / total, duration / runs[name]
-        print(f"{duration / 1000:10.2f} ms {share:6.1%} {runs[name]:7} x {once:9.1f} us  {name}")
+        share, mean = duration / total, duration / runs[name]
+        print(f"{duration / 1000:10.2f} ms {share:6.1%} {runs[name]:7} x {mean:9.1f} us  {name}")
 
 
 if __name__ == "__main__":

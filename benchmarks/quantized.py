@@ -1,14 +1,13 @@
-"""What quantization costs in perplexity, on the eval_steps batches of a run, and what it saves in
-memory.
+"""The perplexity of quantized models, on the eval_steps batches of a run, and the memory of their
+weights.
 
     maxtext train quickstart
     python benchmarks/quantized.py maxtext_output/quickstart [KEY=VALUE[,KEY=VALUE…] …]
 
-Each further word is a set of settings that the run's newest weights are served with; the first one
-is what the others are compared with. Without any: bfloat16 as it is, then with weights, cache, or
-both in int8 and int4. A row of the data goes through the model as a prompt does, with the cache
-that the settings ask for; documents that share a row are read as one text. Prints one JSON line for
-each set.
+Each further argument is a set of settings to load the run's newest weights with; the first set is
+the baseline of the others. Default: bfloat16, then with weights, cache, or both in int8 and int4. A
+row of the data is prefilled like a prompt, with the cache of the settings; documents that share a
+row are read as one text. Prints one JSON line for each set.
 """
 
 import argparse
@@ -52,7 +51,7 @@ def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
     streams = open_eval_streams(context)
     if streams is None:
         raise SystemExit(f"{run} has no evaluation data: train with eval_interval above 0")
-    count = config.eval_steps if config.eval_steps > 0 else None  # None: all
+    count = config.eval_steps if config.eval_steps > 0 else None  # None: all batches
     for batch in itertools.islice(EvalDataLoader(context, streams)(), count):
         yield {name: np.asarray(field) for name, field in batch.items()}
 
@@ -60,30 +59,34 @@ def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
 def perplexity(llm: LLM, data: list[dict[str, np.ndarray]]) -> float:
     config = llm.config
 
-    def lost(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """The sum over all targets, and their number."""
+    def total_loss(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The sum of the losses of all targets, and their number."""
         rows, length = batch["inputs"].shape
         caches = empty_caches(config, cache_size(config, rows, length))
-        assert caches is not None, (
-            "a model that keeps nothing of its tokens has no cache to measure"
-        )
+        assert caches is not None, "this model has no cache"
         positions = jnp.where(batch["inputs_segmentation"] > 0, jnp.arange(length), -1)
-        inputs = LayerInputs(positions, fresh=True, table=jnp.arange(rows)[:, None], aligned=True)
+        inputs = LayerInputs(
+            positions,
+            is_first_chunk=True,
+            block_table=jnp.arange(rows)[:, None],
+            contiguous=True,
+        )
         model = llm.template.bind(weights)
         hidden, _ = model.step(batch["inputs"], inputs, caches)
         log_probs = jax.nn.log_softmax(model.logits(hidden).astype(jnp.float32))
-        found = jnp.take_along_axis(log_probs, batch["targets"][..., None], axis=-1)[..., 0]
+        targets = batch["targets"][..., None]
+        target_log_probs = jnp.take_along_axis(log_probs, targets, axis=-1)[..., 0]
         mask = batch["targets_segmentation"] > 0
-        return -jnp.sum(found * mask), jnp.sum(mask)
+        return -jnp.sum(target_log_probs * mask), jnp.sum(mask)
 
-    step = jax.jit(lost)
+    step = jax.jit(total_loss)
     with llm.programs.context():
         sums = [step(llm.weights, batch) for batch in data]
     return math.exp(sum(float(loss) for loss, _ in sums) / sum(int(count) for _, count in sums))
 
 
 def weight_bytes(weights: Any) -> int:
-    """As they lie on the device, where two int4 share a byte."""
+    """On the device, where two int4 values share a byte."""
     return (
         jax.jit(lambda weights: weights)
         .lower(weights)
@@ -101,17 +104,17 @@ def main() -> None:
     parser.add_argument("settings", nargs="*")
     options = parser.parse_args()
     data = list(batches(options.run))
-    first = None
+    baseline = None
     for settings in options.settings or DEFAULT:
         keys = dict(setting.split("=", 1) for setting in settings.split(","))
         keys = {"weight_dtype": keys.get("dtype", "float32")} | keys
         llm = LLM.load(options.run / "checkpoints", **keys)
-        found = perplexity(llm, data)
-        first = first or found
+        value = perplexity(llm, data)
+        baseline = baseline or value
         result = {
             "settings": settings,
-            "perplexity": round(found, 4),
-            "change": f"{found / first - 1:+.2%}",
+            "perplexity": round(value, 4),
+            "change": f"{value / baseline - 1:+.2%}",
             "weight_bytes": weight_bytes(llm.weights),
         }
         print(json.dumps(result), flush=True)

@@ -1,5 +1,5 @@
-"""Engram against the paper, token by token in Python's own integers and in torch; compression
-against `tokenizers`.
+"""Engram against the paper, token by token in Python integers and in torch; compression against
+`tokenizers`.
 """
 
 import math
@@ -18,30 +18,38 @@ from maxtext.layers.engram import (
     EngramSpec,
     compressed_ids,
     head_primes,
-    remainder,
-    wide_product,
+    mod_uint64,
+    multiply_uint64,
 )
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
 
-SIZE, VOCABULARY, EPSILON = 8, 50, 1e-2
+EMBED_DIM, VOCABULARY, EPSILON = 8, 50, 1e-2
 BATCH, LENGTH = 2, 14
 SEGMENTS = np.array([[1] * 5 + [2] * 1 + [3] * 6 + [0] * 2, [1] * 14], np.int32)
 
 
 def spec(**changes):
     values = dict(
-        heads=2, head_dim=3, vocabulary_bases=(20, 24), max_ngram=3, kernel_size=3, seed=5, layer=4,
-        vocabulary=VOCABULARY, norm=NormSpec(epsilon=EPSILON), pad=7,
-    )  # fmt: skip
+        heads=2,
+        head_dim=3,
+        vocabulary_bases=(20, 24),
+        max_ngram=3,
+        kernel_size=3,
+        seed=5,
+        layer=4,
+        vocabulary=VOCABULARY,
+        norm=NormSpec(epsilon=EPSILON),
+        pad=7,
+    )
     return EngramSpec(**(values | changes))
 
 
 @lru_cache
 def template(spec, dtype="float32"):
     return Template.of(
-        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, dtype)
     )
 
 
@@ -54,7 +62,7 @@ def weights(spec, seed=0):
 
 def values(streams=None, seed=1):
     generator = np.random.default_rng(seed)
-    shape = (BATCH, LENGTH, SIZE) if streams is None else (BATCH, LENGTH, streams, SIZE)
+    shape = (BATCH, LENGTH, EMBED_DIM) if streams is None else (BATCH, LENGTH, streams, EMBED_DIM)
     return generator.normal(size=shape).astype(np.float32), tokens()
 
 
@@ -72,27 +80,27 @@ def prime(number):
 
 
 def expected_rows(spec, ids, segments, pad):
-    """Every n-gram by hand, in integers without bounds. The layer's own primes come first to last
-    from the base.
-    """
-    size = spec.compression.size if spec.compression else spec.vocabulary
+    """Every n-gram in Python integers, which do not overflow."""
+    vocabulary = spec.compression.size if spec.compression else spec.vocabulary
     draw = np.random.default_rng(spec.seed + 10007 * spec.layer)
     multipliers = [
         2 * int(r) + 1
-        for r in draw.integers(0, ((2**63 - 1) // size) // 2, spec.max_ngram, dtype=np.int64)
+        for r in draw.integers(0, ((2**63 - 1) // vocabulary) // 2, spec.max_ngram, dtype=np.int64)
     ]
     rows = np.zeros((*ids.shape, spec.heads * (spec.max_ngram - 1)), np.int64)
-    for row, place in np.ndindex(*ids.shape):
+    for row, position in np.ndindex(*ids.shape):
         start, head = 0, 0
         for order in range(2, spec.max_ngram + 1):
-            mixed = 0
+            hashed = 0
             for back in range(order):
-                at = place - back
-                inside = at >= 0 and (segments is None or segments[row, at] == segments[row, place])
-                mixed ^= (int(ids[row, at]) if inside else pad) * multipliers[back]
-            assert 0 <= mixed < 2**63
+                at = position - back
+                inside = at >= 0 and (
+                    segments is None or segments[row, at] == segments[row, position]
+                )
+                hashed ^= (int(ids[row, at]) if inside else pad) * multipliers[back]
+            assert 0 <= hashed < 2**63
             for _ in range(spec.heads):
-                rows[row, place, head] = start + mixed % spec.primes[head]
+                rows[row, position, head] = start + hashed % spec.primes[head]
                 start += spec.primes[head]
                 head += 1
     return rows
@@ -109,7 +117,7 @@ def expected_rows(spec, ids, segments, pad):
     ],
     ids=["small", "four-grams", "deepseek", "huge"],
 )
-def test_rows(changes, segments):
+def test_rows_match_python_integers(changes, segments):
     given = spec(**changes)
     ids = tokens(given.vocabulary)
     module = template(given).bind(template(given).weights)  # rows need no values
@@ -129,10 +137,10 @@ def test_rows_of_compressed_ids():
     )
 
 
-def test_words():
-    """Against NumPy in 64 bits: products, and remainders by moduli of every size."""
+def test_uint64_arithmetic_matches_numpy():
+    """Products, and remainders by moduli of every size."""
     draw = np.random.default_rng(0).integers
-    numbers = np.concatenate([draw(0, 2**32, 500), [0, 1, 2**32 - 1, 2**16, 2**16 - 1]]).astype(
+    operands = np.concatenate([draw(0, 2**32, 500), [0, 1, 2**32 - 1, 2**16, 2**16 - 1]]).astype(
         np.uint32
     )
     for factor in (
@@ -144,37 +152,35 @@ def test_words():
         2**64 - 1,
         *(int(x) for x in draw(0, 2**63, 5)),
     ):
-        high, low = wide_product(jnp.asarray(numbers), factor)
-        expected = numbers.astype(np.uint64) * np.uint64(factor)
+        high, low = multiply_uint64(jnp.asarray(operands), factor)
+        expected = operands.astype(np.uint64) * np.uint64(factor)
         np.testing.assert_array_equal(
             np.asarray(high, np.uint64) << np.uint64(32) | np.asarray(low), expected
         )
         for moduli in ([2, 3], [65521, 65537], [226241, 1131203], [2**30 + 3, 2**31 - 1]):
-            rest = remainder((high, low), np.array(moduli, np.uint32))
-            np.testing.assert_array_equal(rest, expected[:, None] % np.array(moduli, np.uint64))
+            remainder = mod_uint64((high, low), np.array(moduli, np.uint32))
+            np.testing.assert_array_equal(
+                remainder, expected[:, None] % np.array(moduli, np.uint64)
+            )
 
 
-def test_primes():
-    """All different in the model, each the first that is free: no prime between the base and the
-    last is left out.
-    """
+def test_head_primes_are_the_first_unused_ones():
+    """All primes of a model differ, and none between the base and the last is skipped."""
     bases, heads, layers = (20, 24, 100), 3, 2
-    found = head_primes(bases, heads, layers)
-    flat = [number for layer in found for number in layer]
+    primes = head_primes(bases, heads, layers)
+    flat = [number for layer in primes for number in layer]
     assert all(prime(number) for number in flat)
     assert len(set(flat)) == len(flat) == layers * heads * len(bases)
-    taken = []
-    for layer in found:
+    used = []
+    for layer in primes:
         for order, base in enumerate(bases):
             for number in layer[order * heads : (order + 1) * heads]:
-                free = [
-                    other for other in range(base, number) if prime(other) and other not in taken
-                ]
+                skipped = [n for n in range(base, number) if prime(n) and n not in used]
                 assert number >= base
-                assert not free
-                taken.append(number)
-    assert found[0][:3] == (23, 29, 31)
-    assert found[0][3:6] == (37, 41, 43)
+                assert not skipped
+                used.append(number)
+    assert primes[0][:3] == (23, 29, 31)
+    assert primes[0][3:6] == (37, 41, 43)
     assert (
         spec(layers=(1, 4)).primes
         == head_primes((20, 24), 2, 2)[1]
@@ -190,8 +196,8 @@ def test_layers_hash_differently():
     assert all(number % 2 == 1 for number in spec().multipliers)
 
 
-def in_torch(spec, weights, x, ids, segments):
-    """The paper for [B, S, k, E]: each stream by itself, each document by itself."""
+def torch_reference(spec, weights, x, ids, segments):
+    """The paper for [B, S, k, E], residual stream by stream and document by document."""
     weights = jax.tree.map(torch.tensor, weights)
     rows = torch.tensor(expected_rows(spec, ids, segments, spec.pad))
     memory = weights["table"][rows].flatten(-2)
@@ -204,60 +210,59 @@ def in_torch(spec, weights, x, ids, segments):
     for stream in range(x.shape[2]):
         key = memory @ weights["key"]["weight"][:, stream] + weights["key"]["bias"][stream]
         query = norm(x[:, :, stream], "query_norm", stream)
-        score = (query * norm(key, "key_norm", stream)).sum(-1) / math.sqrt(SIZE)
+        score = (query * norm(key, "key_norm", stream)).sum(-1) / math.sqrt(EMBED_DIM)
         gate = torch.sigmoid(torch.sign(score) * score.abs().sqrt())
         value = gate[..., None] * (memory @ weights["value"]["weight"] + weights["value"]["bias"])
         normed = norm(value, "convolution_norm", stream)
-        mixed = torch.zeros_like(normed)
-        kernel = weights["convolution"][:, stream].T[:, None]  # [E, 1, taps]
+        convolution = torch.zeros_like(normed)
+        weight = weights["convolution"][:, stream].T[:, None]  # [E, 1, taps]
         for row in range(len(ids)):
             documents = [torch.ones(LENGTH, dtype=bool)] if segments is None else []
             documents = documents or [
-                torch.tensor(segments[row] == one) for one in set(segments[row].tolist())
+                torch.tensor(segments[row] == document) for document in set(segments[row].tolist())
             ]
             for inside in documents:
-                lone = normed[row, inside].T
-                reach = (spec.kernel_size - 1) * spec.max_ngram
-                lone = torch.nn.functional.pad(lone, (reach, 0))
+                padding = (spec.kernel_size - 1) * spec.max_ngram
+                document = torch.nn.functional.pad(normed[row, inside].T, (padding, 0))
                 convolved = torch.nn.functional.conv1d(
-                    lone[None], kernel, dilation=spec.max_ngram, groups=SIZE
+                    document[None], weight, dilation=spec.max_ngram, groups=EMBED_DIM
                 )
-                mixed[row, inside] = convolved[0].T
-        streams.append(value + torch.nn.functional.silu(mixed))
+                convolution[row, inside] = convolved[0].T
+        streams.append(value + torch.nn.functional.silu(convolution))
     return torch.stack(streams, dim=2)
 
 
 @pytest.mark.parametrize(
     ("streams", "segments"), [(1, None), (3, SEGMENTS)], ids=["plain", "streams"]
 )
-def test_torch(streams, segments):
-    """Forward, and gradients of the streams."""
+def test_output_and_gradients_match_torch(streams, segments):
+    """Gradients of the residual streams."""
     given = spec(streams=streams)
     tree = weights(given)
     x, ids = values(streams)
     leaf = torch.tensor(x, requires_grad=True)
-    expected = in_torch(given, tree, leaf, ids, segments)
-    back = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
-    expected.backward(torch.tensor(back))
+    expected = torch_reference(given, tree, leaf, ids, segments)
+    dy = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
+    expected.backward(torch.tensor(dy))
 
     abstract = template(given)
 
     @jax.jit
-    def run(tree, x, back):
-        output, pull = jax.vjp(
+    def run(tree, x, dy):
+        output, vjp = jax.vjp(
             lambda tree, x: abstract.bind(tree)(x, inputs(ids, segments)), tree, x
         )
-        return output, *pull(back)
+        return output, *vjp(dy)
 
-    output, gradients, x_gradient = run(tree, jnp.asarray(x), jnp.asarray(back))
+    output, dweights, dx = run(tree, jnp.asarray(x), jnp.asarray(dy))
     np.testing.assert_allclose(output, expected.detach(), atol=2e-5)
-    np.testing.assert_allclose(x_gradient, leaf.grad, atol=1e-4)
-    assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(gradients))
+    np.testing.assert_allclose(dx, leaf.grad, atol=1e-4)
+    assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(dweights))
     used = np.unique(expected_rows(given, ids, segments, given.pad))
-    np.testing.assert_array_equal(np.flatnonzero(np.abs(gradients["table"]).sum(-1)), used)
+    np.testing.assert_array_equal(np.flatnonzero(np.abs(dweights["table"]).sum(-1)), used)
 
 
-def test_one_stream_without_its_dimension():
+def test_one_stream_may_omit_its_dimension():
     given = spec()
     x, ids = values()
     module = jax.jit(template(given).bind(weights(given)))
@@ -273,15 +278,15 @@ def test_shapes_and_axes():
     abstract = template(given)
     total = sum(given.primes)
     assert len(given.primes) == 4
-    norm = {"scale": (3, SIZE)}
+    norm = {"scale": (3, EMBED_DIM)}
     assert jax.tree.map(lambda leaf: leaf.shape, abstract.weights) == {
         "table": (total, 3),
-        "key": {"weight": (12, 3, SIZE), "bias": (3, SIZE)},
-        "value": {"weight": (12, SIZE), "bias": (SIZE,)},
+        "key": {"weight": (12, 3, EMBED_DIM), "bias": (3, EMBED_DIM)},
+        "value": {"weight": (12, EMBED_DIM), "bias": (EMBED_DIM,)},
         "key_norm": norm,
         "query_norm": norm,
         "convolution_norm": norm,
-        "convolution": (3, 3, SIZE),
+        "convolution": (3, 3, EMBED_DIM),
     }
     assert abstract.axes["table"] == ("vocab", "embed_vocab")
     assert abstract.axes["key"] == {
@@ -311,8 +316,8 @@ def test_causal():
         assert changed[:, at + given.max_ngram].any()  # the next tap of the convolution
 
 
-def test_documents_are_kept_apart():
-    """A document gives the same wherever it stands in the row, and whatever stands before it."""
+def test_documents_do_not_affect_each_other():
+    """The output of a document does not depend on its position in the row, nor on what precedes."""
     given = spec()
     x, ids = values()
     run = jax.jit(template(given).bind(weights(given)))
@@ -322,31 +327,29 @@ def test_documents_are_kept_apart():
     assert np.abs(np.asarray(run(jnp.asarray(x), inputs(ids)))[:1, 6:12] - alone).max() > 1e-2
 
 
-def test_start():
-    """The convolution does nothing, norms have scale 1; a value is half-way let in, give or
-    take.
-    """
-    module = spec().build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
+def test_initialisation():
+    """The convolution is zero, norms have scale 1, and gates are around one half."""
+    module = spec().build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, "float32")
     assert not np.any(module.convolution[...])
-    np.testing.assert_array_equal(module.key_norm.scale[...], np.ones((1, SIZE)))
+    np.testing.assert_array_equal(module.key_norm.scale[...], np.ones((1, EMBED_DIM)))
     offset = spec(norm=NormSpec(epsilon=EPSILON, offset=True)).build(
-        Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32"
+        Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, "float32"
     )
-    np.testing.assert_array_equal(offset.key_norm.scale[...], np.zeros((1, SIZE)))
+    np.testing.assert_array_equal(offset.key_norm.scale[...], np.zeros((1, EMBED_DIM)))
     x, ids = values()
     np.testing.assert_allclose(
         offset(jnp.asarray(x), inputs(ids)), module(jnp.asarray(x), inputs(ids)), rtol=1e-5
     )
     value = np.asarray(module.value(module.lookup(jnp.asarray(ids), None)))
-    share = np.asarray(module(jnp.asarray(x), inputs(ids))) / value
+    gate = np.asarray(module(jnp.asarray(x), inputs(ids))) / value
     np.testing.assert_allclose(
-        share, share[..., :1] + np.zeros(SIZE), atol=1e-5
-    )  # a gate for the whole vector
-    assert 0.1 < share.min() < 0.5 < share.max() < 0.9
+        gate, gate[..., :1] + np.zeros(EMBED_DIM), atol=1e-5
+    )  # one gate for all dimensions
+    assert 0.1 < gate.min() < 0.5 < gate.max() < 0.9
 
 
-def test_gradients_where_the_gate_is_undecided():
-    """A score of exactly 0, where the root has no slope."""
+def test_gradients_are_finite_at_a_score_of_zero():
+    """Where the root has an infinite slope."""
     given = spec()
     tree = weights(given)
     _, ids = values()
@@ -354,7 +357,9 @@ def test_gradients_where_the_gate_is_undecided():
     def total(tree, x):
         return template(given).bind(tree)(x, inputs(ids)).sum()
 
-    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(tree, jnp.zeros((BATCH, LENGTH, SIZE)))
+    gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(
+        tree, jnp.zeros((BATCH, LENGTH, EMBED_DIM))
+    )
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
 
 
@@ -372,33 +377,62 @@ def test_bfloat16():
 
 
 TEXTS = [
-    "apple", " Apple", "APPLE ", "Äpple", "A\u0308pple", "\uff41\uff50\uff50\uff4c\uff45", "ﬁne", "fine",
-    " ", "\n\n", "  \t", "", "\u0301", "½", "1⁄2", "a  b",
-    "A\tb", "\u00a0x", "x", "\ufffd", "\ufffd", "é", "E", "İ", "ß", "ẞ", "日本", "Ω", "Ω", "\u200b", "a\u200b",
-]  # fmt: skip
+    "apple",
+    " Apple",
+    "APPLE ",
+    "Äpple",
+    "A\u0308pple",
+    "\uff41\uff50\uff50\uff4c\uff45",
+    "ﬁne",
+    "fine",
+    " ",
+    "\n\n",
+    "  \t",
+    "",
+    "\u0301",
+    "½",
+    "1⁄2",
+    "a  b",
+    "A\tb",
+    "\u00a0x",
+    "x",
+    "\ufffd",
+    "\ufffd",
+    "é",
+    "E",
+    "İ",
+    "ß",
+    "ẞ",
+    "日本",
+    "Ω",
+    "Ω",
+    "\u200b",
+    "a\u200b",
+]
 
 
 def test_compressed_ids():
-    """Classes of equal form by the `tokenizers` library; parts of characters (�) are never
-    joined.
-    """
+    """Against the normalizers of `tokenizers`; parts of characters (�) are never merged."""
     pipeline = normalizers.Sequence(
         [
-            normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase(),
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
             normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
         ]
-    )  # fmt: skip
-    strip, numbers, expected = normalizers.Strip(), {}, []
-    for place, text in enumerate(TEXTS):
+    )
+    strip, classes, expected = normalizers.Strip(), {}, []
+    for index, text in enumerate(TEXTS):
         form = pipeline.normalize_str(text)
         form = form if form == " " else strip.normalize_str(form)
-        key = place if "\ufffd" in text else form or text
-        expected.append(numbers.setdefault(key, len(numbers)))
-    found = compressed_ids(TEXTS)
-    assert found.dtype == np.int32
-    assert found.tolist() == expected
-    assert found[:6].tolist() == [0] * 6
-    assert found[19] != found[20]
+        key = index if "\ufffd" in text else form or text
+        expected.append(classes.setdefault(key, len(classes)))
+    ids = compressed_ids(TEXTS)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == expected
+    assert ids[:6].tolist() == [0] * 6
+    assert ids[19] != ids[20]
 
 
 def test_compression_compares_by_its_table():
@@ -416,11 +450,14 @@ def test_compression_compares_by_its_table():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(vocabulary_bases=(20,)), dict(max_ngram=1, vocabulary_bases=()), dict(layers=(1, 2)),
-        dict(norm=NormSpec("layer")), dict(vocabulary_bases=(2**30, 2**30)),
+        dict(vocabulary_bases=(20,)),
+        dict(max_ngram=1, vocabulary_bases=()),
+        dict(layers=(1, 2)),
+        dict(norm=NormSpec("layer")),
+        dict(vocabulary_bases=(2**30, 2**30)),
     ],
-)  # fmt: skip
-def test_what_makes_no_sense(changes):
+)
+def test_invalid_specs_raise(changes):
     with pytest.raises(ValueError, match="bases|not among|rms|31 bits"):
         spec(**changes)
 

@@ -1,5 +1,5 @@
-"""Gated DeltaNet against the layers of transformers: values, gradients, packed documents, decoding,
-precision.
+"""Gated DeltaNet against the layers of transformers: hf_outputs, gradients, packed documents,
+decoding, precision.
 """
 
 from functools import partial
@@ -17,13 +17,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from maxtext.common import hash_rng
 from maxtext.kernels.delta_rule import causal_convolution_step, gated_delta_step
-from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, unit_length
+from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, l2_normalise
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from tests.compiling import FAST_COMPILE
 from tests.tolerance import assert_within_rounding, dtype_of, in_both_precisions
 
-SIZE, HEADS, KEY, VALUE, WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
+EMBED_DIM, HEADS, KEY_DIM, VALUE_DIM, CONV_WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
 LENGTH = 21
 jit = partial(jax.jit, compiler_options=FAST_COMPILE)
 FAMILIES = {
@@ -34,23 +34,28 @@ FAMILIES = {
 
 def template(group, dtype="float32", **options):
     spec = GatedDeltaNetSpec(
-        HEADS, HEADS * group, KEY, VALUE, WIDTH, **{"chunk": 8, "norm_epsilon": EPSILON, **options}
+        HEADS,
+        HEADS * group,
+        KEY_DIM,
+        VALUE_DIM,
+        CONV_WIDTH,
+        **{"chunk": 8, "norm_epsilon": EPSILON, **options},
     )
     return Template.of(
-        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), dtype), SIZE, dtype)
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), dtype), EMBED_DIM, dtype)
     )
 
 
-def theirs(family, group):
+def hf_layer(family, group):
     make_config, make = FAMILIES[family]
     config = make_config(
-        hidden_size=SIZE,
+        hidden_size=EMBED_DIM,
         num_hidden_layers=1,
         layer_types=["linear_attention"],
         rms_norm_eps=EPSILON,
-        linear_conv_kernel_dim=WIDTH,
-        linear_key_head_dim=KEY,
-        linear_value_head_dim=VALUE,
+        linear_conv_kernel_dim=CONV_WIDTH,
+        linear_key_head_dim=KEY_DIM,
+        linear_value_head_dim=VALUE_DIM,
         linear_num_key_heads=HEADS,
         linear_num_value_heads=HEADS * group,
     )
@@ -61,47 +66,51 @@ def theirs(family, group):
     return layer
 
 
-def ours(tensors, group):
-    """Their tensors (weights or gradients) as our tree."""
+def from_hf(tensors, group):
+    """The tree of Hugging Face tensors (weights or gradients)."""
     tensors = {
         name.removesuffix(".weight"): tensor.detach().numpy() for name, tensor in tensors.items()
     }
-    values = group * VALUE
+    values = group * VALUE_DIM
     if "in_proj_qkvz" in tensors:
-        qkvz = tensors["in_proj_qkvz"].reshape(HEADS, 2 * KEY + 2 * values, SIZE)
-        query, key, value, gate = np.split(qkvz, np.cumsum([KEY, KEY, values]), axis=1)
-        beta, decay = np.split(tensors["in_proj_ba"].reshape(HEADS, 2 * group, SIZE), 2, axis=1)
+        qkvz = tensors["in_proj_qkvz"].reshape(HEADS, 2 * KEY_DIM + 2 * values, EMBED_DIM)
+        query, key, value, gate = np.split(qkvz, np.cumsum([KEY_DIM, KEY_DIM, values]), axis=1)
+        beta, decay = np.split(
+            tensors["in_proj_ba"].reshape(HEADS, 2 * group, EMBED_DIM), 2, axis=1
+        )
     else:
-        query, key, value = np.split(tensors["in_proj_qkv"], np.cumsum([HEADS * KEY, HEADS * KEY]))
+        query, key, value = np.split(
+            tensors["in_proj_qkv"], np.cumsum([HEADS * KEY_DIM, HEADS * KEY_DIM])
+        )
         gate, beta, decay = (tensors[f"in_proj_{name}"] for name in "zba")
     projections = dict(query=query, key=key, value=value, gate=gate, beta=beta, decay=decay)
-    convolutions = np.split(tensors["conv1d"], np.cumsum([HEADS * KEY, HEADS * KEY]))
+    convolutions = np.split(tensors["conv1d"], np.cumsum([HEADS * KEY_DIM, HEADS * KEY_DIM]))
     return {
         **{
-            name: {"weight": rows.reshape(HEADS, -1, SIZE).transpose(2, 0, 1)}
+            name: {"weight": rows.reshape(HEADS, -1, EMBED_DIM).transpose(2, 0, 1)}
             for name, rows in projections.items()
         },
         **{
-            f"conv_{name}": channels.reshape(HEADS, -1, WIDTH).transpose(2, 0, 1)
+            f"conv_{name}": channels.reshape(HEADS, -1, CONV_WIDTH).transpose(2, 0, 1)
             for name, channels in zip(("query", "key", "value"), convolutions, strict=True)
         },
         "log_rate": tensors["A_log"].reshape(HEADS, group),
         "step_bias": tensors["dt_bias"].reshape(HEADS, group),
         "norm": {"scale": tensors["norm"]},
-        "out": {"weight": tensors["out_proj"].T.reshape(HEADS, values, SIZE)},
+        "out": {"weight": tensors["out_proj"].T.reshape(HEADS, values, EMBED_DIM)},
     }
 
 
 def activations(length=LENGTH, seed=0):
-    return np.random.default_rng(seed).normal(size=(2, length, SIZE)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(2, length, EMBED_DIM)).astype(np.float32)
 
 
 def inputs(segments=None, length=LENGTH):
     return LayerInputs(jnp.broadcast_to(jnp.arange(length), (2, length)), segments)
 
 
-def outputs(layer, x):
-    """What transformers computes, in float32 and in float64."""
+def hf_outputs(layer, x):
+    """The output of transformers, in float32 and in float64."""
     return in_both_precisions(
         layer, lambda layer: layer(torch.tensor(x, dtype=dtype_of(layer))).detach().numpy()
     )
@@ -113,51 +122,51 @@ def run(model, tree, x, layer_inputs):
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers(family, group):
-    layer, x = theirs(family, group), activations(70)  # more than one of their chunks
-    expected = outputs(layer, x)
-    tree = ours(dict(layer.named_parameters()), group)
+def test_outputs_match_transformers(family, group):
+    layer, x = hf_layer(family, group), activations(70)  # more than one chunk of transformers
+    expected = hf_outputs(layer, x)
+    tree = from_hf(dict(layer.named_parameters()), group)
     for form in ("chunked", "recurrent"):
         y = run(template(group, form=form), tree, x, inputs(length=70))
         assert_within_rounding(y, *expected)
 
 
-def test_gradients_are_transformers():
-    layer, x, group = theirs("next", 2), activations(), 2
+def test_gradients_match_transformers():
+    layer, x, group = hf_layer("next", 2), activations(), 2
     weights = activations(seed=1)
     model = template(group)
 
     def backward(layer):
         """The gradients of the weights, and of x."""
-        given = torch.tensor(x, dtype=dtype_of(layer), requires_grad=True)
-        (layer(given) * torch.tensor(weights)).sum().backward()
-        return ours(
+        tensor = torch.tensor(x, dtype=dtype_of(layer), requires_grad=True)
+        (layer(tensor) * torch.tensor(weights)).sum().backward()
+        return from_hf(
             {name: weight.grad for name, weight in layer.named_parameters()}, group
-        ), given.grad
+        ), tensor.grad
 
     def total(tree, x):
         return jnp.sum(model.bind(tree)(x, inputs())[0] * weights)
 
-    gradients, of_x = jit(jax.grad(total, argnums=(0, 1)))(
-        ours(dict(layer.named_parameters()), group), x
+    gradients, dx = jit(jax.grad(total, argnums=(0, 1)))(
+        from_hf(dict(layer.named_parameters()), group), x
     )
     (float32, dx32), (float64, dx64) = in_both_precisions(layer, backward)
     jax.tree.map(assert_within_rounding, gradients, float32, float64)
-    assert_within_rounding(of_x, dx32, dx64)
+    assert_within_rounding(dx, dx32, dx64)
     assert all(np.abs(gradient).max() > 1e-3 for gradient in jax.tree.leaves(gradients))
 
 
 def test_without_qk_norm(monkeypatch):
-    """transformers always norms; made not to, its layer is ours with qk_norm off."""
+    """transformers always norms queries and keys, so its rule is patched."""
     rule = modeling_qwen3_next.torch_chunk_gated_delta_rule
 
     def unnormed(*arguments, **options):
         return rule(*arguments, **{**options, "use_qk_l2norm_in_kernel": False})
 
     monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", unnormed)
-    layer, x = theirs("next", 2), activations() * 0.5
-    expected = outputs(layer, x)
-    tree = ours(dict(layer.named_parameters()), 2)
+    layer, x = hf_layer("next", 2), activations() * 0.5
+    expected = hf_outputs(layer, x)
+    tree = from_hf(dict(layer.named_parameters()), 2)
     assert_within_rounding(run(template(2, qk_norm=False), tree, x, inputs()), *expected)
     assert np.abs(run(template(2), tree, x, inputs()) - expected[0]).max() > 1e-2
 
@@ -168,52 +177,52 @@ DOCUMENTS = [(0, 0, 2), (0, 2, 15), (0, 15, 19), (1, 3, 12), (1, 12, 21)]  # row
 
 @pytest.mark.parametrize("form", ["chunked", "recurrent"])
 def test_packed_documents(form):
-    """A document in a packed row is what transformers makes of it alone, whatever the padding
-    holds.
-    """
-    layer, x = theirs("3.5", 2), activations()
-    tree, model = ours(dict(layer.named_parameters()), 2), template(2, form=form)
+    """A packed document has the output of transformers for it alone, whatever the padding holds."""
+    layer, x = hf_layer("3.5", 2), activations()
+    tree, model = from_hf(dict(layer.named_parameters()), 2), template(2, form=form)
     y = run(model, tree, x, inputs(SEGMENTS))
     for row, first, end in DOCUMENTS:
-        expected = outputs(layer, x[row : row + 1, first:end])
+        expected = hf_outputs(layer, x[row : row + 1, first:end])
         assert_within_rounding(y[row : row + 1, first:end], *expected)
-    other = run(
+    changed_padding = run(
         model, tree, np.where(SEGMENTS[..., None] == 0, 7.0, x).astype(np.float32), inputs(SEGMENTS)
     )
-    np.testing.assert_array_equal(np.asarray(other)[SEGMENTS != 0], np.asarray(y)[SEGMENTS != 0])
+    np.testing.assert_array_equal(
+        np.asarray(changed_padding)[SEGMENTS != 0], np.asarray(y)[SEGMENTS != 0]
+    )
 
 
 def test_decoding():
-    """Token by token with the kernels' states, over the layer's weights: what transformers makes of
-    the whole.
+    """Token by token with the step functions and the layer's weights: matches transformers over the
+    sequence.
     """
     group = 2
-    layer, x = theirs("next", group), activations(12)
-    expected = outputs(layer, x)
+    layer, x = hf_layer("next", group), activations(12)
+    expected = hf_outputs(layer, x)
     module = template(group).bind(
-        jax.tree.map(jnp.asarray, ours(dict(layer.named_parameters()), group))
+        jax.tree.map(jnp.asarray, from_hf(dict(layer.named_parameters()), group))
     )
 
     @jit
     def step(x, states):
         """x [B, E]; the states of the three convolutions and of the rule."""
-        mixed, kept = [], []
+        activations, new_states = [], []
         for name, state in zip(("query", "key", "value"), states, strict=False):
             y, state = causal_convolution_step(
                 getattr(module, name)(x), getattr(module, f"conv_{name}")[...], state
             )
-            mixed.append(jax.nn.silu(y))
-            kept.append(state)
-        q, k = (jnp.repeat(unit_length(one), group, axis=1) for one in mixed[:2])
-        v = mixed[2].reshape(2, -1, VALUE)
-        decay, beta = (one.reshape(2, -1) for one in (module.log_decay(x), module.step(x)))
-        out, memory = gated_delta_step(q, k, v, decay, beta, states[3])
+            activations.append(jax.nn.silu(y))
+            new_states.append(state)
+        q, k = (jnp.repeat(l2_normalise(x), group, axis=1) for x in activations[:2])
+        v = activations[2].reshape(2, -1, VALUE_DIM)
+        decay, beta = (array.reshape(2, -1) for array in (module.log_decay(x), module.step_size(x)))
+        out, state = gated_delta_step(q, k, v, decay, beta, states[3])
         gate = jax.nn.silu(module.gate(x))
-        return module.out(module.norm(out).reshape(gate.shape) * gate), [*kept, memory]
+        return module.out(module.norm(out).reshape(gate.shape) * gate), [*new_states, state]
 
-    widths = (KEY, KEY, group * VALUE)
-    states = [jnp.zeros((2, WIDTH - 1, HEADS, width)) for width in widths]
-    states.append(jnp.zeros((2, HEADS * group, KEY, VALUE)))
+    dims = (KEY_DIM, KEY_DIM, group * VALUE_DIM)
+    states = [jnp.zeros((2, CONV_WIDTH - 1, HEADS, dim)) for dim in dims]
+    states.append(jnp.zeros((2, HEADS * group, KEY_DIM, VALUE_DIM)))
     decoded = []
     for t in range(12):
         y, states = step(x[:, t], states)
@@ -222,11 +231,11 @@ def test_decoding():
 
 
 def test_bfloat16():
-    """Values and gradients are finite, and as near to float32 as a number of 8 bits can be."""
-    layer, x = theirs("next", 2), activations()
+    """The output is near that of float32, and gradients are finite."""
+    layer, x = hf_layer("next", 2), activations()
     expected = layer(torch.tensor(x)).detach().numpy()
     tree = jax.tree.map(
-        lambda weight: jnp.asarray(weight, jnp.bfloat16), ours(dict(layer.named_parameters()), 2)
+        lambda weight: jnp.asarray(weight, jnp.bfloat16), from_hf(dict(layer.named_parameters()), 2)
     )
     model = template(2, dtype="bfloat16")
 
@@ -243,28 +252,30 @@ def test_bfloat16():
     )
 
 
-def test_weights():
+def test_shapes_and_axes_of_weights():
     model = template(3)
-    axes, values = model.axes, 3 * VALUE
+    axes, values = model.axes, 3 * VALUE_DIM
     shapes = jax.tree.map(lambda weight: weight.shape, model.weights)
-    for name, width in dict(query=KEY, key=KEY, value=values, gate=values, beta=3, decay=3).items():
-        assert shapes[name]["weight"] == (SIZE, HEADS, width)
+    for name, dim in dict(
+        query=KEY_DIM, key=KEY_DIM, value=values, gate=values, beta=3, decay=3
+    ).items():
+        assert shapes[name]["weight"] == (EMBED_DIM, HEADS, dim)
         assert axes[name]["weight"] == ("embed", "gdn_head", None)
-    for name, width in dict(query=KEY, key=KEY, value=values).items():
-        assert shapes[f"conv_{name}"] == (WIDTH, HEADS, width)
+    for name, dim in dict(query=KEY_DIM, key=KEY_DIM, value=values).items():
+        assert shapes[f"conv_{name}"] == (CONV_WIDTH, HEADS, dim)
         assert axes[f"conv_{name}"] == (None, "gdn_head", None)
     assert axes["log_rate"] == axes["step_bias"] == ("gdn_head", None)
     assert shapes["log_rate"] == shapes["step_bias"] == (HEADS, 3)
     assert (shapes["out"]["weight"], axes["out"]["weight"]) == (
-        (HEADS, values, SIZE),
+        (HEADS, values, EMBED_DIM),
         ("gdn_head", None, "embed"),
     )
-    assert shapes["norm"]["scale"] == (VALUE,)
+    assert shapes["norm"]["scale"] == (VALUE_DIM,)
 
 
 def test_initial_rates():
     """Uniform between 0.01 and 16, in as many heads as the statistics need."""
-    spec = GatedDeltaNetSpec(32, 1024, 1, 1, WIDTH, 8, EPSILON)
+    spec = GatedDeltaNetSpec(32, 1024, 1, 1, CONV_WIDTH, 8, EPSILON)
     module = spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), 1, "float32")
     rates = np.sort(np.exp(module.log_rate[...]).ravel())
     assert rates[0] >= 0.01
@@ -275,8 +286,8 @@ def test_initial_rates():
     np.testing.assert_array_equal(module.norm.scale[...], 1)
 
 
-def test_wrong_specs():
+def test_invalid_specs_raise():
     with pytest.raises(ValueError, match="form must be one of chunked, recurrent, not parallel"):
         template(1, form="parallel")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2 key heads"):
-        GatedDeltaNetSpec(2, 3, KEY, VALUE, WIDTH, 8, EPSILON)
+        GatedDeltaNetSpec(2, 3, KEY_DIM, VALUE_DIM, CONV_WIDTH, 8, EPSILON)

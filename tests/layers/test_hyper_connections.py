@@ -1,5 +1,5 @@
 """Hyper-connections against DeepSeek-V4's module in transformers, and against the paper's formulas
-in slow numpy.
+in numpy.
 """
 
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from maxtext.layers.hyper_connections import HyperConnectionSpec, collapse, expa
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
 
-BATCH, LENGTH, SIZE, EPSILON = 2, 3, 6, 1e-2  # the norm's epsilon is large, so that it matters
+BATCH, LENGTH, EMBED_DIM, EPSILON = 2, 3, 6, 1e-2  # the norm's epsilon is large, so that it matters
 
 
 def spec(streams=4, iterations=20, **norm):
@@ -25,28 +25,28 @@ def spec(streams=4, iterations=20, **norm):
 
 def template(spec, dtype="float32"):
     return Template.of(
-        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, dtype)
     )
 
 
 def initial(spec):
-    return spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
+    return spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, "float32")
 
 
 def weights(streams, scaled=False):
     draw = np.random.default_rng(0).normal
-    width = streams * (streams + 2)
-    shapes = {"weight": (streams, SIZE, width), "bias": (width,), "alpha": (3,)}
+    outputs = streams * (streams + 2)
+    shapes = {"weight": (streams, EMBED_DIM, outputs), "bias": (outputs,), "alpha": (3,)}
     if scaled:
-        shapes["scale"] = (streams, SIZE)
+        shapes["scale"] = (streams, EMBED_DIM)
     return {name: draw(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def values(streams, seed=1):
     draw = np.random.default_rng(seed).normal
     return (
-        draw(size=(BATCH, LENGTH, streams, SIZE)).astype(np.float32),
-        draw(size=(BATCH, LENGTH, SIZE)).astype(np.float32),
+        draw(size=(BATCH, LENGTH, streams, EMBED_DIM)).astype(np.float32),
+        draw(size=(BATCH, LENGTH, EMBED_DIM)).astype(np.float32),
     )
 
 
@@ -65,9 +65,7 @@ def sigmoid(x):
 
 
 def numpy_sinkhorn(logits, iterations):
-    """One matrix, entry by entry: first pass from the exponentials, then rows and columns in
-    turn.
-    """
+    """One matrix, entry by entry: a softmax, then columns and rows alternately."""
     k = len(logits)
     matrix = np.exp(logits - logits.max(axis=1, keepdims=True))
     for i in range(k):
@@ -82,13 +80,13 @@ def numpy_sinkhorn(logits, iterations):
 
 
 def numpy_connection(weights, streams, k, iterations, offset=0.0):
-    """The paper's equations for each token, in float64."""
+    """The paper's equations, token by token, in float64."""
     out = np.zeros(streams.shape)
     weights = {name: value.astype(np.float64) for name, value in weights.items()}
-    kernel = weights["weight"].reshape(k * SIZE, -1)
-    for place in np.ndindex(BATCH, LENGTH):
-        token = streams[place].astype(np.float64)
-        flat = token.reshape(k * SIZE)
+    kernel = weights["weight"].reshape(k * EMBED_DIM, -1)
+    for index in np.ndindex(BATCH, LENGTH):
+        token = streams[index].astype(np.float64)
+        flat = token.reshape(k * EMBED_DIM)
         normed = flat / np.sqrt(np.mean(flat**2) + EPSILON)
         if "scale" in weights:
             normed = normed * (weights["scale"].reshape(-1) + offset)
@@ -99,48 +97,47 @@ def numpy_connection(weights, streams, k, iterations, offset=0.0):
         mix = numpy_sinkhorn((alpha[2] * logits[2 * k :] + bias[2 * k :]).reshape(k, k), iterations)
         y = sublayer(sum(pre[i] * token[i] for i in range(k)))
         for j in range(k):
-            out[place][j] = sum(mix[i, j] * token[i] for i in range(k)) + post[j] * y
+            out[index][j] = sum(mix[i, j] * token[i] for i in range(k)) + post[j] * y
     return out
 
 
 @pytest.mark.parametrize(("streams", "iterations"), [(4, 20), (2, 1), (3, 2)])
-def test_transformers(streams, iterations):
-    """Forward, and gradients of weights and streams."""
+def test_output_and_gradients_match_transformers(streams, iterations):
     config = SimpleNamespace(
         hc_mult=streams,
         hc_sinkhorn_iters=iterations,
         hc_eps=1e-6,
         rms_norm_eps=EPSILON,
-        hidden_size=SIZE,
+        hidden_size=EMBED_DIM,
     )
-    theirs = DeepseekV4HyperConnection(config)
+    module = DeepseekV4HyperConnection(config)
     given = weights(streams)
     with torch.no_grad():
-        theirs.fn.copy_(torch.tensor(given["weight"].reshape(streams * SIZE, -1).T))
-        theirs.base.copy_(torch.tensor(given["bias"]))
-        theirs.scale.copy_(torch.tensor(given["alpha"]))
+        module.fn.copy_(torch.tensor(given["weight"].reshape(streams * EMBED_DIM, -1).T))
+        module.base.copy_(torch.tensor(given["bias"]))
+        module.scale.copy_(torch.tensor(given["alpha"]))
     x, _ = values(streams)
-    back, _ = values(streams, seed=2)
+    dy, _ = values(streams, seed=2)
     leaf = torch.tensor(x, requires_grad=True)
-    post, mix, read = theirs(leaf)
+    post, mix, read = module(leaf)
     y = torch.tanh(read) * 2 + 1
     expected = post.unsqueeze(-1) * y.unsqueeze(-2) + mix.transpose(-1, -2) @ leaf
-    expected.backward(torch.tensor(back))
+    expected.backward(torch.tensor(dy))
 
     abstract = template(spec(streams, iterations, scaled=False))
-    output, pull = jax.vjp(lambda given, x: apply(abstract.bind(given), x), given, jnp.asarray(x))
-    gradients, x_gradient = pull(jnp.asarray(back))
+    output, vjp = jax.vjp(lambda given, x: apply(abstract.bind(given), x), given, jnp.asarray(x))
+    dweights, dx = vjp(jnp.asarray(dy))
     np.testing.assert_allclose(output, expected.detach(), atol=1e-5)
-    np.testing.assert_allclose(x_gradient, leaf.grad, atol=3e-5)
+    np.testing.assert_allclose(dx, leaf.grad, atol=3e-5)
     np.testing.assert_allclose(
-        gradients["weight"].reshape(streams * SIZE, -1).T, theirs.fn.grad, atol=3e-5
+        dweights["weight"].reshape(streams * EMBED_DIM, -1).T, module.fn.grad, atol=3e-5
     )
-    np.testing.assert_allclose(gradients["bias"], theirs.base.grad, atol=3e-5)
-    np.testing.assert_allclose(gradients["alpha"], theirs.scale.grad, atol=1e-4)
+    np.testing.assert_allclose(dweights["bias"], module.base.grad, atol=3e-5)
+    np.testing.assert_allclose(dweights["alpha"], module.scale.grad, atol=1e-4)
 
 
 @pytest.mark.parametrize(("scaled", "offset"), [(False, False), (True, False), (True, True)])
-def test_paper(scaled, offset):
+def test_output_matches_the_paper(scaled, offset):
     given = weights(4, scaled)
     x, _ = values(4)
     module = template(spec(4, 3, scaled=scaled, offset=offset)).bind(given)
@@ -152,11 +149,17 @@ def test_paper(scaled, offset):
 def test_shapes_and_axes():
     abstract = template(spec(3))
     assert jax.tree.map(lambda leaf: leaf.shape, abstract.weights) == {
-        "weight": (3, SIZE, 15), "alpha": (3,), "bias": (15,), "scale": (3, SIZE),
-    }  # fmt: skip
+        "weight": (3, EMBED_DIM, 15),
+        "alpha": (3,),
+        "bias": (15,),
+        "scale": (3, EMBED_DIM),
+    }
     assert abstract.axes == {
-        "weight": ("mhc", "embed", None), "alpha": (None,), "bias": (None,), "scale": ("mhc", "norm"),
-    }  # fmt: skip
+        "weight": ("mhc", "embed", None),
+        "alpha": (None,),
+        "bias": (None,),
+        "scale": ("mhc", "norm"),
+    }
     assert "scale" not in template(spec(3, scaled=False)).weights
 
 
@@ -164,45 +167,45 @@ def test_sinkhorn_is_doubly_stochastic():
     logits = np.random.default_rng(0).normal(size=(50, 4, 4)).astype(np.float32)
     matrix = np.asarray(sinkhorn(jnp.asarray(logits), 20))
     assert matrix.min() > 0
-    np.testing.assert_allclose(matrix.sum(-2), 1, atol=5e-6)  # the last pass
+    np.testing.assert_allclose(matrix.sum(-2), 1, atol=5e-6)  # normalised last
     np.testing.assert_allclose(matrix.sum(-1), 1, atol=1e-4)
     rough = np.asarray(sinkhorn(jnp.asarray(logits), 2))
     assert np.abs(rough.sum(-1) - 1).max() > 10 * np.abs(matrix.sum(-1) - 1).max()
-    for one, logit in zip(matrix[:5], logits[:5], strict=True):
-        np.testing.assert_allclose(one, numpy_sinkhorn(logit.astype(np.float64), 20), atol=2e-5)
+    for actual, logit in zip(matrix[:5], logits[:5], strict=True):
+        np.testing.assert_allclose(actual, numpy_sinkhorn(logit.astype(np.float64), 20), atol=2e-5)
 
 
 @pytest.mark.parametrize("streams", [2, 4])
-def test_starts_as_the_ordinary_residual(streams):
-    """Without what depends on the token, every stream is x + F(x), layer after layer; with it,
-    almost.
-    """
+def test_initialisation_is_the_ordinary_residual(streams):
+    """Without token-dependent terms, every stream is x + F(x) in each layer; with them, almost."""
     _, x = values(streams)
     module = initial(spec(streams))
     for alpha, tolerance in ((0.0, 3e-5), (0.01, 0.05)):
         module.alpha[...] = jnp.full(3, alpha)
-        residual, many = x.astype(np.float64), expand(jnp.asarray(x), streams)
+        residual, expanded = x.astype(np.float64), expand(jnp.asarray(x), streams)
         for _ in range(3):
-            residual, many = residual + sublayer(residual), apply(module, many)
+            residual, expanded = residual + sublayer(residual), apply(module, expanded)
         np.testing.assert_allclose(
-            many, np.repeat(residual[:, :, None], streams, axis=2), rtol=tolerance
+            expanded, np.repeat(residual[:, :, None], streams, axis=2), rtol=tolerance
         )
-        np.testing.assert_allclose(collapse(many), residual * streams, rtol=tolerance)
+        np.testing.assert_allclose(collapse(expanded), residual * streams, rtol=tolerance)
     np.testing.assert_array_equal(
         np.asarray(initial(spec(streams)).alpha[...]), np.full(3, np.float32(0.01))
     )
-    assert np.ptp(np.asarray(many), axis=2).max() > 1e-4  # and yet the streams part
+    assert np.ptp(np.asarray(expanded), axis=2).max() > 1e-4  # and yet the streams diverge
 
 
-def test_different_streams_stay_apart_at_the_start():
-    """Each keeps 99% of itself, and their mean is what the sub-layer reads."""
+def test_initialisation_preserves_different_streams():
+    """Each stream keeps 99% of itself, and the sublayer reads their mean."""
     module = initial(spec(4))
     module.alpha[...] = jnp.zeros(3)
     x, _ = values(4)
     read, state = module.read(jnp.asarray(x))
     np.testing.assert_allclose(read, x.mean(2), atol=1e-5)
-    kept = module.write(jnp.asarray(x), state, jnp.zeros_like(read))
-    np.testing.assert_allclose(kept, 0.99 * x + 0.01 * (x.sum(2, keepdims=True) - x) / 3, atol=3e-5)
+    mixed = module.write(jnp.asarray(x), state, jnp.zeros_like(read))
+    np.testing.assert_allclose(
+        mixed, 0.99 * x + 0.01 * (x.sum(2, keepdims=True) - x) / 3, atol=3e-5
+    )
 
 
 def test_bfloat16_streams_are_mapped_in_float32():
@@ -223,20 +226,19 @@ def test_bfloat16_streams_are_mapped_in_float32():
 
 def test_expand_and_collapse():
     _, x = values(1)
-    many = expand(jnp.asarray(x), 3)
-    assert many.shape == (BATCH, LENGTH, 3, SIZE)
+    expanded = expand(jnp.asarray(x), 3)
+    assert expanded.shape == (BATCH, LENGTH, 3, EMBED_DIM)
     for stream in range(3):
-        np.testing.assert_array_equal(many[:, :, stream], x)
-    many, _ = values(3)
-    np.testing.assert_allclose(
-        collapse(jnp.asarray(many)), many[:, :, 0] + many[:, :, 1] + many[:, :, 2], rtol=1e-5
-    )
+        np.testing.assert_array_equal(expanded[:, :, stream], x)
+    streams, _ = values(3)
+    expected = streams[:, :, 0] + streams[:, :, 1] + streams[:, :, 2]
+    np.testing.assert_allclose(collapse(jnp.asarray(streams)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("streams", "iterations", "norm"),
     [(1, 20, NormSpec()), (4, 0, NormSpec()), (4, 20, NormSpec("layer"))],
 )
-def test_what_makes_no_sense(streams, iterations, norm):
+def test_invalid_specs_raise(streams, iterations, norm):
     with pytest.raises(ValueError, match="at least|rms"):
         HyperConnectionSpec(streams, iterations, norm)

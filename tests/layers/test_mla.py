@@ -1,7 +1,6 @@
-"""Latent attention against transformers' DeepSeek V2 and V3, and its absorbed form against the
-plain one.
+"""MLA against DeepSeek V2 and V3 of transformers, and weight absorption against the plain form.
 
-Shapes: B batch, S sequence, E embedding, H heads.
+Shapes: B batch, S sequence, E embed_dim, H heads.
 """
 
 import math
@@ -33,18 +32,41 @@ from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.rope import RopeSpec
 from tests.compiling import FAST_COMPILE
 
-BATCH, LENGTH, SIZE, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = 2, 11, 24, 4, 12, 16, 10, 8, 6
+BATCH, LENGTH, EMBED_DIM, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = (
+    2,
+    11,
+    24,
+    4,
+    12,
+    16,
+    10,
+    8,
+    6,
+)
 FACTOR, ORIGINAL, MSCALE = 4.0, 16, 0.7
 YARN = dict(
-    rope_type="yarn", rope_theta=10000.0, factor=FACTOR, original_max_position_embeddings=ORIGINAL, beta_fast=32.0,
-    beta_slow=1.0, mscale=MSCALE, mscale_all_dim=MSCALE,
-)  # fmt: skip
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=FACTOR,
+    original_max_position_embeddings=ORIGINAL,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale=MSCALE,
+    mscale_all_dim=MSCALE,
+)
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
 SHARED = dict(
-    hidden_size=SIZE, num_attention_heads=HEADS, num_key_value_heads=HEADS, kv_lora_rank=RANK, qk_rope_head_dim=ROPE,
-    qk_nope_head_dim=NOPE, v_head_dim=VALUE, max_position_embeddings=64, attn_implementation="eager",
-)  # fmt: skip
-# Two documents and padding in the first row, one in the second; positions start anew.
+    hidden_size=EMBED_DIM,
+    num_attention_heads=HEADS,
+    num_key_value_heads=HEADS,
+    kv_lora_rank=RANK,
+    qk_rope_head_dim=ROPE,
+    qk_nope_head_dim=NOPE,
+    v_head_dim=VALUE,
+    max_position_embeddings=64,
+    attn_implementation="eager",
+)
+# Two documents and padding in the first row, one in the second; positions restart.
 SEGMENTS = np.array([[1] * 4 + [2] * 5 + [0] * 2, [1] * LENGTH], np.int32)
 PACKED = np.array([[*range(4), *range(5), *range(2)], [*range(LENGTH)]], np.int32)
 
@@ -60,14 +82,23 @@ def mla_spec(query_rank=QUERY_RANK, yarn=False, interleave=True, **options):
     if yarn:
         scale *= (0.1 * MSCALE * math.log(FACTOR) + 1) ** 2
     return MlaSpec(
-        HEADS, RANK, NOPE, ROPE, VALUE, scale, rope_spec(yarn, interleave), NormSpec(epsilon=1e-6), AttentionMask(),
-        query_rank=query_rank, **options,
-    )  # fmt: skip
+        HEADS,
+        RANK,
+        NOPE,
+        ROPE,
+        VALUE,
+        scale,
+        rope_spec(yarn, interleave),
+        NormSpec(epsilon=1e-6),
+        AttentionMask(),
+        query_rank=query_rank,
+        **options,
+    )
 
 
 def template(spec):
     return Template.of(
-        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, "float32")
     )
 
 
@@ -79,7 +110,7 @@ def random_weights(spec, seed=0):
 
 
 def hidden(seed=3):
-    return np.random.default_rng(seed).normal(size=(BATCH, LENGTH, SIZE)).astype(np.float32)
+    return np.random.default_rng(seed).normal(size=(BATCH, LENGTH, EMBED_DIM)).astype(np.float32)
 
 
 def layer_inputs(packed=False):
@@ -88,8 +119,8 @@ def layer_inputs(packed=False):
     return LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH)))
 
 
-def shuffled(layer):
-    """Every weight is random, so that a forgotten one shows."""
+def randomize(layer):
+    """Every weight is random, so that an unused one is noticed."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -98,26 +129,26 @@ def shuffled(layer):
 
 
 SHAPES = {
-    "query_a": ("q_a_proj", (SIZE, QUERY_RANK)),
+    "query_a": ("q_a_proj", (EMBED_DIM, QUERY_RANK)),
     "query_b": ("q_b_proj", (QUERY_RANK, HEADS, NOPE + ROPE)),
-    "query": ("q_proj", (SIZE, HEADS, NOPE + ROPE)),
-    "kv_a": ("kv_a_proj_with_mqa", (SIZE, RANK + ROPE)),
+    "query": ("q_proj", (EMBED_DIM, HEADS, NOPE + ROPE)),
+    "kv_a": ("kv_a_proj_with_mqa", (EMBED_DIM, RANK + ROPE)),
     "kv_b": ("kv_b_proj", (RANK, HEADS, NOPE + VALUE)),
-    "out": ("o_proj", (HEADS, VALUE, SIZE)),
+    "out": ("o_proj", (HEADS, VALUE, EMBED_DIM)),
 }
 
 
-def from_torch(named):
-    """Our tree from transformers' names; torch keeps matrices as [out, in]."""
+def from_hf(named):
+    """The tree of Hugging Face tensors; torch stores matrices as [out, in]."""
     tree = {}
-    for ours, (theirs, shape) in SHAPES.items():
-        if f"{theirs}.weight" in named:
-            tree[ours] = {"weight": named[f"{theirs}.weight"].T.reshape(shape)}
-        if f"{theirs}.bias" in named:
-            tree[ours]["bias"] = named[f"{theirs}.bias"]
-    for ours, theirs in (("query_norm", "q_a_layernorm"), ("kv_norm", "kv_a_layernorm")):
-        if f"{theirs}.weight" in named:
-            tree[ours] = {"scale": named[f"{theirs}.weight"]}
+    for name, (hf_name, shape) in SHAPES.items():
+        if f"{hf_name}.weight" in named:
+            tree[name] = {"weight": named[f"{hf_name}.weight"].T.reshape(shape)}
+        if f"{hf_name}.bias" in named:
+            tree[name]["bias"] = named[f"{hf_name}.bias"]
+    for name, hf_name in (("query_norm", "q_a_layernorm"), ("kv_norm", "kv_a_layernorm")):
+        if f"{hf_name}.weight" in named:
+            tree[name] = {"scale": named[f"{hf_name}.weight"]}
     return tree
 
 
@@ -128,8 +159,8 @@ def visible(packed):
     return mask
 
 
-def theirs(layer, rotary, x, packed, gradient=None):
-    """Output, and with `gradient` those of the input and of every weight in our names."""
+def run_hf(layer, rotary, x, packed, gradient=None):
+    """The output, and with `gradient` those of every weight, as our tree, and of the input."""
     x = torch.tensor(x, requires_grad=gradient is not None)
     positions = torch.tensor(PACKED) if packed else torch.arange(LENGTH)[None].expand(BATCH, LENGTH)
     mask = torch.where(torch.tensor(visible(packed))[:, None], 0.0, torch.finfo(torch.float32).min)
@@ -138,7 +169,7 @@ def theirs(layer, rotary, x, packed, gradient=None):
         return output.detach().numpy()
     output.backward(torch.tensor(gradient))
     named = {name: parameter.grad.numpy() for name, parameter in layer.named_parameters()}
-    return output.detach().numpy(), from_torch(named), x.grad.numpy()
+    return output.detach().numpy(), from_hf(named), x.grad.numpy()
 
 
 def run(spec, tree, x, packed=False):
@@ -155,15 +186,18 @@ def version_2(yarn, query_rank, bias):
         rope_parameters=YARN if yarn else PLAIN,
         attention_bias=bias,
     )
-    return shuffled(DeepseekV2Attention(config, 0)), DeepseekV2RotaryEmbedding(config)
+    return randomize(DeepseekV2Attention(config, 0)), DeepseekV2RotaryEmbedding(config)
 
 
 def version_3(yarn, query_rank, bias, interleave=True):
     config = DeepseekV3Config(
-        **SHARED, q_lora_rank=query_rank or None, rope_parameters=YARN if yarn else PLAIN, attention_bias=bias,
+        **SHARED,
+        q_lora_rank=query_rank or None,
+        rope_parameters=YARN if yarn else PLAIN,
+        attention_bias=bias,
         rope_interleave=interleave,
-    )  # fmt: skip
-    return shuffled(DeepseekV3Attention(config, 0)), DeepseekV3RotaryEmbedding(config)
+    )
+    return randomize(DeepseekV3Attention(config, 0)), DeepseekV3RotaryEmbedding(config)
 
 
 @pytest.mark.parametrize(
@@ -177,64 +211,62 @@ def version_3(yarn, query_rank, bias, interleave=True):
     ],
     ids=["v2 direct", "v2 yarn bias packed", "v3 direct yarn bias packed", "v3", "v3 halves yarn"],
 )
-def test_output_is_transformers(make, query_rank, yarn, bias, packed):
+def test_output_matches_transformers(make, query_rank, yarn, bias, packed):
     layer, rotary = make(yarn, query_rank, bias)
     interleave = not isinstance(make, partial)
     spec = mla_spec(query_rank, yarn, interleave, bias=bias)
-    tree = from_torch({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
+    tree = from_hf({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
     assert jax.tree.structure(tree) == jax.tree.structure(template(spec).weights)
     x = hidden()
     real = SEGMENTS != 0 if packed else np.ones((BATCH, LENGTH), bool)
-    ours, aux = run(spec, tree, x, packed)
-    np.testing.assert_allclose(ours[real], theirs(layer, rotary, x, packed)[real], atol=2e-5)
+    output, aux = run(spec, tree, x, packed)
+    np.testing.assert_allclose(output[real], run_hf(layer, rotary, x, packed)[real], atol=2e-5)
     assert aux == {}
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_gradients_are_transformers(latent):
-    """Also of the form without keys and values: it is the same function of the same weights."""
+def test_gradients_match_transformers(latent):
+    """Also with weight absorption: it is the same function of the same weights."""
     layer, rotary = version_3(True, QUERY_RANK, True)
     x, gradient = hidden(), hidden(5)
-    expected, weight_gradients, input_gradient = theirs(layer, rotary, x, False, gradient)
-    tree = from_torch({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
+    expected, hf_dweights, hf_dx = run_hf(layer, rotary, x, False, gradient)
+    tree = from_hf({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
     model = template(mla_spec(yarn=True, bias=True, latent=latent))
 
     @partial(jax.jit, compiler_options=FAST_COMPILE)
-    def ours(tree, x):
-        output, pull = jax.vjp(lambda tree, x: model.bind(tree)(x, layer_inputs())[0], tree, x)
-        return output, *pull(gradient)
+    def output_and_gradients(tree, x):
+        output, vjp = jax.vjp(lambda tree, x: model.bind(tree)(x, layer_inputs())[0], tree, x)
+        return output, *vjp(gradient)
 
-    output, by_weight, by_input = ours(tree, x)
+    output, dweights, dx = output_and_gradients(tree, x)
     np.testing.assert_allclose(output, expected, atol=2e-5)
-    np.testing.assert_allclose(by_input, input_gradient, atol=1e-4)
-    assert jax.tree.structure(by_weight) == jax.tree.structure(weight_gradients)
-    jax.tree.map(
-        partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), by_weight, weight_gradients
-    )
+    np.testing.assert_allclose(dx, hf_dx, atol=1e-4)
+    assert jax.tree.structure(dweights) == jax.tree.structure(hf_dweights)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), dweights, hf_dweights)
 
 
 @pytest.mark.parametrize("query_rank", [0, QUERY_RANK])
-def test_latent_form_is_the_plain_one(query_rank):
-    """With packed rows and padding; values and gradients of all weights."""
+def test_weight_absorption_matches_the_plain_form(query_rank):
+    """With packed rows and padding; outputs and gradients of all weights."""
     tree = random_weights(mla_spec(query_rank))
     x, gradient = hidden(), hidden(5)
 
     @partial(jax.jit, static_argnums=0, compiler_options=FAST_COMPILE)
-    def both(latent, tree, x):
+    def output_and_gradients(latent, tree, x):
         model = template(mla_spec(query_rank, latent=latent))
-        output, pull = jax.vjp(
+        output, vjp = jax.vjp(
             lambda tree, x: model.bind(tree)(x, layer_inputs(packed=True))[0], tree, x
         )
-        return output, *pull(gradient)
+        return output, *vjp(gradient)
 
-    plain, absorbed = both(False, tree, x), both(True, tree, x)
-    assert not np.asarray(plain[0])[SEGMENTS == 0].any()  # without bias, padding gives nothing
+    plain, absorbed = (output_and_gradients(latent, tree, x) for latent in (False, True))
+    assert not np.asarray(plain[0])[SEGMENTS == 0].any()  # without bias, the output of padding is 0
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), absorbed, plain)
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_the_largest_logits_are_reported(latent):
-    """Against numpy, with RoPE as a product of complex numbers; asking changes nothing else."""
+def test_max_logits_are_reported(latent):
+    """Against numpy, with RoPE as a product of complex numbers; the output does not change."""
     spec = mla_spec(latent=latent, report_max_logits=True)
     tree = random_weights(spec)
     x = hidden()
@@ -245,7 +277,7 @@ def test_the_largest_logits_are_reported(latent):
     def normed(x, scale):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
-    def turned(x):  # [B, S, H, P], neighbours as complex numbers
+    def rotate(x):  # [B, S, H, P], neighbours as complex numbers
         pairs = x[..., 0::2] + 1j * x[..., 1::2]
         return pairs * np.exp(
             1j * PACKED[:, :, None, None] * 10000.0 ** (-np.arange(0, ROPE, 2) / ROPE)
@@ -253,12 +285,14 @@ def test_the_largest_logits_are_reported(latent):
 
     q = normed(x @ tree["query_a"]["weight"], tree["query_norm"]["scale"])
     q = np.einsum("bsr,rhd->bshd", q, tree["query_b"]["weight"])
-    joined = x @ tree["kv_a"]["weight"]
-    k = normed(joined[..., :RANK], tree["kv_norm"]["scale"])
+    latent_and_rope = x @ tree["kv_a"]["weight"]
+    k = normed(latent_and_rope[..., :RANK], tree["kv_norm"]["scale"])
     k = np.einsum("bsr,rhd->bshd", k, tree["kv_b"]["weight"])[..., :NOPE]
     logits = np.einsum("bshd,bthd->bhst", q[..., :NOPE], k)
     logits += np.einsum(
-        "bshd,btd->bhst", turned(q[..., NOPE:]), turned(joined[:, :, None, RANK:])[:, :, 0].conj()
+        "bshd,btd->bhst",
+        rotate(q[..., NOPE:]),
+        rotate(latent_and_rope[:, :, None, RANK:])[:, :, 0].conj(),
     ).real
     logits = np.where(visible(packed=True)[:, None], logits * spec.scale, -np.inf)
     np.testing.assert_allclose(aux["max_logits"], logits.max(axis=(0, 2, 3)), rtol=1e-4)
@@ -275,12 +309,14 @@ def test_axes_and_shapes_of_the_weights():
     assert template(mla_spec(0)).axes["query"] == {"weight": ("embed", "q_heads", "kv")}
     jax.tree.map(
         lambda names, leaf: np.testing.assert_equal(len(names), leaf.ndim),
-        axes, model.weights, is_leaf=lambda value: isinstance(value, tuple),
-    )  # fmt: skip
+        axes,
+        model.weights,
+        is_leaf=lambda value: isinstance(value, tuple),
+    )
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_every_tensor_that_can_be_kept_has_its_tag(latent):
+def test_intermediates_have_remat_names(latent):
     model = template(mla_spec(latent=latent))
     program = str(
         jax.make_jaxpr(lambda tree, x: model.bind(tree)(x, layer_inputs())[0])(
@@ -297,13 +333,12 @@ def test_every_tensor_that_can_be_kept_has_its_tag(latent):
         "context",
         "out_proj",
     }
-    tags |= {"attention_out"} | (
-        set() if latent else {"mla_kv"}
-    )  # the latent form makes no keys and values
-    assert tags == {word for word in tags | {"mla_kv"} if f"name={word}" in program}
+    # With weight absorption, keys and values are not computed.
+    tags |= {"attention_out"} | (set() if latent else {"mla_kv"})
+    assert tags == {tag for tag in tags | {"mla_kv"} if f"name={tag}" in program}
 
 
-def test_an_indexer_needs_the_query_latent():
+def test_indexer_needs_the_query_latent():
     indexer = IndexerSpec(2, 16, ROPE, RopeSpec(), topk=4)
     with pytest.raises(ConfigError, match="q_lora_rank"):
         mla_spec(0, indexer=indexer)

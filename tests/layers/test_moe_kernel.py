@@ -1,4 +1,4 @@
-"""Whether experts are multiplied by a kernel of ours, as `megablox` says."""
+"""The key `megablox` selects the grouped matmul kernel for Hopper GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,27 @@ from maxtext.models.common import moe_spec, router_spec
 from maxtext.models.configuration import load
 
 
-@pytest.mark.parametrize(("word", "kernel"), [("megablox=true", True), ("megablox=false", False)])
-def test_the_kernel_for_hopper_gpus_can_be_switched_off(word, kernel):
-    """Seen in what would run on one."""
-    words = [
+@pytest.mark.parametrize(
+    ("override", "kernel"), [("megablox=true", True), ("megablox=false", False)]
+)
+def test_megablox_selects_the_hopper_kernel(override, kernel):
+    """In the program for such a GPU."""
+    overrides = [
         "decoder_block=mixtral",
         "num_experts=4",
         "num_experts_per_tok=2",
         "base_emb_dim=64",
         "base_mlp_dim=128",
     ]
-    config = load(None, [*words, word], environ={}, devices=Devices(1))
+    config = load(None, [*overrides, override], environ={}, devices=Devices(1))
     built = Template.of(
         lambda: moe_spec(config, router_spec(config)).build(
             Initializer(None, "float32", context=BuildContext("gpu")), 64, "bfloat16"
         )
     )
-    x, places = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), jnp.zeros((2, 64), jnp.int32)
+    x, positions = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16), jnp.zeros((2, 64), jnp.int32)
     program = str(
-        jax.make_jaxpr(lambda weights, x: built.bind(weights)(x, LayerInputs(places))[0])(
+        jax.make_jaxpr(lambda weights, x: built.bind(weights)(x, LayerInputs(positions))[0])(
             built.weights, x
         )
     )

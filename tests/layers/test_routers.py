@@ -1,5 +1,5 @@
-"""Routers against transformers' modules from the same weights, gradients included; statistics
-against numpy.
+"""Routers and their gradients against transformers with the same weights; statistics against
+numpy.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import (
     RouterSpec,
     Routing,
-    balanced_choice,
+    balanced_selection,
     expert_counts,
     load_balance_loss,
     updated_bias,
@@ -24,12 +24,11 @@ from maxtext.layers.routers import (
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-BATCH, LENGTH, SIZE, EXPERTS = 2, 33, 16, 12
+BATCH, LENGTH, EMBED_DIM, EXPERTS = 2, 33, 16, 12
 EPSILON = 0.1  # large enough to be noticed
 
-# name: (spec, transformers' model, class of config, class of router, config, names of weights by
-# ours)
-KERNEL = {"weight": "weight"}
+# name: (spec, (model, config class, router class) of transformers, config, HF names of our weights)
+WEIGHT = {"weight": "weight"}
 DEEPSEEK2 = dict(
     num_attention_heads=2,
     n_routed_experts=EXPERTS,
@@ -38,90 +37,90 @@ DEEPSEEK2 = dict(
 )
 DEEPSEEK3 = dict(n_routed_experts=EXPERTS, num_experts_per_tok=3, routed_scaling_factor=2.5)
 SIGMOID = RouterSpec(EXPERTS, 3, score="sigmoid", scaling=2.5, bias="selection", float32=True)
-CHOSEN_BIAS = {**KERNEL, "bias": "e_score_correction_bias"}
+SELECTION_BIAS = {**WEIGHT, "bias": "e_score_correction_bias"}
 FAMILIES = {
     "mixtral": (
         RouterSpec(EXPERTS, 2, normalise=True),
         ("mixtral", "MixtralConfig", "MixtralTopKRouter"),
         dict(num_local_experts=EXPERTS, num_experts_per_tok=2),
-        KERNEL,
+        WEIGHT,
     ),
     "qwen3 normalised": (
         RouterSpec(EXPERTS, 4, normalise=True),
         ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeTopKRouter"),
         dict(num_experts=EXPERTS, num_experts_per_tok=4, norm_topk_prob=True),
-        KERNEL,
+        WEIGHT,
     ),
-    "qwen3 as is": (
+    "qwen3 unnormalised": (
         RouterSpec(EXPERTS, 4),
         ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeTopKRouter"),
         dict(num_experts=EXPERTS, num_experts_per_tok=4, norm_topk_prob=False),
-        KERNEL,
+        WEIGHT,
     ),
     "qwen3 next": (
         RouterSpec(EXPERTS, 3, normalise=True),
         ("qwen3_next", "Qwen3NextConfig", "Qwen3NextTopKRouter"),
         dict(num_experts=EXPERTS, num_experts_per_tok=3, norm_topk_prob=True),
-        KERNEL,
+        WEIGHT,
     ),
     "qwen3.5": (
         RouterSpec(EXPERTS, 3, normalise=True),
         ("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeTopKRouter"),
         dict(num_experts=EXPERTS, num_experts_per_tok=3),
-        KERNEL,
+        WEIGHT,
     ),
     "gpt-oss": (
-        RouterSpec(EXPERTS, 4, score="softmax_of_chosen", bias="logits"),
+        RouterSpec(EXPERTS, 4, score="softmax_of_topk", bias="logits"),
         ("gpt_oss", "GptOssConfig", "GptOssTopKRouter"),
         dict(num_local_experts=EXPERTS, num_experts_per_tok=4),
-        {**KERNEL, "bias": "bias"},
+        {**WEIGHT, "bias": "bias"},
     ),
     "deepseek 2 greedy": (
         RouterSpec(EXPERTS, 3, scaling=2.5, float32=True),
         ("deepseek_v2", "DeepseekV2Config", "DeepseekV2TopkRouter"),
         DEEPSEEK2 | dict(topk_method="greedy"),
-        KERNEL,
+        WEIGHT,
     ),
     "deepseek 2 groups": (
         RouterSpec(
-            EXPERTS, 3, scaling=2.5, groups=4, kept_groups=2, group_score="max", float32=True
+            EXPERTS, 3, scaling=2.5, groups=4, topk_groups=2, group_score="max", float32=True
         ),
         ("deepseek_v2", "DeepseekV2Config", "DeepseekV2TopkRouter"),
         DEEPSEEK2 | dict(topk_method="group_limited_greedy", n_group=4, topk_group=2),
-        KERNEL,
+        WEIGHT,
     ),
     "deepseek 3": (
-        replace(SIGMOID, normalise=True, groups=4, kept_groups=2),
+        replace(SIGMOID, normalise=True, groups=4, topk_groups=2),
         ("deepseek_v3", "DeepseekV3Config", "DeepseekV3TopkRouter"),
         DEEPSEEK3 | dict(n_group=4, topk_group=2, norm_topk_prob=True),
-        CHOSEN_BIAS,
+        SELECTION_BIAS,
     ),
-    "deepseek 3 as is": (
-        replace(SIGMOID, groups=3, kept_groups=1),
+    "deepseek 3 unnormalised": (
+        replace(SIGMOID, groups=3, topk_groups=1),
         ("deepseek_v3", "DeepseekV3Config", "DeepseekV3TopkRouter"),
         DEEPSEEK3 | dict(n_group=3, topk_group=1, norm_topk_prob=False),
-        CHOSEN_BIAS,
+        SELECTION_BIAS,
     ),
     "kimi": (
         replace(SIGMOID, normalise=True),
         ("deepseek_v3", "DeepseekV3Config", "DeepseekV3TopkRouter"),
         DEEPSEEK3 | dict(n_group=1, topk_group=1, norm_topk_prob=True),
-        CHOSEN_BIAS,
+        SELECTION_BIAS,
     ),
     "llama 4": (
         RouterSpec(EXPERTS, 1, score="sigmoid"),
         ("llama4", "Llama4TextConfig", "Llama4Router"),
         dict(num_local_experts=EXPERTS, num_experts_per_tok=1),
-        KERNEL,
+        WEIGHT,
     ),
-    "llama 4 of two": (
+    "llama 4 top 2": (
         RouterSpec(EXPERTS, 2, score="sigmoid"),
         ("llama4", "Llama4TextConfig", "Llama4Router"),
         dict(num_local_experts=EXPERTS, num_experts_per_tok=2),
-        KERNEL,
+        WEIGHT,
     ),
     "gemma 4": (
-        RouterSpec(EXPERTS, 4, normalise=True, normed_input=EPSILON, expert_scale=True),
+        RouterSpec(EXPERTS, 4, normalise=True, input_norm_epsilon=EPSILON, expert_scale=True),
         ("gemma4", "Gemma4TextConfig", "Gemma4TextRouter"),
         dict(num_experts=EXPERTS, top_k_experts=4, rms_norm_eps=EPSILON),
         {"weight": "proj.weight", "scale": "scale", "expert_scale": "per_expert_scale"},
@@ -131,190 +130,194 @@ FAMILIES = {
 
 def template(spec, dtype="float32"):
     return Template.of(
-        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, dtype)
+        lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, dtype)
     )
 
 
 def draw_weights(spec, seed=0):
-    """Biases and scales far from where they start."""
+    """Biases and scales far from their initial values."""
     draw = np.random.default_rng(seed).normal
     shapes = jax.tree.map(lambda leaf: leaf.shape, template(spec).weights)
-    return {name: (draw(size=shape) * 0.5 + (1 if "scale" in name else 0)).astype(np.float32)
-            for name, shape in shapes.items()}  # fmt: skip
+    return {
+        name: (draw(size=shape) * 0.5 + (1 if "scale" in name else 0)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def values(seed=1, scale=1.0):
-    return (scale * np.random.default_rng(seed).normal(size=(BATCH, LENGTH, SIZE))).astype(
+    return (scale * np.random.default_rng(seed).normal(size=(BATCH, LENGTH, EMBED_DIM))).astype(
         np.float32
     )
 
 
-def theirs(family, weights, x, cotangent):
-    """Indices and weights [B, S, k] of transformers, by index, and the gradients of sum(weights ·
-    cotangent).
+def run_hf(family, weights, x, cotangent):
+    """Indices and weights [B, S, k] of transformers, sorted by index, and the gradients of
+    sum(weights · cotangent).
     """
     spec, (model, config_class, router_class), settings, names = FAMILIES[family]
     configuration = importlib.import_module(f"transformers.models.{model}.configuration_{model}")
     modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     router = getattr(modeling, router_class)(
-        getattr(configuration, config_class)(hidden_size=SIZE, **settings)
+        getattr(configuration, config_class)(hidden_size=EMBED_DIM, **settings)
     )
     tensors = dict(router.named_parameters()) | dict(router.named_buffers())
     with torch.no_grad():
-        for ours, name in names.items():
-            tensors[name].copy_(torch.tensor(weights[ours].T))
-    x = torch.tensor(x.reshape(-1, SIZE), requires_grad=True)
+        for name, hf_name in names.items():
+            tensors[hf_name].copy_(torch.tensor(weights[name].T))
+    x = torch.tensor(x.reshape(-1, EMBED_DIM), requires_grad=True)
     if model == "llama4":
         scores, _ = router(x)
-        chosen, indices = torch.topk(scores, spec.chosen, dim=-1)
+        topk_weights, indices = torch.topk(scores, spec.topk, dim=-1)
     else:
-        _, chosen, indices = router(x)
+        _, topk_weights, indices = router(x)
     order = torch.argsort(indices, dim=-1)
-    indices, chosen = indices.gather(1, order), chosen.gather(1, order)
-    (chosen * torch.tensor(cotangent.reshape(-1, spec.chosen))).sum().backward()
-    gradients = {ours: tensors[name].grad for ours, name in names.items()}
+    indices, topk_weights = indices.gather(1, order), topk_weights.gather(1, order)
+    (topk_weights * torch.tensor(cotangent.reshape(-1, spec.topk))).sum().backward()
+    gradients = {name: tensors[hf_name].grad for name, hf_name in names.items()}
     gradients = {
         name: np.zeros(EXPERTS) if g is None else g.numpy().T for name, g in gradients.items()
     }
     arrays = (
-        array.detach().numpy().reshape(BATCH, LENGTH, -1) for array in (indices, chosen, x.grad)
+        array.detach().numpy().reshape(BATCH, LENGTH, -1)
+        for array in (indices, topk_weights, x.grad)
     )
     return *arrays, gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers(family):
+def test_selection_and_gradients_match_transformers(family):
     spec = FAMILIES[family][0]
     weights, x = draw_weights(spec), values()
-    cotangent = (
-        np.random.default_rng(2).normal(size=(BATCH, LENGTH, spec.chosen)).astype(np.float32)
-    )
+    cotangent = np.random.default_rng(2).normal(size=(BATCH, LENGTH, spec.topk)).astype(np.float32)
 
-    def ours(weights, x):
+    def loss(weights, x):
         routing = template(spec).bind(weights)(x)
         order = jnp.argsort(routing.indices, axis=-1)
-        chosen = jnp.take_along_axis(routing.weights, order, axis=-1)
-        return jnp.sum(chosen * cotangent), (
+        topk_weights = jnp.take_along_axis(routing.weights, order, axis=-1)
+        return jnp.sum(topk_weights * cotangent), (
             jnp.take_along_axis(routing.indices, order, axis=-1),
-            chosen,
+            topk_weights,
             routing,
         )
 
-    both = jax.value_and_grad(ours, (0, 1), has_aux=True)
-    (_, (indices, chosen, routing)), (by_weights, by_x) = both(weights, x)
-    their_indices, their_weights, their_x, their_gradients = theirs(family, weights, x, cotangent)
-    np.testing.assert_array_equal(indices, their_indices)
-    np.testing.assert_allclose(chosen, their_weights, atol=1e-6)
+    loss_and_gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)
+    (_, (indices, topk_weights, routing)), (dweights, dx) = loss_and_gradients(weights, x)
+    hf_indices, hf_topk_weights, hf_dx, hf_dweights = run_hf(family, weights, x, cotangent)
+    np.testing.assert_array_equal(indices, hf_indices)
+    np.testing.assert_allclose(topk_weights, hf_topk_weights, atol=1e-6)
     assert routing.weights.dtype == routing.probabilities.dtype == jnp.float32
     assert routing.indices.dtype == jnp.int32
-    assert by_weights.keys() == their_gradients.keys()
-    for name, gradient in by_weights.items():
-        np.testing.assert_allclose(gradient, their_gradients[name], atol=2e-5, err_msg=name)
-    np.testing.assert_allclose(by_x, their_x, atol=1e-5)
+    assert dweights.keys() == hf_dweights.keys()
+    for name, gradient in dweights.items():
+        np.testing.assert_allclose(gradient, hf_dweights[name], atol=2e-5, err_msg=name)
+    np.testing.assert_allclose(dx, hf_dx, atol=1e-5)
 
 
 def test_probabilities():
-    """Softmax over all experts, or a sigmoid's share in the sum of all; one in all."""
-    x, kernel = values(), draw_weights(RouterSpec(EXPERTS, 2))["weight"]
-    logits = (x @ kernel).astype(np.float64)
+    """The softmax over all experts, or normalised sigmoids; they sum to one."""
+    x, weight = values(), draw_weights(RouterSpec(EXPERTS, 2))["weight"]
+    logits = (x @ weight).astype(np.float64)
     expected = {
         "softmax": np.exp(logits),
-        "softmax_of_chosen": np.exp(logits),
+        "softmax_of_topk": np.exp(logits),
         "sigmoid": 1 / (1 + np.exp(-logits)),
     }
-    for score, numbers in expected.items():
+    for score, unnormalised in expected.items():
         routing = template(RouterSpec(EXPERTS, 2, score=score, scaling=3.0)).bind(
-            {"weight": kernel}
+            {"weight": weight}
         )(x)
         np.testing.assert_allclose(
             routing.probabilities,
-            numbers / numbers.sum(axis=-1, keepdims=True),
+            unnormalised / unnormalised.sum(axis=-1, keepdims=True),
             rtol=1e-4,
             atol=1e-7,
         )
 
 
-def test_saturated_scores_are_chosen_by_logits():
+def test_saturated_scores_are_ranked_by_logits():
     """Sigmoids of 40 and 60 are both 1.0 in float32."""
-    kernel = np.zeros((SIZE, EXPERTS), np.float32)
-    kernel[0, :3] = 40, 60, 50
-    x = np.zeros((1, 1, SIZE), np.float32)
+    weight = np.zeros((EMBED_DIM, EXPERTS), np.float32)
+    weight[0, :3] = 40, 60, 50
+    x = np.zeros((1, 1, EMBED_DIM), np.float32)
     x[..., 0] = 1
-    routing = template(RouterSpec(EXPERTS, 1, score="sigmoid")).bind({"weight": kernel})(x)
+    routing = template(RouterSpec(EXPERTS, 1, score="sigmoid")).bind({"weight": weight})(x)
     assert routing.indices.item() == 1
     assert routing.weights.item() == 1.0
 
 
-def test_all_sigmoids_may_be_zero():
+def test_normalised_sigmoids_of_zero_are_zero():
     spec = RouterSpec(EXPERTS, 2, score="sigmoid", normalise=True)
-    kernel = np.full((SIZE, EXPERTS), -100, np.float32)
-    routing = template(spec).bind({"weight": kernel})(np.ones((1, 1, SIZE), np.float32))
+    weight = np.full((EMBED_DIM, EXPERTS), -100, np.float32)
+    routing = template(spec).bind({"weight": weight})(np.ones((1, 1, EMBED_DIM), np.float32))
     np.testing.assert_array_equal(routing.weights, 0)
 
 
 def test_float32_logits():
-    """From bfloat16 inputs: exact to float32 when asked for, otherwise rounded to bfloat16."""
+    """From bfloat16 inputs: float32 logits are exact, others are rounded to bfloat16."""
     x = jnp.asarray(values(), jnp.bfloat16)
     weights = draw_weights(RouterSpec(EXPERTS, 2))
     exact = np.asarray(x, np.float64) @ weights["weight"]
     exact = np.exp(exact) / np.exp(exact).sum(axis=-1, keepdims=True)
-    off = {}
+    errors = {}
     for float32 in (True, False):
         routing = template(RouterSpec(EXPERTS, 2, float32=float32), "bfloat16").bind(weights)(x)
         assert routing.weights.dtype == jnp.float32
-        off[float32] = np.abs(np.asarray(routing.probabilities, np.float64) / exact - 1).max()
-    assert off[True] < 1e-5
-    assert 1e-3 < off[False] < 0.2
+        errors[float32] = np.abs(np.asarray(routing.probabilities, np.float64) / exact - 1).max()
+    assert errors[True] < 1e-5
+    assert 1e-3 < errors[False] < 0.2
 
 
 @pytest.mark.parametrize(
-    ("experts", "chosen", "length"), [(8, 2, 16), (12, 5, 31), (7, 7, 3), (1, 1, 4), (128, 8, 50)]
+    ("experts", "topk", "length"), [(8, 2, 16), (12, 5, 31), (7, 7, 3), (1, 1, 4), (128, 8, 50)]
 )
-def test_random_choice_is_balanced(experts, chosen, length):
-    indices = np.asarray(balanced_choice((3, length), experts, chosen))
-    assert indices.shape == (3, length, chosen)
-    assert all(len(set(row)) == chosen for row in indices.reshape(-1, chosen))
+def test_random_selection_is_balanced(experts, topk, length):
+    indices = np.asarray(balanced_selection((3, length), experts, topk))
+    assert indices.shape == (3, length, topk)
+    assert all(len(set(row)) == topk for row in indices.reshape(-1, topk))
     for part in (indices, *indices):
         counts = np.bincount(part.reshape(-1), minlength=experts)
         assert len(counts) == experts
         assert counts.max() - counts.min() <= 1
 
 
-def test_random_choice_replaces_the_best():
-    """Weights are still the gate's scores of what was chosen."""
+def test_random_selection_replaces_the_top_experts():
+    """The weights are still the scores of the selected experts."""
     spec = RouterSpec(EXPERTS, 3, normalise=True, random=True)
     x, weights = values(), draw_weights(spec)
     routing = template(spec).bind(weights)(x)
-    np.testing.assert_array_equal(routing.indices, balanced_choice((BATCH, LENGTH), EXPERTS, 3))
+    np.testing.assert_array_equal(routing.indices, balanced_selection((BATCH, LENGTH), EXPERTS, 3))
     scores = np.take_along_axis(np.exp(x @ weights["weight"]), np.asarray(routing.indices), axis=-1)
     np.testing.assert_allclose(
         routing.weights, scores / scores.sum(axis=-1, keepdims=True), rtol=1e-4
     )
 
 
-def test_axes():
-    spec = RouterSpec(EXPERTS, 2, bias="selection", normed_input=1e-6, expert_scale=True)
+def test_axes_and_initial_values():
+    spec = RouterSpec(EXPERTS, 2, bias="selection", input_norm_epsilon=1e-6, expert_scale=True)
     assert template(spec).axes == {
-        "weight": ("embed", "exp"), "bias": ("exp",), "scale": ("norm",), "expert_scale": ("exp",),
-    }  # fmt: skip
-    fresh = spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
-    np.testing.assert_array_equal(fresh.bias[...], np.zeros(EXPERTS))
-    np.testing.assert_array_equal(fresh.scale[...], np.ones(SIZE))
-    np.testing.assert_array_equal(fresh.expert_scale[...], np.ones(EXPERTS))
+        "weight": ("embed", "exp"),
+        "bias": ("exp",),
+        "scale": ("norm",),
+        "expert_scale": ("exp",),
+    }
+    router = spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), EMBED_DIM, "float32")
+    np.testing.assert_array_equal(router.bias[...], np.zeros(EXPERTS))
+    np.testing.assert_array_equal(router.scale[...], np.ones(EMBED_DIM))
+    np.testing.assert_array_equal(router.expert_scale[...], np.ones(EXPERTS))
 
 
 REAL = np.ones((BATCH, LENGTH), bool)
 PADDED = REAL & (np.arange(LENGTH) < np.array([[20], [33]]))
 EMPTY = REAL & (np.arange(LENGTH) < np.array([[0], [7]]))
-PLACES = {"all": (None, REAL), "padded": (PADDED, PADDED), "an empty row": (EMPTY, EMPTY)}
+MASKS = {"all": (None, REAL), "padded": (PADDED, PADDED), "an empty row": (EMPTY, EMPTY)}
 
 
-@pytest.mark.parametrize("given", PLACES.values(), ids=list(PLACES))
-def test_load_balance_loss(given):
-    """transformers' loss for Mixtral, of one sequence at a time; counts by a numpy loop."""
+@pytest.mark.parametrize("masks", MASKS.values(), ids=list(MASKS))
+def test_load_balance_loss_matches_transformers(masks):
+    """Mixtral's loss, one sequence at a time; counts by a numpy loop."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    real, mask = given
+    real, mask = masks
     spec = RouterSpec(EXPERTS, 3)
     weights, x = draw_weights(spec), values()
     routing = template(spec).bind(weights)(x)
@@ -330,34 +333,34 @@ def test_load_balance_loss(given):
 
 
 def test_load_balance_loss_of_extremes():
-    """An even load gives k; all tokens at the same experts, with all probability, give X."""
+    """An even load gives k; all tokens at one expert, with probability one, give X."""
     even = Routing(
-        balanced_choice((BATCH, EXPERTS), EXPERTS, 3),
+        balanced_selection((BATCH, EXPERTS), EXPERTS, 3),
         jnp.ones(()),
         jnp.full((BATCH, EXPERTS, EXPERTS), 1 / EXPERTS),
     )
     np.testing.assert_allclose(load_balance_loss(even, None), 3, rtol=1e-6)
-    one = Routing(
+    skewed = Routing(
         jnp.full((BATCH, LENGTH, 1), 4),
         jnp.ones(()),
         jnp.broadcast_to(jnp.eye(EXPERTS)[4], (BATCH, LENGTH, EXPERTS)),
     )
-    np.testing.assert_allclose(load_balance_loss(one, None), EXPERTS, rtol=1e-6)
-    nothing = load_balance_loss(even, jnp.zeros((BATCH, EXPERTS), bool))
-    assert nothing == 0
+    np.testing.assert_allclose(load_balance_loss(skewed, None), EXPERTS, rtol=1e-6)
+    padding_loss = load_balance_loss(even, jnp.zeros((BATCH, EXPERTS), bool))
+    assert padding_loss == 0
 
 
 def test_updated_bias():
-    """Two layers at once: below the mean rises, above it falls, at it stays."""
+    """Of two layers: it increases below the mean load, decreases above it, and stays at it."""
     bias = jnp.array([[0.5, -0.25, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
     load = jnp.array([[1.0, 9.0, 4.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
     expected = [[0.51, -0.26, 0.0, 1.01], [0, 0, 0, 0]]
     np.testing.assert_allclose(updated_bias(bias, load, 0.01), expected, atol=1e-7)
 
 
-def test_the_selection_bias_of_bfloat16_weights_is_float32():
-    """800 steps of 0.001 are 0.8; a bias in bfloat16 stops at 0.5. A bias of logits is a weight
-    like others.
+def test_selection_bias_of_bfloat16_weights_is_float32():
+    """800 steps of 0.001 are 0.8; a bias in bfloat16 stops at 0.5. A bias of logits is an ordinary
+    weight.
     """
     for kind, dtype in (("selection", jnp.float32), ("logits", jnp.bfloat16)):
         spec = RouterSpec(EXPERTS, 2, score="sigmoid", bias=kind)

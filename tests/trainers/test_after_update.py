@@ -137,7 +137,7 @@ def largest_logits(bench, state, batch):
     for layer in layers_of(model):
         attention, read = layer.attention, layer.attention_norm(x)
         query, _ = attention.queries(read, inputs.positions)
-        key = attention.expanded(*attention.compress(read, inputs.positions))["key"]
+        key = attention.keys_and_values(*attention.compress(read, inputs.positions))["key"]
         logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(6 + 4)
         max_logits.append(np.where(seen[:, None], logits, -np.inf).max(axis=(0, 2, 3)))
         x = x + layer.feed(layer.mlp_norm(x), inputs)[0]  # attention adds nothing here, see below

@@ -1,18 +1,18 @@
-"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a mixer whose memory does not
-grow with the sequence.
+"""Gated DeltaNet, the linear attention of Qwen3-Next and Qwen3.5: a token mixer with a recurrent
+state of constant size.
 
-Queries, keys and values pass a short causal convolution and SiLU; the gated delta rule mixes them
-over the sequence with a decay and a step that each token chooses; the result is normed, gated and
-projected back.
+    q, k, v    = SiLU(causal_convolution(x W_q, x W_k, x W_v));   q and k are L2-normalised
+    log_decay  = -exp(log_rate) · softplus(x W_decay + step_bias)
+    beta       = sigmoid(x W_beta)
+    y          = (norm(gated_delta_rule(q, k, v, log_decay, beta)) · SiLU(x W_gate)) W_out
 
-Value head j reads with the query and key of head j // G, so the weights of all that belongs to one
-key head lie together and heads can be split over devices: every projection is [E, K, what one key
-head has of it].
+Shapes: B batch, S sequence, E embed_dim, K key heads, G value heads for each of them, Dk key dim,
+Dv value dim, W convolution width.
 
-Shapes: B batch, S sequence, E embedding, K key heads, G value heads for each of them, Dk key size,
-Dv value size, W convolution width.
+Value head j uses the query and key of head j // G, so the weights of a key head and its value heads
+are stored together, and heads can be sharded: every projection is [E, K, dim of one key head].
 
-Precision: projections and convolutions in the computation's dtype; decay, step, L2 norms, the delta
+Precision: projections and convolutions in the computation's dtype; decay, beta, L2 norms, the delta
 rule, the output's norm and its gate in float32.
 """
 
@@ -39,7 +39,7 @@ from maxtext.sharding import constrain
 
 QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
 FORMS = ("chunked", "recurrent")
-RATES = (0.01, 16.0)  # decay rates start uniform between these
+INITIAL_RATES = (0.01, 16.0)  # bounds of the uniform distribution of initial decay rates
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class GatedDeltaNetSpec:
     key_dim: int
     value_dim: int
     conv_width: int
-    chunk: int  # tokens computed together in the chunked form
+    chunk: int  # tokens of a chunk in the chunked form
     norm_epsilon: float
-    qk_norm: bool = True  # queries and keys of length 1
-    form: str = "chunked"  # or recurrent, one token after the other; the same result
+    qk_norm: bool = True  # L2-normalise queries and keys
+    form: str = "chunked"  # or recurrent, token by token, with the same result
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -63,7 +63,8 @@ class GatedDeltaNetSpec:
             )
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
+        """Value heads for each key head."""
         return self.value_heads // self.key_heads
 
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
@@ -71,24 +72,26 @@ class GatedDeltaNetSpec:
 
     def cache(self, size: CacheSize) -> RecurrentState:
         """Empty, for sequences of any length: the last inputs of the convolutions, and the
-        state.
+        recurrent state.
         """
         batch, dtype = size.slots, size.dtype
-        sizes = {QUERY: self.key_dim, KEY: self.key_dim, VALUE: self.group * self.value_dim}
-        taps = {
-            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, each), dtype)
-            for name, each in sizes.items()
+        dims = {QUERY: self.key_dim, KEY: self.key_dim, VALUE: self.group_size * self.value_dim}
+        conv_states = {
+            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, dim), dtype)
+            for name, dim in dims.items()
         }
         shape = (batch, self.value_heads, self.key_dim, self.value_dim)
-        return RecurrentState(taps | {STATE: jnp.zeros(shape, jnp.float32)})
+        return RecurrentState(conv_states | {STATE: jnp.zeros(shape, jnp.float32)})
 
 
 class GatedDeltaNet(Sublayer):
     def __init__(
         self, initializer: Initializer, spec: GatedDeltaNetSpec, embed_dim: int, dtype: Any
     ):
-        self.spec, self.dtype = spec, dtype
-        heads, group, values = spec.key_heads, spec.group, spec.group * spec.value_dim
+        self.spec = spec
+        self.dtype = dtype
+        heads, group_size = spec.key_heads, spec.group_size
+        value_dim = group_size * spec.value_dim  # of all value heads of a key head
 
         def projection(name: str, dim: int, exact: bool = False) -> Linear:
             return build_linear(
@@ -107,65 +110,63 @@ class GatedDeltaNet(Sublayer):
 
         self.query = projection("query", spec.key_dim)
         self.key = projection("key", spec.key_dim)
-        self.value = projection("value", values)
-        self.gate = projection("gate", values)
-        self.beta = projection("beta", group, exact=True)
-        self.decay = projection("decay", group, exact=True)
+        self.value = projection("value", value_dim)
+        self.gate = projection("gate", value_dim)
+        self.beta = projection("beta", group_size, exact=True)
+        self.decay = projection("decay", group_size, exact=True)
         self.conv_query = convolution("conv_query", spec.key_dim)
         self.conv_key = convolution("conv_key", spec.key_dim)
-        self.conv_value = convolution("conv_value", values)
-        low, high = RATES
-        noise = initializer.standard_normal("log_rate", (heads, group))
-        rate = low + (high - low) * jax.scipy.special.ndtr(noise)
+        self.conv_value = convolution("conv_value", value_dim)
+        low, high = INITIAL_RATES
+        normal = initializer.standard_normal("log_rate", (heads, group_size))
+        rate = low + (high - low) * jax.scipy.special.ndtr(normal)
         self.log_rate = nnx.Param(jnp.log(rate).astype(initializer.dtype), axes=("gdn_head", None))
-        self.step_bias = initializer.constant((heads, group), 1.0, ("gdn_head", None))
+        self.step_bias = initializer.constant((heads, group_size), 1.0, ("gdn_head", None))
         self.norm = Norm(
             initializer, NormSpec(epsilon=spec.norm_epsilon), spec.value_dim, "float32"
         )
         self.out = build_linear(
             initializer,
             "out",
-            in_shape=(heads, values),
+            in_shape=(heads, value_dim),
             out_shape=(embed_dim,),
             axes=("gdn_head", None, "embed"),
             dtype=dtype,
         )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        # With a cache, padding is what stands after the tokens of a row.
+        # With a cache, padding has negative positions.
         cache = inputs.cache
         segments = inputs.segments if cache is None else (inputs.positions >= 0).astype(jnp.int32)
         if segments is not None:
             segments = constrain(segments, "activation_batch_attn", "activation_kv_length")
-        before = {} if cache is None or inputs.is_first_chunk else cache.arrays
-        after: dict[str, jax.Array] = {}
-        parts = {}
-        weights = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
-        found = project(x, self.query, self.key, self.value)
-        for (name, weight), projected in zip(weights.items(), found, strict=True):
-            projected = by_head(checkpoint_name(projected, f"{name}_proj"))
-            mixed, after[name] = causal_convolution(
-                projected, weight[...], segments, before.get(name)
+        states = {} if cache is None or inputs.is_first_chunk else cache.arrays
+        new_states: dict[str, jax.Array] = {}
+        activations = {}
+        convolutions = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
+        projections = project(x, self.query, self.key, self.value)
+        for (name, weight), projected in zip(convolutions.items(), projections, strict=True):
+            projected = shard_heads(checkpoint_name(projected, f"{name}_proj"))
+            convolved, new_states[name] = causal_convolution(
+                projected, weight[...], segments, states.get(name)
             )
-            parts[name] = jax.nn.silu(mixed)
-        query, key, value = parts[QUERY], parts[KEY], parts[VALUE]
+            activations[name] = jax.nn.silu(convolved)
+        query, key, value = activations[QUERY], activations[KEY], activations[VALUE]
         if self.spec.qk_norm:
-            query, key = unit_length(query), unit_length(key)
-        decay, step = by_head(self.log_decay(x)), by_head(self.step(x))
-        mixed, after[STATE] = self.mix(query, key, value, decay, step, segments, before.get(STATE))
-        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
-        gate = jax.nn.silu(by_head(self.gate(x)).astype(jnp.float32))
-        gated = self.norm(mixed).reshape(gate.shape) * gate
-        aux = (
-            {}
-            if cache is None
-            else {
-                "cache": RecurrentState(
-                    {name: after[name].astype(old.dtype) for name, old in cache.arrays.items()}
-                )
-            }
+            query, key = l2_normalise(query), l2_normalise(key)
+        log_decay, beta = shard_heads(self.log_decay(x)), shard_heads(self.step_size(x))
+        context, new_states[STATE] = self.delta_rule(
+            query, key, value, log_decay, beta, segments, states.get(STATE)
         )
-        return checkpoint_name(self.out(by_head(gated.astype(self.dtype))), "out_proj"), aux
+        context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
+        gate = jax.nn.silu(shard_heads(self.gate(x)).astype(jnp.float32))
+        gated = self.norm(context).reshape(gate.shape) * gate
+        aux: Aux = {}
+        if cache is not None:
+            aux["cache"] = RecurrentState(
+                {name: new_states[name].astype(old.dtype) for name, old in cache.arrays.items()}
+            )
+        return checkpoint_name(self.out(shard_heads(gated.astype(self.dtype))), "out_proj"), aux
 
     def log_decay(self, x: jax.Array) -> jax.Array:
         """[B, S, K, G], at most 0."""
@@ -174,44 +175,45 @@ class GatedDeltaNet(Sublayer):
             self.decay(x).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
         )
 
-    def step(self, x: jax.Array) -> jax.Array:
-        """How much of an old answer a token replaces: [B, S, K, G], between 0 and 1."""
+    def step_size(self, x: jax.Array) -> jax.Array:
+        """beta [B, S, K, G], between 0 and 1: the fraction of the old value that a token
+        replaces.
+        """
         return jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
 
-    def mix(
+    def delta_rule(
         self,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
         log_decay: jax.Array,
-        step: jax.Array,
+        beta: jax.Array,
         segments: jax.Array | None,
         state: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """[B, S, K G, Dv]: the delta rule over value heads, each with the query and key of its key
-        head; and the state [B, K G, Dk, Dv] after it."""
+        """The context [B, S, K G, Dv] of value heads, each with the query and key of its key head;
+        and the final state [B, K G, Dk, Dv]."""
         spec = self.spec
-        places = query.shape[:2]
-        query, key = (jnp.repeat(x, spec.group, axis=2) for x in (query, key))
-        value = value.reshape(*places, spec.value_heads, spec.value_dim)
-        log_decay, step = (x.reshape(*places, spec.value_heads) for x in (log_decay, step))
+        batch, length = query.shape[:2]
+        query, key = (jnp.repeat(x, spec.group_size, axis=2) for x in (query, key))
+        value = value.reshape(batch, length, spec.value_heads, spec.value_dim)
+        log_decay, beta = (x.reshape(batch, length, spec.value_heads) for x in (log_decay, beta))
         rule = recurrent_gated_delta_rule
-        if spec.form == "chunked" and places[1] > 1:
+        if spec.form == "chunked" and length > 1:
             rule = partial(gated_delta_rule, chunk=spec.chunk)
-        return rule(query, key, value, log_decay, step, initial_state=state, segments=segments)
+        return rule(query, key, value, log_decay, beta, initial_state=state, segments=segments)
 
 
-def unit_length(x: jax.Array) -> jax.Array:
-    """In float32; the small number keeps a zero vector zero."""
+def l2_normalise(x: jax.Array) -> jax.Array:
+    """x / |x| over the last dimension, in float32; zero vectors stay zero."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def by_head(x: jax.Array) -> jax.Array:
-    """[B, S, K, ...] with heads over devices and sequences whole: the state passes from the first
-    token to the last.
+def shard_heads(x: jax.Array) -> jax.Array:
+    """x [B, S, K, ...] with sharded heads and unsharded sequences: the state depends on all tokens.
 
-    Were the sequence of any input split, XLA would split chunks, and gather them all in each step
-    of the scan.
+    If the sequence of any input were sharded, XLA would shard chunks, and gather them all in each
+    step of the scan.
     """
     return constrain(x, "activation_batch_attn", "activation_kv_length", "activation_heads", None)

@@ -1,18 +1,20 @@
-"""DeepSeek's sparse attention: a small scorer picks the keys that each query of latent attention
-may see.
+"""DeepSeek's sparse attention (DSA): a lightning indexer selects the top-k keys of each query of
+latent attention.
 
-Shapes: B batch, S query length, T key length (here S), E embedding, R rank of the query latent, H
-scoring heads, D size of each. The score of a key is the sum over heads of w · relu(q · k) / sqrt(H
-D), with one key that all share; queries come from the query latent of the attention, keys and w
-from its input. RoPE turns the first dimensions of a head. The published model also turns queries
-and keys by a Hadamard matrix and rounds them to 8 bits: the first changes no product, the second is
-left out, as in transformers.
+    score[s, t] = Σ_h w[s, h] · relu(q[s, h] · k[t]) / √(H D)
 
-The indexer reads its inputs without a gradient and a choice of keys has none, so it learns from its
-own loss alone: how far its softmax is from the weights of the attention, averaged over heads,
-KL(attention ‖ softmax(score)), the mean over tokens that are not padding. In sparse training both
-are over the chosen keys. Without it a loss means dense warm-up: attention sees all keys, and both
-are over all visible ones.
+Queries come from the query latent of the attention, keys, which all heads share, and w from its
+input. RoPE is applied to the first dimensions of a head. The published model also multiplies
+queries and keys by a Hadamard matrix and rounds them to 8 bits: the first changes no dot product,
+the second is left out, as in transformers.
+
+Shapes: B batch, S query length, T key length (here S), E embed_dim, R rank of the query latent, H
+indexer heads, D head_dim.
+
+The inputs of the indexer and the selection have no gradient, so it learns only from its own loss,
+KL(attention ‖ softmax(score)): attention weights are averaged over heads, and the loss over tokens
+that are not padding. In sparse training both distributions are over the selected keys. Without it,
+a loss means dense warm-up: attention sees all keys, and both are over all visible keys.
 """
 
 from dataclasses import dataclass, replace
@@ -40,30 +42,29 @@ from maxtext.layers.rope import RopeSpec, apply_rope
 from maxtext.sharding import constrain
 
 KEY_NORM = NormSpec(kind="layer", epsilon=1e-6)
-HIDDEN = -1e30  # finite, so that padding, which sees nothing, has a finite gradient
+MASK_VALUE = -1e30  # finite, so that padding, which sees no key, has a finite gradient
 
 
 @dataclass(frozen=True)
 class IndexerSpec:
     heads: int
     head_dim: int
-    rope_dim: int  # the first dimensions of a head, which turn
+    rope_dim: int  # the first dimensions of a head, to which RoPE is applied
     rope: RopeSpec
-    topk: int  # keys that a query keeps; where there are no more, all are kept
-    sparse_training: bool = (
-        False  # the loss looks at the chosen keys only; false: dense warm-up, if there is a loss
-    )
+    topk: int  # keys that a query selects; all, if there are no more
+    # the loss is over the selected keys; false: dense warm-up, if there is a loss
+    sparse_training: bool = False
     loss_factor: float = 0.0  # 0: no loss
 
     @property
-    def selecting(self) -> bool:
-        """Whether attention is sparse: always, except in the dense warm-up."""
+    def is_sparse(self) -> bool:
+        """Whether attention is sparse: always, but for the dense warm-up."""
         return self.sparse_training or self.loss_factor == 0
 
     def depends_on_length(self, length: int) -> bool:
-        """Whether keys are selected from up to `length` tokens in such a way that tokens after a
-        query may change its selection. A cache cannot hold what follows from that."""
-        return self.selecting and length > self.topk and ties_depend_on_length()
+        """Whether later tokens, up to `length`, may change the selection of a query. Then the
+        results cannot be cached."""
+        return self.is_sparse and length > self.topk and ties_depend_on_length()
 
     def build(
         self, initializer: Initializer, embed_dim: int, query_rank: int, dtype: Any
@@ -117,75 +118,80 @@ class Indexer(nnx.Module):
         keys: jax.Array,
         inputs: LayerInputs,
     ) -> tuple[AttentionInputs, Aux]:
-        """The attention with its keys chosen, and the loss, if any. x [B, S, E], query_latent [B,
-        S, R]; keys [B, T, D] of all tokens that may be seen, from `keys`."""
+        """The attention inputs with selected keys, and the loss, if any. x [B, S, E], query_latent
+        [B, S, R]; keys [B, T, D] of all visible tokens, from `self.keys`."""
         spec = self.spec
-        choosing = spec.selecting and attention.k.shape[1] > spec.topk
-        if not choosing and spec.loss_factor == 0:
+        selects = spec.is_sparse and attention.k.shape[1] > spec.topk
+        if not selects and spec.loss_factor == 0:
             return attention, {}
         scores = self.scores(
             jax.lax.stop_gradient(x), jax.lax.stop_gradient(query_latent), keys, inputs.positions
         )
-        if choosing:
-            chosen = constrain(
-                torch_topk_mask(hide(scores, dense_mask(attention), -jnp.inf), spec.topk, inputs.lengths)[:, None],
-                "activation_batch_attn", None, "activation_length_attn", "activation_kv_length",
-            )  # fmt: skip
-            attention = replace(attention, selected=chosen)
+        if selects:
+            visible_scores = mask_scores(scores, dense_mask(attention), -jnp.inf)
+            selected = constrain(
+                torch_topk_mask(visible_scores, spec.topk, inputs.lengths)[:, None],
+                "activation_batch_attn",
+                None,
+                "activation_length_attn",
+                "activation_kv_length",
+            )
+            attention = replace(attention, selected=selected)
         if spec.loss_factor == 0:
             return attention, {}
-        return attention, {aux_names.INDEXER_LOSS: spec.loss_factor * divergence(scores, attention)}
+        return attention, {
+            aux_names.INDEXER_LOSS: spec.loss_factor * kl_divergence(scores, attention)
+        }
 
     def keys(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """[B, S, D], one a token for all scoring heads."""
+        """[B, S, D], shared by all indexer heads."""
         key = self.key_norm(self.key(jax.lax.stop_gradient(x)))
-        key = self.turned(key[:, :, None], positions)[:, :, 0]
+        key = self.apply_rope(key[:, :, None], positions)[:, :, 0]
         return constrain(key, "activation_batch_attn", "activation_kv_length", None)
 
     def scores(
         self, x: jax.Array, query_latent: jax.Array, key: jax.Array, positions: jax.Array
     ) -> jax.Array:
-        """[B, S, T] in float32, a block of queries at a time: those of all heads at once are the
+        """[B, S, T] in float32, a block of queries at a time: the scores of all heads are the
         largest array here.
         """
         spec = self.spec
-        query = self.turned(self.query(query_latent), positions)
+        query = self.apply_rope(self.query(query_latent), positions)
         weight = self.weight(x.astype(jnp.float32)) * (spec.heads * spec.head_dim) ** -0.5
 
         @jax.checkpoint
-        def some(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-            query, weight = part
+        def block_scores(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+            query, weight = block
             products = jnp.einsum("bshd,btd->bsht", query, key, preferred_element_type=jnp.float32)
             return jnp.einsum("bsh,bsht->bst", weight, jax.nn.relu(products))
 
-        scores = map_queries(some, (query, weight))
+        scores = map_queries(block_scores, (query, weight))
         return constrain(
             scores, "activation_batch_attn", "activation_length_attn", "activation_kv_length"
         )
 
-    def turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        size = self.spec.rope_dim
-        return jnp.concatenate(
-            [apply_rope(x[..., :size], positions, self.spec.rope), x[..., size:]], axis=-1
-        )
+    def apply_rope(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """RoPE on the first `rope_dim` dimensions of x [B, S, H, D]."""
+        rope, nope = jnp.split(x, [self.spec.rope_dim], axis=-1)
+        return jnp.concatenate([apply_rope(rope, positions, self.spec.rope), nope], axis=-1)
 
 
-def hide(scores: jax.Array, visible: jax.Array | None, value: float) -> jax.Array:
+def mask_scores(scores: jax.Array, visible: jax.Array | None, value: float) -> jax.Array:
     return scores if visible is None else jnp.where(visible, scores, value)
 
 
-def divergence(scores: jax.Array, attention: AttentionInputs) -> jax.Array:
-    """KL(weights of the attention ‖ softmax(scores)) over the keys that each query sees, the mean
-    over real tokens.
+def kl_divergence(scores: jax.Array, attention: AttentionInputs) -> jax.Array:
+    """KL(attention weights ‖ softmax(scores)) over the visible keys of each query, averaged over
+    tokens that are not padding.
     """
     visible = dense_head_mask(attention)
     if visible is not None and visible.ndim == 4:
-        visible = visible[:, 0]  # one choice for all heads
+        visible = visible[:, 0]  # all heads share the selection
     target = mean_weights(attention)
-    predicted = jax.nn.log_softmax(hide(scores, visible, HIDDEN), axis=-1)
-    each = jax.scipy.special.xlogy(target, target) - target * predicted
-    each = (each if visible is None else jnp.where(visible, each, 0)).sum(axis=-1)
+    predicted = jax.nn.log_softmax(mask_scores(scores, visible, MASK_VALUE), axis=-1)
+    terms = jax.scipy.special.xlogy(target, target) - target * predicted
+    divergence = (terms if visible is None else jnp.where(visible, terms, 0)).sum(axis=-1)
     if attention.q_segments is None:
-        return each.mean()
+        return divergence.mean()
     real = attention.q_segments != 0
-    return jnp.where(real, each, 0).sum() / jnp.maximum(real.sum(), 1)
+    return jnp.where(real, divergence, 0).sum() / jnp.maximum(real.sum(), 1)

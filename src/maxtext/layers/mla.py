@@ -1,18 +1,20 @@
-"""Multi-head latent attention (DeepSeek V2, V3): keys and values of all heads come from one small
-latent of a token.
+"""Multi-head latent attention (MLA, DeepSeek V2 and V3): keys and values of all heads come from one
+low-rank latent of a token.
 
-Shapes: B batch, S sequence, T key length (here S), E embedding, H heads, Rq and R ranks of the
-query and of the key/value latent, N head size without position, P with position (RoPE), V value
-size.
+    queries    x -> query_a [Rq] -> norm -> query_b [H, N + P]      (query_rank 0: x -> [H, N + P])
+    latent     x -> kv_a [R + P];   the first R are normed, the last P are a key that heads share
+    keys       [H, N] from the normed latent by kv_b, concatenated with the shared [P]
+    values     [H, V] from the normed latent by kv_b
 
-    query:   x -> [Rq] -> norm -> [H, N + P]; straight to [H, N + P] with query_rank 0; the last P turn
-    latent:  x -> [R + P]; the first R are normed, the last P turn and are a key part that all heads share
-    keys [H, N] and values [H, V] come from the normed latent by one weight, `kv_b`
+RoPE is applied to the last P dimensions of queries and keys only.
 
-`latent` computes the same without making keys and values: the key part of kv_b is applied to the
-queries and its value part to the result, and attention goes over the latent itself, as one head of
-keys [R + P] and values [R]. A cache then holds latents, which are much smaller; over many queries
-it costs more, since R is larger than N and V.
+Shapes: B batch, S sequence, T key length (here S), E embed_dim, H heads, Rq and R ranks of the
+query and key/value latents, N head dim without RoPE (nope), P with RoPE, V head dim of values.
+
+With `latent` (weight absorption) keys and values are not computed: the key part of kv_b is applied
+to the queries and its value part to the context, and attention runs over the latent, as one head of
+keys [R + P] and values [R]. A cache then holds latents, which are much smaller; for many queries it
+costs more, since R is larger than N and V.
 """
 
 from dataclasses import dataclass, replace
@@ -42,13 +44,9 @@ from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, apply_rope
 from maxtext.sharding import constrain
 
-LATENT, KEY_ROPE, KEY, VALUE, INDEX_KEY = (
-    "latent",
-    "key_rope",
-    "key",
-    "value",
-    "index_key",
-)  # in a cache
+# The arrays of a cache.
+LATENT, KEY_ROPE, KEY, VALUE = "latent", "key_rope", "key", "value"
+INDEX_KEY = "index_key"
 
 
 @dataclass(frozen=True)
@@ -58,16 +56,16 @@ class MlaSpec:
     nope_dim: int
     rope_dim: int
     value_dim: int
-    scale: float  # of the logits, with YaRN's correction in it
+    scale: float  # of the logits, including YaRN's correction
     rope: RopeSpec
     norm: NormSpec  # of both latents
     mask: AttentionMask
-    query_rank: int = 0  # 0: queries come straight from the input
+    query_rank: int = 0  # 0: no query latent
     bias: bool = False  # of the projections to the latents and of the output
     soft_cap: float | None = None
     latent: bool = False
     indexer: IndexerSpec | None = None
-    report_max_logits: bool = False  # each head's largest logit, as "max_logits" [H]
+    report_max_logits: bool = False  # reports "max_logits" [H], the largest logit of each head
     backend: str = "dot_product"
     float32_product: bool = False
     float32_logits: bool = False
@@ -83,8 +81,8 @@ class MlaSpec:
         return Mla(initializer, self, embed_dim, dtype)
 
     def cache(self, size: CacheSize) -> KVCache | None:
-        """Empty: of latents, or of the keys and values of all heads; None: it looks at all tokens
-        anew.
+        """An empty cache of latents, or of the keys and values of all heads; None if results cannot
+        be cached.
         """
         if self.indexer and self.indexer.depends_on_length(size.length):
             return None
@@ -103,18 +101,19 @@ class MlaSpec:
         return empty_kv_cache(self.mask, size, sizes)
 
     def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
-        """What attention over packed rows of so many tokens asks for."""
+        """The attention request of packed rows of `length` tokens."""
         sizes = (self.heads, self.heads, self.nope_dim + self.rope_dim, self.value_dim)
         if self.latent:
             sizes = (self.heads, 1, self.kv_rank + self.rope_dim, self.kv_rank)
-        found = packed_request(platform, dtype, length, sizes, self.mask)
-        return replace(found, soft_cap=self.soft_cap, has_selection=self.indexer is not None)
+        request = packed_request(platform, dtype, length, sizes, self.mask)
+        return replace(request, soft_cap=self.soft_cap, has_selection=self.indexer is not None)
 
 
 class Mla(Sublayer):
     def __init__(self, initializer: Initializer, spec: MlaSpec, embed_dim: int, dtype: Any):
         self.platform = initializer.context.platform
-        self.spec, self.dtype = spec, dtype
+        self.spec = spec
+        self.dtype = dtype
         heads, rank = spec.heads, spec.kv_rank
         shape = (heads, spec.nope_dim + spec.rope_dim)
         if spec.query_rank:
@@ -187,15 +186,16 @@ class Mla(Sublayer):
         query, query_latent = self.queries(x, inputs.positions)
         latent, key_rope = self.compress(x, inputs.positions)
         if spec.latent:
-            q, new = self.absorbing(query), {LATENT: latent, KEY_ROPE: key_rope}
+            q, new = self.latent_queries(query), {LATENT: latent, KEY_ROPE: key_rope}
         else:
-            q, new = self.laid_out(query), self.expanded(latent, key_rope)
+            q, new = self.constrain_queries(query), self.keys_and_values(latent, key_rope)
         if self.indexer is not None:
             new[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
         view, aux = update_cache(new, inputs)
-        k, v = (
-            self.absorbed(view[LATENT], view[KEY_ROPE]) if spec.latent else (view[KEY], view[VALUE])
-        )
+        if spec.latent:
+            k, v = self.latent_keys_and_values(view[LATENT], view[KEY_ROPE])
+        else:
+            k, v = view[KEY], view[VALUE]
         attention = AttentionInputs(
             q=q,
             k=k,
@@ -212,21 +212,21 @@ class Mla(Sublayer):
             aux |= report
         if spec.report_max_logits:
             aux = aux | {aux_names.MAX_LOGITS: max_logits(attention)}
-        mixed = attend(attention, view.backend(spec.backend), self.platform)
+        context = attend(attention, view.backend(spec.backend), self.platform)
         if spec.latent:
-            mixed = jnp.einsum("bshr,rhv->bshv", mixed, self.up_projections()[1])
-        mixed = checkpoint_name(checkpoint_name(mixed, "context"), "attention_out")
-        mixed = constrain(
-            mixed,
+            context = jnp.einsum("bshr,rhv->bshv", context, self.up_projections()[1])
+        context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
+        context = constrain(
+            context,
             "activation_batch_attn",
             "activation_length_attn",
             "activation_heads",
             "activation_kv",
         )
-        return checkpoint_name(self.out(mixed), "out_proj"), aux
+        return checkpoint_name(self.out(context), "out_proj"), aux
 
     def queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """[B, S, H, N + P], turned, and the normed query latent [B, S, Rq], if there is one."""
+        """[B, S, H, N + P] with RoPE, and the normed query latent [B, S, Rq], if there is one."""
         latent = None
         if self.spec.query_rank:
             latent = self.query_norm(checkpoint_name(self.query_a(x), "query_wa_proj"))
@@ -238,55 +238,55 @@ class Mla(Sublayer):
         return jnp.concatenate([nope, apply_rope(rope, positions, self.spec.rope)], axis=-1), latent
 
     def compress(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What a cache of latents holds: the normed latent [B, S, R] and the turned key part [B, S,
-        1, P].
-        """
-        joined = checkpoint_name(self.kv_a(x), "kv_wa_proj")
-        latent, rope = jnp.split(joined, [self.spec.kv_rank], axis=-1)
+        """The normed latent [B, S, R] and the key part with RoPE [B, S, 1, P] that heads share."""
+        latent_and_rope = checkpoint_name(self.kv_a(x), "kv_wa_proj")
+        latent, rope = jnp.split(latent_and_rope, [self.spec.kv_rank], axis=-1)
         latent = constrain(
             self.kv_norm(latent), "activation_batch_attn", "activation_kv_length", None
         )
         return latent, apply_rope(rope[:, :, None], positions, self.spec.rope)
 
-    def expanded(self, latent: jax.Array, key_rope: jax.Array) -> dict[str, jax.Array]:
+    def keys_and_values(self, latent: jax.Array, key_rope: jax.Array) -> dict[str, jax.Array]:
         """Keys [B, S, H, N + P] and values [B, S, H, V]."""
-        joined = checkpoint_name(self.kv_b(latent), "mla_kv")
-        nope, value = jnp.split(joined, [self.spec.nope_dim], axis=-1)
+        nope_and_value = checkpoint_name(self.kv_b(latent), "mla_kv")
+        nope, value = jnp.split(nope_and_value, [self.spec.nope_dim], axis=-1)
         shared = jnp.broadcast_to(key_rope, (*nope.shape[:-1], key_rope.shape[-1]))
         key = jnp.concatenate([nope, shared], axis=-1)
-        by_key = (
+        axes = (
             "activation_batch_attn",
             "activation_kv_length",
             "activation_kv_heads",
             "activation_kv",
         )
         return {
-            KEY: checkpoint_name(constrain(key, *by_key), "key_proj"),
-            VALUE: checkpoint_name(constrain(value, *by_key), "value_proj"),
+            KEY: checkpoint_name(constrain(key, *axes), "key_proj"),
+            VALUE: checkpoint_name(constrain(value, *axes), "value_proj"),
         }
 
-    def absorbing(self, query: jax.Array) -> jax.Array:
-        """Queries [B, S, H, R + P] of latents."""
+    def latent_queries(self, query: jax.Array) -> jax.Array:
+        """Queries [B, S, H, R + P] over latents: the key part of kv_b is absorbed."""
         nope, rope = jnp.split(query, [self.spec.nope_dim], axis=-1)
         query = jnp.concatenate(
             [jnp.einsum("bshn,rhn->bshr", nope, self.up_projections()[0]), rope], axis=-1
         )
-        return self.laid_out(query)
+        return self.constrain_queries(query)
 
-    def absorbed(self, latent: jax.Array, key_rope: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """k [B, T, 1, R + P], v [B, T, 1, R]: every head's keys and values are the latent."""
+    def latent_keys_and_values(
+        self, latent: jax.Array, key_rope: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """k [B, T, 1, R + P], v [B, T, 1, R]: the latent is one key/value head for all queries."""
         value = latent[:, :, None]
         key = checkpoint_name(jnp.concatenate([value, key_rope], axis=-1), "key_proj")
         return key, checkpoint_name(value, "value_proj")
 
     def up_projections(self) -> tuple[jax.Array, jax.Array]:
-        """The parts of kv_b that make keys [R, H, N] and values [R, H, V]."""
+        """The key part [R, H, N] and the value part [R, H, V] of kv_b."""
         key, value = jnp.split(
             self.kv_b.weight[...].astype(self.dtype), [self.spec.nope_dim], axis=-1
         )
         return key, value
 
-    def laid_out(self, query: jax.Array) -> jax.Array:
+    def constrain_queries(self, query: jax.Array) -> jax.Array:
         names = (
             "activation_batch_attn",
             "activation_length_attn",

@@ -1,22 +1,23 @@
-"""A mixture of experts: a router sends each token to some of many MLPs; shared ones see every
-token.
+"""Mixture of experts: a router sends each token to its top-k MLPs; shared experts see every token.
 
-Shapes: B batch, S sequence, T = B·S tokens, E embedding, X experts, k experts of a token, M expert
-width, C capacity, N rows of the sorted buffer.
+    y[t] = Σ_k weight[t, k] · expert[index[t, k]](x[t])  +  shared(x[t])
 
-Three methods for the same sum:
-- sparse: tokens are sorted by expert and multiplied group by group (`layers/sorted_experts.py`,
-  which says how devices share the work). Drops nothing, unless a `buffer_factor` bounds the rows: N
-  = int(T·k·factor), at most T·k and at least 1; then the last assignments in the order of experts
-  (within an expert: of tokens) are dropped, over the whole batch. With several devices, each has
-  its own bound, of its own tokens.
-- dense: every expert sees every token, and the sum leaves out what was not chosen. The reference.
-- dropping: an expert has C = int(max(ceil(S·k/X)·capacity_factor, capacity_factor)) places in each
-  sequence, taken in the order of tokens, and of a token's choices; the rest is dropped. One-hot
-  products send tokens there and back.
+Shapes: B batch, S sequence, T = B·S tokens, E embed_dim, X experts, k experts of a token, M
+hidden_dim of an expert, C capacity, N rows of the sorted buffer.
 
-What is dropped adds nothing to the sum; the other weights stay as they are. Padding (segment 0)
-goes to no expert: it takes no place, does not count, and gets nothing from the routed experts.
+Three methods compute the same sum:
+- sparse: tokens are sorted by expert for a grouped matmul (`layers/sorted_experts.py`, which also
+  documents expert parallelism). It drops no token, unless a `buffer_factor` bounds the rows to N =
+  int(T·k·factor), at most T·k and at least 1: then the last assignments in the order of experts
+  (within an expert: of tokens) are dropped, over the batch. With several devices, the bound applies
+  to the tokens of each device.
+- dense: every expert computes every token, and those not selected have weight 0. The reference.
+- dropping: an expert has a capacity of C = int(max(ceil(S·k/X)·capacity_factor, capacity_factor))
+  tokens of each sequence, in the order of tokens, and of a token's choices; the rest is dropped.
+  One-hot matmuls dispatch and combine tokens.
+
+A dropped assignment adds nothing to the sum; the other weights do not change. Padding (segment 0)
+goes to no expert: it uses no capacity, is not counted, and routed experts add nothing to it.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ from maxtext.layers.linear import build_linear, order_weight_grads
 from maxtext.layers.mlp import MlpSpec, combine
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
-from maxtext.layers.sorted_experts import Affine, SortedExperts
+from maxtext.layers.sorted_experts import ExpertWeights, SortedExperts
 from maxtext.sharding import constrain
 
 
@@ -47,40 +48,31 @@ class MoeSpec:
     hidden_dim: int  # of each expert
     activations: tuple[str, ...] = ("silu", "linear")
     bias: bool = False
-    limit: float | None = None  # on the branches' values, see mlp.combine
+    limit: float | None = None  # clips the branches, see mlp.combine
     float32: bool = False  # activations computed in float32
     float32_sum: bool = True  # the weighted sum over a token's experts computed in float32
-    weigh_input: bool = (
-        False  # the router's weights multiply what experts read instead of what they give
-    )
+    apply_router_weight_on_input: bool = False  # of the experts, instead of on their output
     shared: MlpSpec | None = None
-    shared_gate: bool = False  # the shared MLP's output times a sigmoid, one for each token
+    shared_gate: bool = False  # multiply the shared MLP's output by a sigmoid for each token
     method: str = "sparse"  # or dense, or dropping
     capacity_factor: float = 1.0  # of dropping
     buffer_factor: float | None = None  # of sparse: a bound on the sorted buffer
-    grouped_kernel: bool = (
-        True  # of sparse: by a kernel of ours where there is one; false: by jax.lax.ragged_dot
-    )
-    custom_sort_vjp: bool = (
-        True  # of sparse: sorting has a gradient that gathers; false: as autodiff has it
-    )
-    # of sparse: devices that share the experts gather tokens; false: rows go where they belong
+    # of sparse: use a grouped matmul kernel if there is one; false: jax.lax.ragged_dot
+    grouped_kernel: bool = True
+    custom_sort_vjp: bool = True  # of sparse: gathers as the gradient of sorting; false: autodiff
+    # of sparse: devices that share the experts all-gather tokens; false: all-to-all
     ring: bool = False
-    two_stage_gather: bool = (
-        False  # of sparse: kernels are gathered over one mesh axis after the other
-    )
-    experts_on_fsdp: bool = (
-        False  # kernels are split by experts, not by the embedding, over the mesh's fsdp axis
-    )
+    two_stage_gather: bool = False  # of sparse: gather weights over one mesh axis after the other
+    experts_on_fsdp: bool = False  # shard weights over fsdp by experts, not by the embedding
     balance_weight: float = 0.0  # reports "load_balance_loss"
-    report_load: bool = False  # reports "expert_load" [X]: how many tokens chose each expert
+    report_load: bool = False  # reports "expert_load" [X], the number of tokens of each expert
 
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Moe":
         return Moe(initializer, self, embed_dim, dtype)
 
 
 class ExpertLinear(nnx.Module):
-    """A kernel, which may be `QuantizedWeight`, and an optional bias for each expert."""
+    """A weight, which may be a `QuantizedWeight`, and an optional bias for each expert."""
 
     def __init__(
         self,
@@ -91,38 +83,41 @@ class ExpertLinear(nnx.Module):
         axes: tuple[str, str],
         dtype: Any,
     ):
-        self.dtype, experts = dtype, spec.router.experts
-        split = "exp_with_fsdp" if spec.experts_on_fsdp else "exp"
-        self.axes = (split, *axes)
-        # The initializer takes the experts for part of the fan-in, and the factor takes them out again.
+        self.dtype = dtype
+        experts = spec.router.experts
+        expert_axis = "exp_with_fsdp" if spec.experts_on_fsdp else "exp"
+        self.axes = (expert_axis, *axes)
+        # The initializer counts the experts as part of the fan-in; the factor undoes that.
         initializer = dataclasses.replace(initializer, init_scale=initializer.init_scale * experts)
         self.weight = initializer.weight(
             "weight", (experts, inputs), (outputs,), self.axes, contracted=(1,)
         )
         self.bias = (
-            initializer.constant((experts, outputs), 0.0, (split, axes[1])) if spec.bias else None
+            initializer.constant((experts, outputs), 0.0, (expert_axis, axes[1]))
+            if spec.bias
+            else None
         )
 
     @property
-    def weights(self) -> Affine:
-        """In the dtype of the product; or a kernel of integers, and what its product is multiplied
-        by.
-        """
+    def weights(self) -> ExpertWeights:
+        """In the dtype of the matmul; or an integer weight with the scale of its outputs."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
         weight = self.weight[...]
         if isinstance(weight, QuantizedWeight) and weight.has_output_scale((1,)):
-            return Affine(weight.qvalue, bias, weight.scale[:, 0])
-        return Affine(weight.astype(self.dtype), bias)
+            return ExpertWeights(weight.qvalue, bias, weight.scale[:, 0])
+        return ExpertWeights(weight.astype(self.dtype), bias)
 
-    def names(self, weights: Affine) -> Affine:
-        """Of the axes of the weights."""
-        by_output = (self.axes[0], self.axes[2])
-        return Affine(self.axes, *(None if part is None else by_output for part in weights[1:]))
+    def weight_axes(self, weights: ExpertWeights) -> ExpertWeights:
+        """The logical axes of the weights."""
+        output_axes = (self.axes[0], self.axes[2])
+        return ExpertWeights(
+            self.axes, *(None if part is None else output_axes for part in weights[1:])
+        )
 
-    def on_each(self, x: jax.Array) -> jax.Array:
-        """x [X, B, C, inputs] -> [X, B, C, outputs]: each expert has its own."""
-        x, (kernel, bias, scale) = order_weight_grads(x, self.weights)
-        y = jnp.einsum("xbci,xio->xbco", x, kernel.astype(self.dtype))
+    def batched(self, x: jax.Array) -> jax.Array:
+        """x [X, B, C, inputs] -> [X, B, C, outputs], expert by expert."""
+        x, (weight, bias, scale) = order_weight_grads(x, self.weights)
+        y = jnp.einsum("xbci,xio->xbco", x, weight.astype(self.dtype))
         if scale is not None:
             y = dequantize(y, scale[:, None, None], self.dtype)
         if bias is not None:
@@ -134,9 +129,10 @@ class ExpertLinear(nnx.Module):
 
 class Experts(nnx.Module):
     def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: Any):
-        self.spec, self.dtype = spec, dtype
+        self.spec = spec
+        self.dtype = dtype
         count = len(spec.activations)
-        self.branches = ("wi",) if count == 1 else tuple(f"wi_{place}" for place in range(count))
+        self.branches = ("wi",) if count == 1 else tuple(f"wi_{index}" for index in range(count))
         for name in self.branches:
             axes = ("embed_moe", "mlp_moe")
             setattr(
@@ -159,8 +155,8 @@ class Experts(nnx.Module):
     def layers(self) -> dict[str, ExpertLinear]:
         return {name: getattr(self, name) for name in (*self.branches, "wo")}
 
-    def feed(self, x: jax.Array, apply: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
-        """`apply` multiplies rows, however they are laid out, by the named kernels of their
+    def mlp(self, x: jax.Array, apply: Callable[[str, jax.Array], jax.Array]) -> jax.Array:
+        """The experts' MLP; `apply` multiplies x, in any layout, by the named weights of its
         experts.
         """
         branches = [tag(apply(name, x), name) for name in self.branches]
@@ -169,13 +165,13 @@ class Experts(nnx.Module):
         ).astype(self.dtype)
         return tag(apply("wo", hidden), "wo")
 
-    def on_each(self, x: jax.Array) -> jax.Array:
+    def batched(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, E] -> [X, B, C, E]."""
-        return self.feed(x, lambda name, x: self.layers[name].on_each(x))
+        return self.mlp(x, lambda name, x: self.layers[name].batched(x))
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """Named for rematerialization, as an MLP's tensor and as an expert's."""
+    """x with the remat names of an MLP and of an expert."""
     return checkpoint_name(checkpoint_name(x, f"mlp{name}"), f"moe_mlp{name}")
 
 
@@ -210,75 +206,81 @@ class Moe(Sublayer):
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, router_input: jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
-        """x [B, S, E] -> [B, S, E]. The router reads `router_input` where it is given."""
+        """x [B, S, E] -> [B, S, E]. The router reads `router_input`, by default x."""
         real = None if inputs.segments is None else inputs.segments > 0
         routing = self.router(x if router_input is None else router_input)
         methods = {"sparse": self.sparse, "dense": self.dense, "dropping": self.dropping}
         y = methods[self.spec.method](x, routing, real)
         if self.shared is not None:
             shared, _ = self.shared(x, inputs)
-            y = y + (
-                shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)) * shared
-            )
+            if self.shared_gate is not None:
+                shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
+            y = y + shared
         return y, self.report(routing, real)
 
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
-        none = self.spec.router.experts
-        targets = (
-            routing.indices if real is None else jnp.where(real[..., None], routing.indices, none)
-        )
-        weights = {name: layer.weights for name, layer in self.experts.layers.items()}
-        names = {name: layer.names(weights[name]) for name, layer in self.experts.layers.items()}
+        expert_ids = routing.indices
+        if real is not None:
+            no_expert = self.spec.router.experts
+            expert_ids = jnp.where(real[..., None], expert_ids, no_expert)
+        layers = self.experts.layers
+        weights = {name: layer.weights for name, layer in layers.items()}
+        axes = {name: layer.weight_axes(weights[name]) for name, layer in layers.items()}
         x, weights = order_weight_grads(x, weights)
-        run = SortedExperts(self.spec, self.experts.feed, self.dtype, self.sum_dtype, self.context)
-        return run(x, targets, routing.weights, weights, names)
+        run = SortedExperts(self.spec, self.experts.mlp, self.dtype, self.sum_dtype, self.context)
+        return run(x, expert_ids, routing.weights, weights, axes)
 
     def dense(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
-        picked = self.picked(routing, real)  # [B, S, k, X]
-        chosen = jnp.sum(picked, axis=-2)
-        weights = jnp.einsum("bsk,bskx->bsx", routing.weights, picked)
-        read, give = (
-            (weights, chosen) if self.spec.weigh_input else (jnp.ones_like(chosen), weights)
+        one_hot = self.one_hot_experts(routing, real)  # [B, S, k, X]
+        selected = jnp.sum(one_hot, axis=-2)
+        weights = jnp.einsum("bsk,bskx->bsx", routing.weights, one_hot)
+        if self.spec.apply_router_weight_on_input:
+            dispatch, combine_weights = weights, selected
+        else:
+            dispatch, combine_weights = jnp.ones_like(selected), weights
+        expert_inputs = jnp.einsum("bsx,bse->xbse", dispatch.astype(self.dtype), x)
+        return self.sum_experts(
+            "bsx,xbse->bse", combine_weights, self.experts.batched(expert_inputs)
         )
-        each = jnp.einsum("bsx,bse->xbse", read.astype(self.dtype), x)
-        y = self.experts.on_each(each)
-        return jnp.einsum(
-            "bsx,xbse->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)
-        ).astype(self.dtype)
+
+    def sum_experts(
+        self, equation: str, weights: jax.Array, expert_outputs: jax.Array
+    ) -> jax.Array:
+        """The weighted sum over experts [B, S, E], computed in `sum_dtype`."""
+        y = jnp.einsum(
+            equation, weights.astype(self.sum_dtype), expert_outputs.astype(self.sum_dtype)
+        )
+        return y.astype(self.dtype)
 
     def dropping(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
-        picked = self.picked(routing, real)  # [B, S, k, X]
-        batch, length, chosen, experts = picked.shape
-        capacity = expert_capacity(length, chosen, experts, self.spec.capacity_factor)
-        turns = jnp.cumsum(picked.reshape(batch, length * chosen, experts), axis=1).reshape(
-            picked.shape
+        one_hot = self.one_hot_experts(routing, real)  # [B, S, k, X]
+        batch, length, topk, experts = one_hot.shape
+        capacity = expert_capacity(length, topk, experts, self.spec.capacity_factor)
+        counts = jnp.cumsum(one_hot.reshape(batch, length * topk, experts), axis=1)
+        counts = counts.reshape(one_hot.shape)
+        # [B, S, k], from 0; -1 for no expert.
+        position_in_expert = jnp.sum(counts * one_hot, axis=-1).astype(jnp.int32) - 1
+        # Zeros for positions out of bounds.
+        slot = jax.nn.one_hot(position_in_expert, capacity, dtype=jnp.float32)
+        unweighted = jnp.einsum("bskx,bskc->bsxc", one_hot, slot)
+        weighted = jnp.einsum("bsk,bskx,bskc->bsxc", routing.weights, one_hot, slot)
+        if self.spec.apply_router_weight_on_input:
+            dispatch, combine_weights = weighted, unweighted
+        else:
+            dispatch, combine_weights = unweighted, weighted
+        expert_inputs = jnp.einsum("bsxc,bse->xbce", dispatch.astype(self.dtype), x)
+        # The all-to-all: the expert axis of the mesh now shards the experts.
+        expert_inputs = constrain(
+            expert_inputs, "activation_exp", "activation_batch_moe", None, "activation_embed_moe"
         )
-        turn = jnp.sum(turns * picked, axis=-1).astype(
-            jnp.int32
-        )  # [B, S, k]: 1 for an expert's first, 0 for no expert
-        place = jax.nn.one_hot(
-            turn - 1, capacity, dtype=jnp.float32
-        )  # zeros where it is out of bounds
-        sent = jnp.einsum("bskx,bskc->bsxc", picked, place)
-        weighted = jnp.einsum("bsk,bskx,bskc->bsxc", routing.weights, picked, place)
-        read, give = (weighted, sent) if self.spec.weigh_input else (sent, weighted)
-        each = jnp.einsum("bsxc,bse->xbce", read.astype(self.dtype), x)
-        # With the experts first, the expert axis of the mesh goes to them, and this is where tokens
-        # change devices.
-        each = constrain(
-            each, "activation_exp", "activation_batch_moe", None, "activation_embed_moe"
+        return self.sum_experts(
+            "bsxc,xbce->bse", combine_weights, self.experts.batched(expert_inputs)
         )
-        y = self.experts.on_each(each)
-        return jnp.einsum(
-            "bsxc,xbce->bse", give.astype(self.sum_dtype), y.astype(self.sum_dtype)
-        ).astype(self.dtype)
 
-    def picked(self, routing: Routing, real: jax.Array | None) -> jax.Array:
-        """[B, S, k, X] of float32: one where a token's choice is the expert; padding chooses
-        none.
-        """
-        picked = jax.nn.one_hot(routing.indices, self.spec.router.experts, dtype=jnp.float32)
-        return picked if real is None else picked * real[..., None, None]
+    def one_hot_experts(self, routing: Routing, real: jax.Array | None) -> jax.Array:
+        """[B, S, k, X] of float32: one-hot indices of the selected experts; zeros for padding."""
+        one_hot = jax.nn.one_hot(routing.indices, self.spec.router.experts, dtype=jnp.float32)
+        return one_hot if real is None else one_hot * real[..., None, None]
 
     def report(self, routing: Routing, real: jax.Array | None) -> Aux:
         aux: Aux = {}
@@ -293,6 +295,6 @@ class Moe(Sublayer):
         return aux
 
 
-def expert_capacity(length: int, chosen: int, experts: int, factor: float) -> int:
-    """How many tokens of a sequence an expert takes."""
-    return int(max(math.ceil(length * chosen / experts) * factor, factor))
+def expert_capacity(length: int, topk: int, experts: int, factor: float) -> int:
+    """The number of tokens of a sequence that an expert processes."""
+    return int(max(math.ceil(length * topk / experts) * factor, factor))

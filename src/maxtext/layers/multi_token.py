@@ -1,20 +1,21 @@
-"""Multi-token prediction (DeepSeek-V3): extra layers, each of which looks one token further ahead.
+"""Multi-token prediction (MTP, DeepSeek-V3): extra layers, each of which predicts one token
+further.
 
 With h_0 the output of the model's last layer, before the final norm, and for k = 1..K
 
     h_k[t] = Block_k(W_k [RMSNorm(embedding of token t+k) ; RMSNorm(h_(k-1)[t])])
     the model's head over RMSNorm(h_k[t]) predicts token t+1+k, where the model itself predicts t+1
 
-Embedding and head are the model's own; the three norms, W_k and the block belong to layer k, as in
-the released weights (enorm, hnorm, shared_head.norm, eh_proj). Those weights take the embedding
-first, unlike equation 21 of the report.
+Embedding and head are shared with the model; the three norms, W_k and the block belong to layer k,
+as in the released weights (enorm, hnorm, shared_head.norm, eh_proj). Those weights take the
+embedding first, unlike equation 21 of the report.
 
-At places where token t+k is beyond the row or in another document, id 0 is embedded; `mtp_targets`
-leaves them out of the loss. The loss is then the mean over all places of all K layers:
+If token t+k is after the end of the row or in another document, id 0 is embedded; `mtp_targets`
+masks these positions in the loss, which is the mean over all positions of all K layers:
 
     loss += mtp_loss_scaling_factor · Σ_k Σ_t mask · cross entropy / Σ_k Σ_t mask
 
-Shapes: B batch, S sequence, E embedding.
+Shapes: B batch, S sequence, E embed_dim.
 """
 
 from collections.abc import Callable
@@ -37,11 +38,9 @@ from maxtext.sharding import constrain
 @dataclass(frozen=True)
 class MultiTokenSpec:
     layers: int  # K
-    block: Spec  # of each layer: its module takes (x, inputs) to (x, Aux)
+    block: Spec  # of each layer: its module maps (x, inputs) to (x, Aux)
     norm: NormSpec
-    streams: int = (
-        1  # residual streams of the block (hyper-connections): copies go in, their sum comes out
-    )
+    streams: int = 1  # residual streams of the block (hyper-connections), expanded and collapsed
 
     def build(
         self, initializer: Initializer, embed_dim: int, dtype: Any, remat: RematPolicy | None = None
@@ -73,12 +72,15 @@ class MultiToken(nnx.Module):
         inputs: LayerInputs,
         tokens: jax.Array,
     ) -> tuple[list[jax.Array], Aux]:
-        """From h_0 [B, S, E] and the input ids [B, S]: for every k what the head reads, [B, S, E],
-        and what the blocks report, [K, ...]. `embed` takes ids to what the first layer would read
-        of them. The key of `inputs` should not be one that the model's own layers fold."""
+        """From h_0 [B, S, E] and the input ids [B, S]: the input of the head for every k, [B, S,
+        E], and the aux outputs of the blocks, [K, ...].
+
+        `embed` maps ids to the input of the first layer. The RNG key of `inputs` must differ from
+        the keys that the model's own layers fold.
+        """
         outputs, reports = [], []
-        for ahead, layer in enumerate(self.layers, start=1):
-            ids = following(tokens, inputs.segments, ahead)
+        for k, layer in enumerate(self.layers, start=1):
+            ids = next_tokens(tokens, inputs.segments, k)
             graph, state = nnx.split(layer)
 
             def run(
@@ -91,10 +93,10 @@ class MultiToken(nnx.Module):
                 return nnx.merge(graph, state)(x, embedded, inputs)
 
             function = self.remat.wrap(run, in_scan=False) if self.remat else run
-            x, output, aux = function(state, x, embed(ids), replace(inputs.fold(ahead), tokens=ids))
+            x, output, aux = function(state, x, embed(ids), replace(inputs.fold(k), tokens=ids))
             outputs.append(output)
             reports.append(aux)
-        return outputs, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+        return outputs, jax.tree.map(lambda *layers: jnp.stack(layers), *reports)
 
 
 class MultiTokenLayer(nnx.Module):
@@ -116,9 +118,11 @@ class MultiTokenLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, embedded: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, jax.Array, Aux]:
-        """h_(k-1) to h_k, and h_k normed for the head."""
-        joined = jnp.concatenate([self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1)
-        x = self.projection(joined)
+        """h_(k-1) -> h_k, and h_k normed for the head."""
+        concatenated = jnp.concatenate(
+            [self.embedding_norm(embedded), self.hidden_norm(x)], axis=-1
+        )
+        x = self.projection(concatenated)
         x = constrain(x, "activation_batch", "activation_norm_length", "activation_embed")
         if self.streams == 1:
             x, aux = self.block(x, inputs)
@@ -128,39 +132,39 @@ class MultiTokenLayer(nnx.Module):
         return x, self.output_norm(x), aux
 
 
-def shifted(values: jax.Array, steps: int) -> jax.Array:
-    """What values [B, S, ...] will be so many places on, and 0 beyond the row."""
+def shift_left(values: jax.Array, steps: int) -> jax.Array:
+    """values [B, S, ...] of the position `steps` later, and 0 after the end of the row."""
     padding = [(0, 0), (0, steps), *[(0, 0)] * (values.ndim - 2)]
     return jnp.pad(values, padding)[:, steps:]
 
 
-def following(tokens: jax.Array, segments: jax.Array | None, steps: int) -> jax.Array:
-    """The ids [B, S] so many places on in the same document, and 0 beyond its end."""
-    ids = shifted(tokens, steps)
-    return ids if segments is None else jnp.where(shifted(segments, steps) == segments, ids, 0)
+def next_tokens(tokens: jax.Array, segments: jax.Array | None, steps: int) -> jax.Array:
+    """The ids [B, S] of the tokens `steps` later in the same document, and 0 after its end."""
+    ids = shift_left(tokens, steps)
+    return ids if segments is None else jnp.where(shift_left(segments, steps) == segments, ids, 0)
 
 
 def mtp_targets(
     targets: jax.Array, targets_segmentation: jax.Array, steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What layer `steps` has to predict at every place [B, S], and where it counts, bool [B, S].
+    """The targets of layer `steps` [B, S], and the mask of the loss, bool [B, S].
 
-    It counts where the target that is `steps` places on exists and is of the same document. Targets
-    that do not count themselves (segmentation 0) end a document here too.
+    The mask is true if the target `steps` positions later exists and is in the same document.
+    Masked targets (segmentation 0) end a document, too.
     """
-    segments = shifted(targets_segmentation, steps)
-    return shifted(targets, steps), (segments == targets_segmentation) & (segments != 0)
+    segments = shift_left(targets_segmentation, steps)
+    return shift_left(targets, steps), (segments == targets_segmentation) & (segments != 0)
 
 
-def accepted(
-    main: jax.Array, drafted: jax.Array, mask: jax.Array, steps: int
+def count_accepted(
+    main: jax.Array, drafts: jax.Array, mask: jax.Array, steps: int
 ) -> tuple[jax.Array, jax.Array]:
-    """How many drafts the model would take, and of how many (float32): the acceptance rate is their
-    quotient.
+    """(number of accepted drafts, number of drafts), float32; their quotient is the acceptance
+    rate.
 
-    `main` and `drafted` are the likeliest tokens [B, S] by the model itself and by layer `steps`,
-    `mask` is that of `mtp_targets`. A draft is taken where it is what the model says when it gets
-    there.
+    `main` and `drafts` are the most likely tokens [B, S] of the model itself and of layer `steps`,
+    `mask` is that of `mtp_targets`. A draft is accepted if the model predicts the same token at its
+    position.
     """
     mask = mask.astype(jnp.float32)
-    return jnp.sum((shifted(main, steps) == drafted) * mask), jnp.sum(mask)
+    return jnp.sum((shift_left(main, steps) == drafts) * mask), jnp.sum(mask)

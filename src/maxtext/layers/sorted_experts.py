@@ -1,25 +1,23 @@
-"""The sparse method of a mixture of experts: assignments are sorted by expert and multiplied group
-by group.
+"""The sparse method of a mixture of experts: assignments are sorted by expert for grouped matmuls.
 
 Shapes: B batch, S sequence, T = B·S tokens, k choices of a token, N = T·k assignments, X experts, E
-embedding, M expert width, P devices that share the experts; all of one device's tokens when there
-are several.
+embed_dim, M hidden_dim of an expert, P devices that share the experts; with several devices, the
+tokens of one device.
 
-On one device that is all. On a mesh, each device sorts its own tokens, and the mesh axes have these
-parts:
-- tokens: axes that split batch or length. Kernels that they split, too (fsdp), are gathered for the
-  product.
-- owners: axes that split the experts, as `exp` and `activation_exp` have them. Rows travel to the
-  owner of their expert and back (`kernels/all_to_all.py`). With `ring`, or where an owner axis does
-  not split tokens, the owners gather all their tokens instead, each multiplies by its experts, and
-  the sums are scattered.
-- width: axes that split the width of experts and not the tokens (tensor parallelism). Each device
-  computes its part of the width, and results are summed. Where these axes split what comes in (by
-  length or embedding), it is gathered, and what goes out is scattered.
+On a mesh, each device sorts its own tokens, and mesh axes have these roles:
+- token axes shard batch or length. Weights that they shard, too (fsdp), are gathered for the
+  matmul.
+- expert axes shard the experts, as `exp` and `activation_exp` do. Rows are sent to the owner of
+  their expert and back (`kernels/all_to_all.py`). With `ring`, or if an expert axis does not shard
+  tokens, the owners all-gather their tokens instead, multiply by their own experts, and the sums
+  are reduce-scattered.
+- hidden axes shard the experts' hidden_dim and not the tokens (tensor parallelism). Each device
+  computes its part of hidden_dim, and results are summed. If these axes shard the input (by length
+  or embedding), it is gathered, and the output is scattered.
 
-`buffer_factor` bounds the rows of one device to int(N·factor), at least 1, where all that can
-arrive are P·N: what is last in the order of the device's experts (within an expert: of the tokens'
-devices, then of tokens) is dropped.
+`buffer_factor` bounds the rows of a device to int(N·factor), at least 1, instead of P·N: rows that
+are last in the order of the device's experts (within an expert: of source devices, then of tokens)
+are dropped.
 """
 
 import math
@@ -41,306 +39,360 @@ if TYPE_CHECKING:
     from maxtext.layers.moe import MoeSpec
 
 
-WIDTH = "mlp_moe"  # the name of the experts' width
+HIDDEN_AXIS = "mlp_moe"  # the logical axis of the experts' hidden_dim
 
 
-class Affine(NamedTuple):
-    """The kernels [X, inputs, outputs] and biases [X, outputs] of one product, or the names of
-    their axes.
+class ExpertWeights(NamedTuple):
+    """The weight [X, inputs, outputs] and bias [X, outputs] of a grouped matmul, or their logical
+    axes.
 
-    Kernels of integers have a `scale` [X, outputs], by which their product is multiplied before the
-    bias is added.
+    An integer weight has a `scale` [X, outputs], which multiplies the outputs before the bias is
+    added.
     """
 
-    kernel: Any
+    weight: Any
     bias: Any = None
     scale: Any = None
 
 
-Weights = dict[str, Affine]
-Feed = Callable[
-    [Array, Callable[[str, Array], Array]], Array
-]  # of rows, and of how to multiply by the named weights
+Weights = dict[str, ExpertWeights]
+# mlp(rows, apply), where apply(name, rows) multiplies by the named weights
+ExpertMlp = Callable[[Array, Callable[[str, Array], Array]], Array]
+Order = grouped_matmul.GroupPermutation | all_to_all.AllToAllPlan  # of sorted rows
+RunExperts = Callable[[Array, Any], Array]  # of sorted rows and their order
 
 
 @dataclass(frozen=True)
 class SortedExperts:
     spec: "MoeSpec"
-    feed: Feed
+    mlp: ExpertMlp
     dtype: Any
     sum_dtype: Any
     context: BuildContext = REFERENCE
 
     def __call__(
-        self, x: Array, targets: Array, shares: Array, weights: Weights, names: Weights
+        self,
+        x: Array,
+        expert_ids: Array,
+        router_weights: Array,
+        weights: Weights,
+        weight_axes: Weights,
     ) -> Array:
-        """x [B, S, E], targets [B, S, k] with X for no expert, shares [B, S, k] of the choices ->
-        [B, S, E].
-
-        `names`: the logical axes of the weights.
+        """x [B, S, E], expert_ids [B, S, k] with X for no expert, router_weights [B, S, k] -> [B,
+        S, E].
         """
         rules = manual.current()
         if rules is not None:
-            return self.on_mesh(rules, x, targets, shares, weights, names)
-        count, bound = self.spec.router.experts, self.bound(targets.size)
-        experts = self.local(
-            weights, platform=self.context.only_platform if self.spec.grouped_kernel else None
+            return self.on_mesh(rules, x, expert_ids, router_weights, weights, weight_axes)
+        platform = self.context.only_platform if self.spec.grouped_kernel else None
+        y = self.weighted_sum(
+            x,
+            expert_ids,
+            router_weights,
+            num_experts=self.spec.router.experts,
+            max_rows=self.max_rows(expert_ids.size),
+            run_experts=self.sorted_mlp(weights, platform=platform),
         )
-        return self.chosen_sum(x, targets, shares, count, bound, experts).astype(self.dtype)
+        return y.astype(self.dtype)
 
-    def bound(self, assignments: int, peers: int = 1) -> int:
+    def max_rows(self, assignments: int, peers: int = 1) -> int:
+        """The size of a device's buffer of rows."""
         factor = self.spec.buffer_factor
-        return (
-            assignments * peers
-            if factor is None
-            else min(assignments * peers, max(1, int(assignments * factor)))
-        )
+        if factor is None:
+            return assignments * peers
+        return min(assignments * peers, max(1, int(assignments * factor)))
 
-    def local(
-        self, weights: Weights, first: Array | None = None, platform: str | None = None
-    ) -> Callable[[Array, Any], Array]:
-        """The experts of rows that are sorted by them. `first`: whether this device adds the last
-        bias. `platform`: of the only device."""
+    def sorted_mlp(
+        self, weights: Weights, adds_bias: Array | None = None, platform: str | None = None
+    ) -> RunExperts:
+        """The MLP of rows that are sorted by expert. `adds_bias`: whether this device adds the bias
+        of the output. `platform`: of the only device."""
+        fp8 = self.context.precision == "fp8"
+        matmul = grouped_matmul_fp8 if fp8 else grouped_matmul.grouped_matmul
 
-        multiply = (
-            grouped_matmul_fp8 if self.context.precision == "fp8" else grouped_matmul.grouped_matmul
-        )
-
-        def run(
-            rows: Array, order: grouped_matmul.GroupPermutation | all_to_all.AllToAllPlan
-        ) -> Array:
+        def run(rows: Array, order: Order) -> Array:
             def apply(name: str, rows: Array) -> Array:
-                kernel, bias, scale = weights[name]
-                y = multiply(rows, kernel.astype(rows.dtype), order.group_sizes, platform)
+                weight, bias, scale = weights[name]
+                y = matmul(rows, weight.astype(rows.dtype), order.group_sizes, platform)
                 if scale is not None:
-                    y = dequantize(y, of_rows(scale, order), y.dtype)
+                    y = dequantize(y, take_by_row(scale, order), y.dtype)
                 if bias is None:
                     return y
-                if name == "wo" and first is not None:
-                    bias = jnp.where(first, bias, 0)
-                return y + of_rows(bias, order)
+                if name == "wo" and adds_bias is not None:
+                    bias = jnp.where(adds_bias, bias, 0)
+                return y + take_by_row(bias, order)
 
-            return self.feed(rows, apply)
+            return self.mlp(rows, apply)
 
         return run
 
-    def chosen_sum(
+    def weighted_sum(
         self,
         x: Array,
-        targets: Array,
-        shares: Array,
-        count: int,
-        bound: int,
-        run: Callable[[Array, Any], Array],
+        expert_ids: Array,
+        router_weights: Array,
+        *,
+        num_experts: int,
+        max_rows: int,
+        run_experts: RunExperts,
     ) -> Array:
-        """For each token the sum over its choices, in `sum_dtype`; `run` makes results of sorted
-        rows.
-        """
+        """The sum over the experts of each token, in `sum_dtype`."""
         spec = self.spec
-        sort, give_back = (
+        permute, unpermute = (
             (grouped_matmul.permute_gather_vjp, grouped_matmul.unpermute_gather_vjp)
             if spec.custom_sort_vjp
             else (grouped_matmul.permute, grouped_matmul.unpermute)
         )
-        order = grouped_matmul.sort_by_group(targets.reshape(-1, spec.router.chosen), count, bound)
-        rows = sort(x.reshape(-1, x.shape[-1]), order)
-        if spec.weigh_input:
-            rows = rows * jnp.take(shares.reshape(-1, 1), order.assignments, axis=0).astype(
-                rows.dtype
-            )
-            rows = grouped_matmul.zero_ungrouped_rows(
-                rows, order
-            )  # for the gradient of the others, which can be anything
-        rows = run(rows, order)
-        parts = give_back(rows, order).reshape(*targets.shape, -1).astype(self.sum_dtype)
-        if not spec.weigh_input:
-            parts = parts * shares[..., None].astype(self.sum_dtype)
-        return jnp.sum(parts, axis=-2)
+        permutation = grouped_matmul.sort_by_group(
+            expert_ids.reshape(-1, spec.router.topk), num_experts, max_rows
+        )
+        rows = permute(x.reshape(-1, x.shape[-1]), permutation)
+        if spec.apply_router_weight_on_input:
+            row_weights = jnp.take(router_weights.reshape(-1, 1), permutation.assignments, axis=0)
+            rows = rows * row_weights.astype(rows.dtype)
+            # Also zeroes the gradient of ungrouped rows, which is undefined.
+            rows = grouped_matmul.zero_ungrouped_rows(rows, permutation)
+        rows = run_experts(rows, permutation)
+        outputs = unpermute(rows, permutation).reshape(*expert_ids.shape, -1)
+        outputs = outputs.astype(self.sum_dtype)
+        if not spec.apply_router_weight_on_input:
+            outputs = outputs * router_weights[..., None].astype(self.sum_dtype)
+        return jnp.sum(outputs, axis=-2)
 
     def on_mesh(
         self,
         rules: AxisRules,
         x: Array,
-        targets: Array,
-        shares: Array,
+        expert_ids: Array,
+        router_weights: Array,
         weights: Weights,
-        names: Weights,
+        weight_axes: Weights,
     ) -> Array:
         arrays, tree = jax.tree.flatten(weights)
-        named = [axes for name in sorted(names) for axes in names[name] if axes is not None]
-        layout = Layout.of(rules, x.shape, named, [array.shape for array in arrays])
-        by_token = (*layout.entry[:2], ())
-        splits = [
-            layout.weight(rules, axes, array.shape)
-            for axes, array in zip(named, arrays, strict=True)
+        logical_axes = [
+            axes for name in sorted(weight_axes) for axes in weight_axes[name] if axes is not None
+        ]
+        sharding = ExpertSharding.from_rules(
+            rules, x.shape, logical_axes, [array.shape for array in arrays]
+        )
+        token_split = (*sharding.activation_split[:2], ())
+        weight_splits = [
+            sharding.weight_split(rules, axes, array.shape)
+            for axes, array in zip(logical_axes, arrays, strict=True)
         ]
 
-        def run(x: Array, targets: Array, shares: Array, *shards: Array) -> Array:
-            x = layout.whole_tokens(x, layout.entry)
-            targets, shares = (
-                layout.whole_tokens(targets, by_token),
-                layout.whole_tokens(shares, by_token),
-            )
-            whole = [
-                layout.whole_weight(shard, axes, split, self.spec.two_stage_gather)
-                for shard, axes, split in zip(shards, named, splits, strict=True)
+        def run(x: Array, expert_ids: Array, router_weights: Array, *shards: Array) -> Array:
+            x = sharding.gather_tokens(x, sharding.activation_split)
+            expert_ids = sharding.gather_tokens(expert_ids, token_split)
+            router_weights = sharding.gather_tokens(router_weights, token_split)
+            gathered = [
+                sharding.gather_weight(shard, axes, split, self.spec.two_stage_gather)
+                for shard, axes, split in zip(shards, logical_axes, weight_splits, strict=True)
             ]
-            first = jax.lax.axis_index(layout.width) == 0 if layout.width else None
-            experts = self.local(jax.tree.unflatten(tree, whole), first)
-            y = self.of_tokens(rules, layout, x, targets, shares, experts)
-            return layout.add_and_scatter(y.astype(self.dtype))
+            hidden_axes = sharding.hidden_axes
+            adds_bias = jax.lax.axis_index(hidden_axes) == 0 if hidden_axes else None
+            run_experts = self.sorted_mlp(jax.tree.unflatten(tree, gathered), adds_bias)
+            y = self.on_device(rules, sharding, x, expert_ids, router_weights, run_experts)
+            return sharding.reduce_scatter(y.astype(self.dtype))
 
-        arguments = (x, targets, shares, *arrays)
-        return manual.run_manual(
-            rules, run, arguments, (layout.entry, by_token, by_token, *splits), layout.entry
-        )
+        splits = (sharding.activation_split, token_split, token_split, *weight_splits)
+        arguments = (x, expert_ids, router_weights, *arrays)
+        return manual.run_manual(rules, run, arguments, splits, sharding.activation_split)
 
-    def of_tokens(
+    def on_device(
         self,
         rules: AxisRules,
-        layout: "Layout",
+        sharding: "ExpertSharding",
         x: Array,
-        targets: Array,
-        shares: Array,
-        experts: Callable,
+        expert_ids: Array,
+        router_weights: Array,
+        run_experts: RunExperts,
     ) -> Array:
-        """Of this device's tokens, by all experts that it can reach: a part of the width, if that
-        is split.
+        """The sum of this device's tokens over all experts; a partial sum over hidden_dim, if that
+        is sharded.
         """
-        count, spec = self.spec.router.experts, self.spec
-        peers = math.prod(rules.mesh.shape[axis] for axis in layout.owners)
+        num_experts, spec = self.spec.router.experts, self.spec
+        expert_axes = sharding.expert_axes
+        peers = math.prod(rules.mesh.shape[axis] for axis in expert_axes)
         if peers == 1:
-            return self.chosen_sum(x, targets, shares, count, self.bound(targets.size), experts)
-        bound = self.bound(targets.size, peers)
-        among = tuple(axis for axis in layout.owners if axis in layout.tokens)
-        if not spec.ring and among == layout.owners:
-            ragged = manual.platform(rules) in all_to_all.RAGGED_PLATFORMS
-            way = all_to_all.AllToAllSpec(layout.owners, targets.size, bound, ragged, layout.all)
-            send, fetch = (
-                (all_to_all.dispatch_gather_vjp, all_to_all.combine_gather_vjp)
-                if spec.custom_sort_vjp
-                else (all_to_all.dispatch, all_to_all.combine)
+            return self.weighted_sum(
+                x,
+                expert_ids,
+                router_weights,
+                num_experts=num_experts,
+                max_rows=self.max_rows(expert_ids.size),
+                run_experts=run_experts,
             )
-
-            def travel(rows: Array, order: grouped_matmul.GroupPermutation) -> Array:
-                plan = all_to_all.plan_all_to_all(order.group_sizes, way)
-                return fetch(experts(send(rows, plan, way), plan), plan, way)
-
-            return self.chosen_sum(x, targets, shares, count, targets.size, travel)
-        own, rank = count // peers, jax.lax.axis_index(layout.owners)
-        local = gather(targets, among, 0) - rank * own
-        local = jnp.where((local >= 0) & (local < own), local, own)
-        y = self.chosen_sum(
-            gather(x, among, 0), local, gather(shares, among, 0), own, bound, experts
+        max_rows = self.max_rows(expert_ids.size, peers)
+        token_axes = tuple(axis for axis in expert_axes if axis in sharding.token_axes)
+        if not spec.ring and token_axes == expert_axes:
+            exchange = all_to_all.AllToAllSpec(
+                axes=expert_axes,
+                local_rows=expert_ids.size,
+                buffer_rows=max_rows,
+                ragged=manual.platform(rules) in all_to_all.RAGGED_PLATFORMS,
+                varying_axes=sharding.axes,
+            )
+            return self.weighted_sum(
+                x,
+                expert_ids,
+                router_weights,
+                num_experts=num_experts,
+                max_rows=expert_ids.size,
+                run_experts=self.run_on_owners(run_experts, exchange),
+            )
+        own_experts, rank = num_experts // peers, jax.lax.axis_index(expert_axes)
+        own_ids = gather(expert_ids, token_axes, 0) - rank * own_experts
+        own_ids = jnp.where((own_ids >= 0) & (own_ids < own_experts), own_ids, own_experts)
+        y = self.weighted_sum(
+            gather(x, token_axes, 0),
+            own_ids,
+            gather(router_weights, token_axes, 0),
+            num_experts=own_experts,
+            max_rows=max_rows,
+            run_experts=run_experts,
         )
-        others = tuple(axis for axis in layout.owners if axis not in among)
-        y = jax.lax.psum(y, others) if others else y
-        return jax.lax.psum_scatter(y, among, scatter_dimension=0, tiled=True) if among else y
+        replicated_axes = tuple(axis for axis in expert_axes if axis not in token_axes)
+        y = jax.lax.psum(y, replicated_axes) if replicated_axes else y
+        if not token_axes:
+            return y
+        return jax.lax.psum_scatter(y, token_axes, scatter_dimension=0, tiled=True)
+
+    def run_on_owners(
+        self, run_experts: RunExperts, exchange: all_to_all.AllToAllSpec
+    ) -> RunExperts:
+        """`run_experts` on the devices that own the experts of the rows."""
+        dispatch, combine = (
+            (all_to_all.dispatch_gather_vjp, all_to_all.combine_gather_vjp)
+            if self.spec.custom_sort_vjp
+            else (all_to_all.dispatch, all_to_all.combine)
+        )
+
+        def run(rows: Array, permutation: grouped_matmul.GroupPermutation) -> Array:
+            plan = all_to_all.plan_all_to_all(permutation.group_sizes, exchange)
+            received = dispatch(rows, plan, exchange)
+            return combine(run_experts(received, plan), plan, exchange)
+
+        return run
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which part each mesh axis has; `entry` is the split of x [B, S, E] as it comes in and goes
-    out.
+class ExpertSharding:
+    """The roles of mesh axes; `activation_split` is the sharding of x [B, S, E] and of the
+    output.
     """
 
-    entry: tuple[tuple[str, ...], ...]
-    tokens: tuple[str, ...]
-    owners: tuple[str, ...]
-    width: tuple[str, ...]
+    activation_split: manual.Split
+    token_axes: tuple[str, ...]
+    expert_axes: tuple[str, ...]
+    hidden_axes: tuple[str, ...]
 
     @classmethod
-    def of(
+    def from_rules(
         cls,
         rules: AxisRules,
-        shape: Sequence[int],
-        names: Sequence[Sequence[str]],
-        shapes: Sequence[Sequence[int]],
-    ) -> "Layout":
-        """For x of a shape, and weights of these names of axes and shapes; experts are their first
-        dimension.
-        """
+        x_shape: Sequence[int],
+        weight_axes: Sequence[Sequence[str]],
+        weight_shapes: Sequence[Sequence[int]],
+    ) -> "ExpertSharding":
+        """`weight_axes`: the logical axes of the weights, whose first dimension is the experts."""
         batch, length, _ = rules.axes_of(
-            ("activation_batch_moe", "activation_length_moe", None), shape
+            ("activation_batch_moe", "activation_length_moe", None), x_shape
         )
-        splits = [rules.axes_of(axes, sizes) for axes, sizes in zip(names, shapes, strict=True)]
-        (acting,) = rules.axes_of(("activation_exp",), shapes[0][:1])
-        owners = tuple(axis for axis in common([split[0] for split in splits]) if axis in acting)
-        widths = [
-            chosen
-            for axes, split in zip(names, splits, strict=True)
-            for name, chosen in zip(axes, split, strict=True)
-            if name == WIDTH
+        splits = [
+            rules.axes_of(axes, shape)
+            for axes, shape in zip(weight_axes, weight_shapes, strict=True)
         ]
-        width = tuple(axis for axis in common(widths) if axis not in (*batch, *length))
-        entry = rules.axes_of(
-            ("activation_batch_moe", "activation_norm_length_moe", "activation_embed_moe"), shape
+        (activation_axes,) = rules.axes_of(("activation_exp",), weight_shapes[0][:1])
+        expert_axes = tuple(
+            axis for axis in common_axes([split[0] for split in splits]) if axis in activation_axes
         )
-        embedding = tuple(axis for axis in entry[2] if axis in width)
-        tokens = tuple(axis for axis in manual.used(entry[:2]) if axis not in width)
-        return cls((*entry[:2], embedding), tokens, owners, width)
+        hidden_splits = [
+            mesh_axes
+            for axes, split in zip(weight_axes, splits, strict=True)
+            for name, mesh_axes in zip(axes, split, strict=True)
+            if name == HIDDEN_AXIS
+        ]
+        hidden_axes = tuple(
+            axis for axis in common_axes(hidden_splits) if axis not in (*batch, *length)
+        )
+        x_split = rules.axes_of(
+            ("activation_batch_moe", "activation_norm_length_moe", "activation_embed_moe"), x_shape
+        )
+        embed_split = tuple(axis for axis in x_split[2] if axis in hidden_axes)
+        token_axes = tuple(axis for axis in manual.used(x_split[:2]) if axis not in hidden_axes)
+        return cls((*x_split[:2], embed_split), token_axes, expert_axes, hidden_axes)
 
     @property
-    def all(self) -> tuple[str, ...]:
-        """The axes over which devices compute different things."""
-        return tuple(dict.fromkeys((*self.tokens, *self.owners, *self.width)))
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which devices compute different results."""
+        return tuple(dict.fromkeys((*self.token_axes, *self.expert_axes, *self.hidden_axes)))
 
-    def weight(
-        self, rules: AxisRules, names: Sequence[str], shape: Sequence[int]
-    ) -> tuple[tuple[str, ...], ...]:
-        """How a weight comes in. What a dimension keeps is outermost, so that a gather leaves it in
-        one piece.
+    def weight_split(
+        self, rules: AxisRules, axes: Sequence[str], shape: Sequence[int]
+    ) -> manual.Split:
+        """The sharding of a weight. The axes that a dimension keeps are outermost, so that a gather
+        leaves it contiguous.
 
-        Axes that have no part here are left out: what they split is gathered before.
+        Axes without a role are left out: weights are gathered over them before.
         """
         return tuple(
-            (*kept, *(axis for axis in chosen if axis in self.tokens and axis not in kept))
-            for kept, chosen in zip(self.kept(names), rules.axes_of(names, shape), strict=True)
+            (
+                *matmul_axes,
+                *(axis for axis in split if axis in self.token_axes and axis not in matmul_axes),
+            )
+            for matmul_axes, split in zip(
+                self.matmul_split(axes), rules.axes_of(axes, shape), strict=True
+            )
         )
 
-    def kept(self, names: Sequence[str]) -> list[tuple[str, ...]]:
-        """The axes that split each dimension of a weight during the product, too."""
-        return [self.owners, *(self.width if name == WIDTH else () for name in names[1:])]
+    def matmul_split(self, axes: Sequence[str]) -> list[tuple[str, ...]]:
+        """The sharding of each dimension of a weight during the matmul."""
+        hidden = (self.hidden_axes if name == HIDDEN_AXIS else () for name in axes[1:])
+        return [self.expert_axes, *hidden]
 
-    def whole_weight(
-        self, shard: Array, names: Sequence[str], split: manual.Split, two_stages: bool
+    def gather_weight(
+        self, shard: Array, axes: Sequence[str], split: manual.Split, two_stages: bool
     ) -> Array:
-        shard = manual.differing(shard, self.all, known=manual.used(split))
-        for place, (kept, chosen) in enumerate(zip(self.kept(names), split, strict=True)):
-            gathered = chosen[len(kept) :]
+        shard = manual.differing(shard, self.axes, known=manual.used(split))
+        for dim, (matmul_axes, mesh_axes) in enumerate(
+            zip(self.matmul_split(axes), split, strict=True)
+        ):
+            gathered = mesh_axes[len(matmul_axes) :]
             stages = [(axis,) for axis in reversed(gathered)] if two_stages else [gathered]
-            for axes in stages:
-                shard = gather(shard, axes, place)
+            for stage in stages:
+                shard = gather(shard, stage, dim)
         return shard
 
-    def whole_tokens(self, array: Array, split: manual.Split) -> Array:
-        """With what other devices hold that compute other parts of the width for the same
+    def gather_tokens(self, array: Array, split: manual.Split) -> Array:
+        """All-gather over the devices that compute other parts of hidden_dim for the same
         tokens.
         """
-        array = manual.differing(array, self.all, known=manual.used(split))
-        for place, axes in enumerate(split):
-            array = gather(array, tuple(axis for axis in axes if axis in self.width), place)
+        array = manual.differing(array, self.axes, known=manual.used(split))
+        for dim, axes in enumerate(split):
+            array = gather(array, tuple(axis for axis in axes if axis in self.hidden_axes), dim)
         return array
 
-    def add_and_scatter(self, y: Array) -> Array:
-        """The sum over parts of the width, laid out as x came in."""
-        for place, axes in enumerate(self.entry):
-            scattered = tuple(axis for axis in axes if axis in self.width)
+    def reduce_scatter(self, y: Array) -> Array:
+        """The sum over parts of hidden_dim, sharded like x."""
+        for dim, axes in enumerate(self.activation_split):
+            scattered = tuple(axis for axis in axes if axis in self.hidden_axes)
             if scattered:
-                y = jax.lax.psum_scatter(y, scattered, scatter_dimension=place, tiled=True)
-        rest = tuple(axis for axis in self.width if axis not in manual.used(self.entry))
-        return jax.lax.psum(y, rest) if rest else y
+                y = jax.lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
+        used = manual.used(self.activation_split)
+        remaining = tuple(axis for axis in self.hidden_axes if axis not in used)
+        return jax.lax.psum(y, remaining) if remaining else y
 
 
-def of_rows(each: Array, order: grouped_matmul.GroupPermutation | all_to_all.AllToAllPlan) -> Array:
-    """each [X, outputs] -> [N, outputs]: that of each row's expert, zeros behind the last."""
-    return jnp.take(each, order.group_ids, axis=0, mode="fill", fill_value=0)
+def take_by_row(values: Array, order: Order) -> Array:
+    """values [X, outputs] -> [N, outputs]: those of each row's expert, zeros after the last."""
+    return jnp.take(values, order.group_ids, axis=0, mode="fill", fill_value=0)
 
 
-def gather(array: Array, axes: tuple[str, ...], place: int) -> Array:
-    return jax.lax.all_gather(array, axes, axis=place, tiled=True) if axes else array
+def gather(array: Array, axes: tuple[str, ...], dim: int) -> Array:
+    return jax.lax.all_gather(array, axes, axis=dim, tiled=True) if axes else array
 
 
-def common(splits: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The axes that all of them have, in the order of the first."""
+def common_axes(splits: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The axes that all splits have, in the order of the first."""
     return tuple(axis for axis in splits[0] if all(axis in split for split in splits))

@@ -185,11 +185,11 @@ def router_spec(config: MaxTextConfig, **changes: Any) -> RouterSpec:
     grouped = config.n_routing_groups > 0
     spec = RouterSpec(
         experts=config.num_experts,
-        chosen=config.num_experts_per_tok,
+        topk=config.num_experts_per_tok,
         normalise=config.norm_topk_prob,
         scaling=config.routed_scaling_factor,
         groups=config.n_routing_groups if grouped else 1,
-        kept_groups=config.topk_routing_group if grouped else 1,
+        topk_groups=config.topk_routing_group if grouped else 1,
         float32=config.float32_gate_logits,
         random=config.use_random_routing,
     )

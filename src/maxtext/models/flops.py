@@ -117,7 +117,7 @@ def _(spec: MlaSpec, embed_dim: int, length: int) -> float:
         projections += embed_dim * spec.indexer.head_dim
         # Products with keys, and their weighted sum.
         indexer_flops = 2 * spec.indexer.heads * (spec.indexer.head_dim + 1) * keys
-        if spec.indexer.selecting:
+        if spec.indexer.is_sparse:
             keys = visible_keys(spec.mask, length, spec.indexer.topk)
     head_dims = spec.nope_dim + spec.rope_dim + spec.value_dim
     if spec.latent:
@@ -127,7 +127,7 @@ def _(spec: MlaSpec, embed_dim: int, length: int) -> float:
 
 def indexer_runs(spec: IndexerSpec, length: int) -> bool:
     """An indexer that is not trained runs only if there are more keys than it selects."""
-    return spec.loss_factor > 0 or (spec.selecting and length > spec.topk)
+    return spec.loss_factor > 0 or (spec.is_sparse and length > spec.topk)
 
 
 @mixer_flops.register
@@ -162,4 +162,4 @@ def _(spec: MoeSpec, embed_dim: int) -> float:
         if spec.shared
         else 0.0
     )
-    return 2 * embed_dim * spec.router.experts + spec.router.chosen * expert + shared
+    return 2 * embed_dim * spec.router.experts + spec.router.topk * expert + shared

@@ -16,7 +16,10 @@ def saves_custom_tensors(model: Capabilities) -> bool:
 
 def sums_weighted_outputs(model: Capabilities) -> bool:
     """The outputs of experts are weighted, rather than their inputs."""
-    return any(not (spec.weigh_input and spec.method == "sparse") for spec in model.moe_specs)
+    return any(
+        not (spec.apply_router_weight_on_input and spec.method == "sparse")
+        for spec in model.moe_specs
+    )
 
 
 def has_selection_bias(model: Capabilities) -> bool:

@@ -15,7 +15,7 @@ from maxtext.common.load_balance import LoadBalancedOrder
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.multi_token import accepted, mtp_targets
+from maxtext.layers.multi_token import count_accepted, mtp_targets
 from maxtext.layers.parameters import Template
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
@@ -164,6 +164,6 @@ def evaluation_sums(
         outputs, _ = model.mtp(x, model.embed, inputs, batch["inputs"])
         predicted = jnp.argmax(model.logits(hidden), axis=-1)
         drafted = jnp.argmax(model.logits(outputs[step - 1]), axis=-1)
-        num_accepted, num_drafts = accepted(predicted, drafted, mtp_mask(batch, step), step)
+        num_accepted, num_drafts = count_accepted(predicted, drafted, mtp_mask(batch, step), step)
         sums |= {"accepted": num_accepted, "drafts": num_drafts}
     return sums

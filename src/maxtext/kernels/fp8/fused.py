@@ -1,7 +1,7 @@
 """Fused sublayers in fp8 on one NVIDIA GPU: norms, gates, RoPE and residual sums are part of the
 quantizers.
 
-    norm_qkv        q, k, v = RoPE(n w_q), RoPE(n w_k), n w_v                n = rms_norm(x) · scale
+    norm_qkv        q, k, v = RoPE(n w_q), RoPE(n w_k), n w_v           n = rms_norm(x) · norm_scale
     norm_mlp        y = (act(n w_gate) · (n w_up)) w_down
     out_norm_mlp    x' = x + context w_out;  y = norm_mlp(x')
 
@@ -60,31 +60,31 @@ class NormResiduals(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def norm_qkv(
     x: Array,
-    norm: Array,
+    norm_scale: Array,
     weights: Weights,
     cos_sin: CosSin,
     apply_rope: ApplyRope | None,
     epsilon: float,
     dtype: Any,
 ) -> tuple[Array, Weights]:
-    """x [..., E], and rms_norm(x) · norm times each of weights [E, H_i, D].
+    """x [..., E], and rms_norm(x) · norm_scale times each of weights [E, H_i, D].
 
     With `cos_sin`, [..., 1, D/2] each, all but the last of the products are rotated by
     `apply_rope`; in the backward pass the inverse rotation is part of the quantizer.
     """
-    return norm_qkv_forward(x, norm, weights, cos_sin, apply_rope, epsilon, dtype)[0]
+    return norm_qkv_forward(x, norm_scale, weights, cos_sin, apply_rope, epsilon, dtype)[0]
 
 
 def norm_qkv_forward(
     x: Array,
-    norm: Array,
+    norm_scale: Array,
     weights: Weights,
     cos_sin: CosSin,
     apply_rope: ApplyRope | None,
     epsilon: float,
     dtype: Any,
 ) -> tuple[Any, Any]:
-    x_fp8, scale, norm_residuals = quantize_normed(x, norm, epsilon)
+    x_fp8, scale, norm_residuals = quantize_normed(x, norm_scale, epsilon)
     products, matmul_residuals = matmul_forward(
         x_fp8, scale, [flatten_2d(w, 1) for w in weights], accum_dtype(dtype)
     )
@@ -116,65 +116,78 @@ def norm_qkv_backward(
     dn, dws = merged_matmul_backward(
         matmul_residuals, dy_fp8, dy_scale, accum_dtype(dresidual.dtype), dtypes
     )
-    dx, dnorm, _ = norm_backward(
+    dx, dnorm_scale, _ = norm_backward(
         norm_residuals, dn, dresidual, dy_scale * matmul_residuals.weight_scale
     )
-    return dx, dnorm, tuple(dw.reshape(shape) for dw, shape in zip(dws, shapes, strict=True)), None
+    return (
+        dx,
+        dnorm_scale,
+        tuple(dw.reshape(shape) for dw, shape in zip(dws, shapes, strict=True)),
+        None,
+    )
 
 
 norm_qkv.defvjp(norm_qkv_forward, norm_qkv_backward)
 
 
-def quantize_normed(x: Array, norm: Array, epsilon: float) -> tuple[Array, Array, NormResiduals]:
-    """rms_norm(x) · norm in fp8, and its scale."""
-    flat, scale = flatten_2d(x, x.ndim - 1), scale_of_normed(norm)
-    x_fp8, inverse_rms = rms_norm_rows(flat, norm.astype(jnp.float32) / scale, epsilon, E4M3)
-    return x_fp8, scale, NormResiduals(flat, norm, inverse_rms)
+def quantize_normed(
+    x: Array, norm_scale: Array, epsilon: float
+) -> tuple[Array, Array, NormResiduals]:
+    """rms_norm(x) · norm_scale in fp8, and its scale."""
+    flat, scale = flatten_2d(x, x.ndim - 1), scale_of_normed(norm_scale)
+    x_fp8, inverse_rms = rms_norm_rows(flat, norm_scale.astype(jnp.float32) / scale, epsilon, E4M3)
+    return x_fp8, scale, NormResiduals(flat, norm_scale, inverse_rms)
 
 
-def scale_of_normed(norm: Array) -> Array:
+def scale_of_normed(norm_scale: Array) -> Array:
     """One scale for all tokens, known before the norm: no element of a normed row exceeds √E ·
-    max|norm|.
+    max|norm_scale|.
     """
-    return scale_from_amax(math.sqrt(len(norm)) * jnp.max(jnp.abs(norm.astype(jnp.float32))), E4M3)
+    return scale_from_amax(
+        math.sqrt(len(norm_scale)) * jnp.max(jnp.abs(norm_scale.astype(jnp.float32))), E4M3
+    )
 
 
 def norm_backward(
     residuals: NormResiduals, dn: Array, dresidual: Array, row_factor: Array
 ) -> tuple[Array, Array, Array]:
-    """dx of the norm plus `dresidual`, dnorm, and amax(|dx|) [T], from dn times row_factor [T]."""
+    """dx of the norm plus `dresidual`, dnorm_scale, and amax(|dx|) [T], from dn times row_factor
+    [T].
+    """
     flat = dresidual.reshape(residuals.x.shape)
-    dx, dnorm, amax = rms_norm_rows_backward(
+    dx, dnorm_scale, amax = rms_norm_rows_backward(
         residuals.x, dn, flat, residuals.inverse_rms, residuals.scale, row_factor
     )
-    return dx.reshape(dresidual.shape), dnorm, amax
+    return dx.reshape(dresidual.shape), dnorm_scale, amax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def norm_mlp(
     x: Array,
-    norm: Array,
+    norm_scale: Array,
     weights: Weights,
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag],
     dtype: Any,
 ) -> tuple[Array, Array]:
-    """x [..., E], and (activation(n gate) · (n up)) down of n = rms_norm(x) · norm; weights [E, F],
-    [E, F], [F, E]. `tags` are applied to n gate and n up."""
-    return norm_mlp_forward(x, norm, weights, epsilon, activation, tags, dtype)[0]
+    """x [..., E], and (activation(n gate) · (n up)) down of n = rms_norm(x) · norm_scale; weights
+    [E, F], [E, F], [F, E]. `tags` are applied to n gate and n up."""
+    return norm_mlp_forward(x, norm_scale, weights, epsilon, activation, tags, dtype)[0]
 
 
 def norm_mlp_forward(
     x: Array,
-    norm: Array,
+    norm_scale: Array,
     weights: Weights,
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag],
     dtype: Any,
 ) -> tuple[Any, Any]:
-    y, residuals = mlp_forward(*quantize_normed(x, norm, epsilon), weights, activation, tags, dtype)
+    y, residuals = mlp_forward(
+        *quantize_normed(x, norm_scale, epsilon), weights, activation, tags, dtype
+    )
     return (x, y.reshape(x.shape)), residuals
 
 
@@ -186,8 +199,8 @@ def norm_mlp_backward(
     residuals: Any,
     cotangents: Any,
 ) -> tuple[Array, Array, Weights]:
-    dx, dnorm, dweights, _ = mlp_backward(activation, residuals, cotangents)
-    return dx, dnorm, dweights
+    dx, dnorm_scale, dweights, _ = mlp_backward(activation, residuals, cotangents)
+    return dx, dnorm_scale, dweights
 
 
 norm_mlp.defvjp(norm_mlp_forward, norm_mlp_backward)
@@ -221,7 +234,7 @@ def mlp_forward(
 def mlp_backward(
     activation: Activation, residuals: Any, cotangents: Any
 ) -> tuple[Array, Array, Weights, Array]:
-    """dx, dnorm, dweights, and amax(|dx|) [T]."""
+    """dx, dnorm_scale, dweights, and amax(|dx|) [T]."""
     gate_up_residuals, down_residuals, gate, up, norm_residuals, weights = residuals
     dresidual, dy = cotangents
     dtypes = [w.dtype for w in weights]
@@ -233,10 +246,10 @@ def mlp_backward(
     dn, dgate_up = matmul_backward(
         gate_up_residuals, dgates_fp8, dgate_scale, accum_dtype(dresidual.dtype), dtypes[:2]
     )
-    dx, dnorm, amax = norm_backward(
+    dx, dnorm_scale, amax = norm_backward(
         norm_residuals, dn, dresidual, dgate_scale * gate_up_residuals.weight_scale
     )
-    return dx, dnorm, (*dgate_up, *ddown), amax
+    return dx, dnorm_scale, (*dgate_up, *ddown), amax
 
 
 def gate_gradient_scale(
@@ -267,28 +280,30 @@ def gate_gradient_scale(
 def out_norm_mlp(
     x: Array,
     context: Array,
-    out: Array,
-    norm: Array,
+    w_out: Array,
+    norm_scale: Array,
     weights: Weights,
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag, Tag],
     dtype: Any,
 ) -> tuple[Array, Array]:
-    """x' = x [..., E] + context [..., H, D] times out [H, D, E], and `norm_mlp` of x'.
+    """x' = x [..., E] + context [..., H, D] times w_out [H, D, E], and `norm_mlp` of x'.
 
     The norm's kernel computes the residual sum, and in the backward pass the amax of its gradient,
     from which one scale for all tokens follows. The first of `tags` is applied to the unscaled
-    product with `out`.
+    product with `w_out`.
     """
-    return out_norm_mlp_forward(x, context, out, norm, weights, epsilon, activation, tags, dtype)[0]
+    return out_norm_mlp_forward(
+        x, context, w_out, norm_scale, weights, epsilon, activation, tags, dtype
+    )[0]
 
 
 def out_norm_mlp_forward(
     x: Array,
     context: Array,
-    out: Array,
-    norm: Array,
+    w_out: Array,
+    norm_scale: Array,
     weights: Weights,
     epsilon: float,
     activation: Activation,
@@ -297,25 +312,30 @@ def out_norm_mlp_forward(
 ) -> tuple[Any, Any]:
     row_dims = x.ndim - 1
     context_fp8, context_scale, _ = quantize_rowwise([flatten_2d(context, row_dims)], E4M3)
-    weights_2d = [flatten_2d(out, out.ndim - 1)]
+    weights_2d = [flatten_2d(w_out, w_out.ndim - 1)]
     (product,), matmul_residuals = matmul_forward(
         context_fp8, context_scale, weights_2d, accum_dtype(dtype)
     )
-    product, scale = tags[0](product), scale_of_normed(norm)
+    product, scale = tags[0](product), scale_of_normed(norm_scale)
     row_factor, norm_factor = (
         context_scale * matmul_residuals.weight_scale,
-        norm.astype(jnp.float32) / scale,
+        norm_scale.astype(jnp.float32) / scale,
     )
     flat = flatten_2d(x, row_dims)
     total, n_fp8, inverse_rms = add_rms_norm_rows(
         flat, product, row_factor, norm_factor, epsilon, E4M3
     )
-    norm_residuals = NormResiduals(total, norm, inverse_rms)
+    norm_residuals = NormResiduals(total, norm_scale, inverse_rms)
     y, mlp_residuals = mlp_forward(
         n_fp8, scale, norm_residuals, weights, activation, tags[1:], dtype
     )
     outputs = total.reshape(x.shape), y.reshape(x.shape)
-    return outputs, (matmul_residuals, mlp_residuals, shape_residual(context), shape_residual(out))
+    return outputs, (
+        matmul_residuals,
+        mlp_residuals,
+        shape_residual(context),
+        shape_residual(w_out),
+    )
 
 
 def out_norm_mlp_backward(
@@ -326,14 +346,14 @@ def out_norm_mlp_backward(
     residuals: Any,
     cotangents: Any,
 ) -> tuple[Array, Array, Array, Array, Weights]:
-    matmul_residuals, mlp_residuals, context, out = residuals
-    dx, dnorm, dweights, amax = mlp_backward(activation, mlp_residuals, cotangents)
+    matmul_residuals, mlp_residuals, context, w_out = residuals
+    dx, dnorm_scale, dweights, amax = mlp_backward(activation, mlp_residuals, cotangents)
     flat, scale = flatten_2d(dx, dx.ndim - 1), scale_from_amax(jnp.max(amax), E5M2)
-    dcontext, [dout] = one_scale_matmul_backward(
-        matmul_residuals, [flat], scale, accum_dtype(context.dtype), [out.dtype]
+    dcontext, [dw_out] = one_scale_matmul_backward(
+        matmul_residuals, [flat], scale, accum_dtype(context.dtype), [w_out.dtype]
     )
     dcontext = dcontext.astype(context.dtype).reshape(context.shape[1:])
-    return dx, dcontext, dout.reshape(out.shape[1:]), dnorm, dweights
+    return dx, dcontext, dw_out.reshape(w_out.shape[1:]), dnorm_scale, dweights
 
 
 out_norm_mlp.defvjp(out_norm_mlp_forward, out_norm_mlp_backward)

@@ -81,7 +81,9 @@ def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
     """
     norm = norm_spec(config)
     if config.num_experts > 1:
-        router = router_spec(config, normalise=True, normed_input=norm.epsilon, expert_scale=True)
+        router = router_spec(
+            config, normalise=True, input_norm_epsilon=norm.epsilon, expert_scale=True
+        )
         feed: dict[str, Any] = {
             "mlp": GemmaFeed(mlp_spec(config), moe_spec(config, router, shared=None), norm),
             "mlp_norm": False,

@@ -13,6 +13,6 @@ def gpt_oss(config: MaxTextConfig) -> list[LayerSpec]:
     )
     bias = "logits" if config.routed_bias else "none"
     feed = feed_spec(
-        config, router_spec(config, score="softmax_of_chosen", bias=bias), bias=config.mlp_bias
+        config, router_spec(config, score="softmax_of_topk", bias=bias), bias=config.mlp_bias
     )
     return [layer_spec(config, attention=attention_spec(config, kind), mlp=feed) for kind in kinds]

@@ -48,7 +48,9 @@ def llama4(config: MaxTextConfig) -> list[LayerSpec]:
     )
     norm = norm_spec(config, scaled=False) if config.use_qk_norm else None
     rope = rope_spec(config, interleave=True)
-    sparse = moe_spec(config, router_spec(config, score="sigmoid"), weigh_input=True)
+    sparse = moe_spec(
+        config, router_spec(config, score="sigmoid"), apply_router_weight_on_input=True
+    )
 
     def layer(index: int) -> LayerSpec:
         if rope_layers[index]:
