@@ -129,14 +129,13 @@ def chosen(overrides, **changes):
 
 
 def test_choices_are_reported_with_reasons():
-    assert chosen([]) == ["1 of 1 layers: fp8 fused", "1 of 1 head loss: fp8 fused"]
-    assert "needs an NVIDIA GPU, not a CPU" in chosen([], platform="cpu")[0]
-    assert "needs one GPU, not 8" in chosen([], num_devices=8)[0]
-    assert "compute capability 8.9, not 8.0" in chosen([], capability="8.0")[0]
-    assert (
-        "fp8 attention (not fp8 fused: fuses gated MLPs, not Moe"
-        in chosen(["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"])[0]
-    )
+    assert chosen([]) == {"layers": "1 of 1 fp8 fused", "head loss": "1 of 1 fp8 fused"}
+    assert "needs an NVIDIA GPU, not a CPU" in chosen([], platform="cpu")["layers"]
+    assert "needs one GPU, not 8" in chosen([], num_devices=8)["layers"]
+    assert "compute capability 8.9, not 8.0" in chosen([], capability="8.0")["layers"]
+    experts = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"]
+    expected = "1 of 1 fp8 attention (not fp8 fused: fuses gated MLPs, not Moe)"
+    assert chosen(experts)["layers"] == expected
 
 
 @pytest.mark.slow

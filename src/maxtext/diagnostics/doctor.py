@@ -13,6 +13,10 @@ from maxtext.common.extras import libtpu_mismatch
 from maxtext.common.hardware import GIB, lookup
 from maxtext.common.processes import gpu_settings
 from maxtext.kernels.attention import try_backends
+from maxtext.layers.context import INFERENCE, TRAIN
+from maxtext.models.configuration import load
+from maxtext.models.transformer import build_context, implementations
+from maxtext.sharding import AxisRules, make_mesh
 
 PACKAGES = (
     "maxtext",
@@ -49,6 +53,7 @@ def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> R
         *gpu_settings(environ).items()
     ]
     report.sections["Attention back ends"] = list(try_backends())
+    report.sections["Implementations of a Llama on this machine"] = list(model_implementations())
     free = shutil.disk_usage(nearest_folder(output_directory)).free
     report.sections["Disk"] = [(output_directory, f"{free / GIB:.1f} GiB free")]
     if free < LOW_DISK:
@@ -60,6 +65,22 @@ def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> R
         )
     report.problems += environment_problems(environ)
     return report
+
+
+def model_implementations() -> Iterator[tuple[str, str]]:
+    """What the layers of an 8B Llama would be built from, by what is run."""
+    cases = {
+        "training in bfloat16": ([], TRAIN, 0),
+        "training in fp8": (["quantization=fp8_full"], TRAIN, 0),
+        "decoding one sequence": (["weight_dtype=bfloat16", "scan_layers=false"], INFERENCE, 1),
+        "decoding a batch": (["weight_dtype=bfloat16", "scan_layers=false"], INFERENCE, 0),
+    }
+    for name, (overrides, mode, rows) in cases.items():
+        config = load(None, ["model_name=llama3.1-8b", *overrides], environ={})
+        rules = AxisRules.from_config(config, make_mesh(config))
+        context = build_context(config, rules, mode=mode, decode_rows=rows)
+        for part, description in implementations(config, context).items():
+            yield f"{name}: {part}", description
 
 
 def versions() -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ build.
 from dataclasses import replace
 from typing import Any
 
+from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.programs import Programs
 from maxtext.layers.attention import AttentionSpec
@@ -48,6 +49,7 @@ class InferenceModel:
         self.programs = self.build(decode_rows=0)
         weights = layout_for_decode(template, weights, context)
         self.weights = pack_weights(self.programs.template, weights)
+        self.log_implementations()
 
     def build(self, decode_rows: int) -> Programs:
         """The programs for decode steps of one row, or of any number (0)."""
@@ -66,6 +68,7 @@ class InferenceModel:
                 self.programs.template, programs.template, self.weights
             )
             self.programs = programs
+            self.log_implementations()
 
     @property
     def single_row_reason(self) -> str | None:
@@ -86,7 +89,11 @@ class InferenceModel:
         """The weights under the names that checkpoints have."""
         return unpack_weights(self.programs.template, self.weights)
 
+    def log_implementations(self) -> None:
+        for part, description in self.implementations.items():
+            LOGGER.info("%s: %s", part, description)
+
     @property
-    def implementations(self) -> list[str]:
-        """Which implementations the layers have, a line for each kind of layer."""
+    def implementations(self) -> dict[str, str]:
+        """Which implementations the parts of the model have, and why no faster ones."""
         return implementations(self.config, self.programs.build)

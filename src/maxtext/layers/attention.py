@@ -31,7 +31,7 @@ from maxtext.layers.cache import (
     round_trip,
     update_cache,
 )
-from maxtext.layers.context import BuildContext, choose
+from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import MergedLinear, build_linear, project
 from maxtext.layers.norms import Norm, NormSpec
@@ -158,6 +158,7 @@ def cannot_attend_in_place(spec: AttentionSpec, size: CacheSize) -> str | None:
 
 class Attention(Sublayer):
     name = "plain"
+    mode: str | None = None
 
     @classmethod
     def supports(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
@@ -360,6 +361,7 @@ class MergedAttention(Attention):
     """Packed QKV: one matmul for queries, keys and values."""
 
     name = "merged QKV"
+    mode = INFERENCE
 
     @classmethod
     def supports(cls, spec: AttentionSpec, context: BuildContext) -> str | None:

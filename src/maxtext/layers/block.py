@@ -26,6 +26,7 @@ class Block(Sublayer):
     """x = x + attention(norm(x)); x = x + mlp(norm(x))"""
 
     name = "plain"
+    mode: str | None = None
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:

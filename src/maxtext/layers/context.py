@@ -66,6 +66,7 @@ REFERENCE = BuildContext()
 
 class Implementation(Protocol):
     name: str
+    mode: str | None  # the only mode that it is for
 
     @classmethod
     def supports(cls, spec: Any, context: BuildContext) -> str | None:
@@ -79,9 +80,11 @@ class Choice:
 
 
 def choose(table: Sequence[Any], spec: Any, context: BuildContext) -> Choice:
-    """The first implementation of the table that supports the spec."""
+    """The first implementation of the table for the context's mode that supports the spec."""
     rejected: list[tuple[str, str]] = []
     for implementation in table:
+        if implementation.mode not in (None, context.mode):
+            continue
         reason = implementation.supports(spec, context)
         if reason is None:
             return Choice(implementation, tuple(rejected))
@@ -89,12 +92,14 @@ def choose(table: Sequence[Any], spec: Any, context: BuildContext) -> Choice:
     raise ValueError(f"no implementation supports {spec}: {rejected}")
 
 
-def describe_choice(choice: Choice, count: int, total: int, what: str) -> str:
-    """For a banner: "32 of 32 layers: fp8 fused", or with the reason why no faster one was
-    chosen.
-    """
-    line = f"{count} of {total} {what}: {choice.implementation.name}"
-    if not choice.rejected:
-        return line
-    name, reason = choice.rejected[0]
-    return f"{line} (not {name}: {reason})"
+def describe_choices(choices: Sequence[Choice]) -> str:
+    """For a banner: "32 of 32 fp8 fused", or with the reason why the fastest was not chosen:
+    "32 of 32 plain (not fp8 fused: needs an NVIDIA GPU, not a CPU)"."""
+    descriptions = []
+    for choice in dict.fromkeys(choices):
+        text = f"{choices.count(choice)} of {len(choices)} {choice.implementation.name}"
+        if choice.rejected:
+            name, reason = choice.rejected[0]
+            text += f" (not {name}: {reason})"
+        descriptions.append(text)
+    return ", ".join(descriptions)

@@ -1,4 +1,4 @@
-"""Token embeddings, learned positions, and the way back to the vocabulary."""
+"""Token embeddings, and learned and sinusoidal position embeddings."""
 
 import math
 from typing import Any
@@ -12,21 +12,21 @@ from maxtext.sharding import constrain
 
 
 class Embedding(nnx.Module):
-    """[V, E] looked up by id. `one_hot`: as a product with one-hot rows, which shards better on
-    some meshes.
-    """
+    """Rows of [V, E] by token id; `one_hot` multiplies with one-hot rows instead, which shards
+    better on some meshes."""
 
     def __init__(
         self,
         initializer: Initializer,
-        vocabulary: int,
+        vocab_size: int,
         embed_dim: int,
         dtype: Any,
         one_hot: bool = False,
     ):
-        self.dtype, self.one_hot = dtype, one_hot
+        self.dtype = dtype
+        self.one_hot = one_hot
         self.embedding = initializer.normal(
-            "embedding", (vocabulary, embed_dim), 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
+            "embedding", (vocab_size, embed_dim), 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
         )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -37,8 +37,8 @@ class Embedding(nnx.Module):
             x = jax.nn.one_hot(ids, table.shape[0], dtype=self.dtype) @ table
         else:
             x = jnp.take(table, ids, axis=0)
-        # In two steps: first the devices that share the vocabulary add up, then they may split the
-        # sequence.
+        # In two steps: first the partial sums of a sharded vocabulary are reduced, then the sequence
+        # may be sharded.
         x = constrain(
             x, "activation_embed_and_logits_batch", "activation_length", "activation_embed"
         )
@@ -63,9 +63,8 @@ class Positions(nnx.Module):
 def sinusoids(
     positions: jax.Array, embed_dim: int, dtype: Any, max_timescale: float = 10_000.0
 ) -> jax.Array:
-    """Fixed positions of the first transformer: sines in the first half of the width, cosines in
-    the second.
-    """
+    """Sinusoidal position embeddings (Attention Is All You Need): sines in the first half of the
+    features, cosines in the second."""
     count = embed_dim // 2
     scale = math.log(max_timescale) / max(count - 1, 1)
     angles = positions[..., None].astype(jnp.float32) * jnp.exp(

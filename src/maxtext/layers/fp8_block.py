@@ -35,6 +35,7 @@ class Fp8AttentionBlock(Block):
     """Attention with the norm, QKV and RoPE fused."""
 
     name = "fp8 attention"
+    mode = TRAIN
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
@@ -80,6 +81,7 @@ class Fp8MlpBlock(Block):
     """The MLP with its norm and gate fused."""
 
     name = "fp8 MLP"
+    mode = TRAIN
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
@@ -113,6 +115,7 @@ class Fp8SublayersBlock(Fp8AttentionBlock, Fp8MlpBlock):
     """Both sublayers, each with its norm fused."""
 
     name = "fp8 attention and MLP"
+    mode = TRAIN
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
@@ -123,6 +126,7 @@ class Fp8FusedBlock(Fp8SublayersBlock):
     """The output projection, the residual sum, the norm and the MLP fused as well."""
 
     name = "fp8 fused"
+    mode = TRAIN
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
@@ -200,8 +204,6 @@ def cannot_fuse(spec: "LayerSpec", has_norm: bool, context: BuildContext) -> str
     """Why the norm and the residual of a sublayer cannot be fused with its matmuls."""
     if context.precision != "fp8":
         return "needs quantization=fp8_full or fp8"
-    if context.mode != TRAIN:
-        return "is for training"
     if context.dtype != "bfloat16":
         return f"needs dtype=bfloat16, not {context.dtype}"
     if spec.parallel or spec.streams is not None:

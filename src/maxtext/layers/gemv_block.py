@@ -10,7 +10,7 @@ import jax
 from maxtext.kernels.decode import gemv
 from maxtext.layers.attention import AttentionSpec, attends_in_place
 from maxtext.layers.block import Block
-from maxtext.layers.context import BuildContext
+from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
 from maxtext.layers.norms import Norm
@@ -27,6 +27,7 @@ class GemvAttentionBlock(Block):
     """x + attention(norm(x)) of one token, with the norm, QKV, RoPE and the residual sum fused."""
 
     name = "GEMV attention"
+    mode = INFERENCE
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
@@ -54,6 +55,7 @@ class GemvMlpBlock(Block):
     """x + mlp(norm(x)) of one token, with the norm, gate and residual sum fused."""
 
     name = "GEMV MLP"
+    mode = INFERENCE
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
@@ -69,6 +71,7 @@ class GemvMlpBlock(Block):
 
 class GemvBlock(GemvAttentionBlock, GemvMlpBlock):
     name = "GEMV"
+    mode = INFERENCE
 
     @classmethod
     def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:

@@ -18,7 +18,7 @@ from maxtext.kernels.decode import gemv
 from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
-from maxtext.layers.context import BuildContext, choose
+from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.weight_layout import WeightLayout, cannot_merge
 
@@ -41,6 +41,7 @@ class Linear(nnx.Module):
     """
 
     name = "plain"
+    mode: str | None = None
 
     @classmethod
     def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
@@ -105,6 +106,7 @@ class TransposedLinear(Linear):
     """
 
     name = "transposed for GEMV"
+    mode = INFERENCE
 
     @classmethod
     def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:

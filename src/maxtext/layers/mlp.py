@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.layers.context import BuildContext, choose
+from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import MergedLinear, build_linear, dropout, project
 from maxtext.layers.parameters import Initializer
@@ -87,6 +87,7 @@ class Mlp(Sublayer):
     """y = (act(x wi_0) · (x wi_1)) wo"""
 
     name = "plain"
+    mode: str | None = None
 
     @classmethod
     def supports(cls, spec: MlpSpec, context: BuildContext) -> str | None:
@@ -148,6 +149,7 @@ class MergedMlp(Mlp):
     """Packed gate-up: one matmul for the branches."""
 
     name = "merged gate-up"
+    mode = INFERENCE
 
     @classmethod
     def supports(cls, spec: MlpSpec, context: BuildContext) -> str | None:

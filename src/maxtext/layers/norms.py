@@ -1,4 +1,4 @@
-"""Normalisation over the last dimension, computed in float32."""
+"""RMSNorm and LayerNorm over the last dimension, computed in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,8 @@ class Norm(nnx.Module):
         dtype: Any,
         axis: str | None = "norm",
     ):
-        self.spec, self.dtype = spec, dtype
+        self.spec = spec
+        self.dtype = dtype
         self.scale = (
             initializer.constant((dim,), 0.0 if spec.offset else 1.0, (axis,))
             if spec.scaled
@@ -44,7 +45,7 @@ class Norm(nnx.Module):
 
     @property
     def factors(self) -> jax.Array | None:
-        """What the normalised numbers are multiplied by, in float32."""
+        """The scale in float32, with its offset added."""
         scale = None if self.scale is None else self.scale[...].astype(jnp.float32)
         return scale + 1 if scale is not None and self.spec.offset else scale
 

@@ -1,10 +1,11 @@
-"""Rotary positions: pairs of a head's dimensions turn by an angle that grows with the position.
+"""Rotary position embeddings (RoPE): pairs of a head's dimensions rotate by an angle proportional to
+the position.
 
-`kind`: default; llama3.1 (long wavelengths divided by `factor`, a smooth passage between); yarn
-(interpolation by parts, with a temperature on the attention); longrope (a divisor for each pair,
-from one of two lists by the length of sequences). `linear_factor` slows all angles
-alike. With `fraction` < 1 only the first dimensions of a head turn; `proportional`: the pairs and
-angles are those of the whole head, and the last pairs stay.
+`kind`: default; llama3.1 (low frequencies divided by `factor`, with a smooth transition); yarn
+(interpolation by parts, with a temperature on the attention); longrope (a divisor for each pair, from
+one of two lists by the length of sequences). `linear_factor` divides all
+frequencies. With `fraction` < 1 only the first dimensions of a head rotate; `proportional`: the pairs
+and frequencies are those of the whole head, and the last pairs do not rotate.
 """
 
 import math
@@ -38,7 +39,7 @@ class RopeSpec:
     long: bool = False  # longrope: sequences are longer than `original_length`
 
     def rotated(self, head_dim: int) -> int:
-        """How many of a head's dimensions turn."""
+        """The number of rotated dimensions of a head."""
         return head_dim if self.proportional else int(head_dim * self.fraction)
 
     @property
@@ -67,36 +68,34 @@ def frequencies(spec: RopeSpec, head_dim: int) -> np.ndarray:
 
 
 def llama31(spec: RopeSpec, plain: np.ndarray) -> np.ndarray:
-    turns = spec.original_length * plain / (2 * math.pi)  # over the original length
-    width = max(
-        spec.high_frequency_factor - spec.low_frequency_factor, 1e-9
-    )  # Llama 4 has no passage between
-    smooth = np.clip(
-        (turns - spec.low_frequency_factor) / width, 0.0, 1.0
-    )  # 0: slow, divided by the factor; 1: kept
+    rotations = spec.original_length * plain / (2 * math.pi)  # over the original length
+    # Llama 4 has no transition between low and high frequencies.
+    transition = max(spec.high_frequency_factor - spec.low_frequency_factor, 1e-9)
+    # 0: low frequency, divided by the factor; 1: high frequency, unchanged
+    smooth = np.clip((rotations - spec.low_frequency_factor) / transition, 0.0, 1.0)
     return (1 - smooth) * plain / spec.factor + smooth * plain
 
 
 def yarn(spec: RopeSpec, plain: np.ndarray, size: int) -> np.ndarray:
-    def pair_with_turns(turns: float) -> float:
-        """The (fractional) pair that makes so many turns over the original length."""
-        length = spec.original_length / (turns * 2 * math.pi)
+    def pair_with_rotations(rotations: float) -> float:
+        """The (fractional) pair that makes this many rotations over the original length."""
+        length = spec.original_length / (rotations * 2 * math.pi)
         return size * math.log(length) / (2 * math.log(spec.max_timescale))
 
-    low, high = pair_with_turns(spec.beta_fast), pair_with_turns(spec.beta_slow)
+    low, high = pair_with_rotations(spec.beta_fast), pair_with_rotations(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
-    ramp = np.clip((np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0)  # 0: fast, kept
+    ramp = np.clip(
+        (np.arange(size // 2) - low) / max(high - low, 0.001), 0.0, 1.0
+    )  # 0: fast, unchanged
     return ramp * plain / spec.factor + (1 - ramp) * plain
 
 
 def rope_cos_sin(
     positions: jax.Array, spec: RopeSpec, head_dim: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, S, 1, pairs] at positions [B, S], in float32, with the magnitude that
-    they give.
-    """
+    """Cosines and sines [B, S, 1, pairs] at positions [B, S], in float32, times the magnitude."""
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies(spec, head_dim).astype(
         np.float32
     )
@@ -104,27 +103,23 @@ def rope_cos_sin(
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, spec: RopeSpec) -> jax.Array:
-    """x [B, S, H, D] turned by positions [B, S]; in float32, returned in x's dtype."""
-    size = spec.rotated(x.shape[-1])
-    found, rest = (
-        rotate_pairs(x[..., :size], *rope_cos_sin(positions, spec, x.shape[-1]), spec.interleave),
-        x[..., size:],
-    )
-    return jnp.concatenate([found, rest], axis=-1) if rest.shape[-1] else found
+    """x [B, S, H, D] rotated by positions [B, S]; in float32, returned in x's dtype."""
+    dim = spec.rotated(x.shape[-1])
+    cos, sin = rope_cos_sin(positions, spec, x.shape[-1])
+    rotated = rotate_pairs(x[..., :dim], cos, sin, spec.interleave)
+    rest = x[..., dim:]
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
 def rotate_pairs(
     x: jax.Array, cos: jax.Array, sin: jax.Array, interleave: bool = False
 ) -> jax.Array:
-    """Pairs of x [..., H, 2 pairs] by angles with these cosines and sines [..., 1, pairs]."""
+    """x [..., H, 2 pairs], each pair rotated by an angle; cos and sin [..., 1, pairs]."""
     wide = x.astype(jnp.float32)
     first, second = (
         (wide[..., 0::2], wide[..., 1::2]) if interleave else jnp.split(wide, 2, axis=-1)
     )
-    found = first * cos - second * sin, second * cos + first * sin
-    joined = (
-        jnp.stack(found, axis=-1).reshape(x.shape)
-        if interleave
-        else jnp.concatenate(found, axis=-1)
-    )
-    return joined.astype(x.dtype)
+    pair = first * cos - second * sin, second * cos + first * sin
+    if interleave:
+        return jnp.stack(pair, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(pair, axis=-1).astype(x.dtype)

@@ -320,7 +320,9 @@ class ExpertSharding:
             ("activation_batch_moe", "activation_norm_length_moe", "activation_embed_moe"), x_shape
         )
         embed_split = tuple(axis for axis in x_split[2] if axis in hidden_axes)
-        token_axes = tuple(axis for axis in manual.used(x_split[:2]) if axis not in hidden_axes)
+        token_axes = tuple(
+            axis for axis in manual.used_axes(x_split[:2]) if axis not in hidden_axes
+        )
         return cls((*x_split[:2], embed_split), token_axes, expert_axes, hidden_axes)
 
     @property
@@ -354,7 +356,7 @@ class ExpertSharding:
     def gather_weight(
         self, shard: Array, axes: Sequence[str], split: manual.Split, two_stages: bool
     ) -> Array:
-        shard = manual.differing(shard, self.axes, known=manual.used(split))
+        shard = manual.cast_varying(shard, self.axes, varying=manual.used_axes(split))
         for dim, (matmul_axes, mesh_axes) in enumerate(
             zip(self.matmul_split(axes), split, strict=True)
         ):
@@ -368,7 +370,7 @@ class ExpertSharding:
         """All-gather over the devices that compute other parts of hidden_dim for the same
         tokens.
         """
-        array = manual.differing(array, self.axes, known=manual.used(split))
+        array = manual.cast_varying(array, self.axes, varying=manual.used_axes(split))
         for dim, axes in enumerate(split):
             array = gather(array, tuple(axis for axis in axes if axis in self.hidden_axes), dim)
         return array
@@ -379,7 +381,7 @@ class ExpertSharding:
             scattered = tuple(axis for axis in axes if axis in self.hidden_axes)
             if scattered:
                 y = jax.lax.psum_scatter(y, scattered, scatter_dimension=dim, tiled=True)
-        used = manual.used(self.activation_split)
+        used = manual.used_axes(self.activation_split)
         remaining = tuple(axis for axis in self.hidden_axes if axis not in used)
         return jax.lax.psum(y, remaining) if remaining else y
 

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from maxtext.kernels.decode import gemv
-from maxtext.layers.context import INFERENCE, BuildContext
+from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template, Tree
 
 SMALL = 2**20  # elements below which the layout of a weight does not matter
@@ -62,8 +62,6 @@ class WeightLayout:
 
 def cannot_merge(context: BuildContext) -> str | None:
     """Why weights are not merged; None if they are."""
-    if context.mode != INFERENCE:
-        return "merges weights for inference only"
     if context.quantized_weights:
         return "merges weights of floats only"
     if context.scanned:

@@ -14,7 +14,7 @@ from maxtext.kernels.fp8 import cross_entropy as fp8_cross_entropy
 from maxtext.kernels.fp8 import matmul
 from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
 from maxtext.kernels.triton.rowwise import TILE
-from maxtext.layers.context import BuildContext
+from maxtext.layers.context import TRAIN, BuildContext
 from maxtext.layers.linear import order_weight_grads
 
 
@@ -32,6 +32,7 @@ class HeadLoss:
     """Logits, then their cross-entropy."""
 
     name = "plain"
+    mode: str | None = None
 
     @classmethod
     def supports(cls, spec: HeadSpec, context: BuildContext) -> str | None:
@@ -53,6 +54,7 @@ class Fp8HeadLoss(HeadLoss):
     """The head in fp8, with dlogits quantized in the pass that computes them."""
 
     name = "fp8 fused"
+    mode = TRAIN
 
     @classmethod
     def supports(cls, spec: HeadSpec, context: BuildContext) -> str | None:

@@ -10,13 +10,15 @@ from flax import nnx
 
 from maxtext.common import hash_rng
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.attention import ATTENTIONS, AttentionSpec
 from maxtext.layers.cache import CacheSize
-from maxtext.layers.context import TRAIN, BuildContext, choose, describe_choice
+from maxtext.layers.context import TRAIN, BuildContext, choose, describe_choices
 from maxtext.layers.decoder_layer import BLOCKS, LayerSpec
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear, build_linear, order_weight_grads, project
+from maxtext.layers.mlp import MLPS, MlpSpec
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer, Template
@@ -282,17 +284,21 @@ def make_template(config: MaxTextConfig, context: BuildContext | None = None) ->
     return Template.of(lambda: Transformer(config, None, context))
 
 
-def implementations(config: MaxTextConfig, context: BuildContext) -> list[str]:
-    """A line for each kind of layer: which implementation it has, and why no faster one."""
-    choices = [
-        choose(BLOCKS, layer, context) for layer in layers(config) if isinstance(layer, LayerSpec)
-    ]
-    lines = [
-        describe_choice(choice, choices.count(choice), len(choices), "layers")
-        for choice in dict.fromkeys(choices)
-    ]
-    head = choose(HEAD_LOSSES, head_spec(config), context)
-    return lines if context.mode != TRAIN else [*lines, describe_choice(head, 1, 1, "head loss")]
+def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, str]:
+    """Which implementations the parts of the model have in this context, and why no faster ones."""
+    specs = [layer for layer in layers(config) if isinstance(layer, LayerSpec)]
+    attention = [layer.attention for layer in specs if isinstance(layer.attention, AttentionSpec)]
+    mlps = [layer.mlp for layer in specs if isinstance(layer.mlp, MlpSpec)]
+    parts: dict[str, tuple[Any, list[Any]]] = {"layers": (BLOCKS, specs)}
+    if context.mode == TRAIN:
+        parts["head loss"] = (HEAD_LOSSES, [head_spec(config)])
+    else:
+        parts |= {"attention": (ATTENTIONS, attention), "MLP": (MLPS, mlps)}
+    return {
+        part: describe_choices([choose(table, spec, context) for spec in part_specs])
+        for part, (table, part_specs) in parts.items()
+        if part_specs
+    }
 
 
 def initial_weights(config: MaxTextConfig, loop: bool = False) -> Any:

@@ -1,18 +1,18 @@
-"""Functions that every device runs on its own shards, where the compiler must not choose how
-devices talk.
+"""Functions that every device runs on its own shards (shard_map), where the compiler must not choose
+the communication.
 
-A `Split` says for each dimension of a tensor which mesh axes cut it, outermost first;
-`AxisRules.axes_of` makes one from logical names. A tensor is the same on all devices of an axis
-that its split does not name.
+A `Split` lists for each dimension of a tensor the mesh axes that shard it, outermost first;
+`AxisRules.axes_of` makes one from logical names. A tensor is replicated over the axes that its split
+does not name.
 
     rules = current()
-    if rules is None: ...  # one device, or no mesh: call the function as it is
+    if rules is None: ...  # one device, or no mesh: call the function itself
     split = rules.axes_of(("activation_batch", "activation_length"), x.shape)
     y = run_manual(rules, function, (x,), (split,), split)
 
-Inside, a tensor is known to differ between the devices of the axes that cut it, and what it is
-combined with differs, too; where JAX makes a copy "differ", the gradient is summed over these
-devices. A result must differ only over the axes that its split names, which JAX checks.
+Inside, a tensor varies over the mesh axes that shard it, and so does everything computed from it;
+where JAX casts a replicated value to a varying one, its gradient is summed over those devices. A
+result may vary only over the axes that its split names, which JAX checks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,24 +35,24 @@ def current() -> AxisRules | None:
 def run_manual(
     rules: AxisRules,
     function: Callable[..., Any],
-    arguments: Sequence[Any],
+    args: Sequence[Any],
     splits: Sequence[Any],
     result: Split,
     check: bool = True,
 ) -> Any:
-    """`function` of each device's shards. `result`: the split of the array that it returns. An
-    argument that is a tree of its own kind has a tree of specs for a split. Without `check` JAX
-    believes what `result` says."""
+    """`function` of each device's shards. `result`: the split of the array that it returns. The split
+    of an argument that is a pytree is a tree of PartitionSpecs. Without `check`, JAX does not verify
+    `result`."""
 
-    def apart(*shards: jax.Array) -> Any:
-        with use_rules(None):  # a shard is laid out already: nothing inside may be constrained
+    def run_on_shards(*shards: jax.Array) -> Any:
+        with use_rules(None):  # shards are placed already: nothing inside may be constrained
             return function(*shards)
 
     specs = tuple(spec(split) if isinstance(split, tuple | list) else split for split in splits)
     run = jax.shard_map(
-        apart, mesh=rules.mesh, in_specs=specs, out_specs=spec(result), check_vma=check
+        run_on_shards, mesh=rules.mesh, in_specs=specs, out_specs=spec(result), check_vma=check
     )
-    return run(*arguments)
+    return run(*args)
 
 
 def sharding(rules: AxisRules, split: Split) -> NamedSharding:
@@ -63,22 +63,22 @@ def spec(split: Split) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in split))
 
 
-def used(*splits: Split) -> tuple[str, ...]:
-    """All mesh axes of some splits, each once, in order."""
+def used_axes(*splits: Split) -> tuple[str, ...]:
+    """The mesh axes of some splits, each once, in order."""
     return tuple(dict.fromkeys(axis for split in splits for axes in split for axis in axes))
 
 
-def differing(x: jax.Array, axes: Iterable[str], known: Iterable[str] = ()) -> jax.Array:
-    """x, said to differ over `axes` beside the `known` ones, over which it does already; its
-    gradient is summed there.
+def cast_varying(x: jax.Array, axes: Iterable[str], varying: Iterable[str] = ()) -> jax.Array:
+    """x cast to vary over `axes`, besides those over which it varies already; its gradient is summed
+    over them.
 
-    Say so before a gather, and the gradient is summed after its scatter, when it is small.
+    Cast before a gather, so that the gradient is summed after its scatter, when it is small.
     """
-    known = set(known)
-    further = tuple(axis for axis in axes if axis not in known)
-    return jax.lax.pcast(x, further, to="varying") if further else x
+    varying = set(varying)
+    new_axes = tuple(axis for axis in axes if axis not in varying)
+    return jax.lax.pcast(x, new_axes, to="varying") if new_axes else x
 
 
 def platform(rules: AxisRules) -> str:
-    """Of the mesh's devices, which need not be this machine's: cpu, gpu or tpu."""
+    """The platform of the mesh's devices, which need not be this machine's: cpu, gpu or tpu."""
     return rules.mesh.devices.flat[0].platform

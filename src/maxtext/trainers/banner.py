@@ -6,6 +6,7 @@ from maxtext.common import hardware
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.models.registry import layers
+from maxtext.models.transformer import build_context, implementations
 from maxtext.trainers.memory import step_bytes
 from maxtext.trainers.run_context import RunContext
 
@@ -20,6 +21,7 @@ def banner(
     schedule = config.lr_schedule_type.value
     return {
         "Model": describe_model(context, step),
+        "Implementations": implementations(config, build_context(config, context.rules)),
         "Mesh": {
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             "axes": ", ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device",
