@@ -9,7 +9,7 @@ from rich.console import Console as RichConsole
 from rich.logging import RichHandler
 
 from maxtext.common.log import LOGGER
-from maxtext.diagnostics.console import Console, duration, number, start_banner
+from maxtext.diagnostics.console import Console, format_number, format_step_time, start_banner
 
 RECORD = {
     "step": 12, "loss": 3.2141, "learning_rate": 3e-5, "grad_norm": 1.0, "raw_grad_norm": 1.2,
@@ -56,7 +56,7 @@ def piped(*records, **options) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_line_in_a_pipe():
+def test_line_in_a_pipe():
     _, line = piped({**RECORD, "step": 11}, RECORD, peak_flops=989.4e12)
     assert line == (
         "step 12/100  loss 3.214  lr 3.0e-05  grad 1.20  12,345 tok/s/device  407.5 "
@@ -64,7 +64,7 @@ def test_a_line_in_a_pipe():
     )
 
 
-def test_the_first_step_has_no_time_left_and_the_last_has_none():
+def test_eta_of_the_first_and_the_last_step():
     first, last = piped({**RECORD, "step": 98}, {**RECORD, "step": 99})
     assert "eta" not in first
     assert last.endswith("eta 0s")
@@ -74,7 +74,7 @@ def test_mfu_is_unknown_without_a_peak_and_absent_without_timing():
     (no_peak,) = piped(RECORD)
     assert "  MFU unknown  " in no_peak
     assert "%" not in no_peak
-    (no_mfu,) = piped({**RECORD, "mfu": None}, peak_flops=1e12, peak_format="float32")
+    (no_mfu,) = piped({**RECORD, "mfu": None}, peak_flops=1e12, peak_dtype="float32")
     assert "  MFU unknown  " in no_mfu
     hidden = dict.fromkeys(
         ("step_time_seconds", "tokens_per_second_per_device", "tflops_per_second_per_device", "mfu")
@@ -84,12 +84,12 @@ def test_mfu_is_unknown_without_a_peak_and_absent_without_timing():
     ]
 
 
-def test_an_evaluation_repeats_its_step_without_upsetting_the_time_left():
+def test_evaluation_does_not_change_the_eta():
     lines = piped({**RECORD, "step": 11}, RECORD, {"step": 12, "eval_loss": 3.5})
     assert lines[2] == "step 12/100  eval_loss 3.500  eta 2m54s"
 
 
-def test_nan_is_shown():
+def test_shows_nan():
     (line,) = piped({"step": 0, "loss": float("nan")})
     assert line == "step 0/100  loss nan"
 
@@ -100,18 +100,18 @@ def test_nan_is_shown():
      (3599.9, "1h00m"),
      (11100, "3h05m"), (187200, "2d04h")],
 )  # fmt: skip
-def test_durations(seconds, text):
-    assert duration(seconds) == text
+def test_format_step_time(seconds, text):
+    assert format_step_time(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(3.2141, "3.214"), (0.01234, "0.0123"), (0, "0.000"), (5e6, "5e+06")]
 )
-def test_numbers(value, text):
-    assert number(value) == text
+def test_format_number(value, text):
+    assert format_number(value) == text
 
 
-def test_a_terminal_gets_a_bar_and_lines_that_stay(terminal):
+def test_terminal_has_a_bar_and_permanent_lines(terminal):
     console = Console(10, peak_flops=989.4e12, line_every=4, stream=terminal, clock=Clock())
     for step in range(10):
         console.write({**RECORD, "step": step})
@@ -128,7 +128,7 @@ def test_a_terminal_gets_a_bar_and_lines_that_stay(terminal):
     assert terminal.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is shown again
 
 
-def test_in_a_narrow_terminal_the_loss_and_the_time_left_stay(terminal, monkeypatch):
+def test_narrow_terminal_keeps_loss_and_eta(terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
     console = Console(10, stream=terminal, clock=Clock())
     for step in range(2):
@@ -139,13 +139,13 @@ def test_in_a_narrow_terminal_the_loss_and_the_time_left_stay(terminal, monkeypa
     )
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
+def test_dumb_terminal_has_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     Console(100, stream=terminal).write(RECORD)
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_the_log_goes_through_the_bar_while_it_lives(terminal):
+def test_log_goes_through_the_bar(terminal):
     before = RichConsole(file=io.StringIO())
     handler = RichHandler(console=before)
     LOGGER.addHandler(handler)
@@ -160,7 +160,7 @@ def test_the_log_goes_through_the_bar_while_it_lives(terminal):
         LOGGER.removeHandler(handler)
 
 
-def test_the_banner_in_a_pipe_and_on_a_terminal(terminal):
+def test_banner_in_a_pipe_and_on_a_terminal(terminal):
     sections = {
         "Model": {"parameters": "8.03 B", "FLOPs a token": "[48.2 G]"},
         "Mesh": {"data": "8"},
@@ -174,5 +174,5 @@ def test_the_banner_in_a_pipe_and_on_a_terminal(terminal):
     start_banner(sections, terminal)
     text = plain_text(terminal)
     assert all(
-        words in text for words in ("─ Model ─", "─ Mesh ─", "parameters", "8.03 B", "[48.2 G]")
+        part in text for part in ("─ Model ─", "─ Mesh ─", "parameters", "8.03 B", "[48.2 G]")
     )

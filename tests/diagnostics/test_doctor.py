@@ -21,16 +21,16 @@ def test_doctor_on_this_machine(capsys):
         assert part in text
 
 
-def test_capability_tells_numbers_or_that_there_are_none():
-    assert "bfloat16 989.4" in doctor.capability("NVIDIA H200")
-    assert "not known" in doctor.capability("Abacus 3")
+def test_describe_device():
+    assert "bfloat16 989.4" in doctor.describe_device("NVIDIA H200")
+    assert "not known" in doctor.describe_device("Abacus 3")
 
 
-def test_problems_come_with_remedies():
+def test_problems_have_remedies():
     environ = {"JAX_DISABLE_JIT": "1", "JAX_ENABLE_X64": "true"}
-    found = list(doctor.environment_problems(environ))
-    assert [problem.split()[0] for problem, _ in found] == ["JAX_DISABLE_JIT", "JAX_ENABLE_X64"]
-    assert all(remedy for _, remedy in found)
+    problems = list(doctor.environment_problems(environ))
+    assert [problem.split()[0] for problem, _ in problems] == ["JAX_DISABLE_JIT", "JAX_ENABLE_X64"]
+    assert all(remedy for _, remedy in problems)
     assert not list(doctor.environment_problems({}))
 
 
@@ -38,7 +38,7 @@ def test_problems_come_with_remedies():
     ("libtpu", "fits"),
     [("0.0.42", True), ("0.0.42.1", True), ("0.0.421", False), ("0.0.51", False), (None, True)],
 )
-def test_a_libtpu_that_jax_is_not_made_for_is_named(monkeypatch, libtpu, fits):
+def test_reports_a_libtpu_that_jax_does_not_pin(monkeypatch, libtpu, fits):
     def version(package):
         if package == "libtpu" and libtpu is None:
             raise extras.metadata.PackageNotFoundError(package)
@@ -59,8 +59,8 @@ def test_a_libtpu_that_jax_is_not_made_for_is_named(monkeypatch, libtpu, fits):
 
 
 def test_low_disk_and_failing_devices(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "LOW_DISK", 2**60)
-    report = doctor.examine(str(tmp_path / "not" / "there"), {})
+    monkeypatch.setattr(doctor, "MIN_FREE_BYTES", 2**60)
+    report = doctor.diagnose(str(tmp_path / "not" / "there"), {})
     assert any("GiB are free" in problem for problem, _ in report.problems)
 
     import jax
@@ -69,5 +69,5 @@ def test_low_disk_and_failing_devices(monkeypatch, tmp_path):
         raise RuntimeError("Unable to initialize backend 'cuda'\nmore")
 
     monkeypatch.setattr(jax, "devices", broken)
-    report = doctor.examine(str(tmp_path), {})
+    report = doctor.diagnose(str(tmp_path), {})
     assert report.problems[0][0] == "JAX finds no devices: Unable to initialize backend 'cuda'"

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from maxtext.common.errors import ConfigError, MissingExtra
 from maxtext.diagnostics.jsonl import JsonLines
-from maxtext.diagnostics.metrics import Recorder, make_writers, plain
+from maxtext.diagnostics.metrics import Recorder, make_writers, to_record
 from maxtext.diagnostics.prometheus import Prometheus
 from maxtext.diagnostics.summary import read_metrics, write_summary
 from maxtext.diagnostics.tensorboard import EventFile, crc32c
@@ -52,7 +52,7 @@ class Memory:
 # The recorder.
 
 
-def test_scalars_of_every_library_become_python_numbers():
+def test_to_record_converts_scalars_of_all_libraries():
     given = {
         "step": np.int32(3),
         "loss": jnp.float32(1.5),
@@ -60,14 +60,14 @@ def test_scalars_of_every_library_become_python_numbers():
         "skipped": np.bool_(True),
         "mfu": None,
     }
-    got = plain(given)
+    got = to_record(given)
     assert got == {"step": 3, "loss": 1.5, "norm": 2.5, "skipped": 1, "mfu": None}
     assert [type(value) for value in got.values()] == [int, float, float, int, type(None)]
     with pytest.raises(TypeError, match=r"shape \(2,\)"):
-        plain({"loss": np.zeros(2)})
+        to_record({"loss": np.zeros(2)})
 
 
-def test_a_writer_that_raises_is_dropped_once_and_the_others_go_on(log):
+def test_drops_a_writer_that_raises(log):
     good, bad = Memory(), Memory(fails_at=1)
     with Recorder([bad, good]) as recorder:
         for step in range(4):
@@ -79,7 +79,7 @@ def test_a_writer_that_raises_is_dropped_once_and_the_others_go_on(log):
     assert "No space left" in log[0]
 
 
-def test_close_reaches_all_writers_although_one_fails(log):
+def test_closes_all_writers_even_if_one_raises(log):
     class Broken(Memory):
         def close(self):
             raise OSError("gone")
@@ -93,7 +93,7 @@ def test_close_reaches_all_writers_although_one_fails(log):
 # Which writers.
 
 
-def test_the_configuration_chooses_the_writers(make_config, tmp_path):
+def test_writers_of_a_configuration(make_config, tmp_path):
     everything = make_config(metrics_file=str(tmp_path / "m.jsonl"), prometheus_port=free_port())
     for config, expected in (
         (make_config(enable_tensorboard=False), ["Console"]),
@@ -105,13 +105,13 @@ def test_the_configuration_chooses_the_writers(make_config, tmp_path):
         Recorder(writers).close()
 
 
-def test_other_processes_write_nothing(make_config, tmp_path):
+def test_other_processes_have_no_writers(make_config, tmp_path):
     config = make_config(metrics_file=str(tmp_path / "m.jsonl"), prometheus_port=free_port())
     assert make_writers(config, is_writer=False, environ={"WANDB_PROJECT": "p"}) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_port_in_use_is_an_error_that_leaves_the_files_alone(make_config, tmp_path):
+def test_port_in_use_is_an_error_before_files_change(make_config, tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 9}\n')
     with socket.create_server(("", 0)) as taken:
@@ -124,7 +124,7 @@ def test_a_port_in_use_is_an_error_that_leaves_the_files_alone(make_config, tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failing_writer_at_construction_closes_the_earlier_ones(make_config, tmp_path):
+def test_error_at_construction_closes_earlier_writers(make_config, tmp_path):
     port = free_port()
     with pytest.raises(ConfigError, match="metrics_file=.* cannot be written"):
         make_writers(make_config(prometheus_port=port, metrics_file=str(tmp_path)), environ={})
@@ -134,7 +134,7 @@ def test_a_failing_writer_at_construction_closes_the_earlier_ones(make_config, t
 # metrics_file.
 
 
-def test_lines_are_valid_json_at_once_and_read_back_equal(tmp_path):
+def test_lines_are_flushed_valid_json_and_round_trip(tmp_path):
     path = tmp_path / "folder" / "m.jsonl"
     writer = JsonLines(path)
     records = [
@@ -163,7 +163,7 @@ def test_lines_are_valid_json_at_once_and_read_back_equal(tmp_path):
     assert back[1] == {"step": 1, "grad_norm": INFINITY, "z": -INFINITY}
 
 
-def test_a_resumed_run_drops_what_it_runs_again_and_mends_a_torn_line(tmp_path, log):
+def test_resumed_run_drops_repeated_steps_and_incomplete_lines(tmp_path, log):
     path = tmp_path / "m.jsonl"
     path.write_text(
         "".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(6)) + '{"step": 6, "lo'
@@ -181,7 +181,7 @@ def test_a_resumed_run_drops_what_it_runs_again_and_mends_a_torn_line(tmp_path, 
     assert len([line for line in log if "dropped 3 line(s)" in line]) == 1
 
 
-def test_a_line_that_lacks_only_its_end_is_kept(tmp_path):
+def test_keeps_a_complete_last_line_without_newline(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}')
     writer = JsonLines(path, first_step=2)
@@ -190,7 +190,7 @@ def test_a_line_that_lacks_only_its_end_is_kept(tmp_path):
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_fresh_run_keeps_the_file_of_an_earlier_one(tmp_path, log):
+def test_new_run_renames_the_file_of_an_earlier_run(tmp_path, log):
     path = tmp_path / "m.jsonl"
     for run in range(3):
         writer = JsonLines(path)
@@ -201,7 +201,7 @@ def test_a_fresh_run_keeps_the_file_of_an_earlier_one(tmp_path, log):
     assert read_metrics(tmp_path / "m.jsonl.2") == [{"step": 0, "loss": 1.0}]
 
 
-def test_a_full_device_costs_the_file_and_not_the_run(log):
+def test_full_disk_drops_the_writer_only(log):
     recorder = Recorder([JsonLines("/dev/full"), Memory()])
     recorder.write({"step": 0})
     recorder.write({"step": 1})
@@ -210,7 +210,7 @@ def test_a_full_device_costs_the_file_and_not_the_run(log):
     recorder.close()
 
 
-def test_summary(tmp_path):
+def test_summary_is_valid_json(tmp_path):
     path = tmp_path / "summary.json"
     write_summary(
         path,
@@ -259,7 +259,7 @@ def test_tensorboard_reads_the_events(make_config):
     assert np.isnan(value)
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path):
+def test_tensorboard_discards_steps_that_a_resumed_run_repeats(tmp_path):
     for first, last, loss in ((0, 5, 1.0), (3, 6, 2.0)):
         writer = EventFile(tmp_path, first_step=first)
         for step in range(first, last):
@@ -328,7 +328,7 @@ def test_prometheus_port_names_the_extra_if_the_client_is_missing(make_config, m
 # Weights & Biases.
 
 
-def test_weights_and_biases_follows_its_environment(make_config, monkeypatch):
+def test_weights_and_biases_is_enabled_by_its_environment(make_config, monkeypatch):
     calls = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish")
@@ -353,7 +353,7 @@ def test_weights_and_biases_follows_its_environment(make_config, monkeypatch):
     assert calls[1:] == [(7, {"loss": 1.0}), "finish"]
 
 
-def test_weights_and_biases_without_its_package_says_what_to_do(make_config, monkeypatch):
+def test_weights_and_biases_names_its_extra(make_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import now fails
     with pytest.raises(MissingExtra, match=r"WANDB_PROJECT.*maxtext\[wandb\]"):
         make_writers(make_config(), environ={"WANDB_PROJECT": "p"})

@@ -1,4 +1,4 @@
-"""Traces cover the steps that the keys say, and a real one is a profile of those steps."""
+"""Traces cover the configured steps, and an xplane trace is a profile of them."""
 
 import socket
 import time
@@ -48,18 +48,18 @@ def drive(config, events, first, last, until=None):
     return events
 
 
-def test_off_by_default(make_config, events):
+def test_profiler_is_off_by_default(make_config, events):
     assert drive(make_config(profiler=ProfilerType.NONE), events, 0, 2) == []
 
 
-def test_the_window_counts_from_the_first_step_of_this_start(make_config, events):
+def test_window_counts_from_the_first_step_of_the_process(make_config, events):
     config = make_config(
         profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=2, profiler_steps=3
     )
     assert drive(config, events, 50, 60) == ["wait", "start", 52, 53, 54, "wait", "stop"]
 
 
-def test_the_whole_run(make_config, events):
+def test_window_can_cover_the_run(make_config, events):
     config = make_config(
         profiler=ProfilerType.XPLANE,
         skip_first_n_steps_for_profiler=0,
@@ -69,7 +69,7 @@ def test_the_whole_run(make_config, events):
     assert drive(config, events, 0, 1) == ["start", 0, 1, "stop"]
 
 
-def test_periodic_windows_as_often_as_they_fit_whole(make_config, events):
+def test_periodic_windows_repeat_while_they_fit(make_config, events):
     config = make_config(
         profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2,
         profile_periodically_period=4, profile_cleanly=False,
@@ -89,12 +89,12 @@ def test_periodic_windows_as_often_as_they_fit_whole(make_config, events):
     assert drive(back_to_back, events, 0, 4) == ["start", 1, 2, "stop", "start", 3, 4, "stop"]
 
 
-def test_a_run_cut_short_still_stops_its_trace(make_config, events):
+def test_close_stops_a_running_trace(make_config, events):
     config = make_config(profiler=ProfilerType.XPLANE, profiler_steps=5)
     assert drive(config, events, 0, 20, until=2) == ["wait", "start", 1, 2, "stop"]
 
 
-def test_a_window_without_room_is_an_error_but_not_for_a_resumed_run(make_config, events, log):
+def test_window_that_does_not_fit_is_an_error_except_after_resume(make_config, events, log):
     config = make_config(
         profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=5
     )
@@ -107,13 +107,13 @@ def test_a_window_without_room_is_an_error_but_not_for_a_resumed_run(make_config
     assert log == ["no trace: only 3 steps are left of the run"]
 
 
-def test_a_tool_that_fails_costs_the_trace_only(make_config, events, monkeypatch, log):
+def test_failing_tool_is_logged(make_config, events, monkeypatch, log):
     monkeypatch.setattr(FakeTool, "start", lambda self: 1 / 0)
     assert drive(make_config(profiler=ProfilerType.XPLANE), events, 0, 9) == ["wait"]
     assert len(log) == 1
 
 
-def test_hidden_timing_of_traced_steps(make_config, events):
+def test_hides_timing_of_traced_steps(make_config, events):
     config = make_config(
         profiler=ProfilerType.XPLANE, profiler_steps=2, hide_profiler_step_metric=True
     )
@@ -130,7 +130,7 @@ def test_hidden_timing_of_traced_steps(make_config, events):
     assert plain.visible({"step": 1, **record})["mfu"] == 2.0
 
 
-def test_a_real_trace_holds_the_steps(make_config, tmp_path, log):
+def test_xplane_trace_has_the_steps(make_config, tmp_path, log):
     config = make_config(
         profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2
     )
@@ -143,18 +143,18 @@ def test_a_real_trace_holds_the_steps(make_config, tmp_path, log):
         profiler.after_step(step, x.block_until_ready)
     profiler.close()
     (path,) = (tmp_path / "tensorboard").glob("plugins/profile/*/*.xplane.pb")
-    found = set()
+    steps = set()
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if event.name.startswith("train") and "step_num" in stats:
-                    found.add(int(stats["step_num"]))
-    assert found == {1, 2}
+                    steps.add(int(stats["step_num"]))
+    assert steps == {1, 2}
     assert log == [f"wrote a trace to {tmp_path / 'tensorboard'}"]
 
 
-def test_nsys_marks_its_range_or_says_what_is_missing(make_config, monkeypatch, log):
+def test_nsys_marks_its_range_or_names_what_is_missing(make_config, monkeypatch, log):
     calls = []
 
     class Library:
@@ -182,7 +182,7 @@ def test_nsys_marks_its_range_or_says_what_is_missing(make_config, monkeypatch, 
         Profiler(config, 0, 9)
 
 
-def test_the_live_server_listens_until_close(make_config):
+def test_live_server_listens_until_close(make_config):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         config = make_config(enable_jax_profiler=True, jax_profiler_port=port)

@@ -2,14 +2,14 @@
 
 from maxtext.cli import arguments
 from maxtext.configs.derive import Devices
-from maxtext.diagnostics.doctor import examine
+from maxtext.diagnostics.doctor import diagnose
 from maxtext.models.configuration import load
 
 
 def run(args: list[str]) -> int:
     path, overrides = arguments.split(args)
     # Must work on a machine where no device starts, so JAX is not asked for devices here.
-    report = examine(load(path, overrides, devices=Devices(1)).base_output_directory)
+    report = diagnose(load(path, overrides, devices=Devices(1)).base_output_directory)
     for title, lines in report.sections.items():
         print(title)
         width = max(len(name) for name, _ in lines)

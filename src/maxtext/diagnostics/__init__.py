@@ -1,1 +1,1 @@
-"""Level 5: what a run tells about itself and about the machine."""
+"""Level 5: metrics and their writers, profiling, plots, and checks of the machine."""

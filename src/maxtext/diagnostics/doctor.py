@@ -1,10 +1,11 @@
-"""What this machine can run: versions, devices, attention back ends, disk, and what is wrong with a
-remedy for each.
+"""`maxtext doctor`: versions, devices, attention back ends and disk space of this machine, and
+problems with their remedies.
 """
 
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -29,19 +30,20 @@ PACKAGES = (
     "numpy",
     "pydantic",
 )
-SUPPORTED_JAX = ((0, 10), (0, 13))  # from, up to but not including
-LOW_DISK = 5 * GIB
+SUPPORTED_JAX = ((0, 10), (0, 13))  # [first, last)
+MIN_FREE_BYTES = 5 * GIB
 
 
 @dataclass
 class Report:
-    """Sections of (name, value) lines, and problems as (what is wrong, what to do)."""
+    """Sections of (name, value) lines, and (problem, remedy) pairs."""
 
     sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
 
-def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> Report:
+def diagnose(output_directory: str, environ: Mapping[str, str] = os.environ) -> Report:
+    """Check this machine; `output_directory` is the folder of runs."""
     report = Report()
     report.sections["Versions"] = [("python", platform.python_version()), *versions()]
     report.problems += version_problems()
@@ -49,20 +51,16 @@ def examine(output_directory: str, environ: Mapping[str, str] = os.environ) -> R
     report.problems += problems
     if problems:
         return report  # nothing below works without devices
-    report.sections["What `maxtext train` tells JAX on GPUs; the environment may say otherwise"] = [
+    report.sections["Settings for JAX on GPUs (environment variables override them)"] = [
         *gpu_settings(environ).items()
     ]
     report.sections["Attention back ends"] = list(try_backends())
     report.sections["Implementations of a Llama on this machine"] = list(model_implementations())
-    free = shutil.disk_usage(nearest_folder(output_directory)).free
+    free = shutil.disk_usage(existing_parent(output_directory)).free
     report.sections["Disk"] = [(output_directory, f"{free / GIB:.1f} GiB free")]
-    if free < LOW_DISK:
-        report.problems.append(
-            (
-                f"only {free / GIB:.1f} GiB are free for {output_directory}",
-                "free some space or set base_output_directory",
-            )
-        )
+    if free < MIN_FREE_BYTES:
+        problem = f"only {free / GIB:.1f} GiB are free for {output_directory}"
+        report.problems.append((problem, "free some space or set base_output_directory"))
     report.problems += environment_problems(environ)
     return report
 
@@ -102,7 +100,7 @@ def version_problems() -> Iterator[tuple[str, str]]:
             release = tuple(int(part) for part in version.split(".")[:2])
             if not SUPPORTED_JAX[0] <= release < SUPPORTED_JAX[1]:
                 yield (
-                    f"jax {version} has not been tried with this package",
+                    f"jax {version} has not been tested with this package",
                     'pip install "jax>=0.10,<0.13"',
                 )
     if mismatch := libtpu_mismatch():
@@ -110,28 +108,24 @@ def version_problems() -> Iterator[tuple[str, str]]:
 
 
 def devices() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """One line a kind of device; a start-up failure is a problem, not a crash."""
+    """(lines, problems): a line per kind of device; a start-up failure is a problem."""
     import jax
 
     try:
-        found = jax.devices()
+        kinds = Counter(device.device_kind for device in jax.devices())
     except RuntimeError as error:
         remedy = (
-            "check the driver (nvidia-smi) and the extra (cuda13, cuda12, tpu), or set "
-            "JAX_PLATFORMS=cpu"
+            "check the driver (nvidia-smi) and the extra (cuda13, cuda12, tpu), "
+            "or set JAX_PLATFORMS=cpu"
         )
-        return [("devices", "none")], [
-            (f"JAX finds no devices: {str(error).splitlines()[0]}", remedy)
-        ]
-    kinds: dict[str, int] = {}
-    for device in found:
-        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+        problem = f"JAX finds no devices: {str(error).splitlines()[0]}"
+        return [("devices", "none")], [(problem, remedy)]
     lines = [("platform", jax.default_backend()), ("processes", str(jax.process_count()))]
-    lines += [(f"{count} x {kind}", capability(kind)) for kind, count in kinds.items()]
+    lines += [(f"{count} x {kind}", describe_device(kind)) for kind, count in kinds.items()]
     return lines, []
 
 
-def capability(kind: str) -> str:
+def describe_device(kind: str) -> str:
     hardware = lookup(kind)
     if hardware is None:
         return "peak FLOP/s not known, so MFU will be shown as unknown"
@@ -140,7 +134,7 @@ def capability(kind: str) -> str:
     return f"{hardware.name}: dense peak TFLOP/s {peaks}; memory {memory}"
 
 
-def nearest_folder(path: str) -> str:
+def existing_parent(path: str) -> str:
     """The closest existing parent of a folder that a run would create."""
     path = os.path.abspath(path)
     while not os.path.isdir(path):
@@ -169,7 +163,6 @@ def environment_problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str]
     if environ.get("JAX_DISABLE_JIT", "").lower() in ("1", "true"):
         yield "JAX_DISABLE_JIT is set: everything runs uncompiled", "unset it"
     if environ.get("JAX_ENABLE_X64", "").lower() in ("1", "true"):
-        yield "JAX_ENABLE_X64 is set: numbers default to 64 bits, which is slow", "unset it"
-    for name in ("PYTHONOPTIMIZE",):
-        if environ.get(name):
-            yield f"{name} is set: internal checks are off", "unset it"
+        yield "JAX_ENABLE_X64 is set: arrays default to 64 bits, which is slow", "unset it"
+    if environ.get("PYTHONOPTIMIZE"):
+        yield "PYTHONOPTIMIZE is set: internal checks are off", "unset it"

@@ -1,8 +1,7 @@
-"""metrics_file: one JSON object a line (format in summary.py), appended and flushed at each record.
+"""metrics_file: one JSON object per line (format in summary.py), flushed after each record.
 
-A resumed run goes on in the same file as if it had never stopped: lines of steps that will be run
-again are dropped, and so is a line that a kill tore. A run that starts at step 0 never mixes with
-an older one: the old file is renamed.
+A resumed run continues the file: lines of steps that will run again are dropped, and so is an
+incomplete line. A run that starts at step 0 renames an older file.
 """
 
 import os
@@ -16,51 +15,54 @@ from maxtext.diagnostics.summary import decode, encode
 
 
 class JsonLines:
-    """`first_step` is the step that the run starts with: 0, or the one it resumes at."""
+    """`first_step`: 0, or the step at which the run resumes."""
 
     def __init__(self, path: str | os.PathLike, first_step: int = 0):
         self.path = Path(path).expanduser().resolve()  # a rename must not replace a link
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_file() and self.path.stat().st_size:  # not a pipe or a device
-                keep_before(self.path, first_step) if first_step else move_aside(self.path)
-            self.stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+                if first_step:
+                    drop_from(self.path, first_step)
+                else:
+                    rename_old(self.path)
+            self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise ConfigError(f"metrics_file={path} cannot be written: {error}") from error
 
     def write(self, record: Record) -> None:
-        self.stream.write(encode(record) + "\n")
-        self.stream.flush()
+        self.file.write(encode(record) + "\n")
+        self.file.flush()
 
     def close(self) -> None:
-        self.stream.close()
+        self.file.close()
 
 
-def keep_before(path: Path, first_step: int) -> None:
-    """Rewrite the file without damaged lines and without steps from `first_step` on; leave a good
-    one alone.
-    """
+def drop_from(path: Path, first_step: int) -> None:
+    """Rewrite the file without damaged lines and without steps from `first_step` on, if needed."""
 
-    def kept(line: bytes) -> bool:
+    def is_valid(line: bytes) -> bool:
         try:
             return (decode(line)["step"] or 0) < first_step
         except ValueError:
             return False
 
     lines = path.read_bytes().splitlines(keepends=True)
-    good = [line.rstrip(b"\n") + b"\n" for line in lines if kept(line)]
-    if good == lines:
+    valid = [line.rstrip(b"\n") + b"\n" for line in lines if is_valid(line)]
+    if valid == lines:
         return
-    with atomic_writer(path, "wb") as stream:
-        stream.writelines(good)
-    if len(good) < len(lines):
-        dropped = len(lines) - len(good)
+    with atomic_writer(path, "wb") as file:
+        file.writelines(valid)
+    if len(valid) < len(lines):
         LOGGER.info(
-            "%s: dropped %d line(s) that are torn or of steps from %d on", path, dropped, first_step
+            "%s: dropped %d line(s) that are incomplete or of steps from %d on",
+            path,
+            len(lines) - len(valid),
+            first_step,
         )
 
 
-def move_aside(path: Path) -> None:
+def rename_old(path: Path) -> None:
     """Rename to the first free name.1, name.2, …"""
     number = 1
     while (old := path.with_name(f"{path.name}.{number}")).exists():

@@ -1,10 +1,8 @@
-"""Where a run's numbers go: one record a step, given to every writer that the configuration asks
-for.
+"""Writers of metrics: each record of a step goes to all writers of the configuration.
 
-`make_writers(config, …)` builds them; what cannot work fails there, before training. After that a
-writer that raises is dropped with one log line: a full disk or a closed pipe must not end a month
-of compute. Only one process of a run writes; on the others there are no writers and recording costs
-nothing.
+`make_writers(config, …)` creates them and raises errors before training starts. Later a writer that
+raises is dropped and logged: a full disk or a closed pipe must not end a run. Only one process of a
+run has writers.
 """
 
 import os
@@ -18,10 +16,10 @@ from maxtext.diagnostics import weights_and_biases
 from maxtext.diagnostics.console import Console
 from maxtext.diagnostics.jsonl import JsonLines
 from maxtext.diagnostics.prometheus import Prometheus
-from maxtext.diagnostics.record import TIMING, Record, plain
+from maxtext.diagnostics.record import TIMING, Record, to_record
 from maxtext.diagnostics.tensorboard import EventFile
 
-__all__ = ["TIMING", "Record", "Recorder", "Writer", "make_writers", "plain"]
+__all__ = ["TIMING", "Record", "Recorder", "Writer", "make_writers", "to_record"]
 
 
 class Writer(Protocol):
@@ -31,22 +29,22 @@ class Writer(Protocol):
 
 
 class Recorder:
-    """Gives each record to all writers. As a context manager it closes them, so that a crash leaves
-    whole files.
+    """Passes each record to all writers. As a context manager it closes them, also after an
+    exception.
     """
 
     def __init__(self, writers: Sequence[Writer]):
         self.writers = list(writers)
 
-    def write(self, values: Mapping[str, Any]) -> None:
-        """`values` may hold device scalars; with a writer present, this waits for them."""
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Write metrics, which may be device scalars. Waits for them if there is a writer."""
         if not self.writers:
             return
-        record = plain(values)
+        record = to_record(metrics)
         for writer in list(self.writers):
             try:
                 writer.write(record)
-            except Exception as error:  # whatever it is, training matters more
+            except Exception as error:  # training continues in any case
                 self.drop(writer, error)
 
     def drop(self, writer: Writer, error: Exception) -> None:
@@ -59,7 +57,7 @@ class Recorder:
         )
         try:
             writer.close()
-        except Exception as second:  # it is broken already, and that has been said
+        except Exception as second:  # its first error has been logged
             LOGGER.debug("closing %s failed too: %s", type(writer).__name__, second)
 
     def close(self) -> None:
@@ -84,15 +82,14 @@ def make_writers(
     is_writer: bool = True,
     first_step: int = 0,
     peak_flops: float | None = None,
-    peak_format: str = "bfloat16",
+    peak_dtype: str = "bfloat16",
     stream: TextIO | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[Writer]:
     """The writers of a run that starts or resumes at `first_step`.
 
-    `peak_flops` (FLOP/s of one device, None when unknown) is what `mfu` was divided by, and
-    `peak_format` its number format: the console says both. `stream` is the console's, standard
-    output unless given.
+    `peak_flops` (FLOP/s of one device, None if unknown) is the divisor of `mfu`, and `peak_dtype`
+    its dtype; the console shows both. `stream` is the console's (default: standard output).
     """
     if not is_writer:
         return []
@@ -103,10 +100,10 @@ def make_writers(
             writers.append(writer)
             on_failure.callback(writer.close)
 
-        # What touches existing files comes late, so that a refused run leaves them as they were.
+        # Writers that change existing files come last, so that an error leaves the files unchanged.
         if config.prometheus_port:
             add(Prometheus(config.prometheus_port))
-        if weights_and_biases.wanted(environ):
+        if weights_and_biases.is_enabled(environ):
             add(weights_and_biases.WeightsAndBiases(config))
         if config.enable_tensorboard:
             if not config.tensorboard_dir:
@@ -118,7 +115,7 @@ def make_writers(
             add(JsonLines(config.metrics_file, first_step))
         add(
             Console(
-                config.steps, peak_flops, peak_format, line_every=config.log_period, stream=stream
+                config.steps, peak_flops, peak_dtype, line_every=config.log_period, stream=stream
             )
         )
         on_failure.pop_all()

@@ -1,20 +1,19 @@
-"""When a performance trace is taken: skip_first_n_steps_for_profiler steps after the run's first,
-for profiler_steps.
+"""Traces profiler_steps steps, after skip_first_n_steps_for_profiler steps of the run.
 
-profiler=xplane writes into tensorboard_dir, from the first process only. profiler=nsys marks the
-range for Nsight, in every process: start the run as `nsys profile --capture-range=cudaProfilerApi
-maxtext train …`. With profile_periodically_period the window comes again, as often as it fits whole
-into the run. The loop calls
+profiler=xplane writes to tensorboard_dir, in the first process only. profiler=nsys marks the range
+for Nsight in all processes: start the run as `nsys profile --capture-range=cudaProfilerApi maxtext
+train …`. With profile_periodically_period the window repeats as long as it fits into the run. The
+loop calls
 
-    profiler = Profiler(config, first_step, last_step)   # both are steps that run
-    profiler.before_step(step, wait)                     # `wait` blocks until the devices have done what was asked
+    profiler = Profiler(config, first_step, last_step)   # both steps run
+    profiler.before_step(step, wait)                     # `wait` blocks until the devices are idle
     …
     profiler.after_step(step, wait)
     record = profiler.visible(record)                    # hide_profiler_step_metric
-    profiler.close()                                     # also ends a trace that a signal cut short
+    profiler.close()                                     # also stops a trace after a signal
 
-A window that the configured run has no room for is a ConfigError. A resumed run that has too few
-steps left only says so: a job that restarts itself near its end must not fail for want of a trace.
+A window that does not fit into the configured run is a ConfigError. A resumed run with too few
+steps left only logs a warning: a job that restarts near its end must not fail for a trace.
 """
 
 import ctypes
@@ -35,40 +34,40 @@ Wait = Callable[[], None]
 
 
 class Profiler:
-    """`active` says whether a trace is being taken."""
+    """`active`: whether a trace is running."""
 
     def __init__(self, config: MaxTextConfig, first_step: int, last_step: int):
         self.active = False
-        self.length = config.profiler_steps
+        self.num_steps = config.profiler_steps
         self.period = config.profile_periodically_period
         self.clean = config.profile_cleanly
-        self.hides = config.hide_profiler_step_metric
+        self.hides_timing = config.hide_profiler_step_metric
         self.last_step = last_step
         self.tool = make_tool(config)
         self.first_window = first_step + config.skip_first_n_steps_for_profiler
         self.annotation: jax.profiler.StepTraceAnnotation | None = None
-        self.serving = False
+        self.server_started = False
         skipped = config.skip_first_n_steps_for_profiler
-        if self.tool and skipped + self.length > last_step + 1:
+        if self.tool and skipped + self.num_steps > last_step + 1:
             raise ConfigError(
-                f"skip_first_n_steps_for_profiler={skipped} and profiler_steps={self.length} need "
-                f"{skipped + self.length} steps, but the run has {last_step + 1}: take fewer, or "
-                "raise steps"
+                f"skip_first_n_steps_for_profiler={skipped} and profiler_steps={self.num_steps} "
+                f"need {skipped + self.num_steps} steps, but the run has {last_step + 1}: "
+                "trace fewer steps, or raise steps"
             )
         if self.tool and not self.window(self.first_window):
             LOGGER.warning(
                 "no trace: only %d steps are left of the run", last_step + 1 - first_step
             )
         if config.enable_jax_profiler:
-            self.serve(config.jax_profiler_port)
+            self.start_server(config.jax_profiler_port)
 
     def window(self, step: int) -> range:
-        """The traced steps that `step` belongs to; empty outside of every window."""
-        past = step - self.first_window
-        start = step - past % self.period if self.period > 0 else self.first_window
-        steps = range(start, start + self.length)
-        whole = self.tool is not None and past >= 0 and steps[-1] <= self.last_step
-        return steps if whole and step in steps else range(0)
+        """The window of traced steps that `step` belongs to; empty outside of all windows."""
+        offset = step - self.first_window
+        start = step - offset % self.period if self.period > 0 else self.first_window
+        steps = range(start, start + self.num_steps)
+        is_traced = self.tool is not None and offset >= 0 and steps[-1] <= self.last_step
+        return steps if is_traced and step in steps else range(0)
 
     def before_step(self, step: int, wait: Wait) -> None:
         window = self.window(step)
@@ -77,7 +76,7 @@ class Profiler:
                 wait()
             self.active = self.attempt("start")
         if self.active:
-            # The mark by which TensorBoard and XProf divide a trace into steps.
+            # TensorBoard and XProf divide a trace into steps by this annotation.
             self.annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
             self.annotation.__enter__()
 
@@ -90,10 +89,8 @@ class Profiler:
         self.end_annotation()
 
     def visible(self, record: Record) -> Record:
-        """The record, without its timing where hide_profiler_step_metric asks for that in traced
-        steps.
-        """
-        if not (self.hides and self.window(int(record["step"] or 0))):
+        """The record; without timing in traced steps if hide_profiler_step_metric is set."""
+        if not (self.hides_timing and self.window(int(record["step"] or 0))):
             return record
         return {name: None if name in TIMING else value for name, value in record.items()}
 
@@ -107,20 +104,19 @@ class Profiler:
             self.annotation.__exit__(None, None, None)
             self.annotation = None
 
-    def attempt(self, what: str) -> bool:
-        """Start or stop the tool. A failure (a full disk, a capture under way) costs the trace, not
-        the training.
-        """
+    def attempt(self, action: str) -> bool:
+        """Start or stop the tool. A failure (a full disk, another capture) is only logged."""
         try:
-            getattr(self.tool, what)()
+            getattr(self.tool, action)()
             return True
         except Exception as error:
-            LOGGER.error("the profiler could not %s a trace: %s", what, error)
+            LOGGER.error("the profiler could not %s a trace: %s", action, error)
             return False
 
-    def serve(self, port: int) -> None:
-        """The live server; JAX only prints a warning when it cannot have the port, so try the port
-        first.
+    def start_server(self, port: int) -> None:
+        """Start the live server. JAX only prints a warning if the port is taken, so check it first.
+
+        Raises ConfigError.
         """
         try:
             with socket.create_server(("", port)):
@@ -130,18 +126,18 @@ class Profiler:
             raise ConfigError(
                 f"jax_profiler_port={port} cannot be opened: {error}; choose another port"
             ) from error
-        self.serving = True
+        self.server_started = True
 
     def close(self) -> None:
         if self.active:
             self.stop()
-        if self.serving:
+        if self.server_started:
             jax.profiler.stop_server()
-            self.serving = False
+            self.server_started = False
 
 
 def make_tool(config: MaxTextConfig) -> Any:
-    """What starts and stops a trace, or None."""
+    """The object that starts and stops traces, or None."""
     if config.profiler == ProfilerType.NSYS:
         return Nsys()
     if config.profiler == ProfilerType.XPLANE and jax.process_index() == 0:
@@ -166,7 +162,7 @@ class Xplane:
 
 
 class Nsys:
-    """The CUDA runtime's marks for a profiler that is already attached."""
+    """Marks the range for an attached profiler through the CUDA runtime."""
 
     def __init__(self) -> None:
         self.runtime = load_cuda_runtime()
@@ -184,7 +180,7 @@ class Nsys:
 
 
 def load_cuda_runtime() -> ctypes.CDLL:
-    """From the system, or from the wheels that jax[cuda12] and jax[cuda13] bring."""
+    """libcudart of the system, or of the wheels of jax[cuda12] and jax[cuda13]."""
     names = ["libcudart.so.13", "libcudart.so.12", "libcudart.so"]
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
@@ -195,5 +191,5 @@ def load_cuda_runtime() -> ctypes.CDLL:
         except OSError:
             continue
     raise ConfigError(
-        "profiler=nsys needs the CUDA runtime (libcudart), which is not found: use profiler=xplane"
+        "profiler=nsys needs the CUDA runtime (libcudart), which was not found: use profiler=xplane"
     )

@@ -1,11 +1,10 @@
-"""What one record is: the numbers of one step, by name, as plain Python numbers.
+"""A record: the metrics of one step by name, as Python numbers.
 
-Every record has `step` (from 0, the step that these numbers belong to). A step of training brings
-`loss`, `lm_loss`, `learning_rate`, `grad_norm` (after clipping), `raw_grad_norm` (before),
-`param_norm`, `total_weights` (tokens that counted in the loss), the four of TIMING (of which the
-speeds are means over about a second of steps), and whatever else the step returned. A record may
-also hold only a few of them, such as an evaluation's (`step`, `eval_loss`). None means that a
-number is not known.
+Each record has `step`, counted from 0. A training step has `loss`, `lm_loss`, `learning_rate`,
+`grad_norm` (after clipping), `raw_grad_norm` (before), `param_norm`, `total_weights` (tokens that
+counted in the loss), the four of TIMING (rates are means over about a second of steps), and all
+other metrics of the step. A record may have only some of them; that of an evaluation has `step` and
+`eval_loss`. None means unknown.
 """
 
 from collections.abc import Mapping
@@ -15,8 +14,7 @@ import numpy as np
 
 Record = dict[str, float | int | None]
 
-# What depends on the wall clock. `mfu` is a fraction (0.41) of the device's dense peak for the
-# number format used.
+# Metrics of the wall clock. `mfu` is a fraction (0.41) of the device's dense peak for the dtype.
 TIMING = (
     "step_time_seconds",
     "tokens_per_second_per_device",
@@ -25,14 +23,12 @@ TIMING = (
 )
 
 
-def plain(values: Mapping[str, Any]) -> Record:
-    """A record of Python numbers from scalars of any library. Reading a device array waits for
-    it.
-    """
-    return {name: plain_number(value) for name, value in values.items()}
+def to_record(metrics: Mapping[str, Any]) -> Record:
+    """Convert scalars of any library to Python numbers. Waits for device arrays."""
+    return {name: to_python_number(value) for name, value in metrics.items()}
 
 
-def plain_number(value: Any) -> float | int | None:
+def to_python_number(value: Any) -> float | int | None:
     if value is None or type(value) in (int, float):
         return value
     array = np.asarray(value)

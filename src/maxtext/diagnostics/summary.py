@@ -1,9 +1,8 @@
-"""JSON that other programs can read: metrics as lines, the run's summary as one file.
+"""Strict JSON for metrics (one object per line) and for the summary of a run.
 
-JSON has no NaN and no infinity. Such a number is written as null, and beside it stands its name in
-`not_finite`: {"step": 7, "loss": null, "not_finite": {"loss": "NaN"}}. So every line stays valid
-JSON, a null alone still means "not known", and `decode` gives the number back. The words are NaN,
-Infinity and -Infinity.
+JSON has no NaN and no infinity. A non-finite number is written as null, and `not_finite` has its
+name: {"step": 7, "loss": null, "not_finite": {"loss": "NaN"}}. Each line stays valid JSON, a null
+alone means unknown, and `decode` restores the number. The names are NaN, Infinity and -Infinity.
 """
 
 import json
@@ -20,27 +19,29 @@ NOT_FINITE = "not_finite"
 
 
 def encode(values: Mapping[str, Any], indent: int | None = None) -> str:
-    """A mapping as JSON. Unusual values (paths, enums) are written as text."""
-    return json.dumps(finite(values), indent=indent, allow_nan=False, default=str)
+    """A mapping as JSON. Other types (paths, enums) are written as strings."""
+    return json.dumps(replace_nonfinite(values), indent=indent, allow_nan=False, default=str)
 
 
-def finite(value: Any) -> Any:
-    """A copy without NaN and infinity; those of a mapping are named in it, those of a list are only
-    null.
-    """
+def replace_nonfinite(value: Any) -> Any:
+    """A copy with null for non-finite numbers; a mapping also gets an entry `not_finite`."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a scalar of numpy or JAX
         value = value.item()
     if isinstance(value, Mapping):
-        words = {str(name): word(entry) for name, entry in value.items() if word(entry)}
-        copy = {str(name): finite(entry) for name, entry in value.items()}
-        return {**copy, NOT_FINITE: words} if words else copy
+        nonfinite = {
+            str(name): nonfinite_name(entry)
+            for name, entry in value.items()
+            if nonfinite_name(entry)
+        }
+        copy = {str(name): replace_nonfinite(entry) for name, entry in value.items()}
+        return {**copy, NOT_FINITE: nonfinite} if nonfinite else copy
     if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    return None if word(value) else value
+        return [replace_nonfinite(entry) for entry in value]
+    return None if nonfinite_name(value) else value
 
 
-def word(value: Any) -> str:
-    """The name of a number that JSON cannot hold, or nothing."""
+def nonfinite_name(value: Any) -> str:
+    """The name of a non-finite number, or an empty string."""
     try:
         number = float(value) if not isinstance(value, str) else 0.0
     except (TypeError, ValueError, OverflowError):
@@ -51,9 +52,7 @@ def word(value: Any) -> str:
 
 
 def decode(line: str | bytes) -> Record:
-    """One line of metrics. ValueError when it is not a record, as after a kill in the middle of a
-    write.
-    """
+    """Parse a line of metrics. Raises ValueError if it is incomplete or not a record."""
     values = json.loads(line)
     if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         raise ValueError("not a record: it is no JSON object with a step")
@@ -63,19 +62,19 @@ def decode(line: str | bytes) -> Record:
 
 
 def read_metrics(path: str | os.PathLike) -> list[Record]:
-    """The records of a metrics_file. A damaged line is left out, and the log says how many were."""
+    """The records of a metrics_file. Damaged lines are skipped, and their number is logged."""
     records, damaged = [], 0
-    with open(path, "rb") as stream:
-        for line in stream:
+    with open(path, "rb") as file:
+        for line in file:
             try:
                 records.append(decode(line))
             except ValueError:
                 damaged += 1
     if damaged:
-        LOGGER.warning("%s: left out %d damaged line(s)", path, damaged)
+        LOGGER.warning("%s: skipped %d damaged line(s)", path, damaged)
     return records
 
 
 def write_summary(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
-    """One JSON file, complete or absent."""
+    """Write a JSON file atomically."""
     write_text(path, encode(values, indent=2) + "\n")

@@ -1,10 +1,10 @@
 """TensorBoard event files with scalars, written without a package.
 
-tensorboardX would do it, but it imports torch where that is installed (two seconds of start-up) and
-hangs the caller when its writing thread dies, as on a full disk. A scalar event is four protobuf
-fields in a checksummed frame: tensorflow/core/util/event.proto, framework/summary.proto and
-lib/io/record_writer.h say how. Here a write that fails raises. What is written reaches the disk
-every `flush_every` steps and at the end.
+tensorboardX imports torch if that is installed (two seconds of start-up), and blocks its caller
+when its writer thread dies, for example on a full disk. A scalar event is four protobuf fields in a
+checksummed frame: see tensorflow/core/util/event.proto, framework/summary.proto and
+lib/io/record_writer.h. A failed write raises. Data is flushed every `flush_every` steps and at the
+end.
 """
 
 import os
@@ -21,18 +21,17 @@ SESSION_START = b"\x08\x01"  # SessionLog.status = START
 
 
 class EventFile:
-    """A new event file in `folder`. A resumed run tells TensorBoard to forget steps from
-    `first_step` on.
+    """A new event file in `folder`. With `first_step`, TensorBoard discards later steps of earlier
+    files.
     """
 
     def __init__(self, folder: str | os.PathLike, first_step: int = 0, flush_every: int = 1):
         self.flush_every = flush_every
-        # TensorBoard reads a folder's files in the order of their names, so the time comes first,
-        # with fractions.
+        # TensorBoard reads files in the order of their names, so the time comes first.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self.stream = open(Path(folder) / name, "xb")  # noqa: SIM115 (closed by close)
+            self.file = open(Path(folder) / name, "xb")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise ConfigError(
                 f"enable_tensorboard=true, but {folder} cannot be written: {error}"
@@ -40,7 +39,7 @@ class EventFile:
         self.add(field(3, BYTES, b"brain.Event:2"))
         if first_step:
             self.add(varint(2 << 3) + varint(first_step) + field(7, BYTES, SESSION_START))
-        self.stream.flush()
+        self.file.flush()
 
     def write(self, record: Record) -> None:
         step = int(record["step"] or 0)
@@ -52,22 +51,20 @@ class EventFile:
         if values:
             self.add(varint(2 << 3) + varint(step) + field(5, BYTES, values))
         if step % self.flush_every == 0:
-            self.stream.flush()
+            self.file.flush()
 
     def add(self, event: bytes) -> None:
-        """One framed event: its length, the length's checksum, the event, the event's checksum."""
+        """Write a framed event: length, checksum of the length, event, checksum of the event."""
         event = field(1, DOUBLE, time.time()) + event
         length = struct.pack("<Q", len(event))
-        self.stream.write(length + checksum(length) + event + checksum(event))
+        self.file.write(length + checksum(length) + event + checksum(event))
 
     def close(self) -> None:
-        self.stream.close()
+        self.file.close()
 
 
 def tag(name: str) -> str:
-    """The place of a number in TensorBoard: learning/, performance/ or eval/; a name with a folder
-    keeps it.
-    """
+    """The tag of a metric: in learning/, performance/ or eval/, unless its name has a group."""
     if "/" in name:
         return name
     if name in TIMING:
@@ -81,15 +78,14 @@ def field(number: int, wire_type: int, value: bytes | float) -> bytes:
     if isinstance(value, bytes):
         return key + varint(len(value)) + value
     if wire_type == FLOAT:
-        value = (
-            max(min(value, 3.4e38), -3.4e38) if abs(value) != float("inf") else value
-        )  # NaN passes through
+        if abs(value) != float("inf"):
+            value = max(min(value, 3.4e38), -3.4e38)  # keeps NaN
         return key + struct.pack("<f", value)
     return key + struct.pack("<d", value)
 
 
 def varint(number: int) -> bytes:
-    """Seven bits a byte, lowest first; the high bit says that more follow."""
+    """Seven bits per byte, lowest first; the high bit marks that more bytes follow."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -118,6 +114,6 @@ def crc32c(data: bytes) -> int:
 
 
 def checksum(data: bytes) -> bytes:
-    """CRC-32C, rotated and shifted, since a plain CRC of data that holds CRCs is weak."""
+    """Masked CRC-32C: rotated and shifted, since a CRC of data that contains CRCs is weak."""
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

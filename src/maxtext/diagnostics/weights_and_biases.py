@@ -1,8 +1,8 @@
-"""Weights & Biases, asked for in its own way: by WANDB_PROJECT or WANDB_MODE in the environment.
+"""Weights & Biases, enabled by WANDB_PROJECT or WANDB_MODE in the environment.
 
-There is no key for it. WANDB_MODE=disabled turns it off again; WANDB_DIR, WANDB_RUN_ID,
-WANDB_RESUME and the rest are read by the package itself. To continue one W&B run after a restart,
-set WANDB_RUN_ID and WANDB_RESUME=allow.
+There is no configuration key. WANDB_MODE=disabled disables it; the package itself reads WANDB_DIR,
+WANDB_RUN_ID, WANDB_RESUME and others. To continue a W&B run after a restart, set WANDB_RUN_ID and
+WANDB_RESUME=allow.
 """
 
 import os
@@ -14,7 +14,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.record import Record
 
 
-def wanted(environ: Mapping[str, str]) -> bool:
+def is_enabled(environ: Mapping[str, str]) -> bool:
     mode = environ.get("WANDB_MODE", "")
     return mode.lower() != "disabled" and bool(mode or environ.get("WANDB_PROJECT"))
 
@@ -25,9 +25,8 @@ class WeightsAndBiases:
             "wandb",
             "Weights & Biases (WANDB_PROJECT or WANDB_MODE is set; unset them to go without)",
         )
-        folder = (
-            os.environ.get("WANDB_DIR") or config.metrics_dir
-        )  # its own default is the current folder
+        # W&B's default is the current folder.
+        folder = os.environ.get("WANDB_DIR") or config.metrics_dir
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(

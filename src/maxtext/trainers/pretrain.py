@@ -90,7 +90,7 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
         is_writer=jax.process_index() == 0,
         first_step=start.step,
         peak_flops=peak_flops,
-        peak_format=config.dtype.value,
+        peak_dtype=config.dtype.value,
     )
     write_configuration(config)
     # A signal after the last step must not interrupt the last save or the summary.
