@@ -68,12 +68,17 @@ def peer(shape, batch, length, new):
 
     sizes = SHAPES[shape]
     config = transformers.LlamaConfig(
-        hidden_size=sizes["embed"], intermediate_size=sizes["mlp"],
+        hidden_size=sizes["embed"],
+        intermediate_size=sizes["mlp"],
         num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"], num_key_value_heads=sizes["kv_heads"], head_dim=HEAD,
-        vocab_size=sizes["vocabulary"], max_position_embeddings=4096, bos_token_id=None,
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=HEAD,
+        vocab_size=sizes["vocabulary"],
+        max_position_embeddings=4096,
+        bos_token_id=None,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
@@ -83,9 +88,13 @@ def peer(shape, batch, length, new):
     def generate(count):
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
-                min_new_tokens=count, do_sample=False, cache_implementation="static",
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                cache_implementation="static",
+            )
         assert out.shape[1] == length + count
         return out.cpu()
 
@@ -98,13 +107,19 @@ def load(shape, quantization=None, **keys):
     sizes = SHAPES[shape]
     keys |= {"quantization": quantization} if quantization else {}
     return LLM.load(
-        "default", base_emb_dim=sizes["embed"], base_num_decoder_layers=sizes["layers"],
+        "default",
+        base_emb_dim=sizes["embed"],
+        base_num_decoder_layers=sizes["layers"],
         head_dim=HEAD,
-        base_num_query_heads=sizes["heads"], base_num_kv_heads=sizes["kv_heads"],
+        base_num_query_heads=sizes["heads"],
+        base_num_kv_heads=sizes["kv_heads"],
         base_mlp_dim=sizes["mlp"],
-        vocab_size=sizes["vocabulary"], dtype="bfloat16", weight_dtype="bfloat16",
-        max_target_length=2048, **keys,
-    )  # fmt: skip
+        vocab_size=sizes["vocabulary"],
+        dtype="bfloat16",
+        weight_dtype="bfloat16",
+        max_target_length=2048,
+        **keys,
+    )
 
 
 def run_maxtext(shape, batch, length, new, quantization=None):

@@ -1,6 +1,4 @@
-"""What several commands need: a tiny checkpoint with a chat template, and a logger that is
-restored.
-"""
+"""Fixtures of several commands: a tiny checkpoint with a chat template, and a restored logger."""
 
 import pytest
 

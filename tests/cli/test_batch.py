@@ -25,9 +25,9 @@ def write_requests(path, *records):
     return path
 
 
-def batch(tmp_path, *words):
+def batch(tmp_path, *args):
     names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
-    return main(["batch", *names, "--model", str(tmp_path / "model"), "jax_cache_dir=none", *words])
+    return main(["batch", *names, "--model", str(tmp_path / "model"), "jax_cache_dir=none", *args])
 
 
 def read_results(tmp_path):
@@ -85,12 +85,12 @@ def test_line_overrides_the_keys_of_the_command(tmp_path, folder, loaded):
         {"prompt": "a", "temperature": 0},
         {"prompt": "a", "top_p": 0.3},
     )
-    words = [
+    args = [
         "decode_sampling_strategy=topk",
         "decode_sampling_top_k=5",
         "decode_sampling_temperature=2",
     ]
-    assert batch(tmp_path, *words) == 0
+    assert batch(tmp_path, *args) == 0
     texts = [result["text"] for _, result in sorted(read_results(tmp_path).items())]
     assert texts == ["a t=2.0 k=5 p=1.0 seed=0", "a", "a t=2.0 k=5 p=0.3 seed=2"]
 
@@ -147,10 +147,14 @@ BAD = {
     '{"messages": ["a"]}': "messages[0] must be an object with role and content",
     '{"messages": [{"role": "user"}]}': "messages[0] has no content",
     '{"messages": [{"content": "a"}]}': "messages[0] has no role",
-    '{"messages": [{"role": "user", "content": "a"}, {"role": 5, "content": "a"}]}': "messages[1].role must be text",
+    json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": 5, "content": "a"}]}): (
+        "messages[1].role must be text"
+    ),
     '{"messages": [{"role": "", "content": "a"}]}': "messages[0].role is empty",
     '{"messages": [{"role": "user", "content": 5}]}': "messages[0].content must be text, not 5",
-    '{"messages": [{"role": "user", "content": null}]}': "messages[0].content must be text, not null",
+    json.dumps({"messages": [{"role": "user", "content": None}]}): (
+        "messages[0].content must be text, not null"
+    ),
     '{"messages": [{"role": "user", "content": ["a"]}]}': "messages[0].content must be text",
     '{"prompt": "a", "temperature": -1}': "temperature=-1",
     '{"prompt": "a", "top_k": 5}': "temperature=0 is greedy",
@@ -394,7 +398,7 @@ def test_path_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         ([], "name two files and a model"),
         (["in.jsonl", "out.jsonl"], "name two files and a model"),
@@ -415,10 +419,10 @@ def test_path_that_cannot_be_written(tmp_path):
         (["in.jsonl", "out.jsonl", "--model", "model", "loose"], "expected key=value"),
     ],
 )
-def test_errors(words, expected, tmp_path, folder, loaded, capsys, monkeypatch):
+def test_errors(args, expected, tmp_path, folder, loaded, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_requests(tmp_path / "in.jsonl", {"prompt": "a"})
-    assert main(["batch", *words]) == 2
+    assert main(["batch", *args]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert expected in printed.err
@@ -499,15 +503,15 @@ def test_real_model(chat_model, greedy_ids, tmp_path):
         {"prompt": [1, 400]},
         {"prompt": "the cat", "max_new_tokens": 4},
     )
-    words = [
+    args = [
         "dtype=float32",
         "attention=dot_product",
         "matmul_precision=highest",
         "max_target_length=64",
     ]
-    words += ["per_device_batch_size=2", "jax_cache_dir=none"]
+    args += ["per_device_batch_size=2", "jax_cache_dir=none"]
     names = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
-    assert main(["batch", *names, "--model", str(folder), *words]) == 0
+    assert main(["batch", *names, "--model", str(folder), *args]) == 0
     results = read_results(tmp_path)
     for number, (ids, count) in enumerate(zip(prompts, counts, strict=True)):
         assert results[number]["ids"] == greedy_ids(ids, count)[len(ids) :]

@@ -9,19 +9,29 @@ from maxtext.cli.main import main
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 TINY = [
-    "model_name=llama2-7b", "override_model_config=true", "base_num_decoder_layers=1", "base_emb_dim=16",
-    "base_mlp_dim=32", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "vocab_size=50",
+    "model_name=llama2-7b",
+    "override_model_config=true",
+    "base_num_decoder_layers=1",
+    "base_emb_dim=16",
+    "base_mlp_dim=32",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "vocab_size=50",
     "inference_microbenchmark_loop_iters=2",
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
 def test_table_and_json_file(tmp_path, capsys):
-    words = [
-        "per_device_batch_size=3", "inference_microbenchmark_prefill_lengths=5,9", "multi_sampling=true",
-        "inference_microbenchmark_num_samples=[2]", f"inference_microbenchmark_log_file_path={tmp_path / 'speed.json'}",
-    ]  # fmt: skip
-    assert main(["bench", "inference", *TINY, *words]) == 0
+    args = [
+        "per_device_batch_size=3",
+        "inference_microbenchmark_prefill_lengths=5,9",
+        "multi_sampling=true",
+        "inference_microbenchmark_num_samples=[2]",
+        f"inference_microbenchmark_log_file_path={tmp_path / 'speed.json'}",
+    ]
+    assert main(["bench", "inference", *TINY, *args]) == 0
     written = json.loads((tmp_path / "speed.json").read_text())
     cases = [(case["stage"], case["batch"], case["length"]) for case in written["cases"]]
     assert cases == [
@@ -43,7 +53,7 @@ def test_table_and_json_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("args", "sentence"),
     [
         ([], "what is to be measured? maxtext bench inference"),
         (["training"], "what is to be measured?"),
@@ -59,6 +69,6 @@ def test_table_and_json_file(tmp_path, capsys):
         ),
     ],
 )
-def test_errors(words, sentence, capsys):
-    assert main(["bench", *words]) == 2
+def test_errors(args, sentence, capsys):
+    assert main(["bench", *args]) == 2
     assert sentence in capsys.readouterr().err

@@ -26,9 +26,9 @@ def loaded(loaded, monkeypatch):
 
 @pytest.fixture
 def chat(folder, loaded, monkeypatch, capsys):
-    def run(lines, *words):
+    def run(lines, *args):
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        code = main(["chat", str(folder), "jax_cache_dir=none", *words])
+        code = main(["chat", str(folder), "jax_cache_dir=none", *args])
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -120,7 +120,10 @@ def test_interrupted_replies_stay_and_the_conversation_goes_on(chat, loaded, mon
 
 
 def test_error_of_the_chat_template_is_shown(chat, loaded):
-    template = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('not so') }}{% endif %}{{ messages|length }}"
+    template = (
+        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('not so') }}{% endif %}"
+        "{{ messages|length }}"
+    )
     code, out, err = chat(["bad", "good"], f"chat_template={template}")
     assert (code, out) == (0, "reply 1\n")
     assert "refuses" in err
@@ -139,7 +142,7 @@ def test_no_chat_template(chat, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["return_log_prob=true"], "use `maxtext decode` or `maxtext batch`"),
         (["prompt=a"], "type it"),
@@ -147,8 +150,8 @@ def test_no_chat_template(chat, monkeypatch, tmp_path):
         (["decode_sampling_strategy=sharp"], "decode_sampling_strategy"),
     ],
 )
-def test_errors(words, expected, chat):
-    code, out, err = chat(["a"], *words)
+def test_errors(args, expected, chat):
+    code, out, err = chat(["a"], *args)
     assert (code, out) == (2, "")
     assert expected in err
 
@@ -169,7 +172,8 @@ from tests.cli import fake_llm
 from maxtext.cli.main import main
 
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C comes from this terminal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
+# A shell that runs tests in the background ignores SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with pytest.MonkeyPatch.context() as monkeypatch:
     fake_llm.install(monkeypatch)
     sys.exit(main(sys.argv[1:]))
@@ -221,14 +225,14 @@ def test_in_a_terminal(folder):
 @pytest.mark.slow
 def test_real_model(chat_model, greedy_ids, monkeypatch, capsys):
     folder, llm = chat_model
-    words = [
+    args = [
         "dtype=float32",
         "attention=dot_product",
         "matmul_precision=highest",
         "jax_cache_dir=none",
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand then?\n"))
-    assert main(["chat", str(folder), "max_target_length=64", *words]) == 0
+    assert main(["chat", str(folder), "max_target_length=64", *args]) == 0
     messages, replies = [], []
     for text in ("hi", "and then?"):
         messages.append(("user", text))

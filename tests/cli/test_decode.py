@@ -13,8 +13,8 @@ from tests.cli.fake_llm import FakeLLM
 CACHE = "jax_cache_dir=none"
 
 
-def decode(folder, *words):
-    return main(["decode", f"load_parameters_path={folder}", CACHE, *words])
+def decode(folder, *args):
+    return main(["decode", f"load_parameters_path={folder}", CACHE, *args])
 
 
 def test_stdout_is_the_completion_and_timings_go_to_stderr(folder, loaded, capsys):
@@ -67,12 +67,12 @@ def test_the_preset(folder, loaded, capsys):
 
 
 def test_sampling_and_seed(folder, loaded, capsys):
-    words = [
+    args = [
         "decode_sampling_strategy=weighted",
         "decode_sampling_temperature=0.5",
         "init_weights_seed=7",
     ]
-    assert decode(folder, "prompt=a", *words) == 0
+    assert decode(folder, "prompt=a", *args) == 0
     assert capsys.readouterr().out == "a t=0.5 k=0 p=1.0 seed=7\n"
 
 
@@ -94,8 +94,8 @@ def test_assertion(folder, loaded, capsys):
 
 
 def test_several_completions_have_different_seeds(folder, loaded, capsys):
-    words = ["multi_sampling=true", "decode_sampling_strategy=weighted", "per_device_batch_size=2"]
-    assert decode(folder, "prompt=a", *words) == 0
+    args = ["multi_sampling=true", "decode_sampling_strategy=weighted", "per_device_batch_size=2"]
+    assert decode(folder, "prompt=a", *args) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == [
         "--- completion 1 of 2",
@@ -143,7 +143,7 @@ def test_terminal_shows_the_prompt_dimmed_and_no_control_characters(folder, load
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["prompt=", "add_bos=false"], "the prompt is empty"),
         (["prompt=abcdef", "max_target_length=7"], "max_target_length=7 leaves none"),
@@ -165,8 +165,8 @@ def test_terminal_shows_the_prompt_dimmed_and_no_control_characters(folder, load
         (["--prompt=a"], "without dashes"),
     ],
 )
-def test_errors(words, expected, folder, loaded, capsys):
-    assert decode(folder, *words) == 2
+def test_errors(args, expected, folder, loaded, capsys):
+    assert decode(folder, *args) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert expected in printed.err
@@ -191,15 +191,15 @@ def test_real_model(chat_model, greedy_ids, capsys):
     length = len(ids) + 8
     all_ids = greedy_ids(ids, 8)
     expected = llm.tokenizer.decode(all_ids[len(ids) :])
-    words = [
+    args = [
         f"load_parameters_path={folder}",
         "prompt=the cat",
         f"max_target_length={length}",
         *REAL,
     ]
-    assert main(["decode", *words, f"autoregressive_decode_assert={expected}"]) == 0
+    assert main(["decode", *args, f"autoregressive_decode_assert={expected}"]) == 0
     assert capsys.readouterr().out == f"{expected}\n"
-    assert main(["decode", *words, "return_log_prob=true"]) == 0
+    assert main(["decode", *args, "return_log_prob=true"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [int(row[1]) for row in rows] == all_ids[len(ids) :]
     logits = np.asarray(llm.logits(all_ids[:-1]), np.float64)[len(ids) - 1 :]
@@ -213,15 +213,15 @@ def test_real_model(chat_model, greedy_ids, capsys):
 @pytest.mark.slow
 def test_python_m_maxtext_decode(chat_model, tmp_path):
     folder, _ = chat_model
-    words = [
+    args = [
         "inference",
         f"load_parameters_path={folder.name}",
         "prompt=the",
         "max_target_length=64",
         *REAL[:3],
     ]
-    words += ["max_prefill_predict_length=32", f"jax_cache_dir={tmp_path}", "run_name=mine"]
-    command = [sys.executable, "-m", "maxtext.decode", *words]
+    args += ["max_prefill_predict_length=32", f"jax_cache_dir={tmp_path}", "run_name=mine"]
+    command = [sys.executable, "-m", "maxtext.decode", *args]
     result = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
     assert result.returncode == 0, result.stderr
     assert "first token after" in result.stderr

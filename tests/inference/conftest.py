@@ -1,6 +1,4 @@
-"""A tiny Llama folder as transformers saves it, with a tokenizer; the model loaded from it; few
-programs for others.
-"""
+"""A tiny Llama folder that transformers saved, with a tokenizer, and the model loaded from it."""
 
 import json
 
@@ -16,13 +14,21 @@ transformers = pytest.importorskip("transformers")
 WORDS = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(3, 61))]
 
 
-def their_model():
+def build_hf_model():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        bos_token_id=0,
+        eos_token_id=1,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -33,11 +39,11 @@ def their_model():
 
 
 def write_tokenizer(folder):
-    """Words, each a token; a text begins with <s>."""
+    """One token a word; a text begins with <s>."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(
-        models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<unk>")
+        models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -51,7 +57,7 @@ def write_tokenizer(folder):
 
 @pytest.fixture(scope="session")
 def model():
-    return their_model()
+    return build_hf_model()
 
 
 @pytest.fixture(scope="session")
@@ -80,5 +86,5 @@ def ids():
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Schedulers that need few programs."""
+    """Engines that compile few programs."""
     few_shapes.patch(monkeypatch)

@@ -30,24 +30,35 @@ PAGED = ["attention=paged", "pagedattn_num_pages=16", "pagedattn_tokens_per_page
 SPLIT_LENGTH = "logical_axis_rules=[[cache_sequence, [context_autoregressive]]]"
 MESHES = {
     "tensor": ["ici_tensor_parallelism=2", "ici_fsdp_parallelism=4"],
-    "autoregressive": ["ici_autoregressive_parallelism=2", "ici_tensor_parallelism=1", "ici_fsdp_parallelism=-1"],
+    "autoregressive": [
+        "ici_autoregressive_parallelism=2",
+        "ici_tensor_parallelism=1",
+        "ici_fsdp_parallelism=-1",
+    ],
     "length": [
-        "ici_context_autoregressive_parallelism=4", "ici_autoregressive_parallelism=2", "ici_fsdp_parallelism=1",
+        "ici_context_autoregressive_parallelism=4",
+        "ici_autoregressive_parallelism=2",
+        "ici_fsdp_parallelism=1",
         SPLIT_LENGTH,
     ],
-}  # fmt: skip
+}
 CASES = [
-    ("causal", "tensor", []), ("causal", "autoregressive", PAGED), ("causal", "length", []),
+    ("causal", "tensor", []),
+    ("causal", "autoregressive", PAGED),
+    ("causal", "length", []),
     ("causal", "length", PAGED),
-    ("latent", "length", []), ("delta", "tensor", []), ("sinks, windows and experts", "autoregressive", []),
-]  # fmt: skip
+    ("latent", "length", []),
+    ("delta", "tensor", []),
+    ("sinks, windows and experts", "autoregressive", []),
+]
 CASES_BY_NAME = {
-    f"{kind}, {mesh}{', paged' * bool(words)}": (kind, mesh, words) for kind, mesh, words in CASES
+    f"{kind}, {mesh}{', paged' * bool(overrides)}": (kind, mesh, overrides)
+    for kind, mesh, overrides in CASES
 }
 
 
-def tokens(kind, words, devices):
-    config = configuration(*KINDS[kind], *words, devices=devices)
+def tokens(kind, overrides, devices):
+    config = configuration(*KINDS[kind], *overrides, devices=devices)
     programs = programs_of(config)
     shardings = programs.rules.shardings(programs.template.axes, programs.template.weights)
     weights = jax.device_put(random_weights(kind), shardings)
@@ -63,6 +74,8 @@ if __name__ == "__main__":
     jax.jit = partial(jax.jit, compiler_options=FAST_COMPILE)
     few_shapes.patch(pytest.MonkeyPatch())
     print(
-        json.dumps([tokens(kind, [*MESHES[mesh], *words], 8) for kind, mesh, words in CASES]),
+        json.dumps(
+            [tokens(kind, [*MESHES[mesh], *overrides], 8) for kind, mesh, overrides in CASES]
+        ),
         file=sys.stdout,
     )

@@ -1,8 +1,7 @@
-"""Run by test_quantized.py in a process of its own with eight CPU devices: prints a JSON of what it
-found.
+"""Run by test_quantized.py in its own process with eight CPU devices: prints results as JSON lines.
 
-For each case, the logits of a quantized model that lies on a mesh against those of its weights on
-one device; and how much memory random weights take on their way to integers.
+For each case, the logits of a quantized model on a mesh against those of its weights on one device;
+and how much memory the initialization of quantized random weights takes.
 """
 
 import json
@@ -32,17 +31,24 @@ CASES = [
     ("mla", "int8", "tensor"),
 ]
 SMALL = (
-    "vocab_size=96", f"max_target_length={LENGTH}", "base_num_query_heads=8", "base_num_decoder_layers=2",
-    "dtype=float32", "matmul_precision=highest", "attention=dot_product", "remat_policy=none", "base_emb_dim=256",
-)  # fmt: skip
+    "vocab_size=96",
+    f"max_target_length={LENGTH}",
+    "base_num_query_heads=8",
+    "base_num_decoder_layers=2",
+    "dtype=float32",
+    "matmul_precision=highest",
+    "attention=dot_product",
+    "remat_policy=none",
+    "base_emb_dim=256",
+)
 
 
 def compare(model: str, dtype: str, layout: str) -> dict:
-    words = dict(word.split("=") for word in (*SMALL, *MODELS[model], *LAYOUTS[layout]))
-    llm = LLM.load("default", quantization=dtype, **words)
+    overrides = dict(override.split("=") for override in (*SMALL, *MODELS[model], *LAYOUTS[layout]))
+    llm = LLM.load("default", quantization=dtype, **overrides)
     ids = np.random.default_rng(0).integers(0, 96, (ROWS, LENGTH))
-    ours = np.asarray(llm.logits(ids))
-    alone = jax.tree.map(
+    logits = np.asarray(llm.logits(ids))
+    weights = jax.tree.map(
         lambda leaf: jax.device_put(np.asarray(leaf), jax.devices()[0]), llm.weights
     )
 
@@ -51,32 +57,32 @@ def compare(model: str, dtype: str, layout: str) -> dict:
         return llm.template.bind(weights)(jnp.asarray(ids), positions)
 
     with jax.default_matmul_precision("highest"):
-        expected = np.asarray(jax.jit(run)(alone))
-    kernels = [
+        expected = np.asarray(jax.jit(run)(weights))
+    quantized = [
         leaf for leaf in jax.tree.leaves(llm.weights, is_leaf=is_quantized) if is_quantized(leaf)
     ]
     return {
         "case": [model, dtype, layout],
-        "error": float(np.abs(ours - expected).max() / np.abs(expected).max()),
-        "kernels": len(kernels),
-        "split": sum(not leaf.qvalue.sharding.is_fully_replicated for leaf in kernels),
+        "error": float(np.abs(logits - expected).max() / np.abs(expected).max()),
+        "num_quantized": len(quantized),
+        "num_sharded": sum(not leaf.qvalue.sharding.is_fully_replicated for leaf in quantized),
     }
 
 
-def birth() -> dict:
-    words = [
+def initialization_memory() -> dict:
+    overrides = [
         "base_emb_dim=128",
         "base_mlp_dim=512",
         "base_num_decoder_layers=6",
         "vocab_size=64",
         "scan_layers=false",
     ]
-    config = load(None, words, environ={}, devices=Devices(1))
+    config = load(None, overrides, environ={}, devices=Devices(1))
     template = make_template(config)
-    make = jax.jit(lambda: quantize_weights(template, initial_weights(config), "int8"))
+    init = jax.jit(lambda: quantize_weights(template, initial_weights(config), "int8"))
     return {
-        "temporary": make.lower().compile().memory_analysis().temp_size_in_bytes,
-        "floats": sum(4 * leaf.size for leaf in jax.tree.leaves(template.weights)),
+        "temporary_bytes": init.lower().compile().memory_analysis().temp_size_in_bytes,
+        "float_bytes": sum(4 * leaf.size for leaf in jax.tree.leaves(template.weights)),
     }
 
 
@@ -87,4 +93,4 @@ def is_quantized(leaf: object) -> bool:
 if __name__ == "__main__":
     for case in CASES:
         print(json.dumps(compare(*case)), flush=True)
-    print(json.dumps(birth()), flush=True)
+    print(json.dumps(initialization_memory()), flush=True)

@@ -17,9 +17,15 @@ from tests.tokenizers.tiny import (
 
 MULTIBYTE = "日本語のテキスト、数行。"
 TEXTS = [
-    MULTIBYTE, "the quick brown fox", "  two  spaces \t\n\n  x  ", "été 🙂👩‍👩‍👧 a\u0301 \ufffd end",
-    " " * 30 + "x" + " " * 30, "a🙂b日c語d", "\n\n\n", "",
-]  # fmt: skip
+    MULTIBYTE,
+    "the quick brown fox",
+    "  two  spaces \t\n\n  x  ",
+    "été 🙂👩‍👩‍👧 a\u0301 \ufffd end",
+    " " * 30 + "x" + " " * 30,
+    "a🙂b日c語d",
+    "\n\n\n",
+    "",
+]
 KINDS = ["byte", "byte-level", "byte-fallback", "sentencepiece", "tiktoken"]
 
 
@@ -181,7 +187,8 @@ def test_character_of_several_tokens_is_emitted_complete():
 
 def test_incomplete_character_is_emitted_at_the_end():
     tokenizer = ByteTokenizer()
-    assert "".join(deltas_of(Detokenizer(tokenizer, [], ()), tokenizer.encode("a€")[:-1])) == "a�"
+    deltas = deltas_of(Detokenizer(tokenizer, [], ()), tokenizer.encode("a€")[:-1])
+    assert "".join(deltas) == "a�"
 
 
 def test_word_keeps_its_leading_space_unless_it_is_the_first():

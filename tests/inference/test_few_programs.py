@@ -26,9 +26,9 @@ PAGED = ["attention=paged", "pagedattn_num_pages=9", "pagedattn_tokens_per_page=
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], PAGED], ids=["contiguous", "few blocks"])
-def test_as_on_a_gpu(monkeypatch, words):
-    config = configuration(*WORDS, *words)
+@pytest.mark.parametrize("overrides", [[], PAGED], ids=["contiguous", "few blocks"])
+def test_as_on_a_gpu(monkeypatch, overrides):
+    config = configuration(*WORDS, *overrides)
     weights = jax.jit(lambda: initial_weights(config))()
     random = np.random.default_rng(3)
     requests = [random_request(random, greedy=1.0) for _ in range(12)]

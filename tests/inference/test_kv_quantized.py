@@ -40,12 +40,12 @@ def test_rounding_error_is_at_most_half_a_step(dtype, by_head, window):
     seen, _ = cache.update({"key": jnp.asarray(tokens[:, 7:])}, last)
     steps = np.abs(tokens).max(axis=-1 if by_head else (-1, -2), keepdims=True) / LARGEST[dtype]
     for row in range(2):
-        for place, position in enumerate(np.asarray(seen.positions)[row]):
-            off = np.abs(np.asarray(seen["key"])[row, place] - tokens[row, position])
-            assert (off <= steps[row, position] * 0.5001 + 1e-7).all()
+        for column, position in enumerate(np.asarray(seen.positions)[row]):
+            error = np.abs(np.asarray(seen["key"])[row, column] - tokens[row, position])
+            assert (error <= steps[row, position] * 0.5001 + 1e-7).all()
             if position < 7:
                 np.testing.assert_array_equal(
-                    seen["key"][row, place], at_once["key"][row, position]
+                    seen["key"][row, column], at_once["key"][row, position]
                 )
     assert np.abs(np.asarray(at_once["key"]) - tokens[:, :7]).max() > 0
 
@@ -62,8 +62,8 @@ def test_quantized_windows_in_random_chunks(dtype, by_head, limit):
     """Whatever the chunks, a query sees its window, with every token quantized once, and attention
     over that is as close to attention over floats as the step sizes allow.
 
-    With logits q·k, keys that are off by half a step move a logit by at most e = |q|₁ step / 2 and
-    a softmax weight by a factor of at most exp(2e); values are off by half a step.
+    With logits q·k, an error of half a step in keys changes a logit by at most e = |q|₁ step / 2
+    and a softmax weight by a factor of at most exp(2e); values have an error of half a step.
     """
     random = np.random.default_rng(1)
     length, rows, heads, dim = 24, 2, 3, 4
@@ -118,8 +118,8 @@ def attended(q, k, v):
     return np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), v)
 
 
-def engine_of(kind, slots, *words):
-    return InferenceEngine(compiled(kind, *words), random_weights(kind), slots, LENGTH)
+def engine_of(kind, slots, *overrides):
+    return InferenceEngine(compiled(kind, *overrides), random_weights(kind), slots, LENGTH)
 
 
 @pytest.mark.slow
@@ -127,16 +127,20 @@ def engine_of(kind, slots, *words):
 @pytest.mark.parametrize("kind", ["latent", "sinks, windows and experts"])
 def test_tokens_do_not_depend_on_chunks_and_blocks(kind):
     """The same tokens in one chunk and in several, with blocks in any order and cached prefixes."""
-    words = ["quantize_kvcache=true", "kv_quant_axis=dkv"]
+    overrides = ["quantize_kvcache=true", "kv_quant_axis=dkv"]
     requests = [
         new_request(range(3, 30), 12),
         new_request(range(3, 20), 12, 1.5, seed=4),
     ]
-    single = engine_of(kind, 1, *words)
+    single = engine_of(kind, 1, *overrides)
     expected = [single.generate([request])[0] for request in requests]
-    chunked = ["use_chunked_prefill=true", "prefill_chunk_size=6", "enable_prefix_caching=true",
-              "pagedattn_tokens_per_page=4"]  # fmt: skip
-    engine = engine_of(kind, 2, *words, *chunked)
+    chunked = [
+        "use_chunked_prefill=true",
+        "prefill_chunk_size=6",
+        "enable_prefix_caching=true",
+        "pagedattn_tokens_per_page=4",
+    ]
+    engine = engine_of(kind, 2, *overrides, *chunked)
     for _ in range(2):
         assert engine.generate(requests) == expected
     assert engine.prefix_cache.hits > 0
@@ -147,12 +151,12 @@ def test_cache_bytes():
     of 4 bytes.
     """
     num_values = 2 * 2 * 2 * 8
-    for words, token_bytes in (
+    for overrides, token_bytes in (
         ([], num_values * 4),
         (["quantize_kvcache=true"], num_values + 2 * 2 * 4),
         (["quantize_kvcache=true", "kv_quant_axis=dkv"], num_values + 2 * 2 * 2 * 4),
     ):
-        executor = engine_of("causal", 3, *words).executor
+        executor = engine_of("causal", 3, *overrides).executor
         caches = jax.tree.leaves(executor.state.caches)
         assert sum(array.nbytes for array in caches) == 3 * LENGTH * token_bytes
         assert executor.block_bytes == LENGTH * token_bytes
@@ -163,9 +167,9 @@ def test_log_probabilities_are_close_to_those_of_a_float_cache():
     """Of the same tokens; more bits and finer scales are closer."""
     weights = jax.jit(lambda: initial_weights(compiled("causal").config))()
 
-    def generate(*words):
+    def generate(*overrides):
         """Tokens, and their log-probabilities."""
-        engine = InferenceEngine(compiled("causal", *words), weights, 1, LENGTH)
+        engine = InferenceEngine(compiled("causal", *overrides), weights, 1, LENGTH)
         engine.add_request(0, new_request((5, 6, 7, 8, 9, 10, 11, 12), 24, log_probs=True))
         outputs = []
         while engine.has_unfinished:

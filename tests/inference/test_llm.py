@@ -35,20 +35,20 @@ def new_request(prompt, max_new_tokens, **params):
     return GenerationRequest(prompt, SamplingParams(max_new_tokens=max_new_tokens, **params))
 
 
-def their_logits(model, rows):
+def hf_logits(model, rows):
     with torch.no_grad():
         return model(input_ids=torch.tensor(np.asarray(rows)), use_cache=False).logits.numpy()
 
 
-def their_greedy(model, row, count):
+def hf_greedy(model, row, count):
     row = [int(token) for token in row]
     for _ in range(count):
-        row.append(int(their_logits(model, [row])[0, -1].argmax()))
+        row.append(int(hf_logits(model, [row])[0, -1].argmax()))
     return row[-count:]
 
 
 def test_logits(llm, model, ids):
-    expected = their_logits(model, ids)
+    expected = hf_logits(model, ids)
     np.testing.assert_allclose(llm.logits(ids), expected, atol=1e-5)
     np.testing.assert_allclose(llm.logits(ids[0]), expected[0], atol=1e-5)
     np.testing.assert_allclose(llm.logits(ids[:1].tolist()), expected[:1], atol=1e-5)
@@ -57,13 +57,13 @@ def test_logits(llm, model, ids):
 def test_greedy_ids(llm, model, ids):
     got = llm.generate(ids, max_new_tokens=6, ignore_eos=True)
     assert isinstance(got, np.ndarray)
-    assert got.tolist() == [their_greedy(model, row, 6) for row in ids]
+    assert got.tolist() == [hf_greedy(model, row, 6) for row in ids]
 
 
 def test_prompts_of_mixed_lengths(llm, model, ids):
     prompts = [ids[0, :3].tolist(), ids[1].tolist(), ids[2, :1].tolist()]
     assert llm.generate(prompts, 5, ignore_eos=True) == [
-        their_greedy(model, prompt, 5) for prompt in prompts
+        hf_greedy(model, prompt, 5) for prompt in prompts
     ]
 
 
@@ -72,7 +72,7 @@ def test_row_ends_with_the_end_of_sequence_token(folder, model, ids, tmp_path):
     """generation_config.json declares the third greedy token of the first row an end-of-sequence
     token.
     """
-    free = [their_greedy(model, row, 6) for row in ids]
+    free = [hf_greedy(model, row, 6) for row in ids]
     end = free[0][2]
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -89,12 +89,12 @@ def test_row_ends_with_the_end_of_sequence_token(folder, model, ids, tmp_path):
 @FEW
 def test_text_in_text_out(llm, model):
     """The tokenizer puts <s> before a prompt; the completion has no special tokens."""
-    words = their_greedy(model, [0, 5, 9], 4)
-    assert 1 not in words
-    answer = "".join(f" w{word}" for word in words if word > 2)
-    assert answer
-    assert llm.generate("w5 w9", max_new_tokens=4) == answer
-    assert llm.generate(["w5 w9", "w7"], max_new_tokens=4)[0] == answer
+    token_ids = hf_greedy(model, [0, 5, 9], 4)
+    assert 1 not in token_ids
+    text = "".join(f" w{token}" for token in token_ids if token > 2)
+    assert text
+    assert llm.generate("w5 w9", max_new_tokens=4) == text
+    assert llm.generate(["w5 w9", "w7"], max_new_tokens=4)[0] == text
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_samples_follow_the_distribution(llm, model, ids):
     from scipy import stats
 
     prompt = ids[:1]
-    logits = their_logits(model, prompt)[0, -1].astype(np.float64)
+    logits = hf_logits(model, prompt)[0, -1].astype(np.float64)
     for options, kept in (({}, len(logits)), ({"top_k": 5}, 5), ({"top_p": 0.6}, None)):
         scaled = np.exp((logits - logits.max()) / 1.5)
         scaled /= scaled.sum()
@@ -138,11 +138,11 @@ def test_seed_determines_the_tokens(llm, ids):
 @FEW
 def test_stream_and_stop_texts(llm):
     """Deltas make up the text; a stop text ends it before that text."""
-    whole = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
+    text = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
     deltas = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))
-    assert "".join(deltas) == whole
-    word = whole.split()[2]
-    before = whole[: whole.index(f" {word}")]
+    assert "".join(deltas) == text
+    word = text.split()[2]
+    before = text[: text.index(f" {word}")]
     assert llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True, stop=[f" {word}"]) == before
     (completion,) = llm.completions([new_request("w5 w9", 12, stop=(f" {word}",), ignore_eos=True)])
     assert (completion.finish_reason, completion.text) == ("stop", before)
@@ -193,6 +193,22 @@ def test_two_streams_at_a_time(llm):
     streams = [llm.stream(prompt, max_new_tokens=9, ignore_eos=True) for prompt in prompts]
     deltas = list(zip_longest(*streams, fillvalue=""))
     assert ["".join(texts) for texts in zip(*deltas, strict=True)] == expected
+
+
+@FEW
+def test_weights_keep_their_layout_while_any_engine_is_leased(llm, monkeypatch):
+    """Even if the leased engine is not the last one that was created."""
+    slots = []
+    monkeypatch.setattr(llm.model, "build_for", slots.append)
+    stream = llm.stream("w5", max_new_tokens=100, ignore_eos=True)
+    next(stream)
+    slots.clear()
+    for count in (2, 3):
+        llm.generate(["w5"] * count, max_new_tokens=2, ignore_eos=True)
+    assert slots == []
+    stream.close()
+    llm.generate(["w5"] * 2, max_new_tokens=2, ignore_eos=True)
+    assert slots == [2]
 
 
 @FEW
@@ -314,35 +330,45 @@ def test_save_and_load_again(llm, folder, ids, tmp_path):
     """A native folder, and from that a Hugging Face folder with the same bits and assets."""
     from safetensors.numpy import load_file
 
-    llm.save(tmp_path / "ours")
-    assert (tmp_path / "ours" / "hugging_face" / "tokenizer.json").exists()
-    again = LLM.load(tmp_path / "ours", scan_layers=False, **EXACT)
+    llm.save(tmp_path / "native")
+    assert (tmp_path / "native" / "hugging_face" / "tokenizer.json").exists()
+    again = LLM.load(tmp_path / "native", scan_layers=False, **EXACT)
     np.testing.assert_allclose(again.logits(ids), llm.logits(ids), atol=1e-5)
     assert again.generate("w5 w9", max_new_tokens=2) == llm.generate("w5 w9", max_new_tokens=2)
-    again.save_hf(tmp_path / "theirs")
-    before, after = (
-        load_file(path / "model.safetensors") for path in (folder, tmp_path / "theirs")
-    )
+    again.save_hf(tmp_path / "hf")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
-    assert (tmp_path / "theirs" / "tokenizer_config.json").exists()
+    assert (tmp_path / "hf" / "tokenizer_config.json").exists()
 
 
 def test_save_hf_with_dtype(llm, tmp_path):
     llm.save_hf(tmp_path / "half", dtype="bfloat16")
-    their = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(tmp_path / "half")
-    assert {parameter.dtype for parameter in their.parameters()} == {torch.bfloat16}
+    hf_model = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(
+        tmp_path / "half"
+    )
+    assert {parameter.dtype for parameter in hf_model.parameters()} == {torch.bfloat16}
 
 
 def test_random_weights_of_a_named_model(tmp_path):
-    sizes = {"base_emb_dim": 32, "base_num_query_heads": 2, "base_num_kv_heads": 1, "head_dim": 16, "base_mlp_dim": 48,
-             "base_num_decoder_layers": 2, "vocab_size": 70, "override_model_config": True}  # fmt: skip
+    sizes = {
+        "base_emb_dim": 32,
+        "base_num_query_heads": 2,
+        "base_num_kv_heads": 1,
+        "head_dim": 16,
+        "base_mlp_dim": 48,
+        "base_num_decoder_layers": 2,
+        "vocab_size": 70,
+        "override_model_config": True,
+    }
     llm = LLM.load("qwen3-0.6b", **sizes, **EXACT)
     logits = np.asarray(llm.logits([[1, 2, 3]]))
     assert logits.shape == (1, 3, 70)
     llm.save_hf(tmp_path / "qwen")
-    their = pytest.importorskip("transformers").Qwen3ForCausalLM.from_pretrained(tmp_path / "qwen")
-    np.testing.assert_allclose(logits, their_logits(their.eval(), [[1, 2, 3]]), atol=1e-5)
+    hf_model = pytest.importorskip("transformers").Qwen3ForCausalLM.from_pretrained(
+        tmp_path / "qwen"
+    )
+    np.testing.assert_allclose(logits, hf_logits(hf_model.eval(), [[1, 2, 3]]), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -351,10 +377,11 @@ def test_on_several_devices(llm, folder, ids):
     script = (
         "import sys, json, numpy as np; from maxtext import LLM\n"
         "ids = np.array(json.loads(sys.argv[2]))\n"
-        "llm = LLM.load(sys.argv[1], dtype='float32', weight_dtype='float32', matmul_precision='highest',"
-        " attention='dot_product', ici_fsdp_parallelism=4, ici_tensor_parallelism=2)\n"
-        "kernel = llm.weights['layers'][0]['blocks'][0][0]['mlp']['wo']['weight']\n"
-        "assert kernel.addressable_shards[0].data.size * 8 == kernel.size\n"
+        "llm = LLM.load(sys.argv[1], dtype='float32', weight_dtype='float32',"
+        " matmul_precision='highest', attention='dot_product', ici_fsdp_parallelism=4,"
+        " ici_tensor_parallelism=2)\n"
+        "weight = llm.weights['layers'][0]['blocks'][0][0]['mlp']['wo']['weight']\n"
+        "assert weight.addressable_shards[0].data.size * 8 == weight.size\n"
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
     )
@@ -363,9 +390,9 @@ def test_on_several_devices(llm, folder, ids):
         "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}",
         "JAX_PLATFORMS": "cpu",
     }
-    words = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
+    command = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
     done = subprocess.run(
-        words, capture_output=True, text=True, env=os.environ | environment, check=False
+        command, capture_output=True, text=True, env=os.environ | environment, check=False
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

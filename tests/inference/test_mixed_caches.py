@@ -31,9 +31,14 @@ pytestmark = [pytest.mark.usefixtures("fast_compilation", "few_programs"), pytes
 
 KIND = "mixed"
 POOL = [
-    "attention=paged", "pagedattn_num_pages=14", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true",
-    "prefix_caching_hbm_byte=16384", "use_chunked_prefill=true", "prefill_chunk_size=9",
-]  # fmt: skip
+    "attention=paged",
+    "pagedattn_num_pages=14",
+    "pagedattn_tokens_per_page=4",
+    "enable_prefix_caching=true",
+    "prefix_caching_hbm_byte=16384",
+    "use_chunked_prefill=true",
+    "prefill_chunk_size=9",
+]
 INT8 = ["quantize_kvcache=true", "kv_quant_axis=dkv"]
 
 
@@ -83,17 +88,17 @@ def serve(engine, requests, random):
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
 def test_tokens_do_not_depend_on_the_batch(quantized):
-    words = [*POOL, *(INT8 if quantized else [])]
+    overrides = [*POOL, *(INT8 if quantized else [])]
     weights = random_weights(KIND)
     if quantized:  # with the same quantization, in an engine of its own
 
         def expected(request):
-            engine = InferenceEngine(compiled(KIND, *words), weights, 4, LENGTH)
+            engine = InferenceEngine(compiled(KIND, *overrides), weights, 4, LENGTH)
             return engine.generate([request])[0]
 
     else:
         expected = reference(compiled(KIND), weights)
-    engine = InferenceEngine(compiled(KIND, *words), weights, 4, LENGTH)
+    engine = InferenceEngine(compiled(KIND, *overrides), weights, 4, LENGTH)
     caches = engine.executor.state.caches
     kinds = [RecurrentState, SlidingWindowKVCache, RecurrentState, PagedKVCache]
     assert [type(cache) for cache in caches] == kinds

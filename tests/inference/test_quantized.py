@@ -1,6 +1,4 @@
-"""Models with kernels of integers: what they compute, what they weigh, on one device and on
-eight.
-"""
+"""Models with quantized weights: their logits and their size, on one device and on eight."""
 
 import json
 import os
@@ -36,7 +34,7 @@ def is_quantized(leaf):
     return isinstance(leaf, QuantizedWeight)
 
 
-def in_floats(weights):
+def dequantize_weights(weights):
     return jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if is_quantized(leaf) else leaf,
         weights,
@@ -44,10 +42,8 @@ def in_floats(weights):
     )
 
 
-def bytes_of(weights):
-    """What a program that takes them says of their size on the device, where two int4 share a
-    byte.
-    """
+def device_bytes(weights):
+    """The size on the device, where two int4 share a byte, by the compiler's memory analysis."""
     return (
         jax.jit(lambda weights: weights)
         .lower(weights)
@@ -64,95 +60,98 @@ def quantized(folder):
 
 @pytest.mark.slow
 @KINDS
-def test_the_logits_are_those_of_the_rounded_weights(llm, quantized, ids, dtype):
-    ours = quantized[dtype].logits(ids)
-    expected = LLM(llm.config, llm.template, in_floats(quantized[dtype].weights)).logits(ids)
-    np.testing.assert_allclose(ours, expected, atol=1e-5 * float(jnp.abs(expected).max()))
-    assert float(jnp.abs(ours - llm.logits(ids)).max()) > 1e-3  # so the comparison can fail
+def test_logits_are_those_of_the_dequantized_weights(llm, quantized, ids, dtype):
+    logits = quantized[dtype].logits(ids)
+    expected = LLM(llm.config, llm.template, dequantize_weights(quantized[dtype].weights)).logits(
+        ids
+    )
+    np.testing.assert_allclose(logits, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+    assert float(jnp.abs(logits - llm.logits(ids)).max()) > 1e-3  # so the comparison can fail
 
 
 @pytest.mark.slow
 @KINDS
-def test_it_generates_with_a_cache(quantized, ids, dtype):
-    """Token by token what the whole sequence gives."""
+def test_generation_with_a_cache(quantized, ids, dtype):
+    """The tokens are the argmax of the logits of the complete sequence."""
     prompt = [int(token) for token in ids[0][:5]]
     new = quantized[dtype].generate([prompt], 4, ignore_eos=True)[0]
-    scores = np.asarray(quantized[dtype].logits(np.array([prompt + new])))[0]
-    assert new == np.argmax(scores[4:-1], axis=-1).tolist()
+    logits = np.asarray(quantized[dtype].logits(np.array([prompt + new])))[0]
+    assert new == np.argmax(logits[4:-1], axis=-1).tolist()
 
 
 @pytest.mark.slow
 @KINDS
-def test_layers_one_by_one(folder, quantized, ids, dtype):
+def test_unrolled_layers(folder, quantized, ids, dtype):
     unrolled = LLM.load(folder, quantization=dtype, scan_layers=False, **FLOAT32)
     np.testing.assert_allclose(unrolled.logits(ids), quantized[dtype].logits(ids), atol=1e-4)
 
 
 @KINDS
 def test_bytes(llm, quantized, dtype):
-    """Every number of a kernel as one or half a byte, and the scales: one for each output, since
-    sums are short.
+    """A quantized value takes one or half a byte. There is one scale for each output, since the
+    contracted dimensions are short.
     """
-    size, width, layers, words = 32, 48, 3, 61
-    kernels = size * words + layers * (size * 2 * (4 + 2) * 8 + 3 * size * width)
-    scales = words + layers * ((4 + 2 + 2) * 8 + size + 2 * width + size)
-    rest = words * size + size + layers * 2 * size
-    assert bytes_of(llm.weights) == 4 * (kernels + rest)
-    expected = kernels // (2 if dtype == "int4" else 1) + 4 * (scales + rest)
-    assert bytes_of(quantized[dtype].weights) == expected
+    embed_dim, hidden_dim, layers, vocab_size = 32, 48, 3, 61
+    attention = embed_dim * 2 * (4 + 2) * 8
+    quantizable = embed_dim * vocab_size + layers * (attention + 3 * embed_dim * hidden_dim)
+    scales = vocab_size + layers * ((4 + 2 + 2) * 8 + embed_dim + 2 * hidden_dim + embed_dim)
+    others = vocab_size * embed_dim + embed_dim + layers * 2 * embed_dim
+    assert device_bytes(llm.weights) == 4 * (quantizable + others)
+    expected = quantizable // (2 if dtype == "int4" else 1) + 4 * (scales + others)
+    assert device_bytes(quantized[dtype].weights) == expected
     if dtype == "int8":
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(quantized[dtype].weights)) == expected
 
 
 @pytest.mark.slow
 @KINDS
-def test_random_weights_are_born_quantized(dtype):
-    words = dict.fromkeys(
+def test_random_weights_are_initialized_quantized(dtype):
+    overrides = dict.fromkeys(
         ("base_num_query_heads", "base_num_kv_heads", "base_num_decoder_layers"), 2
     )
-    words |= {
+    overrides |= {
         "base_emb_dim": 32,
         "head_dim": 8,
         "base_mlp_dim": 48,
         "vocab_size": 64,
         "max_target_length": 16,
     }
-    ours = LLM.load("default", quantization=dtype, **words, **FLOAT32)
-    floats = LLM.load("default", **words, **FLOAT32)
-    for path, leaf in flatten(floats.weights).items():
-        found = flatten(ours.weights)[path]
-        assert is_quantized(found) == (path[-1] == "weight")
-        if is_quantized(found):
-            assert (
-                float(jnp.abs(found.astype(jnp.float32) - leaf).max())
-                <= float(found.scale.max()) * 0.5001
-            )
+    int_model = LLM.load("default", quantization=dtype, **overrides, **FLOAT32)
+    float_model = LLM.load("default", **overrides, **FLOAT32)
+    for path, leaf in flatten(float_model.weights).items():
+        weight = flatten(int_model.weights)[path]
+        assert is_quantized(weight) == (path[-1] == "weight")
+        if is_quantized(weight):
+            error = float(jnp.abs(weight.astype(jnp.float32) - leaf).max())
+            assert error <= float(weight.scale.max()) * 0.5001
         else:
-            np.testing.assert_array_equal(found, leaf)
+            np.testing.assert_array_equal(weight, leaf)
     with pytest.raises(
         ConfigError, match="checkpoint_is_quantized=true, but a model by its name has no checkpoint"
     ):
-        LLM.load("default", quantization=dtype, checkpoint_is_quantized=True, **words, **FLOAT32)
+        LLM.load(
+            "default", quantization=dtype, checkpoint_is_quantized=True, **overrides, **FLOAT32
+        )
 
 
 @pytest.mark.slow
 @KINDS
-def test_saved_and_loaded_again(folder, quantized, ids, dtype, tmp_path):
+def test_save_and_load(folder, quantized, ids, dtype, tmp_path):
     LLM.load(
-        folder, quantization=dtype, save_quantized_params_path=str(tmp_path / "ours"), **FLOAT32
+        folder, quantization=dtype, save_quantized_params_path=str(tmp_path / "native"), **FLOAT32
     )
     expected = np.asarray(quantized[dtype].logits(ids))
     for keys in ({}, {"checkpoint_is_quantized": True, "quantization": dtype}):
-        again = LLM.load(tmp_path / "ours", **keys, **FLOAT32)
+        again = LLM.load(tmp_path / "native", **keys, **FLOAT32)
         assert again.config.quantization.value == dtype
         np.testing.assert_array_equal(again.logits(ids), expected)
-    again.save_hf(tmp_path / "theirs")
-    plain = LLM.load(tmp_path / "theirs", **FLOAT32)
-    assert not any(is_quantized(leaf) for leaf in flatten(plain.weights).values())
-    np.testing.assert_allclose(plain.logits(ids), expected, atol=1e-4)
+    again.save_hf(tmp_path / "hf")
+    float_model = LLM.load(tmp_path / "hf", **FLOAT32)
+    assert not any(is_quantized(leaf) for leaf in flatten(float_model.weights).values())
+    np.testing.assert_allclose(float_model.logits(ids), expected, atol=1e-4)
 
 
-def test_training_refuses_it():
+def test_training_refuses_quantized_weights():
     with pytest.raises(ConfigError, match=r"quantization=int4 \(command line\) is for inference"):
         RunContext.from_config(
             load(None, ["quantization=int4", "dataset_type=synthetic"], environ={})
@@ -161,9 +160,11 @@ def test_training_refuses_it():
 
 @pytest.fixture(scope="module")
 def eight():
-    """What the script found, with programs ordered to save memory, as they are on accelerators."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    flags += f" {FAST_COMPILE_FLAGS}"
+    """The output of the script, with programs scheduled to save memory, as on accelerators."""
+    flags = (
+        "--xla_force_host_platform_device_count=8"
+        f" --xla_cpu_enable_concurrency_optimized_scheduler=false {FAST_COMPILE_FLAGS}"
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_quantized.py")],
         capture_output=True,
@@ -176,15 +177,16 @@ def eight():
 
 
 @pytest.mark.slow
-def test_the_same_as_on_one_device(eight):
-    found = [one for one in eight if "case" in one]
-    assert [tuple(one["case"]) for one in found] == CASES
-    for one in found:
-        assert one["error"] < 1e-5, one
-        assert one["split"] >= one["kernels"] * 0.7, one  # the rest does not divide
+def test_logits_on_eight_devices(eight):
+    results = [result for result in eight if "case" in result]
+    assert [tuple(result["case"]) for result in results] == CASES
+    for result in results:
+        assert result["error"] < 1e-5, result
+        # The sizes of the others are not divisible.
+        assert result["num_sharded"] >= result["num_quantized"] * 0.7, result
 
 
 @pytest.mark.slow
-def test_the_floats_of_random_weights_go_as_they_come(eight):
-    (found,) = (one for one in eight if "temporary" in one)
-    assert found["temporary"] < found["floats"] / 6
+def test_initialization_does_not_hold_all_float_weights(eight):
+    (result,) = (result for result in eight if "temporary_bytes" in result)
+    assert result["temporary_bytes"] < result["float_bytes"] / 6

@@ -43,13 +43,21 @@ MODELS = {
     **STEPPED,
     "learned positions": [*STEPPED["learned positions"], f"trainable_position_size={LENGTH}"],
 }
-KINDS = {**MODELS, "recomputed": ["decoder_block=llama2", "base_num_decoder_layers=2", "moba=true", "moba_chunk_size=4",
-                                  "moba_topk=2"]}  # fmt: skip
+KINDS = {
+    **MODELS,
+    "recomputed": [
+        "decoder_block=llama2",
+        "base_num_decoder_layers=2",
+        "moba=true",
+        "moba_chunk_size=4",
+        "moba_topk=2",
+    ],
+}
 
 
-def configuration(*words, devices=1):
+def configuration(*overrides, devices=1):
     last = {
-        word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *words)
+        word.partition("=")[0]: word for word in (*SIZES, f"max_target_length={LENGTH}", *overrides)
     }
     return load(None, from_overrides(last.values()), environ={}, devices=Devices(devices))
 
@@ -67,9 +75,9 @@ def programs_of(config, build=REFERENCE):
 
 
 @functools.cache
-def compiled(kind, *words):
+def compiled(kind, *overrides):
     """The programs of a kind, which tests share, so that they are compiled once."""
-    return programs_of(configuration(*KINDS[kind], *words))
+    return programs_of(configuration(*KINDS[kind], *overrides))
 
 
 @functools.cache
@@ -175,10 +183,15 @@ LAYOUTS = {
     "few blocks": ["attention=paged", "pagedattn_num_pages=14", "pagedattn_tokens_per_page=4"],
     "prefixes": ["enable_prefix_caching=true", "pagedattn_tokens_per_page=4"],
     "few blocks, prefixes in host memory": [
-        "attention=paged", "pagedattn_num_pages=16", "pagedattn_tokens_per_page=4", "enable_prefix_caching=true",
-        "prefix_caching_hbm_byte=4096", "use_chunked_prefill=true", "prefill_chunk_size=9",
+        "attention=paged",
+        "pagedattn_num_pages=16",
+        "pagedattn_tokens_per_page=4",
+        "enable_prefix_caching=true",
+        "prefix_caching_hbm_byte=4096",
+        "use_chunked_prefill=true",
+        "prefill_chunk_size=9",
     ],
-}  # fmt: skip
+}
 HARDEST = "few blocks, prefixes in host memory"
 CASES = [
     pytest.param("window", "prefixes"),
@@ -273,13 +286,13 @@ def test_two_hundred_requests(models, monkeypatch):
     """In a pool that is too small for all running sequences, with shared prefixes."""
     rows = collect_decode_rows(monkeypatch, 2)
     weights, expected = models("causal")
-    words = [
+    overrides = [
         "attention=paged",
         "pagedattn_num_pages=36",
         "pagedattn_tokens_per_page=4",
         "enable_prefix_caching=true",
     ]
-    engine = InferenceEngine(compiled("causal", *words), weights, 8, LENGTH)
+    engine = InferenceEngine(compiled("causal", *overrides), weights, 8, LENGTH)
     random = np.random.default_rng(5)
     prefixes = random.integers(0, VOCABULARY, (3, 20)).tolist()
     requests = [random_request(random, prompts=(1, 40), prefixes=prefixes) for _ in range(200)]
@@ -309,7 +322,7 @@ def packing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "shared"),
+    ("kind", "overrides", "shared"),
     [
         ("causal", ["attention=paged", "dtype=bfloat16"], True),
         (
@@ -333,9 +346,9 @@ def packing(monkeypatch):
         ("latent", ["attention=paged", "dtype=bfloat16"], False),
     ],
 )
-def test_where_prompts_can_be_packed(kind, words, shared):
+def test_where_prompts_can_be_packed(kind, overrides, shared):
     """As on a GPU."""
-    executor = InferenceEngine(compiled(kind, *words), {}, 2, LENGTH).executor
+    executor = InferenceEngine(compiled(kind, *overrides), {}, 2, LENGTH).executor
     assert not executor.supports_packing
     build = BuildContext(platform="gpu", capability="9.0")
     programs = programs_of(executor.programs.config, build)
@@ -346,8 +359,8 @@ def test_where_prompts_can_be_packed(kind, words, shared):
 @pytest.mark.parametrize("kind", ["causal", pytest.param("latent", marks=pytest.mark.slow)])
 def test_packed_prompts(models, packing, kind):
     weights, expected = models(kind)
-    words = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
-    engine = InferenceEngine(compiled(kind, *words), weights, 6, LENGTH)
+    overrides = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
+    engine = InferenceEngine(compiled(kind, *overrides), weights, 6, LENGTH)
     random = np.random.default_rng(4)
     requests = [random_request(random, counts=(1, 6)) for _ in range(16)]
     assert engine.generate(requests) == [expected(request) for request in requests]
@@ -358,16 +371,22 @@ def test_packed_prompts(models, packing, kind):
 @pytest.mark.usefixtures("few_programs")
 def test_paged_attention_kernel(monkeypatch):
     """The kernel, interpreted, instead of gathered blocks; ragged_block_size sets its tile size."""
-    words = ["decoder_block=llama2", "base_num_decoder_layers=1", "head_dim=16", "attention=paged",
-             "pagedattn_num_pages=30", "pagedattn_tokens_per_page=16"]  # fmt: skip
+    overrides = [
+        "decoder_block=llama2",
+        "base_num_decoder_layers=1",
+        "head_dim=16",
+        "attention=paged",
+        "pagedattn_num_pages=30",
+        "pagedattn_tokens_per_page=16",
+    ]
     ragged = ["use_ragged_attention=true", "ragged_block_size=8"]
     random = np.random.default_rng(7)
     requests = [random_request(random) for _ in range(3)]
-    weights = jax.jit(lambda: initial_weights(configuration(*words)))()
+    weights = jax.jit(lambda: initial_weights(configuration(*overrides)))()
 
     def tokens(*more):
         return InferenceEngine(
-            programs_of(configuration(*words, *more)), weights, 2, LENGTH
+            programs_of(configuration(*overrides, *more)), weights, 2, LENGTH
         ).generate(requests)
 
     with pytest.raises(
@@ -448,12 +467,12 @@ def test_rejects_invalid_requests(models, name):
 
 
 def test_rejects_sequences_that_need_more_blocks_than_there_are(models):
-    words = ["attention=paged", "pagedattn_num_pages=5", "pagedattn_tokens_per_page=4"]
-    engine = InferenceEngine(compiled("causal", *words), models("causal")[0], 2, LENGTH)
+    overrides = ["attention=paged", "pagedattn_num_pages=5", "pagedattn_tokens_per_page=4"]
+    engine = InferenceEngine(compiled("causal", *overrides), models("causal")[0], 2, LENGTH)
     assert "exceed 20" in engine.reject_reason(new_request((1,) * 12, 9))
     assert engine.reject_reason(new_request((1,) * 12, 8)) is None
-    words += ["pagedattn_max_pages_per_group=3"]
-    engine = InferenceEngine(compiled("causal", *words), models("causal")[0], 2, LENGTH)
+    overrides += ["pagedattn_max_pages_per_group=3"]
+    engine = InferenceEngine(compiled("causal", *overrides), models("causal")[0], 2, LENGTH)
     assert "exceed 12" in engine.reject_reason(new_request((1,) * 5, 8))
 
 
@@ -479,9 +498,9 @@ def test_nonfinite_keys_are_reported_in_a_shared_row(models, packing):
     def broken(path, leaf):
         return leaf * 1e38 if [step.key for step in path[-2:]] == ["key", "weight"] else leaf
 
-    words = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
+    overrides = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
     weights = jax.tree.map_with_path(broken, models("causal")[0])
-    engine = InferenceEngine(compiled("causal", *words), weights, 6, LENGTH)
+    engine = InferenceEngine(compiled("causal", *overrides), weights, 6, LENGTH)
     for number in range(6):
         engine.add_request(number, new_request((1, 2, number, *range(9)), 3))
     outputs = [output for _ in range(3) for output in engine.step()]

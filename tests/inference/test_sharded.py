@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_eight_devices_give_the_tokens_of_one():
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "tests.inference.eight_engines"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False

@@ -27,14 +27,30 @@ from maxtext.configs.load import base_values
 from maxtext.configs.types import MaxTextConfig
 
 LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal
-# Besides the model, the keys that decide the results. How they are computed (devices, blocks …) may
-# change between two runs.
+# Besides the model, the keys that decide the results. How they are computed (devices, blocks …)
+# may change between two runs.
 RESULT_KEYS = (
-    "max_target_length", "max_prefill_predict_length", "add_bos", "use_chat_template", "chat_template",
-    "chat_template_path", "tokenizer_path", "decode_sampling_strategy", "decode_sampling_temperature",
-    "decode_sampling_top_k", "decode_sampling_nucleus_p", "init_weights_seed", "return_log_prob", "quantization",
-    "quantize_kvcache", "kv_quant_dtype", "kv_quant_axis", "dtype", "weight_dtype", "matmul_precision",
-)  # fmt: skip
+    "max_target_length",
+    "max_prefill_predict_length",
+    "add_bos",
+    "use_chat_template",
+    "chat_template",
+    "chat_template_path",
+    "tokenizer_path",
+    "decode_sampling_strategy",
+    "decode_sampling_temperature",
+    "decode_sampling_top_k",
+    "decode_sampling_nucleus_p",
+    "init_weights_seed",
+    "return_log_prob",
+    "quantization",
+    "quantize_kvcache",
+    "kv_quant_dtype",
+    "kv_quant_axis",
+    "dtype",
+    "weight_dtype",
+    "matmul_precision",
+)
 USELESS = {
     "prompt": "the prompts are in the file",
     "load_parameters_path": "--model names the model",

@@ -195,7 +195,7 @@ class ReplyThread:
             progress.stop()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the engine, at most so many seconds; returns whether it is free."""
+        """Wait up to `seconds` for the engine; returns whether it is free."""
         self.thread.join(seconds)
         return not self.thread.is_alive()
 

@@ -34,7 +34,7 @@ PLAIN, DIM = "\x1b[0m", "\x1b[2m"
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that was found and configured, but not loaded."""
+    """A model with its configuration, before its weights are loaded."""
 
     path: str  # of a folder, or the name of a model
     config: MaxTextConfig
@@ -89,7 +89,7 @@ class GenerationSession:
 
     @property
     def reserved_prompt_tokens(self) -> int | None:
-        """max_prefill_predict_length if it is set: so many tokens are reserved for the prompt.
+        """The tokens that max_prefill_predict_length, if it is set, reserves for the prompt.
         Otherwise prompt and completion share max_target_length.
         """
         is_set = self.config.source("max_prefill_predict_length").is_user

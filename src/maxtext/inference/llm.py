@@ -1,6 +1,7 @@
 """The Python API: a model with its weights and, where it has one, its tokenizer."""
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -83,6 +84,7 @@ class LLM:
         self.param_infos = model_param_infos(template, config)
         self.disk_dtypes: dict[str, np.dtype] = {}  # of the weights in the checkpoint
         self.engine: InferenceEngine | None = None
+        self.engines: weakref.WeakSet[InferenceEngine] = weakref.WeakSet()  # with these weights
 
     @classmethod
     def load(cls, path: str | os.PathLike, progress: Progress | None = None, **keys: Any) -> "LLM":
@@ -303,8 +305,9 @@ class LLM:
         return processor
 
     def engine_for(self, slots: int, length: int) -> InferenceEngine:
-        """The engine for so many sequences at a time of such a length. It is kept, with its prefix
-        cache, until another size is needed; while it is in use, a second caller gets another one.
+        """The engine for `slots` sequences of up to `length` tokens at a time. It is reused, with
+        its prefix cache, until another size is needed. While it is leased, a second caller gets
+        another engine, which leaves the layout of the weights as it is.
         """
         if self.config.capacity_factor > 0:
             raise ConfigError(
@@ -312,16 +315,15 @@ class LLM:
                 " a completion would depend on the other requests of its batch: leave it out, or"
                 " set -1"
             )
-        in_use = False
         if self.engine is not None:
-            in_use = self.engine.leased
             same_size = self.engine.requested_size == (slots, length)
-            if same_size and not in_use and not self.engine.failed:
+            if same_size and not self.engine.leased and not self.engine.failed:
                 return self.engine
-            self.engine = None  # frees its caches before the next one allocates its own
-        if not in_use:
+            self.engine = None  # frees its caches before the next engine allocates its own
+        if not any(engine.leased for engine in self.engines):
             self.model.build_for(slots)
         self.engine = InferenceEngine(self.programs, self.weights, slots, length)
+        self.engines.add(self.engine)
         return self.engine
 
     def warm_up(self) -> None:
@@ -371,8 +373,8 @@ class LLM:
         progress: Progress | None = None,
         text_only: bool = False,
     ) -> None:
-        """Write a Hugging Face folder. Weights are written in `dtype` (but see `param_dtypes`), or as
-        they were in the folder that was loaded. Raises ConfigError if that folder had vision or
+        """Write a Hugging Face folder. Weights are written in `dtype` (but see `param_dtypes`), or
+        as they were in the folder that was loaded. Raises ConfigError if that folder had vision or
         audio tensors, unless `text_only`.
         """
         hf_assets, names = self.origin

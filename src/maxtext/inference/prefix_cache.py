@@ -1,4 +1,4 @@
-"""The prefix cache: which blocks of the KV cache hold which tokens, so that requests can share them.
+"""The prefix cache: which blocks of the KV cache hold which tokens, so that requests share them.
 
 The KV cache of full attention is a pool of blocks of `block_size` tokens in each layer. A sequence
 references the blocks of its block table, alone or together with others that begin with the same
@@ -6,7 +6,7 @@ tokens. A block without references is unused, or stays cached for later requests
 without references are evicted when blocks run short.
 
 Cached blocks form a tree: a node holds the tokens of one block, and its parent the block before, so
-that a path from the root is a prefix. Nodes are matched by their exact tokens. A block means nothing
+that a path from the root is a prefix. Nodes are matched by their exact tokens. A block is useless
 without those before it, so a node in device memory has its parent there too, and eviction takes the
 least recently used node without children on the device. An evicted node is offloaded to host memory
 if that has capacity, where it displaces the least recently used node, and it is loaded again when

@@ -201,7 +201,7 @@ class Scheduler:
         return steps
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate the blocks that a sequence lacks for so many tokens; False if too few are
+        """Allocate the blocks that a sequence lacks for `num_tokens` tokens; False if too few are
         free.
         """
         needed = -(-num_tokens // self.block_size) - len(sequence.blocks)

@@ -12,7 +12,7 @@ class Sequence:
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    token_ids: list[int] = field(default_factory=list)  # the prompt and the sampled tokens
+    token_ids: list[int] = field(init=False)  # the prompt and the sampled tokens
     slot: int = -1
     blocks: list[int] = field(default_factory=list)  # its block table
     # Tokens in the KV cache once all programs in flight have run. A program may have finished the

@@ -24,7 +24,7 @@ def row_tokens(count: int) -> int:
 
 
 def max_prefill_rows(tokens: int) -> int:
-    """The most rows of so many tokens that one prefill batch has, a power of two."""
+    """The most rows of `tokens` tokens in one prefill batch, a power of two."""
     return next_power_of_two(max(1, MAX_PREFILL_TOKENS // tokens) + 1) // 2
 
 
