@@ -11,16 +11,21 @@ from maxtext.common.rendezvous import ADDRESS_NAMES, Rendezvous, detect, host_na
 
 OLD, FLAG = "XLA_PYTHON_CLIENT_MEM_FRACTION", "--xla_gpu_enable_triton_gemm=false"
 SLURM = {
-    "SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "gpu[007-008],gpu12",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "gpu[007-008],gpu12",
     "SLURM_STEP_NUM_TASKS": "6",
-    "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-}  # fmt: skip
+}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-}  # fmt: skip
+}
 PODS = {
     "JOB_COMPLETION_INDEX": "1",
     "PROCESSES_IN_JOB": "2",
@@ -193,17 +198,23 @@ def test_hardware_cpu_ignores_accelerators(monkeypatch):
     ("environ", "settings"),
     [
         ({}, processes.GPU_DEFAULTS),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.5"},
-         processes.GPU_DEFAULTS | {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        (
+            {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+            processes.GPU_DEFAULTS | {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        ),
         # JAX refuses both names together.
         ({OLD: "0.5"}, {OLD: "0.5", "XLA_FLAGS": FLAG}),
-        ({"XLA_FLAGS": "--xla_other=1"}, processes.GPU_DEFAULTS | {"XLA_FLAGS": "--xla_other=1 "
-                                                                                f"{FLAG}"}),
-        ({"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
-         processes.GPU_DEFAULTS | {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}),
+        (
+            {"XLA_FLAGS": "--xla_other=1"},
+            processes.GPU_DEFAULTS | {"XLA_FLAGS": f"--xla_other=1 {FLAG}"},
+        ),
+        (
+            {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
+            processes.GPU_DEFAULTS | {"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
+        ),
         ({"XLA_FLAGS": "/etc/flags"}, processes.GPU_DEFAULTS | {"XLA_FLAGS": "/etc/flags"}),
     ],
-)  # fmt: skip
+)
 def test_environment_overrides_gpu_settings(environ, settings):
     assert processes.gpu_settings(environ) == settings
 

@@ -59,7 +59,8 @@ finally:
 """
 CHILD = """
 import gc, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
+# A shell that runs tests in the background ignores SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from maxtext.cli import entry, main
 def run(args):
     exec({program!r}, globals())

@@ -12,12 +12,17 @@ from maxtext.common.log import LOGGER
 from maxtext.diagnostics.console import Console, format_number, format_step_time, start_banner
 
 RECORD = {
-    "step": 12, "loss": 3.2141, "learning_rate": 3e-5, "grad_norm": 1.0, "raw_grad_norm": 1.2,
+    "step": 12,
+    "loss": 3.2141,
+    "learning_rate": 3e-5,
+    "grad_norm": 1.0,
+    "raw_grad_norm": 1.2,
     "param_norm": 9.0,
-    "step_time_seconds": 0.31, "tokens_per_second_per_device": 12345.4,
+    "step_time_seconds": 0.31,
+    "tokens_per_second_per_device": 12345.4,
     "tflops_per_second_per_device": 407.5,
     "mfu": 0.412,
-}  # fmt: skip
+}
 
 
 class Terminal(io.StringIO):
@@ -96,10 +101,17 @@ def test_shows_nan():
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0312, "31.2 ms"), (0.31, "0.31 s"), (45.2, "45 s"), (59.7, "1m00s"), (130, "2m10s"),
-     (3599.9, "1h00m"),
-     (11100, "3h05m"), (187200, "2d04h")],
-)  # fmt: skip
+    [
+        (0.0312, "31.2 ms"),
+        (0.31, "0.31 s"),
+        (45.2, "45 s"),
+        (59.7, "1m00s"),
+        (130, "2m10s"),
+        (3599.9, "1h00m"),
+        (11100, "3h05m"),
+        (187200, "2d04h"),
+    ],
+)
 def test_format_step_time(seconds, text):
     assert format_step_time(seconds) == text
 

@@ -153,9 +153,12 @@ def test_lines_are_flushed_valid_json_and_round_trip(tmp_path):
         assert len(lines) == count
         raw = json.loads(lines[-1], parse_constant=refuse)
     assert raw == {
-        "step": 1, "loss": None, "grad_norm": None, "z": None,
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "z": None,
         "not_finite": {"loss": "NaN", "grad_norm": "Infinity", "z": "-Infinity"},
-    }  # fmt: skip
+    }
     writer.close()
     back = read_metrics(path)
     assert back[0] == records[0]
@@ -222,10 +225,12 @@ def test_summary_is_valid_json(tmp_path):
     )
     write_summary(path, json.loads(path.read_text()) | {"path": tmp_path})
     assert json.loads(path.read_text()) == {
-        "loss": None, "final": {"step": 9, "loss": 0.5}, "list": [1, None],
+        "loss": None,
+        "final": {"step": 9, "loss": 0.5},
+        "list": [1, None],
         "not_finite": {"loss": "NaN"},
         "path": str(tmp_path),
-    }  # fmt: skip
+    }
     assert list(tmp_path.iterdir()) == [path]
 
 

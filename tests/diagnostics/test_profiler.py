@@ -71,9 +71,12 @@ def test_window_can_cover_the_run(make_config, events):
 
 def test_periodic_windows_repeat_while_they_fit(make_config, events):
     config = make_config(
-        profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2,
-        profile_periodically_period=4, profile_cleanly=False,
-    )  # fmt: skip
+        profiler=ProfilerType.XPLANE,
+        skip_first_n_steps_for_profiler=1,
+        profiler_steps=2,
+        profile_periodically_period=4,
+        profile_cleanly=False,
+    )
     assert drive(config, events, 0, 9) == [
         "start",
         1,

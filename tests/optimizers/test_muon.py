@@ -18,29 +18,46 @@ RATE, STEPS, BETA = 0.02, 10, 0.9
 
 # name: (axes, shape, how to see it as [copies, input, output] and back)
 MATRICES = {
-    "query": (("embed", "q_heads", "kv"), (8, 2, 3), lambda x: x.reshape(1, 8, 6),
-              lambda x: x.reshape(8, 2, 3)),
-    "fused": (
-        ("embed", "kv_heads", "qkv", "kv_head_dim"), (5, 2, 3, 2),
-        lambda x: x.reshape(1, 5, 12), lambda x: x.reshape(5, 2, 3, 2),
+    "query": (
+        ("embed", "q_heads", "kv"),
+        (8, 2, 3),
+        lambda x: x.reshape(1, 8, 6),
+        lambda x: x.reshape(8, 2, 3),
     ),
-    "out": (("heads", "kv", "embed"), (2, 3, 8), lambda x: x.reshape(1, 6, 8),
-            lambda x: x.reshape(2, 3, 8)),
+    "fused": (
+        ("embed", "kv_heads", "qkv", "kv_head_dim"),
+        (5, 2, 3, 2),
+        lambda x: x.reshape(1, 5, 12),
+        lambda x: x.reshape(5, 2, 3, 2),
+    ),
+    "out": (
+        ("heads", "kv", "embed"),
+        (2, 3, 8),
+        lambda x: x.reshape(1, 6, 8),
+        lambda x: x.reshape(2, 3, 8),
+    ),
     "wi": (("embed", "mlp"), (4, 9), lambda x: x[None], lambda x: x[0]),
     "wo": (("mlp", "embed"), (9, 4), lambda x: x[None], lambda x: x[0]),
     "experts": (("exp", "embed_moe", "mlp_moe"), (3, 4, 6), lambda x: x, lambda x: x),
     "stacked": (
-        ("embed", "layers", "q_heads", "kv"), (4, 3, 2, 2),
-        lambda x: x.swapaxes(0, 1).reshape(3, 4, 4), lambda x: x.reshape(3, 4, 2, 2).swapaxes(0, 1),
+        ("embed", "layers", "q_heads", "kv"),
+        (4, 3, 2, 2),
+        lambda x: x.swapaxes(0, 1).reshape(3, 4, 4),
+        lambda x: x.reshape(3, 4, 2, 2).swapaxes(0, 1),
     ),
     "stacked_experts": (
-        ("exp", "moe_layers", "mlp_moe", "embed_moe"), (2, 3, 5, 4),
-        lambda x: x.reshape(6, 5, 4), lambda x: x.reshape(2, 3, 5, 4),
+        ("exp", "moe_layers", "mlp_moe", "embed_moe"),
+        (2, 3, 5, 4),
+        lambda x: x.reshape(6, 5, 4),
+        lambda x: x.reshape(2, 3, 5, 4),
     ),
     "gate_and_up": (
-        ("embed", None, "mlp"), (4, 2, 5), lambda x: x.swapaxes(0, 1), lambda x: x.swapaxes(0, 1),
+        ("embed", None, "mlp"),
+        (4, 2, 5),
+        lambda x: x.swapaxes(0, 1),
+        lambda x: x.swapaxes(0, 1),
     ),
-}  # fmt: skip
+}
 OTHERS = {
     "embedding": (("vocab", "embed_vocab"), (7, 4)),
     "head": (("embed_vocab", "vocab"), (4, 7)),
@@ -128,10 +145,15 @@ def muon_in_numpy(name, decay, consistent_rms):
 )
 def test_matrices_use_newton_schulz_and_others_torch_adamw(consistent_rms, names):
     config = config_with(
-        muon_beta=BETA, muon_weight_decay=0.5, muon_consistent_rms=consistent_rms,
-        adam_b1=0.8, adam_b2=0.9, adam_eps=1e-3, adam_weight_decay=0.25,
+        muon_beta=BETA,
+        muon_weight_decay=0.5,
+        muon_consistent_rms=consistent_rms,
+        adam_b1=0.8,
+        adam_b2=0.9,
+        adam_eps=1e-3,
+        adam_weight_decay=0.25,
         adamw_mask=["^wo$", "norm", "bias"],
-    )  # fmt: skip
+    )
     actual, _ = train(config, {name: AXES[name] for name in names})
     for name in MATRICES.keys() & names:
         expected = muon_in_numpy(name, 0.0 if name == "wo" else 0.5, consistent_rms)

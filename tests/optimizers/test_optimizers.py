@@ -71,7 +71,7 @@ def as_flat(tree):
 
 
 def train(config):
-    """Ten jitted steps with donated state. All optimizers accept the arguments of spike skipping."""
+    """Ten jitted steps with donated state and the arguments of spike skipping."""
     optimizer = build_optimizer(config, AXES)
 
     def step(parameters, state, gradients):

@@ -24,9 +24,18 @@ BATCH, LENGTH, SIZE, HEADS, NOPE, ROPE, VALUE = 2, 9, 16, 4, 6, 4, 5
 
 def template(query_rank):
     spec = MlaSpec(
-        HEADS, 8, NOPE, ROPE, VALUE, 0.4, RopeSpec(interleave=True), NormSpec(), AttentionMask(),
-        query_rank=query_rank, report_max_logits=True,
-    )  # fmt: skip
+        HEADS,
+        8,
+        NOPE,
+        ROPE,
+        VALUE,
+        0.4,
+        RopeSpec(interleave=True),
+        NormSpec(),
+        AttentionMask(),
+        query_rank=query_rank,
+        report_max_logits=True,
+    )
     return Template.of(
         lambda: spec.build(Initializer(hash_rng.key_from_seed(0), "float32"), SIZE, "float32")
     )

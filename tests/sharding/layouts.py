@@ -3,14 +3,24 @@
 ROWS, LENGTH, VOCABULARY = 8, 48, 96
 
 COMMON = (
-    f"vocab_size={VOCABULARY}", f"max_target_length={LENGTH}", "base_emb_dim=40",
-    "base_num_query_heads=8", "base_num_decoder_layers=2", "dtype=float32",
-    "matmul_precision=highest", "attention=dot_product",
+    f"vocab_size={VOCABULARY}",
+    f"max_target_length={LENGTH}",
+    "base_emb_dim=40",
+    "base_num_query_heads=8",
+    "base_num_decoder_layers=2",
+    "dtype=float32",
+    "matmul_precision=highest",
+    "attention=dot_product",
     # With b1 = 0 Adam's first moment is the gradient; a large epsilon keeps rounding errors small.
-    "adam_b1=0", "adam_eps=0.01", "learning_rate=0.0003", "warmup_steps_fraction=0",
-    "learning_rate_final_fraction=1", "gradient_clipping_threshold=0", "steps=3",
+    "adam_b1=0",
+    "adam_eps=0.01",
+    "learning_rate=0.0003",
+    "warmup_steps_fraction=0",
+    "learning_rate_final_fraction=1",
+    "gradient_clipping_threshold=0",
+    "steps=3",
     "dataset_type=grain",
-)  # fmt: skip
+)
 EXPERTS = (
     "num_experts=8",
     "num_experts_per_tok=2",
@@ -25,20 +35,40 @@ MODELS = {
     # two equal layers
     "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS, "scan_layers=false"),
     "mla": (
-        "decoder_block=deepseek", *EXPERTS, "attention_type=mla", "q_lora_rank=24",
-        "kv_lora_rank=56", "qk_nope_head_dim=8", "qk_rope_head_dim=8", "v_head_dim=8",
-        "base_num_kv_heads=8", "head_dim=128", "first_num_dense_layers=1", "base_mlp_dim=48",
-        "shared_experts=1", *NO_REMAT, "routed_score_func=sigmoid", "routed_bias=true",
+        "decoder_block=deepseek",
+        *EXPERTS,
+        "attention_type=mla",
+        "q_lora_rank=24",
+        "kv_lora_rank=56",
+        "qk_nope_head_dim=8",
+        "qk_rope_head_dim=8",
+        "v_head_dim=8",
+        "base_num_kv_heads=8",
+        "head_dim=128",
+        "first_num_dense_layers=1",
+        "base_mlp_dim=48",
+        "shared_experts=1",
+        *NO_REMAT,
+        "routed_score_func=sigmoid",
+        "routed_bias=true",
         "routed_bias_update_rate=0.01",
     ),
     "delta": (
-        "decoder_block=qwen3_5", *HEADS, "base_mlp_dim=72", "gdn_num_key_heads=4",
-        "gdn_num_value_heads=8", "gdn_key_head_dim=64", "gdn_value_head_dim=8", "gdn_chunk_size=8",
+        "decoder_block=qwen3_5",
+        *HEADS,
+        "base_mlp_dim=72",
+        "gdn_num_key_heads=4",
+        "gdn_num_value_heads=8",
+        "gdn_key_head_dim=64",
+        "gdn_value_head_dim=8",
+        "gdn_chunk_size=8",
         "partial_rotary_factor=0.5",
         # A seed without queries or keys near zero, whose norm would amplify rounding errors.
-        "inhomogeneous_layer_cycle_interval=2", "init_weights_seed=2", *NO_REMAT,
+        "inhomogeneous_layer_cycle_interval=2",
+        "init_weights_seed=2",
+        *NO_REMAT,
     ),
-}  # fmt: skip
+}
 
 
 def axes(**sizes: int) -> tuple[str, ...]:

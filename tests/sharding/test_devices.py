@@ -22,11 +22,20 @@ from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH = 8, 16
 MODEL = [
-    "vocab_size=64", f"max_target_length={LENGTH}", "base_emb_dim=32", "base_num_query_heads=4",
-    "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=2",
-    "dtype=float32", "matmul_precision=highest", "attention=dot_product", "learning_rate=0.01",
+    "vocab_size=64",
+    f"max_target_length={LENGTH}",
+    "base_emb_dim=32",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=48",
+    "base_num_decoder_layers=2",
+    "dtype=float32",
+    "matmul_precision=highest",
+    "attention=dot_product",
+    "learning_rate=0.01",
     "warmup_steps_fraction=0",
-]  # fmt: skip
+]
 SHARDED = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
 MESHES = [
     SHARDED,

@@ -208,10 +208,18 @@ def test_trip_count_from_the_condition():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("f32[2,3]{1,0}", 24), ("(bf16[4], s8[3], pred[5])", 16), ("s4[3]", 2), ("f8e4m3fn[7]", 7), ("f32[]", 4),
-     ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048), ("token[]", 0), ("c64[2]", 16),
-     ("f32[<=6]", 24)],
-)  # fmt: skip
+    [
+        ("f32[2,3]{1,0}", 24),
+        ("(bf16[4], s8[3], pred[5])", 16),
+        ("s4[3]", 2),
+        ("f8e4m3fn[7]", 7),
+        ("f32[]", 4),
+        ("bf16[8,128]{1,0:T(8,128)(2,1)S(1)}", 2048),
+        ("token[]", 0),
+        ("c64[2]", 16),
+        ("f32[<=6]", 24),
+    ],
+)
 def test_bytes_of_hlo_types(text, size):
     assert array_bytes(text) == size
 

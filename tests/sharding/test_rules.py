@@ -65,10 +65,11 @@ def test_one_device_shards_nothing():
 def test_rules_of_base_yml():
     """fsdp shards the embedding dimension of weights; tensor shards heads, MLP and vocabulary."""
     config = load(
-        None, ["ici_data_parallelism=2", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"],
+        None,
+        ["ici_data_parallelism=2", "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2"],
         environ={},
         devices=Devices(16),
-    )  # fmt: skip
+    )
     mesh = AbstractMesh(tuple(config.ici_parallelism), tuple(config.mesh_axes))
     rules = AxisRules.from_config(config, mesh)
     fsdp, tensor = ("fsdp",), ("tensor",)

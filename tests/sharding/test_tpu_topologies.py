@@ -33,10 +33,18 @@ show(found, suggested)
 print(json.dumps(to_json(found, suggested)))
 """
 TINY = [
-    "base_emb_dim=128", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=32",
-    "base_mlp_dim=256", "base_num_decoder_layers=2", "vocab_size=512", "max_target_length=128",
-    "per_device_batch_size=1", "dataset_type=synthetic", "attention=dot_product",
-]  # fmt: skip
+    "base_emb_dim=128",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=32",
+    "base_mlp_dim=256",
+    "base_num_decoder_layers=2",
+    "vocab_size=512",
+    "max_target_length=128",
+    "per_device_batch_size=1",
+    "dataset_type=synthetic",
+    "attention=dot_product",
+]
 
 
 def bare_environment():
@@ -50,10 +58,11 @@ def bare_environment():
 
 def run_estimate(target, *overrides, slices=1):
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, target, str(slices), *overrides], capture_output=True,
+        [sys.executable, "-c", SCRIPT, target, str(slices), *overrides],
+        capture_output=True,
         text=True,
         env=bare_environment(),
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     *shown, data = result.stdout.splitlines()
     print("\n".join(shown))
@@ -62,9 +71,14 @@ def run_estimate(target, *overrides, slices=1):
 
 def test_llama2_7b_on_64_chips():
     found = run_estimate(
-        "v5p:4x4x4", "model_name=llama2-7b", "max_target_length=4096", "per_device_batch_size=4",
-        "attention=flash", "remat_policy=full", "dataset_type=synthetic",
-    )  # fmt: skip
+        "v5p:4x4x4",
+        "model_name=llama2-7b",
+        "max_target_length=4096",
+        "per_device_batch_size=4",
+        "attention=flash",
+        "remat_policy=full",
+        "dataset_type=synthetic",
+    )
     program = found["compiled"]
     assert 6 * GIB < program["peak"] - program["arguments"] < program["temporaries"] < 10 * GIB
     assert found["weights"] == 4 * 6_738_415_616 // 64
@@ -83,9 +97,14 @@ def test_llama2_7b_on_64_chips():
 
 def test_llama3_1_405b_on_1024_chips():
     found = run_estimate(
-        "v5p:8x8x16", "model_name=llama3.1-405b", "max_target_length=8192",
-        "per_device_batch_size=1", "attention=flash", "remat_policy=full", "dataset_type=synthetic",
-    )  # fmt: skip
+        "v5p:8x8x16",
+        "model_name=llama3.1-405b",
+        "max_target_length=8192",
+        "per_device_batch_size=1",
+        "attention=flash",
+        "remat_policy=full",
+        "dataset_type=synthetic",
+    )
     assert found["parameters"] == 405_853_388_800
     norms = (2 * 126 + 1) * 16_384  # replicated
     assert found["weights"] == 4 * ((405_853_388_800 - norms) // 1024 + norms)
@@ -107,10 +126,12 @@ def test_train_compile_writes_a_step_for_a_slice(tmp_path):
         "compiled_trainstep_file=step.bin",
     ]
     result = subprocess.run(
-        [sys.executable, "-m", "maxtext.train_compile", *overrides], capture_output=True, text=True,
+        [sys.executable, "-m", "maxtext.train_compile", *overrides],
+        capture_output=True,
+        text=True,
         cwd=tmp_path,
         env=bare_environment(),
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     header = json.loads((tmp_path / "step.bin").read_bytes().partition(b"\n")[0])
     assert (header["platform"], header["devices"]) == ("tpu", 8)

@@ -12,10 +12,16 @@ from maxtext.tokenizers import open_tokenizer
 
 KINDS = ["huggingface", "sentencepiece", "tiktoken", "byte"]
 TEXTS = [
-    "", " ", "Hello world", "  two  spaces \t\n\n  x "
-        " ", "don't 1234567 THE end\r\n", "日本語 🙂 e\u0301 \u3000",
-    "a\0b\x7f\ufeff", "<s>not special</s> <|im_start|> <|begin_of_text|> <sep>", "the quick brown fox " * 200,
-]  # fmt: skip
+    "",
+    " ",
+    "Hello world",
+    "  two  spaces \t\n\n  x  ",
+    "don't 1234567 THE end\r\n",
+    "日本語 🙂 e\u0301 \u3000",
+    "a\0b\x7f\ufeff",
+    "<s>not special</s> <|im_start|> <|begin_of_text|> <sep>",
+    "the quick brown fox " * 200,
+]
 BROKEN = ["a\ud800b", "\udfff", "\ud83d\ude42"]
 
 

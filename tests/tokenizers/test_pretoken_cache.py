@@ -20,7 +20,8 @@ CASED = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
 )
 O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}*{CASED[1]}+{CASED[2]}|[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}+{CASED[1]}*{CASED[2]}"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}*{CASED[1]}+{CASED[2]}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{CASED[0]}+{CASED[1]}*{CASED[2]}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PATTERNS = {"gpt2": None, "llama3": LLAMA3, "o200k": O200K}
@@ -50,10 +51,33 @@ def texts(count, seed=0):
     generator = random.Random(seed)
     supported = supported_characters()
     kinds = [
-        "abc", "XYZ", "019", " ", "  ", "\n", "\r", "\t", "'", "'s", "'LL", "'Ve", "/", ".,!?",
-        "éüß", "ДЖя", "αΩ", "²½Ⅷ", "“”’–…", "\u00a0\u2003\u2028", "\x1c\x1f\x0b\x0c\x85", "ǅʰª",
-        "</s>", "🙂→✓", supported, supported,
-    ]  # fmt: skip
+        "abc",
+        "XYZ",
+        "019",
+        " ",
+        "  ",
+        "\n",
+        "\r",
+        "\t",
+        "'",
+        "'s",
+        "'LL",
+        "'Ve",
+        "/",
+        ".,!?",
+        "éüß",
+        "ДЖя",
+        "αΩ",
+        "²½Ⅷ",
+        "“”’–…",
+        "\u00a0\u2003\u2028",
+        "\x1c\x1f\x0b\x0c\x85",
+        "ǅʰª",
+        "</s>",
+        "🙂→✓",
+        supported,
+        supported,
+    ]
     for _ in range(count):
         runs = (
             generator.choices(generator.choice(kinds), k=generator.randint(1, 4)) for _ in range(40)

@@ -11,10 +11,15 @@ from maxtext.tokenizers import open_tokenizer, tiktoken_encodings
 from tests.tokenizers.tiny import CHATML, CORPUS, tiny_ranks, write_tiktoken
 
 TEXTS = [
-    *CORPUS, "it'S HE'LL  don't\r\n\r\n  "
-        "x\n\n", "a/b//c\n/d 123456 ½ Ⅷ", "Ünïcödé ǅ ʰ 日本go漢字 \u0301x",
-    " \n ", "x  ", "\t\n  ", "HTTPServer.getName();\n/x",
-]  # fmt: skip
+    *CORPUS,
+    "it'S HE'LL  don't\r\n\r\n  x\n\n",
+    "a/b//c\n/d 123456 ½ Ⅷ",
+    "Ünïcödé ǅ ʰ 日本go漢字 \u0301x",
+    " \n ",
+    "x  ",
+    "\t\n  ",
+    "HTTPServer.getName();\n/x",
+]
 
 
 def test_kimi_pattern_and_special_tokens_equal_the_published_ones():
@@ -26,11 +31,15 @@ def test_kimi_pattern_and_special_tokens_equal_the_published_ones():
         "(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
     )
     parts = [
-        r"[\p{Han}]+", rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{endings}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}", r"\p{N}{1,3}",
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{endings}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{endings}",
+        r"\p{N}{1,3}",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
-    ]  # fmt: skip
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
     spec = tiktoken_encodings.kimi(163584)
     assert spec.pattern == "|".join(parts)
     assert (spec.specials["[BOS]"], spec.specials["[EOS]"]) == (163584, 163585)
@@ -59,15 +68,20 @@ def test_llama3_special_tokens():
     """The ids are those of Llama 3.1."""
     specials = tiktoken_encodings.llama3(128000).specials
     published = {
-        "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001,
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
         "<|reserved_special_token_0|>": 128002,
-        "<|reserved_special_token_1|>": 128003, "<|finetune_right_pad_id|>": 128004,
-        "<|reserved_special_token_2|>": 128005, "<|start_header_id|>": 128006,
+        "<|reserved_special_token_1|>": 128003,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|reserved_special_token_2|>": 128005,
+        "<|start_header_id|>": 128006,
         "<|end_header_id|>": 128007,
-        "<|eom_id|>": 128008, "<|eot_id|>": 128009, "<|python_tag|>": 128010,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
         "<|reserved_special_token_3|>": 128011,
         "<|reserved_special_token_247|>": 128255,
-    }  # fmt: skip
+    }
     assert published.items() <= specials.items()
     assert sorted(specials.values()) == list(range(128000, 128256))
 
@@ -75,11 +89,16 @@ def test_llama3_special_tokens():
 def test_tokenizer_config_names_the_special_tokens(tmp_path):
     file = write_tiktoken(tmp_path / "tiktoken.model")
     settings = {
-        "added_tokens_decoder": {"320": {"content": "[BOS]"}, "330": {"content": "<|im_end|>"},
-                                 "5": {"content": "no"}},
-        "bos_token": "[BOS]", "eos_token": {"content": "<|im_end|>"}, "pad_token": "unheard of",
+        "added_tokens_decoder": {
+            "320": {"content": "[BOS]"},
+            "330": {"content": "<|im_end|>"},
+            "5": {"content": "no"},
+        },
+        "bos_token": "[BOS]",
+        "eos_token": {"content": "<|im_end|>"},
+        "pad_token": "unheard of",
         "chat_template": CHATML,
-    }  # fmt: skip
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for path in (file, tmp_path):
         tokenizer = open_tokenizer(str(path))

@@ -101,11 +101,16 @@ def write_sentencepiece(path: Path, vocab_size: int = 400) -> Path:
 
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(CORPUS), model_writer=model, vocab_size=vocab_size,
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=vocab_size,
         byte_fallback=True,
-        control_symbols=["<sep>", "<sep>>"], normalization_rule_name="identity",
-        remove_extra_whitespaces=False, num_threads=1, minloglevel=2,
-    )  # fmt: skip
+        control_symbols=["<sep>", "<sep>>"],
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(model.getvalue())
     return path

@@ -108,9 +108,8 @@ class Console:
         if has("tokens_per_second_per_device"):
             parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
         if has("tflops_per_second_per_device"):
-            parts.append(
-                f"{format_number(record['tflops_per_second_per_device'], decimals=1)} TFLOP/s/device"
-            )
+            tflops = format_number(record["tflops_per_second_per_device"], decimals=1)
+            parts.append(f"{tflops} TFLOP/s/device")
         parts += self.utilisation(record, short)
         if has("step_time_seconds") and not short:
             parts.append(format_step_time(record["step_time_seconds"] or 0.0))

@@ -1,5 +1,4 @@
-"""collect_stack_trace: dumps the Python stacks of all threads every stack_trace_interval_seconds, to
-show where a run hangs.
+"""collect_stack_trace: dumps the stacks of all threads every stack_trace_interval_seconds.
 
 The dumps come from a C thread (faulthandler), so they appear even while Python is blocked in a call
 into the devices. Each starts with `Timeout (…)!`, which is how faulthandler reports the interval.

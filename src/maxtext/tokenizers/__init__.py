@@ -6,6 +6,11 @@ from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.load import find_tokenizer, load_tokenizer, open_tokenizer
 
 __all__ = [
-    "ByteTokenizer", "ChatTemplate", "Tokenizer", "chat_template", "find_tokenizer",
-    "load_tokenizer", "open_tokenizer",
-]  # fmt: skip
+    "ByteTokenizer",
+    "ChatTemplate",
+    "Tokenizer",
+    "chat_template",
+    "find_tokenizer",
+    "load_tokenizer",
+    "open_tokenizer",
+]
