@@ -133,6 +133,17 @@ def test_modules_import_each_other_in_one_direction():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_functions_have_at_most_80_lines():
+    long = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > 80
+    ]
+    assert not long
+
+
 def test_doors_are_thin():
     thick = [path.name for path in PACKAGE.glob("*.py") if len(path.read_text().splitlines()) > 40]
     assert not thick

@@ -15,6 +15,7 @@ program reads it there: the new token is an input of all of them.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,6 +55,24 @@ def supports(
     return None
 
 
+def block_and_stages(block: int, page: int, head_dim: int, dtype: Any) -> tuple[int, int]:
+    """The tokens that a program reads at a time, a divisor of the page, and the pipeline stages
+    that fit in shared memory.
+    """
+    block = math.gcd(max(pl.next_power_of_2(block), MIN_ROWS), page)
+    while block > MIN_ROWS and tile_bytes(block, head_dim, dtype) > SHARED_BYTES // 2:
+        block //= 2
+    return block, max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, head_dim, dtype)))
+
+
+def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> pl.BlockSpec:
+    """The block of one head of an array with heads, or of the whole array without."""
+    if array.ndim == 1:
+        return pl.BlockSpec((first,), lambda b, k, s: (index(b),))
+    rest = array.shape[2:]
+    return pl.BlockSpec((first, None, *rest), lambda b, k, s: (index(b), k, *[0] * len(rest)))
+
+
 def paged_attention(
     q: Array,
     new: dict[str, Array],
@@ -79,25 +98,12 @@ def paged_attention(
     pages, page, kv_heads, _ = pool["key"].shape
     group_size = heads // kv_heads
     padded_group = max(MIN_ROWS, pl.next_power_of_2(group_size))
-    block = math.gcd(max(pl.next_power_of_2(block), MIN_ROWS), page)
-    while block > MIN_ROWS and tile_bytes(block, head_dim, pool["key"].dtype) > SHARED_BYTES // 2:
-        block //= 2
-    stages = max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, head_dim, pool["key"].dtype)))
+    block, stages = block_and_stages(block, page, head_dim, pool["key"].dtype)
     tiles = table.shape[1] * page // block
     splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, batch * kv_heads)))
-    flat_pool = {
-        name: array.reshape(pages * page, *array.shape[2:]) for name, array in pool.items()
-    }
-
-    def by_head(first: int | None, array: Array, index: Any) -> pl.BlockSpec:
-        """One head of an array with heads, all of one without."""
-        if array.ndim == 1:
-            return pl.BlockSpec((first,), lambda b, k, s: (index(b),))
-        rest = array.shape[2:]
-        return pl.BlockSpec((first, None, *rest), lambda b, k, s: (index(b), k, *[0] * len(rest)))
-
-    new_specs = [by_head(None, new[name], lambda b: b) for name in pool]
-    pool_specs = [by_head(pages * page, flat_pool[name], lambda b: 0) for name in pool]
+    flat_pool = {name: array.reshape(-1, *array.shape[2:]) for name, array in pool.items()}
+    new_specs = [head_spec(None, new[name], lambda b: b) for name in pool]
+    pool_specs = [head_spec(pages * page, flat_pool[name], lambda b: 0) for name in pool]
     kernel = functools.partial(
         attention_span,
         names=tuple(pool),
@@ -144,9 +150,8 @@ def paged_attention(
         *flat_pool.values(),
     )
     attn_out = combine_spans(context, largest, total, sinks, q.dtype, interpret)
-    updated_pool = {
-        name: array.reshape(pool[name].shape) for name, array in zip(pool, written, strict=True)
-    }
+    arrays = zip(pool, written, strict=True)
+    updated_pool = {name: array.reshape(pool[name].shape) for name, array in arrays}
     return attn_out.reshape(q.shape), updated_pool
 
 
