@@ -355,6 +355,18 @@ PHI4_MINI = {
     "sliding_window": 262144, "tie_word_embeddings": True,
 }  # fmt: skip
 
+
+def cohere(kind: str, width: int, layers: int, heads: int, kv: int, mlp: int, **more: Any) -> Json:
+    return llama(width, layers, heads, kv, mlp, 256000) | {
+        "architectures": [f"{kind}ForCausalLM"], "layer_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True, **more,
+    }  # fmt: skip
+
+
+COMMAND_R7B = {
+    "logit_scale": 0.25, "rope_theta": 50000.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+}  # fmt: skip
+
 PUBLISHED: dict[str, Published] = {
     "llama2-7b": Published("meta-llama/Llama-2-7b-hf", llama(4096, 32, 32, 32, 11008, 32000), 6_738_415_616),
     "llama2-13b": Published("meta-llama/Llama-2-13b-hf", llama(5120, 40, 40, 40, 13824, 32000), 13_015_864_320),
@@ -461,6 +473,11 @@ PUBLISHED: dict[str, Published] = {
                        14_659_507_200),
     "phi-4-mini": Published("microsoft/Phi-4-mini-instruct", phi3(3072, 32, 24, 8, 8192, 200064, **PHI4_MINI),
                             3_836_021_760),
+    "command-r-35b": Published("CohereLabs/c4ai-command-r-v01",
+                               cohere("Cohere", 8192, 40, 64, 64, 22528, logit_scale=0.0625, rope_theta=8e6),
+                               34_980_831_232),
+    "command-r7b": Published("CohereLabs/c4ai-command-r7b-12-2024",
+                             cohere("Cohere2", 4096, 32, 32, 8, 14336, **COMMAND_R7B)),
     # 50257 tokens, 2048 positions, in the paper; here padded, and more positions.
     "gpt3-175b": Published("Brown et al. 2020", gpt3(12288, 96, 96, 50257, 2048),
                            None, (50304 - 50257 + 16384 - 2048) * 12288),

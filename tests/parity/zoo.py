@@ -104,7 +104,7 @@ LLAMA4 = dict(
     num_hidden_layers=5, intermediate_size_mlp=72, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=7,
     floor_scale=8,
 )  # fmt: skip
-PHI3 = dict(head_dim=ABSENT)
+NO_HEAD_DIM = dict(head_dim=ABSENT)  # heads together are as wide as the model
 FACTORS = dict(
     short_factor=[1.0, 1.02, 1.1, 1.25, 1.5, 2.0], long_factor=[1.0, 1.2, 2.5, 5.5, 11.0, 23.5]
 )
@@ -310,21 +310,34 @@ CASES = {
                                  beta_slow=1.0, attention_factor=1.2),
         },
     ),
-    "phi3": case("Phi3", PHI3, sliding_window=5),
+    "phi3": case("Phi3", NO_HEAD_DIM, sliding_window=5),
     "phi3 long": case(
-        "Phi3", PHI3, rope("longrope", 9_000.5, **FACTORS), original_max_position_embeddings=16, num_hidden_layers=3,
+        "Phi3", NO_HEAD_DIM, rope("longrope", 9_000.5, **FACTORS), original_max_position_embeddings=16, num_hidden_layers=3,
         tie_word_embeddings=True,
     ),
     "phi3 short partial": case(
-        "Phi3", PHI3, rope("longrope", attention_factor=1.3, partial_rotary_factor=0.75, **FACTORS), hidden_size=64,
+        "Phi3", NO_HEAD_DIM, rope("longrope", attention_factor=1.3, partial_rotary_factor=0.75, **FACTORS), hidden_size=64,
         max_position_embeddings=16_384, original_max_position_embeddings=4096, num_key_value_heads=4,
     ),
     "phi3 published": case(
-        "Phi3", PHI3, rope("longrope", partial_rotary_factor=0.75, **FACTORS), hidden_size=64,
+        "Phi3", NO_HEAD_DIM, rope("longrope", partial_rotary_factor=0.75, **FACTORS), hidden_size=64,
         original_max_position_embeddings=8,
         published={
             "rope_parameters": ABSENT, "rope_theta": 10_000.0, "partial_rotary_factor": 0.75,
             "rope_scaling": {"type": "longrope", **FACTORS},
+        },
+    ),
+    "cohere": case("Cohere", NO_HEAD_DIM, num_hidden_layers=3),
+    "cohere normed queries": case(
+        "Cohere", NO_HEAD_DIM, rope(theta=8_000_000.0), use_qk_norm=True, logit_scale=0.8333, num_attention_heads=6,
+        num_key_value_heads=3, attention_bias=True, layer_norm_eps=1e-4,
+    ),
+    "cohere untied": case("Cohere", NO_HEAD_DIM, tie_word_embeddings=False, logit_scale=0.25, num_key_value_heads=4),
+    "cohere2": case("Cohere2", NO_HEAD_DIM, num_hidden_layers=5, sliding_window=5, logit_scale=0.25),
+    "cohere2 published": case(
+        "Cohere2", NO_HEAD_DIM, num_hidden_layers=3, sliding_window=7, layer_types=[SLIDING, FULL, SLIDING],
+        published={
+            "layer_types": ABSENT, "sliding_window_pattern": 2, "rope_parameters": ABSENT, "rope_theta": 50_000.0,
         },
     ),
     "gpt2": Case("GPT2", GPT2),
@@ -338,7 +351,7 @@ ONE_EACH = [
     "llama", "mistral", "mixtral sliding", "gemma", "gemma2", "gemma3 stretched", "gemma4 shared experts",
     "qwen2 mixed", "qwen3", "qwen3 experts sliding", "qwen3-next one to one", "qwen3.5 one to one", "qwen3.5 experts",
     "deepseek2 lite", "deepseek3", "deepseek3.2", "deepseek3.2 ties", "gpt-oss",
-    "llama4 scaled", "olmo3 yarn", "phi3 long", "gpt2",
+    "llama4 scaled", "olmo3 yarn", "phi3 long", "cohere", "cohere2", "gpt2",
 ]  # fmt: skip
 # Cases that are quick and see most of the code.
 FAST = {
@@ -346,7 +359,7 @@ FAST = {
     "gemma", "gemma2", "gemma3 stretched", "gemma4 ropes", "gemma4 shared experts", "qwen2 mixed", "qwen3",
     "qwen3 experts sliding", "qwen3-next one to one", "qwen3.5 one to one", "deepseek2 lite", "deepseek3",
     "deepseek3.2 sees all", "gpt-oss", "llama4 scaled", "olmo3 yarn", "gpt2", "gpt2 wide",
-    "phi3", "phi3 long", "phi3 short partial",
+    "phi3", "phi3 long", "phi3 short partial", "cohere", "cohere normed queries", "cohere2",
 }  # fmt: skip
 
 

@@ -76,7 +76,8 @@ class AttentionSpec:
     # The output of a head is multiplied by the sigmoid of a gate, which is projected as its query.
     gated: bool = False
     qk_norm: NormSpec | None = None
-    # head: each head before RoPE; heads: all heads of a token jointly; rotated: each after RoPE
+    # head: each head before RoPE; scaled_head: with a scale for each head; heads: all heads of a
+    # token jointly; rotated: each head after RoPE
     qk_norm_over: str = "head"
     value_norm: NormSpec | None = None
     temperature: Temperature | None = None
@@ -184,12 +185,17 @@ class Attention(Sublayer):
             query_dim, key_dim = spec.head_dim, spec.head_dim
             if spec.qk_norm_over == "heads":
                 query_dim, key_dim = query_dim * spec.query_heads, key_dim * spec.kv_heads
-            self.query_norm = Norm(initializer, spec.qk_norm, query_dim, dtype)
-            self.key_norm = Norm(initializer, spec.qk_norm, key_dim, dtype)
+            per_head = spec.qk_norm_over == "scaled_head"
+            heads, kv_heads = (spec.query_heads, spec.kv_heads) if per_head else (None, None)
+            self.query_norm = Norm(initializer, spec.qk_norm, query_dim, dtype, heads=heads)
+            self.key_norm = Norm(initializer, spec.qk_norm, key_dim, dtype, heads=kv_heads)
         if spec.value_norm:
             self.value_norm = Norm(initializer, spec.value_norm, spec.head_dim, dtype)
-        heads = (spec.query_heads,)
-        self.sinks = initializer.normal("sinks", heads, 0.02, ("q_heads",)) if spec.sinks else None
+        self.sinks = (
+            initializer.normal("sinks", (spec.query_heads,), 0.02, ("q_heads",))
+            if spec.sinks
+            else None
+        )
 
     def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
         spec = self.spec

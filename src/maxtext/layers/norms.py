@@ -13,19 +13,21 @@ from maxtext.layers.parameters import Initializer
 
 @dataclass(frozen=True)
 class NormSpec:
-    """`kind`: rms, or layer (mean removed, with bias). `offset`: the stored scale is what is added
-    to 1.
+    """`kind`: rms, or layer (the mean is subtracted). `offset`: the stored scale is added to 1.
 
-    `scaled`: false leaves out the weight.
+    `scaled=False` leaves out the scale, `bias=False` the bias of a layer norm.
     """
 
     kind: str = "rms"
     epsilon: float = 1e-5
     offset: bool = False
     scaled: bool = True
+    bias: bool = True  # of kind layer
 
 
 class Norm(nnx.Module):
+    """`heads`: x is [..., heads, dim], and each head has a scale of its own."""
+
     def __init__(
         self,
         initializer: Initializer,
@@ -33,15 +35,16 @@ class Norm(nnx.Module):
         dim: int,
         dtype: Any,
         axis: str | None = "norm",
+        heads: int | None = None,
     ):
         self.spec = spec
         self.dtype = dtype
+        shape, axes = ((dim,), (axis,)) if heads is None else ((heads, dim), (None, axis))
         self.scale = (
-            initializer.constant((dim,), 0.0 if spec.offset else 1.0, (axis,))
-            if spec.scaled
-            else None
+            initializer.constant(shape, 0.0 if spec.offset else 1.0, axes) if spec.scaled else None
         )
-        self.bias = initializer.constant((dim,), 0.0, (axis,)) if spec.kind == "layer" else None
+        has_bias = spec.kind == "layer" and spec.bias
+        self.bias = initializer.constant(shape, 0.0, axes) if has_bias else None
 
     @property
     def factors(self) -> jax.Array | None:

@@ -41,6 +41,11 @@ def config_differences(config: MaxTextConfig, second: MaxTextConfig) -> list[str
         )
     if config.logits_via_embedding and config.normalize_embedding_logits:
         differences["normalize_embedding_logits=True"] = None
+    differences |= dict.fromkeys(
+        value_differences(
+            config.architecture.logit_scale, second.architecture.logit_scale, "logit_scale"
+        )
+    )
     specs, second_specs = layers(config), layers(second)
     differences |= dict.fromkeys(value_differences(len(specs), len(second_specs), "layers"))
     for spec, second_spec in zip(specs, second_specs, strict=False):

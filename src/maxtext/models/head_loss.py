@@ -26,6 +26,7 @@ class HeadSpec:
     exact: bool  # not in the precision of the other matmuls
     tied: bool  # the weight is the embedding
     capped: bool  # logits have a soft cap
+    scaled: bool  # logits are multiplied by a constant
 
 
 class HeadLoss:
@@ -60,8 +61,8 @@ class Fp8HeadLoss(HeadLoss):
     def supports(cls, spec: HeadSpec, context: BuildContext) -> str | None:
         if context.precision != "fp8" or spec.exact:
             return "needs quantization=fp8_full"
-        if spec.tied or spec.capped:
-            return "needs a weight of its own and no soft cap"
+        if spec.tied or spec.capped or spec.scaled:
+            return "needs a weight of its own, no soft cap and no logit scale"
         shapes = [(spec.embed_dim, spec.vocab_size)]
         if not matmul.supports((TILE, spec.embed_dim), shapes, 1, context.only_platform):
             return context.not_one_nvidia_gpu((8, 9)) or f"needs dimensions in tiles of {TILE}"

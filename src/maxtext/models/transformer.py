@@ -56,9 +56,9 @@ class Transformer(nnx.Module):
         self.logit_dtype = "float32" if config.logits_dot_in_fp32 else self.dtype
         self.float32_logits = config.cast_logits_to_fp32
         self.logit_cap = config.final_logits_soft_cap or None
-        self.logit_scale = (
-            1 / math.sqrt(config.emb_dim) if config.normalize_embedding_logits else 1.0
-        )
+        self.logit_scale = config.architecture.logit_scale
+        if config.logits_via_embedding and config.normalize_embedding_logits:
+            self.logit_scale /= math.sqrt(config.emb_dim)
         self.fixed_positions = config.use_untrainable_positional_embedding
         self.embedding_scale = (
             math.sqrt(config.emb_dim) if family(config).scaled_embedding else None
@@ -197,7 +197,9 @@ class Transformer(nnx.Module):
             [logits] = project(x, self.head, weight_grads_first=True)
         else:
             x, table = order_weight_grads(x, self.embedder.embedding[...].astype(self.logit_dtype))
-            logits = x @ table.T * self.logit_scale
+            logits = x @ table.T
+        if self.logit_scale != 1:
+            logits = logits * self.logit_scale
         if x.ndim == 3:
             logits = constrain(
                 logits, "activation_embed_and_logits_batch", "activation_length", "activation_vocab"
@@ -231,6 +233,7 @@ def head_spec(config: MaxTextConfig) -> HeadSpec:
         exact=quantization != "fp8_full",
         tied=config.logits_via_embedding,
         capped=bool(config.final_logits_soft_cap),
+        scaled=config.architecture.logit_scale != 1,
     )
 
 

@@ -17,6 +17,7 @@ class Architecture(BaseModel):
         None  # the fields of a RopeSpec, by kind of layer
     )
     softmax_scale: float | None = None
+    logit_scale: float = 1.0  # by which logits are multiplied
     normalise_chosen: bool | None = (
         None  # whether the weights of a token's experts are made to sum to one
     )

@@ -155,6 +155,8 @@ class DecoderBlockType(StrEnum):
     LLAMA4 = "llama4"
     OLMO3 = "olmo3"
     PHI3 = "phi3"
+    COHERE = "cohere"
+    COHERE2 = "cohere2"
     SIMPLE = "simple"
     SIMPLE_MLP = "simple_mlp"
 

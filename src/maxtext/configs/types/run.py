@@ -86,6 +86,8 @@ class RunInfo(Group):
         "phi-3-medium",
         "phi-4",
         "phi-4-mini",
+        "command-r-35b",
+        "command-r7b",
     ] = "default"
     override_model_config: bool = False
     override_logical_axis_rules: bool = False
