@@ -15,23 +15,36 @@ from maxtext.models.transformer import make_template
 from tests.tokenizers.tiny import write_bpe
 
 TINY = {
-    "base_emb_dim": 16, "base_num_query_heads": 4, "base_num_kv_heads": 2, "head_dim": 8,
+    "base_emb_dim": 16,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
     "base_mlp_dim": 24,
-    "base_num_decoder_layers": 2, "vocab_size": 400, "max_target_length": 32,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 400,
+    "max_target_length": 32,
     "scan_layers": "false",
     "override_model_config": "true",
-}  # fmt: skip
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 12}
 LATENT = {
-    "base_num_kv_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8,
+    "base_num_kv_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "first_num_dense_layers": 1, "n_routing_groups": 2, "topk_routing_group": 1,
-}  # fmt: skip
+    "v_head_dim": 8,
+    "first_num_dense_layers": 1,
+    "n_routing_groups": 2,
+    "topk_routing_group": 1,
+}
 DELTA = {
-    "gdn_key_head_dim": 8, "gdn_value_head_dim": 8, "gdn_num_key_heads": 2,
+    "gdn_key_head_dim": 8,
+    "gdn_value_head_dim": 8,
+    "gdn_num_key_heads": 2,
     "gdn_num_value_heads": 4,
     "base_num_decoder_layers": 4,
-}  # fmt: skip
+}
 FAMILIES = {
     "llama3.1-8b": {},
     "llama4-17b-16e": EXPERTS

@@ -53,14 +53,22 @@ RULES = [
     ),
 ]
 SIZES = [
-    "decoder_block=llama2", "vocab_size=64", "base_emb_dim=32", "base_num_query_heads=4",
-    "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=48", "base_num_decoder_layers=4",
-    "max_target_length=16", "dtype=float32", "attention=dot_product",
-]  # fmt: skip
+    "decoder_block=llama2",
+    "vocab_size=64",
+    "base_emb_dim=32",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=48",
+    "base_num_decoder_layers=4",
+    "max_target_length=16",
+    "dtype=float32",
+    "attention=dot_product",
+]
 
 
 def model(*words, devices=1):
-    """(configuration, template, places) of the small Llama, changed by words."""
+    """(configuration, template, param_infos) of the small Llama, changed by overrides."""
     settings = dict(word.split("=") for word in (*SIZES, *words))
     config = load(
         None,
@@ -157,7 +165,7 @@ def hang(job):
 
 
 def shard(job):
-    """Load a folder of our weights on the devices of this process, laid out by a configuration."""
+    """Load a native folder on the devices of this process, sharded by a configuration."""
     import jax
 
     from maxtext.sharding import AxisRules, make_mesh

@@ -10,26 +10,66 @@ from typing import Any
 
 import pytest
 
-from maxtext.checkpoint.convert.command import described
+from maxtext.checkpoint.convert.command import unrolled_model
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import UserError
 from maxtext.common.files import read_json_object
 from maxtext.tokenizers import find_tokenizer
 from tests.checkpoint.hf_folders import FAMILIES, write_hf_folder
 
-FILES = ("config.json", "model.safetensors.index.json", "tokenizer_config.json",
-         "generation_config.json",
-         "tokenizer.json")  # fmt: skip
+FILES = (
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "tokenizer.json",
+)
 SHARES = (10, 3, 2, 2, 1)  # how often each file is chosen
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**6, 2**31, 10**30, -(10**30), 0.0, 0.5, -1.5,
-    1e-300, 1e300,
-    float("nan"), float("inf"), "", "x", "64", "two", "full_attention", "../../etc/passwd", "a\0b",
-    "\ud800", "é" * 300,
-    [], [[]], [0], [1, "a"], ["x"], ["Qwen3ForCausalLM"], {}, {"a": 1}, {"content": 5},
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    64,
+    10**6,
+    2**31,
+    10**30,
+    -(10**30),
+    0.0,
+    0.5,
+    -1.5,
+    1e-300,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "64",
+    "two",
+    "full_attention",
+    "../../etc/passwd",
+    "a\0b",
+    "\ud800",
+    "é" * 300,
+    [],
+    [[]],
+    [0],
+    [1, "a"],
+    ["x"],
+    ["Qwen3ForCausalLM"],
+    {},
+    {"a": 1},
+    {"content": 5},
     {"rope_type": "yarn"},
-    {"rope_type": "llama3", "factor": 0}, {"quant_method": "fp8"}, {"0": {"head_dim": 0}},
-)  # fmt: skip
+    {"rope_type": "llama3", "factor": 0},
+    {"quant_method": "fp8"},
+    {"0": {"head_dim": 0}},
+)
 
 
 def paths_in(value: Any, path: tuple = ()) -> list[tuple]:
@@ -89,7 +129,7 @@ def mutate(text: str, rng: random.Random) -> str:
 def use(folder: Path) -> None:
     """What every verb does with a folder before weights are read."""
     checkpoint = open_checkpoint(folder)
-    config, param_infos = described(checkpoint)
+    config, param_infos = unrolled_model(checkpoint)
     checkpoint.weights(config, param_infos)
     for file in checkpoint.hf_assets:
         if file.name in ("config.json", "generation_config.json"):
@@ -158,26 +198,38 @@ def test_many_mutations(folders):
 QWEN = "qwen3-0.6b"
 WRONG = {
     "text for a size": ({"hidden_size": "64"}, 'hidden_size is "64", expected a whole number'),
-    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0, expected a whole number "
-                                             "from 1"),
-    "no key heads": ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of "
-                                                 "num_key_value_heads=3"),
-    "text for a base": ({"rope_parameters": {"rope_theta": "x"}}, 'rope_parameters.rope_theta is "x", '
-                                                           'expected'),
+    "no heads": (
+        {"num_attention_heads": 0},
+        "num_attention_heads is 0, expected a whole number from 1",
+    ),
+    "no key heads": (
+        {"num_key_value_heads": 3},
+        "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
+    ),
+    "text for a base": (
+        {"rope_parameters": {"rope_theta": "x"}},
+        'rope_parameters.rope_theta is "x", expected',
+    ),
     "text for a base, older form": ({"rope_theta": "x"}, 'rope_theta is "x", expected a number'),
     "list of rotations": ({"rope_parameters": []}, r"rope_parameters is \[\], expected an object"),
     "text for a token": ({"eos_token_id": "two"}, 'eos_token_id is "two", expected a whole number'),
-    "text for architectures": ({"architectures": "Qwen3ForCausalLM"}, "architectures is .* expected a "
-                                                                 "list of names"),
+    "text for architectures": (
+        {"architectures": "Qwen3ForCausalLM"},
+        "architectures is .* expected a list of names",
+    ),
     "null for a size": ({"hidden_size": None}, "hidden_size is null"),
-    "too many layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, expected .* to "
-                                                 "10,000"),
+    "too many layers": (
+        {"num_hidden_layers": 10**9},
+        "num_hidden_layers is 1000000000, expected .* to 10,000",
+    ),
     "layers of other lengths": ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
-    "text for a switch": ({"tie_word_embeddings": "no"}, "tie_word_embeddings is .* expected true or "
-                                                  "false"),
+    "text for a switch": (
+        {"tie_word_embeddings": "no"},
+        "tie_word_embeddings is .* expected true or false",
+    ),
     "no object in text_config": ({"text_config": [1]}, "text_config is .* expected an object"),
     "inside of text_config": ({"text_config": {"hidden_size": "64"}}, "text_config.hidden_size is"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

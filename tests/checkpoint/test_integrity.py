@@ -1,4 +1,4 @@
-"""Whatever changes in a step's files is found and named."""
+"""Digests detect every change of a step's files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Arrays from the blocks that a process keeps on its own disk."""
+"""Arrays restored from the blocks on a process's own disk."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Local checkpoints: what a kill at any moment leaves on a machine's own disk."""
+"""Local checkpoints after a kill at any moment."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Saves in the background: the right bytes, in order, and a run that outlives a full disk."""
+"""Asynchronous saves: correct bytes, in order, and recovery from a full disk."""
 
 import logging
 import subprocess
@@ -37,7 +37,7 @@ def make_manager(tmp_path):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """Lines of the log from warnings on."""
+    """Log messages of level WARNING and above."""
     lines = []
 
     class Lines(logging.Handler):
@@ -74,7 +74,7 @@ def read(folder, step):
     ids=str,
 )
 def test_save_copies_values_before_the_next_step(make_manager, storage):
-    """Steps go on, in the very memory of the state, while it is being written."""
+    """Training reuses the memory of the state while it is being written."""
     manager = make_manager(storage=storage)
     step = jax.jit(lambda x: x * 1.25 + 1, donate_argnums=0)
     state = jnp.arange(200_000, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""A checkpoint of 1 GB is converted in less than 0.375 GB of memory, there and back."""
+"""A checkpoint of 1 GB is converted to native weights and back in less than 0.375 GB of memory."""
 
 import shutil
 
@@ -9,9 +9,14 @@ from maxtext.checkpoint.convert import SafetensorsFolder, write_hf_folder
 
 # Llama 3.2's vocabulary and MLP, with an embedding that alone is an eighth of it all.
 WORDS = [
-    "base_emb_dim=512", "base_num_query_heads=32", "base_num_kv_heads=8", "head_dim=16",
-    "base_mlp_dim=8192", "base_num_decoder_layers=29", "vocab_size=128256",
-]  # fmt: skip
+    "base_emb_dim=512",
+    "base_num_query_heads=32",
+    "base_num_kv_heads=8",
+    "head_dim=16",
+    "base_mlp_dim=8192",
+    "base_num_decoder_layers=29",
+    "vocab_size=128256",
+]
 
 
 @pytest.mark.slow

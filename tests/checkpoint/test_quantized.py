@@ -39,17 +39,39 @@ FP8 = {
 VOCABULARY, LENGTH, LAYERS = 96, 24, 2
 # Widths of one block and a part; as in the published models, one that is far below a block.
 DEEPSEEK = dict(
-    vocab_size=VOCABULARY, hidden_size=160, intermediate_size=136, num_hidden_layers=LAYERS,
-    num_attention_heads=4, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=16,
-    qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=40, n_routed_experts=8, n_shared_experts=1,
-    n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=40,
-    first_k_dense_replace=1, max_position_embeddings=512, num_nextn_predict_layers=1,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=160,
+    intermediate_size=136,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=8,
+    v_head_dim=40,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    first_k_dense_replace=1,
+    max_position_embeddings=512,
+    num_nextn_predict_layers=1,
+)
 GPT_OSS = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=6,
-    num_experts_per_tok=2, sliding_window=12,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    sliding_window=12,
+)
 SETTINGS = dict(
     dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product"
 )

@@ -1,6 +1,4 @@
-"""Folders of quantized weights: bytes on disk, the way there and back bit by bit, and what is
-refused.
-"""
+"""Folders of quantized weights: bytes on disk, exact round trips, and errors."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""Reading folders: against files that the safetensors package writes, and every way in which a
-folder can be bad.
-"""
+"""Reading safetensors folders that the safetensors package writes, and errors for damaged ones."""
 
 import json
 import re
@@ -18,12 +16,16 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import save_file  # noqa: E402
 
 KINDS = {
-    torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16,
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
     torch.bfloat16: ml_dtypes.bfloat16,
-    torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.int64: np.int64, torch.int8: np.int8,
+    torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+    torch.int64: np.int64,
+    torch.int8: np.int8,
     torch.uint8: np.uint8,
     torch.bool: np.bool_,
-}  # fmt: skip
+}
 
 
 def test_reads_what_safetensors_writes(tmp_path):
@@ -132,52 +134,98 @@ def move_span(entries):
 
 # name: (damage, what the message must say; {last} is the last tensor of the second file)
 BAD = {
-    "truncated by a byte": (lambda f: cut(f / SECOND, 1), r"{second} is truncated: \d+ of \d+ bytes, {last} "
-            r"is "
-            r"not"),
-    "truncated to the header": (lambda f: cut(f / SECOND, len(header(f / SECOND)[1])), "{second} is truncated"),
+    "truncated by a byte": (
+        lambda f: cut(f / SECOND, 1),
+        r"{second} is truncated: \d+ of \d+ bytes, {last} "
+        r"is "
+        r"not",
+    ),
+    "truncated to the header": (
+        lambda f: cut(f / SECOND, len(header(f / SECOND)[1])),
+        "{second} is truncated",
+    ),
     "truncated in the header": (
-        lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:40]), "{second} is "
-                                                                            "truncated.*header"),
-    "empty file": (lambda f: (f / SECOND).write_bytes(b""), r"{second} is not a safetensors file "
+        lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:40]),
+        "{second} is truncated.*header",
+    ),
+    "empty file": (
+        lambda f: (f / SECOND).write_bytes(b""),
+        r"{second} is not a safetensors file "
         r"\(0 "
-        r"bytes\)"),
-    "another format": (lambda f: (f / SECOND).write_bytes(b"PK\x03\x04" * 99), "{second} is not a "
-                                                                           "safetensors file"),
-    "web page": (lambda f: (f / SECOND).write_bytes(b"<html>" * 99), "{second} is not a "
-                                                                     "safetensors file"),
+        r"bytes\)",
+    ),
+    "another format": (
+        lambda f: (f / SECOND).write_bytes(b"PK\x03\x04" * 99),
+        "{second} is not a safetensors file",
+    ),
+    "web page": (
+        lambda f: (f / SECOND).write_bytes(b"<html>" * 99),
+        "{second} is not a safetensors file",
+    ),
     "git-lfs pointer": (
-        lambda f: (f / SECOND).write_bytes(b"version "
-            b"https://git-lfs.github.com/spec/v1\n"), "{second} is.*git-lfs"),
+        lambda f: (f / SECOND).write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+        "{second} is.*git-lfs",
+    ),
     "header is no JSON": (
-        lambda f: (f / SECOND).write_bytes(struct.pack("<Q", 8) + b"{abcdefg"), "{second} is not "
-                                                                                "a.*header"),
+        lambda f: (f / SECOND).write_bytes(struct.pack("<Q", 8) + b"{abcdefg"),
+        "{second} is not a.*header",
+    ),
     "header is a list of numbers": (
-        lambda f: (f / SECOND).write_bytes(struct.pack("<Q", 8) + b'{"a": 1}'), "{second} is not "
-                                                                                "a.*header"),
-    "bytes after the end": (lambda f: (f / SECOND).open("ab").write(b"abc"), "{second} is damaged: 3 bytes "
-                                                                 "follow"),
-    "spans overlap": (lambda f: rewrite(f / SECOND, move_span), "{second} is damaged: its header "
-                                                                "gives model"),
-    "dtype not known": (lambda f: set_dtype(f, "F4"), "{second}: {last} has dtype F4, which is not "
-                                                "supported"),
-    "dtype of another size": (lambda f: set_dtype(f, "F32"), "{second} is damaged: its header gives {last}"),
-    "missing shard": (lambda f: (f / SECOND).unlink(), "{second} is missing: .*index.json expects "
-                                                   "model"),
-    "index names too much": (rename_in_index, "{second} lacks model.phantom, which .*index.json expects"),
+        lambda f: (f / SECOND).write_bytes(struct.pack("<Q", 8) + b'{"a": 1}'),
+        "{second} is not a.*header",
+    ),
+    "bytes after the end": (
+        lambda f: (f / SECOND).open("ab").write(b"abc"),
+        "{second} is damaged: 3 bytes follow",
+    ),
+    "spans overlap": (
+        lambda f: rewrite(f / SECOND, move_span),
+        "{second} is damaged: its header gives model",
+    ),
+    "dtype not known": (
+        lambda f: set_dtype(f, "F4"),
+        "{second}: {last} has dtype F4, which is not supported",
+    ),
+    "dtype of another size": (
+        lambda f: set_dtype(f, "F32"),
+        "{second} is damaged: its header gives {last}",
+    ),
+    "missing shard": (
+        lambda f: (f / SECOND).unlink(),
+        "{second} is missing: .*index.json expects model",
+    ),
+    "index names too much": (
+        rename_in_index,
+        "{second} lacks model.phantom, which .*index.json expects",
+    ),
     "index is no JSON": (lambda f: (f / INDEX).write_text("{"), "index.json is not valid JSON"),
-    "index without a map": (lambda f: (f / INDEX).write_text("{}"), "index.json: weight_map must be an object"),
-    "index is a list": (lambda f: (f / INDEX).write_text("[1]"), "index.json must hold a JSON object"),
-    "index points outside": (outside, "names '../x.safetensors', which is not a file of its folder"),
-    "a link to nothing": (broken_link, "model.safetensors is not a file, or a link to a file that is "
-                                 "gone"),
+    "index without a map": (
+        lambda f: (f / INDEX).write_text("{}"),
+        "index.json: weight_map must be an object",
+    ),
+    "index is a list": (
+        lambda f: (f / INDEX).write_text("[1]"),
+        "index.json must hold a JSON object",
+    ),
+    "index points outside": (
+        outside,
+        "names '../x.safetensors', which is not a file of its folder",
+    ),
+    "a link to nothing": (
+        broken_link,
+        "model.safetensors is not a file, or a link to a file that is gone",
+    ),
     "no index": (lambda f: (f / INDEX).unlink(), f"has {FIRST} but neither model.safetensors nor"),
-    "only pickles": (only_pickle, "pytorch_model.bin: pickle files are never loaded, convert to "
-                                  "safetensors first"),
-    "nothing": (lambda f: [file.unlink() for file in f.iterdir()], "has no weights: neither "
-                                                                   "model.safetensors nor"),
+    "only pickles": (
+        only_pickle,
+        "pytorch_model.bin: pickle files are never loaded, convert to safetensors first",
+    ),
+    "nothing": (
+        lambda f: [file.unlink() for file in f.iterdir()],
+        "has no weights: neither model.safetensors nor",
+    ),
     "no folder": (shutil.rmtree, "is not a folder"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

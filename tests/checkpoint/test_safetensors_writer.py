@@ -1,5 +1,5 @@
-"""Writing folders: the safetensors package and transformers read them; under its name a folder is
-whole or absent.
+"""Writing folders that the safetensors package and transformers read. A folder is complete or
+absent.
 """
 
 import json
@@ -83,7 +83,10 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
     for file in files:
         with safe_open(file, "pt") as stream:
             assert stream.metadata() == {"format": "pt"}
-            seen |= {name: (stream.get_tensor(name), file.name) for name in stream.keys()}  # noqa: SIM118
+            seen |= {
+                name: (stream.get_tensor(name), file.name)
+                for name in stream.keys()  # noqa: SIM118
+            }
     assert seen.keys() == arrays.keys()
     for name, array in arrays.items():
         assert tuple(seen[name][0].shape) == array.shape
@@ -101,8 +104,10 @@ def test_safetensors_reads_it(shard_bytes, tmp_path):
         assert contents["metadata"]["total_size"] == sum(array.nbytes for array in arrays.values())
         assert contents["weight_map"] == {name: file for name, (_, file) in seen.items()}
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "config.json", *(file.name for file in files), *([index.name] if len(files) > 1 else [])
-    }  # fmt: skip
+        "config.json",
+        *(file.name for file in files),
+        *([index.name] if len(files) > 1 else []),
+    }
     # And our own reader.
     folder = SafetensorsFolder.open(tmp_path / "out")
     assert all(
@@ -179,8 +184,10 @@ def test_native_folder_round_trip(tmp_path):
 def test_single_native_shard_has_an_index(tmp_path):
     write_native_folder(tmp_path / "out", Arrays(some()), TEXTS, [])
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "weights-00001-of-00001.safetensors", "weights.safetensors.index.json", "config.yml"
-    }  # fmt: skip
+        "weights-00001-of-00001.safetensors",
+        "weights.safetensors.index.json",
+        "config.yml",
+    }
 
 
 def test_existing_folders(tmp_path):

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which count, and how old ones go."""
+"""The step folders of a run's checkpoints: which are complete, and how old ones are removed."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from maxtext.checkpoint import steps
 
 @pytest.fixture
 def folder(tmp_path):
-    """Steps 5, 10 and 20, and what kills may leave."""
+    """Steps 5, 10 and 20, and leftovers of killed processes."""
     for name in ("5", "10", "20", "25.orbax-checkpoint-tmp", "3.going", "15.damaged"):
         (tmp_path / name / "state").mkdir(parents=True)
         (tmp_path / name / "state" / "file").write_text(name)

@@ -86,10 +86,17 @@ def test_transformers_computes_the_same(llama, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = dict(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5,
-        initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+    )
     hf_model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).float().eval()
     hf_model.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
     ids = np.random.default_rng(0).integers(0, 64, (2, 16))

@@ -1,5 +1,5 @@
-"""Two processes save together: when one cannot write, both know at once, and the next save goes
-well.
+"""Two processes save together: if one cannot write, the save fails on both, and the next one
+succeeds.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Weights by name and back into a model: scanned and unrolled, on one device and on eight."""
+"""Loading weights by name: scanned and unrolled, on one device and on eight."""
 
 import itertools
 
@@ -33,7 +33,7 @@ FORMS = [
 
 
 class Numbers:
-    """Named weights filled with numbers that all differ."""
+    """Named weights whose values all differ."""
 
     title = "numbers"
 
@@ -55,11 +55,16 @@ class Numbers:
 def test_names(llama):
     _, _, param_infos = llama.model()
     per_layer = {
-        "attention/query/weight": (32, 4, 8), "attention/key/weight": (32, 2, 8),
+        "attention/query/weight": (32, 4, 8),
+        "attention/key/weight": (32, 2, 8),
         "attention/value/weight": (32, 2, 8),
-        "attention/out/weight": (4, 8, 32), "attention_norm/scale": (32,), "mlp_norm/scale": (32,),
-        "mlp/wi_0/weight": (32, 48), "mlp/wi_1/weight": (32, 48), "mlp/wo/weight": (48, 32),
-    }  # fmt: skip
+        "attention/out/weight": (4, 8, 32),
+        "attention_norm/scale": (32,),
+        "mlp_norm/scale": (32,),
+        "mlp/wi_0/weight": (32, 48),
+        "mlp/wi_1/weight": (32, 48),
+        "mlp/wo/weight": (48, 32),
+    }
     expected = {"embedder/embedding": (64, 32), "final_norm/scale": (32,), "head/weight": (32, 64)}
     expected |= {f"layers/{i}/{name}": shape for i in range(4) for name, shape in per_layer.items()}
     assert {name: info.shape for name, info in param_infos.items()} == expected
@@ -182,10 +187,15 @@ def test_scanned_and_unrolled_models_compute_the_same(llama):
             name: draws.standard_normal(param_infos[name].shape).astype(np.float32) * 0.3
             for name in sorted(param_infos)
         }
-        source = type("Values", (), {
-            "title": "", "tensors": Numbers(param_infos).tensors, "read": lambda self, name,
-            values=values: values[name]
-        })()  # fmt: skip
+        source = type(
+            "Values",
+            (),
+            {
+                "title": "",
+                "tensors": Numbers(param_infos).tensors,
+                "read": lambda self, name, values=values: values[name],
+            },
+        )()
         run = jax.jit(
             lambda weights, template=template: template.bind(weights)(ids, np.arange(16)[None])
         )
@@ -251,7 +261,7 @@ def test_blocks_with_some_of_the_layers(llama):
 
 @pytest.fixture(scope="module")
 def folder(llama, hf_folder, tmp_path_factory):
-    """The small Llama in our form."""
+    """A native folder of the small Llama."""
     out = tmp_path_factory.mktemp("native") / "llama"
     _, _, param_infos = llama.model()
     write_native_folder(

@@ -13,12 +13,17 @@ from maxtext.input_pipeline import packing
 def make_config():
     def make(**update):
         settings = {
-            "dataset_type": DatasetType.GRAIN, "grain_file_type": "text", "tokenizer_path": "byte",
+            "dataset_type": DatasetType.GRAIN,
+            "grain_file_type": "text",
+            "tokenizer_path": "byte",
             "vocab_size": 259,
-            "max_target_length": 8, "global_batch_size_to_load": 1,
+            "max_target_length": 8,
+            "global_batch_size_to_load": 1,
             "global_batch_size_to_load_eval": 1,
-            "enable_data_shuffling": False, "grain_num_threads": 2, "grain_num_threads_eval": 2,
-        }  # fmt: skip
+            "enable_data_shuffling": False,
+            "grain_num_threads": 2,
+            "grain_num_threads_eval": 2,
+        }
         return base_values().model_copy(update=settings | update)
 
     return make

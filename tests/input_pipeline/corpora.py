@@ -194,11 +194,19 @@ def custom(folder, documents):
 
 
 SOURCES = {
-    "text": text, "jsonl": jsonl, "parquet": parquet, "arrayrecord": arrayrecord,
+    "text": text,
+    "jsonl": jsonl,
+    "parquet": parquet,
+    "arrayrecord": arrayrecord,
     "tfrecord": tfrecord,
-    "mixture": mixture, "hf-parquet": hf_of("parquet", "parquet"),
+    "mixture": mixture,
+    "hf-parquet": hf_of("parquet", "parquet"),
     "hf-json": hf_of("json", "jsonl"),
-    "hf-arrow": hf_of("arrow", "arrow"), "hf-text": hf_of("text", "txt"), "hf-stream": hf_stream,
-    "tfds": tfds_of("array_record"), "tfds-tfrecord": tfds_of("tfrecord"), "c4_mlperf": c4_mlperf,
+    "hf-arrow": hf_of("arrow", "arrow"),
+    "hf-text": hf_of("text", "txt"),
+    "hf-stream": hf_stream,
+    "tfds": tfds_of("array_record"),
+    "tfds-tfrecord": tfds_of("tfrecord"),
+    "c4_mlperf": c4_mlperf,
     "custom": custom,
-}  # fmt: skip
+}

@@ -1,6 +1,4 @@
-"""Data that is not as it should be: one sentence that says what and where, or a documented way past
-it with a count.
-"""
+"""Bad data raises one error that says what and where, or is skipped as documented."""
 
 import json
 import pickle
@@ -201,10 +199,12 @@ def test_tokens_must_be_in_the_vocabulary(make_config, tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     settings = {
-        "grain_train_files": str(tmp_path), "grain_file_type": "jsonl",
+        "grain_train_files": str(tmp_path),
+        "grain_file_type": "jsonl",
         "train_data_columns": ["tokens"],
-        "tokenize_train_data": False, "packing": False,
-    }  # fmt: skip
+        "tokenize_train_data": False,
+        "packing": False,
+    }
     with pytest.raises(UserError, match="line 2: its token id 259 is outside vocab_size=259"):
         list(make_train_iterator(make_config(**settings)))
     with pytest.raises(UserError, match="line 3: its token id -1 is outside"):
@@ -254,12 +254,21 @@ def broken(config, split):
 @pytest.mark.parametrize(
     ("name", "said", "code", "frame"),
     [
-        ("failing", ":failing raised RuntimeError for split train: the bucket is empty; its "
-                    "traceback follows", 2,
-         "in failing"),
-        ("broken", ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0", 1, "in __getitem__"),
+        (
+            "failing",
+            ":failing raised RuntimeError for split train: the bucket is empty; its "
+            "traceback follows",
+            2,
+            "in failing",
+        ),
+        (
+            "broken",
+            ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0",
+            1,
+            "in __getitem__",
+        ),
     ],
-)  # fmt: skip
+)
 def test_custom_source_error_has_message_and_traceback(name, said, code, frame, capsys):
     words = [
         "data",

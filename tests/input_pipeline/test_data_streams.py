@@ -1,5 +1,5 @@
-"""Data streams: the same batches whoever loads them, and a position that other batch sizes and
-processes take up.
+"""Data streams: batches independent of processes, and states valid for other batch sizes and
+processes.
 """
 
 import json
@@ -137,8 +137,9 @@ def test_reads_positions_of_older_versions():
     of that run.
     """
     saved = {
-        str(number): {"step": 2, "used": 2, "started": True, "source": {"row": 2}} for number in range(4)
-    } | {"3": {"step": 2, "used": 0, "started": False, "source": {"row": 4}}}  # fmt: skip
+        str(number): {"step": 2, "used": 2, "started": True, "source": {"row": 2}}
+        for number in range(4)
+    } | {"3": {"step": 2, "used": 0, "started": False, "source": {"row": 4}}}
     resumed = streams_of(4, 4)
     resumed.set_state({"count": 4, "streams": saved})
     assert resumed.step == 2

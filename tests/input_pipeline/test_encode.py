@@ -1,6 +1,4 @@
-"""From records to tokens as the libraries of the tokenizers would: documents, and chats by a
-template.
-"""
+"""Records to token ids, compared with the tokenizers' own libraries: documents and chats."""
 
 import json
 
@@ -46,8 +44,9 @@ def test_documents(make_config, tmp_path, kind):
     path = initializers[kind](tmp_path / {"huggingface": "bpe", "sentencepiece": "a.model"}[kind])
     config = make_config(
         grain_train_files=lines(tmp_path / "data", [{"text": text} for text in [*CORPUS, "", "x"]]),
-        tokenizer_path=str(path), **ROWS,
-    )  # fmt: skip
+        tokenizer_path=str(path),
+        **ROWS,
+    )
     encode = by_library(kind, path)
     assert tokens_of(config) == [[1, *encode(text), 2] for text in [*CORPUS, "x"]]
     bare = config.model_copy(update={"add_bos": False, "add_eos": False})
@@ -57,8 +56,10 @@ def test_documents(make_config, tmp_path, kind):
 def test_tokenizer_larger_than_vocab_size_raises(make_config, tmp_path):
     data = lines(tmp_path / "data", [{"text": "a text"}])
     for path in (
-        write_bpe(tmp_path / "bpe"), write_sentencepiece(tmp_path / "a.model"), write_tiktoken(tmp_path / "a.tiktoken"),
-    ):  # fmt: skip
+        write_bpe(tmp_path / "bpe"),
+        write_sentencepiece(tmp_path / "a.model"),
+        write_tiktoken(tmp_path / "a.tiktoken"),
+    ):
         with pytest.raises(ConfigError, match="vocab_size=300"):
             make_train_iterator(
                 make_config(
@@ -104,9 +105,12 @@ def test_chats(make_config, tmp_path, chat_model, form):
             for messages in chats
         ]
     config = make_config(
-        grain_train_files=lines(tmp_path / "data", records), tokenizer_path=str(folder), use_chat_template=True,
-        train_data_columns=["prompt", "completion"] if form == "columns" else ["messages"], **ROWS,
-    )  # fmt: skip
+        grain_train_files=lines(tmp_path / "data", records),
+        tokenizer_path=str(folder),
+        use_chat_template=True,
+        train_data_columns=["prompt", "completion"] if form == "columns" else ["messages"],
+        **ROWS,
+    )
     assert tokens_of(config) == [ids(messages) for messages in chats]
 
 
@@ -114,9 +118,12 @@ def test_bad_chats(make_config, tmp_path, chat_model):
     folder, ids = chat_model
     records = [{"messages": value} for value in ("no JSON", [1], {"role": "user"}, CHATS[0])]
     settings = {
-        "grain_train_files": lines(tmp_path / "data", records), "tokenizer_path": str(folder),
-        "use_chat_template": True, "train_data_columns": ["messages"], **ROWS,
-    }  # fmt: skip
+        "grain_train_files": lines(tmp_path / "data", records),
+        "tokenizer_path": str(folder),
+        "use_chat_template": True,
+        "train_data_columns": ["messages"],
+        **ROWS,
+    }
     for allowed, said in enumerate(
         ["line 1.*not JSON", "line 2.*list of messages", "line 3.*list of messages"]
     ):
@@ -128,7 +135,7 @@ def test_bad_chats(make_config, tmp_path, chat_model):
 
 
 def test_special_tokens_in_documents_are_text(make_config, tmp_path, chat_model):
-    """A document that speaks of </s> does not end there."""
+    """The text "</s>" in a document is not the end token."""
     folder, _ = chat_model
     data = lines(tmp_path / "data", [{"text": "a </s> b"}])
     (tokens,) = tokens_of(make_config(grain_train_files=data, tokenizer_path=str(folder), **ROWS))

@@ -1,5 +1,5 @@
-"""What holds for every source and every packing: exact resume, every document once, one seed one
-order.
+"""Properties of every source and packing: exact resume, every document once, and batches that
+depend on the seed only.
 """
 
 import json

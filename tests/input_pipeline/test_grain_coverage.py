@@ -1,6 +1,4 @@
-"""Nothing is lost and nothing comes twice: over epochs, processes, packing types, and the last
-batch of evaluation.
-"""
+"""Every document is read exactly once: over epochs, processes, packing types and the last batch."""
 
 import random
 from collections import Counter
@@ -136,10 +134,14 @@ def test_training_drops_and_evaluation_pads_the_last_batch(make_config, write):
     documents = words(count=7, longest=7)
     folder = write(*documents)
     config = make_config(
-        grain_train_files=folder, grain_eval_files=folder, packing=False,
-        global_batch_size_to_load=3, global_batch_size_to_load_eval=3, enable_data_shuffling=True,
+        grain_train_files=folder,
+        grain_eval_files=folder,
+        packing=False,
+        global_batch_size_to_load=3,
+        global_batch_size_to_load_eval=3,
+        enable_data_shuffling=True,
         num_epoch=2,
-    )  # fmt: skip
+    )
     assert len(list(make_train_iterator(config))) == 14 // 3
     batches = list(make_eval_iterator(config))
     assert list(segments(batches)) == documents  # once, in order

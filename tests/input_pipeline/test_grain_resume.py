@@ -1,4 +1,4 @@
-"""A position saved after any batch, through JSON, gives the rest of the batches exactly."""
+"""A state saved as JSON after any batch restores the remaining batches exactly."""
 
 import json
 import random
@@ -40,10 +40,13 @@ def same(left, right):
 @pytest.mark.parametrize("name", PACKINGS)
 def test_resume_is_exact_after_every_batch(make_config, write, name, shuffle, truncate):
     config = make_config(
-        grain_train_files=write(*documents()), enable_data_shuffling=shuffle,
-        use_truncation=truncate, num_epoch=2,
-        global_batch_size_to_load=2, **with_packing(name),
-    )  # fmt: skip
+        grain_train_files=write(*documents()),
+        enable_data_shuffling=shuffle,
+        use_truncation=truncate,
+        num_epoch=2,
+        global_batch_size_to_load=2,
+        **with_packing(name),
+    )
     iterator = make_train_iterator(config)
     states, batches = [json.dumps(iterator.get_state())], []
     for batch in iterator:

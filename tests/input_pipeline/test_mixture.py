@@ -53,9 +53,12 @@ def test_all_exhausted_reads_every_document_and_keeps_the_weights(
         f"{folders[name]},{weight}" for name, weight in zip(texts, weights, strict=True)
     )
     config = make_config(
-        grain_train_files=files, packing=False, num_epoch=epochs, enable_data_shuffling=shuffle,
+        grain_train_files=files,
+        packing=False,
+        num_epoch=epochs,
+        enable_data_shuffling=shuffle,
         mixture_stopping_strategy="all_exhausted",
-    )  # fmt: skip
+    )
     seen = read(config, Split.TRAIN)
     assert set(seen) == {*texts["a"], *texts["b"]}
     assert min(seen.values()) == epochs

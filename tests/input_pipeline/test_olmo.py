@@ -25,7 +25,7 @@ SIZES = (3 * LENGTH + 5, LENGTH - 1, 20 * LENGTH, 7 * LENGTH + 1)  # 30 instance
 
 
 def shards(sizes=SIZES):
-    """Arrays that share no token: a token says where it stands."""
+    """Arrays without a common token, so that a token identifies its position."""
     ends = np.cumsum(sizes)
     return [np.arange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -52,9 +52,12 @@ def corpus(make_config, tmp_path):
                 array.astype(dtype).tofile(paths[-1])
         write_index(tmp_path / "index.json", paths, length, dtype)
         settings = {
-            "dataset_type": DatasetType.OLMO_GRAIN, "olmo_index_path": str(tmp_path / "index.json"),
-            "max_target_length": length, "vocab_size": 1000, "global_batch_size_to_load": 2,
-        }  # fmt: skip
+            "dataset_type": DatasetType.OLMO_GRAIN,
+            "olmo_index_path": str(tmp_path / "index.json"),
+            "max_target_length": length,
+            "vocab_size": 1000,
+            "global_batch_size_to_load": 2,
+        }
         return make_config(**settings | update)
 
     return write

@@ -1,6 +1,4 @@
-"""The index of pre-tokenized shards: its published format, and everything that can be wrong with
-it.
-"""
+"""The index of pre-tokenized shards: its published format, and errors for invalid indexes."""
 
 import hashlib
 import json
@@ -21,18 +19,29 @@ def published(tmp_path):
     for name, tokens, instances in (("a", 10, 2), ("b", 3, 0), ("c", 8, 2)):
         path = tmp_path / f"{name}.npy"
         np.arange(tokens, dtype="<u4").tofile(path)
-        files.append({
-            "path": str(path), "label": name * 2, "n_tokens": tokens, "n_instances": instances,
-            "instance_offset": offset,
-        })  # fmt: skip
+        files.append(
+            {
+                "path": str(path),
+                "label": name * 2,
+                "n_tokens": tokens,
+                "n_instances": instances,
+                "instance_offset": offset,
+            }
+        )
         offset += instances
     digest = hashlib.sha256(b"1\x004\x00uint32\x00some/tokenizer\x00")
     for file in files:
         digest.update(file["path"].encode() + b"\x00" + str(file["n_tokens"]).encode() + b"\x00")
     return {
-        "format_version": "1", "sequence_length": 4, "dtype": "uint32", "tokenizer": "some/tokenizer",
-        "total_instances": 4, "total_tokens": 21, "fingerprint": f"sha256:{digest.hexdigest()}", "files": files,
-    }  # fmt: skip
+        "format_version": "1",
+        "sequence_length": 4,
+        "dtype": "uint32",
+        "tokenizer": "some/tokenizer",
+        "total_instances": 4,
+        "total_tokens": 21,
+        "fingerprint": f"sha256:{digest.hexdigest()}",
+        "files": files,
+    }
 
 
 @pytest.fixture
@@ -103,8 +112,9 @@ def test_remap_replaces_path_prefixes_only(published, save):
     published["files"][0]["path"] = "gs://bucket/x/gs://bucket/a.npy"
     index = remap_paths(read_index(save(published)), "gs://bucket/", "/mnt/")
     assert [shard.path for shard in index.shards] == [
-        "/mnt/x/gs://bucket/a.npy", *(file["path"] for file in published["files"][1:]),
-    ]  # fmt: skip
+        "/mnt/x/gs://bucket/a.npy",
+        *(file["path"] for file in published["files"][1:]),
+    ]
     with pytest.raises(
         ConfigError, match="olmo_path_remap_from=s3://: no path .* starts so, the first is gs:"
     ):

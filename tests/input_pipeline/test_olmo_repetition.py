@@ -1,6 +1,4 @@
-"""The repetition filter against a plain count of what it is about: copies of an n-gram that follow
-each other.
-"""
+"""The repetition filter against a brute-force count of consecutive n-gram copies."""
 
 import random
 
@@ -22,7 +20,7 @@ def repetitive_by_counting(tokens: list[int]) -> bool:
         copies_in_a_row(tokens, start, size) >= 32
         for size in range(1, 14)
         for start in range(len(tokens) - size + 1)
-    )  # fmt: skip
+    )
 
 
 def test_matches_brute_force_count_on_random_and_planted_repetitions():

@@ -1,4 +1,4 @@
-"""Orders at the sizes of large corpora, and what streams of one process share."""
+"""Document orders at the size of large corpora, and state that the streams of a process share."""
 
 import gc
 
@@ -66,8 +66,11 @@ def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch,
         ParquetRows, "load", lambda self, number: loads.append(self.path) or load(self, number)
     )
     config = make_config(
-        grain_train_files=str(tmp_path), grain_file_type="parquet", enable_data_shuffling=True,
-        packing=False, grain_num_threads=4,
-    )  # fmt: skip
+        grain_train_files=str(tmp_path),
+        grain_file_type="parquet",
+        enable_data_shuffling=True,
+        packing=False,
+        grain_num_threads=4,
+    )
     assert sum(1 for _ in make_train_iterator(config, shard)) == files * rows // shard.count
     assert len(loads) <= 2.5 * files

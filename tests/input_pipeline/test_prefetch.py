@@ -1,4 +1,4 @@
-"""prefetch: same batches, exact state, errors in their turn, and no thread left behind."""
+"""prefetch: the same batches, an exact state, errors in order, and no leaked thread."""
 
 import threading
 import time

@@ -41,7 +41,7 @@ KINDS = [
 
 
 def documents(count, seed=0, longest=40):
-    """The last letter tells which is which."""
+    """The last letter identifies the document."""
     generator = random.Random(seed)
     return [
         "".join(generator.choices("abc déf", k=generator.randint(2, longest))).strip() + "é"
@@ -139,8 +139,10 @@ def test_trained_tokenizer(make_config, write, tmp_path):
     library.save(str(tmp_path / "learnt" / "tokenizer.json"))
     (tmp_path / "learnt" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     config = make_config(
-        grain_train_files=write(*texts), tokenizer_path=str(tmp_path / "learnt"), vocab_size=300,
-    )  # fmt: skip
+        grain_train_files=write(*texts),
+        tokenizer_path=str(tmp_path / "learnt"),
+        vocab_size=300,
+    )
     prepare(config, tmp_path / "out", None, workers=1)
     assert records_of(tmp_path / "out") == [
         [*library.encode(text).ids, library.token_to_id("</s>")] for text in texts
@@ -154,14 +156,21 @@ def test_empty_documents_have_no_record(make_config, write, tmp_path):
     assert (prepared.counts.documents, prepared.counts.records, prepared.shards) == (5, 2, 5)
     with pytest.raises(UserError, match="none of the 1 documents has tokens"):
         prepare(
-            make_config(grain_train_files=write(" ", name="blank"), tokenizer_path=spaceless(tmp_path), vocab_size=3,
-                        add_bos=False, add_eos=False),
-            tmp_path / "none", None, workers=1,
-        )  # fmt: skip
+            make_config(
+                grain_train_files=write(" ", name="blank"),
+                tokenizer_path=spaceless(tmp_path),
+                vocab_size=3,
+                add_bos=False,
+                add_eos=False,
+            ),
+            tmp_path / "none",
+            None,
+            workers=1,
+        )
 
 
 def spaceless(folder):
-    """A tokenizer to which white space is nothing."""
+    """A tokenizer that drops white space."""
     import tokenizers
 
     library = tokenizers.Tokenizer(
@@ -193,9 +202,12 @@ def test_training_on_prepared_data_gives_the_same_batches(
     raw = make_config(**SOURCES[kind](tmp_path / "in", documents(30)), **settings)
     prepare(raw, tmp_path / "out", 7, workers=1)
     prepared = make_config(
-        grain_file_type="arrayrecord", grain_train_files=f"{tmp_path}/out/*.array_record",
-        train_data_columns=["tokens"], tokenize_train_data=False, **settings,
-    )  # fmt: skip
+        grain_file_type="arrayrecord",
+        grain_train_files=f"{tmp_path}/out/*.array_record",
+        train_data_columns=["tokens"],
+        tokenize_train_data=False,
+        **settings,
+    )
     batches = [list(make_train_iterator(config)) for config in (raw, prepared)]
     assert len(batches[0]) == len(batches[1]) > 5
     for actual, expected in zip(*batches, strict=True):
@@ -249,8 +261,13 @@ from maxtext.configs.types import DatasetType
 import maxtext.input_pipeline.prepare as module
 
 files, out, workers = sys.argv[1:]
-settings = dict(dataset_type=DatasetType.GRAIN, grain_file_type="jsonl", tokenizer_path="byte", vocab_size=259,
-                grain_train_files=files)
+settings = dict(
+    dataset_type=DatasetType.GRAIN,
+    grain_file_type="jsonl",
+    tokenizer_path="byte",
+    vocab_size=259,
+    grain_train_files=files,
+)
 module.SAVE_SECONDS = 0.0
 module.prepare(base_values().model_copy(update=settings), Path(out), 100, int(workers))
 """
@@ -410,6 +427,9 @@ def test_bad_records_are_counted_over_all_runs(make_config, tmp_path):
 
 def test_training_overrides():
     assert training_overrides(Path("some/place")) == [
-        "dataset_type=grain", "grain_file_type=arrayrecord", "grain_train_files=some/place/*.array_record",
-        "train_data_columns=[tokens]", "tokenize_train_data=false",
-    ]  # fmt: skip
+        "dataset_type=grain",
+        "grain_file_type=arrayrecord",
+        "grain_train_files=some/place/*.array_record",
+        "train_data_columns=[tokens]",
+        "tokenize_train_data=false",
+    ]

@@ -1,4 +1,4 @@
-"""Synthetic batches, and the batch that is used again and again."""
+"""Synthetic batches, and reuse_example_batch."""
 
 import json
 
@@ -14,9 +14,12 @@ from maxtext.input_pipeline.sources import make_iterator
 @pytest.fixture
 def config(make_config):
     return make_config(
-        dataset_type=DatasetType.SYNTHETIC, vocab_size=50, max_target_length=64,
-        global_batch_size_to_load=4, global_batch_size_to_load_eval=2,
-    )  # fmt: skip
+        dataset_type=DatasetType.SYNTHETIC,
+        vocab_size=50,
+        max_target_length=64,
+        global_batch_size_to_load=4,
+        global_batch_size_to_load_eval=2,
+    )
 
 
 def test_a_batch_is_one_full_segment_shifted_once(config):

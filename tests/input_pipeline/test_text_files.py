@@ -1,4 +1,4 @@
-"""Which files a key names, and what is said about bad data before training starts."""
+"""The files that a key names, and errors about bad data before training starts."""
 
 import numpy as np
 import pytest

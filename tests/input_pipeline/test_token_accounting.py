@@ -1,4 +1,4 @@
-"""Every token of real text exactly once, for each way of packing, against a naive loop over the
+"""Every token of real text is read exactly once, for each packing, against a naive loop over the
 documents.
 """
 
@@ -80,10 +80,18 @@ def test_every_token_once(make_config, write, packing, streams, truncate, split)
     how = {"packing": False} if packing == "none" else {"grain_packing_type": packing}
     shuffle = packing != "concat_then_split"  # which document a row cuts depends on their order
     config = make_config(
-        grain_train_files=folder, grain_eval_files=folder, max_target_length=LENGTH,
-        use_truncation=truncate, enable_data_shuffling=shuffle, data_streams=streams, num_epoch=2,
-        generate_padding_batch_train=True, grain_worker_count=0, grain_worker_count_eval=0, **how,
-    )  # fmt: skip
+        grain_train_files=folder,
+        grain_eval_files=folder,
+        max_target_length=LENGTH,
+        use_truncation=truncate,
+        enable_data_shuffling=shuffle,
+        data_streams=streams,
+        num_epoch=2,
+        generate_padding_batch_train=True,
+        grain_worker_count=0,
+        grain_worker_count_eval=0,
+        **how,
+    )
     batches = open_data_streams(config, split, lambda step: ROWS, [ROWS])
     assert Counter(segments(batches)) == naive(packing, truncate, 2 if split is Split.TRAIN else 1)
     batches.close()

@@ -1,5 +1,5 @@
-"""Files that vanish or shrink while a run reads them: a sentence that names the file, whatever the
-format.
+"""Files that disappear or shrink while a run reads them raise an error that names the file, for
+every source.
 """
 
 import os
@@ -21,7 +21,7 @@ FORMATS = ["text", "jsonl", "parquet", "arrayrecord", "tfrecord", "hf-arrow", "h
 
 @pytest.fixture(autouse=True)
 def blocks_are_not_kept(monkeypatch):
-    """So that they are read again."""
+    """Drop caches, so that files are read again."""
     monkeypatch.setattr(cache, "DECODED_BLOCKS", 2)
 
 
@@ -29,9 +29,14 @@ def run_until(make_config, folder, source, damage):
     """The error of an endless run whose files are changed after its third batch."""
     settings = SOURCES[source](folder, DOCUMENTS)
     config = make_config(
-        **settings, max_target_length=32, packing=False, num_epoch=10**6,
-        enable_data_shuffling=True, grain_prefetch_buffer_size=2, grain_shuffle_buffer_size=1,
-    )  # fmt: skip
+        **settings,
+        max_target_length=32,
+        packing=False,
+        num_epoch=10**6,
+        enable_data_shuffling=True,
+        grain_prefetch_buffer_size=2,
+        grain_shuffle_buffer_size=1,
+    )
     iterator = make_train_iterator(config)
     for _ in range(3):
         next(iterator)

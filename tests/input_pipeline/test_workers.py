@@ -1,6 +1,4 @@
-"""Streams in worker processes: the same batches and positions as here, the same errors, and no
-process left behind.
-"""
+"""Data streams in worker processes: the same batches, states and errors, and no leaked process."""
 
 import json
 import os
@@ -27,9 +25,14 @@ DOCUMENTS = [
 @pytest.fixture
 def config(make_config, write):
     return make_config(
-        grain_train_files=write(*DOCUMENTS), enable_data_shuffling=True, use_truncation=False, num_epoch=2,
-        grain_shuffle_buffer_size=7, grain_worker_count=2, grain_per_worker_buffer_size=3,
-    )  # fmt: skip
+        grain_train_files=write(*DOCUMENTS),
+        enable_data_shuffling=True,
+        use_truncation=False,
+        num_epoch=2,
+        grain_shuffle_buffer_size=7,
+        grain_worker_count=2,
+        grain_per_worker_buffer_size=3,
+    )
 
 
 def streams(open_stream):
@@ -85,7 +88,7 @@ def test_workers_forward_errors_of_the_source(config):
 
 
 def test_error_of_one_stream_is_raised_when_streams_open_in_parallel(config):
-    """Six threads ask one worker, which ends when the last has its answer."""
+    """Six threads use one worker, which ends after the last response."""
     open_stream = data_stream_factory(
         config.model_copy(update={"grain_worker_count": 1}), Split.TRAIN
     )
@@ -107,12 +110,13 @@ def test_dead_worker_raises(config):
 
 
 def test_workers_end_with_their_process(config, tmp_path):
-    """Killed without a chance to say goodbye."""
+    """The parent is killed with SIGKILL."""
     (tmp_path / "config").write_bytes(pickle.dumps(config))
     script = (
         "import pickle, sys, time\n"
         "from maxtext.input_pipeline import ShardSpec, Split, data_stream_factory\n"
-        f"stream = data_stream_factory(pickle.load(open({str(tmp_path / 'config')!r}, 'rb')), Split.TRAIN)(ShardSpec(1))\n"
+        f"config = pickle.load(open({str(tmp_path / 'config')!r}, 'rb'))\n"
+        "stream = data_stream_factory(config, Split.TRAIN)(ShardSpec(1))\n"
         "print(stream.worker.process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -131,7 +135,7 @@ def test_workers_end_with_their_process(config, tmp_path):
 
 
 def test_workers_ignore_sigint_from_the_start():
-    """A terminal sends it to all processes, also to one whose Python has only begun to start."""
+    """A terminal sends SIGINT to all processes, even while their Python is starting."""
     process, connection = start_program("time", "sleep")
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.5)

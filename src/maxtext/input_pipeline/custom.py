@@ -2,9 +2,9 @@
 
 The function takes the configuration and the split ("train" or "eval") and returns a sequence of
 documents: records such as {"text": "..."} with the columns of train_data_columns, or None if there
-is no evaluation data. The pipeline does the rest: order, epochs, tokenization, packing, data streams
-and exact resume. Several threads read the documents at once. With worker processes, the function is
-called in each of them.
+is no evaluation data. The pipeline does the rest: order, epochs, tokenization, packing, data
+streams and exact resume. Several threads read the documents at once. With worker processes, the
+function is called in each of them.
 """
 
 import importlib

@@ -1,10 +1,10 @@
 """Batches from a fixed number of data streams: the same rows for any mesh, hosts and workers.
 
-The documents are divided over S data streams, and the rows of a run are taken from them round-robin:
-row g of the run is row g // S of stream g % S. The batch of a step is the next R rows of the run,
-ordered by stream, so that a process whose devices hold a contiguous part of the batch loads few
-streams. S, and with it every batch, depends on the configuration and the data, never on devices,
-processes or workers. R may change between steps (ramp-up) and on resume.
+The documents are divided over S data streams, and the rows of a run are taken from them
+round-robin: row g of the run is row g // S of stream g % S. The batch of a step is the next R rows
+of the run, ordered by stream, so that a process whose devices hold a contiguous part of the batch
+loads few streams. S, and with it every batch, depends on the configuration and the data, never on
+devices, processes or workers. R may change between steps (ramp-up) and on resume.
 
 A process loads every data stream that has rows for its devices, and yields exactly those rows. Two
 processes whose devices hold the same rows load the same data streams.
@@ -40,7 +40,9 @@ def choose_stream_count(rows: int, supports: Callable[[int], bool], elastic: boo
 
 
 def rows_per_stream(rows: int, count: int, first: int) -> np.ndarray:
-    """[count]: how many of the next `rows` rows each stream yields, starting with stream `first`."""
+    """[count]: how many of the next `rows` rows each stream yields, starting with stream
+    `first`.
+    """
     return rows // count + ((np.arange(count) - first) % count < rows % count)
 
 
@@ -181,10 +183,8 @@ class DataStreams(BatchIterator):
 
     def __next__(self) -> Batch:
         rows = self.rows(self.step)
-        counts, following = (
-            rows_per_stream(rows, self.count, self.first),
-            (self.first + rows) % self.count,
-        )
+        counts = rows_per_stream(rows, self.count, self.first)
+        following = (self.first + rows) % self.count
         ready = {
             number: stream.load(int(counts[number])) for number, stream in self.streams.items()
         }
@@ -228,11 +228,11 @@ class DataStreams(BatchIterator):
                 padding.append((len(parts) + len(padding), wanted - taken))
             indices.append(np.arange(ends[number] - wanted, ends[number]))
         if padding:
-            some = parts[0] if parts else self.some_row()
+            example = parts[0] if parts else self.example_batch()
             for position, size in padding:
                 parts.insert(
                     position,
-                    {name: np.zeros((size, *f.shape[1:]), f.dtype) for name, f in some.items()},
+                    {name: np.zeros((size, *f.shape[1:]), f.dtype) for name, f in example.items()},
                 )
         batch = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         local_rows, loaded = self.local_rows(rows), np.concatenate(indices)
@@ -241,7 +241,7 @@ class DataStreams(BatchIterator):
         chosen = np.searchsorted(loaded, local_rows)
         return {name: field[chosen] for name, field in batch.items()}
 
-    def some_row(self) -> Batch:
+    def example_batch(self) -> Batch:
         """Any loaded batch, for the names and dtypes of its fields."""
         return next(stream.batches[0][1] for stream in self.streams.values() if stream.batches)
 

@@ -88,7 +88,7 @@ def is_local(config: MaxTextConfig, split: Split, files: str) -> bool:
             "dataset_type=hf needs hf_path, the name of a dataset, or hf_train_files: set one"
         )
     if config.hf_path in LOADERS and not files and not config.hf_data_dir:
-        # `datasets` would take whatever lies in the current folder.
+        # `datasets` would read the files of the current folder.
         raise ConfigError(
             f"hf_path={config.hf_path} is a kind of files: name the files in hf_{split.value}_files"
         )
@@ -110,7 +110,8 @@ def local_component(config: MaxTextConfig, split: Split, value: str) -> MixtureC
         kinds = {kind_of(file) for file in files}
         if len(kinds) > 1 or not kinds <= {"parquet", "jsonl", "arrow", "text"}:
             raise ConfigError(
-                f"{key}={value}: set hf_path to the kind of these files, one of {', '.join(LOADERS)}"
+                f"{key}={value}: set hf_path to the kind of these files, one of "
+                f"{', '.join(LOADERS)}"
             )
         kind = "lines" if kinds == {"text"} else str(kinds.pop())
     return MixtureComponent(

@@ -1,8 +1,8 @@
 """The interface of data sources: batches, iterators with a state, and shards.
 
 A batch is a dict of int32 arrays [rows, max_target_length], with the fields of FIELDS:
-- `targets[t]` is the token after `inputs[t]` in the same document. The shift is done in this room,
-  once, and nowhere else.
+- `targets[t]` is the token after `inputs[t]` in the same document. The shift is done once, in
+  sequences.py and olmo.py.
 - `*_segmentation` numbers the documents of a row from 1; 0 is padding, which the loss masks out.
 - `*_position` counts from 0 in each segment.
 Padding is 0 in every field, whatever the tokenizer's pad_id.

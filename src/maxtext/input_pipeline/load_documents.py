@@ -86,7 +86,9 @@ class LoadDocuments:
 
 
 class EncodeRecords:
-    """Maps records that were read already to their token ids. `name` is their source in messages."""
+    """Maps records that were read already to their token ids. `name` is their source in
+    messages.
+    """
 
     def __init__(self, name: str, encoder: Encoder, bad: BadRecords):
         self.name = name

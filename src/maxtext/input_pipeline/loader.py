@@ -61,8 +61,8 @@ def open_data_streams(
         count = data_streams(config, split, sizes)
         if processes > count:
             LOGGER.info(
-                "%d processes read %d data streams, so some read the same: data_streams=%d gives each "
-                "its own, with other batches",
+                "%d processes read %d data streams, so some read the same: data_streams=%d gives "
+                "each its own, with other batches",
                 processes,
                 count,
                 processes,

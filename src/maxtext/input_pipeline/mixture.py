@@ -20,7 +20,7 @@ class Tag:
         return self.number, index
 
 
-def mix(
+def mix_orders(
     orders: Sequence[grain.MapDataset], weights: Sequence[float], epochs: int, strategy: str
 ) -> grain.MapDataset:
     """(component, index) of every document that is read. `orders` are those of one epoch."""

@@ -40,7 +40,8 @@ def parse_inline(key: str, value: str) -> list[Entry]:
         files, comma, weight = part.rpartition(",")
         if not comma or not files.strip():
             raise ConfigError(
-                f"{key}: {part!r} of the mixture has no weight, write it as files,weight;files,weight"
+                f"{key}: {part!r} of the mixture has no weight, write it as "
+                "files,weight;files,weight"
             )
         entries.append((key, files, parse_weight(f"{key}: {part!r}", weight)))
     if not entries:

@@ -6,8 +6,8 @@ with positions from 0, even where documents end inside it. Its L tokens make L -
 of the last token is in another instance, so it has none. A repetitive instance keeps its inputs,
 and its targets are masked (olmo_apply_ngram_filter).
 
-Training visits every instance num_epoch times, each epoch in an order of its own, and drops the
-rows that do not fill a last batch unless generate_padding_batch_train asks to keep them. An index
+Training reads every instance num_epoch times, in a new order in each epoch, and drops the
+rows that do not fill a last batch unless generate_padding_batch_train is set. An index
 names training data only, so there is no evaluation data.
 """
 
@@ -32,8 +32,9 @@ def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchI
     index = open_index(config)
     if index.sequence_length != length:
         raise ConfigError(
-            f"olmo_index_path={config.olmo_index_path} cuts instances of {index.sequence_length} tokens, but "
-            f"max_target_length={length}: set it to {index.sequence_length}, or make an index for {length}"
+            f"olmo_index_path={config.olmo_index_path} cuts instances of {index.sequence_length} "
+            f"tokens, but max_target_length={length}: set it to {index.sequence_length}, or make "
+            f"an index for {length}"
         )
     here = remap_paths(index, config.olmo_path_remap_from, config.olmo_path_remap_to)
     read = ReadInstance(here, token_offsets(here), config.vocab_size)
@@ -86,9 +87,9 @@ def read_options(config: MaxTextConfig, shard: ShardSpec) -> grain.ReadOptions:
 def too_little_data(config: MaxTextConfig, index: Index, shard: ShardSpec) -> ConfigError:
     where = f" for each of {shard.count} streams" if shard.count > 1 else ""
     return ConfigError(
-        f"olmo_index_path={config.olmo_index_path} has {index.instances} instances, and num_epoch={config.num_epoch}, "
-        f"but one batch needs {shard.min_rows or shard.rows}{where}: add shards, raise num_epoch, or lower "
-        "per_device_batch_size"
+        f"olmo_index_path={config.olmo_index_path} has {index.instances} instances, and "
+        f"num_epoch={config.num_epoch}, but one batch needs {shard.min_rows or shard.rows}{where}: "
+        "add shards, raise num_epoch, or lower per_device_batch_size"
     )
 
 

@@ -70,7 +70,9 @@ class Index:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that determines the tokens of an instance, as the format defines it."""
+        """A hash of everything that determines the tokens of an instance, as the format defines
+        it.
+        """
         parts = [VERSION, self.sequence_length, self.dtype, self.tokenizer]
         parts += [part for shard in self.shards for part in (shard.path, shard.tokens)]
         return (

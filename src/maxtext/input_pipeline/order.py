@@ -41,11 +41,11 @@ def epoch_order(
     """
     if seed is not None and blocks is not None:
         return BlockOrder(blocks, shard, seed, window_blocks(blocks, block_bytes))
-    everything = grain.MapDataset.range(count)
+    indices = grain.MapDataset.range(count)
     if seed is not None:
-        everything = Shuffled(count, seed) if count <= MAX_PERMUTED else everything.shuffle(seed)
+        indices = Shuffled(count, seed) if count <= MAX_PERMUTED else indices.shuffle(seed)
     # Sharded after the shuffle: in each epoch the streams together have every document once.
-    return everything[shard.index :: shard.count]
+    return indices[shard.index :: shard.count]
 
 
 class EpochOrder(grain.MapDataset):
@@ -72,7 +72,8 @@ class Shuffled(EpochOrder):
 
     def __init__(self, count: int, seed: int):
         super().__init__()
-        self.count, self.seed = count, seed
+        self.count = count
+        self.seed = seed
         self.permutations: dict[int, np.ndarray] = {}
 
     def document(self, epoch: int, position: int) -> int:
@@ -94,9 +95,13 @@ def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class BlockOrder(EpochOrder):
+    """Shuffled blocks, with the documents shuffled within windows of blocks."""
+
     def __init__(self, blocks: np.ndarray, shard: ShardSpec, seed: int, window: int = WINDOW):
         super().__init__()
-        self.seed, self.index, self.window = seed, shard.index, window
+        self.seed = seed
+        self.index = shard.index
+        self.window = window
         starts, sizes = split_blocks(blocks, BLOCKS_PER_STREAM * shard.count)
         own_blocks = np.random.default_rng([seed, 0]).permutation(len(sizes))[
             shard.index :: shard.count
@@ -125,18 +130,20 @@ class BlockOrder(EpochOrder):
 
     def documents_of(self, epoch: int, window: int) -> np.ndarray:
         order, _ = self.blocks(epoch)
-        these = order[window * self.window : (window + 1) * self.window]
+        blocks = order[window * self.window : (window + 1) * self.window]
         indices = np.concatenate(
             [
                 np.arange(self.starts[block], self.starts[block] + self.sizes[block])
-                for block in these
+                for block in blocks
             ]
         )
         return np.random.default_rng([self.seed, 2, self.index, epoch, window]).permutation(indices)
 
 
 def window_blocks(blocks: np.ndarray, block_bytes: int) -> int:
-    """Those of this window and of the next, in which threads read ahead, fit into the cache."""
+    """How many blocks are shuffled together. Those of a window and of the next, in which threads
+    prefetch, fit in the cache.
+    """
     mean_block_bytes = block_bytes // max(int(np.count_nonzero(blocks)), 1)
     return min(max(cache.DECODED_BYTES // 2 // max(mean_block_bytes, 1), 1), WINDOW)
 

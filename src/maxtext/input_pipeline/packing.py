@@ -82,7 +82,8 @@ class FitRows(grain.IterDataset):
 class FittedRows(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, settings: FitRows):
         super().__init__(parent)
-        self.parent, self.settings = parent, settings
+        self.parent = parent
+        self.settings = settings
         self.counting = np.arange(settings.length, dtype=np.int32)
         self.move(parent.get_state())
 

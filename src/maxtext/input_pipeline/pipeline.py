@@ -1,4 +1,5 @@
-"""Documents of any source → a shard of them in shuffled order → tokens → sequences → rows → batches.
+"""Documents of any source → a shard of them in shuffled order → tokens → sequences → rows →
+batches.
 
 Training reads every document num_epoch times, in a new order in each epoch, and drops the rows that
 do not fill a last batch unless generate_padding_batch_train is set. Evaluation reads every document
@@ -29,7 +30,7 @@ from maxtext.input_pipeline.load_documents import (
     LoadDocuments,
     documents_per_chunk,
 )
-from maxtext.input_pipeline.mixture import documents_read, mix
+from maxtext.input_pipeline.mixture import documents_read, mix_orders
 from maxtext.input_pipeline.order import epoch_order, max_streams_in_memory
 from maxtext.input_pipeline.packing import to_batches, to_rows
 from maxtext.input_pipeline.sequences import LongDocuments, ToSequences
@@ -79,8 +80,8 @@ def document_batches(
     if few:
         raise ConfigError(
             f"{named_by} has {len(few[0].documents)} documents for {shard.count} streams, and each "
-            "reads its own: lower data_streams, or if the run began with other files, name those or "
-            "start under a new run_name"
+            "reads its own: lower data_streams, or if the run began with other files, name those "
+            "or start under a new run_name"
         )
     orders = [
         epoch_order(
@@ -99,7 +100,7 @@ def document_batches(
         chunks = orders[0].batch(size, batch_fn=list).repeat(epochs)
         loaded = chunks.map(LoadDocuments(components[0].documents, encoder, bad))
     else:
-        mixed = mix(
+        mixture = mix_orders(
             orders,
             [component.weight for component in components],
             epochs,
@@ -107,7 +108,7 @@ def document_batches(
         )
         if shard.index == 0:
             report_mixture(config, components, named_by)
-        loaded = mixed.batch(size, batch_fn=list).map(
+        loaded = mixture.batch(size, batch_fn=list).map(
             LoadMixture(
                 [LoadDocuments(component.documents, encoder, bad) for component in components]
             )
@@ -203,7 +204,7 @@ def report_mixture(
     times = ", ".join(f"{number / count:.3g}" for number, count in zip(read, counts, strict=True))
     short = any(number < count for number, count in zip(read, counts, strict=True))
     advice = (
-        "; all_exhausted would read all of them, and repeat the components that end earlier"
+        "; all_exhausted would read all of them, and repeat the parts that end earlier"
         if short
         else ""
     )

@@ -19,8 +19,8 @@ def prefetch(iterator: BatchIterator, depth: int) -> BatchIterator:
 
 
 class PrefetchIterator(BatchIterator):
-    """While the thread runs, it alone uses the inner iterator. Methods that change the position stop
-    the thread first.
+    """While the thread runs, it alone uses the inner iterator. Methods that change the position
+    stop the thread first.
     """
 
     def __init__(self, iterator: BatchIterator, depth: int):

@@ -182,8 +182,8 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
     """The plan of a run, which depends on the files and settings only, not on the machine."""
     if not config.tokenize_train_data:
         raise ConfigError(
-            "tokenize_train_data=false: these documents are tokens already, train from them as they "
-            "are"
+            "tokenize_train_data=false: these documents are tokens already, train from them as "
+            "they are"
         )
     encoder = Encoder(config, Split.TRAIN)
     files, documents = open_documents(config)
@@ -223,8 +223,8 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
         entries = parse_mixture(config, Split.TRAIN)
         if len(entries) > 1:
             raise ConfigError(
-                "a mixture is shuffled in each training run: prepare each of its parts with an --out "
-                "of its own, then give the results their weights in grain_train_files"
+                "a mixture is shuffled in each training run: prepare each of its parts with an "
+                "--out of its own, then give the results their weights in grain_train_files"
             )
         key, value, _ = entries[0]
         files, columns = find_files(key, value), data_columns(config, Split.TRAIN)
@@ -323,8 +323,8 @@ def wait_for_lock(handle: int, out: Path) -> None:
 
 
 def resume_manifest(out: Path, work: PreparePlan) -> Manifest:
-    """The manifest of an interrupted run with the same plan, or a new one. Raises ConfigError if the
-    plan is another.
+    """The manifest of an interrupted run with the same plan, or a new one. Raises ConfigError if
+    the plan is another.
     """
     path = out / MANIFEST
     manifest = Manifest(path, work.settings, work.inputs)
@@ -333,14 +333,14 @@ def resume_manifest(out: Path, work: PreparePlan) -> Manifest:
     if path.exists():
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            known = content["format"] == FORMAT
+            is_current_format = content["format"] == FORMAT
             settings, inputs = content["settings"], content["inputs"]
             finished = {name: Counts(**counts) for name, counts in content["shards"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{path} is not a manifest of prepared data: choose another --out"
             ) from error
-        if not known:
+        if not is_current_format:
             raise ConfigError(f"{path} was written by another version: choose another --out")
         for name in {**settings, **work.settings}:
             if settings.get(name) != work.settings.get(name):

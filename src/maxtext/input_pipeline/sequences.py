@@ -29,7 +29,8 @@ class ToSequences(grain.experimental.FlatMapTransform):
     max_fan_out = sys.maxsize  # Grain requires a bound
 
     def __init__(self, length: int, long: LongDocuments):
-        self.length, self.long = length, long
+        self.length = length
+        self.long = long
 
     def flat_map(self, chunk: list[np.ndarray]) -> list[TokenPairs]:
         return [sequence for tokens in chunk for sequence in self.sequences(tokens)]

@@ -29,7 +29,7 @@ CUSTOM = "maxtext.input_pipeline.custom:custom_source"
 def make_train_iterator(config: MaxTextConfig, shard: ShardSpec | None = None) -> BatchIterator:
     """The training batches, or one shard of them."""
     iterator = make_iterator(
-        config, Split.TRAIN, shard or ShardSpec(whole(config.global_batch_size_to_load))
+        config, Split.TRAIN, shard or ShardSpec(config.global_batch_size_to_load)
     )
     assert iterator is not None, "a source has training data, or says what is missing"
     return iterator
@@ -40,7 +40,7 @@ def make_eval_iterator(
 ) -> BatchIterator | None:
     """The evaluation batches, or one shard of them; None if no evaluation data is configured."""
     return make_iterator(
-        config, Split.EVAL, shard or ShardSpec(whole(config.global_batch_size_to_load_eval))
+        config, Split.EVAL, shard or ShardSpec(config.global_batch_size_to_load_eval)
     )
 
 
@@ -73,8 +73,3 @@ def source_of(config: MaxTextConfig) -> tuple[Any, str]:
     """The module of the configured source, and the name of its function."""
     module, _, function = SOURCES.get(config.dataset_type.value, CUSTOM).partition(":")
     return importlib.import_module(module), function
-
-
-def whole(batch_size: int | None) -> int:
-    assert batch_size is not None, "a loaded configuration has its batch sizes"
-    return batch_size

@@ -54,9 +54,9 @@ def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
             if instruction.examples_in_shard
         ]
     except (KeyError, ValueError) as error:
-        known = ", ".join(info.splits) or "none"
+        splits = ", ".join(info.splits) or "none"
         raise ConfigError(
-            f"{'train' if train else 'eval'}_split={wanted}: {key}={name} has {known}"
+            f"{'train' if train else 'eval'}_split={wanted}: {key}={name} has {splits}"
         ) from error
     if not instructions:
         raise ConfigError(
@@ -79,8 +79,8 @@ def open_dataset(key: str, name: str, folder: str) -> Any:
     except (tfds.core.DatasetNotFoundError, ValueError, AssertionError, OSError) as error:
         where = folder or "the default folder of tfds"
         raise ConfigError(
-            f"{key}={name} is not prepared in {where}: set dataset_path to the data_dir where it is "
-            f"({str(error).strip().splitlines()[0]})"
+            f"{key}={name} is not prepared in {where}: set dataset_path to the data_dir where it "
+            f"is ({str(error).strip().splitlines()[0]})"
         ) from error
 
 
@@ -91,7 +91,9 @@ class FileRanges:
     sizes: np.ndarray | None = None
 
     def __init__(self, files: Documents, instructions: Sequence[Any]):
-        self.files, self.nbytes, self.decoded = files, files.nbytes, files.decoded
+        self.files = files
+        self.nbytes = files.nbytes
+        self.decoded = files.decoded
         shards = np.array([instruction.examples_in_shard for instruction in instructions])
         skips = np.array([instruction.skip for instruction in instructions])
         takes = np.array([instruction.take for instruction in instructions])

@@ -18,7 +18,9 @@ from maxtext.input_pipeline.interface import check_position
 class WindowShuffle(grain.IterDataset):
     def __init__(self, parent: grain.IterDataset, window: int, seed: int):
         super().__init__(parent)
-        self.parent, self.window, self.seed = parent, window, seed
+        self.parent = parent
+        self.window = window
+        self.seed = seed
 
     def __iter__(self) -> grain.DatasetIterator:
         return WindowShuffled(iter(self.parent), self.window, self.seed)
@@ -27,8 +29,11 @@ class WindowShuffle(grain.IterDataset):
 class WindowShuffled(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, window: int, seed: int):
         super().__init__(parent)
-        self.parent, self.window, self.seed = parent, window, seed
-        self.number, self.position = -1, 0
+        self.parent = parent
+        self.window = window
+        self.seed = seed
+        self.number = -1
+        self.position = 0
         self.elements: list[Any] = []
         self.start = parent.get_state()
 
@@ -41,7 +46,9 @@ class WindowShuffled(grain.DatasetIterator):
         return self.elements[self.position - 1]
 
     def fill(self, number: int, start: Any) -> None:
-        self.number, self.start, self.position = number, start, 0
+        self.number = number
+        self.start = start
+        self.position = 0
         elements = list(islice(self.parent, self.window))
         order = np.random.default_rng([self.seed, number]).permutation(len(elements))
         self.elements = [elements[position] for position in order]
@@ -52,7 +59,10 @@ class WindowShuffled(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         self.parent.set_state(state["parent"])
         if state["window"] < 0:
-            self.number, self.position, self.elements, self.start = -1, 0, [], state["parent"]
+            self.number = -1
+            self.position = 0
+            self.elements = []
+            self.start = state["parent"]
         else:
             self.fill(state["window"], state["parent"])
             check_position(state["place"], len(self.elements))

@@ -1,6 +1,4 @@
-"""A flipped bit is found, or the record is the one that was written: never another error, never
-other data.
-"""
+"""A flipped bit is detected, or the record is unchanged: no other error and no crash."""
 
 import struct
 

@@ -1,5 +1,5 @@
-"""Every format gives the same records: in order, by many threads, in another process; and says what
-is wrong.
+"""Every format gives the same records: in order, from many threads, in another process; and
+reports damaged files.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""JSON lines: what is a record and what is a bad one, by line number."""
+"""JSON lines: records, and bad records by line number."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Whole checkpoints from one form to the other, a tensor at a time."""
+"""Converts checkpoints between Hugging Face, training and native formats, one tensor at a time."""
 
 import os
 from typing import Any
@@ -32,13 +32,13 @@ def from_folder(
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """A Hugging Face folder as one of ours, in its own dtypes or in one for all floats (but see
-    `param_dtypes`).
+    """Convert a Hugging Face folder to a native one, in its own dtypes or with floats cast to `dtype`
+    (see `param_dtypes`).
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.mapping is None:
-        raise UserError(f"{source} is a folder of ours already")
-    config, param_infos = described(checkpoint)
+        raise UserError(f"{source} is a native folder already")
+    config, param_infos = unrolled_model(checkpoint)
     weights = checkpoint.weights(config, param_infos, parse_dtype(dtype))
     save_native(
         out,
@@ -57,18 +57,18 @@ def from_training(
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """The weights of the newest step of a training checkpoint as a folder of ours."""
+    """Write the weights of the newest step of a training checkpoint as a native folder."""
     folder = local_path(source).absolute()
     if not steps.has_steps(folder):
         raise UserError(f"{source} holds no complete checkpoint of training")
     checkpoint = open_checkpoint(folder)
     if problems := verify(checkpoint.path):
         raise UserError(f"{checkpoint.path} is damaged: {problems[0]}; name an older step")
-    config, param_infos = described(checkpoint)
-    wanted = parse_dtype(dtype)
+    config, param_infos = unrolled_model(checkpoint)
     weights = checkpoint.weights(config, param_infos)
-    if wanted is not None:
-        weights = CastTensors(weights, param_dtypes(param_infos, wanted))
+    cast_dtype = parse_dtype(dtype)
+    if cast_dtype is not None:
+        weights = CastTensors(weights, param_dtypes(param_infos, cast_dtype))
     save_native(out, config, weights, progress=progress, shard_bytes=SHARD_BYTES)
 
 
@@ -79,17 +79,17 @@ def to_folder(
     progress: Progress | None = None,
     text_only: bool = False,
 ) -> None:
-    """A folder of ours as one that Hugging Face's libraries load. `text_only`: as in
+    """Convert a native folder to one that Hugging Face's libraries load. `text_only` is as in
     `save_hf_folder`.
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.mapping is not None:
         raise UserError(f"{source} is a Hugging Face folder already")
-    config, param_infos = described(checkpoint)
-    wanted = parse_dtype(dtype)
+    config, param_infos = unrolled_model(checkpoint)
     weights = checkpoint.weights(config, param_infos)
-    if wanted is not None:
-        weights = CastTensors(weights, param_dtypes(param_infos, wanted))
+    cast_dtype = parse_dtype(dtype)
+    if cast_dtype is not None:
+        weights = CastTensors(weights, param_dtypes(param_infos, cast_dtype))
     save_hf_folder(
         out,
         config,
@@ -102,9 +102,9 @@ def to_folder(
     )
 
 
-def described(checkpoint: Checkpoint) -> tuple[Any, dict[str, ParamInfo]]:
-    """The configuration of a checkpoint's model, unrolled so that each weight is a layer's own, and
-    its weights.
+def unrolled_model(checkpoint: Checkpoint) -> tuple[Any, dict[str, ParamInfo]]:
+    """The configuration of a checkpoint's model, with unrolled layers so that each weight belongs
+    to one layer, and its parameters.
     """
     keys = from_python(with_max_positions(checkpoint.settings, {"scan_layers": False}))
     config = load(None, keys, environ={}, devices=Devices(1), model=checkpoint.settings)

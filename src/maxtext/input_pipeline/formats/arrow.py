@@ -59,7 +59,9 @@ class ArrowRows(TableFile):
 
 
 class Batches:
-    """The record batches of an open file. Those of an IPC stream are found by reading through it."""
+    """The record batches of an open file. Those of an IPC stream are found by reading through
+    it.
+    """
 
     def __init__(self, path: str):
         ipc = require("pyarrow.ipc", "reading arrow")

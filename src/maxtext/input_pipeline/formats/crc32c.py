@@ -1,9 +1,9 @@
-"""CRC-32C (Castagnoli), the checksum of TFRecord files, in NumPy: about 100 MB/s in each thread; one
-byte at a time would be 5 MB/s.
+"""CRC-32C (Castagnoli), the checksum of TFRecord files, in NumPy: about 100 MB/s in each thread;
+one byte at a time would be 5 MB/s.
 
 The checksum is linear: that of a span of bytes is the XOR of the contribution of each byte at its
-position. So a span needs one look-up of all its bytes in a table [position, byte]. Spans are chained
-by moving the state over a span of zeros, which is a look-up as well.
+position. So a span needs one look-up of all its bytes in a table [position, byte]. Spans are
+chained by moving the state over a span of zeros, which is a look-up as well.
 """
 
 from functools import cache

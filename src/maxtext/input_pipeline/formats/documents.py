@@ -82,8 +82,10 @@ class Documents:
     @property
     def sizes(self) -> np.ndarray | None:
         sizes = [file.sizes for file in self.files]
-        known = [opened_file for opened_file in sizes if opened_file is not None]
-        return np.concatenate(known) if known and len(known) == len(sizes) else None
+        known_sizes = [array for array in sizes if array is not None]
+        return (
+            np.concatenate(known_sizes) if known_sizes and len(known_sizes) == len(sizes) else None
+        )
 
     def with_own_caches(self) -> "Documents":
         """The same files with caches of their own."""

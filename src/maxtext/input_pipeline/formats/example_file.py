@@ -11,7 +11,10 @@ from maxtext.input_pipeline.formats.interface import HEAD, BadFile, BadRecord, R
 
 class ExampleFile(ABC):
     def __init__(self, path: str, columns: Sequence[str], caches: Caches, count: int):
-        self.path, self.wanted, self.caches, self.count = path, tuple(columns), caches, count
+        self.path = path
+        self.wanted = tuple(columns)
+        self.caches = caches
+        self.count = count
         self.nbytes = self.decoded = os.path.getsize(path)
         self.names = self.peek_columns()
 

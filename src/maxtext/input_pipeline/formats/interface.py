@@ -1,11 +1,11 @@
 """The interface of file formats: random-access records, and errors for those that cannot be read.
 
 A record is a dict of columns. Text is `str`; a list of numbers is an array if the format has its
-dtype, else a list (JSON); nested values are lists and dicts. A record has the wanted columns, or all
-if none were named.
+dtype, else a list (JSON); nested values are lists and dicts. A record has the wanted columns, or
+all if none were named.
 
-Several threads read a RecordSource at once, and it is sent to other processes: it is pickled without
-open files, which are opened again on demand.
+Several threads read a RecordSource at once, and it is sent to other processes: it is pickled
+without open files, which are opened again on demand.
 """
 
 import os
@@ -23,7 +23,8 @@ HEAD = 16  # records that are read to find the columns of a file without a schem
 
 
 class BadRecord(Exception):
-    """A record that cannot be read. `location` is its place in the file, or the number of a record.
+    """A record that cannot be read. `location` says where in the file, or is the number of a
+    record.
 
     Lines count from 1, as in an editor; rows and records from 0, as in Python. `details` are as in
     UserError.

@@ -34,7 +34,9 @@ DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
 
 class JsonLines:
     def __init__(self, path: str, columns: Sequence[str], caches: Caches):
-        self.path, self.wanted, self.caches = path, tuple(columns), caches
+        self.path = path
+        self.wanted = tuple(columns)
+        self.caches = caches
         self.nbytes = os.path.getsize(path)
         with open(path, "rb") as file:
             self.compressed = file.read(len(GZIP)) == GZIP

@@ -1,7 +1,7 @@
 """kind=parquet: a row group is decoded at once, the wanted columns only, and cached.
 
-Checksums of pages are verified if the file has them. A page that cannot be decoded makes the rows of
-its row group bad records.
+Checksums of pages are verified if the file has them. A page that cannot be decoded makes the rows
+of its row group bad records.
 """
 
 from collections.abc import Sequence

@@ -34,7 +34,8 @@ class RowBlock:
     """
 
     def __init__(self, columns: dict[str, Any], reason: str = ""):
-        self.columns, self.reason = columns, reason
+        self.columns = columns
+        self.reason = reason
         self.nbytes = sum(column.get_total_buffer_size() for column in columns.values())
         self.unsound = {name for name, column in columns.items() if not sound(column)}
         self.arrays = {name for name, column in columns.items() if is_list_of_numbers(column.type)}
