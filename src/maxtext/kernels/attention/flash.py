@@ -63,7 +63,7 @@ def run(inputs: AttentionInputs, interpret: bool = False) -> Array:
 
 def make_kernel(inputs: AttentionInputs, heads: int, shards: int = 1, interpret: bool = False):
     """The kernel for all queries and `heads` of their heads. It holds its mask as arrays; if
-    queries are split into `shards`, each shard uses a part of them (see layers/attend.py)."""
+    queries are split into `shards`, each shard uses a part of them (see layers/attention_sharding.py)."""
     # Imported here: Pallas takes a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
