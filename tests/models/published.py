@@ -239,7 +239,7 @@ def qwen_delta(
         "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     return qwen(
-        version, width, layers, heads, 2, 5120, False, 1e7, **rope, **delta, **routing, **more
+        version, width, layers, heads, 2, 5120, False, 1e7, **rope, **delta, **(routing | more)
     )
 
 
@@ -457,6 +457,11 @@ PUBLISHED: dict[str, Published] = {
     "qwen3.5-397b-a17b": Published(
         "Qwen/Qwen3.5-397B-A17B",
         qwen_delta("3_5Moe", 4096, 60, 32, 1024, 64, vocab_size=248320, rope_parameters=QWEN35_ROPE),
+    ),
+    "qwen3.5-35b-a3b": Published(
+        "Qwen/Qwen3.5-35B-A3B",
+        qwen_delta("3_5Moe", 2048, 40, 16, 512, 32, vocab_size=248320, rope_parameters=QWEN35_ROPE, num_experts=256,
+                   num_experts_per_tok=8),
     ),
     "gpt-oss-20b": Published("openai/gpt-oss-20b", gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": Published("openai/gpt-oss-120b", gpt_oss(36, 128), 116_829_156_672),

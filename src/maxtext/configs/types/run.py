@@ -82,6 +82,8 @@ class RunInfo(Group):
         "olmo3-7b",
         "olmo3-7b-pt",
         "olmo3-32b",
+        "llama3-405b",
+        "qwen3.5-35b-a3b",
         "phi-3-mini",
         "phi-3-medium",
         "phi-4",
