@@ -255,7 +255,7 @@ def test_bfloat16_first_moment_is_rounded_at_each_step():
     )  # one rounding may fall the other way
 
 
-def test_path_names():
+def test_parameter_paths():
     tree = {"layers": [{"norm": 1.0}, [2.0, 3.0]], "head": {"weight": 4.0}}
     expected = {
         "layers": [{"norm": "layers/0/norm"}, ["layers/1/0", "layers/1/1"]],
