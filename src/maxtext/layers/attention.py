@@ -4,7 +4,7 @@ itself.
 Shapes: B batch, S sequence, E embedding, H query heads, K key/value heads, D head size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from maxtext.layers.linear import MergedLinear, build_linear, project
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, apply_rope, rope_cos_sin
+from maxtext.layers.spec import IMPLEMENTATION
 from maxtext.layers.weight_layout import cannot_merge
 from maxtext.sharding import constrain
 
@@ -71,7 +72,8 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
-    fused: bool = False  # one weight for queries, keys and values
+    # one weight for queries, keys and values
+    fused: bool = field(default=False, metadata=IMPLEMENTATION)
     shared_kv: bool = False  # values are the projected keys, before norm and RoPE
     # The output of a head is multiplied by the sigmoid of a gate, which is projected as its query.
     gated: bool = False
@@ -85,12 +87,12 @@ class AttentionSpec:
     soft_cap: float | None = None
     sinks: bool = False
     output_dim: int | None = None  # None: as wide as the input
-    backend: str = "dot_product"
-    float32_product: bool = False
-    float32_logits: bool = False
-    blocks: BlockSizes | None = None
+    backend: str = field(default="dot_product", metadata=IMPLEMENTATION)
+    float32_product: bool = field(default=False, metadata=IMPLEMENTATION)
+    float32_logits: bool = field(default=False, metadata=IMPLEMENTATION)
+    blocks: BlockSizes | None = field(default=None, metadata=IMPLEMENTATION)
     # Tokens that the kernel for paged attention reads at a time; it is then required.
-    ragged: int = 0
+    ragged: int = field(default=0, metadata=IMPLEMENTATION)
 
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Attention":
         choice = choose(ATTENTIONS, self, initializer.context)

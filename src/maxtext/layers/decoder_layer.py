@@ -1,6 +1,6 @@
 """What a decoder layer consists of, and the implementations that it may be built from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from maxtext.layers.block import Block, ParallelBlock
@@ -16,6 +16,7 @@ from maxtext.layers.gemv_block import GemvAttentionBlock, GemvBlock, GemvMlpBloc
 from maxtext.layers.hyper_connections import HyperConnectionSpec
 from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.spec import IMPLEMENTATION
 
 # The fastest first. A layer is built from the first that supports its spec and the context.
 BLOCKS: tuple[type[Block], ...] = (
@@ -45,7 +46,7 @@ class LayerSpec:
     post_attention_norm: bool = False  # a norm on the output of attention, before it is added
     post_mlp_norm: bool = False
     scaled: bool = False  # the layer's output times a stored factor that is not trained
-    dropout_rate: float = 0.0
+    dropout_rate: float = field(default=0.0, metadata=IMPLEMENTATION)
     streams: HyperConnectionSpec | None = None
     engram: EngramSpec | None = None  # a memory of n-grams, added before attention
 

@@ -16,7 +16,7 @@ Precision: projections and convolutions in the computation's dtype; decay, beta,
 rule, the output's norm and its gate in float32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import Linear, build_linear, project
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.spec import IMPLEMENTATION
 from maxtext.sharding import constrain
 
 QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
@@ -49,10 +50,11 @@ class GatedDeltaNetSpec:
     key_dim: int
     value_dim: int
     conv_width: int
-    chunk: int  # tokens of a chunk in the chunked form
+    chunk: int = field(metadata=IMPLEMENTATION)  # tokens of a chunk in the chunked form
     norm_epsilon: float
     qk_norm: bool = True  # L2-normalise queries and keys
-    form: str = "chunked"  # or recurrent, token by token, with the same result
+    # or recurrent, token by token, with the same result
+    form: str = field(default="chunked", metadata=IMPLEMENTATION)
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:

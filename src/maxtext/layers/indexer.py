@@ -17,7 +17,7 @@ that are not padding. In sparse training both distributions are over the selecte
 a loss means dense warm-up: attention sees all keys, and both are over all visible keys.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, apply_rope
+from maxtext.layers.spec import IMPLEMENTATION
 from maxtext.sharding import constrain
 
 KEY_NORM = NormSpec(kind="layer", epsilon=1e-6)
@@ -53,8 +54,8 @@ class IndexerSpec:
     rope: RopeSpec
     topk: int  # keys that a query selects; all, if there are no more
     # the loss is over the selected keys; false: dense warm-up, if there is a loss
-    sparse_training: bool = False
-    loss_factor: float = 0.0  # 0: no loss
+    sparse_training: bool = field(default=False, metadata=IMPLEMENTATION)
+    loss_factor: float = field(default=0.0, metadata=IMPLEMENTATION)  # 0: no loss
 
     @property
     def is_sparse(self) -> bool:

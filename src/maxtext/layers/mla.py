@@ -17,7 +17,7 @@ keys [R + P] and values [R]. A cache then holds latents, which are much smaller;
 costs more, since R is larger than N and V.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import RopeSpec, apply_rope
+from maxtext.layers.spec import IMPLEMENTATION
 from maxtext.sharding import constrain
 
 # The arrays of a cache.
@@ -63,13 +64,14 @@ class MlaSpec:
     query_rank: int = 0  # 0: no query latent
     bias: bool = False  # of the projections to the latents and of the output
     soft_cap: float | None = None
-    latent: bool = False
+    latent: bool = field(default=False, metadata=IMPLEMENTATION)
     indexer: IndexerSpec | None = None
-    report_max_logits: bool = False  # reports "max_logits" [H], the largest logit of each head
-    backend: str = "dot_product"
-    float32_product: bool = False
-    float32_logits: bool = False
-    blocks: BlockSizes | None = None
+    # reports "max_logits" [H], the largest logit of each head
+    report_max_logits: bool = field(default=False, metadata=IMPLEMENTATION)
+    backend: str = field(default="dot_product", metadata=IMPLEMENTATION)
+    float32_product: bool = field(default=False, metadata=IMPLEMENTATION)
+    float32_logits: bool = field(default=False, metadata=IMPLEMENTATION)
+    blocks: BlockSizes | None = field(default=None, metadata=IMPLEMENTATION)
 
     def __post_init__(self) -> None:
         if self.indexer and not self.query_rank:

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import MergedLinear, build_linear, dropout, project
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.spec import IMPLEMENTATION
 from maxtext.layers.weight_layout import cannot_merge
 from maxtext.sharding import constrain
 
@@ -61,9 +62,9 @@ class MlpSpec:
     hidden_dim: int
     activations: tuple[str, ...] = ("silu", "linear")  # their results are multiplied
     bias: bool = False
-    fused: bool = False  # one weight for all branches
-    dropout_rate: float = 0.0
-    float32: bool = False  # activations computed in float32
+    fused: bool = field(default=False, metadata=IMPLEMENTATION)  # one weight for all branches
+    dropout_rate: float = field(default=0.0, metadata=IMPLEMENTATION)
+    float32: bool = field(default=False, metadata=IMPLEMENTATION)  # activations computed in float32
     limit: float | None = None  # of the branches' values, see `combine`
 
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Mlp":

@@ -17,7 +17,7 @@ A router computes logits of all experts, scores from them, and selects the top k
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,7 @@ from flax import nnx
 
 from maxtext.layers.norms import Norm, NormSpec
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.spec import IMPLEMENTATION
 from maxtext.sharding import manual
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
@@ -47,9 +48,10 @@ class RouterSpec:
     # epsilon of an RMS norm of the router's input, with a learned scale over √E; None: no norm
     input_norm_epsilon: float | None = None
     expert_scale: bool = False  # a learned factor for each expert
-    float32: bool = False  # logits from a float32 matmul in the highest precision
+    # logits from a float32 matmul in the highest precision
+    float32: bool = field(default=False, metadata=IMPLEMENTATION)
     # for benchmarks: a fixed, balanced selection; the weights are still those of the scores
-    random: bool = False
+    random: bool = field(default=False, metadata=IMPLEMENTATION)
 
     def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Router":
         return Router(initializer, self, embed_dim, dtype)

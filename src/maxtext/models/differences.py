@@ -1,7 +1,7 @@
 """Whether two configurations describe models that compute the same from the same weights.
 
 Layers are compared by their specs, except for fields that choose how a result is computed and for
-those that only training uses (see `layers.spec.implementation`).
+those that only training uses (`layers.spec.IMPLEMENTATION`).
 """
 
 import math
@@ -12,15 +12,9 @@ from typing import Any
 import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
 from maxtext.layers.rope import RopeSpec, frequencies
 from maxtext.models.registry import layers
 
-MANNER = {
-    "backend", "blocks", "fused", "latent", "method", "capacity_factor", "buffer_factor", "custom_sort_vjp", "form",
-    "float32", "float32_product", "float32_logits", "float32_sum", "random",
-    "dropout_rate", "balance_weight", "report_load", "report_max_logits", "sparse_training", "loss_factor",
-}  # fmt: skip
 MODEL_KEYS = (
     "vocab_size",
     "trainable_position_size",
@@ -59,10 +53,7 @@ def value_differences(value: Any, second: Any, path: str) -> Iterator[str]:
             yield f"{path}={value}"
     elif is_dataclass(value) and type(value) is type(second):
         for field in fields(value):
-            manner = field.name in MANNER or (
-                isinstance(value, GatedDeltaNetSpec) and field.name == "chunk"
-            )
-            if not manner:
+            if field.metadata.get("affects_output", True):
                 name = f"{path}.{field.name}" if path else field.name
                 yield from value_differences(
                     getattr(value, field.name), getattr(second, field.name), name
