@@ -76,7 +76,9 @@ def random_value(key: str, rng: random.Random) -> str:
 
 
 def random_settings(rng: random.Random) -> list[str]:
-    """One to four settings of random keys over a tiny model; sometimes arguments that are no settings."""
+    """One to four settings of random keys over a tiny model; sometimes arguments that are no
+    settings.
+    """
     settings = list(TINY) if rng.random() < 0.9 else []
     given = {setting.partition("=")[0] for setting in settings}
     for _ in range(rng.choice([1, 1, 1, 2, 3, 4])):

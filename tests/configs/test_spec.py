@@ -27,7 +27,9 @@ BASE_ONLY = {"logical_axis_rules", "data_sharding"}
 
 
 def type_text(field) -> str:
-    """A type as the published list spells it: constraints as Annotated[…], choices and classes by name."""
+    """A type as the published list spells it: constraints as Annotated[…], choices and classes by
+    name.
+    """
 
     def spell(part) -> str:
         if part is type(None):

@@ -22,18 +22,21 @@ EYES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_atten
 SQUARES = EYES | dict(image_size=28, patch_size=14)
 # Classes, the text model, and what is beside it.
 LARGER = {
-    "gemma3": ("Gemma3", "gemma3", dict(vision_config=SQUARES, mm_tokens_per_image=4, image_token_index=5)),
+    "gemma3": ("Gemma3", "gemma3", dict(vision_config=SQUARES, mm_tokens_per_image=4,
+                                        image_token_index=5)),
     "gemma4": (
         "Gemma4", "gemma4 experts",
         dict(vision_config=EYES | dict(num_key_value_heads=2, head_dim=16), audio_config=None),
     ),
     "llama4": (
         "Llama4", "llama4 scaled",
-        dict(vision_config=SQUARES | dict(vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)),
+        dict(vision_config=SQUARES | dict(vision_output_dim=32, projector_input_dim=32,
+                                          projector_output_dim=32)),
     ),
     "qwen3.5": (
         "Qwen3_5", "qwen3.5 one to one",
-        dict(vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=48,
+        dict(vision_config=dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2,
+                                out_hidden_size=48,
                                 num_position_embeddings=16)),
     ),
 }  # fmt: skip

@@ -19,12 +19,13 @@ from maxtext.trainers.run_context import RunContext
 
 ADAMW = ("learning_rate=0.01", "adam_weight_decay=0.5")
 LATENT = (
-    "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128", "q_lora_rank=12",
-    "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=8", "base_num_decoder_layers=2",
+    "decoder_block=deepseek", "attention_type=mla", "base_num_kv_heads=4", "head_dim=128",
+    "q_lora_rank=12", "kv_lora_rank=10", "qk_nope_head_dim=6", "qk_rope_head_dim=4", "v_head_dim=8",
+    "base_num_decoder_layers=2",
 )  # fmt: skip
 BIASED = (
-    *LATENT, "num_experts=4", "num_experts_per_tok=2", "routed_score_func=sigmoid", "routed_bias=true",
-    "routed_bias_update_rate=0.01",
+    *LATENT, "num_experts=4", "num_experts_per_tok=2", "routed_score_func=sigmoid",
+    "routed_bias=true", "routed_bias_update_rate=0.01",
 )  # fmt: skip
 UNROLLED, SCANNED = "scan_layers=false", "scan_layers=true"
 
@@ -192,7 +193,8 @@ def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
     changes all of them."""
     overrides = (
         *BIASED, *ADAMW, "use_qk_clip=true", "qk_clip_threshold=1",
-        "skip_step_on_spikes=true", "skip_step_interval=4", f"gradient_accumulation_steps={microbatches}",
+        "skip_step_on_spikes=true", "skip_step_interval=4",
+        f"gradient_accumulation_steps={microbatches}",
     )  # fmt: skip
     bench = make_bench(*overrides)
     start = changed(bench.state, "query_b/weight", lambda kernel: kernel * 1000)
@@ -236,7 +238,8 @@ def test_indexer_warm_up_trains_indexers_alone(make_bench, packed):
 
 KEPT = {
     "gemma4": (
-        "sliding_window_size=4", "base_num_decoder_layers=3", "architecture={layer_kinds: [sliding, sliding, full]}",
+        "sliding_window_size=4", "base_num_decoder_layers=3", "architecture={layer_kinds: "
+                                                              "[sliding, sliding, full]}",
     ),
     "deepseek": BIASED,
     # whose router's bias is learned

@@ -114,7 +114,8 @@ TOP_FIELDS = {
 }
 ROPE_FIELDS = {
     **all_of(TEXT | NULL, "rope_type", "type"),
-    **all_of(POSITIVE | NULL, "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    **all_of(POSITIVE | NULL, "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast",
+             "beta_slow",
            "attention_factor", "mscale", "mscale_all_dim"),
     "factor": number(0, 1e9) | NULL,
     "original_max_position_embeddings": SIZE | NULL,
@@ -215,7 +216,8 @@ def divisibility_problems(text: Json, prefix: str) -> list[str]:
     ):
         if text.get(multiple) and text.get(divisor) and text[multiple] % text[divisor]:
             problems.append(
-                f"{prefix}{multiple}={text[multiple]} is not a multiple of {divisor}={text[divisor]}"
+                f"{prefix}{multiple}={text[multiple]} is not a multiple of "
+                f"{divisor}={text[divisor]}"
             )
     return problems
 

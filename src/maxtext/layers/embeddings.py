@@ -37,8 +37,8 @@ class Embedding(nnx.Module):
             x = jax.nn.one_hot(ids, table.shape[0], dtype=self.dtype) @ table
         else:
             x = jnp.take(table, ids, axis=0)
-        # In two steps: first the partial sums of a sharded vocabulary are reduced, then the sequence
-        # may be sharded.
+        # In two steps: first the partial sums of a sharded vocabulary are reduced, then the
+        # sequence may be sharded.
         x = constrain(
             x, "activation_embed_and_logits_batch", "activation_length", "activation_embed"
         )

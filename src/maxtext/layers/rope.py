@@ -1,11 +1,11 @@
-"""Rotary position embeddings (RoPE): pairs of a head's dimensions rotate by an angle proportional to
-the position.
+"""Rotary position embeddings (RoPE): pairs of a head's dimensions rotate by an angle proportional
+to the position.
 
 `kind`: default; llama3.1 (low frequencies divided by `factor`, with a smooth transition); yarn
-(interpolation by parts, with a temperature on the attention); longrope (a divisor for each pair, from
-one of two lists by the length of sequences). `linear_factor` divides all
-frequencies. With `fraction` < 1 only the first dimensions of a head rotate; `proportional`: the pairs
-and frequencies are those of the whole head, and the last pairs do not rotate.
+(interpolation by parts, with a temperature on the attention); longrope (a divisor for each pair,
+from one of two lists by the length of sequences). `linear_factor` divides all frequencies. With
+`fraction` < 1 only the first dimensions of a head rotate; `proportional`: the pairs and frequencies
+are those of the whole head, and the last pairs do not rotate.
 """
 
 import math

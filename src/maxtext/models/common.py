@@ -48,8 +48,9 @@ def moe_layers(config: MaxTextConfig, layers: int, rule: Callable[[int], bool]) 
 def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]:
     if listed is not None and len(listed) != layers:
         raise ConfigError(
-            f"architecture.{name} lists {len(listed)} layers and the model has {layers}: the list belongs to a "
-            "checkpoint of another depth, leave it out or keep base_num_decoder_layers"
+            f"architecture.{name} lists {len(listed)} layers and the model has {layers}: the list "
+            "belongs to a checkpoint of another depth, leave it out or keep "
+            "base_num_decoder_layers"
         )
     return list(listed or [])
 

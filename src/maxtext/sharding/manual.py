@@ -1,9 +1,9 @@
-"""Functions that every device runs on its own shards (shard_map), where the compiler must not choose
-the communication.
+"""Functions that every device runs on its own shards (shard_map), where the compiler must not
+choose the communication.
 
 A `Split` lists for each dimension of a tensor the mesh axes that shard it, outermost first;
-`AxisRules.axes_of` makes one from logical names. A tensor is replicated over the axes that its split
-does not name.
+`AxisRules.axes_of` makes one from logical names. A tensor is replicated over the axes that its
+split does not name.
 
     rules = current()
     if rules is None: ...  # one device, or no mesh: call the function itself
@@ -40,9 +40,9 @@ def run_manual(
     result: Split,
     check: bool = True,
 ) -> Any:
-    """`function` of each device's shards. `result`: the split of the array that it returns. The split
-    of an argument that is a pytree is a tree of PartitionSpecs. Without `check`, JAX does not verify
-    `result`."""
+    """`function` of each device's shards. `result`: the split of the array that it returns. The
+    split of an argument that is a pytree is a tree of PartitionSpecs. Without `check`, JAX does not
+    verify `result`."""
 
     def run_on_shards(*shards: jax.Array) -> Any:
         with use_rules(None):  # shards are placed already: nothing inside may be constrained
@@ -69,8 +69,8 @@ def used_axes(*splits: Split) -> tuple[str, ...]:
 
 
 def cast_varying(x: jax.Array, axes: Iterable[str], varying: Iterable[str] = ()) -> jax.Array:
-    """x cast to vary over `axes`, besides those over which it varies already; its gradient is summed
-    over them.
+    """x cast to vary over `axes`, besides those over which it varies already; its gradient is
+    summed over them.
 
     Cast before a gather, so that the gradient is summed after its scatter, when it is small.
     """

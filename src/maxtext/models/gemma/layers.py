@@ -76,8 +76,8 @@ def local_timescale(config: MaxTextConfig) -> int:
 
 
 def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
-    """Global layers have their own head embed_dim and number, may share keys and values, and turn a part
-    of each head.
+    """Global layers have their own head embed_dim and number, may share keys and values, and turn a
+    part of each head.
     """
     norm = norm_spec(config)
     if config.num_experts > 1:
