@@ -179,11 +179,11 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
         f"dataset_type=grain grain_file_type=arrayrecord grain_train_files={out}/*.array_record "
         "train_data_columns=[tokens] tokenize_train_data=false"
     )
-    ours, theirs = (
+    actual, reference = (
         list(make_train_iterator(load_config(replaced(args, *more)))) for more in ([], line)
     )
-    assert len(ours) == len(theirs) > 3
-    for one, other in zip(ours, theirs, strict=True):
+    assert len(actual) == len(reference) > 3
+    for one, other in zip(actual, reference, strict=True):
         assert all((one[name] == other[name]).all() for name in one)
     assert main(["data", "inspect", *replaced(args, *line)]) == 0
     assert "<bos>document 0<eos>\n" in capsys.readouterr().out

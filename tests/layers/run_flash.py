@@ -58,10 +58,11 @@ def errors(case):
         (_, mixed), gradients = step(given.q, given.k, given.v)
         return [mixed, *gradients]
 
-    ours = both(lambda given: flash_on_shards(rules, given, interpret=True))
-    theirs = both(lambda given: run_attention(given, "dot_product"))
+    actual = both(lambda given: flash_on_shards(rules, given, interpret=True))
+    reference = both(lambda given: run_attention(given, "dot_product"))
     return [
-        float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(ours, theirs, strict=True)
+        float(jnp.abs(a - b).max() / jnp.abs(b).max())
+        for a, b in zip(actual, reference, strict=True)
     ]
 
 

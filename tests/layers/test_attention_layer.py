@@ -96,7 +96,7 @@ def test_fused_is_separate(heads, groups, bias):
         one, other = separate.bind(tree), fused.bind(fused_tree)
         return other.project(x), one(x, layer_inputs)[0], other(x, layer_inputs)[0]
 
-    projected, expected, ours = run(tree, fuse(tree, heads, groups), x)
+    projected, expected, actual = run(tree, fuse(tree, heads, groups), x)
     for part, name in zip(projected, ("query", "key", "value"), strict=True):
         float32, float64 = (
             np.einsum("bse,ehd->bshd", x.astype(dtype), tree[name]["weight"])
@@ -104,21 +104,21 @@ def test_fused_is_separate(heads, groups, bias):
             for dtype in (np.float32, np.float64)
         )
         assert_within_rounding(part, float32, float64)
-    np.testing.assert_allclose(ours, expected, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, atol=1e-6 * np.abs(expected).max())
 
 
 def from_torch(layer, heads, groups):
     """Our weights from a transformers attention layer; torch keeps [out, in]."""
     state = {name: tensor.detach().numpy() for name, tensor in layer.state_dict().items()}
     tree = {}
-    for ours, theirs, count in (
+    for native_name, hf_name, count in (
         ("query", "q", heads),
         ("key", "k", groups),
         ("value", "v", groups),
     ):
-        tree[ours] = {"weight": state[f"{theirs}_proj.weight"].T.reshape(SIZE, count, HEAD)}
-        if f"{theirs}_proj.bias" in state:
-            tree[ours]["bias"] = state[f"{theirs}_proj.bias"].reshape(count, HEAD)
+        tree[native_name] = {"weight": state[f"{hf_name}_proj.weight"].T.reshape(SIZE, count, HEAD)}
+        if f"{hf_name}_proj.bias" in state:
+            tree[native_name]["bias"] = state[f"{hf_name}_proj.bias"].reshape(count, HEAD)
     tree["out"] = {"weight": state["o_proj.weight"].T.reshape(heads, HEAD, SIZE)}
     if "o_proj.bias" in state:
         tree["out"]["bias"] = state["o_proj.bias"]
@@ -161,10 +161,10 @@ def test_qk_norm_of_qwen3():
     x, layer_inputs = inputs()
     norm = NormSpec(epsilon=1e-3)
     theta = config.rope_parameters["rope_theta"]
-    ours = template(4, 2, rope=RopeSpec(max_timescale=theta), qk_norm=norm)
+    actual = template(4, 2, rope=RopeSpec(max_timescale=theta), qk_norm=norm)
     expected = their_output(layer, Qwen3RotaryEmbedding(config), x, np.tri(LENGTH, dtype=bool))
     np.testing.assert_allclose(
-        output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5
+        output(actual, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5
     )
 
 
@@ -187,10 +187,10 @@ def test_sinks_biases_and_window_of_gpt_oss():
         attention_scaling=True,
     )
     visible = np.array([[i - 3 < j <= i for j in range(LENGTH)] for i in range(LENGTH)])
-    ours = template(
+    actual = template(
         4, 2, rope=rope, bias=True, out_bias=True, sinks=True, mask=AttentionMask(window=3)
     )
     expected = their_output(layer, GptOssRotaryEmbedding(config), x, visible)
     np.testing.assert_allclose(
-        output(ours, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5
+        output(actual, from_torch(layer, 4, 2), x, layer_inputs), expected, atol=2e-5
     )

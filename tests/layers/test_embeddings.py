@@ -49,10 +49,10 @@ def test_learned_positions():
 def test_sinusoids(size):
     """sin and cos of position / 10000^(i / (n - 1)), i = 0 … n - 1, n half the width."""
     positions = np.array([[0, 1, 2, 50], [3, 0, 0, 1]])
-    ours = np.asarray(sinusoids(jnp.asarray(positions), size, "float32"))
+    actual = np.asarray(sinusoids(jnp.asarray(positions), size, "float32"))
     for index in np.ndindex(positions.shape):
         for place in range(size // 2):
             angle = positions[index] / 10_000 ** (place / (size // 2 - 1))
-            assert ours[index][place] == pytest.approx(np.sin(angle), abs=2e-5)
-            assert ours[index][place + size // 2] == pytest.approx(np.cos(angle), abs=2e-5)
+            assert actual[index][place] == pytest.approx(np.sin(angle), abs=2e-5)
+            assert actual[index][place + size // 2] == pytest.approx(np.cos(angle), abs=2e-5)
     assert sinusoids(jnp.asarray(positions), size, "bfloat16").dtype == jnp.bfloat16

@@ -44,10 +44,10 @@ def test_numpy(inputs, outputs, product, bias):
     )
     x = draw(size=(2, 3, *inputs))
     expected = np.einsum(product, x, weights["weight"]) + (weights["bias"] if bias else 0)
-    ours = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(
+    actual = template.bind(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights))(
         jnp.asarray(x, jnp.float32)
     )
-    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_weights_keep_their_dtype_and_the_product_has_the_computation_s():
@@ -96,8 +96,10 @@ def test_gradients_of_weights_come_before_that_of_the_input():
 
     gradients = jax.grad(run, argnums=(0, 1))
     slope = 2 * jnp.cos(x @ kernel)
-    for ours, theirs in zip(gradients(x, kernel), (slope @ kernel.T, x.T @ slope), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for actual, reference in zip(
+        gradients(x, kernel), (slope @ kernel.T, x.T @ slope), strict=True
+    ):
+        np.testing.assert_allclose(actual, reference, rtol=1e-5)
     assert barriers(gradients, x, kernel) == [
         [(3, 6), (6, 4)]
     ]  # both, and not the count, which has no gradient

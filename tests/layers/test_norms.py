@@ -52,23 +52,23 @@ SPECS = {
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_torch(kind):
-    theirs, names = torch_norm(kind)
+    reference, names = torch_norm(kind)
     given = weights(*names)
     with torch.no_grad():
-        for ours, name in names.items():
-            getattr(theirs, name).copy_(torch.tensor(given[ours]))
+        for native_name, name in names.items():
+            getattr(reference, name).copy_(torch.tensor(given[native_name]))
     x, back = values()
     abstract = template(SPECS[kind])
     assert set(abstract.weights) == set(names)
     output, pull = jax.vjp(lambda weights, x: abstract.bind(weights)(x), given, jnp.asarray(x))
     gradients, x_gradient = pull(jnp.asarray(back))
     leaf = torch.tensor(x, requires_grad=True)
-    expected = theirs(leaf)
+    expected = reference(leaf)
     expected.backward(torch.tensor(back))
     np.testing.assert_allclose(output, expected.detach(), atol=1e-5)
     np.testing.assert_allclose(x_gradient, leaf.grad, atol=2e-5)
-    for ours, name in names.items():
-        np.testing.assert_allclose(gradients[ours], getattr(theirs, name).grad, atol=2e-5)
+    for native_name, name in names.items():
+        np.testing.assert_allclose(gradients[native_name], getattr(reference, name).grad, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])

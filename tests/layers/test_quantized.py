@@ -113,7 +113,7 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
     weights = jax.tree.map(
         lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template.weights
     )
-    ours = flatten(jax.jit(lambda weights: quantize_weights(template, weights, dtype))(weights))
+    actual = flatten(jax.jit(lambda weights: quantize_weights(template, weights, dtype))(weights))
     single = flatten(template_of(*words, size=256).contracted)
     for path, leaf in flatten(weights).items():
         if path[0] != "layers" or path[-1] != "weight" or "router" in path:
@@ -125,7 +125,7 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
             alone = np.take(np.asarray(leaf), layer, axis)
             largest = np.abs(alone).max(axis=contracted, keepdims=True) / 127
             part = jax.tree.map(
-                lambda part, layer=layer: np.take(np.asarray(part), layer, axis), ours[path]
+                lambda part, layer=layer: np.take(np.asarray(part), layer, axis), actual[path]
             )
             if dtype == "int8":
                 np.testing.assert_allclose(part.scale, largest, rtol=1e-6)
@@ -179,7 +179,7 @@ def test_experts_of_integers_give_what_their_floats_give(method, dtype):
     )
     run = jax.jit(lambda weights: template.bind(weights)(x, inputs)[0])
     with jax.default_matmul_precision("highest"):
-        ours, expected = run(weights), run(in_floats(weights))
+        actual, expected = run(weights), run(in_floats(weights))
         exact = run(floats)
-    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
-    assert np.abs(ours - exact).max() > 1e-3  # so the comparison can fail
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(actual - exact).max() > 1e-3  # so the comparison can fail

@@ -86,9 +86,9 @@ def hf_config(parameters):
 def test_frequencies_and_magnitude_of_transformers(name):
     spec, parameters = KINDS[name]
     expected, magnitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf_config(parameters))
-    ours = frequencies(spec, HEAD)
-    assert ours.shape == (spec.rotated(HEAD) // 2,)
-    np.testing.assert_allclose(ours, expected.numpy(), rtol=2e-6)  # theirs are float32
+    actual = frequencies(spec, HEAD)
+    assert actual.shape == (spec.rotated(HEAD) // 2,)
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=2e-6)  # the reference is in float32
     assert spec.magnitude == pytest.approx(magnitude, rel=1e-7)
 
 
@@ -127,17 +127,17 @@ def test_llama31_leaves_fast_pairs_and_divides_slow_ones():
     the factor.
     """
     plain = frequencies(RopeSpec(max_timescale=500_000.0), 128)
-    ours = frequencies(
+    actual = frequencies(
         RopeSpec("llama3.1", max_timescale=500_000.0, factor=8.0, original_length=8192), 128
     )
     wavelength = 2 * np.pi / plain
     np.testing.assert_allclose(
-        ours[wavelength < 8192 / 4], plain[wavelength < 8192 / 4], rtol=1e-12
+        actual[wavelength < 8192 / 4], plain[wavelength < 8192 / 4], rtol=1e-12
     )
-    np.testing.assert_allclose(ours[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-12)
+    np.testing.assert_allclose(actual[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-12)
     between = (wavelength >= 8192 / 4) & (wavelength <= 8192)
     assert between.any()
-    assert np.all((ours[between] <= plain[between]) & (ours[between] >= plain[between] / 8))
+    assert np.all((actual[between] <= plain[between]) & (actual[between] >= plain[between] / 8))
 
 
 def random_heads(head=HEAD, dtype=np.float32):
@@ -152,15 +152,15 @@ def test_rotation_of_transformers(name):
     spec, parameters = KINDS.get(name, (RopeSpec(), {"rope_type": "default", "rope_theta": 1e4}))
     x, positions = random_heads()
     rotary = LlamaRotaryEmbedding(hf_config(parameters))
-    theirs = torch.tensor(x)
-    cos, sin = rotary(theirs, torch.tensor(positions))
-    expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)
+    reference = torch.tensor(x)
+    cos, sin = rotary(reference, torch.tensor(positions))
+    expected, _ = apply_rotary_pos_emb(reference, reference, cos, sin, unsqueeze_dim=2)
     np.testing.assert_allclose(
         apply_rope(jnp.asarray(x), jnp.asarray(positions), spec), expected, atol=2e-3
     )
     near = positions % 50  # far positions lose digits of the angle in float32, near ones do not
-    cos, sin = rotary(theirs, torch.tensor(near))
-    expected, _ = apply_rotary_pos_emb(theirs, theirs, cos, sin, unsqueeze_dim=2)
+    cos, sin = rotary(reference, torch.tensor(near))
+    expected, _ = apply_rotary_pos_emb(reference, reference, cos, sin, unsqueeze_dim=2)
     np.testing.assert_allclose(
         apply_rope(jnp.asarray(x), jnp.asarray(near), spec), expected, atol=2e-5
     )
@@ -195,9 +195,9 @@ def test_rotation_as_complex_numbers(interleave, fraction, kind):
     )
     x, positions = random_heads(head=16)
     positions = positions % 50
-    ours = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), spec))
-    np.testing.assert_allclose(ours, turned(x, positions, spec), atol=2e-5)
-    np.testing.assert_array_equal(ours[..., int(16 * fraction) :], x[..., int(16 * fraction) :])
+    actual = np.asarray(apply_rope(jnp.asarray(x), jnp.asarray(positions), spec))
+    np.testing.assert_allclose(actual, turned(x, positions, spec), atol=2e-5)
+    np.testing.assert_array_equal(actual[..., int(16 * fraction) :], x[..., int(16 * fraction) :])
 
 
 def test_interleaved_products_of_deepseek():
@@ -211,9 +211,11 @@ def test_interleaved_products_of_deepseek():
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
     q, k = torch.tensor(x), torch.tensor(x[..., ::-1].copy())
     q, k = apply_rotary_pos_emb_interleave(q, k, cos, sin, unsqueeze_dim=2)
-    ours = [apply_rope(jnp.asarray(one), jnp.asarray(positions), spec) for one in (x, x[..., ::-1])]
+    actual = [
+        apply_rope(jnp.asarray(one), jnp.asarray(positions), spec) for one in (x, x[..., ::-1])
+    ]
     np.testing.assert_allclose(
-        np.einsum("bshd,bthd->bhst", *map(np.asarray, ours)),
+        np.einsum("bshd,bthd->bhst", *map(np.asarray, actual)),
         torch.einsum("bshd,bthd->bhst", q, k),
         atol=2e-4,
     )
@@ -222,9 +224,9 @@ def test_interleaved_products_of_deepseek():
 def test_bfloat16_heads_turn_in_float32():
     x, positions = random_heads(head=16)
     x = np.asarray(jnp.asarray(x, jnp.bfloat16))
-    ours = apply_rope(jnp.asarray(x), jnp.asarray(positions % 50), RopeSpec())
-    assert ours.dtype == jnp.bfloat16
+    actual = apply_rope(jnp.asarray(x), jnp.asarray(positions % 50), RopeSpec())
+    assert actual.dtype == jnp.bfloat16
     expected = turned(x.astype(np.float64), positions % 50, RopeSpec())
     np.testing.assert_allclose(
-        np.asarray(ours, np.float64), expected, rtol=2**-8, atol=2e-5
+        np.asarray(actual, np.float64), expected, rtol=2**-8, atol=2e-5
     )  # one rounding, at the end

@@ -133,12 +133,12 @@ def stacked(unrolled, axis):
     }
 
 
-def close(ours, expected, tolerance=1e-6):
+def close(actual, expected, tolerance=1e-6):
     """Of one structure, and equal within the tolerance times the largest value."""
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale),
-        ours,
+        actual,
         expected,
     )
 
