@@ -251,7 +251,7 @@ def assert_same_tensors(folder, expected):
 
 
 def written(pair, further=False):
-    """The tensors that should be in a folder of ours: no copies, no buffers, and further layers
+    """The tensors that should be in a native folder: no copies, no buffers, and further layers
     only if asked for.
     """
     left_out = [

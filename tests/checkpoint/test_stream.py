@@ -60,11 +60,11 @@ def test_there_and_back(llama, dtype, tmp_path):
     write_hf_folder(tmp_path / "hf", llama.Random(tensors), {}, [], 40_000)
     there = from_hf(SafetensorsFolder.open(tmp_path / "hf"), llama.RULES, param_infos)
     write_native_folder(tmp_path / "native", there, {}, [], 30_000)
-    ours = SafetensorsFolder.open(tmp_path / "native", NATIVE_STEM)
-    assert ours.tensors == {
+    native = SafetensorsFolder.open(tmp_path / "native", NATIVE_STEM)
+    assert native.tensors == {
         name: TensorInfo(np.dtype(dtype), info.shape) for name, info in param_infos.items()
     }
-    write_hf_folder(tmp_path / "back", to_hf(ours, llama.RULES, param_infos), {}, [])
+    write_hf_folder(tmp_path / "back", to_hf(native, llama.RULES, param_infos), {}, [])
     back = SafetensorsFolder.open(tmp_path / "back")
     assert back.tensors == tensors
     for name, array in llama.Random(tensors):
@@ -73,11 +73,11 @@ def test_there_and_back(llama, dtype, tmp_path):
     first = SafetensorsFolder.open(tmp_path / "hf")
     query = first.read("model.layers.2.self_attn.q_proj.weight")
     assert (
-        ours.read("layers/2/attention/query/weight").tobytes()
+        native.read("layers/2/attention/query/weight").tobytes()
         == query.T.reshape(32, 4, 8).tobytes()
     )
     down = first.read("model.layers.3.mlp.down_proj.weight")
-    assert ours.read("layers/3/mlp/wo/weight").tobytes() == down.T.tobytes()
+    assert native.read("layers/3/mlp/wo/weight").tobytes() == down.T.tobytes()
 
 
 def test_transformers_computes_the_same(llama, tmp_path):
@@ -108,8 +108,8 @@ def test_transformers_computes_the_same(llama, tmp_path):
     source = from_hf(SafetensorsFolder.open(tmp_path / "hf"), llama.RULES, param_infos)
     weights = load_weights(source, param_infos, template)  # straight from their folder
     positions = np.broadcast_to(np.arange(16), ids.shape)
-    ours = np.asarray(jax.jit(lambda weights: template.bind(weights)(ids, positions))(weights))
-    np.testing.assert_allclose(ours, expected, atol=3e-5 * expected.std(), rtol=3e-5)
+    native = np.asarray(jax.jit(lambda weights: template.bind(weights)(ids, positions))(weights))
+    np.testing.assert_allclose(native, expected, atol=3e-5 * expected.std(), rtol=3e-5)
 
     config = [tmp_path / "hf" / "config.json"]
     write_hf_folder(
@@ -186,23 +186,23 @@ TURNED = Rule("packed", "w", "x m e -> x e m")
 
 
 def test_the_first_rule_that_finds_its_tensors():
-    ours = numbers(2, 3, 4)
+    native = numbers(2, 3, 4)
     param_infos = make_param_infos(w=(2, 3, 4))
-    each = {"experts.0": ours[0].T, "experts.1": ours[1].T}
+    each = {"experts.0": native[0].T, "experts.1": native[1].T}
     for arrays, expected in [
         (each, EACH),
-        ({"packed": ours}, PACKED),
-        ({"packed": ours.swapaxes(1, 2)}, TURNED),  # by its shape
+        ({"packed": native}, PACKED),
+        ({"packed": native.swapaxes(1, 2)}, TURNED),  # by its shape
     ]:
         made = from_hf(Values(**arrays), [EACH, PACKED, TURNED], param_infos)
         assert made.steps[0] == expected.bind({"w": (2, 3, 4)})
-        np.testing.assert_array_equal(made.read("w"), ours)
+        np.testing.assert_array_equal(made.read("w"), native)
     with pytest.raises(
         UserError, match=r"\(1 problem\): packed is not a tensor"
     ):  # the same weights twice
-        from_hf(Values(**each, packed=ours), [EACH, PACKED], param_infos)
+        from_hf(Values(**each, packed=native), [EACH, PACKED], param_infos)
     with pytest.raises(UserError, match=r"\(1 problem\): experts.1 is missing"):
-        from_hf(Values(**{"experts.0": ours[0].T}), [EACH, PACKED], param_infos)
+        from_hf(Values(**{"experts.0": native[0].T}), [EACH, PACKED], param_infos)
     with pytest.raises(
         UserError, match=r"packed has shape \[2, 3, 5\], the model needs \[2, 3, 4\]"
     ):
@@ -234,10 +234,10 @@ def test_two_weights_in_one_tensor():
     made = dict(from_hf(Values(e=numbers(3, 2)), rules, param_infos))
     np.testing.assert_array_equal(made["head"], numbers(3, 2).T)
     np.testing.assert_array_equal(made["embedding"], numbers(3, 2))
-    ours = Values(embedding=numbers(3, 2), head=numbers(2, 3))
-    assert list(to_hf(ours, rules, param_infos).tensors) == ["e", "h"]
+    native = Values(embedding=numbers(3, 2), head=numbers(2, 3))
+    assert list(to_hf(native, rules, param_infos).tensors) == ["e", "h"]
     with pytest.raises(UserError, match="e would have to hold both embedding and head"):
-        to_hf(ours, rules, param_infos, names={"e"})
+        to_hf(native, rules, param_infos, names={"e"})
 
 
 def test_our_side_is_checked_as_well():
@@ -319,9 +319,9 @@ def test_memory_holds_one_rule(tmp_path):
     hf_tensors = Fresh(
         {f"l.{i}.experts.{x}": TensorInfo(kind, (512, 256)) for i in range(3) for x in range(8)}
     )
-    ours = Fresh({name: TensorInfo(kind, info.shape) for name, info in param_infos.items()})
+    native = Fresh({name: TensorInfo(kind, info.shape) for name, info in param_infos.items()})
     layer, tensor = 2**22, 2**19
-    there, back = from_hf(hf_tensors, [rule], param_infos), to_hf(ours, [rule], param_infos)
+    there, back = from_hf(hf_tensors, [rule], param_infos), to_hf(native, [rule], param_infos)
     assert (
         layer
         < peak(lambda: write_native_folder(tmp_path / "native", there, {}, []))

@@ -54,7 +54,7 @@ def weights(branches, bias, seed=0):
 
 
 def joined(tree):
-    """The fused form of the same weights: branches side by side."""
+    """The fused form of the same weights: branches concatenated."""
     branches = [tree[name] for name in sorted(tree) if name.startswith("wi")]
     wi = {"weight": np.stack([branch["weight"] for branch in branches], axis=1)}
     if "bias" in branches[0]:

@@ -56,7 +56,7 @@ def weights(name):
     return make_template(named(name)).weights
 
 
-def theirs(name):
+def hf_model(name):
     """The transformers model of a published config.json; equal ones are built once."""
     return built(json.dumps(PUBLISHED[name].config))
 
@@ -161,7 +161,7 @@ def test_every_name_is_here():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_are_those_of_transformers(name):
     assert (
-        parameter_count(weights(name)) == saved_numbers(theirs(name)) + PUBLISHED[name].difference
+        parameter_count(weights(name)) == saved_numbers(hf_model(name)) + PUBLISHED[name].difference
     )
 
 
@@ -244,12 +244,12 @@ def turned_size(attention):
     return getattr(attention, "rope_dim", None) or attention.head_dim
 
 
-def same(ours, published):
-    if isinstance(ours, np.ndarray | float) and published is not None:
-        return np.shape(ours) == np.shape(published) and np.allclose(
-            ours, published, rtol=1e-12, atol=0
+def same(native, published):
+    if isinstance(native, np.ndarray | float) and published is not None:
+        return np.shape(native) == np.shape(published) and np.allclose(
+            native, published, rtol=1e-12, atol=0
         )
-    return ours == published
+    return native == published
 
 
 def for_inference(spec):
@@ -271,9 +271,9 @@ def test_layers_are_those_of_the_published_configuration(name):
         devices=Devices(1),
         model=model_layer(PUBLISHED[name].config, "config.json"),
     )
-    ours, published = layers(named(name)), layers(read)
-    assert len(ours) == len(published)
-    for number, (one, other) in enumerate(zip(ours, published, strict=True)):
+    native, published = layers(named(name)), layers(read)
+    assert len(native) == len(published)
+    for number, (one, other) in enumerate(zip(native, published, strict=True)):
         mine, others = values(for_inference(one)), values(for_inference(other))
         assert mine.keys() == others.keys(), f"layer {number}"
         wrong = [
@@ -297,32 +297,34 @@ def test_layers_are_those_of_the_published_configuration(name):
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if not name.startswith("gpt3")])
 def test_rotations_scales_and_windows_are_those_of_transformers(name):
-    model = theirs(name)
+    model = hf_model(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rotary = type(model.model.rotary_emb)(model.config)  # with numbers this time
     for number, (spec, layer) in enumerate(
         zip(layers(named(name)), model.model.layers, strict=True)
     ):
-        ours = spec.attention
-        if isinstance(ours, GatedDeltaNetSpec):
+        native = spec.attention
+        if isinstance(native, GatedDeltaNetSpec):
             assert model.config.layer_types[number] == "linear_attention"
             continue
         module = layer.self_attn
-        assert ours.scale == pytest.approx(module.scaling, rel=1e-12)
+        assert native.scale == pytest.approx(module.scaling, rel=1e-12)
         # Phi's modules ask their configuration.
         stated = model.config if name.startswith("phi") else module
-        assert ours.mask.window == getattr(stated, "sliding_window", None)
+        assert native.mask.window == getattr(stated, "sliding_window", None)
         if name.startswith("llama4"):
-            assert (ours.rope is not None) == bool(module.use_rope)
+            assert (native.rope is not None) == bool(module.use_rope)
             chunked = model.config.layer_types[number] == "chunked_attention"
-            assert ours.mask.chunk == (model.config.attention_chunk_size if chunked else None)
-        if ours.rope is None:
+            assert native.mask.chunk == (model.config.attention_chunk_size if chunked else None)
+        if native.rope is None:
             continue
-        kind = "sliding_attention_" if ours.mask.window else "full_attention_"
+        kind = "sliding_attention_" if native.mask.window else "full_attention_"
         kind = kind if hasattr(rotary, f"{kind}inv_freq") else ""
         expected = getattr(rotary, f"{kind}inv_freq").numpy()
-        np.testing.assert_allclose(frequencies(ours.rope, turned_size(ours)), expected, rtol=2e-6)
-        assert ours.rope.magnitude == pytest.approx(
+        np.testing.assert_allclose(
+            frequencies(native.rope, turned_size(native)), expected, rtol=2e-6
+        )
+        assert native.rope.magnitude == pytest.approx(
             getattr(rotary, f"{kind}attention_scaling"), rel=1e-12
         )

@@ -126,8 +126,8 @@ def test_every_policy_is_here():
 @pytest.mark.parametrize("policy", KEPT)
 def test_same_loss_and_gradients_as_without(runs, policy):
     expected, gradients, _ = runs("remat_policy=none")
-    ours, our_gradients, _ = runs(*words(policy, KEPT[policy]))
-    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    native, our_gradients, _ = runs(*words(policy, KEPT[policy]))
+    np.testing.assert_allclose(native, expected, rtol=1e-6)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * scale),

@@ -125,25 +125,25 @@ HIDDEN = np.random.default_rng(8).normal(size=(2, LENGTH, SIZE)).astype(np.float
 def test_tied_logits():
     """x E^T, divided by sqrt(E) unless normalize_embedding_logits is off."""
     for words, scale in (([], 1 / np.sqrt(SIZE)), (["normalize_embedding_logits=false"], 1.0)):
-        ours, weights = model("logits_via_embedding=true", *words)
+        native, weights = model("logits_via_embedding=true", *words)
         assert "head" not in weights
         expected = HIDDEN @ weights["embedder"]["embedding"].T * scale
-        np.testing.assert_allclose(ours.logits(HIDDEN), expected, atol=1e-5)
+        np.testing.assert_allclose(native.logits(HIDDEN), expected, atol=1e-5)
 
 
 def test_untied_logits_are_not_scaled():
-    ours, weights = model()
-    np.testing.assert_allclose(ours.logits(HIDDEN), HIDDEN @ weights["head"]["weight"], atol=1e-5)
+    native, weights = model()
+    np.testing.assert_allclose(native.logits(HIDDEN), HIDDEN @ weights["head"]["weight"], atol=1e-5)
     np.testing.assert_allclose(
-        ours.logits(HIDDEN[0]), HIDDEN[0] @ weights["head"]["weight"], atol=1e-5
+        native.logits(HIDDEN[0]), HIDDEN[0] @ weights["head"]["weight"], atol=1e-5
     )
 
 
 def test_final_soft_cap():
-    ours, weights = model("final_logits_soft_cap=2.5")
+    native, weights = model("final_logits_soft_cap=2.5")
     logits = HIDDEN.astype(np.float64) @ weights["head"]["weight"]
     assert np.abs(logits).max() > 5
-    np.testing.assert_allclose(ours.logits(HIDDEN), 2.5 * np.tanh(logits / 2.5), atol=1e-5)
+    np.testing.assert_allclose(native.logits(HIDDEN), 2.5 * np.tanh(logits / 2.5), atol=1e-5)
 
 
 def test_dtype_of_logits():
@@ -159,13 +159,13 @@ def test_dtype_of_logits():
         template = make_template(configuration("dtype=bfloat16", *words))
         kernel = np.random.default_rng(0).normal(size=(SIZE, VOCABULARY)).astype(np.float32)
         weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), template.weights)
-        ours = template.bind(weights | {"head": {"weight": kernel}}).logits(x)
-        assert ours.dtype == jnp.dtype(dtype)
+        native = template.bind(weights | {"head": {"weight": kernel}}).logits(x)
+        assert native.dtype == jnp.dtype(dtype)
         used = (
             kernel if error == 1e-6 else np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float64)
         )
         exact = np.asarray(x, np.float64) @ used
-        off = np.abs(np.asarray(ours, np.float64) - exact).max() / np.abs(exact).max()
+        off = np.abs(np.asarray(native, np.float64) - exact).max() / np.abs(exact).max()
         assert error / 100 < off < error or off < error == 1e-6
 
 
@@ -187,13 +187,13 @@ def test_simple_blocks_are_products():
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH))
     inputs = LayerInputs(jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)))
     for words in (["decoder_block=simple"], ["decoder_block=simple_mlp"]):
-        ours, weights = model(*words, "scan_layers=false")
+        native, weights = model(*words, "scan_layers=false")
         x = weights["embedder"]["embedding"][ids].astype(np.float64)
         for layer in range(2):
             for product in weights["layers"][0]["blocks"][0][layer]["products"].values():
                 x = x @ product["weight"]
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weights["final_norm"]["scale"]
-        np.testing.assert_allclose(ours.hidden(ids, inputs)[0], x, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(native.hidden(ids, inputs)[0], x, rtol=1e-4, atol=1e-4)
 
 
 # Patterns.

@@ -30,7 +30,7 @@ def specimen(tmp_path_factory):
     import transformers
     import zoo
 
-    torch.set_num_threads(1)  # tests run side by side, and these models are too small to share
+    torch.set_num_threads(1)  # tests run in parallel, and these models are too small to share
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     made = {}

@@ -45,7 +45,7 @@ IDS = np.random.default_rng(0).integers(10, zoo.VOCABULARY, (zoo.ROWS, zoo.LENGT
 
 @pytest.mark.parametrize("name", zoo.parameters(LARGER, {"llama4"}))
 def test_text_of_a_model_with_images(name, specimen, tmp_path):
-    """What is read, and written as a text model, with and without a folder of ours in between."""
+    """What is read, and written as a text model, with and without a native folder in between."""
     kind, text, beside = LARGER[name]
     tolerance = specimen(text).tolerance
     torch.manual_seed(0)
@@ -58,16 +58,16 @@ def test_text_of_a_model_with_images(name, specimen, tmp_path):
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
-    ours = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
-    assert zoo.distance(ours.logits(IDS), expected) < tolerance
+    native = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
+    assert zoo.distance(native.logits(IDS), expected) < tolerance
     with pytest.raises(
         ConfigError, match="vision or audio tensors, such as .* would be lost: pass text_only=True"
     ):
-        ours.save_hf(tmp_path / "text")
+        native.save_hf(tmp_path / "text")
     assert not (tmp_path / "text").exists()
-    ours.save_hf(tmp_path / "text", text_only=True)
+    native.save_hf(tmp_path / "text", text_only=True)
     assert zoo.distance(zoo.scores(tmp_path / "text", IDS), expected) < 1e-6
-    ours.save(tmp_path / "ours")
+    native.save(tmp_path / "ours")
     LLM.load(tmp_path / "ours", **zoo.SETTINGS).save_hf(tmp_path / "again", text_only=True)
     assert zoo.distance(zoo.scores(tmp_path / "again", IDS), expected) < 1e-6
 
@@ -85,8 +85,8 @@ def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
         bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
     save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text((one.folder / "config.json").read_text())
-    ours = LLM.load(tmp_path, **zoo.SETTINGS)
-    assert zoo.distance(ours.logits(one.ids), one.scores) < one.tolerance
+    native = LLM.load(tmp_path, **zoo.SETTINGS)
+    assert zoo.distance(native.logits(one.ids), one.scores) < one.tolerance
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -105,15 +105,15 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
     config = json.loads((one.folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
     expected = {
         name: bias
-        for name, bias in theirs.named_buffers()
+        for name, bias in hf_model.named_buffers()
         if name.endswith("e_score_correction_bias")
     }
     assert {bias.dtype for bias in expected.values()} == {torch.float32}
-    ours = LLM.load(tmp_path)
-    weights = ModelWeights(ours.weights, ours.param_infos)
+    native = LLM.load(tmp_path)
+    weights = ModelWeights(native.weights, native.param_infos)
     kinds = {name: np.dtype(tensor.dtype).name for name, tensor in weights.tensors.items()}
     biases = [name for name in kinds if name.endswith("router/bias")]
     assert {kinds[name] for name in biases} == {"float32"}
@@ -122,7 +122,7 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
         np.testing.assert_array_equal(weights.read(name), bias.numpy())
 
     # Written in bfloat16 the bias is exact: from the model, and converted from folder to folder.
-    ours.save_hf(tmp_path / "hf", dtype="bfloat16")
+    native.save_hf(tmp_path / "hf", dtype="bfloat16")
     convert.from_folder(tmp_path, tmp_path / "native", "bfloat16")
     convert.to_folder(tmp_path / "native", tmp_path / "converted", "bfloat16")
     for folder in ("hf", "converted"):

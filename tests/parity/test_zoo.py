@@ -28,12 +28,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(folder: Path, other: Path) -> None:
-    ours, theirs = tensors(folder), tensors(other)
-    assert sorted(ours) == sorted(theirs)
+    actual, expected = tensors(folder), tensors(other)
+    assert sorted(actual) == sorted(expected)
     wrong = [
         name
-        for name in ours
-        if ours[name].dtype != theirs[name].dtype or not ours[name].equal(theirs[name])
+        for name in actual
+        if actual[name].dtype != expected[name].dtype or not actual[name].equal(expected[name])
     ]
     assert not wrong
 
@@ -46,12 +46,12 @@ def test_scores(name, specimen, model):
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
 def test_round_trips(name, specimen, model, tmp_path):
-    """Through a folder of theirs; and through one of ours, which describes the same layers."""
+    """Through a Hugging Face folder, and through a native one, which describes the same layers."""
     one, loaded = specimen(name), model(name)
     loaded.save_hf(tmp_path / "theirs")
     assert_same_tensors(tmp_path / "theirs", one.folder)
 
-    if one.case.dtype != torch.float32:  # a folder of ours keeps weights as the model has them
+    if one.case.dtype != torch.float32:  # a native folder keeps weights as the model has them
         loaded = LLM.load(one.folder, weight_dtype=str(one.case.dtype).removeprefix("torch."))
     loaded.save(tmp_path / "ours")
     again = LLM.load(tmp_path / "ours", **zoo.SETTINGS)
@@ -91,11 +91,11 @@ def test_greedy(name, specimen, model, tmp_path):
         [int(token) for token in row[:length]]
         for row, length in zip(one.ids, (23, 21), strict=True)
     ]
-    theirs = zoo.theirs(one.folder)
-    expected = [zoo.continued(theirs, prompt, NEW_TOKENS) for prompt in prompts]
+    hf_model = zoo.hf_model(one.folder)
+    expected = [zoo.continued(hf_model, prompt, NEW_TOKENS) for prompt in prompts]
     assert model(name).generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
     # In pieces, one after the other; and then from what is known of their beginnings. Unrolled,
-    # from a folder of ours.
+    # from a native folder.
     pieces = {"use_chunked_prefill": True, "prefill_chunk_size": 9}
     known = {
         "enable_prefix_caching": True,

@@ -403,7 +403,7 @@ def stir(model: torch.nn.Module) -> None:
                 tensor.sub_(2)  # a state that decays slowly and reaches back over many tokens
 
 
-def theirs(folder: Path) -> torch.nn.Module:
+def hf_model(folder: Path) -> torch.nn.Module:
     """transformers' model of a folder, in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
@@ -421,7 +421,7 @@ def logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
 
 
 def scores(folder: Path, ids: np.ndarray) -> np.ndarray:
-    return logits(theirs(folder), ids)
+    return logits(hf_model(folder), ids)
 
 
 def scores_and_tolerance(folder: Path, ids: np.ndarray) -> tuple[np.ndarray, float]:
@@ -429,7 +429,7 @@ def scores_and_tolerance(folder: Path, ids: np.ndarray) -> tuple[np.ndarray, flo
     transformers itself.
     """
 
-    float32, float64 = in_both_precisions(theirs(folder), lambda model: logits(model, ids))
+    float32, float64 = in_both_precisions(hf_model(folder), lambda model: logits(model, ids))
     return float32, FACTOR * rounding_noise(float32, float64) / float(float32.std())
 
 

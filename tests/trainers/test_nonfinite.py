@@ -12,7 +12,7 @@ from maxtext.trainers.hooks import Profile, TrainingFailed
 # Two products a layer: quick to compile, and as good as any model at losing its loss.
 SMALL = ("decoder_block=simple_mlp", "learning_rate=0.01")
 BAD = 5  # the step that goes wrong
-GO_ON = ("abort_on_nan_loss=false", "abort_on_inf_loss=false")
+KEEP_TRAINING = ("abort_on_nan_loss=false", "abort_on_inf_loss=false")
 
 
 def batch_of(seed):
@@ -120,7 +120,7 @@ def test_nonfinite_gradient_norm_ends_the_run(trained):
 
 
 def test_abort_keys_off_let_the_run_continue(trained):
-    run = trained(*SMALL, *GO_ON, batches=TAINTED)
+    run = trained(*SMALL, *KEEP_TRAINING, batches=TAINTED)
     assert run.error is None
     assert [record["step"] for record in run.records] == list(range(12))
     assert math.isnan(run.records[BAD]["loss"])
@@ -253,7 +253,7 @@ def test_ten_consecutive_nonfinite_steps_end_the_run(trained, bad):
 
 
 def test_without_abort_nonfinite_steps_are_skipped_without_limit(trained):
-    run = trained(*SKIPPING_SMALL, *GO_ON, batches=[GOOD[0], *[POISONED] * 12, GOOD[1]])
+    run = trained(*SKIPPING_SMALL, *KEEP_TRAINING, batches=[GOOD[0], *[POISONED] * 12, GOOD[1]])
     assert run.error is None
     assert_same(run.history[12], run.history[0])
     assert math.isfinite(run.records[-1]["loss"])

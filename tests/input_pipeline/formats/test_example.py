@@ -66,8 +66,11 @@ def test_decode():
 
 def test_decodes_unpacked_integers():
     """The older encoding: each number with its tag."""
-    one_by_one = field(3, b"".join(varint(1 << 3) + varint(value) for value in (5, 600)))
-    assert decode_example(example(tokens=one_by_one), ["tokens"])["tokens"].tolist() == [5, 600]
+    unpacked_values = field(3, b"".join(varint(1 << 3) + varint(value) for value in (5, 600)))
+    assert decode_example(example(tokens=unpacked_values), ["tokens"])["tokens"].tolist() == [
+        5,
+        600,
+    ]
 
 
 @pytest.mark.parametrize("data", [b"once upon a time", b"\xff" * 9, field(1, b"\x0a\xff")])

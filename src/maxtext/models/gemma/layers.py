@@ -127,7 +127,7 @@ def gemma4_attention(config: MaxTextConfig, kind: str, norm: NormSpec) -> Attent
 
 @dataclass(frozen=True)
 class GemmaFeed:
-    """An MLP and experts side by side, each between its own norms; the router reads the stream
+    """An MLP and experts in parallel, each between its own norms; the router reads the stream
     itself.
     """
 
