@@ -21,7 +21,8 @@ class Published:
 
 
 LLAMA31_ROPE = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }  # fmt: skip
 
@@ -31,8 +32,10 @@ def llama(
 ) -> Json:
     return {
         "architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp, "vocab_size": vocabulary,
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp,
+        "vocab_size": vocabulary,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
         **more,
     }  # fmt: skip
 
@@ -69,16 +72,19 @@ LLAMA4_VISION = 871_932_416
 def llama4(experts: int, step: int, norm: bool, rope: Json | None, context: int) -> Json:
     return llama(5120, 48, 40, 8, 8192, 202048) | {
         "architectures": ["Llama4ForCausalLM"], "head_dim": 128, "intermediate_size_mlp": 16384,
-        "num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": step, "use_qk_norm": norm,
+        "num_local_experts": experts, "num_experts_per_tok": 1, "interleave_moe_layer_step": step,
+        "use_qk_norm": norm,
         "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(48)], "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192, "rope_theta": 500000.0,
+        "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192,
+        "rope_theta": 500000.0,
         "rope_scaling": rope, "max_position_embeddings": context,
     }  # fmt: skip
 
 
 def yarn(factor: float, scale: float, fast: float = 32) -> Json:
     return {
-        "type": "yarn", "factor": factor, "beta_fast": fast, "beta_slow": 1, "mscale": scale, "mscale_all_dim": scale,
+        "type": "yarn", "factor": factor, "beta_fast": fast, "beta_slow": 1, "mscale": scale,
+        "mscale_all_dim": scale,
         "original_max_position_embeddings": 4096,
     }  # fmt: skip
 
@@ -94,11 +100,15 @@ def deepseek(
     **more,
 ) -> Json:
     return {
-        "architectures": [f"Deepseek{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
+        "architectures": [f"Deepseek{version}ForCausalLM"], "hidden_size": width,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": mlp,
-        "moe_intermediate_size": expert, "vocab_size": vocabulary, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 163840, "attention_bias": False,
+        "moe_intermediate_size": expert, "vocab_size": vocabulary, "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 163840,
+        "attention_bias": False,
         "tie_word_embeddings": False, **more,
     }  # fmt: skip
 
@@ -111,8 +121,10 @@ def deepseek2(*sizes: int, **more: Any) -> Json:
 
 def deepseek3(version: str = "V3", heads: int = 128, vocabulary: int = 129280, **more: Any) -> Json:
     routing = {
-        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
-        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
         "first_k_dense_replace": 3, "rope_scaling": yarn(40, 1.0),
     }  # fmt: skip
     return deepseek(version, 7168, 61, heads, 18432, 2048, vocabulary, **(routing | more))
@@ -122,8 +134,10 @@ DEEPSEEK3 = Published(
     "deepseek-ai/DeepSeek-V3", deepseek3(), 671_026_404_352 + 58 * 256
 )  # with the routers' biases
 KIMI = deepseek3(
-    heads=64, vocabulary=163840, n_routed_experts=384, n_group=1, topk_group=1, routed_scaling_factor=2.827,
-    first_k_dense_replace=1, rope_theta=50000.0, rope_scaling=yarn(32, 1.0, fast=1), max_position_embeddings=131072,
+    heads=64, vocabulary=163840, n_routed_experts=384, n_group=1, topk_group=1,
+    routed_scaling_factor=2.827,
+    first_k_dense_replace=1, rope_theta=50000.0, rope_scaling=yarn(32, 1.0, fast=1),
+    max_position_embeddings=131072,
 )  # fmt: skip
 
 
@@ -131,8 +145,10 @@ def gemma(
     version: str, width: int, layers: int, heads: int, kv: int, head: int, mlp: int, vocabulary: int
 ) -> Json:
     return {
-        "architectures": [f"Gemma{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head, "intermediate_size": mlp,
+        "architectures": [f"Gemma{version}ForCausalLM"], "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head,
+        "intermediate_size": mlp,
         "vocab_size": vocabulary, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
     }  # fmt: skip
 
@@ -143,14 +159,16 @@ def gemma1(*sizes: int) -> Json:
 
 def gemma2(*sizes: int, scalar: int = 256) -> Json:
     return gemma("2", *sizes, 256000) | {
-        "rope_theta": 10000.0, "max_position_embeddings": 8192, "query_pre_attn_scalar": scalar, "sliding_window": 4096,
+        "rope_theta": 10000.0, "max_position_embeddings": 8192, "query_pre_attn_scalar": scalar,
+        "sliding_window": 4096,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     }  # fmt: skip
 
 
 def gemma3(*sizes: int, scalar: int = 256) -> Json:
     return gemma("3", *sizes, 262208) | {
-        "rope_theta": 1e6, "rope_local_base_freq": 10000.0, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "query_pre_attn_scalar": scalar, "sliding_window": 1024, "sliding_window_pattern": 6,
         "max_position_embeddings": 131072,
     }  # fmt: skip
@@ -172,7 +190,8 @@ def gemma4(*sizes: int, global_kv: int, **more: Any) -> Json:
         "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "max_position_embeddings": 262144,
         "vocab_size_per_layer_input": 262144,
         "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
+                               "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
         **more,
@@ -191,9 +210,12 @@ def qwen(
     **more: Any,
 ) -> Json:
     return {
-        "architectures": [f"Qwen{version}ForCausalLM"], "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp, "vocab_size": 151936,
-        "tie_word_embeddings": tied, "rms_norm_eps": 1e-6, "rope_theta": theta, "hidden_act": "silu",
+        "architectures": [f"Qwen{version}ForCausalLM"], "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": mlp,
+        "vocab_size": 151936,
+        "tie_word_embeddings": tied, "rms_norm_eps": 1e-6, "rope_theta": theta,
+        "hidden_act": "silu",
         # of most; plain rotations do not ask for it
         "use_sliding_window": False, "max_position_embeddings": 40960,
         **more,
@@ -215,7 +237,8 @@ def qwen3_moe(
     **more: Any,
 ) -> Json:
     routing = {
-        "moe_intermediate_size": expert, "num_experts": experts, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "moe_intermediate_size": expert, "num_experts": experts, "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
         "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 128, "attention_bias": False,
     }  # fmt: skip
     return qwen("3Moe", width, layers, heads, kv, 3 * width, False, theta, **(routing | more))
@@ -235,8 +258,10 @@ def qwen_delta(
         "linear_num_key_heads": 16, "linear_num_value_heads": value_heads,
     }  # fmt: skip
     routing = {
-        "moe_intermediate_size": expert, "shared_expert_intermediate_size": expert, "num_experts": 512,
-        "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "moe_intermediate_size": expert, "shared_expert_intermediate_size": expert,
+        "num_experts": 512,
+        "num_experts_per_tok": 10, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }  # fmt: skip
     return qwen(
         version, width, layers, heads, 2, 5120, False, 1e7, **rope, **delta, **(routing | more)
@@ -245,7 +270,8 @@ def qwen_delta(
 
 QWEN3_30B = (2048, 48, 32, 4, 768, 128)
 QWEN35_ROPE = {
-    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+    "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
     "mrope_interleaved": True,
 }  # fmt: skip
 
@@ -253,13 +279,17 @@ QWEN35_ROPE = {
 def gpt_oss(layers: int, experts: int) -> Json:
     return {
         "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "num_hidden_layers": layers,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
-        "num_local_experts": experts, "num_experts_per_tok": 4, "vocab_size": 201088, "rms_norm_eps": 1e-5,
-        "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True, "tie_word_embeddings": False,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": experts, "num_experts_per_tok": 4, "vocab_size": 201088,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True,
+        "tie_word_embeddings": False,
         "rope_theta": 150000, "max_position_embeddings": 131072, "hidden_act": "silu",
         "layer_types": [("sliding", "full")[i % 2] + "_attention" for i in range(layers)],
         "rope_scaling": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False,
             "original_max_position_embeddings": 4096,
         },
     }  # fmt: skip
@@ -267,12 +297,15 @@ def gpt_oss(layers: int, experts: int) -> Json:
 
 def olmo3(width: int, layers: int, heads: int, kv: int, mlp: int, extended: bool = True) -> Json:
     rope = {
-        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "attention_factor": 1.2079441541679836,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     return llama(width, layers, heads, kv, mlp, 100278) | {
-        "architectures": ["Olmo3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 500000, "sliding_window": 4096,
-        "rope_scaling": rope if extended else None, "max_position_embeddings": 65536 if extended else 8192,
+        "architectures": ["Olmo3ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 500000,
+        "sliding_window": 4096,
+        "rope_scaling": rope if extended else None,
+        "max_position_embeddings": 65536 if extended else 8192,
         "layer_types": ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(layers)],
     }  # fmt: skip
 
@@ -294,7 +327,8 @@ def phi3(
     width: int, layers: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any
 ) -> Json:
     return llama(width, layers, heads, kv, mlp, vocabulary) | {
-        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_theta": 10000.0, "sliding_window": 2047,
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_theta": 10000.0,
+        "sliding_window": 2047,
         **more,
     }  # fmt: skip
 
@@ -351,14 +385,16 @@ PHI4_MINI_LONG = [
 ]
 PHI4_MINI = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": PHI4_MINI_LONG},
-    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
     "sliding_window": 262144, "tie_word_embeddings": True,
 }  # fmt: skip
 
 
 def cohere(kind: str, width: int, layers: int, heads: int, kv: int, mlp: int, **more: Any) -> Json:
     return llama(width, layers, heads, kv, mlp, 256000) | {
-        "architectures": [f"{kind}ForCausalLM"], "layer_norm_eps": 1e-5, "max_position_embeddings": 8192,
+        "architectures": [f"{kind}ForCausalLM"], "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": True, **more,
     }  # fmt: skip
 
@@ -368,31 +404,44 @@ COMMAND_R7B = {
 }  # fmt: skip
 
 PUBLISHED: dict[str, Published] = {
-    "llama2-7b": Published("meta-llama/Llama-2-7b-hf", llama(4096, 32, 32, 32, 11008, 32000), 6_738_415_616),
-    "llama2-13b": Published("meta-llama/Llama-2-13b-hf", llama(5120, 40, 40, 40, 13824, 32000), 13_015_864_320),
-    "llama2-70b": Published("meta-llama/Llama-2-70b-hf", llama(8192, 80, 64, 8, 28672, 32000), 68_976_648_192),
-    "llama3-8b": Published("meta-llama/Meta-Llama-3-8B", llama(4096, 32, 32, 8, 14336, 128256, **LLAMA3),
+    "llama2-7b": Published("meta-llama/Llama-2-7b-hf", llama(4096, 32, 32, 32, 11008, 32000),
+                           6_738_415_616),
+    "llama2-13b": Published("meta-llama/Llama-2-13b-hf", llama(5120, 40, 40, 40, 13824, 32000),
+                            13_015_864_320),
+    "llama2-70b": Published("meta-llama/Llama-2-70b-hf", llama(8192, 80, 64, 8, 28672, 32000),
+                            68_976_648_192),
+    "llama3-8b": Published("meta-llama/Meta-Llama-3-8B",
+                           llama(4096, 32, 32, 8, 14336, 128256, **LLAMA3),
                            8_030_261_248),
-    "llama3-70b": Published("meta-llama/Meta-Llama-3-70B", llama(8192, 80, 64, 8, 28672, 128256, **LLAMA3),
+    "llama3-70b": Published("meta-llama/Meta-Llama-3-70B",
+                            llama(8192, 80, 64, 8, 28672, 128256, **LLAMA3),
                             70_553_706_496),
     "llama3.1-8b": LLAMA31_8B,
     "llama3.1-8b-Instruct": LLAMA31_8B,
     "llama3.1-70b": LLAMA31_70B,
     "llama3.1-70b-Instruct": LLAMA31_70B,
-    "llama3.1-405b": Published("meta-llama/Llama-3.1-405B", llama31(16384, 126, 128, 53248), 405_853_388_800),
-    "llama3.3-70b": Published("meta-llama/Llama-3.3-70B-Instruct", llama31(8192, 80, 64, 28672), 70_553_706_496),
+    "llama3.1-405b": Published("meta-llama/Llama-3.1-405B", llama31(16384, 126, 128, 53248),
+                               405_853_388_800),
+    "llama3.3-70b": Published("meta-llama/Llama-3.3-70B-Instruct", llama31(8192, 80, 64, 28672),
+                              70_553_706_496),
     "llama4-17b-16e": Published("meta-llama/Llama-4-Scout-17B-16E-Instruct",
-                                llama4(16, 1, True, SCOUT_ROPE, 10485760), 108_641_793_536 - LLAMA4_VISION),
+                                llama4(16, 1, True, SCOUT_ROPE, 10485760),
+                                108_641_793_536 - LLAMA4_VISION),
     "llama4-17b-128e": Published("meta-llama/Llama-4-Maverick-17B-128E-Instruct",
-                                 llama4(128, 2, False, None, 1048576), 401_583_781_376 - LLAMA4_VISION),
-    "mistral-7b": Published("mistralai/Mistral-7B-Instruct-v0.2", mistral(4096, 32, 32, 14336, 32000), 7_241_732_096),
-    "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1", mixtral(4096, 32, 32, 14336, 32000), 46_702_792_704),
-    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-Instruct-v0.1", mixtral(6144, 56, 48, 16384, 32768,
+                                 llama4(128, 2, False, None, 1048576),
+                                 401_583_781_376 - LLAMA4_VISION),
+    "mistral-7b": Published("mistralai/Mistral-7B-Instruct-v0.2",
+                            mistral(4096, 32, 32, 14336, 32000), 7_241_732_096),
+    "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1", mixtral(4096, 32, 32, 14336, 32000),
+                              46_702_792_704),
+    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-Instruct-v0.1",
+                               mixtral(6144, 56, 48, 16384, 32768,
                                                                                   max_position_embeddings=65536),
                                140_630_071_296),
     "deepseek2-16b": Published(
         "deepseek-ai/DeepSeek-V2-Lite",
-        deepseek2(2048, 27, 16, 10944, 1408, q_lora_rank=None, n_routed_experts=64, n_group=1, topk_group=1,
+        deepseek2(2048, 27, 16, 10944, 1408, q_lora_rank=None, n_routed_experts=64, n_group=1,
+                  topk_group=1,
                   topk_method="greedy", routed_scaling_factor=1.0),
         15_706_484_224,
     ),
@@ -406,61 +455,86 @@ PUBLISHED: dict[str, Published] = {
     "deepseek3-671b-2dfsdp": DEEPSEEK3,
     "deepseek3-671b-batchsplit": DEEPSEEK3,
     "deepseek3.2-671b": Published("deepseek-ai/DeepSeek-V3.2",
-                                  deepseek3("V32", index_n_heads=64, index_head_dim=128, index_topk=2048)),
+                                  deepseek3("V32", index_n_heads=64, index_head_dim=128,
+                                            index_topk=2048)),
     "kimi-k2-1t": Published("moonshotai/Kimi-K2-Instruct", KIMI),
-    "gemma-2b": Published("google/gemma-2b", gemma1(2048, 18, 8, 1, 256, 16384), 2_506_172_416, 128 * 2048),
-    "gemma-7b": Published("google/gemma-7b", gemma1(3072, 28, 16, 16, 256, 24576), 8_537_680_896, 128 * 3072),
-    "gemma2-2b": Published("google/gemma-2-2b", gemma2(2304, 26, 8, 4, 256, 9216), 2_614_341_888, 128 * 2304),
-    "gemma2-9b": Published("google/gemma-2-9b", gemma2(3584, 42, 16, 8, 256, 14336), 9_241_705_984, 128 * 3584),
-    "gemma2-27b": Published("google/gemma-2-27b", gemma2(4608, 46, 32, 16, 128, 36864, scalar=144), 27_227_128_320,
+    "gemma-2b": Published("google/gemma-2b", gemma1(2048, 18, 8, 1, 256, 16384), 2_506_172_416,
+                          128 * 2048),
+    "gemma-7b": Published("google/gemma-7b", gemma1(3072, 28, 16, 16, 256, 24576), 8_537_680_896,
+                          128 * 3072),
+    "gemma2-2b": Published("google/gemma-2-2b", gemma2(2304, 26, 8, 4, 256, 9216), 2_614_341_888,
+                           128 * 2304),
+    "gemma2-9b": Published("google/gemma-2-9b", gemma2(3584, 42, 16, 8, 256, 14336), 9_241_705_984,
+                           128 * 3584),
+    "gemma2-27b": Published("google/gemma-2-27b", gemma2(4608, 46, 32, 16, 128, 36864, scalar=144),
+                            27_227_128_320,
                             128 * 4608),
     "gemma3-4b": Published("google/gemma-3-4b-pt", gemma3(2560, 34, 8, 4, 256, 10240),
                            4_300_079_472 - gemma3_vision(2560), -64 * 2560),
     "gemma3-12b": Published("google/gemma-3-12b-pt", gemma3(3840, 48, 16, 8, 256, 15360),
                             12_187_325_040 - gemma3_vision(3840), -64 * 3840),
-    "gemma3-27b": Published("google/gemma-3-27b-pt", gemma3(5376, 62, 32, 16, 128, 21504, scalar=168),
+    "gemma3-27b": Published("google/gemma-3-27b-pt",
+                            gemma3(5376, 62, 32, 16, 128, 21504, scalar=168),
                             27_432_406_640 - gemma3_vision(5376), -64 * 5376),
     "gemma4-26b": Published(
         "google/gemma-4-26B-A4B",
-        gemma4(2816, 30, 16, 8, 256, 2112, global_kv=2, enable_moe_block=True, num_experts=128, top_k_experts=8,
+        gemma4(2816, 30, 16, 8, 256, 2112, global_kv=2, enable_moe_block=True, num_experts=128,
+               top_k_experts=8,
                moe_intermediate_size=704),
     ),
-    "gemma4-31b": Published("google/gemma-4-31B", gemma4(5376, 60, 32, 16, 256, 21504, global_kv=4)),
-    "qwen2.5-1.5b": Published("Qwen/Qwen2.5-1.5B", qwen("2", 1536, 28, 12, 2, 8960, True), 1_543_714_304),
-    "qwen2.5-7b": Published("Qwen/Qwen2.5-7B", qwen("2", 3584, 28, 28, 4, 18944, False, vocab_size=152064),
+    "gemma4-31b": Published("google/gemma-4-31B",
+                            gemma4(5376, 60, 32, 16, 256, 21504, global_kv=4)),
+    "qwen2.5-1.5b": Published("Qwen/Qwen2.5-1.5B", qwen("2", 1536, 28, 12, 2, 8960, True),
+                              1_543_714_304),
+    "qwen2.5-7b": Published("Qwen/Qwen2.5-7B",
+                            qwen("2", 3584, 28, 28, 4, 18944, False, vocab_size=152064),
                             7_615_616_512),
-    "qwen2.5-14b": Published("Qwen/Qwen2.5-14B-Instruct", qwen("2", 5120, 48, 40, 8, 13824, False, vocab_size=152064),
+    "qwen2.5-14b": Published("Qwen/Qwen2.5-14B-Instruct",
+                             qwen("2", 5120, 48, 40, 8, 13824, False, vocab_size=152064),
                              14_770_033_664),
     "qwen3-0.6b": Published("Qwen/Qwen3-0.6B", qwen3(1024, 28, 16, 8, 3072, True), 596_049_920),
     "qwen3-1.7b": Published("Qwen/Qwen3-1.7B", qwen3(2048, 28, 16, 8, 6144, True), 1_720_574_976),
-    "qwen3-1.7b-base": Published("Qwen/Qwen3-1.7B-Base", qwen3(2048, 28, 16, 8, 6144, True), 1_720_574_976),
+    "qwen3-1.7b-base": Published("Qwen/Qwen3-1.7B-Base", qwen3(2048, 28, 16, 8, 6144, True),
+                                 1_720_574_976),
     "qwen3-4b": Published("Qwen/Qwen3-4B", qwen3(2560, 36, 32, 8, 9728, True), 4_022_468_096),
-    "qwen3-4b-base": Published("Qwen/Qwen3-4B-Base", qwen3(2560, 36, 32, 8, 9728, True), 4_022_468_096),
-    "qwen3-4b-thinking-2507": Published("Qwen/Qwen3-4B-Thinking-2507", qwen3(2560, 36, 32, 8, 9728, True, 5e6),
+    "qwen3-4b-base": Published("Qwen/Qwen3-4B-Base", qwen3(2560, 36, 32, 8, 9728, True),
+                               4_022_468_096),
+    "qwen3-4b-thinking-2507": Published("Qwen/Qwen3-4B-Thinking-2507",
+                                        qwen3(2560, 36, 32, 8, 9728, True, 5e6),
                                         4_022_468_096),
     "qwen3-8b": Published("Qwen/Qwen3-8B", qwen3(4096, 36, 32, 8, 12288, False), 8_190_735_360),
-    "qwen3-8b-base": Published("Qwen/Qwen3-8B-Base", qwen3(4096, 36, 32, 8, 12288, False), 8_190_735_360),
+    "qwen3-8b-base": Published("Qwen/Qwen3-8B-Base", qwen3(4096, 36, 32, 8, 12288, False),
+                               8_190_735_360),
     "qwen3-14b": Published("Qwen/Qwen3-14B", qwen3(5120, 40, 40, 8, 17408, False), 14_768_307_200),
-    "qwen3-14b-base": Published("Qwen/Qwen3-14B-Base", qwen3(5120, 40, 40, 8, 17408, False), 14_768_307_200),
+    "qwen3-14b-base": Published("Qwen/Qwen3-14B-Base", qwen3(5120, 40, 40, 8, 17408, False),
+                                14_768_307_200),
     "qwen3-32b": Published("Qwen/Qwen3-32B", qwen3(5120, 64, 64, 8, 25600, False), 32_762_123_264),
-    "qwen3-30b-a3b": Published("Qwen/Qwen3-30B-A3B-Instruct-2507", qwen3_moe(*QWEN3_30B, 1e7), 30_532_122_624),
-    "qwen3-30b-a3b-base": Published("Qwen/Qwen3-30B-A3B-Base", qwen3_moe(*QWEN3_30B, 1e6), 30_532_122_624),
-    "qwen3-235b-a22b": Published("Qwen/Qwen3-235B-A22B-Instruct-2507", qwen3_moe(4096, 94, 64, 4, 1536, 128, 5e6),
+    "qwen3-30b-a3b": Published("Qwen/Qwen3-30B-A3B-Instruct-2507", qwen3_moe(*QWEN3_30B, 1e7),
+                               30_532_122_624),
+    "qwen3-30b-a3b-base": Published("Qwen/Qwen3-30B-A3B-Base", qwen3_moe(*QWEN3_30B, 1e6),
+                                    30_532_122_624),
+    "qwen3-235b-a22b": Published("Qwen/Qwen3-235B-A22B-Instruct-2507",
+                                 qwen3_moe(4096, 94, 64, 4, 1536, 128, 5e6),
                                  235_093_634_560),
-    "qwen3-480b-a35b": Published("Qwen/Qwen3-Coder-480B-A35B-Instruct", qwen3_moe(6144, 62, 96, 8, 2560, 160, 1e7),
+    "qwen3-480b-a35b": Published("Qwen/Qwen3-Coder-480B-A35B-Instruct",
+                                 qwen3_moe(6144, 62, 96, 8, 2560, 160, 1e7),
                                  480_154_875_392),
     # The text model of the thinker, which transformers builds like Qwen3-MoE.
     "qwen3-omni-30b-a3b": Published("Qwen/Qwen3-Omni-30B-A3B-Instruct",
-                                    qwen3_moe(*QWEN3_30B, 1e6, vocab_size=152064, max_position_embeddings=65536)),
-    "qwen3-next-80b-a3b": Published("Qwen/Qwen3-Next-80B-A3B-Instruct", qwen_delta("3Next", 2048, 48, 16, 512, 32),
+                                    qwen3_moe(*QWEN3_30B, 1e6, vocab_size=152064,
+                                              max_position_embeddings=65536)),
+    "qwen3-next-80b-a3b": Published("Qwen/Qwen3-Next-80B-A3B-Instruct",
+                                    qwen_delta("3Next", 2048, 48, 16, 512, 32),
                                     79_674_391_296),
     "qwen3.5-397b-a17b": Published(
         "Qwen/Qwen3.5-397B-A17B",
-        qwen_delta("3_5Moe", 4096, 60, 32, 1024, 64, vocab_size=248320, rope_parameters=QWEN35_ROPE),
+        qwen_delta("3_5Moe", 4096, 60, 32, 1024, 64, vocab_size=248320,
+                   rope_parameters=QWEN35_ROPE),
     ),
     "qwen3.5-35b-a3b": Published(
         "Qwen/Qwen3.5-35B-A3B",
-        qwen_delta("3_5Moe", 2048, 40, 16, 512, 32, vocab_size=248320, rope_parameters=QWEN35_ROPE, num_experts=256,
+        qwen_delta("3_5Moe", 2048, 40, 16, 512, 32, vocab_size=248320, rope_parameters=QWEN35_ROPE,
+                   num_experts=256,
                    num_experts_per_tok=8),
     ),
     "gpt-oss-20b": Published("openai/gpt-oss-20b", gpt_oss(24, 32), 20_914_757_184),
@@ -468,18 +542,24 @@ PUBLISHED: dict[str, Published] = {
     "olmo3-7b": Published("allenai/Olmo-3-7B-Instruct", olmo3(*OLMO3_7B), 7_298_011_136),
     "olmo3-7b-pt": Published("allenai/Olmo-3-1025-7B, before its context was extended", olmo3(*OLMO3_7B, False),
                              7_298_011_136),
-    "olmo3-32b": Published("allenai/Olmo-3-32B-Think", olmo3(5120, 64, 40, 8, 27648), 32_233_522_176),
-    "phi-3-mini": Published("microsoft/Phi-3-mini-4k-instruct", phi3(3072, 32, 32, 32, 8192, 32064), 3_821_079_552),
-    "phi-3-medium": Published("microsoft/Phi-3-medium-4k-instruct", phi3(5120, 40, 40, 10, 17920, 32064),
+    "olmo3-32b": Published("allenai/Olmo-3-32B-Think", olmo3(5120, 64, 40, 8, 27648),
+                           32_233_522_176),
+    "phi-3-mini": Published("microsoft/Phi-3-mini-4k-instruct", phi3(3072, 32, 32, 32, 8192, 32064),
+                            3_821_079_552),
+    "phi-3-medium": Published("microsoft/Phi-3-medium-4k-instruct",
+                              phi3(5120, 40, 40, 10, 17920, 32064),
                               13_960_238_080),
     "phi-4": Published("microsoft/phi-4",
-                       phi3(5120, 40, 40, 10, 17920, 100352, rope_theta=250000.0, sliding_window=None,
+                       phi3(5120, 40, 40, 10, 17920, 100352, rope_theta=250000.0,
+                            sliding_window=None,
                             max_position_embeddings=16384),
                        14_659_507_200),
-    "phi-4-mini": Published("microsoft/Phi-4-mini-instruct", phi3(3072, 32, 24, 8, 8192, 200064, **PHI4_MINI),
+    "phi-4-mini": Published("microsoft/Phi-4-mini-instruct",
+                            phi3(3072, 32, 24, 8, 8192, 200064, **PHI4_MINI),
                             3_836_021_760),
     "command-r-35b": Published("CohereLabs/c4ai-command-r-v01",
-                               cohere("Cohere", 8192, 40, 64, 64, 22528, logit_scale=0.0625, rope_theta=8e6),
+                               cohere("Cohere", 8192, 40, 64, 64, 22528, logit_scale=0.0625,
+                                      rope_theta=8e6),
                                34_980_831_232),
     "command-r7b": Published("CohereLabs/c4ai-command-r7b-12-2024",
                              cohere("Cohere2", 4096, 32, 32, 8, 14336, **COMMAND_R7B)),

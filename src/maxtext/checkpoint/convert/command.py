@@ -32,8 +32,8 @@ def from_folder(
     dtype: str | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Convert a Hugging Face folder to a native one, in its own dtypes or with floats cast to `dtype`
-    (see `param_dtypes`).
+    """Convert a Hugging Face folder to a native one, in its own dtypes or with floats cast to
+    `dtype` (see `param_dtypes`).
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.mapping is None:

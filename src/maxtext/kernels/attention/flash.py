@@ -50,8 +50,8 @@ def supports(request: AttentionRequest) -> str | None:
         return "it counts positions from 0 and takes no others"
     if request.mask.causal and request.q_length != request.k_length:
         return (
-            "its causal mask needs as many queries as keys, "
-            f"not {request.q_length} and {request.k_length}"
+            f"its causal mask needs as many queries as keys, not {request.q_length} and "
+            f"{request.k_length}"
         )
     return None
 
@@ -63,7 +63,8 @@ def run(inputs: AttentionInputs, interpret: bool = False) -> Array:
 
 def make_kernel(inputs: AttentionInputs, heads: int, shards: int = 1, interpret: bool = False):
     """The kernel for all queries and `heads` of their heads. It holds its mask as arrays; if
-    queries are split into `shards`, each shard uses a part of them (see layers/attention_sharding.py)."""
+    queries are split into `shards`, each shard uses a part of them (see
+    layers/attention_sharding.py)."""
     # Imported here: Pallas takes a second to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
