@@ -25,7 +25,7 @@ else:
 
 @pytest.fixture(scope="session")
 def specimen(tmp_path_factory):
-    """(name of a case) -> its folder and transformers' scores."""
+    """(name of a case) -> its folder and transformers' logits."""
     import torch
     import transformers
     import zoo

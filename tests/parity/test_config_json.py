@@ -44,7 +44,7 @@ LATENT = {
     "num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 40, "base_mlp_dim": 88, "first_num_dense_layers": 1,
 }  # fmt: skip
 GROUPED = LATENT | {"q_lora_rank": 24, "n_routing_groups": 4, "topk_routing_group": 2}
-# Native models, at least one of each block, and the sizes that make them tiny.
+# Named models, at least one of each block, and the sizes that make them tiny.
 MODELS = {
     "llama3.1-8b": DENSE,
     "llama4-17b-16e": CHUNKED | {"base_num_decoder_layers": 5},
@@ -82,16 +82,13 @@ def test_written_anew(name, specimen, model, tmp_path):
     """Without what came with the weights: config.json, and the names of tensors where there are two
     ways.
     """
-    one, native = specimen(name), model(name)
+    example, llm = specimen(name), model(name)
     save_hf_folder(
-        tmp_path,
-        native.config,
-        native.param_infos,
-        ModelWeights(native.weights, native.param_infos),
+        tmp_path, llm.config, llm.param_infos, ModelWeights(llm.weights, llm.param_infos)
     )
-    assert zoo.distance(zoo.scores(tmp_path, one.ids), one.scores) < 1e-6
+    assert zoo.distance(zoo.hf_logits(tmp_path, example.ids), example.logits) < 1e-6
     again = configured(model_layer(read_config(tmp_path), "config.json"))
-    assert layers(again) == layers(native.config)
+    assert layers(again) == layers(llm.config)
 
 
 @pytest.mark.parametrize("name", zoo.parameters(MODELS, {"gemma2-27b"}))
@@ -103,19 +100,19 @@ def test_of_a_named_model(name, tmp_path):
         middle = 1.0 if path[-1].key == "scale" else 0.0
         return np.float32(noise.normal(middle, 0.2, leaf.shape))
 
-    native = LLM(config, template, jax.tree.map_with_path(fresh, template.weights))
-    native.save_hf(tmp_path)
+    llm = LLM(config, template, jax.tree.map_with_path(fresh, template.weights))
+    llm.save_hf(tmp_path)
     ids = noise.integers(3, zoo.VOCABULARY, (zoo.ROWS, zoo.LENGTH))
-    expected, tolerance = zoo.scores_and_tolerance(tmp_path, ids)
-    assert zoo.distance(native.logits(ids), expected) < tolerance
+    expected, tolerance = zoo.logits_and_tolerance(tmp_path, ids)
+    assert zoo.distance(llm.logits(ids), expected) < tolerance
 
 
 def test_of_a_fresh_model(tmp_path):
-    native = LLM.load("qwen3-0.6b", **(zoo.SETTINGS | TINY | DENSE))
-    native.save_hf(tmp_path)
+    llm = LLM.load("qwen3-0.6b", **(zoo.SETTINGS | TINY | DENSE))
+    llm.save_hf(tmp_path)
     ids = np.arange(3, 100).reshape(1, -1)
-    expected, tolerance = zoo.scores_and_tolerance(tmp_path, ids)
-    assert zoo.distance(native.logits(ids), expected) < tolerance
+    expected, tolerance = zoo.logits_and_tolerance(tmp_path, ids)
+    assert zoo.distance(llm.logits(ids), expected) < tolerance
 
 
 def test_all_mappings_are_tested(specimen):

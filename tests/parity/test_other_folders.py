@@ -58,25 +58,25 @@ def test_text_of_a_model_with_images(name, specimen, tmp_path):
     model.set_attn_implementation("eager")
     with torch.no_grad():
         expected = model.eval()(input_ids=torch.tensor(IDS)).logits.numpy()
-    native = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
-    assert zoo.distance(native.logits(IDS), expected) < tolerance
+    llm = LLM.load(tmp_path / "whole", **zoo.SETTINGS)
+    assert zoo.distance(llm.logits(IDS), expected) < tolerance
     with pytest.raises(
         ConfigError, match="vision or audio tensors, such as .* would be lost: pass text_only=True"
     ):
-        native.save_hf(tmp_path / "text")
+        llm.save_hf(tmp_path / "text")
     assert not (tmp_path / "text").exists()
-    native.save_hf(tmp_path / "text", text_only=True)
-    assert zoo.distance(zoo.scores(tmp_path / "text", IDS), expected) < 1e-6
-    native.save(tmp_path / "ours")
-    LLM.load(tmp_path / "ours", **zoo.SETTINGS).save_hf(tmp_path / "again", text_only=True)
-    assert zoo.distance(zoo.scores(tmp_path / "again", IDS), expected) < 1e-6
+    llm.save_hf(tmp_path / "text", text_only=True)
+    assert zoo.distance(zoo.hf_logits(tmp_path / "text", IDS), expected) < 1e-6
+    llm.save(tmp_path / "native")
+    LLM.load(tmp_path / "native", **zoo.SETTINGS).save_hf(tmp_path / "again", text_only=True)
+    assert zoo.distance(zoo.hf_logits(tmp_path / "again", IDS), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", zoo.parameters(["llama float16", "gpt2"], {"gpt2"}))
 def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
     """As GPT-2 was published: tensors of the model below the head, and masks among them."""
-    one = specimen(name)
-    tensors = load_file(one.folder / "model.safetensors")
+    example = specimen(name)
+    tensors = load_file(example.folder / "model.safetensors")
     bare = {
         tensor.removeprefix("model.").removeprefix("transformer."): tensors[tensor]
         for tensor in tensors
@@ -84,9 +84,9 @@ def test_names_without_the_prefix_of_the_model(name, specimen, tmp_path):
     if name == "gpt2":
         bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
     save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text((one.folder / "config.json").read_text())
-    native = LLM.load(tmp_path, **zoo.SETTINGS)
-    assert zoo.distance(native.logits(one.ids), one.scores) < one.tolerance
+    (tmp_path / "config.json").write_text((example.folder / "config.json").read_text())
+    llm = LLM.load(tmp_path, **zoo.SETTINGS)
+    assert zoo.distance(llm.logits(example.ids), example.logits) < example.tolerance
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -94,15 +94,15 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
     """As transformers loads it, from folders that have it so and from those with a bias in
     bfloat16.
     """
-    one = specimen("deepseek3")
+    example = specimen("deepseek3")
     is_bias = "e_score_correction_bias".__contains__
-    for file in one.folder.glob("*.safetensors"):
+    for file in example.folder.glob("*.safetensors"):
         tensors = {
             name: tensor.to(bias_dtype if is_bias(name.rpartition(".")[2]) else torch.bfloat16)
             for name, tensor in load_file(file).items()
         }
         save_file(tensors, tmp_path / file.name, {"format": "pt"})
-    config = json.loads((one.folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    config = json.loads((example.folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
@@ -112,8 +112,8 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
         if name.endswith("e_score_correction_bias")
     }
     assert {bias.dtype for bias in expected.values()} == {torch.float32}
-    native = LLM.load(tmp_path)
-    weights = ModelWeights(native.weights, native.param_infos)
+    llm = LLM.load(tmp_path)
+    weights = ModelWeights(llm.weights, llm.param_infos)
     kinds = {name: np.dtype(tensor.dtype).name for name, tensor in weights.tensors.items()}
     biases = [name for name in kinds if name.endswith("router/bias")]
     assert {kinds[name] for name in biases} == {"float32"}
@@ -122,7 +122,7 @@ def test_the_selection_bias_stays_float32_among_bfloat16_weights(bias_dtype, spe
         np.testing.assert_array_equal(weights.read(name), bias.numpy())
 
     # Written in bfloat16 the bias is exact: from the model, and converted from folder to folder.
-    native.save_hf(tmp_path / "hf", dtype="bfloat16")
+    llm.save_hf(tmp_path / "hf", dtype="bfloat16")
     convert.from_folder(tmp_path, tmp_path / "native", "bfloat16")
     convert.to_folder(tmp_path / "native", tmp_path / "converted", "bfloat16")
     for folder in ("hf", "converted"):

@@ -40,10 +40,10 @@ def batch_of(ids):
     return {name: jnp.asarray(field, jnp.int32) for name, field in fields.items()}
 
 
-def their_gradients(one, folder):
-    """Of the mean cross-entropy, as a folder of tensors."""
-    model = zoo.hf_model(one.folder).train(False)
-    inputs, targets = (torch.tensor(one.ids[:, start : start + LENGTH]) for start in (0, 1))
+def write_hf_gradients(example, folder):
+    """Write the gradients of the mean cross-entropy as a folder of tensors."""
+    model = zoo.hf_model(example.folder).train(False)
+    inputs, targets = (torch.tensor(example.ids[:, start : start + LENGTH]) for start in (0, 1))
     logits = model(input_ids=inputs, use_cache=False).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     with torch.no_grad():
@@ -56,20 +56,20 @@ def their_gradients(one, folder):
 
 @pytest.mark.parametrize("name", zoo.parameters(sorted(CASES), FAST))
 def test_gradients(name, specimen, model, tmp_path):
-    one, native = specimen(name), model(name)
-    their_gradients(one, tmp_path / "gradients")
+    example, llm = specimen(name), model(name)
+    write_hf_gradients(example, tmp_path / "gradients")
     expected = LLM.load(tmp_path / "gradients", **zoo.SETTINGS).weights
-    batch = batch_of(one.ids)
+    batch = batch_of(example.ids)
 
     def loss(weights):
-        losses = language_model_losses(native.config, native.template, weights, batch, None)
+        losses = language_model_losses(llm.config, llm.template, weights, batch, None)
         return losses.sums["lm_loss"] / batch["inputs"].size
 
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(jax.grad(loss))(native.weights)
+        found = jax.jit(jax.grad(loss))(llm.weights)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(found))
     assert scale > 1e-3
-    trained = jax.tree.leaves(native.template.trained)
+    trained = jax.tree.leaves(llm.template.trained)
     pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), trained, strict=True)
     for (path, leaf), other, learned in pairs:
         if learned:

@@ -28,37 +28,39 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(folder: Path, other: Path) -> None:
-    actual, expected = tensors(folder), tensors(other)
-    assert sorted(actual) == sorted(expected)
+    written, expected = tensors(folder), tensors(other)
+    assert sorted(written) == sorted(expected)
     wrong = [
         name
-        for name in actual
-        if actual[name].dtype != expected[name].dtype or not actual[name].equal(expected[name])
+        for name in written
+        if written[name].dtype != expected[name].dtype or not written[name].equal(expected[name])
     ]
     assert not wrong
 
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
-def test_scores(name, specimen, model):
-    one = specimen(name)
-    assert zoo.distance(model(name).logits(one.ids), one.scores) < one.tolerance
+def test_logits(name, specimen, model):
+    example = specimen(name)
+    assert zoo.distance(model(name).logits(example.ids), example.logits) < example.tolerance
 
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
 def test_round_trips(name, specimen, model, tmp_path):
     """Through a Hugging Face folder, and through a native one, which describes the same layers."""
-    one, loaded = specimen(name), model(name)
-    loaded.save_hf(tmp_path / "theirs")
-    assert_same_tensors(tmp_path / "theirs", one.folder)
+    example, loaded = specimen(name), model(name)
+    loaded.save_hf(tmp_path / "hf")
+    assert_same_tensors(tmp_path / "hf", example.folder)
 
-    if one.case.dtype != torch.float32:  # a native folder keeps weights as the model has them
-        loaded = LLM.load(one.folder, weight_dtype=str(one.case.dtype).removeprefix("torch."))
-    loaded.save(tmp_path / "ours")
-    again = LLM.load(tmp_path / "ours", **zoo.SETTINGS)
+    if example.case.dtype != torch.float32:  # a native folder keeps the dtypes of the model
+        loaded = LLM.load(
+            example.folder, weight_dtype=str(example.case.dtype).removeprefix("torch.")
+        )
+    loaded.save(tmp_path / "native")
+    again = LLM.load(tmp_path / "native", **zoo.SETTINGS)
     assert layers(again.config) == layers(model(name).config)
     assert jax.tree.all(jax.tree.map(np.array_equal, again.weights, model(name).weights))
     again.save_hf(tmp_path / "again")
-    assert_same_tensors(tmp_path / "again", one.folder)
+    assert_same_tensors(tmp_path / "again", example.folder)
 
 
 # Those whose layers are of several kinds; `test_greedy` has all families unrolled from such a
@@ -74,11 +76,11 @@ MIXED = [
 
 
 @pytest.mark.parametrize("name", zoo.parameters(MIXED, {"gemma2"}))
-def test_unrolled_from_a_folder_of_ours(name, specimen, model, tmp_path):
-    one = specimen(name)
+def test_unrolled_from_a_native_folder(name, specimen, model, tmp_path):
+    example = specimen(name)
     model(name).save(tmp_path)
     unrolled = LLM.load(tmp_path, **(zoo.SETTINGS | {"scan_layers": False}))
-    assert zoo.distance(unrolled.logits(one.ids), one.scores) < one.tolerance
+    assert zoo.distance(unrolled.logits(example.ids), example.logits) < example.tolerance
 
 
 @pytest.mark.parametrize("name", zoo.parameters(zoo.ONE_EACH, {"llama", "gemma2"}))
@@ -86,12 +88,12 @@ def test_greedy(name, specimen, model, tmp_path):
     """Prompts of two lengths, both longer than windows and chunks. Their pieces have one shape: few
     programs.
     """
-    one = specimen(name)
+    example = specimen(name)
     prompts = [
         [int(token) for token in row[:length]]
-        for row, length in zip(one.ids, (23, 21), strict=True)
+        for row, length in zip(example.ids, (23, 21), strict=True)
     ]
-    hf_model = zoo.hf_model(one.folder)
+    hf_model = zoo.hf_model(example.folder)
     expected = [zoo.continued(hf_model, prompt, NEW_TOKENS) for prompt in prompts]
     assert model(name).generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
     # In pieces, one after the other; and then from what is known of their beginnings. Unrolled,

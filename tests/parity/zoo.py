@@ -1,7 +1,7 @@
 """Tiny transformers models of every family that has a table, and of what their config.json may say.
 
 A case names a configuration class and what to give it; `make` writes a folder as `save_pretrained`
-does and keeps the scores of some tokens, computed by transformers in float32 on the CPU. Sizes are
+does and keeps the logits of some tokens, computed by transformers in float32 on the CPU. Sizes are
 odd on purpose: heads that are not the width over their number, patterns of layers that end in the
 middle, windows and chunks far below the number of tokens.
 """
@@ -60,7 +60,7 @@ class Specimen:
     case: Case
     folder: Path
     ids: np.ndarray  # [ROWS, LENGTH]
-    scores: np.ndarray  # [ROWS, LENGTH, VOCABULARY]
+    logits: np.ndarray  # [ROWS, LENGTH, VOCABULARY]
     tolerance: float  # of `distance`
 
 
@@ -384,7 +384,7 @@ def make(case: Case, folder: Path) -> Specimen:
             json.dumps({name: value for name, value in entries.items() if value is not ABSENT})
         )
     ids = np.random.default_rng(case.seed).integers(3, VOCABULARY, (ROWS, LENGTH))
-    return Specimen(case, folder, ids, *scores_and_tolerance(folder, ids))
+    return Specimen(case, folder, ids, *logits_and_tolerance(folder, ids))
 
 
 def stir(model: torch.nn.Module) -> None:
@@ -420,11 +420,11 @@ def logits(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
         return model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
 
 
-def scores(folder: Path, ids: np.ndarray) -> np.ndarray:
+def hf_logits(folder: Path, ids: np.ndarray) -> np.ndarray:
     return logits(hf_model(folder), ids)
 
 
-def scores_and_tolerance(folder: Path, ids: np.ndarray) -> tuple[np.ndarray, float]:
+def logits_and_tolerance(folder: Path, ids: np.ndarray) -> tuple[np.ndarray, float]:
     """transformers' logits, and a bound on the `distance` from them by what float32 costs
     transformers itself.
     """
@@ -443,6 +443,6 @@ def continued(model: torch.nn.Module, prompt: list[int], count: int) -> list[int
     return tokens[0, len(prompt) :].tolist()
 
 
-def distance(scores: Any, expected: np.ndarray) -> float:
+def distance(logits: Any, expected: np.ndarray) -> float:
     """The largest error, of the standard deviation of what is expected."""
-    return float(np.abs(np.asarray(scores) - expected).max() / expected.std())
+    return float(np.abs(np.asarray(logits) - expected).max() / expected.std())

@@ -1,9 +1,9 @@
-"""What a published checkpoint fixes and no key names.
+"""Attributes of a published checkpoint that no key names.
 
-The keys describe families by rules (every fourth layer is global); a checkpoint's own config.json
-may say it layer by layer, or give a number that a family's rule does not. Such facts stand under
-`architecture:` in a model's file or in the config.yml of a converted checkpoint. A fact that is
-None leaves the matter to the keys.
+Keys describe families by rules (every fourth layer is global); a checkpoint's config.json may list
+its layers, or state a number that the rule does not give. Such attributes are under
+`architecture:` in a model's file or in the config.yml of a converted checkpoint. An attribute that
+is None is determined by the keys.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from maxtext.configs import fields
 from maxtext.configs.provenance import Layer, Setting
 from maxtext.configs.types.architecture import Architecture
 
-# Keys that say a fact in another way: who chooses one of them has it, and the fact is dropped.
-SAID_BY_KEYS = {
+# attribute -> keys that determine it as well: setting one of them drops the attribute
+DETERMINED_BY_KEYS = {
     "rope": (
         "rope_type", "rope_use_scale", "rope_min_timescale", "rope_max_timescale",
         "rope_linear_scaling_factor", "local_rope_max_timescale", "global_rope_max_timescale",
@@ -31,32 +31,30 @@ SAID_BY_KEYS = {
 }  # fmt: skip
 
 
-def take(base: Layer, layers: Iterable[Layer]) -> Architecture:
-    """The facts of layers given from the weakest to the strongest; they are taken out of the
-    layers.
-    """
-    facts: dict[str, Any] = {}
-    seen = base
+def pop_hf_attributes(base: Layer, layers: Iterable[Layer]) -> Architecture:
+    """Remove the attributes from layers, given from the weakest to the strongest, and merge them."""
+    hf_attributes: dict[str, Any] = {}
+    settings = base
     for layer in layers:
-        own = layer.pop("architecture", None)
-        for fact, keys in SAID_BY_KEYS.items():
-            if own is None and any(changes(key, layer, seen) for key in keys):
-                facts.pop(fact, None)
-        if own is not None:
-            facts |= checked(own).model_dump(exclude_unset=True)
-        seen = seen | layer
-    return Architecture.model_validate(facts)
+        stated = layer.pop("architecture", None)
+        for attribute, keys in DETERMINED_BY_KEYS.items():
+            if stated is None and any(changes(key, layer, settings) for key in keys):
+                hf_attributes.pop(attribute, None)
+        if stated is not None:
+            hf_attributes |= validate(stated).model_dump(exclude_unset=True)
+        settings = settings | layer
+    return Architecture.model_validate(hf_attributes)
 
 
 def changes(key: str, layer: Layer, before: Layer) -> bool:
     return key in layer and not fields.is_same(key, layer[key].value, before[key].value)
 
 
-def checked(setting: Setting) -> Architecture:
+def validate(setting: Setting) -> Architecture:
     try:
         return Architecture.model_validate(setting.value)
     except ValidationError as error:
-        wrong = "; ".join(
+        problems = "; ".join(
             f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()
         )
-        raise ConfigError(f"architecture ({setting.source}) does not fit: {wrong}") from error
+        raise ConfigError(f"architecture ({setting.source}) does not fit: {problems}") from error

@@ -116,7 +116,9 @@ def resolve(
         name = str(merge.last_value("model_name", base, *files, environment, overrides))
         model_path = sources.model_file(name)
         model = sources.read_yaml(model_path, "model") if model_path else {}
-    hf_attributes = architecture.take(base, [model := dict(model), *files, environment, overrides])
+    hf_attributes = architecture.pop_hf_attributes(
+        base, [model := dict(model), *files, environment, overrides]
+    )
     merge.refuse_unknown_keys(*files, environment, overrides)
     merge.refuse_unknown_keys(model)
     return merge.merge_layers(base, files, model, environment, overrides), hf_attributes

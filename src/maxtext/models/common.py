@@ -29,8 +29,9 @@ LAYER_KINDS = {
 
 
 def layer_kinds(config: MaxTextConfig, layers: int, rule: Callable[[int], str]) -> list[str]:
-    """What each layer's mixer sees, full, sliding, chunk or linear: as the checkpoint lists it, or
-    by the family's rule of the layer's number."""
+    """The kind of each layer (full, sliding, chunk or linear), as the checkpoint lists it or by the
+    family's rule for the index of a layer.
+    """
     return per_layer("layer_kinds", config.architecture.layer_kinds, layers) or [
         rule(i) for i in range(layers)
     ]
@@ -56,7 +57,7 @@ def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]
 
 
 def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -> RopeSpec:
-    """Rotary positions of a kind of layer: the checkpoint's own, or by the keys."""
+    """The RoPE of a kind of layer, as the checkpoint states it or by the keys."""
     listed: dict[Any, dict[str, Any]] | None = config.architecture.rope
     fields = None if listed is None else listed.get(layer_kind, listed.get("all"))
     if fields is not None:
@@ -143,7 +144,7 @@ def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: An
 
 
 def backend(config: MaxTextConfig) -> str:
-    """`paged` says how a cache is kept; what is computed without one is computed as ever."""
+    """`paged` chooses a KV cache; attention without a cache is autoselected."""
     return "autoselected" if config.attention == "paged" else config.attention
 
 
@@ -182,7 +183,7 @@ def mlp_spec(config: MaxTextConfig, **changes: Any) -> MlpSpec:
 
 
 def router_spec(config: MaxTextConfig, **changes: Any) -> RouterSpec:
-    """Softmax over all experts, of which the best are taken; groups and scaling by the keys."""
+    """Top-k of a softmax over all experts; groups and scaling by the keys."""
     grouped = config.n_routing_groups > 0
     spec = RouterSpec(
         experts=config.num_experts,
@@ -238,7 +239,7 @@ def dropout_rate(config: MaxTextConfig) -> float:
 
 
 def uniform(config: MaxTextConfig, spec: LayerSpec) -> list[LayerSpec]:
-    """Layers of one kind; every nope_layer_interval-th goes without rotary positions."""
+    """Layers of one kind; every nope_layer_interval-th has no RoPE."""
     without = config.nope_layer_interval
     plain = replace(spec, attention=replace(spec.attention, rope=None))
     return [

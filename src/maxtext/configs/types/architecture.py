@@ -10,7 +10,7 @@ LayerKind = Literal["full", "sliding", "chunk", "linear"]
 class Architecture(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    layer_kinds: tuple[LayerKind, ...] | None = None  # what each layer's mixer sees
+    layer_kinds: tuple[LayerKind, ...] | None = None  # the attention mask of each layer
     moe_layers: tuple[bool, ...] | None = None  # which layers have experts
     rope_layers: tuple[bool, ...] | None = None  # which layers have rotary positions
     rope: dict[LayerKind | Literal["all"], dict[str, Any]] | None = (

@@ -1,5 +1,6 @@
-"""Gemma 1 to 4: scaled embeddings, norms around the sub-layers, sliding and global layers in turn;
-Gemma 4 with other heads on its global layers and experts beside the MLP."""
+"""Gemma 1 to 4: scaled embeddings, norms around the sub-layers, alternating sliding and global
+layers; Gemma 4 with other heads on its global layers and experts in parallel with the MLP.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ def gemma(config: MaxTextConfig) -> list[LayerSpec]:
 
 
 def gemma2(config: MaxTextConfig) -> list[LayerSpec]:
-    """A sliding and a global layer in turn; base_num_decoder_layers counts such pairs, unless a
+    """Sliding and global layers alternate; base_num_decoder_layers counts such pairs, unless a
     checkpoint lists its layers."""
     listed = config.architecture.layer_kinds
     count = config.num_decoder_layers if listed else 2 * config.num_decoder_layers
@@ -76,7 +77,7 @@ def local_timescale(config: MaxTextConfig) -> int:
 
 
 def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
-    """Global layers have their own head embed_dim and number, may share keys and values, and turn a
+    """Global layers have their own size and number of heads, may share keys and values, and rotate a
     part of each head.
     """
     norm = norm_spec(config)
@@ -127,9 +128,7 @@ def gemma4_attention(config: MaxTextConfig, kind: str, norm: NormSpec) -> Attent
 
 @dataclass(frozen=True)
 class GemmaFeed:
-    """An MLP and experts in parallel, each between its own norms; the router reads the stream
-    itself.
-    """
+    """An MLP and experts in parallel, each between its own norms; the router reads the residual."""
 
     mlp: MlpSpec
     experts: MoeSpec

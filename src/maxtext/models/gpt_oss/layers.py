@@ -1,4 +1,4 @@
-"""gpt-oss: sliding and global layers in turn, a sink in every head, biases, and experts with a
+"""gpt-oss: alternating sliding and global layers, a sink in every head, biases, and experts with a
 clipped activation.
 """
 

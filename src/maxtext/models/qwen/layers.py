@@ -1,5 +1,5 @@
 """Qwen 2.5 and 3, dense and with experts; Qwen3-Next and 3.5, whose layers are mostly Gated
-DeltaNets; and a variant that attends and mixes experts in a narrow space."""
+DeltaNets; and a variant with attention output and experts in a narrower space."""
 
 from dataclasses import dataclass
 from typing import Any
