@@ -106,14 +106,14 @@ def test_samples_follow_the_distribution(llm, model, ids):
 
     prompt = ids[:1]
     logits = hf_logits(model, prompt)[0, -1].astype(np.float64)
-    for options, kept in (({}, len(logits)), ({"top_k": 5}, 5), ({"top_p": 0.6}, None)):
+    for options, num_kept in (({}, len(logits)), ({"top_k": 5}, 5), ({"top_p": 0.6}, None)):
         scaled = np.exp((logits - logits.max()) / 1.5)
         scaled /= scaled.sum()
         order = np.argsort(-scaled)
-        if kept is None:
-            kept = int(np.searchsorted(np.cumsum(scaled[order]), 0.6) + 1)
+        if num_kept is None:
+            num_kept = int(np.searchsorted(np.cumsum(scaled[order]), 0.6) + 1)
         expected = np.zeros_like(scaled)
-        expected[order[:kept]] = scaled[order[:kept]] / scaled[order[:kept]].sum()
+        expected[order[:num_kept]] = scaled[order[:num_kept]] / scaled[order[:num_kept]].sum()
         drawn = llm.generate(
             np.repeat(prompt, 4000, 0), 1, temperature=1.5, seed=3, ignore_eos=True, **options
         )
@@ -128,11 +128,11 @@ def test_samples_follow_the_distribution(llm, model, ids):
 
 @FEW
 def test_seed_determines_the_tokens(llm, ids):
-    one, same, other = (
+    first, same_seed, other_seed = (
         llm.generate(ids, 8, temperature=2.0, seed=seed, ignore_eos=True) for seed in (1, 1, 2)
     )
-    assert (one == same).all()
-    assert (one != other).any()
+    assert (first == same_seed).all()
+    assert (first != other_seed).any()
 
 
 @FEW

@@ -1,4 +1,4 @@
-"""Draws against exact distributions, which are computed here in float64 from the definitions."""
+"""Sampled tokens against exact distributions, computed here in float64 from the definitions."""
 
 from functools import cache
 
@@ -21,8 +21,8 @@ from maxtext.inference.sampling import (
 from maxtext.models.configuration import load
 
 DRAWS = 30_000
-FEW = 1000  # where each is checked by itself
-RARE = 1e-4  # what the right distribution may give by chance
+FEW = 1000  # where every token is checked
+RARE = 1e-4  # a p-value that the right distribution rarely gives
 LOGITS = (2 * np.random.default_rng(0).standard_normal(40)).astype(np.float32)
 
 compiled = jax.jit(sample, static_argnums=3)
@@ -48,7 +48,7 @@ def counts(logits, sampling, mode=None):
 
 
 def exact(logits, sampling):
-    """The probability of each token, one decision after the other."""
+    """The probability of each token, by applying top_k and then top_p."""
     scaled = np.asarray(logits, np.float64) / sampling.temperature
     allowed = {token for token in range(len(scaled)) if scaled[token] > -np.inf}
 
@@ -68,7 +68,7 @@ def exact(logits, sampling):
         for token in sorted(allowed, key=lambda token: -scaled[token]):
             total += share[token]
             assert abs(total - sampling.top_p) > 1e-5, (
-                "too near the border for float32: choose other numbers"
+                "too close to the boundary for float32: choose other values"
             )
             if total > sampling.top_p:
                 allowed = those_down_to(token)
@@ -89,11 +89,11 @@ def chance(counted, expected):
         [*counted[often], counted[~often].sum()],
         [*wanted[often], wanted[~often].sum()],
     )
-    bins = [(one, other) for one, other in zip(observed, wanted, strict=True) if other > 0]
+    bins = [pair for pair in zip(observed, wanted, strict=True) if pair[1] > 0]
     return 1.0 if len(bins) == 1 else stats.chisquare(*zip(*bins, strict=True)).pvalue
 
 
-# Each strategy, and one so near that the test has to be sharp to tell them apart.
+# Every strategy, and similar parameters that the test must distinguish from it.
 STRATEGIES = {
     "weighted": (SamplingParams(1.0), SamplingParams(1.05)),
     "cooler": (SamplingParams(0.6), SamplingParams(0.63)),
@@ -117,7 +117,7 @@ def test_frequencies(name):
     assert chance(counted, exact(LOGITS, near)) < RARE
 
 
-def test_composite_takes_the_share_of_what_top_k_left():
+def test_top_p_applies_to_the_tokens_that_top_k_keeps():
     """Shares 0.4, 0.3, 0.2, 0.1. Of the first two 0.5 is the first alone (4/7); of all four it
     would be both.
     """
@@ -141,7 +141,7 @@ def test_composite_takes_the_share_of_what_top_k_left():
     assert chance(counted, np.array([0, 4 / 7, 0, 3 / 7, 0])) > RARE
 
 
-def test_tokens_that_tie_with_the_last_are_in():
+def test_tokens_that_tie_with_the_last_one_are_kept():
     shares = np.array([0.2, 0.1, 0.2, 0.3, 0.2])
     logits = np.log(shares)
     for sampling in (
@@ -166,9 +166,9 @@ def test_tokens_that_tie_with_the_last_are_in():
         SamplingParams(1e-6),
         SamplingParams(1e-30, top_k=3),
     ],
-    ids=["greedy", "top_k=1", "top_p of nothing", "no temperature to speak of", "even less"],
+    ids=["greedy", "top_k=1", "tiny top_p", "tiny temperature", "tinier temperature"],
 )
-def test_the_likeliest_alone(sampling):
+def test_settings_that_keep_the_most_likely_token_only(sampling):
     rows = np.random.default_rng(1).standard_normal((FEW, 40)).astype(np.float32)
     assert tokens(rows, [sampling] * FEW).tolist() == rows.argmax(-1).tolist()
 
@@ -177,7 +177,7 @@ def test_greedy_takes_the_first_of_equals():
     assert tokens(np.float32([1, 3, 2, 3]), [SamplingParams()]).tolist() == [1]
 
 
-def test_limits_that_leave_all_in():
+def test_limits_that_keep_all_tokens():
     free = tokens(LOGITS, [SamplingParams(1.0)] * FEW)
     for sampling in (
         SamplingParams(1.0, top_k=40),
@@ -198,7 +198,7 @@ def test_limits_that_leave_all_in():
     ).tolist() == [[0]]
 
 
-def test_scores_of_any_size():
+def test_logits_of_any_magnitude():
     generator = np.random.default_rng(2)
     tiny = 1e-30 * generator.standard_normal(40).astype(np.float32)
     for sampling in (SamplingParams(1.0), SamplingParams(1.0, top_k=40), SamplingParams(1e30)):
@@ -223,7 +223,7 @@ def test_scores_of_any_size():
         assert chance(counts(-shifted, sampling), exact(1000 - shifted, sampling)) > RARE
 
 
-def test_tokens_that_are_ruled_out_never_come():
+def test_tokens_with_infinite_negative_logits_are_never_sampled():
     logits = np.where(np.arange(40) % 3 == 0, LOGITS, -np.inf)
     assert np.isfinite(logits).sum() == 14
     for sampling in (
@@ -248,48 +248,48 @@ def test_tokens_that_are_ruled_out_never_come():
 MIXED = [SamplingParams(), *(sampling for pair in STRATEGIES.values() for sampling in pair)]
 
 
-def test_a_row_does_not_depend_on_the_others():
-    """Each row of a mixed batch against the row alone in the program of its own mode."""
+def test_token_of_a_row_does_not_depend_on_the_batch():
+    """Every row of a mixed batch against the same row in a batch of one, in its own mode."""
     generator = np.random.default_rng(3)
     params = MIXED * 6
     rows = generator.standard_normal((len(params), 40)).astype(np.float32) * 2
     rows[::7, ::3] = -np.inf
-    together = tokens(rows, params, seed=2)
-    own = keys(len(params), 2)
-    alone = [
+    batch_tokens = tokens(rows, params, seed=2)
+    row_keys = keys(len(params), 2)
+    row_tokens = [
         int(
             compiled(
-                rows[place][None],
-                own[place : place + 1],
+                rows[index][None],
+                row_keys[index : index + 1],
                 BatchedSamplingParams.from_params([sampling]),
                 sampling.mode,
             )[0]
         )
-        for place, sampling in enumerate(params)
+        for index, sampling in enumerate(params)
     ]
-    assert together.tolist() == alone
-    greedy = [place for place, sampling in enumerate(params) if sampling.temperature == 0]
-    assert together[greedy].tolist() == rows[greedy].argmax(-1).tolist()
+    assert batch_tokens.tolist() == row_tokens
+    greedy = [index for index, sampling in enumerate(params) if sampling.temperature == 0]
+    assert batch_tokens[greedy].tolist() == rows[greedy].argmax(-1).tolist()
 
 
-def test_the_kind_of_the_program_changes_no_token():
+def test_token_does_not_depend_on_the_mode():
     for sampling, modes in (
         (SamplingParams(), (SamplingMode.GREEDY, SamplingMode.CATEGORICAL, SamplingMode.TRUNCATED)),
         (SamplingParams(1.3), (SamplingMode.CATEGORICAL, SamplingMode.TRUNCATED)),
     ):
-        found = [tokens(LOGITS, [sampling] * FEW, mode=mode).tolist() for mode in modes]
-        assert all(each == found[0] for each in found)
+        first, *others = [tokens(LOGITS, [sampling] * FEW, mode=mode).tolist() for mode in modes]
+        assert all(sampled == first for sampled in others)
 
 
-def test_the_key_decides():
-    sampling = [SamplingParams(1.0)] * FEW
-    one, same, other = (tokens(LOGITS, sampling, seed=seed) for seed in (1, 1, 2))
-    assert (one == same).all()
-    assert (one != other).any()
+def test_prng_key_determines_the_tokens():
+    params = [SamplingParams(1.0)] * FEW
+    first, same_key, other_key = (tokens(LOGITS, params, seed=seed) for seed in (1, 1, 2))
+    assert (first == same_key).all()
+    assert (first != other_key).any()
 
 
-def test_scores_in_bfloat16():
-    """The same draws as from the same numbers in float32: nothing is computed in bfloat16."""
+def test_bfloat16_logits():
+    """The same tokens as from the same logits in float32: nothing is computed in bfloat16."""
     low = jnp.asarray(LOGITS, jnp.bfloat16)
     for sampling in (
         SamplingParams(),
@@ -300,7 +300,7 @@ def test_scores_in_bfloat16():
         assert (tokens(low, params) == tokens(low.astype(jnp.float32), params)).all()
 
 
-def test_kinds():
+def test_batch_mode():
     assert batch_mode([]) == batch_mode([SamplingParams()]) == SamplingMode.GREEDY
     assert batch_mode([SamplingParams(), SamplingParams(0.5)]) == SamplingMode.CATEGORICAL
     for truncated in (
@@ -314,7 +314,7 @@ def test_kinds():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("settings", "expected"),
     [
         ("greedy", SamplingParams()),
         ("greedy temperature=0.5 top_k=3 nucleus_p=0.5", SamplingParams()),
@@ -326,10 +326,12 @@ def test_kinds():
         ("composite top_k=3 nucleus_p=0.5 temperature=0.7", SamplingParams(0.7, 3, 0.5)),
     ],
 )
-def test_from_the_configuration(words, expected):
-    strategy, *rest = words.split()
-    words = [f"decode_sampling_strategy={strategy}", *(f"decode_sampling_{word}" for word in rest)]
-    assert SamplingParams.from_config(load(None, words, environ={}, devices=Devices(1))) == expected
+def test_from_config(settings, expected):
+    strategy, *others = settings.split()
+    overrides = [f"decode_sampling_strategy={strategy}"]
+    overrides += [f"decode_sampling_{setting}" for setting in others]
+    config = load(None, overrides, environ={}, devices=Devices(1))
+    assert SamplingParams.from_config(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_from_the_configuration(words, expected):
         (dict(top_p=0.5), "temperature=0 is greedy"),
     ],
 )
-def test_what_is_refused(fields, message):
+def test_rejects_invalid_values(fields, message):
     with pytest.raises(UserError, match=message):
         SamplingParams(**fields)
 
@@ -361,13 +363,13 @@ def test_what_is_refused(fields, message):
         {"top_p": None},
     ],
 )
-def test_values_that_no_array_can_hold_are_refused(fields):
+def test_rejects_values_that_no_array_can_hold(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         SamplingParams(**({"temperature": 1.0} | fields))
 
 
-def test_a_tiny_top_p_leaves_the_likeliest_token():
-    """1e-60 is 0 in float32, which would leave none."""
+def test_tiny_top_p_keeps_the_most_likely_token():
+    """1e-60 is 0 in float32, which would exclude every token."""
     rows = BatchedSamplingParams.from_params([SamplingParams(1.0, 0, 1e-60)])
     logits = jnp.asarray([[0.0, 1.0, 3.0, 2.0]])
     assert sample(

@@ -24,14 +24,14 @@ from maxtext.checkpoint.quantized import PackedWeights
 from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ModelWeights, param_dtypes
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.files import local_path, read_json_object
+from maxtext.common.files import local_path
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.batches import MAX_DECODE_STEPS
 from maxtext.inference.cache_config import fit_slots
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.loading import (
+    find_eos_ids,
     inference_context,
     load_weights,
     random_weights,
@@ -50,7 +50,8 @@ from maxtext.inference.processing import (
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import Completion, GenerationRequest
 from maxtext.inference.sampling import SamplingParams
-from maxtext.inference.shapes import next_power_of_two, row_tokens
+from maxtext.inference.shapes import next_power_of_two
+from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template
@@ -327,36 +328,11 @@ class LLM:
         return self.engine
 
     def warm_up(self) -> None:
-        """Compile what `completions` of an iterator needs for prompts up to
-        max_prefill_predict_length, sequences up to max_target_length, and the sampling of the
-        decode_sampling_* keys.
-        """
+        """Compile what `completions` of an iterator needs; see `warmup_requests`."""
         slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
-        vocab_size = self.config.vocab_size
-        longest = min(self.config.max_prefill_predict_length, length - 2)
-        sizes = sorted({min(row_tokens(size), longest) for size in range(1, longest + 1)})
-        sizes += [
-            size - 1 for size in map(next_power_of_two, range(longest, length)) if size < length
-        ]
-        counts = {min(1 << bit, slots) for bit in range(next_power_of_two(slots).bit_length())}
-        counts |= set(self.engine_for(slots, length).executor.decode_rows)
-        params = SamplingParams.from_config(
-            self.config, ignore_eos=True, log_probs=self.config.return_log_prob
-        )
-        prompt_index = 0
-        for size in dict.fromkeys(sizes):
-            # With static decode steps, a full program and one for the remainder.
-            is_cpu = self.programs.build.platform == "cpu"
-            count_new = 2 if is_cpu else min(MAX_DECODE_STEPS + 2, length - size)
-            for count in sorted(counts):
-                requests = []
-                for _ in range(count):
-                    prompt_index += 1  # a new first token, so that no prefix is cached
-                    prompt = [prompt_index // vocab_size % vocab_size] * size
-                    prompt[0] = prompt_index % vocab_size
-                    new_params = replace(params, max_new_tokens=count_new)
-                    requests.append(GenerationRequest(prompt, new_params))
-                list(self.completions(iter(requests)))
+        executor = self.engine_for(slots, length).executor
+        for requests in warmup_requests(self.config, executor.decode_rows, executor.few_programs):
+            list(self.completions(iter(requests)))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """Write the weights as they are, with config.yml: a folder that `LLM.load` and `maxtext
@@ -408,18 +384,7 @@ class LLM:
 
     @cached_property
     def eos_ids(self) -> list[int]:
-        """The end-of-sequence ids of generation_config.json, of config.json, or of the
-        tokenizer.
-        """
-        for name in ("generation_config.json", "config.json"):
-            for file in self.origin[0]:
-                if file.name == name:
-                    eos = read_json_object(file).get("eos_token_id")
-                    if eos not in (None, -1):
-                        return [eos] if isinstance(eos, int) else list(eos)
-        if self.tokenizer is not None and self.tokenizer.eos_id is not None:
-            return [self.tokenizer.eos_id]
-        return []
+        return find_eos_ids(self.origin[0], self.tokenizer)
 
     @property
     def programs(self) -> Programs:

@@ -1,7 +1,8 @@
 """The configuration of a model for inference, and its weights."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype
 from maxtext.checkpoint.tensors import Progress, TensorSource
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import read_json_object
 from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
 from maxtext.configs.provenance import Layer, Setting
@@ -22,6 +24,7 @@ from maxtext.layers.quantized import abstract_quantized, quantize_weights
 from maxtext.models.configuration import load
 from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.sharding import AxisRules
+from maxtext.tokenizers import Tokenizer
 
 
 def resolve_config(
@@ -98,6 +101,19 @@ def load_weights(
     source = checkpoint.weights(config, param_infos)
     weights = load_model(source, config, param_infos, template, rules, progress)
     return weights, {name: tensor.dtype for name, tensor in source.tensors.items()}
+
+
+def find_eos_ids(hf_assets: Iterable[Path], tokenizer: Tokenizer | None) -> list[int]:
+    """The end-of-sequence ids of generation_config.json, of config.json, or of the tokenizer."""
+    files = {file.name: file for file in hf_assets}
+    for name in ("generation_config.json", "config.json"):
+        if name in files:
+            eos_ids = read_json_object(files[name]).get("eos_token_id")
+            if eos_ids not in (None, -1):
+                return [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        return [tokenizer.eos_id]
+    return []
 
 
 def split_caches(keys: Mapping[str, Any]) -> dict[str, Any]:
