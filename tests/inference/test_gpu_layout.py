@@ -48,8 +48,13 @@ MERGED = {
     "llama": ({"decoder_block": "llama2"}, 2),
     "biases": ({"decoder_block": "llama2", "attention_bias": True}, 3),
     "shared keys": (
-        {"decoder_block": "gemma4", "share_kv_projections": True, "sliding_window_size": 8},
-        2,
+        {
+            "decoder_block": "gemma4",
+            "base_num_decoder_layers": 6,  # the last has full attention
+            "share_kv_projections": True,
+            "sliding_window_size": 8,
+        },
+        12,
     ),
     "experts": ({"decoder_block": "mixtral", **EXPERTS}, 1),
     "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),

@@ -391,7 +391,7 @@ def test_paged_attention_kernel(monkeypatch):
 
     with pytest.raises(
         ConfigError,
-        match="use_ragged_attention=true cannot do this: it is a kernel for NVIDIA GPUs",
+        match="use_ragged_attention=true is not supported here: it is a kernel for NVIDIA GPUs",
     ):
         tokens(*ragged)
     gathered = tokens()

@@ -49,7 +49,7 @@ FAMILIES = {
         "attention/{query_a,query_b,kv_a,kv_b,out} mlp/experts/{wi_0,wi_1,wo} "
         "mlp/shared/{wi_0,wi_1,wo}",
         "attention/{query_norm/scale,kv_norm/scale} attention_norm/scale mlp_norm/scale "
-        "mlp/router/{kernel,bias}",
+        "mlp/router/{weight,bias}",
     ),
     "delta": (
         ("decoder_block=qwen3_next", *DELTA, *EXPERTS),
@@ -104,7 +104,7 @@ def test_which_weights(name):
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_stacked_layers_are_quantized_like_each(axis, dtype):
-    """The last dimensions of a kernel [layers, ...] and of one with the layers at another place are
+    """The last dimensions of a weight [layers, ...] and of one with the layers at another place are
     the same.
     """
     words = ("decoder_block=mixtral", *EXPERTS)

@@ -349,8 +349,7 @@ def test_parts_by_hand():
 
 LATENT = [
     "attention_type=mla", "q_lora_rank=96", "kv_lora_rank=64", "qk_nope_head_dim=48",
-    "qk_rope_head_dim=16", "v_head_dim=64", "base_num_kv_heads=4", "num_experts=4",
-    "first_num_dense_layers=2",
+    "qk_rope_head_dim=16", "v_head_dim=64", "base_num_kv_heads=4",
 ]  # fmt: skip
 BLOCKS = {
     "llama2": ["head_dim=64", "base_num_kv_heads=2"],

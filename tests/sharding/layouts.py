@@ -62,7 +62,6 @@ MODELS = {
         "gdn_key_head_dim=64",
         "gdn_value_head_dim=8",
         "gdn_chunk_size=8",
-        "partial_rotary_factor=0.5",
         # A seed without queries or keys near zero, whose norm would amplify rounding errors.
         "inhomogeneous_layer_cycle_interval=2",
         "init_weights_seed=2",

@@ -45,7 +45,7 @@ GEMMA4 = (
                                                                  "[sliding, full]}",
     "sliding_window_size=4", "global_head_dim=16",
 )  # fmt: skip
-LLAMA4 = (*PLAIN, "decoder_block=llama4", "chunk_attn_window_size=4", "nope_layer_interval=1")
+LLAMA4 = (*PLAIN, "decoder_block=llama4", "nope_layer_interval=1")
 MTP = (*PLAIN, "mtp_num_layers=1")
 CHUNKS = (*PLAIN, "moba=true", "moba_chunk_size=4", "moba_topk=2")
 LATENT = (
@@ -224,7 +224,7 @@ CASES = {
     # MoEKernels
     "sparse_matmul": ("false", EXPERTS),
     # DeepSeekMoE
-    "first_num_dense_layers": ("1", DEEPSEEK),
+    "first_num_dense_layers": ("1", (*DEEPSEEK, "base_num_decoder_layers=2")),
     "shared_experts": ("1", EXPERTS),
     "routed_scaling_factor": ("2.5", EXPERTS),
     "routed_score_func": ("sigmoid", DEEPSEEK),

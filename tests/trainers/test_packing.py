@@ -13,7 +13,11 @@ MODELS = {
     "window": ("decoder_block=mistral", *WINDOW),
     "latent": LATENT,
     "experts": ("decoder_block=mixtral", *EXPERTS),
-    "delta": ("decoder_block=qwen3_5", *DELTA, *kinds("linear", "linear")),
+    "delta": (
+        "decoder_block=qwen3_5",
+        *(override for override in DELTA if "rotary" not in override),  # no layer has RoPE
+        *kinds("linear", "linear"),
+    ),
     "delta and attention": (
         "decoder_block=qwen3_next",
         *EXPERTS,
