@@ -131,7 +131,7 @@ def no_size(folder):
 
 
 def strange_rope(folder):
-    change(folder, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    change(folder, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4})
 
 
 def strange_activation(folder):
@@ -164,7 +164,7 @@ BAD_FOLDERS = {
     broken_config: "config.json is not valid JSON",
     # as the class has it
     no_size: "embed_tokens.weight has shape \\[50, 16\\], the model needs \\[50, 4096\\]",
-    strange_rope: "rope_type='longrope' is not supported",
+    strange_rope: "rope_type='dynamic' is not supported",
     strange_activation: "the activation 'xielu' is not supported",
     quantized: "the weights are quantized \\(gptq\\)",
     only_a_pickle: "pickle files are never loaded",

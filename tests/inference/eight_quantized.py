@@ -54,7 +54,7 @@ def compare(model: str, dtype: str, layout: str) -> dict:
 
     def run(weights):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
-        return llm.template.bind(weights)(jnp.asarray(ids), positions)
+        return llm.programs.template.bind(weights)(jnp.asarray(ids), positions)
 
     with jax.default_matmul_precision("highest"):
         expected = np.asarray(jax.jit(run)(weights))

@@ -136,6 +136,8 @@ def custom():
 OWN = {
     # base.yml: 16 layers, width 2048, 16 heads of 128, MLP 7168, vocabulary 32000.
     "default": 16 * (4 * 2048**2 + 3 * 2048 * 7168 + 2 * 2048) + 2 * 32000 * 2048 + 2048,
+    # The shape of Llama 3.1 405B without its RoPE scaling; its published number of parameters.
+    "llama3-405b": 405_853_388_800,
     "gpt3-52k": gpt(16, 1, 1024, 2048),
     "gpt3-6b": gpt(3072, 48, 32768, 16384),
     "gpt3-22b": gpt(6144, 48, 32768, 16384),

@@ -67,12 +67,12 @@ def loads(bench, state, batch, quickly):
         inputs = LayerInputs(batch["inputs_position"], batch["inputs_segmentation"])
         x = model.embed(batch["inputs"])
         for layer in layers_of(model):
-            x = x + layer.mix(layer.attention_norm(x), inputs)[0]
+            x = x + layer.attention(layer.attention_norm(x), inputs)[0]
             router = layer.mlp.router
             router_scores.append(
                 jax.nn.sigmoid(layer.mlp_norm(x) @ router.weight[...]) + router.bias[...]
             )
-            x = x + layer.feed(layer.mlp_norm(x), inputs)[0]
+            x = x + layer.mlp(layer.mlp_norm(x), inputs)[0]
         return router_scores
 
     chosen = [
@@ -141,7 +141,7 @@ def largest_logits(bench, state, batch):
         key = attention.keys_and_values(*attention.compress(read, inputs.positions))["key"]
         logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(6 + 4)
         max_logits.append(np.where(seen[:, None], logits, -np.inf).max(axis=(0, 2, 3)))
-        x = x + layer.feed(layer.mlp_norm(x), inputs)[0]  # attention adds nothing here, see below
+        x = x + layer.mlp(layer.mlp_norm(x), inputs)[0]  # attention adds nothing here, see below
     return np.array(max_logits)
 
 

@@ -174,7 +174,7 @@ def balance(model, batch):
     """
     x = model.bound.embed(batch["inputs"])
     for layer in model.bound.layers[0].blocks[0]:
-        x = x + layer.mix(layer.attention_norm(x), inputs_of(batch))[0]
+        x = x + layer.attention(layer.attention_norm(x), inputs_of(batch))[0]
         probabilities = np.asarray(jax.nn.softmax(layer.mlp_norm(x) @ layer.mlp.router.weight[...]))
         balance = []
         for row, segments in zip(probabilities, batch["inputs_segmentation"], strict=True):
@@ -184,7 +184,7 @@ def balance(model, batch):
                 fraction = np.array([(chosen == expert).sum() for expert in range(4)]) / len(row)
                 balance.append(np.mean(fraction * row.mean(axis=0)))
         yield 4**2 * np.mean(balance)
-        x = x + layer.feed(layer.mlp_norm(x), inputs_of(batch))[0]
+        x = x + layer.mlp(layer.mlp_norm(x), inputs_of(batch))[0]
 
 
 @pytest.mark.slow
