@@ -5,10 +5,6 @@ from contextlib import contextmanager
 import pytest
 from jax.experimental import pallas as pl
 
-from maxtext.layers.context import BuildContext
-
-HOPPER = BuildContext(platform="gpu", capability="9.0")
-
 
 @contextmanager
 def interpreted_kernels():

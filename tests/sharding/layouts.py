@@ -124,7 +124,7 @@ PLAIN = [
     for name, overrides in LAYOUTS.items()
     if not overrides[0].startswith("custom") and not any(word in name for word in SPECIAL)
 ]
-NEEDS_ORDER = "gated DeltaNet layers need them in their own"
+NEEDS_ORDER = "reorders tokens, which a gated DeltaNet layer does not support"
 REFUSED = {
     (model, layout): NEEDS_ORDER
     for model in ("delta",)
