@@ -385,17 +385,17 @@ def test_fp8_values(shape, kind):
     grid = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
     dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     scales = np.random.default_rng(0).uniform(1e-3, 2, grid).astype(dtype)
-    max_to_keep = np.ones(3, np.float32)
+    norm = np.ones(3, np.float32)
     source = Dequantized.of(
-        Memory({"x.weight": codes8(*shape), "x.weight_scale_inv": scales, "norm": max_to_keep}),
+        Memory({"x.weight": codes8(*shape), "x.weight_scale_inv": scales, "norm": norm}),
         BlockFloat8(BLOCK, BLOCK),
     )
     assert source.tensors == {
         "x.weight": TensorInfo(np.dtype(ml_dtypes.bfloat16), shape),
-        "norm": TensorInfo(max_to_keep.dtype, (3,)),
+        "norm": TensorInfo(norm.dtype, (3,)),
     }
     found = dict(source)
-    assert found["norm"] is max_to_keep
+    assert found["norm"] is norm
     codes = torch.from_numpy(codes8(*shape).view(np.uint8)).view(torch.float8_e4m3fn)
     expected = from_fp8(codes, torch.from_numpy(scales.astype(np.float32)))
     known = ~torch.isnan(expected).numpy()

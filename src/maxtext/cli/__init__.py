@@ -1,3 +1,1 @@
-"""Level 8: argv and the terminal. Nothing imports this room but the doors beside it (`python3 -m
-maxtext.train` …).
-"""
+"""Level 8: argv and the terminal. Only the entry modules import it (`python3 -m maxtext.train` …)."""

@@ -231,9 +231,10 @@ class InferenceEngine:
     def collect(self) -> list[StepOutput]:
         """Wait for the oldest program in flight and return its tokens."""
         done = self.in_flight.popleft()
-        sampled_tokens, log_probs = done.sampled
-        tokens = np.atleast_2d(np.asarray(sampled_tokens))
-        probs = None if log_probs is None else np.atleast_2d(np.asarray(log_probs))
+        sampled_tokens, log_probs = (
+            None if array is None else np.atleast_2d(np.asarray(array)) for array in done.sampled
+        )
+        assert sampled_tokens is not None
         now = time.monotonic()
         if done.num_steps and self.timed:
             step_seconds = (now - max(done.dispatched_at, self.collected_at)) / done.num_steps
@@ -241,7 +242,11 @@ class InferenceEngine:
             self.max_steps = int(steps)
         self.collected_at = now
         return [
-            self.process(seq, tokens[:, column], None if probs is None else probs[:, column])
+            self.process(
+                seq,
+                sampled_tokens[:, column],
+                None if log_probs is None else log_probs[:, column],
+            )
             for column, seq in done.columns
             if not seq.finished
         ]

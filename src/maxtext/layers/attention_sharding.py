@@ -44,11 +44,15 @@ def attend(inputs: AttentionInputs, backend: str, platform: str) -> jax.Array:
 
 
 def packed_request(
-    platform: str, dtype: str, length: int, sizes: tuple[int, int, int, int], mask: AttentionMask
+    platform: str,
+    dtype: str,
+    length: int,
+    head_dims: tuple[int, int, int, int],
+    mask: AttentionMask,
 ) -> AttentionRequest:
-    """What attention over packed rows of so many tokens asks for; `sizes`: heads of queries and of
-    keys, and how large those of keys and of values are."""
-    request = AttentionRequest(platform, dtype, length, length, *sizes, mask, has_segments=True)
+    """The request of attention over packed rows of `length` tokens; `head_dims`: the number of query
+    heads and of key/value heads, and the head size of keys and of values."""
+    request = AttentionRequest(platform, dtype, length, length, *head_dims, mask, has_segments=True)
     return replace(request, custom_positions=mask.chunk is not None, capability=gpu_capability())
 
 

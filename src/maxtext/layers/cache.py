@@ -12,8 +12,8 @@ values of the new tokens, attends to the view that it gets back, and reports the
   position p is at p mod W, and `position` [B, W] says which position an entry has.
 - `RecurrentState`, of a fixed size: name -> [B, ...], updated by the sublayer itself.
 
-Quantized caches have name + "_scale" beside each array. Shapes: B batch, S new tokens, T keys that
-a view holds, W window, P pages.
+Quantized caches also have an array name + "_scale" for each name. Shapes: B batch, S new tokens,
+T keys that a view holds, W window, P pages.
 """
 
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ from maxtext.models.family import Family
 
 
 def find_families() -> dict[str, Family]:
-    """decoder_block -> family, from the packages beside this file."""
+    """decoder_block -> family, from the packages of this folder."""
     packages = [
         importlib.import_module(f"{__package__}.{module.name}")
         for module in pkgutil.iter_modules([str(Path(__file__).parent)])

@@ -47,7 +47,7 @@ class MemoryBytes:
 def shard_bytes(tree: Any, shardings: Any = None, dtype: Any = None) -> MemoryBytes:
     """Bytes of a tree of arrays on one device.
 
-    `shardings` is needed if the leaves have none; `dtype` overrides theirs.
+    `shardings` is needed if the leaves have none; `dtype` overrides the leaves' dtype.
     """
     total = MemoryBytes()
     leaves = jax.tree.leaves(tree)
