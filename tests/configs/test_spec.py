@@ -21,6 +21,27 @@ HOME_DEFAULTS = {"jax_cache_dir": "~/jax_cache"}
 ADDED_KEYS = {
     "BadData": ["max_bad_records"],
     "DataOrder": ["data_streams", "mixture_stopping_strategy"],
+    "Preferences": [
+        "dpo_loss_type",
+        "orpo_lambda",
+        "simpo_gamma",
+        "max_prompt_length",
+        "precompute_reference_logps",
+    ],
+    "Adapters": [
+        "lora_rank",
+        "lora_alpha",
+        "lora_module_path",
+        "lora_target_modules",
+        "lora_dropout",
+        "lora_use_rslora",
+        "lora_use_dora",
+        "lora_init",
+        "lora_weight_qtype",
+        "lora_tile_size",
+        "lora_restore_path",
+        "max_adapters",
+    ],
 }
 # Filled by base.yml; the type's own default is empty.
 BASE_ONLY = {"logical_axis_rules", "data_sharding"}

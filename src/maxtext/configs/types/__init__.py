@@ -62,6 +62,8 @@ class Settings(
     BadData,
     DataOrder,
     FineTuning,
+    Preferences,
+    Adapters,
     Distillation,
     TrainingLoop,
     ManifoldConstrainedHyperConnections,

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from maxtext.configs.types.enums import LearningRateScheduleType, OptimizerType, WsdDecayStyle
 from maxtext.configs.types.group import Group
@@ -76,6 +76,33 @@ class FineTuning(Group):
     formatting_func_path: str = ""
     formatting_func_kwargs: dict = Field(default_factory=dict)
     use_grpo: None | bool = None
+
+
+class Preferences(Group):
+    """Preference optimization beyond the published keys: loss, lengths and reference."""
+
+    dpo_loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "kto", "orpo"] = "sigmoid"
+    orpo_lambda: float = 0.1
+    simpo_gamma: float = 0.5
+    max_prompt_length: int | None = None
+    precompute_reference_logps: bool = False
+
+
+class Adapters(Group):
+    """Low-rank adapters: which layers have them, how they start, and the format of the base."""
+
+    lora_rank: NonNegativeInt = 0
+    lora_alpha: float = 0.0
+    lora_module_path: str = ""
+    lora_target_modules: str | list[str] | None = None
+    lora_dropout: float = 0.0
+    lora_use_rslora: bool = False
+    lora_use_dora: bool = False
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
+    lora_weight_qtype: Literal["int8", "int4", "nf4"] | None = None
+    lora_tile_size: int = 64
+    lora_restore_path: str = ""
+    max_adapters: int = 8
 
 
 class Distillation(Group):
