@@ -15,7 +15,7 @@ from maxtext.models.transformer import (
     initial_weights,
     make_template,
 )
-from maxtext.trainers.losses import language_model_losses
+from maxtext.trainers.model_losses import language_model_losses
 from tests.layers.gpu_context import interpreted_kernels
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -16,7 +16,7 @@ from maxtext.configs.remat import SAVED_ON_DEVICE
 from maxtext.models import make_template
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
-from maxtext.trainers.losses import language_model_losses
+from maxtext.trainers.model_losses import language_model_losses
 from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH = 2, 32

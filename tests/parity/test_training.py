@@ -13,7 +13,7 @@ import torch
 import zoo
 
 from maxtext import LLM
-from maxtext.trainers.losses import language_model_losses
+from maxtext.trainers.model_losses import language_model_losses
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

@@ -25,7 +25,7 @@ from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.trainers import pretrain
 from maxtext.trainers.compile import COMPILER_OPTIONS
-from maxtext.trainers.losses import language_model_losses
+from maxtext.trainers.model_losses import language_model_losses
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
 from tests.compiling import FAST_COMPILE

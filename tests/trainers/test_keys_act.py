@@ -266,7 +266,7 @@ EXEMPT = {
     "eval_interval": "read by the loop: test_evaluate.py",
     "eval_steps": "read by the loop: test_evaluate.py",
     "target_eval_loss": "read by the loop: test_evaluate.py",
-    "mtp_eval_target_module": "read by evaluation: test_losses.py and test_families.py",
+    "mtp_eval_target_module": "read by evaluation: test_model_losses.py and test_families.py",
     "max_position_embeddings": "test_max_position_embeddings_is_written_to_config_json, below",
     "abort_on_nan_loss": "each alone is read by the loop, both together change the step: "
     "test_nonfinite.py",

@@ -20,7 +20,7 @@ from maxtext.input_pipeline import FIELDS
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
-from maxtext.trainers.losses import language_model_losses, layer_inputs
+from maxtext.trainers.model_losses import language_model_losses, layer_inputs
 
 ALIASES = ("minimal_flash",)
 ROWS = 1009  # a prime: a dimension that is a multiple of it comes from the batch

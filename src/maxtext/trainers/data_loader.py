@@ -20,7 +20,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS, Batch, DataStreams, Split, open_data_streams, prefetch
 from maxtext.trainers.batch_size import batch_size_at, batch_sizes
-from maxtext.trainers.losses import token_order
+from maxtext.trainers.model_losses import token_order
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import STOP_FLAG, StopFlag
 

@@ -21,7 +21,7 @@ from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_mask
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
-from maxtext.trainers.losses import (
+from maxtext.trainers.model_losses import (
     Batch,
     evaluation_sums,
     language_model_losses,

@@ -20,7 +20,7 @@ from maxtext.models.registry import layers
 from maxtext.trainers import aot
 from maxtext.trainers.compile import compile_lowered, lower_train_step
 from maxtext.trainers.data_loader import DeviceBatch
-from maxtext.trainers.losses import needs_segment_mask
+from maxtext.trainers.model_losses import needs_segment_mask
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 

@@ -11,7 +11,7 @@ import pytest
 
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
-from maxtext.trainers.losses import (
+from maxtext.trainers.model_losses import (
     evaluation_sums,
     language_model_losses,
     needs_segment_mask,

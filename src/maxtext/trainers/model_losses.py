@@ -1,4 +1,4 @@
-"""Losses as pure functions of weights and batch.
+"""Losses of a model over a batch: pure functions of weights and batch.
 
 A loss over tokens is returned as a sum, to be divided by its token count, so that microbatches of
 unequal token counts add up. Auxiliary losses of layers (load balance, indexer) are not divided by
