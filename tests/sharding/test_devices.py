@@ -18,6 +18,7 @@ from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.init_state import initial_state
+from maxtext.trainers.objective import LanguageModel
 from maxtext.trainers.run_context import RunContext
 
 ROWS, LENGTH = 8, 16
@@ -112,7 +113,11 @@ def single():
     config = load(None, [*MODEL, f"per_device_batch_size={ROWS}"], environ={}, devices=Devices(1))
     template = make_template(config)
     rules = AxisRules.from_config(config, make_mesh(config, jax.devices()[:1]))
-    context = RunContext(config, rules, template, build_optimizer(config, template.axes))
+    context = RunContext(
+        rules=rules,
+        objective=LanguageModel(config, template),
+        optimizer=build_optimizer(config, template.axes),
+    )
     state, step = initial_state(context), compile_train_step(context, ROWS)
     losses = []
     for _ in range(2):

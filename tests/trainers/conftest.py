@@ -111,7 +111,7 @@ def make_bench(configure):
             config = configure(*with_defaults(overrides, [*CONSTANT_RATE, "dataset_type=grain"]))
             context = RunContext.from_config(config)
             step = make_train_step(
-                config, context.template, context.optimizer, learning_rate_schedule(config)
+                context.objective, context.optimizer, learning_rate_schedule(config)
             )
             benches[overrides] = Bench(
                 config, context, quick(step), lambda: initial(config, context)
@@ -217,9 +217,9 @@ class Program:
 
     @cached_property
     def evaluation(self):
-        step = make_eval_step(self.config, self.context.template)
+        step = make_eval_step(self.context.objective)
         return self.traced(
-            step, self.context.template.weights, self.context.abstract_batch(self.rows)
+            step, self.context.template.weights, None, self.context.abstract_batch(self.rows)
         )
 
     @cached_property
@@ -227,8 +227,7 @@ class Program:
         context = self.context
         rate = learning_rate_schedule(self.config)
         step = make_train_step(
-            self.config,
-            context.template,
+            context.objective,
             context.optimizer,
             rate,
             context.shardings.constrain_gradients,

@@ -32,12 +32,11 @@ def compile_train_step(context: RunContext, rows: int) -> jax.stages.Compiled:
 
 def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
     """The train step for batches of `rows` rows. It donates the state."""
-    config, shardings = context.config, context.shardings
+    shardings = context.shardings
     step = make_train_step(
-        config,
-        context.template,
-        optimizer=context.optimizer,
-        schedule=learning_rate_schedule(config),
+        context.objective,
+        context.optimizer,
+        schedule=learning_rate_schedule(context.config),
         constrain_gradients=shardings.constrain_gradients,
     )
     state = with_shardings(context.abstract_state, shardings.state)
@@ -55,11 +54,10 @@ def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
 
 def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
     shardings = context.shardings
-    step = jax.jit(
-        make_eval_step(context.config, context.template), out_shardings=shardings.replicated
-    )
-    weights = with_shardings(context.template.weights, shardings.weights)
-    lowered = lower(context, step, weights, context.abstract_batch(rows))
+    step = jax.jit(make_eval_step(context.objective), out_shardings=shardings.replicated)
+    state = with_shardings(context.abstract_state, shardings.state)
+    batch = context.abstract_batch(rows)
+    lowered = lower(context, step, state.weights, state.reference, batch)
     return lowered.compile(COMPILER_OPTIONS.get(platform_of(context), {}))
 
 

@@ -28,6 +28,7 @@ from maxtext.sharding.topology import Target
 from maxtext.trainers.activations import SavedActivations, activations_by_policy, policy_of
 from maxtext.trainers.compile import OutOfDeviceMemory, compile_lowered, lower_train_step
 from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.trainable import select
 
 MAX_COMPILATIONS = 3  # to confirm a suggestion
 # After a batch that did not fit, 1 / RESERVE of the rows is left out of the next attempt, which
@@ -222,7 +223,9 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
             (shardings.step, shardings.optimizer, shardings.nonfinite_steps),
         ),
         gradients=shard_bytes(
-            state.weights, context.shardings.gradients, config.grad_dtype.value
+            select(state.weights, context.trained),
+            select(context.shardings.gradients, context.trained),
+            config.grad_dtype.value,
         ).device,
         batch=shard_bytes(
             (context.abstract_batch(config.global_batch_size_to_train_on), context.abstract_key)

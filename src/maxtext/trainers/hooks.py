@@ -12,7 +12,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
-from maxtext.trainers.step import max_nonfinite_steps
+from maxtext.trainers.step import TrainState, max_nonfinite_steps
 
 WINDOW_SECONDS = 1.0
 WINDOW_STEPS = 50
@@ -113,7 +113,7 @@ class Evaluate(Hook):
         config: MaxTextConfig,
         recorder: Recorder,
         data_loader: Callable[[], Iterator[Any]],
-        eval_step: Callable[[Any, Any], dict[str, jax.Array]],
+        eval_step: Callable[[Any, Any, Any], dict[str, jax.Array]],
     ):
         self.config = config
         self.recorder = recorder
@@ -125,7 +125,7 @@ class Evaluate(Hook):
         if loop.step % self.config.eval_interval:
             return
         loop.wait()
-        sums = self.evaluate(loop.state.weights)
+        sums = self.evaluate(loop.state)
         loss = sums["loss"] / max(sums["weights"], 1.0)
         step = loop.step - 1
         self.points.append((step, loss))
@@ -139,13 +139,13 @@ class Evaluate(Hook):
             )
         loop.restart_clock()
 
-    def evaluate(self, weights: Any) -> dict[str, float]:
+    def evaluate(self, state: TrainState) -> dict[str, float]:
         """The sums of eval_step over the batches."""
         total: dict[str, Any] = {"loss": 0.0, "weights": 0.0}
         for count, batch in enumerate(self.data_loader()):
             if count == self.config.eval_steps:
                 break
-            sums = self.eval_step(weights, batch)
+            sums = self.eval_step(state.weights, state.reference, batch)
             total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
         return {name: float(value) for name, value in total.items()}
 

@@ -5,7 +5,7 @@ unequal token counts add up. Auxiliary losses of layers (load balance, indexer) 
 tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ class Losses:
     sums: dict[str, jax.Array]  # over tokens: lm_loss, z_loss, mtp_loss
     aux_losses: dict[str, jax.Array]  # summed over layers
     layer_aux: dict  # auxiliary outputs of the layers, by their paths in the weights
+    metrics: dict[str, jax.Array] = field(default_factory=dict)  # other sums, not minimized
 
 
 def token_weights(batch: Batch) -> jax.Array:

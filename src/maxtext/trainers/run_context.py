@@ -1,7 +1,7 @@
 """What every part of a run shares: configuration, mesh rules, abstract model and optimizer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,18 +13,20 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
-from maxtext.models.transformer import build_context, initial_weights, make_template
+from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
+from maxtext.trainers.method import make_objective
+from maxtext.trainers.objective import Objective
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState
+from maxtext.trainers.trainable import optimized_mask, select
 
 
 @dataclass(frozen=True)
 class RunContext:
-    config: MaxTextConfig
     rules: AxisRules
-    template: Template
+    objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
 
     @classmethod
@@ -38,13 +40,31 @@ class RunContext:
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
-        template = make_template(config, build_context(config, rules))
+        objective = make_objective(config, rules)
+        trained = optimized_mask(config, objective.template, warn=True)
         return cls(
-            config=config,
             rules=rules,
-            template=template,
-            optimizer=build_optimizer(config, template.axes, template.trained),
+            objective=objective,
+            optimizer=build_optimizer(config, select(objective.template.axes, trained)),
         )
+
+    @property
+    def config(self) -> MaxTextConfig:
+        return self.objective.config
+
+    def with_config(self, config: MaxTextConfig) -> "RunContext":
+        """The same model and mesh, with other settings of its programs."""
+        return replace(self, objective=self.objective.with_config(config))
+
+    @property
+    def template(self) -> Template:
+        """The model that is trained."""
+        return self.objective.template
+
+    @cached_property
+    def trained(self) -> Any:
+        """Bools in the tree of the weights: what the optimizer updates."""
+        return optimized_mask(self.config, self.template)
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -68,7 +88,7 @@ class RunContext:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             weights=weights,
-            optimizer=self.optimizer.init(weights),
+            optimizer=self.optimizer.init(select(weights, self.trained)),
             nonfinite_steps=jnp.zeros((), jnp.int32),
         )
 

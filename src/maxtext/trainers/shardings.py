@@ -19,6 +19,7 @@ from maxtext.sharding.state import (
     shard_over,
 )
 from maxtext.trainers.step import TrainState
+from maxtext.trainers.trainable import optimized_mask, select
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Shardings:
         """Under jit: with ZeRO-1, reduce-scatter gradients to the shards that a device updates."""
         if not self.config.shard_optimizer_over_data:
             return gradients
-        return jax.lax.with_sharding_constraint(gradients, self.gradients)
+        trained = optimized_mask(self.config, self.template)
+        return jax.lax.with_sharding_constraint(gradients, select(self.gradients, trained))
 
     def check(self) -> None:
         """Raise ConfigError if a batch does not divide over the mesh, or if more weights than

@@ -16,17 +16,19 @@ import optax
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
-from maxtext.layers.parameters import Template
-from maxtext.optimizers import clip_by_global_norm, global_norm, trainable_mask
+from maxtext.optimizers import clip_by_global_norm, global_norm
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.after_update import after_update
-from maxtext.trainers.model_losses import (
-    Batch,
-    evaluation_sums,
-    language_model_losses,
-    token_counts,
-    token_weights,
+from maxtext.trainers.model_losses import Batch
+from maxtext.trainers.objective import Objective
+from maxtext.trainers.trainable import (
+    has_adapters,
+    in_indexers,
+    merge,
+    optimized_mask,
+    select,
+    trains_only_indexers,
 )
 
 Metrics = dict[str, jax.Array]
@@ -49,66 +51,69 @@ class StopFlag(IntEnum):
 class TrainState:
     """`nonfinite_steps`: int32, consecutive steps up to this one with a non-finite loss or gradient
     norm of a kind that ends the run. At `max_nonfinite_steps` the state stops changing (see
-    `skip_update_if_nonfinite`)."""
+    `skip_update_if_nonfinite`). `reference`: the frozen weights of another model, which the
+    objective compares with (DPO, distillation), or None; they are not saved."""
 
     step: jax.Array
     weights: Any
     optimizer: Any
     nonfinite_steps: jax.Array
+    reference: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossReport:
+    """What a batch says besides its gradients."""
+
+    means: Metrics  # the losses that are minimized, each divided by its count
+    metrics: Metrics  # other means
+    layer_aux: dict
+
+    def total(self, config: MaxTextConfig) -> jax.Array:
+        """The sum of the losses that are minimized."""
+        means = self.means
+        if trains_only_indexers(config):
+            means = {aux_names.INDEXER_LOSS: means[aux_names.INDEXER_LOSS]}
+        return sum(means.values(), jnp.float32(0))
 
 
 def make_train_step(
-    config: MaxTextConfig,
-    template: Template,
+    objective: Objective,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Callable[[jax.Array], jax.Array],
     constrain_gradients: Callable[[Any], Any] = lambda gradients: gradients,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
-    microbatches = config.gradient_accumulation_steps
-    trainable = trainable_weights(config, template)
-    has_dropout = config.enable_dropout and config.dropout_rate > 0
+    """(state, batch, key) -> (state, metrics). `constrain_gradients` gives gradients the sharding
+    in which the optimizer updates them."""
+    config = objective.config
+    trained = optimized_mask(config, objective.template)
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         stop_flag = jnp.max(batch[STOP_FLAG]) if STOP_FLAG in batch else None
         batch = {name: field for name, field in batch.items() if name != STOP_FLAG}
-        step_key = jax.random.fold_in(key, state.step) if has_dropout else None
-        counts = token_counts(config, batch)
-
-        def loss(
-            weights: Any, microbatch: Batch, key: jax.Array | None
-        ) -> tuple[jax.Array, tuple[Metrics, dict]]:
-            losses = language_model_losses(config, template, weights, microbatch, key)
-            means = {name: value / counts[name] for name, value in losses.sums.items()}
-            means |= {name: value / microbatches for name, value in losses.aux_losses.items()}
-            return objective(config, means), (means, losses.layer_aux)
-
-        gradients, (means, layer_aux) = accumulate(
-            jax.grad(loss, has_aux=True),
-            state.weights,
-            batch,
-            key=step_key,
-            microbatches=microbatches,
-            accum_dtype=config.grad_dtype.value,
-        )
+        gradients, report = compute_gradients(objective, trained, state, batch, key)
         if config.parameter_memory_host_offload:
             gradients = to_device(gradients)
             state = replace(state, weights=to_device(state.weights))
         if config.optimizer_memory_host_offload:
             state = replace(state, optimizer=to_device(state.optimizer))
-        gradients = constrain_gradients(select_trainable(gradients, trainable))
+        gradients = constrain_gradients(zero_unless_trained(config, gradients))
         gradients = jax.tree.map(
             lambda gradient: gradient.astype(config.grad_dtype.value), gradients
         )
-        value = objective(config, means)
+        value = report.total(config)
         clipped, raw_norm, norm = clip_by_global_norm(gradients, config.gradient_clipping_threshold)
+        trained_weights = select(state.weights, trained)
         updates, optimizer_state = optimizer.update(
-            clipped, state.optimizer, state.weights, loss=value, raw_grad_norm=raw_norm
+            clipped, state.optimizer, trained_weights, loss=value, raw_grad_norm=raw_norm
         )
         # Weight decay would change weights without a gradient.
-        weights = optax.apply_updates(state.weights, select_trainable(updates, trainable))
-        if not trains_only_indexers(config):
+        trained_weights = optax.apply_updates(trained_weights, zero_unless_trained(config, updates))
+        weights = merge(trained_weights, select(state.weights, trained, keep=False))
+        if not (trains_only_indexers(config) or has_adapters(config)):
             weights = auto_sharded_like_first(
-                lambda weights, aux: after_update(config, weights, aux), weights, layer_aux
+                lambda weights, aux: after_update(config, weights, aux), weights, report.layer_aux
             )
         skipped = getattr(optimizer_state, "skipped", None)
         if skipped is not None:
@@ -119,13 +124,14 @@ def make_train_step(
             new = skip_update_if_nonfinite(config, new, state, nonfinite)
         if stop_flag is not None:
             new = select_tree(stop_flag == int(StopFlag.DATA_ENDED), state, new)
-        metrics = means | {
+        metrics = report.metrics | report.means
+        metrics |= {
             "loss": value,
             "learning_rate": schedule(updates_done(state)),
             "grad_norm": norm,
             "raw_grad_norm": raw_norm,
-            "param_norm": global_norm(new.weights),
-            "total_weights": jnp.sum(token_weights(batch)),
+            "param_norm": global_norm(select(new.weights, trained)),
+            "total_weights": objective.num_tokens(batch),
         }
         if stop_flag is not None:
             metrics[STOP_FLAG] = stop_flag.astype(jnp.float32)
@@ -136,39 +142,49 @@ def make_train_step(
     return train_step
 
 
-def trains_only_indexers(config: MaxTextConfig) -> bool:
-    """During indexer warm-up attention is dense, and indexers learn to predict its weights."""
-    return (
-        config.use_indexer
-        and config.indexer_loss_scaling_factor > 0
-        and not config.indexer_sparse_training
+def compute_gradients(
+    objective: Objective, trained: Any, state: TrainState, batch: Batch, key: jax.Array
+) -> tuple[Any, LossReport]:
+    """The gradients of the trained weights over all microbatches of the batch."""
+    config = objective.config
+    microbatches = config.gradient_accumulation_steps
+    counts = objective.counts(batch)
+    frozen_weights = select(state.weights, trained, keep=False)
+
+    def loss(
+        trained_weights: Any, microbatch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, LossReport]:
+        weights = merge(trained_weights, frozen_weights)
+        losses = objective.losses(weights, state.reference, microbatch, key, state.step)
+        means = {name: value / counts[name] for name, value in losses.sums.items()}
+        means |= {name: value / microbatches for name, value in losses.aux_losses.items()}
+        metrics = {name: value / counts[name] for name, value in losses.metrics.items()}
+        report = LossReport(means, metrics, losses.layer_aux)
+        return report.total(config), report
+
+    return accumulate(
+        jax.grad(loss, has_aux=True),
+        select(state.weights, trained),
+        batch,
+        key=jax.random.fold_in(key, state.step) if uses_dropout(config) else None,
+        microbatches=microbatches,
+        accum_dtype=config.grad_dtype.value,
     )
 
 
-def objective(config: MaxTextConfig, means: Metrics) -> jax.Array:
-    """The sum of the losses that are minimized."""
-    if trains_only_indexers(config):
-        means = {aux_names.INDEXER_LOSS: means[aux_names.INDEXER_LOSS]}
-    return sum(means.values(), jnp.float32(0))
+def uses_dropout(config: MaxTextConfig) -> bool:
+    return (config.enable_dropout and config.dropout_rate > 0) or config.lora_dropout > 0
 
 
-def trainable_weights(config: MaxTextConfig, template: Template) -> Any:
-    """Bools in the tree of the weights: what an update may change."""
-    trainable = trainable_mask(config, template.axes, template.trained, warn=False)
+def zero_unless_trained(config: MaxTextConfig, tree: Any) -> Any:
+    """Gradients or updates. During indexer warm-up those of other weights are 0, which then neither
+    count in norms nor decay."""
     if not trains_only_indexers(config):
-        return trainable
-
-    def in_indexer(path: tuple, is_trainable: bool) -> bool:
-        return is_trainable and any(getattr(entry, "key", None) == "indexer" for entry in path)
-
-    return jax.tree.map_with_path(in_indexer, trainable)
-
-
-def select_trainable(tree: Any, trainable: Any) -> Any:
-    """Gradients or updates with zeros for frozen weights, which then neither count in norms nor
-    decay."""
+        return tree
     return jax.tree.map(
-        lambda leaf, is_trainable: leaf if is_trainable else jnp.zeros_like(leaf), tree, trainable
+        lambda leaf, is_trained: leaf if is_trained else jnp.zeros_like(leaf),
+        tree,
+        in_indexers(tree),
     )
 
 
@@ -259,6 +275,6 @@ def accumulate(
     return total
 
 
-def make_eval_step(config: MaxTextConfig, template: Template) -> Callable[[Any, Batch], Metrics]:
-    """Sums over a batch, of the losses and of what they are divided by."""
-    return lambda weights, batch: evaluation_sums(config, template, weights, batch)
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], Metrics]:
+    """(weights, reference, batch) -> sums over the batch, of the losses and of their divisors."""
+    return objective.evaluate

@@ -6,7 +6,6 @@ runs the program of the smallest bucket that holds it. The choice depends on not
 With max_segments_per_seq there is one program, unless the data exceeds that bound.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -57,7 +56,7 @@ class StepCache:
         if bucket == config.max_segments_per_seq:
             return self.context
         bounded = config.model_copy(update={"max_segments_per_seq": bucket})
-        return replace(self.context, config=bounded)
+        return self.context.with_config(bounded)
 
     def segment_bucket(self, max_segments: int) -> int:
         bound = self.context.config.max_segments_per_seq

@@ -1,0 +1,80 @@
+"""What a train step minimizes, as an object that the step does not look into.
+
+A method (pre-training and SFT, preferences, distillation) is an `Objective`. Its losses are sums
+over tokens, rows or pairs of a microbatch; `counts` are their divisors over the whole batch. So the
+sums of microbatches add up to the loss of the batch, whatever tokens each of them has.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.parameters import Template
+from maxtext.trainers.model_losses import (
+    Batch,
+    Losses,
+    evaluation_sums,
+    language_model_losses,
+    token_counts,
+    token_weights,
+)
+
+Sums = dict[str, jax.Array]
+
+
+class Objective(Protocol):
+    """The loss of a model with the weights of `template`.
+
+    `reference`: the frozen weights of another model (the reference of DPO, a teacher), or None.
+    """
+
+    @property
+    def config(self) -> MaxTextConfig: ...
+
+    @property
+    def template(self) -> Template: ...
+
+    def with_config(self, config: MaxTextConfig) -> "Objective":
+        """The same model, with other settings."""
+
+    def counts(self, batch: Batch) -> Sums:
+        """The divisor of each sum of `losses`."""
+
+    def losses(
+        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+    ) -> Losses:
+        """The losses of a microbatch. `step`: the number of steps done, for schedules."""
+
+    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+        """Sums over a batch of the evaluation data: `loss`, its divisor `weights`, and more."""
+
+    def num_tokens(self, batch: Batch) -> jax.Array:
+        """The tokens of a batch that have a loss."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Next-token prediction: pre-training, and SFT, whose batches mask what is not learned."""
+
+    config: MaxTextConfig
+    template: Template
+
+    def with_config(self, config: MaxTextConfig) -> "LanguageModel":
+        return replace(self, config=config)
+
+    def counts(self, batch: Batch) -> Sums:
+        return token_counts(self.config, batch)
+
+    def losses(
+        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+    ) -> Losses:
+        return language_model_losses(self.config, self.template, weights, batch, key)
+
+    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+        return evaluation_sums(self.config, self.template, weights, batch)
+
+    def num_tokens(self, batch: Batch) -> jax.Array:
+        return jnp.sum(token_weights(batch))
