@@ -31,6 +31,7 @@ DOORS = {
     "__main__",
     "train",
     "decode",
+    "losses",
     "sft_trainer",
     "train_compile",
     "standalone_dataloader",

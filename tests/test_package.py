@@ -84,3 +84,17 @@ def test_training_imports_no_data_library_before_it_needs_one():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_names_of_the_package_load_on_first_use():
+    program = (
+        "import sys, maxtext;"
+        "print('jax' in sys.modules);"
+        "print(maxtext.losses.dpo.__module__);"
+        "from maxtext import losses;"
+        "print(losses is maxtext.losses is sys.modules['maxtext.losses'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "maxtext.trainers.losses.preference", "True"]

@@ -5,10 +5,11 @@ TYPE_CHECKING = False  # type checkers assume True; importing typing itself woul
 if TYPE_CHECKING:
     from typing import Any
 
+    from maxtext import losses
     from maxtext.inference.llm import LLM
     from maxtext.models.configuration import config
 
-__all__ = ["LLM", "__version__", "config"]
+__all__ = ["LLM", "__version__", "config", "losses"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> "Any":
         from maxtext.inference.llm import LLM
 
         return LLM
+    if name == "losses":
+        import importlib
+
+        return importlib.import_module("maxtext.losses")
     if name == "__version__":
         from importlib import metadata
 

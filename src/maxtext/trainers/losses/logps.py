@@ -1,0 +1,20 @@
+"""Log-probabilities of target tokens.
+
+Shapes: B batch, T tokens, V vocabulary.
+"""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from maxtext.kernels.cross_entropy import cross_entropy
+from maxtext.trainers.losses.common import Scalar, float32
+
+
+def logps(logits: ArrayLike, targets: Array, temperature: Scalar = 1.0) -> Array:
+    """logps[b, t] = log softmax(logits[b, t] / temperature)[targets[b, t]].
+
+    logits [B, T, V] and targets [B, T] give [B, T]. Targets are already shifted: `targets[b, t]` is
+    the token that follows position t. `temperature` is the sampling temperature, the same for the
+    policy, the sampler and the reference.
+    """
+    return -cross_entropy(float32(logits) / temperature, targets)[0]
