@@ -34,6 +34,7 @@ DOORS = {
     "losses",
     "sft_trainer",
     "train_compile",
+    "tune",
     "standalone_dataloader",
 }
 

@@ -38,7 +38,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs import rules, serialize, types
 from maxtext.configs.load import base_values
 from maxtext.configs.problems import ProblemKind
-from maxtext.configs.provenance import Layer, Source
+from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.sources import read_yaml
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf import schema
@@ -48,6 +48,7 @@ from maxtext.layers.parameters import Template
 from maxtext.models import hf_registry
 from maxtext.models.registry import segments
 from maxtext.models.rules import check_layers
+from maxtext.tokenizers.load import tokenizer_files
 
 HF_ASSETS_DIR, TENSOR_NAMES_FILE = "hugging_face", "tensor_names.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
@@ -86,6 +87,15 @@ class Checkpoint:
     hf_assets: tuple[Path, ...]  # Hugging Face configuration and tokenizer files
     hf_tensor_names: frozenset[str]  # in the Hugging Face folder, if known
     mapping: HfMapping | None = None  # of a Hugging Face folder
+
+    @property
+    def model_layer(self) -> Layer:
+        """The settings, with the path of the tokenizer if the folder has one."""
+        files = tokenizer_files(self.hf_assets)
+        if not files:
+            return self.settings
+        source = Source("model", str(self.path))
+        return {**self.settings, "tokenizer_path": Setting(str(files[0].parent), source)}
 
     def weights(
         self,

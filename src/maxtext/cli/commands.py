@@ -12,10 +12,33 @@ class Command:
     settings: bool = True  # takes a FILE and key=value arguments
 
 
+FINE_TUNING_OPTIONS = """\
+load_parameters_path=DIR    the model: a Hugging Face folder, a converted checkpoint, or a run
+lora_rank=R                 train adapters of rank R instead of the weights
+FILE                        default: the preset of the command's name"""
+
 COMMANDS = {
     "train": Command(
         summary="train a model",
         example="maxtext train quickstart",
+    ),
+    "sft": Command(
+        summary="fine-tune a model on conversations or on prompts and completions",
+        example="maxtext sft load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
+        "           grain_file_type=jsonl grain_train_files=chats.jsonl lora_rank=16 steps=500",
+        options=FINE_TUNING_OPTIONS,
+    ),
+    "dpo": Command(
+        summary="train a model on pairs of a preferred and a rejected completion",
+        example="maxtext dpo load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
+        "           grain_file_type=jsonl grain_train_files=pairs.jsonl steps=500",
+        options=FINE_TUNING_OPTIONS,
+    ),
+    "orpo": Command(
+        summary="the same by ORPO, without a reference model",
+        example="maxtext orpo load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
+        "           grain_file_type=jsonl grain_train_files=pairs.jsonl steps=500",
+        options=FINE_TUNING_OPTIONS,
     ),
     "launch": Command(
         summary="train with several processes on this machine, or write job files for a cluster",

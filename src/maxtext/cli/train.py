@@ -1,4 +1,4 @@
-"""`maxtext train`: pre-training from a configuration."""
+"""`maxtext train`, `sft`, `dpo` and `orpo`: training from a configuration."""
 
 import logging
 import os
@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 300
 
 
+# The keys that choose the method of a command, if a FILE replaces its preset.
+METHOD_KEYS = {
+    "sft": ["use_sft=true"],
+    "dpo": ["use_dpo=true"],
+    "orpo": ["use_dpo=true", "dpo_loss_type=orpo"],
+}
+
+
+def run_method(method: str, args: list[str]) -> int:
+    """`maxtext sft`, `dpo` and `orpo`: `maxtext train` with a preset."""
+    path, overrides = arguments.split(args)
+    preset = str(sources.HERE / f"{method}.yml")
+    return run([preset, *overrides] if path is None else [*args, *METHOD_KEYS[method]])
+
+
 def run(args: list[str]) -> int:
     path, overrides = arguments.split(args)
     die_with_launcher(os.environ)
@@ -27,7 +42,7 @@ def run(args: list[str]) -> int:
     layer = sources.from_overrides(overrides)
     world = processes.start(process_settings(path, layer))
     checkpoint = open_model_checkpoint(path, layer)
-    config = load(path, layer, model=checkpoint.settings if checkpoint else None)
+    config = load(path, layer, model=checkpoint.model_layer if checkpoint else None)
     ledger.refuse_unsupported_model(config, base_values())
     check_has_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:

@@ -17,6 +17,7 @@ from maxtext.input_pipeline.interface import (
     DataSource,
     ShardSpec,
     Split,
+    batch_fields,
 )
 from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.input_pipeline.prefetch import prefetch
@@ -37,6 +38,7 @@ __all__ = [
     "DataStreams",
     "ShardSpec",
     "Split",
+    "batch_fields",
     "choose_stream_count",
     "data_stream_factory",
     "make_eval_iterator",

@@ -30,6 +30,13 @@ FIELDS = (
     "targets_segmentation",
 )
 
+PAIR_FIELDS = tuple(f"{side}_{field}" for side in ("chosen", "rejected") for field in FIELDS)
+
+
+def batch_fields(config: MaxTextConfig) -> tuple[str, ...]:
+    """The fields of a batch; with use_dpo, those of a chosen and of a rejected sequence."""
+    return PAIR_FIELDS if config.use_dpo else FIELDS
+
 
 class Split(str, Enum):
     TRAIN = "train"

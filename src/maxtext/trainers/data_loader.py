@@ -18,7 +18,14 @@ from jax.experimental import multihost_utils
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import FIELDS, Batch, DataStreams, Split, open_data_streams, prefetch
+from maxtext.input_pipeline import (
+    Batch,
+    DataStreams,
+    Split,
+    batch_fields,
+    open_data_streams,
+    prefetch,
+)
 from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 from maxtext.trainers.model_losses import token_order
 from maxtext.trainers.run_context import RunContext
@@ -124,7 +131,7 @@ def any_process(flag: bool) -> bool:
 def padding_batch(config: MaxTextConfig, streams: DataStreams, rows: int) -> Batch:
     """The part of a padding batch of `rows` rows that this process holds."""
     shape = (len(streams.local_rows(rows)), config.max_target_length)
-    return {field: np.zeros(shape, np.int32) for field in FIELDS}
+    return {field: np.zeros(shape, np.int32) for field in batch_fields(config)}
 
 
 def open_train_streams(context: RunContext) -> DataStreams:
@@ -235,7 +242,7 @@ def to_devices(
         sharding = context.shardings.batch(tall)
         return jax.make_array_from_callback(tall, sharding, partial(read_shard, field))
 
-    fields = batch or dict.fromkeys(FIELDS, np.zeros((0, length), np.int32))
+    fields = batch or dict.fromkeys(batch_fields(config), np.zeros((0, length), np.int32))
     arrays = {name: to_array(field) for name, field in fields.items()}
     if tall[0] == rows:
         return arrays

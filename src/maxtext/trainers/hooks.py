@@ -12,6 +12,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.objective import Objective
 from maxtext.trainers.step import TrainState, max_nonfinite_steps
 
 WINDOW_SECONDS = 1.0
@@ -114,8 +115,10 @@ class Evaluate(Hook):
         recorder: Recorder,
         data_loader: Callable[[], Iterator[Any]],
         eval_step: Callable[[Any, Any, Any], dict[str, jax.Array]],
+        objective: Objective,
     ):
         self.config = config
+        self.objective = objective
         self.recorder = recorder
         self.data_loader = data_loader
         self.eval_step = eval_step
@@ -125,14 +128,12 @@ class Evaluate(Hook):
         if loop.step % self.config.eval_interval:
             return
         loop.wait()
-        sums = self.evaluate(loop.state)
-        loss = sums["loss"] / max(sums["weights"], 1.0)
-        step = loop.step - 1
+        metrics = self.objective.evaluation_metrics(self.evaluate(loop.state))
+        step, loss = loop.step - 1, metrics["loss"]
         self.points.append((step, loss))
-        record = {"step": step, "eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
-        if "drafts" in sums:
-            record["eval_mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
-        self.recorder.write(record)
+        self.recorder.write(
+            {"step": step} | {f"eval_{name}": value for name, value in metrics.items()}
+        )
         if self.config.target_eval_loss and loss <= self.config.target_eval_loss:
             loop.stop_reason = (
                 f"eval_loss {loss:.4f} reached target_eval_loss {self.config.target_eval_loss}"

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
 from maxtext.sharding import use_rules
+from maxtext.trainers.preference import Preference
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
@@ -25,7 +27,9 @@ def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> 
     path = context.config.load_parameters_path
     if not path:
         with use_rules(context.rules):
-            return jax.jit(context.random_state, out_shardings=context.shardings.state)()
+            return jax.jit(
+                context.random_state, out_shardings=context.shardings.state_without_reference
+            )()
     return state_from_weights(context, read_weights(context, checkpoint or open_checkpoint(path)))
 
 
@@ -33,9 +37,33 @@ def state_from_weights(context: RunContext, weights: Any) -> TrainState:
     """The state before the first step, in its shards. Donates the weights."""
     with use_rules(context.rules):
         init = jax.jit(
-            context.state_from_weights, out_shardings=context.shardings.state, donate_argnums=0
+            context.state_from_weights,
+            out_shardings=context.shardings.state_without_reference,
+            donate_argnums=0,
         )
         return init(weights)
+
+
+def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -> Any:
+    """The weights before the first step, also of a run that has done some."""
+    path = context.config.load_parameters_path
+    if path:
+        return read_weights(context, checkpoint or open_checkpoint(path))
+    return initial_state(context).weights
+
+
+def with_reference(
+    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
+) -> TrainState:
+    """The state with the weights of the reference, which is the policy at step 0. `step`: the
+    number of steps done. `checkpoint`: load_parameters_path, if it is open already."""
+    objective = context.objective
+    if not isinstance(objective, Preference) or objective.abstract_reference is None:
+        return state
+    weights = state.weights if step == 0 else initial_weights(context, checkpoint)
+    with use_rules(context.rules):
+        copy = jax.jit(objective.reference_weights, out_shardings=context.shardings.reference)
+        return replace(state, reference=copy(weights))
 
 
 def read_weights(context: RunContext, checkpoint: Checkpoint) -> Any:
@@ -87,7 +115,9 @@ def apply_conversion(context: RunContext, state: TrainState) -> TrainState:
         state.weights,
     )
     with use_rules(context.rules):
-        return jax.jit(context.state_from_weights, out_shardings=context.shardings.state)(weights)
+        return jax.jit(
+            context.state_from_weights, out_shardings=context.shardings.state_without_reference
+        )(weights)
 
 
 def import_conversion(name: str) -> Callable[[Any], Any]:

@@ -4,8 +4,12 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.objective import LanguageModel, Objective
+from maxtext.trainers.preference import Preference
 
 
 def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
-    template = make_template(config, build_context(config, rules))
+    context = build_context(config, rules)
+    template = make_template(config, context)
+    if config.use_dpo:
+        return Preference(config, template, base_template=make_template(config, context))
     return LanguageModel(config, template)

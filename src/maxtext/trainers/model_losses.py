@@ -5,6 +5,7 @@ unequal token counts add up. Auxiliary losses of layers (load balance, indexer) 
 tokens.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,22 +87,38 @@ def bind_model(config: MaxTextConfig, template: Template, weights: Any) -> Any:
     return template.bind(weights)
 
 
+def training_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> LayerInputs:
+    # The padding is one more segment. step_cache.py runs a batch only where its rows have no more.
+    bound = config.max_segments_per_seq
+    return replace(layer_inputs(config, batch, key), max_segments=0 if bound < 0 else bound + 1)
+
+
+def run_head(
+    config: MaxTextConfig,
+    template: Template,
+    weights: Any,
+    x: jax.Array,
+    batch: Batch,
+    head: Callable[[MaxTextConfig, Any, jax.Array, Batch], Any],
+    out_axes: tuple[str | None, ...] = (),
+) -> Any:
+    """head(config, model, x, batch), inside which the compiler chooses shardings."""
+
+    def run(outer_weights: Any, x: jax.Array, batch: Batch) -> Any:
+        return head(config, bind_model(config, template, weights | outer_weights), x, batch)
+
+    # The weights of the head are arguments: auto_sharded changes the sharding types of arguments.
+    outer_weights = {name: tree for name, tree in weights.items() if name != "layers"}
+    return auto_sharded(run, outer_weights, x, batch, out_axes=out_axes)
+
+
 def language_model_losses(
     config: MaxTextConfig, template: Template, weights: Any, batch: Batch, key: jax.Array | None
 ) -> Losses:
     model = bind_model(config, template, weights)
-    # The padding is one more segment. step_cache.py runs a batch only where its rows have no more.
-    bound = config.max_segments_per_seq
-    inputs = replace(layer_inputs(config, batch, key), max_segments=0 if bound < 0 else bound + 1)
+    inputs = training_inputs(config, batch, key)
     x, layer_aux = model.run(batch["inputs"], inputs)
-
-    def head(outer_weights: Any, x: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        model = bind_model(config, template, weights | outer_weights)
-        return head_loss_sums(config, model, x, batch)
-
-    # The weights of the head are arguments: auto_sharded changes the sharding types of arguments.
-    outer_weights = {name: tree for name, tree in weights.items() if name != "layers"}
-    sums = auto_sharded(head, outer_weights, x, batch, out_axes=())
+    sums = run_head(config, template, weights, x, batch, head_loss_sums)
     if config.mtp_num_layers:
         outputs, mtp_aux = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
         sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_loss_sum(

@@ -5,6 +5,7 @@ over tokens, rows or pairs of a microbatch; `counts` are their divisors over the
 sums of microbatches add up to the loss of the batch, whatever tokens each of them has.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -51,8 +52,19 @@ class Objective(Protocol):
     def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
         """Sums over a batch of the evaluation data: `loss`, its divisor `weights`, and more."""
 
+    def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """`loss` and other metrics from the sums of `evaluate` over all batches."""
+
     def num_tokens(self, batch: Batch) -> jax.Array:
-        """The tokens of a batch that have a loss."""
+        """The tokens of a batch, for throughput."""
+
+    @property
+    def abstract_reference(self) -> Any:
+        """The weights of the reference as abstract arrays; None if there is no reference."""
+
+    @property
+    def reference_axes(self) -> Any:
+        """The logical axes of the reference, in the same tree."""
 
 
 @dataclass(frozen=True)
@@ -76,5 +88,20 @@ class LanguageModel:
     def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
         return evaluation_sums(self.config, self.template, weights, batch)
 
+    def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        loss = sums["loss"] / max(sums["weights"], 1.0)
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if "drafts" in sums:
+            metrics["mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
+        return metrics
+
     def num_tokens(self, batch: Batch) -> jax.Array:
         return jnp.sum(token_weights(batch))
+
+    @property
+    def abstract_reference(self) -> Any:
+        return None
+
+    @property
+    def reference_axes(self) -> Any:
+        return None

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.compile import compile_eval_step
 from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
+from maxtext.trainers.init_state import with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.memory import state_bytes, step_bytes, warn_if_too_large
 from maxtext.trainers.restore import Start, find_start
@@ -53,15 +55,19 @@ class Result:
     signal: int | None = None  # that ended the run before its steps were done
 
 
-def train(config: MaxTextConfig, checkpoint: Checkpoint | None = None) -> Result:
-    """`checkpoint`: load_parameters_path, if it is open already."""
+def train(
+    config: MaxTextConfig, checkpoint: Checkpoint | None = None, hooks: Sequence[Hook] = ()
+) -> Result:
+    """`checkpoint`: load_parameters_path, if it is open already. `hooks`: further ones."""
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
-        return train_locked(config, checkpoint)
+        return train_locked(config, checkpoint, hooks)
 
 
-def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result:
+def train_locked(
+    config: MaxTextConfig, checkpoint: Checkpoint | None, more_hooks: Sequence[Hook]
+) -> Result:
     """Train while this process holds the lock of the run's folder."""
     start_time = time.perf_counter()
     context = RunContext.from_config(config)
@@ -83,6 +89,7 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
         warn_if_too_large(step_bytes(first_step), "a step")
     with progress.working("preparing the weights"):
         state, key = start.result()
+        state = with_reference(context, state, start.step, checkpoint)
     if jax.process_index() == 0:
         start_banner(banner(context, first_step, run_folder(config), start.origin))
     writers = make_writers(
@@ -97,6 +104,7 @@ def train_locked(config: MaxTextConfig, checkpoint: Checkpoint | None) -> Result
     with contextlib.ExitStack() as signal_handlers:
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
             hooks = build_hooks(context, recorder, profiler, peak_flops, eval_streams)
+            hooks += more_hooks
             save = Save(context, data_loader.source, start) if config.enable_checkpointing else None
             if save is not None:
                 hooks.append(save)
@@ -154,6 +162,7 @@ def build_hooks(
             recorder,
             data_loader=EvalDataLoader(context, eval_streams),
             eval_step=compile_eval_step(context, config.global_batch_size_to_eval_on),
+            objective=context.objective,
         )
         hooks.append(evaluate)
     return hooks

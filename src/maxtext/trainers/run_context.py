@@ -11,7 +11,7 @@ import optax
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import FIELDS
+from maxtext.input_pipeline import batch_fields
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
@@ -68,7 +68,8 @@ class RunContext:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        return jax.eval_shape(self.state_from_weights, self.template.weights)
+        state = jax.eval_shape(self.state_from_weights, self.template.weights)
+        return replace(state, reference=self.objective.abstract_reference)
 
     @cached_property
     def shardings(self) -> Shardings:
@@ -77,14 +78,15 @@ class RunContext:
             rules=self.rules,
             template=self.template,
             abstract_state=self.abstract_state,
+            reference_axes=self.objective.reference_axes,
         )
 
     def random_state(self) -> TrainState:
-        """The state before the first step, with random weights."""
+        """The state before the first step, with random weights and without a reference."""
         return self.state_from_weights(initial_weights(self.config, loop=True))
 
     def state_from_weights(self, weights: Any) -> TrainState:
-        """The state before the first step, with these weights."""
+        """The state before the first step, with these weights and without a reference."""
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             weights=weights,
@@ -95,7 +97,7 @@ class RunContext:
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (rows, self.config.max_target_length)
         field = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.shardings.batch(shape))
-        return dict.fromkeys(FIELDS, field)
+        return dict.fromkeys(batch_fields(self.config), field)
 
     @cached_property
     def key(self) -> jax.Array:

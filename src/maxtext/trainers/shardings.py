@@ -28,6 +28,7 @@ class Shardings:
     rules: AxisRules
     template: Template
     abstract_state: TrainState
+    reference_axes: Any = None  # logical axes of abstract_state.reference
 
     @property
     def replicated(self) -> Any:
@@ -87,7 +88,16 @@ class Shardings:
             return self.replicated
 
         shardings = jax.tree.map_with_path(leaf_sharding, self.abstract_state)
-        return replace(shardings, weights=self.weights)
+        return replace(shardings, weights=self.weights, reference=self.reference)
+
+    @property
+    def state_without_reference(self) -> TrainState:
+        return replace(self.state, reference=None)
+
+    @cached_property
+    def reference(self) -> Any:
+        reference = self.abstract_state.reference
+        return reference and self.rules.shardings(self.reference_axes, reference)
 
     def batch(self, shape: tuple[int, ...]) -> Any:
         """By the logical axes of input data, over the mesh axes that data_sharding allows."""

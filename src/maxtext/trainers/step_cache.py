@@ -36,7 +36,7 @@ class StepCache:
         self.programs: dict[tuple[int, int], jax.stages.Compiled] = {}  # by (rows, bucket)
 
     def __call__(self, state: TrainState, batch: DeviceBatch, key: jax.Array) -> Any:
-        rows = batch.fields["inputs"].shape[0]
+        rows = next(iter(batch.fields.values())).shape[0]
         return self.get(rows, batch.max_segments)(state, batch.fields, key)
 
     def get(self, rows: int, max_segments: int = 1) -> jax.stages.Compiled:

@@ -1,0 +1,133 @@
+"""Fine-tuning from Python, by the same code as the commands.
+
+run = tune.sft("~/models/Qwen3-0.6B", rows, lora_rank=16, steps=100)
+run.metrics[-1]["loss"]
+run.model.generate("Hello")
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from maxtext.checkpoint.open import Checkpoint, open_checkpoint
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import local_path
+from maxtext.configs import fields, ledger
+from maxtext.configs.load import base_values
+from maxtext.configs.provenance import Layer
+from maxtext.configs.sources import HERE, from_python
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.llm import LLM
+from maxtext.models.configuration import load
+from maxtext.trainers.export import trained_llm
+from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.pretrain import Result, run_folder, train
+
+PARQUET, JSONL = ".parquet", (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class TuningRun:
+    """A finished run. `metrics` has a dict for each step that this process did."""
+
+    metrics: list[dict[str, Any]]
+    folder: Path | None  # None: nothing was left on disk
+    result: Result
+    checkpoint: Checkpoint | None
+
+    @cached_property
+    def model(self) -> LLM:
+        """The trained model, or the base with its trained adapter."""
+        return trained_llm(self.result, self.checkpoint)
+
+
+def sft(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+    """Supervised fine-tuning. `model`: what `LLM.load` takes. `data`: a list of rows, the path of a
+    JSONL or Parquet file, or None if the keys name the data. `keys`: configuration keys."""
+    return fine_tune("sft", model, data, keys)
+
+
+def dpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+    """Direct preference optimization; arguments as of `sft`."""
+    return fine_tune("dpo", model, data, keys)
+
+
+def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+    """Odds-ratio preference optimization; arguments as of `sft`."""
+    return fine_tune("orpo", model, data, keys)
+
+
+def fine_tune(
+    method: str, model: str | os.PathLike, data: Any, keys: Mapping[str, Any]
+) -> TuningRun:
+    """Train with the preset of a method. Without base_output_directory nothing is left on disk."""
+    overrides, checkpoint = model_overrides(model, keys)
+    with tempfile.TemporaryDirectory(prefix="maxtext-") as temporary:
+        defaults = {"base_output_directory": temporary, "enable_checkpointing": False}
+        is_temporary = "base_output_directory" not in keys
+        layer = from_python(data_keys(data, temporary) | (defaults if is_temporary else {}))
+        config = load_preset(method, layer | overrides, checkpoint)
+        collect = CollectMetrics()
+        result = train(config, checkpoint, hooks=[collect])
+    folder = None if is_temporary else Path(run_folder(config))
+    return TuningRun(collect.metrics, folder, result=result, checkpoint=checkpoint)
+
+
+def model_overrides(
+    model: str | os.PathLike, keys: Mapping[str, Any]
+) -> tuple[Layer, Checkpoint | None]:
+    """The keys, with those that name the model; and the model's folder, opened."""
+    if local_path(model).is_dir():
+        path = str(local_path(model))
+        return from_python({"load_parameters_path": path, **keys}), open_checkpoint(path)
+    if str(model) in fields.choices("model_name"):
+        return from_python({"model_name": str(model), **keys}), None
+    raise ConfigError(
+        f"{str(model)!r} is neither a folder nor the name of a model; `maxtext models` lists the "
+        "names"
+    )
+
+
+def data_keys(data: Any, folder: str) -> dict[str, Any]:
+    """The keys of the training data: at a path, or rows, which are written to `folder`."""
+    if data is None:
+        return {}
+    path = local_path(data) if isinstance(data, str | os.PathLike) else write_rows(data, folder)
+    if path.suffix not in (PARQUET, *JSONL):
+        raise ConfigError(f"{path} is neither JSONL nor Parquet by its name: set the data keys")
+    kind = "parquet" if path.suffix == PARQUET else "jsonl"
+    return {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": str(path)}
+
+
+def write_rows(rows: Iterable[Mapping[str, Any]], folder: str) -> Path:
+    path = Path(folder) / "rows.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for index, row in enumerate(rows):
+            try:
+                file.write(json.dumps(row) + "\n")
+            except TypeError as error:
+                raise UserError(f"row {index} of the data is not JSON: {error}") from error
+    return path
+
+
+def load_preset(preset: str, overrides: Layer, checkpoint: Checkpoint | None) -> MaxTextConfig:
+    model = checkpoint.model_layer if checkpoint else None
+    config = load(HERE / f"{preset}.yml", overrides, model=model)
+    ledger.refuse_unsupported_model(config, base_values())
+    return config
+
+
+class CollectMetrics(Hook):
+    """The metrics of each step, with its number."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, Any]] = []
+
+    def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
+        tokens = metrics["total_weights"]
+        self.metrics.append({"step": step, **metrics, "tokens": tokens, "seconds": seconds})
