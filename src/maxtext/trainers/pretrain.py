@@ -40,7 +40,7 @@ from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.memory import state_bytes, step_bytes, warn_if_too_large
-from maxtext.trainers.restore import Start, find_start
+from maxtext.trainers.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.save import Save
 from maxtext.trainers.step import TrainState
@@ -90,6 +90,7 @@ def train_locked(
     with progress.working("preparing the weights"):
         state, key = start.result()
         state = with_reference(context, state, start.step, checkpoint)
+    checksum = frozen_checksum(context, state, start)
     if jax.process_index() == 0:
         start_banner(banner(context, first_step, run_folder(config), start.origin))
     writers = make_writers(
@@ -105,8 +106,9 @@ def train_locked(
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
             hooks = build_hooks(context, recorder, profiler, peak_flops, eval_streams)
             hooks += more_hooks
-            save = Save(context, data_loader.source, start) if config.enable_checkpointing else None
-            if save is not None:
+            save = None
+            if config.enable_checkpointing:
+                save = Save(context, data_loader.source, start, checksum)
                 hooks.append(save)
                 closing.callback(save.close)
             loop = Loop(

@@ -8,7 +8,7 @@ or the state of another optimizer is an error.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ from maxtext.trainers.init_state import (
     apply_conversion,
     check_same_model,
     initial_state,
+    initial_weights,
     state_from_weights,
 )
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import TrainState
+from maxtext.trainers.trainable import checksum, has_adapters, merge, select
 
 LAYOUT_KEYS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")
 MAX_SHOWN = 5  # problems that an error lists
@@ -61,6 +63,7 @@ class Start:
     state_and_key: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
     step: int
     origin: str
+    run: dict[str, Any] = field(default_factory=dict)  # what the checkpoint says of its run
 
     def result(self) -> tuple[TrainState, jax.Array]:
         if isinstance(self.state_and_key, Future):
@@ -219,7 +222,7 @@ def resume_at(newest: tuple[TrainState, jax.Array, SavedStep], source: BatchIter
     state, key, stored = newest
     source.set_state(merge_states(stored.iterator_states()))
     origin = f"step {stored.step} of {stored.path.parent}"
-    return Start((state, key), step=stored.step, origin=origin)
+    return Start((state, key), step=stored.step, origin=origin, run=stored.run)
 
 
 def read_state(context: RunContext, stored: SavedStep) -> tuple[TrainState, jax.Array]:
@@ -228,11 +231,16 @@ def read_state(context: RunContext, stored: SavedStep) -> tuple[TrainState, jax.
 
 
 def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
+    """The state of a checkpoint, and the key of training. A checkpoint of adapters gets the frozen
+    base of this run."""
+    weights = tree[WEIGHTS]
+    if has_adapters(context.config):
+        weights = merge(select(initial_weights(context), context.trained, keep=False), weights)
     replicated = context.shardings.replicated
     wrap_key = jax.jit(jax.random.wrap_key_data, out_shardings=replicated)
     zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()
     state = TrainState(
-        step=tree["step"], weights=tree[WEIGHTS], optimizer=tree[OPTIMIZER], nonfinite_steps=zero
+        step=tree["step"], weights=weights, optimizer=tree[OPTIMIZER], nonfinite_steps=zero
     )
     return state, wrap_key(tree["key"])
 
@@ -243,7 +251,7 @@ def abstract_tree(context: RunContext) -> dict[str, Any]:
     key = jax.eval_shape(jax.random.key_data, context.abstract_key)
     return {
         "step": state.step,
-        WEIGHTS: state.weights,
+        WEIGHTS: weights_to_save(context, state.weights),
         OPTIMIZER: state.optimizer,
         "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=context.shardings.replicated),
     }
@@ -336,9 +344,30 @@ def load_initial_weights(
     return apply_conversion(context, state_from_weights(context, weights))
 
 
-def describe_run(context: RunContext, step: int) -> dict[str, Any]:
+def frozen_checksum(context: RunContext, state: TrainState, start: Start) -> int | None:
+    """The checksum of what a run needs and does not save: the base of its adapters, or the
+    reference of its preferences. Raises ConfigError if the run began with other weights."""
+    frozen = state.reference
+    if has_adapters(context.config):
+        frozen = select(state.weights, context.trained, keep=False), frozen
+    if not jax.tree.leaves(frozen):
+        return None
+    with use_rules(context.rules):
+        value = int(checksum(frozen))
+    if start.run.get("frozen_checksum", value) != value:
+        raise ConfigError(
+            f"{start.origin} continues from other weights than those of load_parameters_path="
+            f"{context.config.load_parameters_path}: name the folder that the run began with"
+        )
+    return value
+
+
+def describe_run(
+    context: RunContext, step: int, frozen_checksum: int | None = None
+) -> dict[str, Any]:
     """What a checkpoint records about the run that saved it."""
     config = context.config
+    frozen = {} if frozen_checksum is None else {"frozen_checksum": frozen_checksum}
     return {
         "step": step,
         "layout": layout_of(config),
@@ -346,12 +375,19 @@ def describe_run(context: RunContext, step: int) -> dict[str, Any]:
         "weight_dtype": config.weight_dtype.value,
         "processes": jax.process_count(),
         "mesh": {axis: size for axis, size in context.rules.mesh.shape.items() if size > 1},
+        **frozen,
     }
 
 
-def tree_to_save(state: TrainState, key: jax.Array) -> dict[str, Any]:
+def weights_to_save(context: RunContext, weights: Any) -> Any:
+    """All weights, or only the trained ones if the others are a frozen base."""
+    return select(weights, context.trained) if has_adapters(context.config) else weights
+
+
+def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> dict[str, Any]:
     """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
+    weights = weights_to_save(context, state.weights)
     leaves: dict[TreePath, Any] = to_flat_dict(
-        {"step": state.step, WEIGHTS: state.weights, OPTIMIZER: state.optimizer}
+        {"step": state.step, WEIGHTS: weights, OPTIMIZER: state.optimizer}
     )
     return from_flat_dict(leaves) | {"key": jax.random.key_data(key)}

@@ -27,11 +27,18 @@ class Save(Hook):
     """A step is saved only after its loss has been read and is known to be finite. The saved data
     position is that after the batch of the step."""
 
-    def __init__(self, context: RunContext, source: BatchIterator, start: Start):
+    def __init__(
+        self,
+        context: RunContext,
+        source: BatchIterator,
+        start: Start,
+        frozen_checksum: int | None = None,
+    ):
         config = context.config
         self.context = context
         self.config = config
         self.source = source
+        self.frozen_checksum = frozen_checksum
         self.saver = CheckpointManager(
             checkpoints_folder(config),
             StorageOptions.of(config),
@@ -68,11 +75,11 @@ class Save(Hook):
 
     def save(self, step: int, loop: Loop) -> None:
         self.last_saved = step
-        tree = tree_to_save(loop.state, loop.key)
+        tree = tree_to_save(self.context, loop.state, loop.key)
         self.saver.save(
             step,
             tree,
-            describe_run(self.context, step),
+            describe_run(self.context, step, self.frozen_checksum),
             model_text(self.config),
             self.positions[step],
         )
@@ -83,7 +90,9 @@ class Save(Hook):
         """Save on the local disk of this machine."""
         assert self.local is not None
         self.local.save(
-            step, to_flat_dict(tree_to_save(loop.state, loop.key)), self.positions[step]
+            step,
+            to_flat_dict(tree_to_save(self.context, loop.state, loop.key)),
+            self.positions[step],
         )
 
     @property
