@@ -9,7 +9,7 @@ import pytest
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import ShardSpec, Split, custom, make_train_iterator
+from maxtext.input_pipeline import ShardSpec, Split, make_train_iterator, user_code
 from maxtext.input_pipeline.sources import make_iterator
 from tests.input_pipeline.corpora import SOURCES, example, write_tfrecords
 
@@ -297,7 +297,7 @@ def test_custom_source_error_has_message_and_traceback(name, said, code, frame, 
 
 
 def test_worker_forwards_traceback_of_custom_source(make_config):
-    error = pickle.loads(pickle.dumps(custom.failure("it raised", ValueError("x"))))
+    error = pickle.loads(pickle.dumps(user_code.failure("it raised", ValueError("x"))))
     assert (str(error), error.details) == ("it raised: x; its traceback follows", "ValueError: x\n")
 
 

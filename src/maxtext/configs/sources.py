@@ -82,6 +82,12 @@ def presets() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.yml"))
 
 
+def is_preset(source: Source) -> bool:
+    """Whether a value comes from a YAML file that ships with the package."""
+    location = source.location
+    return source.kind == "file" and (HERE / location).is_file() and not Path(location).is_file()
+
+
 def find_file(name: str, parent: Path | None = None) -> Path:
     """Find a YAML file by path or by the name of a shipped preset.
 

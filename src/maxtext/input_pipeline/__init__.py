@@ -4,6 +4,7 @@
 - synthetic: random tokens; olmo: pre-tokenized shards
 - grain_source, hf_source, tfds_source, c4_mlperf, custom: documents (formats/: files as records)
 - pipeline: order, mixture → load_documents, encode → sequences → packing → grain_batches
+- row_forms, formatting, encode_rows: rows of fine-tuning as token ids and masks
 - data_streams: batches dealt from data streams; loader: the data streams of a run
 - workers: data streams in other processes (subprocesses); prefetch: batches ahead of the device
 - prepare, write_shards: documents tokenized before training

@@ -8,7 +8,6 @@ function is called in each of them.
 """
 
 import importlib
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import BadRecord, Record
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
+from maxtext.input_pipeline.user_code import failure, traceback_of
 
 TYPICAL_BYTES = 4096  # assumed size of a document
 
@@ -112,18 +112,3 @@ def named_function(name: str) -> Callable[..., Any]:
             f"dataset_type={name} is {type(source_function).__name__} and no function"
         )
     return source_function
-
-
-def failure(what: str, error: Exception) -> ConfigError:
-    """A ConfigError about an exception in the user's code, with its traceback."""
-    config_error = ConfigError(
-        f"{what}: {' '.join(str(error).split()) or 'it has no message'}; its traceback follows"
-    )
-    config_error.details = traceback_of(error)
-    return config_error
-
-
-def traceback_of(error: Exception) -> str:
-    """The traceback of the user's code, without the first frame, which is of this module."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    return "".join(traceback.format_exception(type(error), error, frames))

@@ -14,18 +14,15 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.formats import Record
-from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.encode_rows import PairEncoder, RowEncoder
+from maxtext.input_pipeline.formats import Record, UnusableRecord
+from maxtext.input_pipeline.interface import Split, is_fine_tuning
 from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
 
 # Encoders in use
-ENCODERS: "WeakValueDictionary[tuple[Split, str], Encoder]" = WeakValueDictionary()
+ENCODERS: "WeakValueDictionary[tuple[Split, str], RecordEncoder]" = WeakValueDictionary()
 ENCODERS_LOCK = threading.Lock()
-
-
-class UnusableRecord(ValueError):
-    """A record that can be read but has no usable text."""
 
 
 def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
@@ -42,7 +39,14 @@ def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
     return columns
 
 
-def shared_encoder(config: MaxTextConfig, split: Split) -> "Encoder":
+def columns_to_read(config: MaxTextConfig, split: Split) -> list[str]:
+    """The columns that files have to have; none if all are read, and the form of a row follows from
+    them.
+    """
+    return [] if is_fine_tuning(config) else data_columns(config, split)
+
+
+def shared_encoder(config: MaxTextConfig, split: Split) -> "RecordEncoder":
     """The encoder of a configuration, shared by all data streams of a process: a tokenizer is slow
     to load, and caches pre-tokens.
     """
@@ -50,8 +54,14 @@ def shared_encoder(config: MaxTextConfig, split: Split) -> "Encoder":
     with ENCODERS_LOCK:
         encoder = ENCODERS.get(key)
         if encoder is None:
-            encoder = ENCODERS[key] = Encoder(config, split)
+            encoder = ENCODERS[key] = make_encoder(config, split)
     return encoder
+
+
+def make_encoder(config: MaxTextConfig, split: Split) -> "RecordEncoder":
+    if config.use_dpo:
+        return PairEncoder(config, split)
+    return RowEncoder(config, split) if config.use_sft else Encoder(config, split)
 
 
 class Encoder:
@@ -145,6 +155,9 @@ class Encoder:
                 f"column {self.columns[0]} has {describe(value)} instead of a list of messages"
             )
         return value
+
+
+RecordEncoder = Encoder | RowEncoder | PairEncoder
 
 
 def special(token: int | None, wanted: bool) -> np.ndarray:

@@ -23,7 +23,7 @@ class GrainBatches(BatchIterator):
         self.position: State = self.iterator.get_state()
         self.start = self.position
         self.first: Batch | None = next(self.iterator, None)
-        self.first_rows = 0 if self.first is None else len(self.first["inputs"])
+        self.first_rows = 0 if self.first is None else len(next(iter(self.first.values())))
 
     def __next__(self) -> Batch:
         if self.first is None:

@@ -7,7 +7,7 @@ use for weights: it reads every document of every part once.
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import data_columns
+from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.formats import Documents, find_files, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.mixture_config import parse_mixture
@@ -31,7 +31,7 @@ def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponen
     """Empty when no evaluation files are named."""
     if split is Split.EVAL and not config.grain_eval_files.strip():
         return []
-    columns = data_columns(config, split)
+    columns = columns_to_read(config, split)
     kind, threads = config.grain_file_type, config.grain_data_source_max_workers
     components = []
     for key, value, weight in parse_mixture(config, split):

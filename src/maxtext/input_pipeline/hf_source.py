@@ -19,9 +19,10 @@ import grain
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import data_columns
+from maxtext.input_pipeline.encode import columns_to_read
+from maxtext.input_pipeline.encode_rows import check_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
-from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split, is_fine_tuning
 from maxtext.input_pipeline.pipeline import (
     MixtureComponent,
     document_batches,
@@ -115,14 +116,16 @@ def local_component(config: MaxTextConfig, split: Split, value: str) -> MixtureC
             )
         kind = "lines" if kinds == {"text"} else str(kinds.pop())
     return MixtureComponent(
-        open_files(files, kind, data_columns(config, split), config.grain_data_source_max_workers)
+        open_files(
+            files, kind, columns_to_read(config, split), config.grain_data_source_max_workers
+        )
     )
 
 
 def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
     """The `datasets` stream of the records of a shard."""
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
-    files, names = named_files(config, split), data_columns(config, split)
+    files, names = named_files(config, split), columns_to_read(config, split)
     data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
     wanted = (
         config.train_split
@@ -154,7 +157,10 @@ def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
             f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only "
             f"{', '.join(columns)}"
         )
-    stream = stream.select_columns(names)
+    if is_fine_tuning(config):
+        check_columns(config, split, columns, config.hf_path)
+    else:
+        stream = stream.select_columns(names)
     if shard.count > 1:
         stream = require("datasets.distributed", "dataset_type=hf").split_dataset_by_node(
             stream, rank=shard.index, world_size=shard.count

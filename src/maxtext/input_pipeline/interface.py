@@ -3,9 +3,13 @@
 A batch is a dict of int32 arrays [rows, max_target_length], with the fields of FIELDS:
 - `targets[t]` is the token after `inputs[t]` in the same document. The shift is done once, in
   sequences.py and olmo.py.
-- `*_segmentation` numbers the documents of a row from 1; 0 is padding, which the loss masks out.
+- `*_segmentation` numbers the documents of a row from 1; 0 is padding. The loss counts targets
+  whose `targets_segmentation` is not 0: in fine-tuning, 0 are also the targets that are not learned.
 - `*_position` counts from 0 in each segment.
-Padding is 0 in every field, whatever the tokenizer's pad_id.
+Padding is 0 in every field, whatever the tokenizer's pad_id. Masks come from lengths, never from
+ids: a padding id that equals the end token masks nothing.
+
+Preference pairs have these fields twice, as chosen_inputs … and rejected_inputs …, one pair a row.
 """
 
 from abc import ABC, abstractmethod
@@ -30,12 +34,18 @@ FIELDS = (
     "targets_segmentation",
 )
 
-PAIR_FIELDS = tuple(f"{side}_{field}" for side in ("chosen", "rejected") for field in FIELDS)
+PAIR_SIDES = ("chosen", "rejected")
+PAIR_FIELDS = tuple(f"{side}_{field}" for side in PAIR_SIDES for field in FIELDS)
 
 
 def batch_fields(config: MaxTextConfig) -> tuple[str, ...]:
     """The fields of a batch; with use_dpo, those of a chosen and of a rejected sequence."""
     return PAIR_FIELDS if config.use_dpo else FIELDS
+
+
+def is_fine_tuning(config: MaxTextConfig) -> bool:
+    """Whether the data has rows with masks or preference pairs instead of documents."""
+    return config.use_sft or config.use_dpo
 
 
 class Split(str, Enum):

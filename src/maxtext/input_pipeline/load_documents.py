@@ -13,8 +13,9 @@ import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
-from maxtext.input_pipeline.encode import Encoder, UnusableRecord
-from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource
+from maxtext.input_pipeline.encode import RecordEncoder
+from maxtext.input_pipeline.encode_rows import TextEncoder
+from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource, UnusableRecord
 
 MAX_LOGGED = 5  # bad records that are logged one by one; later only their number is logged
 CHUNK_BYTES = 2**20  # approximate size of the text that is tokenized at once
@@ -65,41 +66,49 @@ class BadRecords:
 
 
 class LoadDocuments:
-    """Maps the indices of documents to their token ids."""
+    """Maps the indices of documents to their token ids, or to rows of fine-tuning."""
 
-    def __init__(self, documents: RecordSource, encoder: Encoder, bad: BadRecords):
+    def __init__(self, documents: RecordSource, encoder: RecordEncoder, bad: BadRecords):
         self.documents = documents
         self.encoder = encoder
         self.bad = bad
 
-    def __call__(self, indices: Sequence[int]) -> list[np.ndarray]:
-        prepared = []
+    def __call__(self, indices: Sequence[int]) -> list[Any]:
+        prepared: list[Any] = []
         for index in indices:
             try:
-                prepared.append(self.encoder.prepare(self.documents[index]))
+                document: Any = self.encoder.prepare(self.documents[index])
             except BadRecord as error:
                 self.bad.add(error)
             except UnusableRecord as error:
                 path, location = self.documents.where(index)
                 self.bad.add(BadRecord(path, location, str(error)))
+            else:
+                prepared.append(document)
+                if isinstance(self.encoder, TextEncoder) and document.remarks:
+                    self.encoder.reports.add(document.remarks, *self.documents.where(index))
         return self.encoder.encode(prepared)
 
 
 class EncodeRecords:
-    """Maps records that were read already to their token ids. `name` is their source in
-    messages.
+    """Maps records that were read already to their token ids, or to rows of fine-tuning. `name` is
+    their source in messages.
     """
 
-    def __init__(self, name: str, encoder: Encoder, bad: BadRecords):
+    def __init__(self, name: str, encoder: RecordEncoder, bad: BadRecords):
         self.name = name
         self.encoder = encoder
         self.bad = bad
 
-    def __call__(self, records: Sequence[tuple[int, Record]]) -> list[np.ndarray]:
-        prepared = []
+    def __call__(self, records: Sequence[tuple[int, Record]]) -> list[Any]:
+        prepared: list[Any] = []
         for number, record in records:
             try:
-                prepared.append(self.encoder.prepare(record))
+                document: Any = self.encoder.prepare(record)
             except UnusableRecord as error:
                 self.bad.add(BadRecord(self.name, number, str(error)))
+            else:
+                prepared.append(document)
+                if isinstance(self.encoder, TextEncoder) and document.remarks:
+                    self.encoder.reports.add(document.remarks, self.name, number)
         return self.encoder.encode(prepared)

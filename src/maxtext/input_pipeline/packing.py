@@ -3,6 +3,9 @@
 first_fit and best_fit keep each sequence in one row and pad the rest; concat_then_split fills every
 row and splits a sequence where the row ends; without packing a row is one sequence and padding.
 
+Sequences of fine-tuning have a mask of their targets, and `targets_segmentation` is 0 where it is
+False. Preference pairs are not packed: a row has both sequences.
+
 first_fit and best_fit fill a group of OPEN_ROWS rows until a sequence fits in none of them; the
 next group starts with it. So the state is the parent's state at the start of a group and the
 position in it, and a group is packed again after a restart. Grain's own packers do the same, but
@@ -16,7 +19,13 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline.interface import FIELDS, Batch, ShardSpec, check_position
+from maxtext.input_pipeline.interface import (
+    FIELDS,
+    PAIR_SIDES,
+    Batch,
+    ShardSpec,
+    check_position,
+)
 from maxtext.input_pipeline.sequences import TokenPairs
 
 # Rows that first_fit and best_fit fill at a time: more rows leave less padding, but need memory and
@@ -109,6 +118,7 @@ class FittedRows(grain.DatasetIterator):
         inputs, targets, position, segmentation = (
             np.zeros((count, length), np.int32) for _ in range(4)
         )
+        learned = np.ones((count, length), bool)
         used, segments = [0] * count, [0] * count
         free_tokens = np.full(count, length)
         while True:
@@ -135,6 +145,8 @@ class FittedRows(grain.DatasetIterator):
                 self.counting[:size],
                 segments[row],
             )
+            if "learned" in sequence:
+                learned[row, begin:end] = sequence["learned"]
             used[row] = end
             free_tokens[row] = length - end if segments[row] < self.settings.max_segments else 0
         self.next_start = before
@@ -143,7 +155,8 @@ class FittedRows(grain.DatasetIterator):
             # Rows that were opened first are the fullest: shuffle them over the batches.
             filled = np.random.default_rng([self.settings.seed, self.group]).permutation(filled)
         self.rows = [
-            row_of(inputs[at], targets[at], position[at], segmentation[at]) for at in filled
+            row_of(inputs[at], targets[at], position[at], segmentation[at], learned[at])
+            for at in filled
         ]
 
     def row_for(self, size: int, free_tokens: np.ndarray) -> int:
@@ -170,10 +183,20 @@ class FittedRows(grain.DatasetIterator):
 
 
 def row_of(
-    inputs: np.ndarray, targets: np.ndarray, position: np.ndarray, segmentation: np.ndarray
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    position: np.ndarray,
+    segmentation: np.ndarray,
+    learned: np.ndarray,
 ) -> Batch:
+    # Without a mask the two fields are one array.
+    learned_segments = segmentation if learned.all() else segmentation * learned
     return dict(
-        zip(FIELDS, (inputs, position, segmentation, targets, position, segmentation), strict=True)
+        zip(
+            FIELDS,
+            (inputs, position, segmentation, targets, position, learned_segments),
+            strict=True,
+        )
     )
 
 
@@ -191,7 +214,18 @@ def pad_row(sequence: TokenPairs, length: int) -> Batch:
     inputs, targets, position, segmentation = (np.zeros(length, np.int32) for _ in range(4))
     inputs[:size], targets[:size] = sequence["inputs"], sequence["targets"]
     position[:size], segmentation[:size] = np.arange(size), 1
-    return row_of(inputs, targets, position, segmentation)
+    learned = np.ones(length, bool)
+    learned[:size] = sequence.get("learned", True)
+    return row_of(inputs, targets, position, segmentation, learned)
+
+
+def pad_pair(pair: tuple[TokenPairs, TokenPairs], length: int) -> Batch:
+    """A row with the fields of both sequences of a preference pair."""
+    return {
+        f"{side}_{field}": value
+        for side, sequence in zip(PAIR_SIDES, pair, strict=True)
+        for field, value in pad_row(sequence, length).items()
+    }
 
 
 def to_batches(rows: grain.IterDataset, shard: ShardSpec, keep_last: bool) -> grain.IterDataset:

@@ -11,6 +11,7 @@ skip a few rows of its last shuffle window.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grain
@@ -20,9 +21,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
+from maxtext.input_pipeline.encode_rows import check_columns
 from maxtext.input_pipeline.formats import RecordSource
 from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import ShardSpec, Split, keeps_last
+from maxtext.input_pipeline.interface import ShardSpec, Split, is_fine_tuning, keeps_last
 from maxtext.input_pipeline.load_documents import (
     MAX_CHUNK_DOCUMENTS,
     BadRecords,
@@ -32,8 +34,8 @@ from maxtext.input_pipeline.load_documents import (
 )
 from maxtext.input_pipeline.mixture import documents_read, mix_orders
 from maxtext.input_pipeline.order import epoch_order, max_streams_in_memory
-from maxtext.input_pipeline.packing import to_batches, to_rows
-from maxtext.input_pipeline.sequences import LongDocuments, ToSequences
+from maxtext.input_pipeline.packing import pad_pair, to_batches, to_rows
+from maxtext.input_pipeline.sequences import LongDocuments, ToPairs, ToSequences, num_targets
 from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 # Minimum of each data stream: streams of few documents have very different numbers of rows
@@ -74,6 +76,9 @@ def document_batches(
     data, for messages.
     """
     encoder, bad = shared_encoder(config, split), BadRecords(config.max_bad_records)
+    if is_fine_tuning(config):
+        for component in components:
+            check_columns(config, split, component.documents.columns(), named_by)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     seed = shuffle_seed(config, split)
     few = [component for component in components if len(component.documents) < shard.count]
@@ -155,13 +160,17 @@ def to_token_batches(
     settings: dict[str, Any],
     named_by: str,
 ) -> GrainBatches:
-    """Batches from chunks of token ids."""
+    """Batches from chunks of token ids, or of rows of fine-tuning."""
     packing = config.grain_packing_type if config.packing else None
     length, seed = config.max_target_length, shuffle_seed(config, split)
-    sequences = grain.experimental.FlatMapIterDataset(
-        chunks, ToSequences(length, long_documents(config, packing))
-    )
-    rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
+    if config.use_dpo:
+        pairs = grain.experimental.FlatMapIterDataset(chunks, ToPairs())
+        rows = pairs.map(partial(pad_pair, length=length))
+    else:
+        sequences = grain.experimental.FlatMapIterDataset(
+            chunks, ToSequences(length, long_documents(config, packing))
+        )
+        rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
     window = shard.window(config.grain_shuffle_buffer_size) if seed is not None else 1
     # The rows of a long document are consecutive; shuffled, they do not fill a batch of their own.
     if seed is not None and window > 1:
@@ -226,7 +235,7 @@ class LoadMixture:
     def __init__(self, loads: Sequence[LoadDocuments]):
         self.loads = loads
 
-    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[Any]:
         # Sorted by component within a chunk: rows are shuffled again after packing.
         return [
             tokens
@@ -300,14 +309,22 @@ def too_little_data(
     config: MaxTextConfig, split: Split, shard: ShardSpec, chunks: Any, named_by: str
 ) -> ConfigError:
     """The error for data that does not fill a batch, with the token counts that show why."""
-    pairs = [max(len(tokens) - 1, 0) for chunk in chunks for tokens in chunk]
+    pairs = [num_targets(document) for chunk in chunks for document in chunk]
     length, min_rows = config.max_target_length, shard.min_rows or shard.rows
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used
     where = f" for stream {shard.index} of {shard.count}" if shard.count > 1 else ""
     if split is Split.EVAL or not used:
+        documents = (
+            "row with a learned token"
+            if is_fine_tuning(config)
+            else "document of two tokens or more"
+        )
+        return ConfigError(f"{named_by} has no {documents}{where}, so nothing to predict")
+    if config.use_dpo:
         return ConfigError(
-            f"{named_by} has no document of two tokens or more{where}, so nothing to predict"
+            f"{named_by} has {len(pairs)} pairs in num_epoch={config.num_epoch}{where}, but one "
+            f"batch needs {min_rows}: add pairs, raise num_epoch or lower per_device_batch_size"
         )
     advice = f"set use_truncation=false, which now leaves out {cut} tokens, " if cut else ""
     unpacked = (

@@ -25,7 +25,7 @@ from maxtext.common.files import write_text
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import Encoder, data_columns
 from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
-from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.interface import Split, is_fine_tuning
 from maxtext.input_pipeline.load_documents import BadRecords, documents_per_chunk
 from maxtext.input_pipeline.mixture_config import parse_mixture
 from maxtext.input_pipeline.write_shards import (
@@ -218,6 +218,11 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
 
 def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
     """The files of the training data, and their documents in order."""
+    if is_fine_tuning(config):
+        raise ConfigError(
+            "data prepare writes token ids without masks: fine-tuning reads the rows themselves, "
+            "so leave use_sft and use_dpo out or do not prepare the data"
+        )
     kind = config.dataset_type.value
     if kind == "grain":
         entries = parse_mixture(config, Split.TRAIN)

@@ -3,7 +3,8 @@ documents.
 
 n tokens make n - 1 pairs: each token but the last is an input, each but the first a target. The
 shift precedes any truncation, so that every remaining input has its target. Documents of no token
-or one token give no sequence.
+or one token give no sequence. Rows of fine-tuning also have the mask of their targets. They are
+truncated when they are encoded, and never split.
 """
 
 import sys
@@ -12,7 +13,10 @@ from enum import Enum
 import grain
 import numpy as np
 
-TokenPairs = dict[str, np.ndarray]  # inputs and targets, both [pairs]
+from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedRow
+
+Document = np.ndarray | EncodedRow | EncodedPair  # token ids, or a row of fine-tuning
+TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `learned`, each [pairs]
 
 
 class LongDocuments(Enum):
@@ -32,10 +36,13 @@ class ToSequences(grain.experimental.FlatMapTransform):
         self.length = length
         self.long = long
 
-    def flat_map(self, chunk: list[np.ndarray]) -> list[TokenPairs]:
-        return [sequence for tokens in chunk for sequence in self.sequences(tokens)]
+    def flat_map(self, chunk: list[np.ndarray | EncodedRow]) -> list[TokenPairs]:
+        return [sequence for document in chunk for sequence in self.sequences(document)]
 
-    def sequences(self, tokens: np.ndarray) -> list[TokenPairs]:
+    def sequences(self, document: np.ndarray | EncodedRow) -> list[TokenPairs]:
+        if isinstance(document, EncodedRow):
+            return [masked_sequence(document.ids, document.mask)]
+        tokens = document
         inputs, targets = tokens[:-1], tokens[1:]
         if self.long is LongDocuments.CUT:
             inputs, targets = inputs[: self.length], targets[: self.length]
@@ -44,3 +51,37 @@ class ToSequences(grain.experimental.FlatMapTransform):
             {"inputs": inputs[start : start + step], "targets": targets[start : start + step]}
             for start in range(0, len(inputs), step)
         ]
+
+
+class ToPairs(grain.experimental.FlatMapTransform):
+    """Maps a chunk of preference pairs to their (chosen, rejected) sequences."""
+
+    max_fan_out = sys.maxsize
+
+    def flat_map(self, chunk: list[EncodedPair]) -> list[tuple[TokenPairs, TokenPairs]]:
+        return [
+            (
+                completion_sequence(pair.prompt, pair.chosen),
+                completion_sequence(pair.prompt, pair.rejected),
+            )
+            for pair in chunk
+        ]
+
+
+def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPairs:
+    """The sequence of a prompt and its completion, of which the completion is learned."""
+    mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
+    return masked_sequence(np.concatenate([prompt, completion]), mask)
+
+
+def masked_sequence(ids: np.ndarray, mask: np.ndarray) -> TokenPairs:
+    return {"inputs": ids[:-1], "targets": ids[1:], "learned": mask[1:]}
+
+
+def num_targets(document: Document) -> int:
+    """The number of (input, target) pairs of a document, or of the longer one of a pair."""
+    if isinstance(document, EncodedPair):
+        tokens = len(document.prompt) + max(len(document.chosen), len(document.rejected))
+    else:
+        tokens = len(document.ids if isinstance(document, EncodedRow) else document)
+    return max(tokens - 1, 0)

@@ -1,6 +1,7 @@
 """dataset_type=synthetic: endless random tokens, to measure speed and to try a model without data.
 
 Row n of a stream depends on data_shuffle_seed, split, stream and n alone, so the position is n.
+The two sequences of a preference pair share their first half, the prompt.
 """
 
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import (
+    PAIR_SIDES,
     Batch,
     BatchIterator,
     ShardSpec,
@@ -24,9 +26,8 @@ MADE_BY = {"dataset_type": "synthetic"}
 def synthetic_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator:
     seeds = np.random.SeedSequence([config.data_shuffle_seed % 2**32, list(Split).index(split)])
     key = seeds.generate_state(2, np.uint64)
-    return SyntheticBatches(
-        key, shard.index, shard.rows, config.max_target_length, config.vocab_size
-    )
+    kind = SyntheticPairs if config.use_dpo else SyntheticBatches
+    return kind(key, shard.index, shard.rows, config.max_target_length, config.vocab_size)
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
@@ -45,8 +46,15 @@ class SyntheticBatches(BatchIterator):
         self.row = 0
 
     def __next__(self) -> Batch:
-        tokens = np.stack([self.tokens(row) for row in range(self.row, self.row + self.rows)])
+        tokens = self.next_tokens()
         self.row += self.rows
+        return self.to_batch(tokens)
+
+    def next_tokens(self, sequence: int = 0) -> np.ndarray:
+        rows = range(self.row, self.row + self.rows)
+        return np.stack([self.tokens(row, sequence) for row in rows])
+
+    def to_batch(self, tokens: np.ndarray) -> Batch:
         position = np.tile(np.arange(self.length, dtype=np.int32), (self.rows, 1))
         segmentation = np.ones_like(position)
         return {
@@ -58,10 +66,10 @@ class SyntheticBatches(BatchIterator):
             "targets_segmentation": segmentation,
         }
 
-    def tokens(self, row: int) -> np.ndarray:
+    def tokens(self, row: int, sequence: int) -> np.ndarray:
         # The generator counts in the first word; the others make the rows independent.
         generator = np.random.Generator(
-            np.random.Philox(key=self.key, counter=[0, 0, row, self.stream])
+            np.random.Philox(key=self.key, counter=[0, sequence, row, self.stream])
         )
         return generator.integers(self.vocab_size, size=self.length + 1, dtype=np.int32)
 
@@ -75,3 +83,18 @@ class SyntheticBatches(BatchIterator):
 
     def reset(self) -> None:
         self.row = 0
+
+
+class SyntheticPairs(SyntheticBatches):
+    def __next__(self) -> Batch:
+        chosen, rejected = (self.next_tokens(sequence) for sequence in range(len(PAIR_SIDES)))
+        prompt = (self.length + 1) // 2
+        rejected[:, :prompt] = chosen[:, :prompt]
+        self.row += self.rows
+        batch: Batch = {}
+        for side, tokens in zip(PAIR_SIDES, (chosen, rejected), strict=True):
+            fields = self.to_batch(tokens)
+            learned = np.arange(1, self.length + 1) >= prompt
+            fields["targets_segmentation"] = fields["targets_segmentation"] * learned
+            batch |= {f"{side}_{name}": field for name, field in fields.items()}
+        return batch

@@ -14,7 +14,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.files import is_remote, path_problem
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import data_columns
+from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.formats import Documents, Record, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
@@ -64,7 +64,7 @@ def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
         )
     paths = [str(instruction.filename) for instruction in instructions]
     files = open_files(
-        paths, kind, data_columns(config, split), config.grain_data_source_max_workers
+        paths, kind, columns_to_read(config, split), config.grain_data_source_max_workers
     )
     return MixtureComponent(FileRanges(files, instructions))
 

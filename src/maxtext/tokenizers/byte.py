@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from maxtext.tokenizers.boundaries import BoundaryDetector, utf8_boundaries
+from maxtext.tokenizers.text_utils import chars_of_bytes
 
 BYTES = 256
 SPECIALS = ("<pad>", "<bos>", "<eos>")  # only as names of ids 0, 1 and 2
@@ -29,6 +30,7 @@ class ByteTokenizer:
         self.vocab_size = BYTES + self.first_byte
         self.bos_id = 1 if specials else None
         self.eos_id = 2 if specials else None
+        self.special_ids = frozenset(range(self.first_byte))
 
     def encode(self, text: str) -> list[int]:
         return self.array(text).tolist()
@@ -38,6 +40,10 @@ class ByteTokenizer:
 
     def encode_with_specials(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self.encode(text)
+        return ids, chars_of_bytes(text, ((start, start + 1) for start in range(len(ids))))
 
     def encode_prompt(self, text: str) -> list[int]:
         return [*([] if self.bos_id is None else [self.bos_id]), *self.encode(text)]

@@ -2,8 +2,9 @@
 
 That environment is a sandbox with trimmed blocks, `break` and `continue`, `raise_exception(text)`,
 `strftime_now(format)`, a `tojson` that does not escape Unicode, and `{% generation %}` around the
-model's turns, which has no effect here. A template sees `messages`, `add_generation_prompt`,
-`tools` and `documents` (both None), and the special tokens by name (bos_token, eos_token …).
+model's turns, which changes no text. A template sees `messages`, `add_generation_prompt`, `tools`
+and `documents` (None unless given), the special tokens by name (bos_token, eos_token …), and what
+the caller adds.
 
 A template is a program that came with a model. It runs in its own process, with limits on time and
 memory (`templates.py`), so that a faulty or hostile template becomes a one-line error.
@@ -12,6 +13,7 @@ The rendered text contains special tokens, including BOS where the template writ
 with `encode_with_specials`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +24,11 @@ import numpy as np
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.tokenizers.interface import Tokenizer
-from maxtext.tokenizers.templates import TemplateFailure, run_template
+from maxtext.tokenizers.templates import RenderedTemplate, TemplateFailure, run_template
 from maxtext.tokenizers.tokenizer_config import chat_template_entry, read_json
 
 Messages = Sequence[Mapping[str, Any]]
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,32 @@ class ChatTemplate:
                 f"the chat template of {self.origin}{line} is not valid Jinja: {error}"
             ) from error
 
-    def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the template marks the model's turns with `{% generation %}`."""
+        return GENERATION_TAG.search(self.source) is not None
+
+    def render(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The conversation as text; with `add_generation_prompt`, followed by the header of the
-        model's turn.
+        model's turn. `variables` (tools, enable_thinking …) are added to those of the template.
+        """
+        return self.run(messages, add_generation_prompt, variables).text
+
+    def run(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        wants_spans: bool = False,
+    ) -> RenderedTemplate:
+        """As `render`; with `wants_spans` also the spans of `{% generation %}` blocks.
+
+        Raises UserError if the template fails.
         """
         records = to_builtins(messages)
         if not isinstance(records, list) or not all(isinstance(entry, dict) for entry in records):
@@ -55,15 +81,16 @@ class ChatTemplate:
                 "a conversation is a list of records with role and content, "
                 f"not {short_repr(messages)}"
             )
-        variables: dict[str, Any] = {
-            "messages": records,
+        values: dict[str, Any] = {
             "tools": None,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
             **self.special_tokens,
+            **to_builtins(variables or {}),
+            "messages": records,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return run_template(self.source, variables)
+            return run_template(self.source, values, wants_spans)
         except TemplateFailure as error:
             raise UserError(
                 f"the chat template of {self.origin} refuses {short_repr(messages)}: {error}"

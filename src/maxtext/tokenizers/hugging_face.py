@@ -91,6 +91,10 @@ class HuggingFaceTokenizer:
     def encode_with_specials(self, text: str) -> list[int]:
         return self.with_specials.encode(replace_surrogates(text), add_special_tokens=False).ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoding = self.with_specials.encode(replace_surrogates(text), add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def encode_prompt(self, text: str) -> list[int]:
         return self.with_specials.encode(replace_surrogates(text), add_special_tokens=True).ids
 
@@ -103,7 +107,7 @@ class HuggingFaceTokenizer:
 
     def boundary_detector(self) -> BoundaryDetector:
         if "ByteFallback" in self.decoder_steps:
-            return byte_run_boundaries(self.is_byte, self.skipped.__contains__)
+            return byte_run_boundaries(self.is_byte, self.special_ids.__contains__)
         if "ByteLevel" in self.decoder_steps:
             return utf8_boundaries(self.token_bytes)
         return every_boundary()
@@ -116,8 +120,7 @@ class HuggingFaceTokenizer:
         return step_types(json.loads(self.inner.decoder.__getstate__()))
 
     @cached_property
-    def skipped(self) -> frozenset[int]:
-        """The ids of special tokens, which `decode` skips."""
+    def special_ids(self) -> frozenset[int]:
         added = self.inner.get_added_tokens_decoder()
         return frozenset(token for token, entry in added.items() if entry.special)
 
@@ -128,7 +131,7 @@ class HuggingFaceTokenizer:
         """The bytes of a byte-level token, whose letters stand for bytes. A token with any other
         letter is plain text.
         """
-        if token in self.skipped:
+        if token in self.special_ids:
             return b""
         if token not in self.token_ids:
             return ENDS_CHARACTER

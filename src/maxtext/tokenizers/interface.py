@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
     def pad_id(self) -> int: ...
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which no ordinary text contains and `decode` skips."""
+
+    @property
     def special_tokens(self) -> Mapping[str, str]:
         """The texts of bos_token, eos_token …, as chat templates use them."""
 
@@ -53,6 +57,11 @@ class Tokenizer(Protocol):
     def encode_with_specials(self, text: str) -> list[int]:
         """Like `encode`, but the text of a special token, as in the output of a chat template,
         becomes that token.
+        """
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of `encode_with_specials`, and the (start, end) in `text` of the characters that
+        each comes from. Tokens that are parts of one character have equal offsets.
         """
 
     def encode_prompt(self, text: str) -> list[int]:

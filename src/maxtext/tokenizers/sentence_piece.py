@@ -16,7 +16,11 @@ import numpy as np
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.tokenizers.boundaries import ENDS_CHARACTER, BoundaryDetector, utf8_boundaries
-from maxtext.tokenizers.text_utils import decode_with_unknown_ids, replace_surrogates
+from maxtext.tokenizers.text_utils import (
+    chars_of_bytes,
+    decode_with_unknown_ids,
+    replace_surrogates,
+)
 from maxtext.tokenizers.tokenizer_config import read_chat_template, read_tokenizer_config
 
 
@@ -64,8 +68,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str], specials: bool = False) -> list[np.ndarray]:
         if specials and self.controls:
-            pattern = f"({'|'.join(map(re.escape, self.controls))})"
-            return self.encode_parts([re.split(pattern, text) for text in texts])
+            return self.encode_parts([self.split_controls(text) for text in texts])
         valid_texts = [replace_surrogates(text) for text in texts]
         return self.inner.encode(valid_texts, return_type="numpy")  # multithreaded
 
@@ -80,6 +83,30 @@ class SentencePieceTokenizer:
             return next(ordinary_ids)
 
         return [np.concatenate([ids(part) for part in parts]) for parts in texts]
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.controls.values())
+
+    def split_controls(self, text: str) -> list[str]:
+        """The text as ordinary parts and control symbols, alternating."""
+        return re.split(f"({'|'.join(map(re.escape, self.controls))})", text)
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        start = 0
+        for part in self.split_controls(text) if self.controls else [text]:
+            if part in self.controls:
+                ids.append(self.controls[part])
+                offsets.append((start, start + len(part)))
+            else:
+                pieces = self.inner.encode(replace_surrogates(part), return_type="proto").pieces
+                spans = chars_of_bytes(part, ((piece.begin, piece.end) for piece in pieces))
+                ids += [piece.id for piece in pieces]
+                offsets += [(start + first, start + end) for first, end in spans]
+            start += len(part)
+        return ids, offsets
 
     def encode_with_specials(self, text: str) -> list[int]:
         return self.encode_batch([text], specials=True)[0].tolist()

@@ -6,10 +6,16 @@ in a process with limited memory, which `templates.py` kills if a template takes
 
 Messages on stdin and stdout are an 8-byte length and that many bytes: pickles to this process, and
 JSON back, so that the main process never unpickles the output of a template.
+
+`{% generation %} … {% endgeneration %}` writes the variables MARKS around its body. They are
+undefined, and thus empty, unless the spans of these blocks are wanted. Then they are random texts,
+which are removed from the output and give the spans.
 """
 
 import json
 import pickle
+import re
+import secrets
 import signal
 import sys
 from datetime import datetime
@@ -18,6 +24,7 @@ from typing import Any, BinaryIO
 
 HEADER_BYTES = 8  # the length of a message
 MAX_OUTPUT_CHARS = 2**28
+MARKS = ("__generation_start", "__generation_end")
 GRACE_SECONDS = 10  # after the time limit the process ends itself, if the main process is gone
 
 
@@ -34,9 +41,9 @@ def compile_template(source: str) -> Any:
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            return nodes.Scope(
-                parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            ).set_lineno(line)
+            start, end = (nodes.Output([nodes.Name(mark, "load")]) for mark in MARKS)
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope([start, *body, end]).set_lineno(line)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -54,21 +61,24 @@ def compile_template(source: str) -> Any:
 
 
 def render(request: bytes) -> dict[str, Any]:
-    """Render a pickled (source, variables); if variables is None, only validate the template.
+    """Render a pickled (source, variables, wants_spans); if variables is None, only validate the
+    template.
 
-    Returns {"text"}, or {"error", "compiled", "line"} if the template fails. Never raises.
+    Returns {"text", "spans"}, or {"error", "compiled", "line"} if the template fails. Never raises.
     """
     template = None
     try:
-        source, variables = pickle.loads(request)
+        source, variables, wants_spans = pickle.loads(request)
         template = compile_template(source)
-        text = "" if variables is None else template.render(**variables)
+        marks = {mark: f"{mark}{secrets.token_hex(16)}" for mark in MARKS if wants_spans}
+        text = "" if variables is None else template.render(**variables, **marks)
+        text, spans = extract_spans(text, *marks.values()) if marks else (text, [])
         if len(text) > MAX_OUTPUT_CHARS:
             return {
                 "error": f"it writes {len(text):,} characters; the limit is {MAX_OUTPUT_CHARS:,}",
                 "compiled": True,
             }
-        return {"text": text}
+        return {"text": text, "spans": spans}
     except MemoryError:
         reason = "it needs too much memory"
     except RecursionError:
@@ -78,6 +88,27 @@ def render(request: bytes) -> dict[str, Any]:
         if template is None:
             return {"error": reason, "line": getattr(error, "lineno", None), "compiled": False}
     return {"error": reason, "compiled": template is not None}
+
+
+def extract_spans(marked: str, start: str, end: str) -> tuple[str, list[tuple[int, int]]]:
+    """Remove the marks from a text. Returns the text and the (start, end) of what they enclosed."""
+    text: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length, depth, first = 0, 0, 0
+    for part in re.split(f"({start}|{end})", marked):
+        if part == start:
+            first = length if depth == 0 else first
+            depth += 1
+        elif part == end:
+            depth -= 1
+            if depth == 0:
+                spans.append((first, length))
+        else:
+            text.append(part)
+            length += len(part)
+    if depth:
+        raise ValueError("it leaves a {% generation %} block by break or continue")
+    return "".join(text), spans
 
 
 def limit_memory(size: int) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ class TemplateFailure(Exception):
         self.line = line
 
 
+@dataclass(frozen=True)
+class RenderedTemplate:
+    """`spans`: the (start, end) in `text` of the `{% generation %}` blocks, if they were wanted."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
 class TemplateRunner:
     """One worker process for all templates of this process, started on demand. Thread-safe."""
 
@@ -40,13 +49,15 @@ class TemplateRunner:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
 
-    def run(self, source: str, variables: dict[str, Any] | None) -> str:
-        """Render a template; if variables is None, validate it and return "".
+    def run(
+        self, source: str, variables: dict[str, Any] | None, wants_spans: bool = False
+    ) -> RenderedTemplate:
+        """Render a template; if variables is None, validate it and return an empty text.
 
         Raises TemplateFailure.
         """
         try:
-            request = pickle.dumps((source, variables))
+            request = pickle.dumps((source, variables, wants_spans))
         except Exception as error:  # a user's class can raise any type
             raise TemplateFailure(
                 f"its messages cannot be sent to the process that runs it ({error})"
@@ -54,10 +65,11 @@ class TemplateRunner:
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.start()
-                self.exchange(pickle.dumps(("", None)), START_SECONDS)
+                self.exchange(pickle.dumps(("", None, False)), START_SECONDS)
             response = self.exchange(request, RENDER_SECONDS)
         if "text" in response:
-            return response["text"]
+            spans = [(start, end) for start, end in response["spans"]]
+            return RenderedTemplate(response["text"], spans)
         raise TemplateFailure(response["error"], response["compiled"], response.get("line"))
 
     def start(self) -> None:
@@ -144,8 +156,10 @@ def reset_runner() -> None:
     RUNNER = TemplateRunner()
 
 
-def run_template(source: str, variables: dict[str, Any] | None) -> str:
-    return RUNNER.run(source, variables)
+def run_template(
+    source: str, variables: dict[str, Any] | None, wants_spans: bool = False
+) -> RenderedTemplate:
+    return RUNNER.run(source, variables, wants_spans)
 
 
 atexit.register(lambda: RUNNER.stop())

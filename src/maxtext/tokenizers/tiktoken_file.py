@@ -10,7 +10,7 @@ import binascii
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.tokenizers.boundaries import ENDS_CHARACTER, BoundaryDetector, utf8_boundaries
 from maxtext.tokenizers.text_utils import (
+    chars_of_bytes,
     decode_with_unknown_ids,
     num_cores,
     replace_surrogates,
@@ -60,7 +61,7 @@ class TiktokenTokenizer:
                 mergeable_ranks=ranks,
                 special_tokens=spec.specials,
             )
-        self.specials = frozenset(spec.specials.values())
+        self.special_ids = frozenset(spec.specials.values())
         self.vocab_size = self.inner.n_vocab
         roles = {"bos_token": spec.bos, "eos_token": spec.eos, "pad_token": spec.pad}
         self.special_tokens = {name: text for name, text in roles.items() if text is not None}
@@ -88,6 +89,11 @@ class TiktokenTokenizer:
     def encode_with_specials(self, text: str) -> list[int]:
         return self.array(text, specials=True).tolist()
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self.encode_with_specials(text)
+        sizes = (len(self.inner.decode_single_token_bytes(token)) for token in ids)
+        return ids, chars_of_bytes(text, pairwise(accumulate(sizes, initial=0)))
+
     def encode_prompt(self, text: str) -> list[int]:
         return [*([] if self.bos_id is None else [self.bos_id]), *self.encode_with_specials(text)]
 
@@ -102,14 +108,14 @@ class TiktokenTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # The bytes of a run of ids are joined before they are decoded, so that characters may span
         # tokens. An unknown id ends the run.
-        ordinary = [token for token in map(int, ids) if token not in self.specials]
+        ordinary = [token for token in map(int, ids) if token not in self.special_ids]
         return decode_with_unknown_ids(ordinary, self.is_known, self.decode_run)
 
     def boundary_detector(self) -> BoundaryDetector:
         return utf8_boundaries(self.token_bytes)
 
     def token_bytes(self, token: int) -> bytes:
-        if token in self.specials:
+        if token in self.special_ids:
             return b""
         return (
             self.inner.decode_single_token_bytes(token) if self.is_known(token) else ENDS_CHARACTER

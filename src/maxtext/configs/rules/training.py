@@ -16,7 +16,6 @@ in_range(
     "muon_beta",
     "distill_alpha",
     "distill_alpha_end",
-    "dpo_label_smoothing",
 )
 in_range(
     0,
@@ -25,7 +24,6 @@ in_range(
     "adam_eps_root",
     "adam_weight_decay",
     "muon_weight_decay",
-    "dpo_beta",
     "distill_beta",
 )
 in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
@@ -55,12 +53,6 @@ def mu_dtype_is_a_float(settings: Settings) -> str | None:
             "empty for the dtype of the weights"
         )
     return None
-
-
-@rule("use_dpo")
-def one_fine_tuning_method(settings: Settings) -> str | None:
-    chosen = [key for key in ("use_dpo", "use_sft", "use_grpo") if getattr(settings, key)]
-    return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
 
 
 @rule("distill_temperature")

@@ -9,7 +9,12 @@
 from maxtext.input_pipeline.formats.documents import KINDS, Documents, open_files
 from maxtext.input_pipeline.formats.example import decode_example, encode_example
 from maxtext.input_pipeline.formats.files import find_files, kind_of
-from maxtext.input_pipeline.formats.interface import BadRecord, Record, RecordSource
+from maxtext.input_pipeline.formats.interface import (
+    BadRecord,
+    Record,
+    RecordSource,
+    UnusableRecord,
+)
 
 __all__ = [
     "KINDS",
@@ -17,6 +22,7 @@ __all__ = [
     "Documents",
     "Record",
     "RecordSource",
+    "UnusableRecord",
     "decode_example",
     "encode_example",
     "find_files",

@@ -41,6 +41,10 @@ class BadRecord(Exception):
         return f"{self.path}, {self.location}: {self.reason}"
 
 
+class UnusableRecord(ValueError):
+    """A record that can be read but has no usable text."""
+
+
 class BadFile(Exception):
     """A file that is not of its kind, or is damaged. The message follows the name of the file."""
 

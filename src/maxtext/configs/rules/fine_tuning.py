@@ -1,0 +1,97 @@
+"""Rules of supervised fine-tuning and preference optimization."""
+
+from maxtext.configs.rules.rule import in_range, inert_unless, rule
+from maxtext.configs.types import Settings
+from maxtext.configs.types.enums import DatasetType
+
+in_range(0, 1, "dpo_label_smoothing")
+in_range(0, None, "dpo_beta", "orpo_lambda")
+in_range(1, None, "max_prompt_length")
+inert_unless(lambda s: s.use_sft, "use_sft=true", "sft_train_on_completion_only")
+inert_unless(
+    lambda s: s.use_sft or s.use_dpo or s.use_grpo,
+    "use_sft, use_dpo or use_grpo",
+    "formatting_func_path",
+)
+inert_unless(lambda s: s.formatting_func_path, "formatting_func_path", "formatting_func_kwargs")
+inert_unless(
+    lambda s: s.use_dpo,
+    "use_dpo=true",
+    "dpo_beta",
+    "dpo_label_smoothing",
+    "dpo_loss_type",
+    "max_prompt_length",
+    "precompute_reference_logps",
+)
+inert_unless(lambda s: s.dpo_loss_type == "orpo", "dpo_loss_type=orpo", "orpo_lambda")
+inert_unless(lambda s: s.dpo_loss_type == "simpo", "dpo_loss_type=simpo", "simpo_gamma")
+
+
+def method_of(settings: Settings) -> str | None:
+    """The key that makes records rows of fine-tuning, or None."""
+    return next((key for key in ("use_sft", "use_dpo") if getattr(settings, key)), None)
+
+
+@rule("use_dpo")
+def one_fine_tuning_method(settings: Settings) -> str | None:
+    chosen = [key for key in ("use_dpo", "use_sft", "use_grpo") if getattr(settings, key)]
+    return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
+
+
+@rule("dataset_type")
+def rows_are_records(settings: Settings) -> str | None:
+    method, kind = method_of(settings), settings.dataset_type
+    if method and kind in (DatasetType.C4MLPERF, DatasetType.OLMO_GRAIN):
+        return (
+            f"dataset_type={kind.value} has no conversations or pairs for {method}: use grain, hf "
+            "or tfds"
+        )
+    return None
+
+
+@rule("tokenize_train_data")
+def rows_are_text(settings: Settings) -> str | None:
+    method = method_of(settings)
+    for key in ("tokenize_train_data", "tokenize_eval_data"):
+        if method and not getattr(settings, key):
+            return f"{method} tokenizes conversations and texts itself: leave {key}=true"
+    return None
+
+
+@rule("use_truncation")
+def rows_are_not_split(settings: Settings) -> str | None:
+    method = method_of(settings)
+    if method and not settings.use_truncation:
+        return (
+            f"use_truncation=false splits documents, but {method} keeps rows whole: leave it true "
+            "and raise max_target_length"
+        )
+    return None
+
+
+@rule("packing")
+def pairs_are_not_packed(settings: Settings) -> str | None:
+    if settings.use_dpo and settings.packing:
+        return "a preference pair is a row of its own: set packing=false with use_dpo"
+    return None
+
+
+@rule("grain_packing_type")
+def conversations_are_not_split(settings: Settings) -> str | None:
+    if settings.use_sft and settings.packing and settings.grain_packing_type == "concat_then_split":
+        return (
+            "grain_packing_type=concat_then_split splits conversations where rows end: use "
+            "first_fit or best_fit with use_sft"
+        )
+    return None
+
+
+@rule("max_prompt_length")
+def prompts_leave_room_for_a_response(settings: Settings) -> str | None:
+    length = settings.max_prompt_length
+    if settings.use_dpo and length is not None and length > settings.max_target_length:
+        return (
+            f"max_prompt_length={length} leaves no token of max_target_length="
+            f"{settings.max_target_length} for a completion: lower it"
+        )
+    return None

@@ -1,0 +1,320 @@
+"""Rows for fine-tuning as token ids and masks of the tokens that are learned.
+
+A conversation is tokenized whole, by the chat template; its mask is that of the assistant's turns
+(`tokenizers/assistant_mask.py`). Texts are tokenized with the special tokens that start a text in
+the vocabulary, and end with the end token. Truncation keeps the start of a row; of a preference
+pair it keeps the end of the prompt and the start of the completions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.sources import is_preset
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.formats import Record, UnusableRecord
+from maxtext.input_pipeline.formatting import FormattingFunction
+from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.row_forms import (
+    OPTIONAL,
+    PAIR_FORMS,
+    ROW_FORMS,
+    Conversation,
+    Message,
+    PreferenceChats,
+    PreferenceTexts,
+    PromptCompletion,
+    TextRow,
+    has_form,
+    parse_pair,
+    parse_row,
+)
+from maxtext.input_pipeline.row_reports import Remark, RowReports
+from maxtext.tokenizers import Tokenizer, load_tokenizer
+from maxtext.tokenizers.assistant_mask import common_prefix_length, tokenize_chat
+from maxtext.tokenizers.chat import ChatTemplate, chat_template
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """`ids` int32 [n], `mask` bool [n]: True for tokens that are learned, except that the first
+    token of a row is never predicted.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    remarks: tuple[Remark, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    """Token ids, int32 [n] each. The completions follow the prompt."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+    remarks: tuple[Remark, ...] = ()
+
+
+def encode_row(
+    row: Record, config: MaxTextConfig, tokenizer: Tokenizer | None = None
+) -> EncodedRow:
+    """What supervised fine-tuning learns from a row. Raises UserError if the row is unusable."""
+    try:
+        return RowEncoder(config, Split.TRAIN, tokenizer).prepare(row)
+    except UnusableRecord as error:
+        raise UserError(f"the row cannot be used: {error}") from error
+
+
+def encode_pair(
+    row: Record, config: MaxTextConfig, tokenizer: Tokenizer | None = None
+) -> EncodedPair:
+    """What preference optimization learns from a row. Raises UserError if the row is unusable."""
+    try:
+        return PairEncoder(config, Split.TRAIN, tokenizer).prepare(row)
+    except UnusableRecord as error:
+        raise UserError(f"the row cannot be used: {error}") from error
+
+
+def check_columns(
+    config: MaxTextConfig, split: Split, names: Sequence[str] | None, named_by: str
+) -> None:
+    """Raise ConfigError if data with the columns `names` lacks one that the user set."""
+    columns = set_columns(config, split)
+    if names is None or columns is None or config.formatting_func_path:
+        return
+    missing = [name for name in columns if name not in names and name not in OPTIONAL]
+    if missing:
+        raise ConfigError(
+            f"{split.value}_data_columns: {named_by} has no column {missing[0]!r}, only "
+            f"{', '.join(names)}"
+        )
+
+
+def set_columns(config: MaxTextConfig, split: Split) -> list[str] | None:
+    """The columns that the user set, or None if rows are recognised by their columns: the default
+    and the columns of presets are no choice of the user.
+    """
+    key = f"{split.value}_data_columns"
+    columns = list(getattr(config, key))
+    source = config.source(key)
+    if is_preset(source) or (columns == ["text"] and not source.is_user):
+        return None
+    forms, most = (PAIR_FORMS, 3) if config.use_dpo else (ROW_FORMS, 2)
+    least = 2 if config.use_dpo else 1
+    if len(set(columns)) < len(columns) or not (
+        has_form(columns, forms) or least <= len(columns) <= most
+    ):
+        wanted = "prompt, chosen and rejected" if config.use_dpo else "one form of rows"
+        raise ConfigError(f"{key}={columns}: name the columns of {wanted}")
+    return columns
+
+
+class TextEncoder:
+    """What rows and pairs have in common: columns, formatting function, template, tokens of
+    texts.
+    """
+
+    def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
+        self.columns = set_columns(config, split)
+        self.formatting = FormattingFunction.from_config(config)
+        self.tokenizer = tokenizer or load_tokenizer(config)
+        self.template = chat_template(config, self.tokenizer)
+        self.length = config.max_target_length
+        self.add_bos = config.add_bos
+        self.add_eos = config.add_eos
+        self.reports = RowReports()
+
+    def adds(self) -> dict[str, Any]:
+        """What changes the tokens of a row, and with them a position in the data."""
+        return {"add_bos": self.add_bos, "add_eos": self.add_eos}
+
+    def encode(self, prepared: Sequence[Any]) -> list[Any]:
+        """The rows of `prepare` that are learned from."""
+        return [row for row in prepared if Remark.NOT_LEARNED not in row.remarks]
+
+    def format(self, record: Record) -> Record:
+        return record if self.formatting is None else self.formatting(record)
+
+    def require_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise ConfigError(
+                f"the data has conversations, but the tokenizer {self.tokenizer.name} has no chat "
+                "template: set chat_template_path or chat_template"
+            )
+        return self.template
+
+    def text_ids(self, text: str) -> list[int]:
+        """The tokens of a text, which may contain special tokens, after those that start one."""
+        if not self.add_bos:
+            return self.tokenizer.encode_with_specials(text)
+        ids = self.tokenizer.encode_prompt(text)
+        bos_id = self.tokenizer.bos_id
+        # A text that was rendered by a template has its own beginning.
+        return ids[1:] if bos_id is not None and ids[:2] == [bos_id, bos_id] else ids
+
+    def with_end(self, ids: list[int]) -> list[int]:
+        eos_id = self.tokenizer.eos_id
+        if not self.add_eos or eos_id is None or ids[-1:] == [eos_id]:
+            return ids
+        return [*ids, eos_id]
+
+
+class RowEncoder(TextEncoder):
+    """Rows of supervised fine-tuning."""
+
+    def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
+        super().__init__(config, split, tokenizer)
+        self.completion_only = config.sft_train_on_completion_only
+
+    def adds(self) -> dict[str, Any]:
+        return {**super().adds(), "sft_train_on_completion_only": self.completion_only}
+
+    def prepare(self, record: Record) -> EncodedRow:
+        """The tokens of a record and those that are learned. Raises UnusableRecord."""
+        row = parse_row(self.format(record), self.columns)
+        if isinstance(row, Conversation):
+            ids, mask = self.conversation(row)
+        else:
+            ids, mask = self.text(row)
+        remarks = []
+        if isinstance(row, Conversation) and has_late_system(row.messages):
+            remarks.append(Remark.SYSTEM_NOT_FIRST)
+        if isinstance(row, Conversation) and not self.learns_end(ids, mask):
+            remarks.append(Remark.END_NOT_LEARNED)
+        if len(ids) > self.length + 1:
+            ids, mask = ids[: self.length + 1], mask[: self.length + 1]
+            remarks.append(Remark.TRUNCATED)
+        if not mask[1:].any():
+            remarks = [Remark.NOT_LEARNED]
+        return EncodedRow(ids, mask, tuple(remarks))
+
+    def text(self, row: TextRow | PromptCompletion) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(row, TextRow):
+            ids, first = self.with_end(self.text_ids(row.text)), 0
+        else:
+            joined = self.text_ids(row.prompt + row.completion)
+            first = common_prefix_length(self.text_ids(row.prompt), joined)
+            ids = self.with_end(joined)
+        mask = np.ones(len(ids), bool)
+        if self.completion_only:
+            mask[:first] = False
+        return np.array(ids, np.int32), mask
+
+    def conversation(self, row: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        if not row.messages:
+            raise UnusableRecord("it has no messages")
+        template = self.require_template()
+        try:
+            if self.completion_only:
+                chat = tokenize_chat(
+                    template, self.tokenizer, row.messages, row.variables, row.first_turn
+                )
+                return chat.ids, chat.mask
+            text = template.render(row.messages, variables=row.variables)
+        except ConfigError:
+            raise
+        except UserError as error:
+            raise UnusableRecord(str(error)) from error
+        ids = np.array(self.tokenizer.encode_with_specials(text), np.int32)
+        return ids, np.ones(len(ids), bool)
+
+    def learns_end(self, ids: np.ndarray, mask: np.ndarray) -> bool:
+        """Whether a run of learned tokens ends with a special token, or nothing is learned."""
+        ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
+        # With every token learned, the newline after the last end-of-turn token is the end.
+        tokens = ids[ends] if self.completion_only else ids[mask]
+        return not len(ends) or any(int(token) in self.tokenizer.special_ids for token in tokens)
+
+
+class PairEncoder(TextEncoder):
+    """Preference pairs."""
+
+    def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
+        super().__init__(config, split, tokenizer)
+        self.max_prompt_length = config.max_prompt_length
+
+    def adds(self) -> dict[str, Any]:
+        return {**super().adds(), "max_prompt_length": self.max_prompt_length}
+
+    def prepare(self, record: Record) -> EncodedPair:
+        """The tokens of the prompt and both completions. Raises UnusableRecord."""
+        row = parse_pair(self.format(record), self.columns)
+        prompt, chosen, rejected = self.token_ids(row)
+        if chosen == rejected:
+            raise UnusableRecord("chosen and rejected are equal")
+        for name, ids in (("chosen", chosen), ("rejected", rejected)):
+            if not ids:
+                raise UnusableRecord(f"{name} adds no token to the prompt")
+        remarks = []
+        if isinstance(row, PreferenceChats) and has_late_system([*row.prompt, *row.chosen]):
+            remarks.append(Remark.SYSTEM_NOT_FIRST)
+        kept = self.prompt_length(len(prompt), max(len(chosen), len(rejected)))
+        if kept < len(prompt):
+            remarks.append(Remark.PROMPT_TRUNCATED)
+            prompt = prompt[len(prompt) - kept :]
+        if not prompt and min(len(chosen), len(rejected)) < 2:  # nothing to predict it from
+            remarks = [Remark.NOT_LEARNED]
+        most = self.length + 1 - len(prompt)
+        if max(len(chosen), len(rejected)) > most:
+            remarks.append(Remark.TRUNCATED)
+        return EncodedPair(
+            prompt=np.array(prompt, np.int32),
+            chosen=np.array(chosen[:most], np.int32),
+            rejected=np.array(rejected[:most], np.int32),
+            remarks=tuple(remarks),
+        )
+
+    def prompt_length(self, prompt: int, completion: int) -> int:
+        """The number of tokens of the prompt that are used. Without max_prompt_length a prompt is
+        cut, to half of max_target_length, only if the pair does not fit.
+        """
+        if self.max_prompt_length is not None:
+            return min(prompt, self.max_prompt_length)
+        if prompt + completion <= self.length + 1:
+            return prompt
+        return min(prompt, self.length // 2)
+
+    def token_ids(
+        self, row: PreferenceTexts | PreferenceChats
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Prompt, chosen, rejected. A completion starts at the first token that either sequence
+        does not have in common with the prompt.
+        """
+        sequences = self.texts(row) if isinstance(row, PreferenceTexts) else self.chats(row)
+        prompt, chosen, rejected = sequences
+        first = min(common_prefix_length(prompt, side) for side in (chosen, rejected))
+        return prompt[:first], chosen[first:], rejected[first:]
+
+    def texts(self, row: PreferenceTexts) -> tuple[list[int], list[int], list[int]]:
+        """The tokens of the prompt, and of the prompt with either completion."""
+        start = row.prompt or ""
+        chosen, rejected = (
+            self.with_end(self.text_ids(start + text)) for text in (row.chosen, row.rejected)
+        )
+        if row.prompt is None:
+            return chosen[: common_prefix_length(chosen, rejected)], chosen, rejected
+        return self.text_ids(start), chosen, rejected
+
+    def chats(self, row: PreferenceChats) -> tuple[list[int], list[int], list[int]]:
+        """As `texts`, with the generation prompt after the prompt."""
+        template, prompt = self.require_template(), row.prompt
+        try:
+            texts = [
+                template.render(prompt, add_generation_prompt=True, variables=row.variables),
+                template.render([*prompt, *row.chosen], variables=row.variables),
+                template.render([*prompt, *row.rejected], variables=row.variables),
+            ]
+        except ConfigError:
+            raise
+        except UserError as error:
+            raise UnusableRecord(str(error)) from error
+        prompt_ids, chosen_ids, rejected_ids = map(self.tokenizer.encode_with_specials, texts)
+        return prompt_ids, chosen_ids, rejected_ids
+
+
+def has_late_system(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "system" for message in messages[1:])

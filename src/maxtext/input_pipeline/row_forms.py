@@ -1,0 +1,314 @@
+"""The forms of rows for fine-tuning, recognised by their columns.
+
+| columns | form |
+|---|---|
+| messages, or conversations | Conversation; {from, value} is read as {role, content} |
+| prompt, completion | PromptCompletion if texts, a Conversation if messages |
+| instruction, input (optional), output | Conversation of user and assistant |
+| question, answer | Conversation of user and assistant |
+| text | TextRow |
+| prompt (optional), chosen, rejected | PreferenceTexts or PreferenceChats |
+
+The columns tools and chat_template_kwargs next to a conversation are variables of its template. A
+column without a value (null) counts as absent. Lists and objects may be JSON text, as in files that
+hold only text.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from maxtext.input_pipeline.formats import Record, UnusableRecord
+from maxtext.tokenizers.assistant_mask import common_prefix_length
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "document")
+# Values of `from` -> roles
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+# Required columns of each form of a row, the first that fits is taken
+ROW_FORMS = (
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("text",),
+)
+PAIR_FORMS = (("chosen", "rejected"),)
+OPTIONAL = ("input", "prompt")
+VARIABLES = ("tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True)
+class TextRow:
+    text: str
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`first_turn` is the index of the first message that may be learned; `variables` are those of
+    the template.
+    """
+
+    messages: list[Message]
+    first_turn: int = 0
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PreferenceTexts:
+    """If `prompt` is None, it is the common start of `chosen` and `rejected`."""
+
+    prompt: str | None
+    chosen: str
+    rejected: str
+
+
+@dataclass(frozen=True)
+class PreferenceChats:
+    """The completions `chosen` and `rejected` are messages that follow those of `prompt`."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_row(
+    record: Record, columns: Sequence[str] | None
+) -> TextRow | PromptCompletion | Conversation:
+    """A record in one of the forms for supervised fine-tuning. `columns`: the names that the user
+    set, or None. Raises UnusableRecord.
+    """
+    row = named_columns(record, columns, ROW_FORMS)
+    form = form_of(row, ROW_FORMS)
+    variables = template_variables(row)
+    if form == ("text",):
+        return TextRow(text_of(row, "text"))
+    if form in (("messages",), ("conversations",)):
+        return Conversation(messages_of(row, form[0]), variables=variables)
+    if form == ("prompt", "completion"):
+        prompt, completion = (text_or_messages(row, column) for column in form)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return PromptCompletion(prompt, not_empty("completion", completion))
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise UnusableRecord("prompt and completion are a text and messages: use one kind")
+        return Conversation(prompt + not_empty("completion", completion), len(prompt), variables)
+    question, answer = (text_of(row, column) for column in form)
+    if row.get("input") not in (None, "") and form[0] == "instruction":
+        question = f"{question}\n\n{text_of(row, 'input')}"
+    messages = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": not_empty(form[1], answer)},
+    ]
+    return Conversation(messages, variables=variables)
+
+
+def parse_pair(record: Record, columns: Sequence[str] | None) -> PreferenceTexts | PreferenceChats:
+    """A record with a preferred and a rejected completion. Raises UnusableRecord."""
+    row = named_columns(record, columns, PAIR_FORMS)
+    form_of(row, PAIR_FORMS)
+    chosen, rejected = (
+        not_empty(column, text_or_messages(row, column)) for column in ("chosen", "rejected")
+    )
+    prompt = text_or_messages(row, "prompt") if "prompt" in row else None
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise UnusableRecord("chosen and rejected are a text and messages: use one kind")
+    if isinstance(chosen, str):
+        if isinstance(prompt, list):
+            raise UnusableRecord("prompt has messages, but chosen and rejected are texts")
+        return PreferenceTexts(prompt, chosen, rejected)
+    # A prompt that is a text is that of the first message, which both completions repeat.
+    if not isinstance(prompt, list) or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
+        shared = common_prefix_length(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if not side:
+            raise UnusableRecord(f"{name} has no message after the common prompt")
+    return PreferenceChats(prompt, chosen, rejected, template_variables(row))
+
+
+def named_columns(
+    record: Record, columns: Sequence[str] | None, forms: Sequence[tuple[str, ...]]
+) -> Record:
+    """The columns that have a value; with `columns` only these, and those of the template's
+    variables. One or two columns with other names than those of a form are a conversation or text,
+    or prompt and completion.
+    """
+    row = {name: to_text(value) for name, value in record.items() if value is not None}
+    if columns is None:
+        return row
+    missing = [name for name in columns if name not in row and name not in OPTIONAL]
+    if missing:
+        state = "is null" if missing[0] in record else "is missing"
+        raise UnusableRecord(f"the column {missing[0]!r} {state}; there are {listed(record)}")
+    variables = {name: row[name] for name in VARIABLES if name in row}
+    row = {name: row[name] for name in columns if name in row}
+    if not has_form(columns, forms):
+        names = dict(zip(columns, other_names(columns, row, forms), strict=True))
+        row = {names[name]: value for name, value in row.items()}
+    return row | variables
+
+
+def has_form(columns: Sequence[str], forms: Sequence[tuple[str, ...]]) -> bool:
+    return any(set(form) <= set(columns) for form in forms)
+
+
+def other_names(
+    columns: Sequence[str], row: Record, forms: Sequence[tuple[str, ...]]
+) -> tuple[str, ...]:
+    """The columns of a form that columns with names of the user's own stand for."""
+    if forms is PAIR_FORMS:
+        return ("prompt", "chosen", "rejected")[-len(columns) :]
+    if len(columns) == 2:
+        return ("prompt", "completion")
+    value = parse_messages(row[columns[0]])
+    return ("text",) if isinstance(value, str) else ("messages",)
+
+
+def form_of(row: Record, forms: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    form = next((form for form in forms if all(name in row for name in form)), None)
+    if form is None:
+        wanted = "; ".join(", ".join(form) for form in forms)
+        raise UnusableRecord(
+            f"its columns, {listed(row)}, are no form of a row: expected {wanted}, or set "
+            "train_data_columns or formatting_func_path"
+        )
+    return form
+
+
+def listed(record: Record) -> str:
+    return ", ".join(map(str, record)) or "none"
+
+
+def to_text(value: Any) -> Any:
+    """Decode bytes, which columns of tf.train.Example have."""
+    try:
+        if isinstance(value, bytes):
+            return value.decode()
+        if isinstance(value, list) and value and all(isinstance(item, bytes) for item in value):
+            return [item.decode() for item in value]
+    except UnicodeDecodeError as error:
+        raise UnusableRecord(f"a column has invalid UTF-8 at byte {error.start}") from error
+    return value
+
+
+def text_of(row: Record, column: str) -> str:
+    if not isinstance(row[column], str):
+        raise UnusableRecord(
+            f"column {column} has a value of type {type(row[column]).__name__} instead of text"
+        )
+    return row[column]
+
+
+def not_empty(column: str, value: Any) -> Any:
+    if not value:
+        raise UnusableRecord(f"column {column} is empty")
+    return value
+
+
+def text_or_messages(row: Record, column: str) -> str | list[Message]:
+    value = parse_messages(row[column])
+    return value if isinstance(value, str) else to_messages(value, column)
+
+
+def messages_of(row: Record, column: str) -> list[Message]:
+    value = row[column]
+    return to_messages(parse_json(value, column) if isinstance(value, str) else value, column)
+
+
+def parse_messages(value: Any) -> Any:
+    """The messages of a JSON text, or the value itself if it is something else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        if parsed and all(
+            isinstance(item, dict) and {"role", "from"} & set(item) for item in parsed
+        ):
+            return parsed
+    return value
+
+
+def parse_json(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnusableRecord(f"column {column} is text that is not JSON: {error}") from error
+
+
+def to_messages(value: Any, column: str) -> list[Message]:
+    """Messages with role and content. Fields without a value, which tables add, are removed."""
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, list | tuple | np.ndarray) or not all(
+        isinstance(item, dict) for item in value
+    ):
+        raise UnusableRecord(
+            f"column {column} has a value of type {type(value).__name__} instead of a list of "
+            "messages"
+        )
+    return [to_message(item, index, column) for index, item in enumerate(value)]
+
+
+def to_message(item: dict[str, Any], index: int, column: str) -> Message:
+    where = f"message {index} of column {column}"
+    if item.get("role") is None and "from" in item:
+        role = SPEAKERS.get(item["from"])
+        message = {"role": role, "content": item.get("value")}
+        if role is None:
+            raise UnusableRecord(
+                f"{where} is from {item['from']!r}: expected {', '.join(SPEAKERS)}"
+            )
+    else:
+        message = {
+            name: value for name, value in item.items() if value is not None or name == "content"
+        }
+        if message.get("role") not in ROLES:
+            raise UnusableRecord(
+                f"{where} has the role {message.get('role')!r}: expected {', '.join(ROLES)}"
+            )
+    content = message.get("content")
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        kind = "no content" if content is None else f"content of type {type(content).__name__}"
+        raise UnusableRecord(f"{where} has {kind}")
+    return message
+
+
+def template_variables(row: Record) -> dict[str, Any]:
+    """The variables of the template that a row has."""
+    tools = parse_column(row, "tools", list, "a list")
+    variables = parse_column(row, "chat_template_kwargs", dict, "a JSON object") or {}
+    named = {name: value for name, value in variables.items() if value is not None}
+    return named | ({"tools": tools} if tools else {})
+
+
+def parse_column(row: Record, column: str, kind: type, wanted: str) -> Any:
+    """The list or dict of a column, which may be JSON text. None if the column has no value."""
+    value = row.get(column)
+    if isinstance(value, str):
+        value = parse_json(value, column) if value.strip() else None
+    if isinstance(value, tuple | np.ndarray):
+        value = list(value)
+    if value is not None and not isinstance(value, kind):
+        raise UnusableRecord(
+            f"column {column} has a value of type {type(value).__name__} instead of {wanted}"
+        )
+    return value

@@ -1,0 +1,173 @@
+"""Tokenizes a conversation and finds the tokens that the assistant produced.
+
+A template that marks the assistant's text with `{% generation %}` gives its characters. For any
+other template, the text of assistant turn i lies between two renderings that are prefixes of the
+whole: messages before i with the generation prompt, and messages up to i without. Tokens after the
+turn's last special token, such as the newline after ChatML's <|im_end|>, are not the assistant's.
+
+Some templates render a turn differently when messages follow, most often without its reasoning.
+Then the renderings are no prefixes, and the turn is not learned, unless it is the last one: it
+starts at the first token that differs from the generation prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
+from maxtext.tokenizers.chat import ChatTemplate, Messages
+from maxtext.tokenizers.interface import Tokenizer
+
+ASSISTANT = "assistant"
+REPORTED: set[str] = set()  # sources of templates whose turns differ, which are logged once
+
+
+@dataclass(frozen=True)
+class TokenizedChat:
+    """`ids` int32 [n], `mask` bool [n]: True for tokens of the assistant."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A whole conversation as text and tokens. `starts` and `ends` are the offsets of the tokens,
+    both non-decreasing.
+    """
+
+    text: str
+    ids: list[int]
+    starts: np.ndarray
+    ends: np.ndarray
+    special: np.ndarray
+
+    @classmethod
+    def from_text(cls, text: str, tokenizer: Tokenizer) -> "Rendering":
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        special = np.array([token in tokenizer.special_ids for token in ids], bool)
+        return cls(
+            text=text,
+            ids=ids,
+            starts=np.minimum.accumulate(starts[::-1])[::-1],
+            ends=np.maximum.accumulate(ends),
+            special=special,
+        )
+
+    def token_span(self, start: int, end: int) -> tuple[int, int]:
+        """The (first, end) of the tokens that overlap the characters from `start` to `end`. A
+        special token that begins earlier, as a header that strips spaces, does not count.
+        """
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        while first < len(self.ids) and self.special[first] and self.starts[first] < start:
+            first += 1
+        return first, int(np.searchsorted(self.starts, end, side="left"))
+
+    def end_of_turn(self, first: int, end: int) -> int:
+        """The position after the last special token in [first, end), or `end` if there is none."""
+        specials = np.flatnonzero(self.special[first:end])
+        return first + int(specials[-1]) + 1 if len(specials) else end
+
+
+def tokenize_chat(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    variables: Mapping[str, Any] | None = None,
+    first_turn: int = 0,
+) -> TokenizedChat:
+    """The tokens of a conversation and those of its assistant turns, end-of-turn token included.
+    Turns of messages before `first_turn` are not masked in.
+
+    Raises UserError if the template fails.
+    """
+    if template.marks_generation:
+        rendered = template.run(messages, variables=variables, wants_spans=True)
+        whole = Rendering.from_text(rendered.text, tokenizer)
+        begin = 0
+        if first_turn:
+            prompt = template.render(messages[:first_turn], True, variables)
+            begin = common_prefix_length(prompt, rendered.text)
+        spans = [
+            whole.token_span(max(start, begin), end)
+            for start, end in rendered.spans
+            if max(start, begin) < end
+        ]
+    else:
+        whole = Rendering.from_text(template.render(messages, variables=variables), tokenizer)
+        spans = prefix_spans(template, tokenizer, messages, variables, first_turn, whole)
+    mask = np.zeros(len(whole.ids), bool)
+    for first, end in spans:
+        mask[first:end] = True
+    return TokenizedChat(np.array(whole.ids, np.int32), mask)
+
+
+def prefix_spans(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    variables: Mapping[str, Any] | None,
+    first_turn: int,
+    whole: Rendering,
+) -> list[tuple[int, int]]:
+    """The (first, end) of the tokens of assistant turns, by two renderings for each."""
+    turns = [
+        index
+        for index, message in enumerate(messages)
+        if message.get("role") == ASSISTANT and index >= first_turn
+    ]
+    spans = []
+    for turn in turns:
+        is_last = turn == turns[-1]
+        try:
+            before = template.render(messages[:turn], True, variables)
+            through = whole.text
+            if turn + 1 < len(messages):
+                through = template.render(messages[: turn + 1], False, variables)
+        except UserError as error:
+            if is_last:
+                raise UserError(
+                    f"the assistant turn at message {turn} cannot be told from its prompt: {error}"
+                ) from error
+            report_difference(template, turn, str(error))
+            continue
+        if whole.text.startswith(before) and whole.text.startswith(through):
+            first, end = whole.token_span(len(before), len(through))
+        else:
+            first, end = (
+                common_prefix_length(tokenizer.encode_with_specials(text), whole.ids)
+                for text in (before, through)
+            )
+            parts_at = first if not whole.text.startswith(before) else end
+            token = tokenizer.id_to_token(whole.ids[parts_at]) if parts_at < len(whole.ids) else ""
+            report_difference(template, turn, f"the renderings part at token {parts_at}, {token!r}")
+            if not is_last:
+                continue
+        spans.append((first, whole.end_of_turn(first, end)))
+    return spans
+
+
+def report_difference(template: ChatTemplate, turn: int, reason: str) -> None:
+    """Log, once for a template, that a turn differs when messages follow."""
+    if template.source in REPORTED:
+        return
+    REPORTED.add(template.source)
+    LOGGER.warning(
+        "the chat template of %s renders the assistant turn at message %d differently within the "
+        "whole conversation (%s): such turns are not learned, except for the last of a "
+        "conversation, which is learned from the first token that differs; mark the assistant's "
+        "text with {%% generation %%} to learn all turns",
+        template.origin,
+        turn,
+        reason,
+    )
+
+
+def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The number of leading elements that two sequences have in common."""
+    shorter = min(len(first), len(second))
+    return next((index for index in range(shorter) if first[index] != second[index]), shorter)
