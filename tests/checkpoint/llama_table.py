@@ -23,9 +23,9 @@ from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import find_param_infos, flatten, load_weights
 from maxtext.configs.derive import Devices
 from maxtext.hf.rules import Rule
-from maxtext.models import make_template
 from maxtext.models.configuration import load
 from maxtext.models.registry import segments
+from maxtext.models.transformer import make_template
 
 LAYER = "model.layers.{i}."
 RULES = [

@@ -19,8 +19,8 @@ from maxtext.checkpoint.weights import ModelWeights, flatten
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import from_python
 from maxtext.kernels.weight_only import QuantizedWeight
-from maxtext.models import make_template
 from maxtext.models.configuration import load
+from maxtext.models.transformer import make_template
 from maxtext.sharding import AxisRules, make_mesh
 
 KINDS = pytest.mark.parametrize("dtype", ["int8", "int4"])

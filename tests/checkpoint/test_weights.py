@@ -19,7 +19,7 @@ from maxtext.checkpoint.weights import (
 )
 from maxtext.common.errors import UserError
 from maxtext.layers.parameters import Template
-from maxtext.layers.stack import Segment
+from maxtext.layers.specs import Segment
 from maxtext.models.registry import segments
 
 FORMS = [

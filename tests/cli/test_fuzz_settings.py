@@ -15,7 +15,7 @@ from maxtext.cli.main import main
 from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import UserError
 from maxtext.configs import fields, ledger
-from maxtext.models import make_template
+from maxtext.models.transformer import make_template
 from maxtext.optimizers import build_optimizer
 
 TINY = [

@@ -12,8 +12,8 @@ import pytest
 
 from maxtext.inference.engine import InferenceEngine
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.cache import PagedKVCache, RecurrentState, SlidingWindowKVCache
+from maxtext.layers.specs import AttentionSpec
 from maxtext.models import registry
 from tests.inference import test_scheduler as helpers
 from tests.inference.prefix_cache_checks import check_consistent

@@ -18,9 +18,8 @@ import numpy as np
 from maxtext.common import hash_rng
 from maxtext.kernels import all_to_all
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.routers import RouterSpec
+from maxtext.layers.specs import MoeSpec, RouterSpec
 from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, use_rules
 from tests.compiling import FAST_COMPILE

@@ -15,11 +15,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Rotary
 
 from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.attention import Attention, AttentionSpec
+from maxtext.layers.attention import Attention
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.rope import RopeSpec
+from maxtext.layers.specs import AttentionSpec, NormSpec, RopeSpec
 from tests.compiling import FAST_COMPILE
 from tests.tolerance import assert_within_rounding
 

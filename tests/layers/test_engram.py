@@ -13,17 +13,11 @@ import torch
 from tokenizers import Regex, normalizers
 
 from maxtext.common import hash_rng
-from maxtext.layers.engram import (
-    Compression,
-    EngramSpec,
-    compressed_ids,
-    head_primes,
-    mod_uint64,
-    multiply_uint64,
-)
+from maxtext.layers.engram import compressed_ids, mod_uint64, multiply_uint64
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import Compression, EngramSpec, NormSpec
+from maxtext.layers.specs.engram import head_primes
 
 EMBED_DIM, VOCABULARY, EPSILON = 8, 50, 1e-2
 BATCH, LENGTH = 2, 14

@@ -17,9 +17,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from maxtext.common import hash_rng
 from maxtext.kernels.delta_rule import causal_convolution_step, gated_delta_step
-from maxtext.layers.gated_delta_net import GatedDeltaNetSpec, l2_normalise
+from maxtext.layers.gated_delta_net import l2_normalise
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import GatedDeltaNetSpec
 from tests.compiling import FAST_COMPILE
 from tests.tolerance import assert_within_rounding, dtype_of, in_both_precisions
 

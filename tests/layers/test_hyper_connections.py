@@ -12,9 +12,9 @@ import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from maxtext.common import hash_rng
-from maxtext.layers.hyper_connections import HyperConnectionSpec, collapse, expand, sinkhorn
-from maxtext.layers.norms import NormSpec
+from maxtext.layers.hyper_connections import collapse, expand, sinkhorn
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import HyperConnectionSpec, NormSpec
 
 BATCH, LENGTH, EMBED_DIM, EPSILON = 2, 3, 6, 1e-2  # the norm's epsilon is large, so that it matters
 

@@ -24,12 +24,9 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.indexer import IndexerSpec
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.mla import MlaSpec
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.rope import RopeSpec
+from maxtext.layers.specs import IndexerSpec, MlaSpec, NormSpec, RopeSpec
 from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, EMBED_DIM, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = (

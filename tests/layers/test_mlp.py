@@ -9,8 +9,9 @@ from torch.nn import functional
 
 from maxtext.common import hash_rng
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
+from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import MlpSpec
 from tests.tolerance import assert_within_rounding
 
 SIZE, WIDTH = 6, 10

@@ -16,10 +16,9 @@ from maxtext.common import hash_rng
 from maxtext.kernels import grouped_matmul
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.moe import MoeSpec, expert_capacity
+from maxtext.layers.moe import expert_capacity
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.routers import RouterSpec
+from maxtext.layers.specs import MlpSpec, MoeSpec, RouterSpec
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

@@ -16,8 +16,8 @@ from maxtext.common import hash_rng
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import build_linear
 from maxtext.layers.multi_token import MultiTokenSpec, count_accepted, mtp_targets, shift_left
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import NormSpec
 from maxtext.layers.stack import RematPolicy
 
 EMBED_DIM, VOCABULARY, EPSILON = 6, 11, 1e-2

@@ -8,8 +8,9 @@ import torch
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from maxtext.common import hash_rng
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import NormSpec
 
 SIZE, EPSILON = 24, 1e-2  # large, so that it matters
 

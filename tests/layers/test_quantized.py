@@ -14,10 +14,9 @@ from maxtext.common import hash_rng
 from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.moe import MoeSpec
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.quantized import abstract_quantized, quantize_weights
-from maxtext.layers.routers import RouterSpec
+from maxtext.layers.specs import MoeSpec, RouterSpec
 from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 

@@ -11,7 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from maxtext.layers.rope import RopeSpec, apply_rope, frequencies
+from maxtext.layers.rope import apply_rope, frequencies
+from maxtext.layers.specs import RopeSpec
 
 HEAD = 64
 LLAMA31 = {"rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -13,13 +13,13 @@ import pytest
 from maxtext.common import hash_rng
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.routers import (
-    RouterSpec,
     Routing,
     balanced_selection,
     expert_counts,
     load_balance_loss,
     updated_bias,
 )
+from maxtext.layers.specs import RouterSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -13,15 +13,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask, attend, cudnn
-from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.block import Block
-from maxtext.layers.decoder_layer import LayerSpec
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.rope import RopeSpec
-from maxtext.layers.stack import RematPolicy, Segment, Stack
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec, Segment
+from maxtext.layers.stack import RematPolicy, Stack
 from tests.compiling import FAST_COMPILE
 
 SIZE, LENGTH, HEAD = 16, 6, 4

@@ -10,8 +10,7 @@ import pytest
 
 from maxtext.configs.derive import Devices
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.attention import Moba
-from maxtext.models import make_template
+from maxtext.layers.specs import Moba
 from maxtext.models.configuration import load
 from maxtext.models.counts import (
     breakdown,
@@ -20,6 +19,7 @@ from maxtext.models.counts import (
     train_flops_per_token,
 )
 from maxtext.models.flops import moba_keys, visible_keys
+from maxtext.models.transformer import make_template
 
 
 def configuration(*words):

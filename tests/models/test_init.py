@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from maxtext.configs.derive import Devices
-from maxtext.models import make_template
 from maxtext.models.configuration import load
-from maxtext.models.transformer import initial_weights
+from maxtext.models.transformer import initial_weights, make_template
 from tests.compiling import FAST_COMPILE
 
 WORDS = [

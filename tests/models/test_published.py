@@ -18,14 +18,13 @@ import pytest
 
 from maxtext.configs import fields
 from maxtext.configs.derive import Devices
-from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
-from maxtext.layers.rope import RopeSpec, frequencies
-from maxtext.models import make_template
+from maxtext.layers.rope import frequencies
+from maxtext.layers.specs import GatedDeltaNetSpec, RopeSpec
 from maxtext.models.configuration import load
 from maxtext.models.counts import active_count, breakdown, parameter_count
 from maxtext.models.hf_registry import model_layer
 from maxtext.models.registry import layers
-from maxtext.models.transformer import final_norm
+from maxtext.models.transformer import final_norm, make_template
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -13,9 +13,8 @@ import pytest
 
 from maxtext.configs.derive import Devices
 from maxtext.configs.remat import SAVED_ON_DEVICE
-from maxtext.models import make_template
 from maxtext.models.configuration import load
-from maxtext.models.transformer import initial_weights
+from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.model_losses import language_model_losses
 from tests.compiling import FAST_COMPILE
 

@@ -7,8 +7,9 @@ import pytest
 
 from maxtext.configs.derive import Devices
 from maxtext.layers.inputs import LayerInputs
-from maxtext.models import make_template, segments
 from maxtext.models.configuration import load
+from maxtext.models.registry import segments
+from maxtext.models.transformer import make_template
 from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, SIZE = 32, 16, 12

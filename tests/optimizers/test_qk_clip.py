@@ -12,10 +12,8 @@ import pytest
 from maxtext.common import hash_rng
 from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.mla import MlaSpec
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.rope import RopeSpec
+from maxtext.layers.specs import MlaSpec, NormSpec, RopeSpec
 from maxtext.optimizers.qk_clip import clip_mla
 from tests.compiling import FAST_COMPILE
 

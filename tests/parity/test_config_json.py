@@ -15,10 +15,10 @@ from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import UserError
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
-from maxtext.models import make_template
 from maxtext.models.configuration import load
 from maxtext.models.hf_registry import MAPPINGS, hf_config, mapping_of, model_layer, read_config
 from maxtext.models.registry import FAMILIES, layers
+from maxtext.models.transformer import make_template
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from maxtext.configs.derive import Devices
-from maxtext.models import make_template
 from maxtext.models.configuration import load
+from maxtext.models.transformer import make_template
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.compile import compile_train_step

@@ -26,7 +26,7 @@ from maxtext.checkpoint.tensors import (
 )
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.parameters import Template, Tree
-from maxtext.layers.stack import Segment
+from maxtext.layers.specs import Segment
 
 ParamPath = tuple[str | int, ...]
 Bounds = tuple[tuple[int, int], ...]  # of a block of an array: (start, stop) along each axis

@@ -8,7 +8,6 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, serialize, sources
 from maxtext.configs.load import base_values
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
-from maxtext.models.configuration import load
 
 
 def run(args: list[str]) -> int:
@@ -16,6 +15,8 @@ def run(args: list[str]) -> int:
         return explain(args[1:])
     if args[:1] == ["status"]:
         return status(args[1:])
+    from maxtext.models.configuration import load
+
     changed = arguments.take_flag(args, "--changed")
     style = arguments.take_option(args, "--format", ("yaml", "json"))
     path, overrides = arguments.split(args)
@@ -67,6 +68,8 @@ def show(config: MaxTextConfig, keys: set[str]) -> None:
 
 
 def explain(args: list[str]) -> int:
+    from maxtext.models.configuration import load
+
     if not args or "=" in args[0]:
         raise ConfigError("name a key, e.g. maxtext config explain remat_policy")
     key = args[0]

@@ -8,10 +8,10 @@ from maxtext.configs import fields
 from maxtext.configs.derive import Devices
 from maxtext.configs.ledger import unsupported_by_model
 from maxtext.configs.load import base_values
-from maxtext.models import make_template
 from maxtext.models.configuration import load
 from maxtext.models.counts import active_count, breakdown, parameter_count
 from maxtext.models.registry import layers
+from maxtext.models.transformer import make_template
 
 COLUMNS = ("name", "family", "layers", "width", "vocabulary", "parameters", "active", "runs")
 NOTE = (

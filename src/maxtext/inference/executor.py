@@ -11,8 +11,9 @@ from maxtext.inference.batches import BatchBuilder, DecodeBatch, PrefillBatch
 from maxtext.inference.model_runner import select_caches
 from maxtext.inference.programs import EngineState, Programs, Sampled
 from maxtext.kernels import attention
-from maxtext.layers.attention import AttentionSpec
+from maxtext.layers.attention_sharding import packed_request
 from maxtext.layers.cache import CacheSize, PagedKVCache
+from maxtext.layers.specs import AttentionSpec
 from maxtext.models.common import backend
 from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches
@@ -110,7 +111,7 @@ class Executor:
             return False
         dtype = config.dtype.value
         requests = [
-            spec.request(shapes.PACKED_TOKENS, dtype, self.programs.build.platform)
+            packed_request(spec, shapes.PACKED_TOKENS, dtype, self.programs.build.platform)
             for spec in specs
         ]
         return all(attention.fastest_backend(request) != "dot_product" for request in requests)

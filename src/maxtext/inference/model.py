@@ -8,12 +8,10 @@ from typing import Any
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.programs import Programs
-from maxtext.layers.attention import AttentionSpec
 from maxtext.layers.context import BuildContext
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.mlp import MlpSpec
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import layout_for_decode
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
 from maxtext.layers.weight_layout import (
     cannot_merge,
     cannot_use_gemv,

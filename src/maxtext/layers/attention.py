@@ -4,7 +4,7 @@ itself.
 Shapes: B batch, S sequence, E embedding, H query heads, K key/value heads, D head size.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,13 +15,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
     AUTOSELECTED,
     AttentionInputs,
-    AttentionMask,
-    AttentionRequest,
-    BlockSizes,
 )
 from maxtext.kernels.decode import paged_attention
 from maxtext.kernels.moba import moba_selection
-from maxtext.layers.attention_sharding import attend, packed_request
+from maxtext.layers.attention_sharding import attend
 from maxtext.layers.cache import (
     CacheSize,
     KVCache,
@@ -34,10 +31,10 @@ from maxtext.layers.cache import (
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import MergedLinear, build_linear, project
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.rope import RopeSpec, apply_rope, rope_cos_sin
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.rope import apply_rope, rope_cos_sin
+from maxtext.layers.specs import AttentionSpec
 from maxtext.layers.weight_layout import cannot_merge
 from maxtext.sharding import constrain
 
@@ -46,101 +43,24 @@ PROJECTED = ("query_proj", "key_proj", "value_proj")  # names for rematerializat
 QKV = tuple[jax.Array, jax.Array, jax.Array]
 
 
-@dataclass(frozen=True)
-class Temperature:
-    """Scales a query by 1 + scale · ln(floor((position + 1) / length) + 1)."""
-
-    scale: float = 0.1
-    length: int = 8192
-
-
-@dataclass(frozen=True)
-class Moba:
-    """Each query attends to the `top` chunks of keys with the highest gate, its own among them."""
-
-    chunk: int
-    top: int
+def empty_cache(spec: AttentionSpec, size: CacheSize) -> KVCache | None:
+    """None if the layer attends to all tokens anew."""
+    if spec.moba is not None:
+        return None
+    shape = (spec.kv_heads, spec.head_dim)
+    return empty_kv_cache(
+        spec.mask, size, {KEY: shape, VALUE: shape}, uses_paged_kernel(spec, size)
+    )
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    mask: AttentionMask
-    rope: RopeSpec | None = None
-    bias: bool = False  # of queries, keys and values
-    out_bias: bool = False
-    # one weight for queries, keys and values
-    fused: bool = field(default=False, metadata=IMPLEMENTATION)
-    shared_kv: bool = False  # values are the projected keys, before norm and RoPE
-    # The output of a head is multiplied by the sigmoid of a gate, which is projected as its query.
-    gated: bool = False
-    qk_norm: NormSpec | None = None
-    # head: each head before RoPE; scaled_head: with a scale for each head; heads: all heads of a
-    # token jointly; rotated: each head after RoPE
-    qk_norm_over: str = "head"
-    value_norm: NormSpec | None = None
-    temperature: Temperature | None = None
-    moba: Moba | None = None
-    soft_cap: float | None = None
-    sinks: bool = False
-    output_dim: int | None = None  # None: as wide as the input
-    backend: str = field(default="dot_product", metadata=IMPLEMENTATION)
-    float32_product: bool = field(default=False, metadata=IMPLEMENTATION)
-    float32_logits: bool = field(default=False, metadata=IMPLEMENTATION)
-    blocks: BlockSizes | None = field(default=None, metadata=IMPLEMENTATION)
-    # Tokens that the kernel for paged attention reads at a time; it is then required.
-    ragged: int = field(default=0, metadata=IMPLEMENTATION)
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Attention":
-        choice = choose(ATTENTIONS, self, initializer.context)
-        return choice.implementation(initializer, self, embed_dim, dtype)
-
-    def cache(self, size: CacheSize) -> KVCache | None:
-        """An empty cache; None if the layer attends to all tokens anew."""
-        if self.moba is not None:
-            return None
-        shape = (self.kv_heads, self.head_dim)
-        shapes = {KEY: shape, VALUE: shape}
-        return empty_kv_cache(self.mask, size, shapes, self.attends_in_place(size))
-
-    def attends_in_place(self, size: CacheSize) -> bool:
-        """Whether decode steps use the kernel for paged attention."""
-        if not self.ragged and self.backend != AUTOSELECTED:
-            return False
-        reason = cannot_attend_in_place(self, size)
-        if reason is not None and self.ragged:
-            raise ConfigError(f"use_ragged_attention=true is not supported here: {reason}")
-        return reason is None
-
-    def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
-        """What attention over packed rows of `length` tokens asks of a backend."""
-        dims = (self.query_heads, self.kv_heads, self.head_dim, self.head_dim)
-        request = packed_request(platform, dtype, length, dims, self.mask)
-        return replace(
-            request,
-            soft_cap=self.soft_cap,
-            has_sinks=self.sinks,
-            has_selection=self.moba is not None,
-        )
-
-    @property
-    def projections(self) -> dict[str, tuple[int, int]]:
-        """The output shape of each projection of the input, if they are separate."""
-        shapes = {"query": (self.query_heads, self.head_dim), "key": (self.kv_heads, self.head_dim)}
-        return shapes if self.shared_kv else shapes | {"value": shapes["key"]}
-
-    @property
-    def needs_only_rope(self) -> str | None:
-        """None if the projections need RoPE over whole heads and nothing else, else the reason why
-        not; fused kernels compute just that."""
-        rope = self.rope
-        if rope is None or rope.interleave or rope.rotated(self.head_dim) != self.head_dim:
-            return "needs RoPE over whole heads, not interleaved"
-        others = (self.fused, self.bias, self.shared_kv, self.qk_norm, self.value_norm, self.moba)
-        return "needs projections without norms and biases" if any(others) else None
+def uses_paged_kernel(spec: AttentionSpec, size: CacheSize) -> bool:
+    """Whether decode steps use the kernel for paged attention."""
+    if not spec.ragged and spec.backend != AUTOSELECTED:
+        return False
+    reason = cannot_attend_in_place(spec, size)
+    if reason is not None and spec.ragged:
+        raise ConfigError(f"use_ragged_attention=true is not supported here: {reason}")
+    return reason is None
 
 
 def cannot_attend_in_place(spec: AttentionSpec, size: CacheSize) -> str | None:
@@ -406,3 +326,8 @@ class MergedAttention(Attention):
 
 
 ATTENTIONS: tuple[type[Attention], ...] = (MergedAttention, Attention)
+
+
+def build(spec: AttentionSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Attention:
+    choice = choose(ATTENTIONS, spec, initializer.context)
+    return choice.implementation(initializer, spec, embed_dim, dtype)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from maxtext.common.gpu import gpu_capability
 from maxtext.kernels.attention import (
     AttentionInputs,
-    AttentionMask,
     AttentionRequest,
     flash,
     run_attention,
@@ -24,6 +23,7 @@ from maxtext.kernels.attention import (
     validate_inputs,
     zero_fully_masked_queries,
 )
+from maxtext.layers.specs import AttentionSpec, MlaSpec
 from maxtext.sharding.manual import current, run_manual, sharding
 from maxtext.sharding.rules import AxisRules
 
@@ -44,16 +44,27 @@ def attend(inputs: AttentionInputs, backend: str, platform: str) -> jax.Array:
 
 
 def packed_request(
-    platform: str,
-    dtype: str,
-    length: int,
-    head_dims: tuple[int, int, int, int],
-    mask: AttentionMask,
+    spec: AttentionSpec | MlaSpec, length: int, dtype: str, platform: str
 ) -> AttentionRequest:
-    """The request of attention over packed rows of `length` tokens; `head_dims`: the number of query
-    heads and of key/value heads, and the head size of keys and of values."""
-    request = AttentionRequest(platform, dtype, length, length, *head_dims, mask, has_segments=True)
-    return replace(request, custom_positions=mask.chunk is not None, capability=gpu_capability())
+    """What attention over packed rows of `length` tokens asks of a back end."""
+    q_heads, k_heads, head_dim, v_head_dim = spec.head_dims
+    return AttentionRequest(
+        platform=platform,
+        dtype=dtype,
+        q_length=length,
+        k_length=length,
+        q_heads=q_heads,
+        k_heads=k_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        mask=spec.mask,
+        has_segments=True,
+        soft_cap=spec.soft_cap,
+        has_sinks=spec.sinks,
+        has_selection=spec.has_selection,
+        custom_positions=spec.mask.chunk is not None,
+        capability=gpu_capability(),
+    )
 
 
 def flash_on_shards(

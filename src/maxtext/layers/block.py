@@ -4,7 +4,7 @@ Shapes: B batch, S sequence, E embedding; with hyper-connections the residual is
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -14,10 +14,8 @@ from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import dropout
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.specs import LayerSpec
 from maxtext.sharding import constrain
-
-if TYPE_CHECKING:
-    from maxtext.layers.decoder_layer import LayerSpec
 
 Forward = Callable[[jax.Array, LayerInputs], tuple[jax.Array, Aux]]
 
@@ -29,10 +27,10 @@ class Block(Sublayer):
     mode: str | None = None
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return None
 
-    def __init__(self, initializer: Initializer, spec: "LayerSpec", dtype: Any):
+    def __init__(self, initializer: Initializer, spec: LayerSpec, dtype: Any):
         self.spec = spec
         dim = spec.embed_dim
         self.attention = spec.attention.build(initializer.child("attention"), dim, dtype)
@@ -127,7 +125,7 @@ class ParallelBlock(Block):
     name = "parallel"
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return None if spec.parallel else "attention and MLP are sequential"
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

@@ -26,13 +26,11 @@ equals NumPy's int64 result.
 Shapes: B batch, S sequence, k residual streams, E embed_dim, N = orders · heads, D head_dim.
 """
 
-import hashlib
 import math
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,86 +41,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import build_linear
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.specs import EngramSpec, NormSpec
 from maxtext.sharding import constrain
 
-LAYER_SEED = 10007  # the difference between the seeds of consecutive layers
 Uint64 = tuple[jax.Array, jax.Array]  # the high and the low 32 bits, uint32
-
-
-class Compression:
-    """The compressed id of every token id. Compared and hashed by value, for specs that hold
-    one.
-    """
-
-    def __init__(self, ids: np.ndarray):
-        self.ids = np.ascontiguousarray(ids, np.int32)
-        self.ids.flags.writeable = False
-        self.size = int(self.ids.max()) + 1
-        self.digest = hashlib.sha256(self.ids.tobytes()).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Compression) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
-@dataclass(frozen=True)
-class EngramSpec:
-    heads: int  # for each order
-    head_dim: int  # of a row of the table: one order, one head
-    vocabulary_bases: tuple[int, ...]  # minimum rows of a head, for each order 2..max_ngram
-    max_ngram: int
-    kernel_size: int
-    seed: int
-    layer: int  # its index in the model
-    vocabulary: int  # number of token ids
-    norm: NormSpec  # rms
-    layers: tuple[int, ...] = ()  # all Engram layers, whose primes all differ; empty: only this
-    streams: int = 1  # residual streams
-    pad: int = 0  # the token id before the start of a document
-    compression: Compression | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.max_ngram < 2 or len(self.vocabulary_bases) != self.max_ngram - 1:
-            raise ValueError(
-                f"{len(self.vocabulary_bases)} vocabulary_bases for n-grams of 2 to "
-                f"{self.max_ngram} tokens"
-            )
-        if self.layers and self.layer not in self.layers:
-            raise ValueError(
-                f"layer {self.layer} is not among the layers with a memory, {self.layers}"
-            )
-        if self.norm.kind != "rms":
-            raise ValueError(f"Engram norms with rms, not {self.norm.kind}")
-        if sum(self.primes) >= 2**31:
-            raise ValueError(f"a memory of {sum(self.primes)} rows; indices have 31 bits")
-
-    @cached_property
-    def primes(self) -> tuple[int, ...]:
-        """[N]: the rows of each head, order by order."""
-        layers = self.layers or (self.layer,)
-        return head_primes(self.vocabulary_bases, self.heads, len(layers))[layers.index(self.layer)]
-
-    @cached_property
-    def multipliers(self) -> tuple[int, ...]:
-        """Odd, one for each token of an n-gram; products with ids stay below 2⁶³."""
-        vocabulary = self.compression.size if self.compression else self.vocabulary
-        half = max(1, (2**63 - 1) // vocabulary // 2)
-        draw = np.random.default_rng(self.seed + LAYER_SEED * self.layer).integers(
-            0, half, self.max_ngram, np.int64
-        )
-        return tuple(2 * int(value) + 1 for value in draw)
-
-    @property
-    def memory_dim(self) -> int:
-        """The dimension of all rows of a token."""
-        return len(self.primes) * self.head_dim
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Engram":
-        return Engram(initializer, self, embed_dim, dtype)
 
 
 class Engram(nnx.Module):
@@ -288,32 +212,6 @@ def mod_uint64(value: Uint64, moduli: np.ndarray) -> jax.Array:
     return remainder
 
 
-@lru_cache
-def head_primes(bases: tuple[int, ...], heads: int, layers: int) -> tuple[tuple[int, ...], ...]:
-    """For each layer, order by order, the rows of each head: the first unused primes from the base
-    on.
-    """
-    used: set[int] = set()
-    layer_primes = []
-    for _ in range(layers):
-        primes = []
-        for base in bases:
-            candidate = base
-            for _ in range(heads):
-                while candidate in used or not is_prime(candidate):
-                    candidate += 1
-                used.add(candidate)
-                primes.append(candidate)
-        layer_primes.append(tuple(primes))
-    return tuple(layer_primes)
-
-
-def is_prime(number: int) -> bool:
-    if number < 4 or number % 2 == 0:
-        return number in (2, 3)
-    return all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
-
-
 def compressed_ids(texts: Sequence[str]) -> np.ndarray:
     """For the text of every token the index of its class, int32: classes ignore case, accents and
     outer spaces.
@@ -335,3 +233,7 @@ def canonical(text: str) -> str:
     plain = "".join(letter for letter in plain if unicodedata.category(letter) != "Mn").lower()
     plain = re.sub(r"[ \t\r\n]+", " ", plain)
     return plain if plain == " " else plain.strip() or text
+
+
+def build(spec: EngramSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Engram:
+    return Engram(initializer, spec, embed_dim, dtype)

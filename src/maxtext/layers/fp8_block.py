@@ -6,7 +6,6 @@ The fused kernels work on tiles of tokens, so tokens are padded to a multiple of
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.kernels.fp8 import fused, matmul
 from maxtext.kernels.triton.rowwise import MAX_COLUMNS, TILE
 from maxtext.layers import rope
-from maxtext.layers.attention import PROJECTED, AttentionSpec
+from maxtext.layers.attention import PROJECTED
 from maxtext.layers.block import Block
 from maxtext.layers.context import TRAIN, BuildContext
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, order_weight_grads
-from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
-
-if TYPE_CHECKING:
-    from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.mlp import ACTIVATIONS
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
 
 UNSUPPORTED_ACTIVATIONS = ("gelu_exact",)  # by the compiler of the kernels
 # Names of intermediates for rematerialization.
@@ -38,7 +35,7 @@ class Fp8AttentionBlock(Block):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return cannot_fuse_attention(spec, context)
 
     def attention_residual(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -84,7 +81,7 @@ class Fp8MlpBlock(Block):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return cannot_fuse_mlp(spec, context)
 
     def mlp_residual(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -118,7 +115,7 @@ class Fp8SublayersBlock(Fp8AttentionBlock, Fp8MlpBlock):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return cannot_fuse_attention(spec, context) or cannot_fuse_mlp(spec, context)
 
 
@@ -129,7 +126,7 @@ class Fp8FusedBlock(Fp8SublayersBlock):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return (
             cannot_fuse_attention(spec, context)
             or cannot_fuse_mlp(spec, context)
@@ -163,7 +160,7 @@ class Fp8FusedBlock(Fp8SublayersBlock):
         return self.scale_residual(x), aux
 
 
-def cannot_fuse_attention(spec: "LayerSpec", context: BuildContext) -> str | None:
+def cannot_fuse_attention(spec: LayerSpec, context: BuildContext) -> str | None:
     attention = spec.attention
     if not isinstance(attention, AttentionSpec):
         return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
@@ -175,7 +172,7 @@ def cannot_fuse_attention(spec: "LayerSpec", context: BuildContext) -> str | Non
     )
 
 
-def cannot_fuse_mlp(spec: "LayerSpec", context: BuildContext) -> str | None:
+def cannot_fuse_mlp(spec: LayerSpec, context: BuildContext) -> str | None:
     mlp = spec.mlp
     if not isinstance(mlp, MlpSpec):
         return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
@@ -192,7 +189,7 @@ def cannot_fuse_mlp(spec: "LayerSpec", context: BuildContext) -> str | None:
     )
 
 
-def cannot_fuse_output(spec: "LayerSpec", context: BuildContext) -> str | None:
+def cannot_fuse_output(spec: LayerSpec, context: BuildContext) -> str | None:
     attention: AttentionSpec = spec.attention
     if attention.out_bias or attention.output_dim not in (None, spec.embed_dim):
         return "fuses output projections to the residual's width without biases only"
@@ -200,7 +197,7 @@ def cannot_fuse_output(spec: "LayerSpec", context: BuildContext) -> str | None:
     return cannot_multiply(inputs, [spec.embed_dim], context)
 
 
-def cannot_fuse(spec: "LayerSpec", has_norm: bool, context: BuildContext) -> str | None:
+def cannot_fuse(spec: LayerSpec, has_norm: bool, context: BuildContext) -> str | None:
     """Why the norm and the residual of a sublayer cannot be fused with its matmuls."""
     if context.precision != "fp8":
         return "needs quantization=fp8_full or fp8"

@@ -16,7 +16,6 @@ Precision: projections and convolutions in the computation's dtype; decay, beta,
 rule, the output's norm and its gate in float32.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,57 +32,13 @@ from maxtext.kernels.delta_rule import (
 from maxtext.layers.cache import CacheSize, RecurrentState
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import Linear, build_linear, project
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.specs import GatedDeltaNetSpec, NormSpec
 from maxtext.sharding import constrain
 
 QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
-FORMS = ("chunked", "recurrent")
 INITIAL_RATES = (0.01, 16.0)  # bounds of the uniform distribution of initial decay rates
-
-
-@dataclass(frozen=True)
-class GatedDeltaNetSpec:
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-    chunk: int = field(metadata=IMPLEMENTATION)  # tokens of a chunk in the chunked form
-    norm_epsilon: float
-    qk_norm: bool = True  # L2-normalise queries and keys
-    # or recurrent, token by token, with the same result
-    form: str = field(default="chunked", metadata=IMPLEMENTATION)
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, not {self.form}")
-        if self.value_heads % self.key_heads:
-            raise ValueError(
-                f"{self.value_heads} value heads are not a multiple of {self.key_heads} key heads"
-            )
-
-    @property
-    def group_size(self) -> int:
-        """Value heads for each key head."""
-        return self.value_heads // self.key_heads
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
-        return GatedDeltaNet(initializer, self, embed_dim, dtype)
-
-    def cache(self, size: CacheSize) -> RecurrentState:
-        """Empty, for sequences of any length: the last inputs of the convolutions, and the
-        recurrent state.
-        """
-        batch, dtype = size.slots, size.dtype
-        dims = {QUERY: self.key_dim, KEY: self.key_dim, VALUE: self.group_size * self.value_dim}
-        conv_states = {
-            name: jnp.zeros((batch, self.conv_width - 1, self.key_heads, dim), dtype)
-            for name, dim in dims.items()
-        }
-        shape = (batch, self.value_heads, self.key_dim, self.value_dim)
-        return RecurrentState(conv_states | {STATE: jnp.zeros(shape, jnp.float32)})
 
 
 class GatedDeltaNet(Sublayer):
@@ -219,3 +174,21 @@ def shard_heads(x: jax.Array) -> jax.Array:
     step of the scan.
     """
     return constrain(x, "activation_batch_attn", "activation_kv_length", "activation_heads", None)
+
+
+def build(
+    spec: GatedDeltaNetSpec, initializer: Initializer, embed_dim: int, dtype: Any
+) -> GatedDeltaNet:
+    return GatedDeltaNet(initializer, spec, embed_dim, dtype)
+
+
+def empty_cache(spec: GatedDeltaNetSpec, size: CacheSize) -> RecurrentState:
+    """The last inputs of the convolutions, and the recurrent state, for sequences of any length."""
+    batch, dtype = size.slots, size.dtype
+    dims = {QUERY: spec.key_dim, KEY: spec.key_dim, VALUE: spec.group_size * spec.value_dim}
+    conv_states = {
+        name: jnp.zeros((batch, spec.conv_width - 1, spec.key_heads, dim), dtype)
+        for name, dim in dims.items()
+    }
+    shape = (batch, spec.value_heads, spec.key_dim, spec.value_dim)
+    return RecurrentState(conv_states | {STATE: jnp.zeros(shape, jnp.float32)})

@@ -3,22 +3,20 @@ the norm, RoPE, gate and residual sum fused. `kernels/decode/gemv.py` has the fo
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from maxtext.kernels.decode import gemv
-from maxtext.layers.attention import AttentionSpec, attends_in_place
+from maxtext.layers.attention import attends_in_place
 from maxtext.layers.block import Block
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.inputs import Aux, LayerInputs
-from maxtext.layers.mlp import ACTIVATIONS, MlpSpec
+from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norms import Norm
 from maxtext.layers.rope import rope_cos_sin
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
 from maxtext.layers.weight_layout import cannot_merge
-
-if TYPE_CHECKING:
-    from maxtext.layers.decoder_layer import LayerSpec
 
 GATES = ("silu", "swish", "gelu", "relu")  # supported by the compiler of the kernels
 
@@ -30,7 +28,7 @@ class GemvAttentionBlock(Block):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return cannot_fuse_attention(spec, context)
 
     def decode_attention(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -58,7 +56,7 @@ class GemvMlpBlock(Block):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return cannot_fuse_mlp(spec, context)
 
     def decode_mlp(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -74,11 +72,11 @@ class GemvBlock(GemvAttentionBlock, GemvMlpBlock):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: "LayerSpec", context: BuildContext) -> str | None:
+    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return cannot_fuse_attention(spec, context) or cannot_fuse_mlp(spec, context)
 
 
-def cannot_fuse_attention(spec: "LayerSpec", context: BuildContext) -> str | None:
+def cannot_fuse_attention(spec: LayerSpec, context: BuildContext) -> str | None:
     attention = spec.attention
     if not isinstance(attention, AttentionSpec):
         return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
@@ -96,7 +94,7 @@ def cannot_fuse_attention(spec: "LayerSpec", context: BuildContext) -> str | Non
     )
 
 
-def cannot_fuse_mlp(spec: "LayerSpec", context: BuildContext) -> str | None:
+def cannot_fuse_mlp(spec: LayerSpec, context: BuildContext) -> str | None:
     mlp = spec.mlp
     if not isinstance(mlp, MlpSpec):
         return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
@@ -111,7 +109,7 @@ def cannot_fuse_mlp(spec: "LayerSpec", context: BuildContext) -> str | None:
     )
 
 
-def cannot_fuse(spec: "LayerSpec", context: BuildContext) -> str | None:
+def cannot_fuse(spec: LayerSpec, context: BuildContext) -> str | None:
     if context.decode_rows != 1:
         return "decodes a single sequence"
     if context.dtype != "bfloat16" or context.weight_dtype != "bfloat16":

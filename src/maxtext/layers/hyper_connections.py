@@ -25,7 +25,6 @@ Shapes: B batch, S sequence, k residual streams, E embed_dim.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -33,32 +32,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxtext.layers.norms import NormSpec
 from maxtext.layers.parameters import Initializer
+from maxtext.layers.specs import HyperConnectionSpec
 
 EPSILON = 1e-6  # keeps pre and divisors above zero
 INITIAL_ALPHA = 0.01
 INITIAL_SELF_WEIGHT = 0.99
-
-
-@dataclass(frozen=True)
-class HyperConnectionSpec:
-    streams: int  # k, at least 2: one stream is the ordinary residual
-    sinkhorn_iterations: int  # normalisations of rows and columns
-    norm: NormSpec  # rms
-
-    def __post_init__(self) -> None:
-        if self.streams < 2:
-            raise ValueError(f"hyper-connections need at least 2 streams, not {self.streams}")
-        if self.sinkhorn_iterations < 1:
-            raise ValueError(
-                f"sinkhorn_iterations must be at least 1, not {self.sinkhorn_iterations}"
-            )
-        if self.norm.kind != "rms":
-            raise ValueError(f"hyper-connections need an rms norm, not {self.norm.kind}")
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "HyperConnection":
-        return HyperConnection(initializer, self, embed_dim, dtype)
 
 
 class StreamWeights(NamedTuple):
@@ -159,3 +138,9 @@ def expand(x: jax.Array, streams: int) -> jax.Array:
 def collapse(streams: jax.Array) -> jax.Array:
     """[B, S, k, E] -> their sum [B, S, E], after the last layer."""
     return jnp.sum(streams, axis=-2)
+
+
+def build(
+    spec: HyperConnectionSpec, initializer: Initializer, embed_dim: int, dtype: Any
+) -> HyperConnection:
+    return HyperConnection(initializer, spec, embed_dim, dtype)

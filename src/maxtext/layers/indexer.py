@@ -17,7 +17,7 @@ that are not padding. In sparse training both distributions are over the selecte
 a loss means dense warm-up: attention sees all keys, and both are over all visible keys.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,41 +36,14 @@ from maxtext.kernels.attention import (
 from maxtext.layers import aux_names
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import build_linear
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.rope import RopeSpec, apply_rope
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.rope import apply_rope
+from maxtext.layers.specs import IndexerSpec, NormSpec
 from maxtext.sharding import constrain
 
 KEY_NORM = NormSpec(kind="layer", epsilon=1e-6)
 MASK_VALUE = -1e30  # finite, so that padding, which sees no key, has a finite gradient
-
-
-@dataclass(frozen=True)
-class IndexerSpec:
-    heads: int
-    head_dim: int
-    rope_dim: int  # the first dimensions of a head, to which RoPE is applied
-    rope: RopeSpec
-    topk: int  # keys that a query selects; all, if there are no more
-    # the loss is over the selected keys; false: dense warm-up, if there is a loss
-    sparse_training: bool = field(default=False, metadata=IMPLEMENTATION)
-    loss_factor: float = field(default=0.0, metadata=IMPLEMENTATION)  # 0: no loss
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether attention is sparse: always, but for the dense warm-up."""
-        return self.sparse_training or self.loss_factor == 0
-
-    def depends_on_length(self, length: int) -> bool:
-        """Whether later tokens, up to `length`, may change the selection of a query. Then the
-        results cannot be cached."""
-        return self.is_sparse and length > self.topk and ties_depend_on_length()
-
-    def build(
-        self, initializer: Initializer, embed_dim: int, query_rank: int, dtype: Any
-    ) -> "Indexer":
-        return Indexer(initializer, self, embed_dim, query_rank, dtype)
 
 
 class Indexer(nnx.Module):
@@ -196,3 +169,15 @@ def kl_divergence(scores: jax.Array, attention: AttentionInputs) -> jax.Array:
         return divergence.mean()
     real = attention.q_segments != 0
     return jnp.where(real, divergence, 0).sum() / jnp.maximum(real.sum(), 1)
+
+
+def build(
+    spec: IndexerSpec, initializer: Initializer, embed_dim: int, query_rank: int, dtype: Any
+) -> Indexer:
+    return Indexer(initializer, spec, embed_dim, query_rank, dtype)
+
+
+def depends_on_length(spec: IndexerSpec, length: int) -> bool:
+    """Whether later tokens, up to `length`, may change the selection of a query. Then the results
+    cannot be cached."""
+    return spec.is_sparse and length > spec.topk and ties_depend_on_length()

@@ -17,98 +17,31 @@ keys [R + P] and values [R]. A cache then holds latents, which are much smaller;
 costs more, since R is larger than N and V.
 """
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
     AttentionInputs,
-    AttentionMask,
-    AttentionRequest,
-    BlockSizes,
     max_logits,
 )
 from maxtext.layers import aux_names
-from maxtext.layers.attention_sharding import attend, packed_request
+from maxtext.layers.attention_sharding import attend
 from maxtext.layers.cache import CacheSize, KVCache, empty_kv_cache, update_cache
-from maxtext.layers.indexer import IndexerSpec
+from maxtext.layers.indexer import depends_on_length
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.rope import RopeSpec, apply_rope
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.rope import apply_rope
+from maxtext.layers.specs import MlaSpec
 from maxtext.sharding import constrain
 
 # The arrays of a cache.
 LATENT, KEY_ROPE, KEY, VALUE = "latent", "key_rope", "key", "value"
 INDEX_KEY = "index_key"
-
-
-@dataclass(frozen=True)
-class MlaSpec:
-    heads: int
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    scale: float  # of the logits, including YaRN's correction
-    rope: RopeSpec
-    norm: NormSpec  # of both latents
-    mask: AttentionMask
-    query_rank: int = 0  # 0: no query latent
-    bias: bool = False  # of the projections to the latents and of the output
-    soft_cap: float | None = None
-    latent: bool = field(default=False, metadata=IMPLEMENTATION)
-    indexer: IndexerSpec | None = None
-    # reports "max_logits" [H], the largest logit of each head
-    report_max_logits: bool = field(default=False, metadata=IMPLEMENTATION)
-    backend: str = field(default="dot_product", metadata=IMPLEMENTATION)
-    float32_product: bool = field(default=False, metadata=IMPLEMENTATION)
-    float32_logits: bool = field(default=False, metadata=IMPLEMENTATION)
-    blocks: BlockSizes | None = field(default=None, metadata=IMPLEMENTATION)
-
-    def __post_init__(self) -> None:
-        if self.indexer and not self.query_rank:
-            raise ConfigError(
-                "The indexer reads the query latent, so it needs q_lora_rank above 0."
-            )
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
-        return Mla(initializer, self, embed_dim, dtype)
-
-    def cache(self, size: CacheSize) -> KVCache | None:
-        """An empty cache of latents, or of the keys and values of all heads; None if results cannot
-        be cached.
-        """
-        if self.indexer and self.indexer.depends_on_length(size.length):
-            return None
-        if self.latent:
-            sizes: dict[str, tuple[int, ...]] = {
-                LATENT: (self.kv_rank,),
-                KEY_ROPE: (1, self.rope_dim),
-            }
-        else:
-            sizes = {
-                KEY: (self.heads, self.nope_dim + self.rope_dim),
-                VALUE: (self.heads, self.value_dim),
-            }
-        if self.indexer:
-            sizes[INDEX_KEY] = (self.indexer.head_dim,)
-        return empty_kv_cache(self.mask, size, sizes)
-
-    def request(self, length: int, dtype: str, platform: str) -> AttentionRequest:
-        """The attention request of packed rows of `length` tokens."""
-        sizes = (self.heads, self.heads, self.nope_dim + self.rope_dim, self.value_dim)
-        if self.latent:
-            sizes = (self.heads, 1, self.kv_rank + self.rope_dim, self.kv_rank)
-        request = packed_request(platform, dtype, length, sizes, self.mask)
-        return replace(request, soft_cap=self.soft_cap, has_selection=self.indexer is not None)
 
 
 class Mla(Sublayer):
@@ -296,3 +229,26 @@ class Mla(Sublayer):
             "activation_kv",
         )
         return checkpoint_name(constrain(query, *names), "query_proj")
+
+
+def build(spec: MlaSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Mla:
+    return Mla(initializer, spec, embed_dim, dtype)
+
+
+def empty_cache(spec: MlaSpec, size: CacheSize) -> KVCache | None:
+    """Of latents, or of the keys and values of all heads; None if results cannot be cached."""
+    if spec.indexer and depends_on_length(spec.indexer, size.length):
+        return None
+    if spec.latent:
+        sizes: dict[str, tuple[int, ...]] = {
+            LATENT: (spec.kv_rank,),
+            KEY_ROPE: (1, spec.rope_dim),
+        }
+    else:
+        sizes = {
+            KEY: (spec.heads, spec.nope_dim + spec.rope_dim),
+            VALUE: (spec.heads, spec.value_dim),
+        }
+    if spec.indexer:
+        sizes[INDEX_KEY] = (spec.indexer.head_dim,)
+    return empty_kv_cache(spec.mask, size, sizes)

@@ -3,7 +3,6 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import MergedLinear, build_linear, dropout, project
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.specs import MlpSpec
 from maxtext.layers.weight_layout import cannot_merge
 from maxtext.sharding import constrain
 
@@ -55,33 +54,6 @@ def combine(
     (gate, up), (gated, linear) = branches, functions
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return gate * gated(LIMITED_STEEPNESS * gate) * (linear(up) + 1)
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    hidden_dim: int
-    activations: tuple[str, ...] = ("silu", "linear")  # their results are multiplied
-    bias: bool = False
-    fused: bool = field(default=False, metadata=IMPLEMENTATION)  # one weight for all branches
-    dropout_rate: float = field(default=0.0, metadata=IMPLEMENTATION)
-    float32: bool = field(default=False, metadata=IMPLEMENTATION)  # activations computed in float32
-    limit: float | None = None  # of the branches' values, see `combine`
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Mlp":
-        choice = choose(MLPS, self, initializer.context)
-        return choice.implementation(initializer, self, embed_dim, dtype)
-
-    @property
-    def branches(self) -> tuple[str, ...]:
-        """The names of the input projections."""
-        count = len(self.activations)
-        return ("wi",) if self.fused or count == 1 else tuple(f"wi_{i}" for i in range(count))
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether it is act(gate) · up, without limits or float32, as fused kernels compute it."""
-        gated = len(self.activations) == 2 and self.activations[1] == "linear"
-        return gated and not (self.fused or self.float32) and self.limit is None
 
 
 class Mlp(Sublayer):
@@ -174,3 +146,8 @@ class MergedMlp(Mlp):
 
 
 MLPS: tuple[type[Mlp], ...] = (MergedMlp, Mlp)
+
+
+def build(spec: MlpSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Mlp:
+    choice = choose(MLPS, spec, initializer.context)
+    return choice.implementation(initializer, spec, embed_dim, dtype)

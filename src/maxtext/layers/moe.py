@@ -23,7 +23,6 @@ goes to no expert: it uses no capacity, is not counted, and routed experts add n
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,48 +34,12 @@ from maxtext.kernels.weight_only import QuantizedWeight, dequantize
 from maxtext.layers import aux_names
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear, order_weight_grads
-from maxtext.layers.mlp import MlpSpec, combine
+from maxtext.layers.mlp import combine
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.routers import RouterSpec, Routing, expert_counts, load_balance_loss
+from maxtext.layers.routers import Routing, expert_counts, load_balance_loss
 from maxtext.layers.sorted_experts import ExpertWeights, SortedExperts
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.specs import MoeSpec
 from maxtext.sharding import constrain
-
-
-@dataclass(frozen=True)
-class MoeSpec:
-    router: RouterSpec
-    hidden_dim: int  # of each expert
-    activations: tuple[str, ...] = ("silu", "linear")
-    bias: bool = False
-    limit: float | None = None  # clips the branches, see mlp.combine
-    float32: bool = field(default=False, metadata=IMPLEMENTATION)  # activations computed in float32
-    # the weighted sum over a token's experts computed in float32
-    float32_sum: bool = field(default=True, metadata=IMPLEMENTATION)
-    apply_router_weight_on_input: bool = False  # of the experts, instead of on their output
-    shared: MlpSpec | None = None
-    shared_gate: bool = False  # multiply the shared MLP's output by a sigmoid for each token
-    method: str = field(default="sparse", metadata=IMPLEMENTATION)  # or dense, or dropping
-    capacity_factor: float = field(default=1.0, metadata=IMPLEMENTATION)  # of dropping
-    # of sparse: a bound on the sorted buffer
-    buffer_factor: float | None = field(default=None, metadata=IMPLEMENTATION)
-    # of sparse: use a grouped matmul kernel if there is one; false: jax.lax.ragged_dot
-    grouped_kernel: bool = field(default=True, metadata=IMPLEMENTATION)
-    # of sparse: gathers as the gradient of sorting; false: autodiff
-    custom_sort_vjp: bool = field(default=True, metadata=IMPLEMENTATION)
-    # of sparse: devices that share the experts all-gather tokens; false: all-to-all
-    ring: bool = field(default=False, metadata=IMPLEMENTATION)
-    # of sparse: gather weights over one mesh axis after the other
-    two_stage_gather: bool = field(default=False, metadata=IMPLEMENTATION)
-    # shard weights over fsdp by experts, not by the embedding
-    experts_on_fsdp: bool = field(default=False, metadata=IMPLEMENTATION)
-    # reports "load_balance_loss"
-    balance_weight: float = field(default=0.0, metadata=IMPLEMENTATION)
-    # reports "expert_load" [X], the number of tokens of each expert
-    report_load: bool = field(default=False, metadata=IMPLEMENTATION)
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Moe":
-        return Moe(initializer, self, embed_dim, dtype)
 
 
 class ExpertLinear(nnx.Module):
@@ -306,3 +269,7 @@ class Moe(Sublayer):
 def expert_capacity(length: int, topk: int, experts: int, factor: float) -> int:
     """The number of tokens of a sequence that an expert processes."""
     return int(max(math.ceil(length * topk / experts) * factor, factor))
+
+
+def build(spec: MoeSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Moe:
+    return Moe(initializer, spec, embed_dim, dtype)

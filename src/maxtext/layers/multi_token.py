@@ -29,9 +29,10 @@ from flax import nnx
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import build_linear
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.stack import RematPolicy, Spec
+from maxtext.layers.specs import NormSpec, Spec
+from maxtext.layers.stack import RematPolicy
 from maxtext.sharding import constrain
 
 

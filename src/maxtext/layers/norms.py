@@ -1,6 +1,5 @@
 """RMSNorm and LayerNorm over the last dimension, computed in float32."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,20 +8,7 @@ from flax import nnx
 
 from maxtext.kernels.rms_norm import rms_norm
 from maxtext.layers.parameters import Initializer
-
-
-@dataclass(frozen=True)
-class NormSpec:
-    """`kind`: rms, or layer (the mean is subtracted). `offset`: the stored scale is added to 1.
-
-    `scaled=False` leaves out the scale, `bias=False` the bias of a layer norm.
-    """
-
-    kind: str = "rms"
-    epsilon: float = 1e-5
-    offset: bool = False
-    scaled: bool = True
-    bias: bool = True  # of kind layer
+from maxtext.layers.specs import NormSpec
 
 
 class Norm(nnx.Module):

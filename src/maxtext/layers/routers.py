@@ -17,44 +17,18 @@ A router computes logits of all experts, scores from them, and selects the top k
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.spec import IMPLEMENTATION
+from maxtext.layers.specs import NormSpec, RouterSpec
 from maxtext.sharding import manual
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    experts: int
-    topk: int
-    # or sigmoid, or softmax_of_topk: the softmax over the logits of the selected experts
-    score: str = "softmax"
-    normalise: bool = False  # divide the scores of the selected experts by their sum
-    scaling: float = 1.0
-    # or logits: added to the logits; or selection: added to the scores for the selection only
-    bias: str = "none"
-    groups: int = 1  # of neighbouring experts; the selection is limited to `topk_groups` of them
-    topk_groups: int = 1
-    group_score: str = "top2"  # the sum of a group's two largest scores; or max
-    # epsilon of an RMS norm of the router's input, with a learned scale over √E; None: no norm
-    input_norm_epsilon: float | None = None
-    expert_scale: bool = False  # a learned factor for each expert
-    # logits from a float32 matmul in the highest precision
-    float32: bool = field(default=False, metadata=IMPLEMENTATION)
-    # for benchmarks: a fixed, balanced selection; the weights are still those of the scores
-    random: bool = field(default=False, metadata=IMPLEMENTATION)
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> "Router":
-        return Router(initializer, self, embed_dim, dtype)
 
 
 class Routing(NamedTuple):
@@ -214,3 +188,7 @@ def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
     bias [..., X] of float32: in bfloat16, steps of 0.001 stop at 0.5. load [..., X].
     """
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+
+
+def build(spec: RouterSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Router:
+    return Router(initializer, spec, embed_dim, dtype)

@@ -23,7 +23,7 @@ are dropped.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,8 @@ from maxtext.kernels import all_to_all, grouped_matmul
 from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
 from maxtext.kernels.weight_only import dequantize
 from maxtext.layers.context import REFERENCE, BuildContext
+from maxtext.layers.specs import MoeSpec
 from maxtext.sharding import AxisRules, manual
-
-if TYPE_CHECKING:
-    from maxtext.layers.moe import MoeSpec
-
 
 HIDDEN_AXIS = "mlp_moe"  # the logical axis of the experts' hidden_dim
 
@@ -64,7 +61,7 @@ RunExperts = Callable[[Array, Any], Array]  # of sorted rows and their order
 
 @dataclass(frozen=True)
 class SortedExperts:
-    spec: "MoeSpec"
+    spec: MoeSpec
     mlp: ExpertMlp
     dtype: Any
     sum_dtype: Any

@@ -9,7 +9,7 @@ scanned (the weights of a spec are stacked over the repeats) or unrolled (each l
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from flax import nnx
 from maxtext.kernels.attention import OUTPUT_PRIMITIVES
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.parameters import Initializer, build_each, build_stacked, layers_first
+from maxtext.layers.specs import Segment, Spec
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
 
@@ -26,45 +27,7 @@ RESIDUAL_AXES = {
     3: ("activation_batch", "activation_norm_length", "activation_embed"),
     4: ("activation_batch", "activation_norm_length", None, "activation_embed"),
 }
-MAX_PATTERN_LENGTH = 16
 ATTENTION_OUTPUTS = {"context", "attention_out"}  # rematerialization names of attention's output
-
-
-class Spec(Protocol):
-    def build(self, initializer: Initializer, dtype: Any) -> Sublayer: ...
-
-
-@dataclass(frozen=True)
-class Segment:
-    pattern: tuple[Any, ...]  # of Spec
-    repeats: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.pattern) * self.repeats
-
-
-def segments_of(layers: Sequence[Spec], cycle: int = 1) -> list[Segment]:
-    """The layers as repeating patterns: from each position the pattern that covers most of the
-    rest, the shortest of equals. A pattern whose length divides `cycle` is repeated to that length,
-    which is what a step of the scan runs."""
-    segments, start = [], 0
-    while start < len(layers):
-        rest = layers[start:]
-        best = (1, 1)  # length, repeats
-        for length in range(1, min(MAX_PATTERN_LENGTH, len(rest) // 2) + 1):
-            repeats = 1
-            while rest[repeats * length : (repeats + 1) * length] == rest[:length]:
-                repeats += 1
-            if repeats > 1 and length * repeats > best[0] * best[1]:
-                best = (length, repeats)
-        length, repeats = best
-        factor = cycle // length if cycle % length == 0 else 1
-        if 1 < factor <= repeats:
-            length, repeats = cycle, repeats // factor
-        segments.append(Segment(tuple(rest[:length]), repeats))
-        start += length * repeats
-    return segments
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,7 @@ from typing import Any, TypeVar
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.architecture import Architecture
-from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.mla import MlaSpec
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.moe import MoeSpec
-from maxtext.layers.rope import RopeSpec
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
 from maxtext.models.registry import FAMILIES, layers
 
 Spec = TypeVar("Spec")

@@ -7,16 +7,19 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.kernels.attention import AttentionMask, BlockSizes
-from maxtext.layers.attention import AttentionSpec, Moba
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.engram import EngramSpec
-from maxtext.layers.hyper_connections import HyperConnectionSpec
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.moe import MoeSpec
-from maxtext.layers.norms import NormSpec
-from maxtext.layers.rope import RopeSpec
-from maxtext.layers.routers import RouterSpec
+from maxtext.kernels.attention_options import AttentionMask, BlockSizes
+from maxtext.layers.specs import (
+    AttentionSpec,
+    EngramSpec,
+    HyperConnectionSpec,
+    LayerSpec,
+    MlpSpec,
+    Moba,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
 
 # attention_type -> kind of layer
 LAYER_KINDS = {

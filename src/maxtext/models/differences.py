@@ -1,7 +1,7 @@
 """Whether two configurations describe models that compute the same from the same weights.
 
 Layers are compared by their specs, except for fields that choose how a result is computed and for
-those that only training uses (`layers.spec.IMPLEMENTATION`).
+those that only training uses (`layers.specs.IMPLEMENTATION`).
 """
 
 import math
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.rope import RopeSpec, frequencies
+from maxtext.layers.rope import frequencies
+from maxtext.layers.specs import RopeSpec
 from maxtext.models.registry import layers
 
 MODEL_KEYS = (

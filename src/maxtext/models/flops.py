@@ -7,15 +7,18 @@ needs. A family registers the specs that it defines itself.
 from functools import singledispatch
 from typing import Any
 
-from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.attention import AttentionSpec, Moba
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.engram import EngramSpec
-from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
-from maxtext.layers.indexer import IndexerSpec
-from maxtext.layers.mla import MlaSpec
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.moe import MoeSpec
+from maxtext.kernels.attention_options import AttentionMask
+from maxtext.layers.specs import (
+    AttentionSpec,
+    EngramSpec,
+    GatedDeltaNetSpec,
+    IndexerSpec,
+    LayerSpec,
+    MlaSpec,
+    MlpSpec,
+    Moba,
+    MoeSpec,
+)
 
 
 def visible_keys(mask: AttentionMask, length: int, limit: int | None = None) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import LAYER_TYPES, Json, hf_activation
-from maxtext.layers.rope import RopeSpec
+from maxtext.layers.specs import RopeSpec
 
 LayerSpecs = Sequence[Any]
 

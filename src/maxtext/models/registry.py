@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.stack import Segment, segments_of
+from maxtext.layers.specs import Segment, segments_of
 from maxtext.models.common import with_engrams
 from maxtext.models.family import Family
 

@@ -1,7 +1,7 @@
 """Rules of the model keys that need the layers: norms, MLPs, add-ons, tensors saved by remat."""
 
 from maxtext.configs.problems import ProblemKind
-from maxtext.layers.mlp import ACTIVATIONS
+from maxtext.layers.specs import ACTIVATION_NAMES
 from maxtext.models.capabilities import Capabilities
 from maxtext.models.rule import inert_unless, inert_unless_layers_depend, layer_rule
 
@@ -55,10 +55,11 @@ inert_unless(
 @layer_rule("mlp_activations")
 def activations_are_known(model: Capabilities) -> str | None:
     names = model.config.mlp_activations
-    unknown = [name for name in names if name not in ACTIVATIONS]
+    unknown = [name for name in names if name not in ACTIVATION_NAMES]
     if unknown:
         return (
-            f"mlp_activations has unknown names {', '.join(unknown)}: use {', '.join(ACTIVATIONS)}"
+            f"mlp_activations has unknown names {', '.join(unknown)}: use "
+            f"{', '.join(ACTIVATION_NAMES)}"
         )
     return None
 

@@ -10,18 +10,19 @@ from flax import nnx
 
 from maxtext.common import hash_rng
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.attention import ATTENTIONS, AttentionSpec
+from maxtext.layers.attention import ATTENTIONS
 from maxtext.layers.cache import CacheSize
 from maxtext.layers.context import TRAIN, BuildContext, choose, describe_choices
-from maxtext.layers.decoder_layer import BLOCKS, LayerSpec
+from maxtext.layers.decoder_layer import BLOCKS
 from maxtext.layers.embeddings import Embedding, Positions, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear, build_linear, order_weight_grads, project
-from maxtext.layers.mlp import MLPS, MlpSpec
+from maxtext.layers.mlp import MLPS
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
-from maxtext.layers.norms import Norm, NormSpec
+from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from maxtext.layers.stack import RESIDUAL_AXES, RematPolicy, Stack
 from maxtext.models.common import norm_spec
 from maxtext.models.head_loss import HEAD_LOSSES, HeadSpec

@@ -13,8 +13,8 @@ import jax
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.kernels.attention import AUTOSELECTED, cudnn
-from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.mla import MlaSpec
+from maxtext.layers.attention_sharding import packed_request
+from maxtext.layers.specs import AttentionSpec, MlaSpec
 from maxtext.models.registry import layers
 from maxtext.trainers import aot
 from maxtext.trainers.compile import compile_lowered, lower_train_step
@@ -96,7 +96,9 @@ def largest_segment_bucket(context: RunContext) -> int:
         return 0
     specs = [getattr(layer, "attention", None) for layer in layers(config)]
     sizes = config.max_target_length, config.dtype.value, "gpu"
-    requests = [spec.request(*sizes) for spec in specs if isinstance(spec, AttentionSpec | MlaSpec)]
+    requests = [
+        packed_request(spec, *sizes) for spec in specs if isinstance(spec, AttentionSpec | MlaSpec)
+    ]
     limits = [
         cudnn.max_packed_segments(request.q_length, max(request.head_dim, request.v_head_dim))
         for request in requests

@@ -28,12 +28,12 @@ from jax import Array
 
 from maxtext.kernels.attention.masks import zero_fully_masked_queries
 from maxtext.kernels.attention.request import (
-    TILE,
     AttentionInputs,
     AttentionMask,
     AttentionRequest,
     BlockSizes,
 )
+from maxtext.kernels.attention_options import TILE
 
 
 def supports(request: AttentionRequest) -> str | None:

@@ -3,8 +3,7 @@ interleaved RoPE.
 """
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.norms import NormSpec
+from maxtext.layers.specs import LayerSpec, NormSpec
 from maxtext.models.common import (
     attention_spec,
     layer_kinds,

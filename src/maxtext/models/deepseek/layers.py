@@ -6,9 +6,7 @@ import math
 from dataclasses import replace
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.indexer import IndexerSpec
-from maxtext.layers.mla import MlaSpec
+from maxtext.layers.specs import IndexerSpec, LayerSpec, MlaSpec
 from maxtext.models.common import (
     attention_mask,
     attention_spec,

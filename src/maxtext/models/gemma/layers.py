@@ -5,17 +5,8 @@ layers; Gemma 4 with other heads on its global layers and experts in parallel wi
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from flax import nnx
-
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.moe import MoeSpec
-from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Initializer
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec, Spec
 from maxtext.models.common import (
     attention_spec,
     layer_kinds,
@@ -127,30 +118,14 @@ def gemma4_attention(config: MaxTextConfig, kind: str, norm: NormSpec) -> Attent
 
 
 @dataclass(frozen=True)
-class GemmaFeed:
+class GemmaFeed(Spec):
     """An MLP and experts in parallel, each between its own norms; the router reads the residual."""
+
+    module = "maxtext.models.gemma.feed_forward"
 
     mlp: MlpSpec
     experts: MoeSpec
     norm: NormSpec
-
-    def build(self, initializer: Initializer, embed_dim: int, dtype: Any) -> nnx.Module:
-        return GemmaFeedForward(initializer, self, embed_dim, dtype)
-
-
-class GemmaFeedForward(Sublayer):
-    def __init__(self, initializer: Initializer, spec: GemmaFeed, embed_dim: int, dtype: Any):
-        self.dense = spec.mlp.build(initializer.child("dense"), embed_dim, dtype)
-        self.sparse = spec.experts.build(initializer.child("sparse"), embed_dim, dtype)
-        self.dense_norm = Norm(initializer, spec.norm, embed_dim, dtype)
-        self.sparse_norm = Norm(initializer, spec.norm, embed_dim, dtype)
-        self.post_dense_norm = Norm(initializer, spec.norm, embed_dim, dtype)
-        self.post_sparse_norm = Norm(initializer, spec.norm, embed_dim, dtype)
-
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        dense, _ = self.dense(self.dense_norm(x), inputs)
-        sparse, aux = self.sparse(self.sparse_norm(x), inputs, router_input=x)
-        return self.post_dense_norm(dense) + self.post_sparse_norm(sparse), aux
 
 
 @feed_flops.register

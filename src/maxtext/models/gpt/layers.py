@@ -1,7 +1,7 @@
 """GPT-3 and GPT-2: learned positions, LayerNorm with bias, biases everywhere, one gelu branch."""
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.specs import LayerSpec
 from maxtext.models.common import attention_spec, layer_spec, mlp_spec, norm_spec, uniform
 
 

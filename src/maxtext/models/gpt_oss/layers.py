@@ -3,7 +3,7 @@ clipped activation.
 """
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.specs import LayerSpec
 from maxtext.models.common import attention_spec, feed_spec, layer_kinds, layer_spec, router_spec
 
 

@@ -1,8 +1,7 @@
 """Llama 2, 3, 3.1, 3.3 and 4, and the generic block: pre-norm attention and a gated MLP."""
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.attention import Temperature
-from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.specs import LayerSpec, Temperature
 from maxtext.models.common import (
     attention_spec,
     layer_kinds,

@@ -1,8 +1,7 @@
 """Mistral, and Mixtral with experts whose weights are the softmax over the chosen ones."""
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.specs import AttentionSpec, LayerSpec
 from maxtext.models.common import attention_spec, feed_spec, layer_spec, router_spec, uniform
 
 

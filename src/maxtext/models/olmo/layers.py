@@ -2,7 +2,7 @@
 over all heads of queries and of keys."""
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.specs import LayerSpec
 from maxtext.models.common import attention_spec, layer_kinds, layer_spec, rope_spec
 
 

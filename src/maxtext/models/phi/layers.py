@@ -3,7 +3,7 @@ where the context was extended.
 """
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.decoder_layer import LayerSpec
+from maxtext.layers.specs import LayerSpec
 from maxtext.models.common import attention_spec, layer_spec, uniform
 
 

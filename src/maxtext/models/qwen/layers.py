@@ -4,19 +4,16 @@ DeltaNets; and a variant with attention output and experts in a narrower space."
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.attention import AttentionSpec
-from maxtext.layers.block import constrain_residual
-from maxtext.layers.decoder_layer import LayerSpec
-from maxtext.layers.gated_delta_net import GatedDeltaNetSpec
-from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.linear import build_linear
-from maxtext.layers.mlp import MlpSpec
-from maxtext.layers.moe import MoeSpec
-from maxtext.layers.norms import Norm, NormSpec
-from maxtext.layers.parameters import Initializer
+from maxtext.layers.specs import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    Spec,
+)
 from maxtext.models.common import (
     attention_spec,
     feed_spec,
@@ -113,46 +110,16 @@ def qwen3_custom_moe(config: MaxTextConfig) -> list["NarrowSpec"]:
 
 
 @dataclass(frozen=True)
-class NarrowSpec:
+class NarrowSpec(Spec):
     """x + widened(experts(norm(attention(norm(x)))))."""
+
+    module = "maxtext.models.qwen.narrow_block"
 
     embed_dim: int
     mlp_dim: int
     attention: AttentionSpec
     mlp: MoeSpec | MlpSpec
     norm: NormSpec
-
-    def build(self, initializer: Initializer, dtype: Any) -> "NarrowBlock":
-        return NarrowBlock(initializer, self, dtype)
-
-
-class NarrowBlock(Sublayer):
-    def __init__(self, initializer: Initializer, spec: NarrowSpec, dtype: Any):
-        self.attention_norm = Norm(initializer, spec.norm, spec.embed_dim, dtype)
-        self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
-        self.mlp_norm = Norm(initializer, spec.norm, spec.mlp_dim, dtype)
-        self.mlp = spec.mlp.build(initializer.child("mlp"), spec.mlp_dim, dtype)
-        widens = spec.mlp_dim != spec.embed_dim
-        axes = ("mlp", "embed")
-        self.widen = (
-            build_linear(
-                initializer,
-                "widen",
-                in_shape=(spec.mlp_dim,),
-                out_shape=(spec.embed_dim,),
-                axes=axes,
-                dtype=dtype,
-            )
-            if widens
-            else None
-        )
-
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        attn_out, _ = self.attention(self.attention_norm(constrain_residual(x)), inputs.fold(0))
-        mlp_out, aux = self.mlp(self.mlp_norm(attn_out), inputs.fold(1))
-        if self.widen is not None:
-            mlp_out = self.widen(mlp_out)
-        return constrain_residual(x + mlp_out), aux
 
 
 @layer_flops.register
