@@ -50,8 +50,11 @@ def test_projection():
 
 def test_same_layout_and_words_as_axes():
     native = numbers(E, M)
-    check(Rule("wte", "embedder/embedding", "vocabulary embed -> vocabulary embed"), {"embedder/embedding": native},
-          {"wte": native})  # fmt: skip
+    check(
+        Rule("wte", "embedder/embedding", "vocabulary embed -> vocabulary embed"),
+        {"embedder/embedding": native},
+        {"wte": native},
+    )
 
 
 def test_a_dimension_of_one():
@@ -85,11 +88,17 @@ def test_one_number_an_expert():
 def test_one_tensor_dealt_out():
     gate, up = numbers(X, E, M), numbers(X, E, M, start=1000)
     hf = np.stack([gate, up], axis=-1).reshape(X, E, 2 * M)  # gate and up alternate, as in gpt-oss
-    check(Rule("gate_up", "l/wi_{b}/weight", "x e (m b) -> b x e m"), {"l/wi_0/weight": gate, "l/wi_1/weight": up},
-          {"gate_up": hf})  # fmt: skip
+    check(
+        Rule("gate_up", "l/wi_{b}/weight", "x e (m b) -> b x e m"),
+        {"l/wi_0/weight": gate, "l/wi_1/weight": up},
+        {"gate_up": hf},
+    )
     hf = np.concatenate([gate, up], axis=-1)  # all of gate, then all of up
-    check(Rule("gate_up", "l/wi_{b}/weight", "x e (b m) -> b x e m"), {"l/wi_0/weight": gate, "l/wi_1/weight": up},
-          {"gate_up": hf})  # fmt: skip
+    check(
+        Rule("gate_up", "l/wi_{b}/weight", "x e (b m) -> b x e m"),
+        {"l/wi_0/weight": gate, "l/wi_1/weight": up},
+        {"gate_up": hf},
+    )
 
 
 def test_both_sides_counted():
@@ -191,9 +200,13 @@ BAD = {
     "number joins native": dict(hf=("a", "c"), native="b", pattern="x y -> x y", join=0),
     "sizes for native": dict(hf="a", native=("b", "c"), pattern="x -> x", join="x", sizes=(1, 1)),
     "too few sizes": dict(hf=("a", "c"), native="b", pattern="x -> x", join="x", sizes=(1,)),
-    "two unknown sizes": dict(hf=("a", "c"), native="b", pattern="x -> x", join="x", sizes=(None, None)),
-    "too few patterns": dict(hf=("a", "c", "d"), native="b", pattern=("x -> x", "x -> x"), join="x"),
-}  # fmt: skip
+    "two unknown sizes": dict(
+        hf=("a", "c"), native="b", pattern="x -> x", join="x", sizes=(None, None)
+    ),
+    "too few patterns": dict(
+        hf=("a", "c", "d"), native="b", pattern=("x -> x", "x -> x"), join="x"
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)

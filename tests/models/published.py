@@ -185,7 +185,9 @@ def gemma4(*sizes: int, global_kv: int, **more: Any) -> Json:
     layers = sizes[1]
     return gemma("4", *sizes, 262144) | {
         "global_head_dim": 512, "num_global_key_value_heads": global_kv, "attention_k_eq_v": True,
-        "layer_types": ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)],
+        "layer_types": [
+            "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)
+        ],
         "sliding_window": 1024, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "max_position_embeddings": 262144,
         "vocab_size_per_layer_input": 262144,
@@ -306,7 +308,9 @@ def olmo3(width: int, layers: int, heads: int, kv: int, mlp: int, extended: bool
         "sliding_window": 4096,
         "rope_scaling": rope if extended else None,
         "max_position_embeddings": 65536 if extended else 8192,
-        "layer_types": ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(layers)],
+        "layer_types": [
+            "full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(layers)
+        ],
     }  # fmt: skip
 
 
@@ -434,10 +438,11 @@ PUBLISHED: dict[str, Published] = {
                             mistral(4096, 32, 32, 14336, 32000), 7_241_732_096),
     "mixtral-8x7b": Published("mistralai/Mixtral-8x7B-v0.1", mixtral(4096, 32, 32, 14336, 32000),
                               46_702_792_704),
-    "mixtral-8x22b": Published("mistralai/Mixtral-8x22B-Instruct-v0.1",
-                               mixtral(6144, 56, 48, 16384, 32768,
-                                                                                  max_position_embeddings=65536),
-                               140_630_071_296),
+    "mixtral-8x22b": Published(
+        "mistralai/Mixtral-8x22B-Instruct-v0.1",
+        mixtral(6144, 56, 48, 16384, 32768, max_position_embeddings=65536),
+        140_630_071_296,
+    ),
     "deepseek2-16b": Published(
         "deepseek-ai/DeepSeek-V2-Lite",
         deepseek2(2048, 27, 16, 10944, 1408, q_lora_rank=None, n_routed_experts=64, n_group=1,
@@ -540,8 +545,10 @@ PUBLISHED: dict[str, Published] = {
     "gpt-oss-20b": Published("openai/gpt-oss-20b", gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": Published("openai/gpt-oss-120b", gpt_oss(36, 128), 116_829_156_672),
     "olmo3-7b": Published("allenai/Olmo-3-7B-Instruct", olmo3(*OLMO3_7B), 7_298_011_136),
-    "olmo3-7b-pt": Published("allenai/Olmo-3-1025-7B, before its context was extended", olmo3(*OLMO3_7B, False),
-                             7_298_011_136),
+    "olmo3-7b-pt": Published(
+        "allenai/Olmo-3-1025-7B, before its context was extended", olmo3(*OLMO3_7B, False),
+        7_298_011_136,
+    ),
     "olmo3-32b": Published("allenai/Olmo-3-32B-Think", olmo3(5120, 64, 40, 8, 27648),
                            32_233_522_176),
     "phi-3-mini": Published("microsoft/Phi-3-mini-4k-instruct", phi3(3072, 32, 32, 32, 8192, 32064),

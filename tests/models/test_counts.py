@@ -35,19 +35,25 @@ MODELS = {
     "llama2-7b": (
         ["model_name=llama2-7b", "max_target_length=4096"],
         6_738_415_616,
-        32 * (2 * 4 * 4096 * 4096 + 2 * 3 * 4096 * 11008 + 4 * 32 * 128 * 2048.5) + 2 * 4096 * 32000,
+        32 * (2 * 4 * 4096 * 4096 + 2 * 3 * 4096 * 11008 + 4 * 32 * 128 * 2048.5)
+        + 2 * 4096 * 32000,
     ),
     # Grattafiori et al. 2024: 8 key/value heads, MLP 14336, vocabulary 128256; length 8192.
     "llama3.1-8b": (
         ["model_name=llama3.1-8b", "max_target_length=8192"],
         8_030_261_248,
-        32 * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 2 * 3 * 4096 * 14336 + 4 * 4096 * 4096.5) + 2 * 4096 * 128256,
+        32 * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 2 * 3 * 4096 * 14336 + 4 * 4096 * 4096.5)
+        + 2 * 4096 * 128256,
     ),
     # Jiang et al. 2023: the same layers, vocabulary 32000, a window of 4096; length 8192: the first
     # 4096 tokens see 1 … 4096, the others 4096.
     "mistral-7b": (
-        ["model_name=mistral-7b", "sliding_window_size=4096", "max_target_length=8192",
-         "override_model_config=true"],
+        [
+            "model_name=mistral-7b",
+            "sliding_window_size=4096",
+            "max_target_length=8192",
+            "override_model_config=true",
+        ],
         7_241_732_096,
         32
         * (
@@ -61,9 +67,15 @@ MODELS = {
     # biases and two LayerNorms a layer. Here a vocabulary of 50304 (padded from 50257) and 2048
     # positions.
     "gpt3-175b": (
-        ["model_name=gpt3-175b", "trainable_position_size=2048", "max_target_length=2048",
-         "override_model_config=true"],
-        96 * (12 * 12288 * 12288 + (3 + 1 + 4 + 1) * 12288 + 4 * 12288) + (50304 + 2048) * 12288 + 2 * 12288,
+        [
+            "model_name=gpt3-175b",
+            "trainable_position_size=2048",
+            "max_target_length=2048",
+            "override_model_config=true",
+        ],
+        96 * (12 * 12288 * 12288 + (3 + 1 + 4 + 1) * 12288 + 4 * 12288)
+        + (50304 + 2048) * 12288
+        + 2 * 12288,
         96 * (2 * 12 * 12288 * 12288 + 4 * 12288 * 1024.5) + 2 * 12288 * 50304,
     ),
     # base.yml: 16 layers, width 2048, 16 heads of 128, MLP 7168, vocabulary 32000, length 2048.
@@ -72,7 +84,7 @@ MODELS = {
         16 * (4 * 2048 * 2048 + 3 * 2048 * 7168 + 2 * 2048) + 2 * 2048 * 32000 + 2048,
         16 * (2 * 4 * 2048 * 2048 + 2 * 3 * 2048 * 7168 + 4 * 2048 * 1024.5) + 2 * 2048 * 32000,
     ),
-}  # fmt: skip
+}
 
 
 def mla(width, heads, query_rank, kv_rank, nope, rope, value, keys):
@@ -112,55 +124,74 @@ FURTHER = {
     # Jiang et al. 2024: Mistral with 8 experts, of which 2.
     "mixtral-8x7b": (
         ["max_target_length=4096"],
-        32 * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + experts(4096, 14336, 8,
-            2) + 4 * 4096 * 2048.5)
+        32
+        * (2 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + experts(4096, 14336, 8, 2) + 4 * 4096 * 2048.5)
         + 2 * 4096 * 32000,
     ),
     # DeepSeek-AI 2024: 3 dense layers of 61; 8 of 256 experts and a shared one.
     "deepseek3-671b": (
         ["max_target_length=4096"],
-        61 * mla(*DEEPSEEK3, 2048.5) + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8,
-            1)
+        61 * mla(*DEEPSEEK3, 2048.5)
+        + 3 * 2 * 3 * 7168 * 18432
+        + 58 * experts(7168, 2048, 256, 8, 1)
         + 2 * 7168 * 129280,
     ),
     # A layer like the last, its projection of two widths to one, and the head, once more.
     "deepseek3-671b with another token": (
         ["max_target_length=4096", "mtp_num_layers=1"],
-        62 * mla(*DEEPSEEK3, 2048.5) + 3 * 2 * 3 * 7168 * 18432 + 59 * experts(7168, 2048, 256, 8,
-            1)
-        + 2 * 2 * 7168 * 129280 + 2 * 2 * 7168 * 7168,
+        62 * mla(*DEEPSEEK3, 2048.5)
+        + 3 * 2 * 3 * 7168 * 18432
+        + 59 * experts(7168, 2048, 256, 8, 1)
+        + 2 * 2 * 7168 * 129280
+        + 2 * 2 * 7168 * 7168,
     ),
     # DeepSeek-AI 2025: an indexer of 64 heads looks at all keys, attention at 2048 of them.
     "deepseek3.2-671b": (
         ["max_target_length=8192"],
         61 * (mla(*DEEPSEEK3, sparse_keys(2048, 8192)) + indexer(7168, 1536, 64, 128, 4096.5))
-        + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8, 1) + 2 * 7168 * 129280,
+        + 3 * 2 * 3 * 7168 * 18432
+        + 58 * experts(7168, 2048, 256, 8, 1)
+        + 2 * 7168 * 129280,
     ),
     # No more keys than are kept: nothing to choose.
     "deepseek3.2-671b, short": (
         ["max_target_length=2048"],
-        61 * mla(*DEEPSEEK3, 1024.5) + 3 * 2 * 3 * 7168 * 18432 + 58 * experts(7168, 2048, 256, 8,
-            1)
+        61 * mla(*DEEPSEEK3, 1024.5)
+        + 3 * 2 * 3 * 7168 * 18432
+        + 58 * experts(7168, 2048, 256, 8, 1)
         + 2 * 7168 * 129280,
     ),
     # Queries straight from the input; two shared experts.
     "deepseek2-16b": (
         ["max_target_length=4096"],
-        27 * (2 * (2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048) + 2 * 16 * 320 * 2048.5)
-        + 2 * 3 * 2048 * 10944 + 26 * experts(2048, 1408, 64, 6, 2) + 2 * 2048 * 102400,
+        27
+        * (
+            2 * (2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048)
+            + 2 * 16 * 320 * 2048.5
+        )
+        + 2 * 3 * 2048 * 10944
+        + 26 * experts(2048, 1408, 64, 6, 2)
+        + 2 * 2048 * 102400,
     ),
     # Its own latent: keys of 512 + 64, values of 512, for every head.
     "deepseek2-16b over latents": (
         ["max_target_length=4096", "mla_naive_kvcache=false"],
-        27 * (2 * (2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048) + 2 * 16 * (576 + 512) * 2048.5)
-        + 2 * 3 * 2048 * 10944 + 26 * experts(2048, 1408, 64, 6, 2) + 2 * 2048 * 102400,
+        27
+        * (
+            2 * (2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048)
+            + 2 * 16 * (576 + 512) * 2048.5
+        )
+        + 2 * 3 * 2048 * 10944
+        + 26 * experts(2048, 1408, 64, 6, 2)
+        + 2 * 2048 * 102400,
     ),
     # OpenAI 2025: 12 layers with a window of 128 and 12 without; 64 heads of 64 over 8; 4 of 32
     # experts.
     "gpt-oss-20b": (
         ["max_target_length=4096"],
         24 * (2 * (2 * 2880 * 4096 + 2 * 2880 * 512) + experts(2880, 2880, 32, 4))
-        + 12 * 4 * 4096 * (sparse_keys(128, 4096) + 2048.5) + 2 * 2880 * 201088,
+        + 12 * 4 * 4096 * (sparse_keys(128, 4096) + 2048.5)
+        + 2 * 2880 * 201088,
     ),
     # 25 layers with a window of 1024, 16 heads of 256 over 8; 5 without, 16 of 512 over 2 whose
     # values are the keys; an MLP beside 8 of 128 experts.
@@ -168,29 +199,38 @@ FURTHER = {
         ["max_target_length=2048"],
         25 * (2 * (2 * 2816 * 4096 + 2 * 2816 * 2048) + 4 * 4096 * sparse_keys(1024, 2048))
         + 5 * (2 * (2 * 2816 * 8192 + 2816 * 1024) + 4 * 8192 * 1024.5)
-        + 30 * (2 * 3 * 2816 * 2112 + experts(2816, 704, 128, 8)) + 2 * 2816 * 262144,
+        + 30 * (2 * 3 * 2816 * 2112 + experts(2816, 704, 128, 8))
+        + 2 * 2816 * 262144,
     ),
     # 36 Gated DeltaNets: 16 key and 32 value heads of 128, a convolution of 4; a state of 128 x 128
     # a value head is read for the key, written, and read for the query. 12 layers attend, with a
     # gate as large as the query.
     "qwen3-next-80b-a3b": (
         ["max_target_length=4096"],
-        36 * (2 * 2048 * (2048 + 2048 + 4096 + 4096 + 32 + 32) + 2 * 4096 * 2048 + 2 * 4 * (2048 + 2048 + 4096))
+        36
+        * (
+            2 * 2048 * (2048 + 2048 + 4096 + 4096 + 32 + 32)
+            + 2 * 4096 * 2048
+            + 2 * 4 * (2048 + 2048 + 4096)
+        )
         + 36 * 3 * 2 * 32 * 128 * 128
         + 12 * (2 * 2048 * (2 * 4096 + 2 * 512) + 2 * 4096 * 2048 + 4 * 4096 * 2048.5)
-        + 48 * (experts(2048, 512, 512, 10, 1) + 2 * 2048) + 2 * 2048 * 151936,
+        + 48 * (experts(2048, 512, 512, 10, 1) + 2 * 2048)
+        + 2 * 2048 * 151936,
     ),
     # 36 layers see chunks of 8192, 12 the whole; 1 of 16 experts and a shared one.
     "llama4-17b-16e": (
         ["max_target_length=16384"],
         48 * (2 * (2 * 5120 * 5120 + 2 * 5120 * 1024) + experts(5120, 8192, 16, 1, 1))
-        + 4 * 5120 * (36 * 4096.5 + 12 * 8192.5) + 2 * 5120 * 202048,
+        + 4 * 5120 * (36 * 4096.5 + 12 * 8192.5)
+        + 2 * 5120 * 202048,
     ),
     # Attention writes 768 of 2048 numbers; experts work on those, and a matrix widens them.
     "qwen3-custom-30b-a3b": (
         ["max_target_length=2048"],
         48 * (2 * (2048 * 4096 + 2 * 2048 * 512 + 4096 * 768) + 4 * 4096 * 1024.5)
-        + 48 * (experts(768, 2048, 128, 8) + 2 * 768 * 2048) + 2 * 2048 * 151936,
+        + 48 * (experts(768, 2048, 128, 8) + 2 * 768 * 2048)
+        + 2 * 2048 * 151936,
     ),
     # Four streams: around each of 12 sub-layers 4096 numbers give 24, and 1024 wide vectors go 4 to
     # 1, 4 to 4, 1 to 4. Two memories: 16 rows of 512 give 4 keys and a value; a product of key and
@@ -198,11 +238,13 @@ FURTHER = {
     "deepseek-custom": (
         ["max_target_length=2048"],
         6 * (mla(*CUSTOM, sparse_keys(256, 2048)) + indexer(1024, 384, 16, 64, 1024.5))
-        + 2 * 3 * 1024 * 2048 + 5 * experts(1024, 512, 16, 2, 1)
+        + 2 * 3 * 1024 * 2048
+        + 5 * experts(1024, 512, 16, 2, 1)
         + 12 * 2 * (4096 * 24 + 1024 * (4 + 16 + 4))
-        + 2 * 2 * (8192 * 5 * 1024 + 4 * 1024 + 4 * 4 * 1024) + 2 * 1024 * 129280,
+        + 2 * 2 * (8192 * 5 * 1024 + 4 * 1024 + 4 * 4 * 1024)
+        + 2 * 1024 * 129280,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FURTHER)

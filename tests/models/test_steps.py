@@ -134,16 +134,31 @@ def check_pieces(settings, layout, draw_weights):
 
 TIED = {
     # One scoring head: every key that it does not like has the score 0.
-    "indexer": [*MODELS["keys and values of latents"], "use_indexer=true", "indexer_n_heads=1", "indexer_head_dim=8",
-                "indexer_topk=4"],
-    "indexer of latents": [*MODELS["latent"], "use_indexer=true", "indexer_n_heads=1",
-                    "indexer_head_dim=8",
-                           "indexer_topk=4"],
-    "grouped experts": [*MODELS["latent"], "num_experts=8", "num_experts_per_tok=3",
-                    "n_routing_groups=4",
-                        "topk_routing_group=2", "routed_score_func=sigmoid", "routed_bias=true"],
+    "indexer": [
+        *MODELS["keys and values of latents"],
+        "use_indexer=true",
+        "indexer_n_heads=1",
+        "indexer_head_dim=8",
+        "indexer_topk=4",
+    ],
+    "indexer of latents": [
+        *MODELS["latent"],
+        "use_indexer=true",
+        "indexer_n_heads=1",
+        "indexer_head_dim=8",
+        "indexer_topk=4",
+    ],
+    "grouped experts": [
+        *MODELS["latent"],
+        "num_experts=8",
+        "num_experts_per_tok=3",
+        "n_routing_groups=4",
+        "topk_routing_group=2",
+        "routed_score_func=sigmoid",
+        "routed_bias=true",
+    ],
     "experts": [*MODELS["sinks, windows and experts"], "num_experts_per_tok=3"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -23,9 +23,13 @@ from maxtext.models.transformer import make_template
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 TINY = {
-    "override_model_config": True, "vocab_size": zoo.VOCABULARY, "base_emb_dim": 48, "base_num_query_heads": 4,
-    "base_num_decoder_layers": 3, "max_target_length": 64,
-}  # fmt: skip
+    "override_model_config": True,
+    "vocab_size": zoo.VOCABULARY,
+    "base_emb_dim": 48,
+    "base_num_query_heads": 4,
+    "base_num_decoder_layers": 3,
+    "max_target_length": 64,
+}
 HEADS = {"base_num_kv_heads": 2, "head_dim": 16}
 DENSE = HEADS | {"base_mlp_dim": 88}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "base_moe_mlp_dim": 40}
@@ -36,13 +40,24 @@ GEMMA4 = (
     DENSE | WINDOW | {"base_num_decoder_layers": 6, "global_head_dim": 24, "global_num_kv_heads": 1}
 )
 DELTA = SPARSE | {
-    "gdn_key_head_dim": 16, "gdn_value_head_dim": 12, "gdn_num_key_heads": 2, "gdn_num_value_heads": 4,
+    "gdn_key_head_dim": 16,
+    "gdn_value_head_dim": 12,
+    "gdn_num_key_heads": 2,
+    "gdn_num_value_heads": 4,
     "base_num_decoder_layers": 4,
-}  # fmt: skip
+}
 LATENT = {
-    "base_num_kv_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "num_experts": 8, "num_experts_per_tok": 3, "base_moe_mlp_dim": 40, "base_mlp_dim": 88, "first_num_dense_layers": 1,
-}  # fmt: skip
+    "base_num_kv_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "base_moe_mlp_dim": 40,
+    "base_mlp_dim": 88,
+    "first_num_dense_layers": 1,
+}
 GROUPED = LATENT | {"q_lora_rank": 24, "n_routing_groups": 4, "topk_routing_group": 2}
 # Named models, at least one of each block, and the sizes that make them tiny.
 MODELS = {

@@ -164,7 +164,8 @@ PROGRAM = """HloModule jit_step, entry_computation_layout={(f32[8]{0})->f32[8]{0
 }
 
 ENTRY %main (arg: f32[8]) -> f32[8] {
-  %loop = (s32[], f32[4,8]{1,0}) while(%init), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %loop = (s32[], f32[4,8]{1,0}) while(%init), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
   %both = (f32[8]{0}, /*index=1*/bf16[3]{0}) all-reduce(%arg, %three), to_apply=%add
   %start = (f32[8]{0}, f32[16]{0}) all-gather-start(%arg), dimensions={0}
   %done = f32[16]{0} all-gather-done(%start)
@@ -189,7 +190,8 @@ CONDITION = """
   %other = s32[]{:T(128)} constant(9)
   %five = s32[]{:T(128)} constant(5)
   %step = s32[]{:T(128)} get-tuple-element(%p3), index=0
-  ROOT %less = pred[]{:T(512)} compare(%step, %five), direction=LT, metadata={op_name="while/cond/lt"}
+  ROOT %less = pred[]{:T(512)} compare(%step, %five), direction=LT, \
+metadata={op_name="while/cond/lt"}
 }
 """
 

@@ -37,7 +37,8 @@ TEMPLATES = {
 {%- endif %}
 """,
     "gemma": """{{ bos_token }}{% for message in messages %}
-  {% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+  {% if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}\
+{% set role = message['role'] %}{% endif %}
 {{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
 {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}""",
     "mistral": """{{ bos_token }}{% set state = namespace(turn=0) %}{% for message in messages %}
@@ -49,7 +50,8 @@ TEMPLATES = {
 {% generation %}{{ message['content'] + eos_token }}{% endgeneration %}
 {% endif %}{% if state.turn > 8 %}{% break %}{% endif %}{% endfor %}""",
     "tools": """{% for message in messages %}{{ message | tojson }}
-{{ message | tojson(indent=2) }}{% if tools %}never{% endif %}{% if message.extra is defined %}!{% endif %}
+{{ message | tojson(indent=2) }}{% if tools %}never{% endif %}\
+{% if message.extra is defined %}!{% endif %}
 {% endfor %}{{ strftime_now('%Y') }} {{ documents is none }} {{ pad_token }}""",
 }
 CHATS = {

@@ -10,8 +10,8 @@ SENTENCE = (
     "liters of it cool"
 )
 CORPUS = [
-    f"{SENTENCE.title()} {number}.\n\n\t{SENTENCE[::-1]}\nÄpfel, Öl und Übermut; été; 日本語の本。 🙂 "
-    f"it's {number * 37}"
+    f"{SENTENCE.title()} {number}.\n\n\t{SENTENCE[::-1]}\n"
+    f"Äpfel, Öl und Übermut; été; 日本語の本。 🙂 it's {number * 37}"
     for number in range(60)
 ]
 CHATML = (

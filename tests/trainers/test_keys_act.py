@@ -73,8 +73,12 @@ DELTA_NET = (
 )  # fmt: skip
 STREAMS = (*PLAIN, "mhc_expansion_rate=2")
 MEMORY = (
-    *PLAIN, "engram_layers=[0]", "engram_vocab_bases=[20, 20]", "engram_head_dim=4", "engram_num_heads=2",
-)  # fmt: skip
+    *PLAIN,
+    "engram_layers=[0]",
+    "engram_vocab_bases=[20, 20]",
+    "engram_head_dim=4",
+    "engram_num_heads=2",
+)
 
 CASES = {
     # ModelArchitecture

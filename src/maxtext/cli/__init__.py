@@ -1,1 +1,1 @@
-"""Level 8: argv and the terminal. Only the entry modules import it (`python3 -m maxtext.train` …)."""
+"""Level 8: argv and the terminal. Only entry modules, as `maxtext.train`, import it."""

@@ -197,7 +197,8 @@ restarts={restarts}
 
 export JAX_COORDINATOR_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):{port}"
 
-# {grace} s before the time is up: every process stops after its step and saves, and the job queues again.
+# {grace} s before the time is up: every process stops after its step and saves, and the job
+# queues again.
 time_is_up=0
 stop_and_save() {{
   time_is_up=1

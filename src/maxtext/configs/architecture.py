@@ -32,7 +32,7 @@ DETERMINED_BY_KEYS = {
 
 
 def pop_hf_attributes(base: Layer, layers: Iterable[Layer]) -> Architecture:
-    """Remove the attributes from layers, given from the weakest to the strongest, and merge them."""
+    """Remove the attributes from layers, ordered from weakest to strongest, and merge them."""
     hf_attributes: dict[str, Any] = {}
     settings = base
     for layer in layers:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """`kind`: default; llama3.1 (low frequencies divided by `factor`, with a smooth transition); yarn
-    (interpolation by parts, with a temperature on the attention); longrope (a divisor for each
+    """`kind`: default; llama3.1 (low frequencies divided by `factor`, with a smooth transition);
+    yarn (interpolation by parts, with a temperature on the attention); longrope (a divisor for each
     pair, from one of two lists by the length of sequences). `linear_factor` divides all
     frequencies. With `fraction` < 1 only the first dimensions of a head rotate; `proportional`: the
     pairs and frequencies are those of the whole head, and the last pairs do not rotate.

@@ -68,8 +68,8 @@ def local_timescale(config: MaxTextConfig) -> int:
 
 
 def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
-    """Global layers have their own size and number of heads, may share keys and values, and rotate a
-    part of each head.
+    """Global layers have their own size and number of heads, may share keys and values, and rotate
+    a part of each head.
     """
     norm = norm_spec(config)
     if config.num_experts > 1:

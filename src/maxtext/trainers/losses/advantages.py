@@ -28,7 +28,8 @@ def advantages(
     rewards = constant(rewards)
     if num_generations < 2 or rewards.size % num_generations:
         raise ValueError(
-            f"{rewards.size} rewards are not groups of num_generations={num_generations}, at least 2"
+            f"{rewards.size} rewards are not groups of num_generations={num_generations}, "
+            "at least 2"
         )
     groups = rewards.reshape(-1, num_generations)
     is_scored = ~jnp.isnan(groups)

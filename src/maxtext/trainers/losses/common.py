@@ -22,8 +22,8 @@ def constant(x: ArrayLike) -> Array:
 def masked(x: ArrayLike, mask: Array) -> Array:
     """`x` in float32 where `mask` is nonzero, 0 elsewhere.
 
-    A select, not a product: a nan or inf in a masked element reaches neither the loss nor, by way of
-    0 * inf, its gradient.
+    A select, not a product: a nan or inf in a masked element reaches neither the loss nor, by way
+    of 0 * inf, its gradient.
     """
     return jnp.where(mask != 0, float32(x), 0.0)
 

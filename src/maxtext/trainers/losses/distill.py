@@ -43,12 +43,13 @@ def distill(
 
     - soft = T²·KL(softmax(teacher/T) ‖ softmax(student/T)), T = `temperature`
     - hard = −log softmax(student)[targets]
-    - feature: mean over the layers of 1 − cosine, or of the mean square over D (`feature_loss` "l2")
+    - feature: mean over the layers of 1 − cosine, or of the mean square over D (`feature_loss`
+      "l2")
 
     student [B, T, V] and teacher [B, T, V] are logits, targets and mask [B, T]. With `indices`
-    [B, T, K], teacher is [B, T, K], its logits at these places of the vocabulary, and both sides of
-    the KL are softmaxes over them. Features are [L, B, T, D]; a nonzero `beta` needs them. The teacher
-    has no gradient. The means divide by Σ mask, or by `tokens` if given.
+    [B, T, K], teacher is [B, T, K], its logits at these indices of the vocabulary, and both sides
+    of the KL are softmaxes over them. Features are [L, B, T, D]; a nonzero `beta` needs them. The
+    teacher has no gradient. The means divide by Σ mask, or by `tokens` if given.
 
     Metrics: `soft_loss`, `hard_loss`, `kl` at T, `kl_temperature_1`, `tokens` = Σ mask;
     `feature_loss` with features; `teacher_loss`, the teacher's hard loss, without `indices`.
@@ -128,8 +129,8 @@ def divergence(
     """The generalized Jensen-Shannon divergence β·KL(t ‖ m) + (1−β)·KL(s ‖ m), m = β·t + (1−β)·s
     (GKD, arXiv:2306.13649), mean over the learned tokens.
 
-    t and s are softmaxes of the logits [B, T, V] of teacher and student over `temperature`; there is
-    no factor T². β = 0 is the forward KL(t ‖ s), β = 1 the reverse KL(s ‖ t); `beta` is a Python
+    t and s are softmaxes of the logits [B, T, V] of teacher and student over `temperature`; there
+    is no factor T². β = 0 is the forward KL(t ‖ s), β = 1 the reverse KL(s ‖ t); `beta` is a Python
     number. The teacher has no gradient. The mean divides by Σ mask, or by `tokens` if given.
     """
     if not 0.0 <= beta <= 1.0:

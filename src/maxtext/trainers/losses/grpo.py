@@ -36,8 +36,8 @@ def sampler_weights(
     """w = sg(min(exp(logps − sampler_logps), maximum)), the `weights` of `grpo` that correct for a
     sampler whose log-probabilities differ from the trainer's for the same weights.
 
-    All arrays are [B, T]; the result is [B, T], or [B, 1] at level "sequence", where the exponent is
-    the sum over the learned tokens of a row. mode "mask": weights above the maximum become 0.
+    All arrays are [B, T]; the result is [B, T], or [B, 1] at level "sequence", where the exponent
+    is the sum over the learned tokens of a row. mode "mask": weights above the maximum become 0.
     """
     check_choice("level", level, ("token", "sequence"))
     check_choice("mode", mode, ("truncate", "mask"))
@@ -123,11 +123,11 @@ def grpo(
     logps, old_logps, ref_logps and mask are [B, T], advantages [B] or [B, T]. Only `logps` has a
     gradient.
 
-    - ρ: `token_ratio`, `sequence_ratio` (GSPO) or `sequence_token_ratio`, by `level`. `old_logps` are
-      those of the policy that sampled; None: sg(logps), so that ρ = 1.
+    - ρ: `token_ratio`, `sequence_ratio` (GSPO) or `sequence_token_ratio`, by `level`. `old_logps`
+      are those of the policy that sampled; None: sg(logps), so that ρ = 1.
     - δ: `dual_clip`, None for no bound. ε_high: `epsilon_high`, None for ε.
-    - KL to the reference, d = ref_logps − logps: k3 e^d − d − 1 (d at most 20), k1 −d, k2 d²/2. With
-      `kl_correction` it is multiplied by ρ. A nonzero `beta` needs `ref_logps`.
+    - KL to the reference, d = ref_logps − logps: k3 e^d − d − 1 (d at most 20), k1 −d, k2 d²/2.
+      With `kl_correction` it is multiplied by ρ. A nonzero `beta` needs `ref_logps`.
     - w: `weights` [B, T], [B, 1] or [B], see `sampler_weights`; None: 1.
 
     `reduce`, with L = `max_length`, the largest number of tokens in a completion:
@@ -138,8 +138,8 @@ def grpo(
     - dr_grpo: Σ m·x / (rows·L)
     - sum: Σ m·x / rows
 
-    `rows` is the number of rows with a learned token and `tokens` is Σ m, both of these arrays if not
-    given. With those of the whole batch, microbatches sum to the batch, in all but bnpo.
+    `rows` is the number of rows with a learned token and `tokens` is Σ m, both of these arrays if
+    not given. With those of the whole batch, microbatches sum to the batch, in all but bnpo.
 
     Metrics: `clip_ratio/low` and `clip_ratio/high`, the fractions of tokens whose ratio is clipped
     (of rows at level "sequence"); `kl`, the mean over tokens, if `ref_logps` are given.

@@ -1,8 +1,8 @@
 """Losses over pairs of a chosen and a rejected completion.
 
-Notation: c, r log-probabilities of the chosen and the rejected completion, summed over their tokens;
-c°, r° those of the reference; h_c = c − c° and h_r = r − r°; Δ = β(h_c − h_r); ε label smoothing;
-|c|, |r| numbers of tokens; σ the logistic function. Shapes: B pairs.
+Notation: c, r log-probabilities of the chosen and the rejected completion, summed over their
+tokens; c°, r° those of the reference; h_c = c − c° and h_r = r − r°; Δ = β(h_c − h_r); ε label
+smoothing; |c|, |r| numbers of tokens; σ the logistic function. Shapes: B pairs.
 """
 
 from collections.abc import Callable
@@ -140,8 +140,8 @@ def dpo(
     `loss_type` chooses another loss of a pair, a function of `LOSS_TYPES`. ipo and simpo divide the
     sums by `chosen_lengths` and `rejected_lengths`, the numbers of tokens. simpo has no reference;
     `gamma` is its target margin. `label_smoothing` acts in sigmoid, simpo and robust, where it is
-    the rate of flipped labels. kto estimates its KL from the pairs of this call, so its microbatches
-    do not sum to the batch.
+    the rate of flipped labels. kto estimates its KL from the pairs of this call, so its
+    microbatches do not sum to the batch.
 
     `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `rows` if given.
 
@@ -242,15 +242,15 @@ def orpo(
     """loss = nll − λ mean[(1−ε) log σ(o) + ε log σ(−o)], the log odds ratio
     o = (c̄ − r̄) − [log(1−e^c̄) − log(1−e^r̄)] (ORPO, arXiv:2403.07691).
 
-    `chosen` c̄ and `rejected` r̄ [B] are *means* of log-probabilities over the tokens of a completion,
-    clipped to at most −1e-7. `nll` is a scalar: the mean over the tokens of prompt and chosen
-    completion. λ is `weight`.
+    `chosen` c̄ and `rejected` r̄ [B] are *means* of log-probabilities over the tokens of a
+    completion, clipped to at most −1e-7. `nll` is a scalar: the mean over the tokens of prompt and
+    chosen completion. λ is `weight`.
 
     `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `rows` if given;
     `nll` must then be this microbatch's share of the batch's mean.
 
-    Metrics: those of `dpo` with rewards λ c̄ and λ r̄, `nll_loss`, `log_odds_ratio` = mean log σ(o),
-    `log_odds_chosen` = mean o.
+    Metrics: those of `dpo` with rewards λ c̄ and λ r̄, `nll_loss`, `log_odds_ratio` = mean log
+    σ(o), `log_odds_chosen` = mean o.
     """
     check_label_smoothing(label_smoothing)
     chosen, rejected = float32(chosen), float32(rejected)
