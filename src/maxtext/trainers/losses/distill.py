@@ -22,6 +22,7 @@ from maxtext.trainers.losses.common import (
 from maxtext.trainers.losses.logps import logps
 
 MIN_NORM = 1e-6
+MIN_LOG_PROB = -1e30
 
 
 def distill(
@@ -84,13 +85,15 @@ def distill(
 
 
 def log_softmax(logits: Array, temperature: Scalar) -> Array:
-    return jax.nn.log_softmax(logits / temperature, axis=-1)
+    """log softmax(logits / temperature), at least −1e30: sums and differences of the logarithms of
+    0, where logits are −inf, are then defined.
+    """
+    return jnp.maximum(jax.nn.log_softmax(logits / temperature, axis=-1), MIN_LOG_PROB)
 
 
 def kl_divergence(p_log: Array, q_log: Array) -> Array:
-    """KL(p ‖ q) = Σ p (log p − log q) over the last axis; places with p = 0 count 0."""
-    p = jnp.exp(p_log)
-    return jnp.sum(p * jnp.where(p > 0, p_log - q_log, 0.0), axis=-1)
+    """KL(p ‖ q) = Σ p (log p − log q) over the last axis, of finite log p and log q."""
+    return jnp.sum(jnp.exp(p_log) * (p_log - q_log), axis=-1)
 
 
 def kl_of_logits(p: Array, q: Array, temperature: Scalar) -> Array:

@@ -205,7 +205,7 @@ def clipped_policy_loss(
 
 def mean_clipped(is_clipped: Array, mask: Array, num_rows: Array, num_tokens: Array) -> Array:
     """The mean over rows of [B, 1], over tokens of [B, T]."""
-    if is_clipped.shape[1] == 1:
+    if is_clipped.shape != mask.shape:
         has_tokens = float32(jnp.any(mask != 0, axis=1, keepdims=True))
         return masked_sum(is_clipped, has_tokens) / num_rows
     return masked_sum(is_clipped, mask) / num_tokens
