@@ -1,13 +1,20 @@
-"""Weight-only quantization for inference: int8 and int4 weights with float scales, x ≈ qvalue ·
-scale.
+"""Weight-only quantization: int8, int4 and nf4 weights with float scales, for inference and as the
+frozen weights under adapters (QLoRA).
 
-Quantization is symmetric. The values of a group share a scale, their largest magnitude over 127
-(int8) or 7 (int4), and each value is rounded to the nearest multiple of it: the error is at most
-half a scale.
+In int8 and int4, x ≈ qvalue · scale. Quantization is symmetric: the values of a group share a
+scale, their largest magnitude over 127 (int8) or 7 (int4), and each value is rounded to the nearest
+multiple of it: the error is at most half a scale.
+
+In nf4 (QLoRA, arXiv 2305.14314), x ≈ level[qvalue] · scale with 16 levels in [-1, 1], which are
+quantiles of a normal distribution, and the scale is the largest magnitude of the group.
 
 An int8 weight has one scale for each output. The matmul takes the integers, and its result is
-scaled. Fifteen levels are too coarse for that, so in int4 groups of up to 128 neighbouring inputs
-share a scale, and the matmul takes a weight that is dequantized on use.
+scaled. Sixteen levels are too coarse for that, so in int4 and nf4 groups of neighbouring inputs
+share a scale, and the matmul takes a weight that is dequantized on use. Four-bit values are of
+JAX's int4 and uint4, which devices store two a byte.
+
+Quantized weights have no gradient. The gradient of x dequantizes the weight again, so that no
+dequantized weight is kept from the forward to the backward pass.
 """
 
 import math
@@ -23,8 +30,29 @@ import jax.numpy as jnp
 from maxtext.common.gpu import is_nvidia, target_capability
 from maxtext.kernels.decode import small_batch_matmul as decode_matmul
 
-MAX_QVALUE = {"int8": 127, "int4": 7}  # symmetric about zero
-MAX_GROUP = {"int8": None, "int4": 128}  # inputs that share a scale at most; None: all
+INT8, INT4, NF4 = "int8", "int4", "nf4"
+STORAGE = {INT8: jnp.int8, INT4: jnp.int4, NF4: jnp.uint4}
+MAX_QVALUE = {INT8: 127, INT4: 7}  # symmetric about zero
+# Inputs that share a scale at most; None: all.
+MAX_GROUP: dict[str, int | None] = {INT8: None, INT4: 128, NF4: 64}
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 MIN_GROUP = 32  # with smaller groups, scales would take much of the memory that int4 saves
 
 
@@ -39,6 +67,16 @@ def quantize(x: jax.Array, axes: tuple[int, ...], dtype: Any) -> tuple[jax.Array
     return jnp.round(x / scale).astype(dtype), scale
 
 
+def quantize_nf4(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """uint4 indices of the nearest levels, and float32 scales, as `quantize` returns them."""
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    levels = jnp.asarray(NF4_LEVELS, jnp.float32)
+    boundaries = (levels[1:] + levels[:-1]) / 2
+    return jnp.searchsorted(boundaries, x / scale).astype(jnp.uint4), scale
+
+
 def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """qvalue · scale, which must broadcast, rounded once, to `dtype`."""
     return (qvalue.astype(jnp.float32) * scale).astype(dtype)
@@ -48,6 +86,7 @@ def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight as integers. It replaces an array in a tree of weights; `astype` dequantizes it.
+    uint4 are indices of nf4's levels.
 
     Along each dimension, `scale` has one entry for each group of neighbours that share a scale.
     """
@@ -76,7 +115,10 @@ class QuantizedWeight:
 
     def astype(self, dtype: Any) -> jax.Array:
         num_groups = self.scale.shape
-        qvalue = self.qvalue.reshape(split_groups(self.shape, num_groups))
+        values = self.qvalue
+        if values.dtype == jnp.uint4:
+            values = jnp.take(jnp.asarray(NF4_LEVELS, jnp.float32), values.astype(jnp.int32))
+        qvalue = values.reshape(split_groups(self.shape, num_groups))
         scale = self.scale.reshape(split_groups(num_groups, num_groups))
         return dequantize(qvalue, scale, dtype).reshape(self.shape)
 
@@ -84,7 +126,7 @@ class QuantizedWeight:
         """Whether the scale is constant along the `contracted` dimensions, so that the result of
         the contraction can be scaled instead of the weight.
         """
-        return all(self.scale.shape[axis] == 1 for axis in contracted)
+        return self.dtype != jnp.uint4 and all(self.scale.shape[axis] == 1 for axis in contracted)
 
 
 def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, ...]:
@@ -94,11 +136,20 @@ def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, 
     )
 
 
-def quantize_weight(x: jax.Array, contracted: Sequence[int], dtype: Any) -> QuantizedWeight:
-    """A weight whose matmul contracts the `contracted` dimensions."""
-    num_groups = tuple(groups_per_dim(x.shape, contracted, MAX_GROUP[jnp.dtype(dtype).name]))
+def quantize_weight(
+    x: jax.Array, contracted: Sequence[int], dtype: Any, group: int | None = None
+) -> QuantizedWeight:
+    """A weight whose matmul contracts the `contracted` dimensions, in `dtype` int8, int4 or nf4.
+    At most `group` inputs share a scale, by default those of `MAX_GROUP`; in int8 all do."""
+    name = dtype if dtype == NF4 else jnp.dtype(dtype).name
+    max_group = MAX_GROUP[name] and (group or MAX_GROUP[name])
+    num_groups = tuple(groups_per_dim(x.shape, contracted, max_group))
     within_group = tuple(range(1, 2 * x.ndim, 2))
-    qvalue, scale = quantize(x.reshape(split_groups(x.shape, num_groups)), within_group, dtype)
+    groups = x.reshape(split_groups(x.shape, num_groups))
+    if name == NF4:
+        qvalue, scale = quantize_nf4(groups, within_group)
+    else:
+        qvalue, scale = quantize(groups, within_group, dtype)
     return QuantizedWeight(qvalue.reshape(x.shape), scale.reshape(num_groups))
 
 
@@ -131,6 +182,21 @@ def weight_only_matmul(
     `platform` is that of the only device; None if there are several, or any will do. A few rows
     times int8 weights are computed by `decode.small_batch_matmul` on NVIDIA GPUs.
     """
+    if weights and all(isinstance(weight, QuantizedWeight) for weight in weights):
+        return frozen_matmuls(x.astype(dtype), tuple(weights), input_dims, dtype, platform)
+    return [
+        frozen_matmuls(x.astype(dtype), (weight,), input_dims, dtype, platform)[0]
+        if isinstance(weight, QuantizedWeight)
+        else xla_matmul(x, weight, input_dims, dtype)
+        for weight in weights
+    ]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def frozen_matmuls(
+    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: Any, platform: str | None
+) -> list[jax.Array]:
+    """x in `dtype` times each weight, without gradients of the weights."""
     outer, inputs = x.shape[: x.ndim - input_dims], tuple(range(input_dims))
     rows, depth = math.prod(outer), math.prod(x.shape[x.ndim - input_dims :])
     if (
@@ -151,6 +217,32 @@ def weight_only_matmul(
             for y, weight in zip(sums, weights, strict=True)
         ]
     return [xla_matmul(x, weight, input_dims, dtype) for weight in weights]
+
+
+def frozen_matmuls_forward(
+    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: Any, platform: str | None
+) -> tuple[list[jax.Array], tuple[Any, ...]]:
+    return frozen_matmuls(x, weights, input_dims, dtype, platform), weights
+
+
+def frozen_matmuls_backward(
+    input_dims: int,
+    dtype: Any,
+    platform: str | None,
+    weights: tuple[Any, ...],
+    grads: Sequence[jax.Array],
+) -> tuple[jax.Array, None]:
+    dx = None
+    for weight, dy in zip(weights, grads, strict=True):
+        outputs = tuple(range(input_dims, weight.ndim))
+        dimensions = ((tuple(range(dy.ndim - len(outputs), dy.ndim)), outputs), ((), ()))
+        product = jax.lax.dot_general(dy, weight.astype(dtype), dimensions)
+        dx = product if dx is None else dx + product
+    assert dx is not None
+    return dx, None
+
+
+frozen_matmuls.defvjp(frozen_matmuls_forward, frozen_matmuls_backward)
 
 
 def xla_matmul(x: jax.Array, weight: Any, input_dims: int, dtype: Any) -> jax.Array:

@@ -10,8 +10,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.context import BuildContext
+from maxtext.layers.dropout import dropout
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.linear import dropout
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import LayerSpec

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 
 from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.layers.adapters import AdapterSpec
 from maxtext.sharding.rules import AxisRules
 
 TRAIN, INFERENCE = "train", "inference"
@@ -33,6 +34,7 @@ class BuildContext:
     quantized_weights: bool = False  # weights are stored as integers
     scanned: bool = False  # the weights of equal layers are stacked
     decode_rows: int = 0  # sequences that a decode step extends; 0: any number
+    adapters: AdapterSpec | None = None  # low-rank adapters, which freeze all other weights
 
     @classmethod
     def from_rules(cls, rules: AxisRules, **options: Any) -> "BuildContext":

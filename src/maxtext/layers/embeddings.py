@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.layers.adapters import AdapterInputs, LayerAdapter, adapter_inputs
+from maxtext.layers.lora import LowRank, SavedCopies, adapter_param, align
 from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
@@ -45,6 +47,82 @@ class Embedding(nnx.Module):
         return constrain(
             x, "activation_embed_and_logits_batch", "activation_norm_length", "activation_embed"
         )
+
+
+class AdaptedEmbedding(LowRank, Embedding):
+    """An embedding with a low-rank adapter, scale · A[ids] B with A [V, R] and B [R, E], or with
+    the copies of adapters that save it in full. As in PEFT, A starts at zero and B does not."""
+
+    def __init__(
+        self,
+        initializer: Initializer,
+        vocab_size: int,
+        embed_dim: int,
+        dtype: Any,
+        one_hot: bool = False,
+        adapter: LayerAdapter | None = None,
+        copies: SavedCopies | None = None,
+    ):
+        super().__init__(initializer, vocab_size, embed_dim, dtype, one_hot)
+        self.copies = copies
+        self.has_adapter = adapter is not None
+        if adapter is None:
+            return
+        self.init_adapter(
+            initializer,
+            adapter,
+            in_shape=(vocab_size,),
+            out_shape=(embed_dim,),
+            axes=("vocab", "embed_vocab"),
+        )
+        if not adapter.slots:
+            b = initializer.standard_normal("lora_b", (adapter.rank, embed_dim))
+            a = jnp.zeros((vocab_size, adapter.rank), adapter.spec.dtype)
+            self.lora_a = adapter_param(a, ("vocab", None))
+            self.lora_b = adapter_param(b.astype(adapter.spec.dtype), (None, "embed_vocab"))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x, inputs = super().__call__(ids), adapter_inputs()
+        if self.copies is not None:
+            x = self.copies.select(
+                x, inputs.ids, lambda table: jnp.take(table.astype(x.dtype), ids, axis=0)
+            )
+        return x if not self.has_adapter else self.add_embedding_update(x, ids, inputs)
+
+    def add_embedding_update(
+        self, x: jax.Array, ids: jax.Array, inputs: AdapterInputs
+    ) -> jax.Array:
+        a, b = self.lora_a[...], self.lora_b[...]
+        if not self.adapter.slots:
+            update = jnp.take(a, ids, axis=0) @ b * self.scale(inputs)
+        elif inputs.ids is None:
+            return x
+        else:
+            hidden = jnp.moveaxis(jnp.take(a, ids, axis=1), 0, -2)  # [B, S, n, R]
+            slots = jnp.arange(1, a.shape[0] + 1)[:, None]
+            selected = align(inputs.ids, ids.ndim)[..., None, None] == slots
+            update = jnp.tensordot(jnp.where(selected, hidden, 0), b, 2)
+        return (x.astype(a.dtype) + update).astype(x.dtype)
+
+
+def build_embedding(
+    initializer: Initializer, vocab_size: int, embed_dim: int, dtype: Any, one_hot: bool
+) -> Embedding:
+    """The embedding at the path of the initializer, with its adapters."""
+    spec = initializer.context.adapters
+    adapter = None if spec is None else spec.at(initializer.paths)
+    copies = SavedCopies.of(spec, initializer.paths[0], (vocab_size, embed_dim), initializer.dtype)
+    if adapter is None and copies is None:
+        return Embedding(initializer, vocab_size, embed_dim, dtype, one_hot)
+    return AdaptedEmbedding(
+        initializer,
+        vocab_size,
+        embed_dim,
+        dtype,
+        one_hot=one_hot,
+        adapter=adapter,
+        copies=copies,
+    )
 
 
 class Positions(nnx.Module):

@@ -35,6 +35,9 @@ class LayerInputs:
     # All positions are below it; 0: below what the block table holds.
     max_kv_len: int = field(default=0, metadata={"static": True})
     lengths: jax.Array | None = None  # [B], tokens of each row, if padding follows them
+    # The adapter of each row [B], or of each token [B, S]; 0: none. See adapters.py.
+    adapter_ids: jax.Array | None = None
+    repeat: jax.Array | int | None = None  # the index of the layer that is called in its stack
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":
         """The inputs with a dropout key of its own for one layer, or for one part of a layer."""

@@ -1,4 +1,4 @@
-"""Linear layers and their implementations, the order of their gradients, and dropout.
+"""Linear layers and their implementations, and the order of their gradients.
 
 Shapes: K = prod(in_shape) inputs, N outputs, of all merged projections together.
 """
@@ -18,7 +18,9 @@ from maxtext.kernels.decode import gemv
 from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
+from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
+from maxtext.layers.lora import LowRank
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.weight_layout import WeightLayout, cannot_merge
 
@@ -31,6 +33,7 @@ class LinearSpec:
     dtype: Any
     bias: bool = False
     exact: bool = False  # computed in `dtype`, whatever the precision of the context is
+    adapter: LayerAdapter | None = None
 
 
 class Linear(nnx.Module):
@@ -72,6 +75,42 @@ class Linear(nnx.Module):
                 for x, w in pairs
             ]
         return weight_only_matmul(x, weights, self.input_dims, self.dtype, platform)
+
+    def merged_weight(self) -> jax.Array:
+        """The weight, with the layer's adapter in it if it has one."""
+        return self.weight[...]
+
+    def adapt(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """y = x weight with the layer's adapter, if it has one; the bias is added afterwards."""
+        return y
+
+
+class LoRALinear(LowRank, Linear):
+    """A linear layer with a low-rank adapter, see lora.py."""
+
+    name = "LoRA"
+
+    @classmethod
+    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+        return None if spec.adapter else "has no adapter"
+
+    def __init__(self, initializer: Initializer, spec: LinearSpec):
+        super().__init__(initializer, spec)
+        assert spec.adapter is not None
+        self.init_adapter(
+            initializer,
+            spec.adapter,
+            in_shape=spec.in_shape,
+            out_shape=spec.out_shape,
+            axes=spec.axes,
+            weight=self.weight[...],
+        )
+
+    def merged_weight(self) -> jax.Array:
+        return self.merge(self.weight[...], adapter_inputs())
+
+    def adapt(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return self.add_update(x, y, self.weight[...], adapter_inputs())
 
 
 class QuantizedMatmulLinear(Linear):
@@ -179,7 +218,12 @@ def matmul_transposed(x: jax.Array, weight_T: jax.Array, use_gemv: bool) -> jax.
     return x @ weight_T.T
 
 
-LINEARS: tuple[type[Linear], ...] = (TransposedLinear, QuantizedMatmulLinear, Linear)
+LINEARS: tuple[type[Linear], ...] = (
+    LoRALinear,
+    TransposedLinear,
+    QuantizedMatmulLinear,
+    Linear,
+)
 
 
 def build_linear(
@@ -194,13 +238,24 @@ def build_linear(
     exact: bool = False,
 ) -> Linear:
     """The linear layer `name` of a module, by the implementation that its context asks for."""
-    spec = LinearSpec(tuple(in_shape), tuple(out_shape), tuple(axes), dtype, bias, exact)
+    initializer = initializer.child(name)
+    adapters = initializer.context.adapters
+    spec = LinearSpec(
+        in_shape=tuple(in_shape),
+        out_shape=tuple(out_shape),
+        axes=tuple(axes),
+        dtype=dtype,
+        bias=bias,
+        exact=exact,
+        adapter=None if adapters is None else adapters.at(initializer.paths),
+    )
     choice = choose(LINEARS, spec, initializer.context)
-    return choice.implementation(initializer.child(name), spec)
+    return choice.implementation(initializer, spec)
 
 
 def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) -> list[jax.Array]:
-    """The output of each linear layer. All have the same input, dtype and implementation.
+    """The output of each linear layer. All have the same input and dtype, and the same
+    implementation but for adapters.
 
     `weight_grads_first` orders the backward pass, see `order_weight_grads`.
     """
@@ -212,7 +267,9 @@ def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) ->
     ]
     if weight_grads_first:
         x, weights = order_weight_grads(x, weights)
-    outputs = first.matmuls(x, weights)
+    outputs = [
+        linear.adapt(x, y) for linear, y in zip(linears, first.matmuls(x, weights), strict=True)
+    ]
     return [
         y if linear.bias is None else y + linear.bias[...].astype(linear.dtype)
         for y, linear in zip(outputs, linears, strict=True)
@@ -258,11 +315,3 @@ def ordered_tangents(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
 
 
 order_weight_grads.defjvp(ordered_tangents, symbolic_zeros=True)
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes a fraction of the values and scales up the rest; the identity without a key."""
-    if key is None or rate == 0.0:
-        return x
-    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
     AttentionInputs,
     max_logits,
@@ -100,6 +101,12 @@ class Mla(Sublayer):
             axes=axes,
             dtype=dtype,
         )
+        adapter = self.kv_b.spec.adapter
+        if spec.latent and adapter is not None and adapter.slots:
+            raise ConfigError(
+                "mla_naive_kvcache=false multiplies queries by kv_b, which has an adapter for each "
+                "sequence: set mla_naive_kvcache=true, or merge the adapter"
+            )
         axes = ("heads", "kv", "embed")
         self.out = build_linear(
             initializer,
@@ -216,9 +223,8 @@ class Mla(Sublayer):
 
     def up_projections(self) -> tuple[jax.Array, jax.Array]:
         """The key part [R, H, N] and the value part [R, H, V] of kv_b."""
-        key, value = jnp.split(
-            self.kv_b.weight[...].astype(self.dtype), [self.spec.nope_dim], axis=-1
-        )
+        weight = self.kv_b.merged_weight().astype(self.dtype)
+        key, value = jnp.split(weight, [self.spec.nope_dim], axis=-1)
         return key, value
 
     def constrain_queries(self, query: jax.Array) -> jax.Array:

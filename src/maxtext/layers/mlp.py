@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.layers.context import INFERENCE, BuildContext, choose
+from maxtext.layers.dropout import dropout
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.linear import MergedLinear, build_linear, dropout, project
+from maxtext.layers.linear import MergedLinear, build_linear, project
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import MlpSpec
 from maxtext.layers.weight_layout import cannot_merge

@@ -32,8 +32,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxtext.kernels.weight_only import QuantizedWeight, dequantize
 from maxtext.layers import aux_names
+from maxtext.layers.adapters import adapter_inputs, use_adapter_inputs
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear, order_weight_grads
+from maxtext.layers.lora import align, expert_adapter, layer_scale
 from maxtext.layers.mlp import combine
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.routers import Routing, expert_counts, load_balance_loss
@@ -68,34 +70,73 @@ class ExpertLinear(nnx.Module):
             if spec.bias
             else None
         )
+        adapters = initializer.context.adapters
+        self.adapter = None if adapters is None else adapters.at(initializer.paths)
+        if self.adapter is not None:
+            self.lora_a, self.lora_b = expert_adapter(
+                initializer, self.adapter, (experts, inputs, outputs), self.axes
+            )
 
     @property
     def weights(self) -> ExpertWeights:
         """In the dtype of the matmul; or an integer weight with the scale of its outputs."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
         weight = self.weight[...]
+        lora = self.adapter_factors()
         if isinstance(weight, QuantizedWeight) and weight.has_output_scale((1,)):
-            return ExpertWeights(weight.qvalue, bias, weight.scale[:, 0])
-        return ExpertWeights(weight.astype(self.dtype), bias)
+            return ExpertWeights(weight.qvalue, bias, weight.scale[:, 0], *lora)
+        return ExpertWeights(weight.astype(self.dtype), bias, None, *lora)
+
+    def adapter_factors(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """lora_a, which includes the scale, and lora_b; for serving, those of the one adapter that
+        all tokens have (`Moe.sum_adapters`)."""
+        if self.adapter is None:
+            return None, None
+        inputs = adapter_inputs()
+        a, b = self.lora_a[...], self.lora_b[...]
+        if not self.adapter.slots:
+            return a * layer_scale(self.adapter, inputs), b
+        if inputs.ids is None:
+            return None, None
+        slot = jnp.maximum(inputs.ids - 1, 0)
+        return jnp.where(inputs.ids > 0, a[slot], 0), b[slot]
 
     def weight_axes(self, weights: ExpertWeights) -> ExpertWeights:
         """The logical axes of the weights."""
-        output_axes = (self.axes[0], self.axes[2])
+        expert_axis, input_axis, output_axis = self.axes
+        axes = ExpertWeights(
+            weight=self.axes,
+            bias=(expert_axis, output_axis),
+            scale=(expert_axis, output_axis),
+            lora_a=(expert_axis, input_axis, None),
+            lora_b=(expert_axis, None, output_axis),
+        )
         return ExpertWeights(
-            self.axes, *(None if part is None else output_axes for part in weights[1:])
+            *(
+                None if part is None else part_axes
+                for part, part_axes in zip(weights, axes, strict=True)
+            )
         )
 
     def batched(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, inputs] -> [X, B, C, outputs], expert by expert."""
-        x, (weight, bias, scale) = order_weight_grads(x, self.weights)
+        x, (weight, bias, scale, lora_a, lora_b) = order_weight_grads(x, self.weights)
         y = jnp.einsum("xbci,xio->xbco", x, weight.astype(self.dtype))
         if scale is not None:
             y = dequantize(y, scale[:, None, None], self.dtype)
+        if lora_a is not None:
+            hidden = jnp.einsum("xbci,xir->xbcr", x.astype(lora_a.dtype), lora_a)
+            update = jnp.einsum("xbcr,xro->xbco", hidden, lora_b)
+            y = (y.astype(update.dtype) + update).astype(self.dtype)
         if bias is not None:
             y = y + bias[:, None, None]
         return constrain(
             y, "activation_exp", "activation_batch_moe", None, f"activation_{self.axes[-1]}"
         )
+
+    @property
+    def adapter_slots(self) -> int:
+        return 0 if self.adapter is None else self.adapter.slots
 
 
 class Experts(nnx.Module):
@@ -180,14 +221,33 @@ class Moe(Sublayer):
         """x [B, S, E] -> [B, S, E]. The router reads `router_input`, by default x."""
         real = None if inputs.segments is None else inputs.segments > 0
         routing = self.router(x if router_input is None else router_input)
-        methods = {"sparse": self.sparse, "dense": self.dense, "dropping": self.dropping}
-        y = methods[self.spec.method](x, routing, real)
+        y = self.sum_adapters(x, routing, real)
         if self.shared is not None:
             shared, _ = self.shared(x, inputs)
             if self.shared_gate is not None:
                 shared = jax.nn.sigmoid(self.shared_gate(x)) * shared
             y = y + shared
         return y, self.report(routing, real)
+
+    def sum_adapters(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
+        """The weighted sum over experts. When several adapters of experts are served, the tokens of
+        each go through the experts in turn, and adapters without tokens are skipped."""
+        methods = {"sparse": self.sparse, "dense": self.dense, "dropping": self.dropping}
+        run = methods[self.spec.method]
+        inputs = adapter_inputs()
+        slots = max(layer.adapter_slots for layer in self.experts.layers.values())
+        if not slots or inputs.ids is None:
+            return run(x, routing, real)
+        ids = jnp.broadcast_to(align(inputs.ids, 2), x.shape[:2])
+
+        def add_slot(slot: jax.Array, y: jax.Array) -> jax.Array:
+            mask = ids == slot if real is None else (ids == slot) & real
+            with use_adapter_inputs(inputs._replace(ids=slot)):
+                return jax.lax.cond(
+                    jnp.any(mask), lambda: y + run(x, routing, mask).astype(y.dtype), lambda: y
+                )
+
+        return jax.lax.fori_loop(0, slots + 1, add_slot, jnp.zeros(x.shape, self.dtype))
 
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
         expert_ids = routing.indices

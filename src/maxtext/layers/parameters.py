@@ -34,10 +34,14 @@ class Initializer:
     init_scale: float = 1.0  # variance of a weight times its fan-in
     context: BuildContext = REFERENCE
     loop: bool = False  # weights of equal layers are created in a loop, see `build_each`
+    # The native path of the module, for each of the layers that share it.
+    paths: tuple[str, ...] = ("",)
 
-    def child(self, name: str) -> "Initializer":
-        """The initializer of a submodule: its key is folded with the submodule's name."""
-        return replace(self, key=self.fold(name))
+    def child(self, name: str, path: str | None = None) -> "Initializer":
+        """The initializer of a submodule: its key is folded with the submodule's name, and `path`
+        (by default the name) is appended to its path."""
+        paths = tuple(f"{parent}/{path or name}".removeprefix("/") for parent in self.paths)
+        return replace(self, key=self.fold(name), paths=paths)
 
     def fold(self, name: str) -> jax.Array | None:
         if self.key is None:
@@ -96,7 +100,7 @@ Make = Callable[[Initializer], nnx.Module]
 def build_stacked(make: Make, initializers: Sequence[Initializer], axis: int) -> nnx.Module:
     """Equal modules as one, whose parameters are stacked along a new dimension "layers" at `axis`
     (or last, if they have fewer dimensions)."""
-    single, weights = abstract_module(make, initializers[0])
+    single, weights = abstract_module(make, for_all(initializers))
     axes = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
     keys = [initializer.key for initializer in initializers if initializer.key is not None]
     if keys:
@@ -126,7 +130,7 @@ def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Modu
     With `Initializer.loop`, the parameters of all modules are initialized in a loop: with a copy of
     the code for each module, XLA for GPUs took ten seconds. But then all exist before any is used.
     """
-    single, weights = abstract_module(make, initializers[0])
+    single, weights = abstract_module(make, for_all(initializers))
     if initializers[0].key is None:
         return [
             single.bind(jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), single.weights))
@@ -148,6 +152,12 @@ def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Modu
         leaves.append(parts)
     tree = jax.tree.structure(single.weights)
     return [single.bind(jax.tree.unflatten(tree, module)) for module in zip(*leaves, strict=True)]
+
+
+def for_all(initializers: Sequence[Initializer]) -> Initializer:
+    """The first initializer with the paths of all: equal modules share one graph."""
+    paths = tuple(path for initializer in initializers for path in initializer.paths)
+    return replace(initializers[0], paths=paths)
 
 
 def abstract_module(

@@ -1,4 +1,5 @@
-"""Models with quantized weights (int8 or int4), for inference: which weights, and their sharding.
+"""Models with quantized weights, for inference (int8 or int4) and under adapters (QLoRA: int8, int4
+or nf4): which weights, and their sharding.
 
 A weight may be quantized if its metadata names the dimensions that its matmul sums over
 (`Initializer.weight`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and
@@ -19,16 +20,21 @@ from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template, Tree
 
 
-def quantize_weights(template: Template, weights: Tree, dtype: Any) -> Tree:
-    """The weights, quantized to `dtype` where that is possible; unchanged if `dtype` is None."""
+def quantize_weights(
+    template: Template, weights: Tree, dtype: Any, group: int | None = None
+) -> Tree:
+    """The weights, quantized to `dtype` where that is possible; unchanged if `dtype` is None.
+    `group` is as in `quantize_weight`."""
     if dtype is None:
         return weights
     return map_quantizable(
-        lambda leaf, contracted: quantize_weight(leaf, contracted, dtype), template, weights
+        lambda leaf, contracted: quantize_weight(leaf, contracted, dtype, group), template, weights
     )
 
 
-def abstract_quantized(template: Template, dtype: Any) -> tuple[Tree, Tree]:
+def abstract_quantized(
+    template: Template, dtype: Any, group: int | None = None
+) -> tuple[Tree, Tree]:
     """The logical axes and the abstract weights of the model quantized to `dtype`, if not None.
 
     A scale is sharded like its weight along outputs, and replicated along contracted dimensions.
@@ -36,7 +42,7 @@ def abstract_quantized(template: Template, dtype: Any) -> tuple[Tree, Tree]:
     if dtype is None:
         return template.axes, template.weights
     weights = jax.eval_shape(
-        lambda weights: quantize_weights(template, weights, dtype), template.weights
+        lambda weights: quantize_weights(template, weights, dtype, group), template.weights
     )
     axes = map_quantizable(
         lambda names, contracted: QuantizedWeight(

@@ -44,12 +44,14 @@ class ExpertWeights(NamedTuple):
     axes.
 
     An integer weight has a `scale` [X, outputs], which multiplies the outputs before the bias is
-    added.
+    added. An adapter adds x lora_a lora_b, with lora_a [X, inputs, R] and lora_b [X, R, outputs].
     """
 
     weight: Any
     bias: Any = None
     scale: Any = None
+    lora_a: Any = None
+    lora_b: Any = None
 
 
 Weights = dict[str, ExpertWeights]
@@ -109,10 +111,15 @@ class SortedExperts:
 
         def run(rows: Array, order: Order) -> Array:
             def apply(name: str, rows: Array) -> Array:
-                weight, bias, scale = weights[name]
+                weight, bias, scale, lora_a, lora_b = weights[name]
                 y = matmul(rows, weight.astype(rows.dtype), order.group_sizes, platform)
                 if scale is not None:
                     y = dequantize(y, take_by_row(scale, order), y.dtype)
+                if lora_a is not None:
+                    hidden = rows.astype(lora_a.dtype)
+                    for factor in (lora_a, lora_b):
+                        hidden = grouped_matmul.grouped_matmul(hidden, factor, order.group_sizes)
+                    y = (y.astype(hidden.dtype) + hidden).astype(y.dtype)
                 if bias is None:
                     return y
                 if name == "wo" and adds_bias is not None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.kernels.attention import OUTPUT_PRIMITIVES
+from maxtext.layers.adapters import use_adapter_inputs
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.parameters import Initializer, build_each, build_stacked, layers_first
 from maxtext.layers.specs import Segment, Spec
@@ -88,8 +89,8 @@ class Stack(nnx.Module):
         blocks: list[Any] = []
         for index, spec in enumerate(segment.pattern):
             initializers = [
-                initializer.child(f"layer_{self.layer_index(repeat, index)}")
-                for repeat in range(segment.repeats)
+                initializer.child(f"layer_{number}", path=str(number))
+                for number in (self.layer_index(repeat, index) for repeat in range(segment.repeats))
             ]
             make = partial(build, spec, dtype)
             if scanned:
@@ -101,6 +102,10 @@ class Stack(nnx.Module):
     def layer_index(self, repeat: Any, index: int) -> Any:
         """The index in the model of a layer of the pattern."""
         return self.first_layer + repeat * len(self.segment.pattern) + index
+
+    def layer_inputs(self, inputs: LayerInputs, repeat: Any, index: int) -> LayerInputs:
+        """The inputs of one layer: with its dropout key and its index in the stack."""
+        return replace(inputs.fold(self.layer_index(repeat, index)), repeat=repeat)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         """The residual after these layers, and by index in the pattern the aux of its layers,
@@ -118,7 +123,7 @@ class Stack(nnx.Module):
             programs = list(map(jax.jit, programs))
         for repeat in range(self.segment.repeats):
             for index, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):
-                layer_inputs = inputs.fold(self.layer_index(repeat, index))
+                layer_inputs = self.layer_inputs(inputs, repeat, index)
                 x, aux = program(nnx.split(layers[repeat])[1], x, layer_inputs)
                 auxes[index].append(aux)
         return x, {
@@ -137,7 +142,7 @@ class Stack(nnx.Module):
             repeat, weights = step
             auxes = {}
             for index, (graph, state) in enumerate(zip(graphs, weights, strict=True)):
-                layer_inputs = inputs.fold(self.layer_index(repeat, index))
+                layer_inputs = self.layer_inputs(inputs, repeat, index)
                 x, auxes[index] = self.apply(graph, state, x, layer_inputs)
             return x, auxes
 
@@ -152,7 +157,9 @@ class Stack(nnx.Module):
             repeat, index = divmod(layer_index, len(self.segment.pattern))
             layer = self.layer(index, repeat)
             forward = layer.decode if x.shape[1] == 1 else layer
-            x, aux = forward(x, replace(inputs, cache=caches[layer_index]))
+            layer_inputs = replace(inputs, cache=caches[layer_index], repeat=repeat)
+            with use_adapter_inputs(layer_inputs):
+                x, aux = forward(x, layer_inputs)
             updated.append(aux["cache"])
         return x, updated
 
@@ -173,7 +180,8 @@ class Stack(nnx.Module):
             )
 
         def layer(state: nnx.State, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-            return nnx.merge(graph, state)(x, inputs)
+            with use_adapter_inputs(inputs):
+                return nnx.merge(graph, state)(x, inputs)
 
         in_loop = self.scanned and self.segment.repeats > 1  # XLA unrolls a loop of one
         function = self.remat.wrap(run, in_loop) if self.remat else run

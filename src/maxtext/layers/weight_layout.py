@@ -62,6 +62,8 @@ class WeightLayout:
 
 def cannot_merge(context: BuildContext) -> str | None:
     """Why weights are not merged; None if they are."""
+    if context.adapters is not None:
+        return "has adapters"
     if context.quantized_weights:
         return "merges weights of floats only"
     if context.scanned:

@@ -10,14 +10,16 @@ from flax import nnx
 
 from maxtext.common import hash_rng
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.adapters import HEAD, AdapterSpec, adapter_inputs, use_adapter_inputs
 from maxtext.layers.attention import ATTENTIONS
 from maxtext.layers.cache import CacheSize
 from maxtext.layers.context import TRAIN, BuildContext, choose, describe_choices
 from maxtext.layers.decoder_layer import BLOCKS
-from maxtext.layers.embeddings import Embedding, Positions, sinusoids
+from maxtext.layers.embeddings import Embedding, Positions, build_embedding, sinusoids
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear, build_linear, order_weight_grads, project
+from maxtext.layers.lora import SavedCopies, freeze_base
 from maxtext.layers.mlp import MLPS
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm
@@ -66,7 +68,7 @@ class Transformer(nnx.Module):
         )
         self.streams = config.mhc_expansion_rate
 
-        self.embedder = Embedding(
+        self.embedder = build_embedding(
             initializer.child("embedder"),
             config.vocab_size,
             self.embed_dim,
@@ -99,7 +101,11 @@ class Transformer(nnx.Module):
         self.mtp = multi_token(config, initializer.child("mtp"), self.dtype)
         self.final_norm = Norm(initializer, final_norm(config), self.embed_dim, self.dtype)
         self.head = None if config.logits_via_embedding else self.build_head(initializer, config)
+        head_shape = (self.embed_dim, config.vocab_size)
+        self.head_copies = SavedCopies.of(context.adapters, HEAD, head_shape, initializer.dtype)
         self.head_loss = choose(HEAD_LOSSES, head_spec(config), context).implementation
+        if context.adapters is not None:
+            freeze_base(self, context.adapters)
 
     def build_head(self, initializer: Initializer, config: MaxTextConfig) -> Linear:
         spec = head_spec(config)
@@ -117,8 +123,13 @@ class Transformer(nnx.Module):
         self, inputs: jax.Array, positions: jax.Array, segments: jax.Array | None = None
     ) -> jax.Array:
         """Token ids [B, S] to logits [B, S, V]."""
-        x, _ = self.hidden(inputs, LayerInputs(positions, segments))
-        return self.logits(x)
+        return self.run_logits(inputs, LayerInputs(positions, segments))
+
+    def run_logits(self, ids: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Token ids [B, S] to logits [B, S, V], with the adapters of the inputs."""
+        x, _ = self.hidden(ids, inputs)
+        with use_adapter_inputs(inputs):
+            return self.logits(x)
 
     def hidden(self, ids: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict]:
         """Token ids [B, S] to the normed output of the last layer [B, S, E], and what the layers
@@ -132,13 +143,14 @@ class Transformer(nnx.Module):
         [repeats, ...]}}}}}.
         """
         graph, state = nnx.split((self.embedder, self.positions))
-        x = auto_sharded(
-            lambda state, ids, positions: self.enter(*nnx.merge(graph, state), ids, positions),
-            state,
-            ids,
-            inputs.positions,
-            out_axes=RESIDUAL_AXES[3 if self.streams == 1 else 4],
-        )
+        with use_adapter_inputs(inputs):
+            x = auto_sharded(
+                lambda state, ids, positions: self.enter(*nnx.merge(graph, state), ids, positions),
+                state,
+                ids,
+                inputs.positions,
+                out_axes=RESIDUAL_AXES[3 if self.streams == 1 else 4],
+            )
         inputs = replace(inputs, tokens=ids)
         reports = {}
         for number, stack in enumerate(self.layers):
@@ -152,7 +164,8 @@ class Transformer(nnx.Module):
         """As `hidden`, for tokens that follow those in the caches, one a layer; and the caches with
         them.
         """
-        x = self.enter(self.embedder, self.positions, ids, jnp.maximum(inputs.positions, 0))
+        with use_adapter_inputs(inputs):
+            x = self.enter(self.embedder, self.positions, ids, jnp.maximum(inputs.positions, 0))
         inputs = replace(inputs, tokens=ids)
         after, first = [], 0
         for stack in self.layers:
@@ -199,6 +212,10 @@ class Transformer(nnx.Module):
         else:
             x, table = order_weight_grads(x, self.embedder.embedding[...].astype(self.logit_dtype))
             logits = x @ table.T
+        if self.head_copies is not None:
+            logits = self.head_copies.select(
+                logits, adapter_inputs().ids, lambda weight: x @ weight.astype(x.dtype)
+            )
         if self.logit_scale != 1:
             logits = logits * self.logit_scale
         if x.ndim == 3:
@@ -266,17 +283,21 @@ def build_context(
     mode: str = TRAIN,
     quantized_weights: bool = False,
     decode_rows: int = 0,
+    adapters: AdapterSpec | None = None,
 ) -> BuildContext:
-    """The context of a configuration on the devices of a mesh; without one, on any device."""
+    """The context of a configuration on the devices of a mesh; without one, on any device.
+
+    Models with adapters multiply in the dtype of the activations."""
     quantization = config.quantization.value if config.quantization else ""
     options: dict[str, Any] = {
         "mode": mode,
         "dtype": config.dtype.value,
         "weight_dtype": config.weight_dtype.value,
-        "precision": "" if quantized_weights else PRECISIONS.get(quantization, ""),
+        "precision": "" if quantized_weights or adapters else PRECISIONS.get(quantization, ""),
         "quantized_weights": quantized_weights,
         "scanned": config.scan_layers,
         "decode_rows": decode_rows,
+        "adapters": adapters,
     }
     return BuildContext(**options) if rules is None else BuildContext.from_rules(rules, **options)
 

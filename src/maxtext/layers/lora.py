@@ -1,0 +1,281 @@
+"""Low-rank adapters (LoRA, DoRA) as parameters of a module, and the trees that they form.
+
+    y = W x + scale · B(A dropout(x))
+    y = m ⊙ (W x + scale · B(A dropout(x))) / ‖W + scale · B A‖      DoRA; norms over the inputs
+
+W [*in_shape, *out_shape], lora_a [*in_shape, R], lora_b [R, *out_shape], lora_magnitude m
+[*out_shape]. A is initialized uniformly in ±1/√inputs (kaiming) or with a deviation of 1/R
+(gaussian), B with zeros and m with ‖W‖: a new adapter changes no output. Adapters are computed in
+their own dtype, float32 unless the spec says otherwise, and DoRA's norm has no gradient.
+
+A model for serving holds the adapters of n slots: lora_a [n, *in_shape, R], lora_b [n, R,
+*out_shape], which includes the scale, and for DoRA lora_factor m/‖·‖ [n + 1, *out_shape], whose
+first row is 1. Each row of a batch, or each token of a shared row, has the index of its adapter.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxtext.layers.adapters import GAUSSIAN, AdapterInputs, AdapterSpec, LayerAdapter
+from maxtext.layers.dropout import dropout
+from maxtext.layers.parameters import Initializer, Template, Tree
+
+PREFIX = "lora_"  # of the parameters of adapters
+MAGNITUDE = "lora_magnitude"
+
+
+class LowRank:
+    """The parameters and the forward pass of a module's adapter; for classes of `nnx.Module`."""
+
+    def init_adapter(
+        self,
+        initializer: Initializer,
+        adapter: LayerAdapter,
+        in_shape: Sequence[int],
+        out_shape: Sequence[int],
+        axes: Sequence[str | None],
+        weight: jax.Array | None = None,
+    ) -> None:
+        """`axes` are those of the weight; `weight` gives DoRA's magnitudes."""
+        self.adapter = adapter
+        self.in_dims = len(in_shape)
+        self.dropout_name = zlib.crc32("/".join(initializer.paths).encode())
+        in_axes, out_axes = tuple(axes[: self.in_dims]), tuple(axes[self.in_dims :])
+        spec, rank = adapter.spec, adapter.rank
+        slots, slot_axes = ((spec.slots,), (None,)) if spec.slots else ((), ())
+        a_shape = (*slots, *in_shape, rank)
+        if spec.slots:
+            a = jnp.zeros(a_shape, spec.dtype)
+        else:
+            a = initial_a(initializer, a_shape, spec)
+        self.lora_a = adapter_param(a, (*slot_axes, *in_axes, None))
+        b = jnp.zeros((*slots, rank, *out_shape), spec.dtype)
+        self.lora_b = adapter_param(b, (*slot_axes, None, *out_axes))
+        magnitude = factor = None
+        if spec.dora and spec.slots:
+            ones = jnp.ones((spec.slots + 1, *out_shape), spec.dtype)
+            factor = adapter_param(ones, (None, *out_axes))
+        elif spec.dora:
+            assert weight is not None
+            norms = weight_norm(weight.astype(spec.dtype), self.in_dims)
+            magnitude = adapter_param(norms, out_axes)
+        self.lora_magnitude = magnitude
+        self.lora_factor = factor
+
+    def add_update(
+        self, x: jax.Array, y: jax.Array, weight: Any, inputs: AdapterInputs
+    ) -> jax.Array:
+        """y = x · weight with the adapter; without a bias, which is added afterwards."""
+        spec = self.adapter.spec
+        if spec.slots:
+            return self.add_selected(x, y, inputs)
+        if inputs.key is not None:
+            x = dropout(x, spec.dropout, jax.random.fold_in(inputs.key, self.dropout_name))
+        a, b, scale = self.lora_a[...], self.lora_b[...], self.scale(inputs)
+        hidden = jnp.tensordot(x.astype(a.dtype), a, self.in_dims)
+        result = y.astype(a.dtype) + jnp.tensordot(hidden * scale, b, 1)
+        if self.lora_magnitude is not None:
+            merged = weight.astype(a.dtype) + jnp.tensordot(a * scale, b, 1)
+            result = result * self.dora_factor(merged, scale)
+        return result.astype(y.dtype)
+
+    def dora_factor(self, merged: jax.Array, scale: jax.Array | float) -> jax.Array:
+        """m / ‖W + scale · B A‖, [*out_shape]; 1 for a stacked layer without an adapter."""
+        assert self.lora_magnitude is not None
+        norms = jax.lax.stop_gradient(weight_norm(merged, self.in_dims))
+        return jnp.where(scale == 0, 1, self.lora_magnitude[...] / norms)
+
+    def add_selected(self, x: jax.Array, y: jax.Array, inputs: AdapterInputs) -> jax.Array:
+        """The same with the adapter of each row or token. All adapters are multiplied, and those
+        that are not selected contribute zeros."""
+        if inputs.ids is None:
+            return y
+        a, b = self.lora_a[...], self.lora_b[...]
+        slots = a.shape[0]
+        ids = align(inputs.ids, x.ndim - self.in_dims)
+        hidden = jax.lax.dot_general(
+            x.astype(a.dtype),
+            a,
+            ((range(x.ndim - self.in_dims, x.ndim), range(1, 1 + self.in_dims)), ((), ())),
+        )
+        selected = ids[..., None, None] == jnp.arange(1, slots + 1)[:, None]
+        result = y.astype(a.dtype) + jnp.tensordot(jnp.where(selected, hidden, 0), b, 2)
+        if self.lora_factor is not None:
+            result = result * jnp.take(self.lora_factor[...], ids, axis=0)
+        return result.astype(y.dtype)
+
+    def scale(self, inputs: AdapterInputs) -> jax.Array | float:
+        return layer_scale(self.adapter, inputs)
+
+    def merge(self, weight: Any, inputs: AdapterInputs) -> jax.Array:
+        """The weight with the adapter in it, in the adapter's dtype, for layers that multiply by
+        parts of their weight. Not for serving."""
+        assert not self.adapter.slots
+        a, scale = self.lora_a[...], self.scale(inputs)
+        merged = weight.astype(a.dtype) + jnp.tensordot(a * scale, self.lora_b[...], 1)
+        return merged if self.lora_magnitude is None else merged * self.dora_factor(merged, scale)
+
+
+def layer_scale(adapter: LayerAdapter, inputs: AdapterInputs) -> jax.Array | float:
+    """alpha / rank of a layer; a number unless stacked layers differ."""
+    if len(set(adapter.scales)) == 1:
+        return adapter.scales[0]
+    assert inputs.repeat is not None, "stacked layers with different adapters need their index"
+    return jnp.asarray(adapter.scales, adapter.spec.dtype)[inputs.repeat]
+
+
+def expert_adapter(
+    initializer: Initializer,
+    adapter: LayerAdapter,
+    shape: tuple[int, int, int],
+    axes: Sequence[str | None],
+) -> tuple[nnx.Param, nnx.Param]:
+    """lora_a [X, inputs, R] and lora_b [X, R, outputs] of the experts' weight [X, inputs, outputs];
+    for serving with a leading dimension of slots."""
+    (experts, inputs, outputs), (expert_axis, input_axis, output_axis) = shape, axes
+    spec, rank = adapter.spec, adapter.rank
+    slots, slot_axes = ((spec.slots,), (None,)) if spec.slots else ((), ())
+    if spec.slots:
+        a = jnp.zeros((spec.slots, experts, inputs, rank), spec.dtype)
+    else:
+        a = initial_a(initializer, (experts, inputs, rank), spec, inputs)
+    b = jnp.zeros((*slots, experts, rank, outputs), spec.dtype)
+    return (
+        adapter_param(a, (*slot_axes, expert_axis, input_axis, None)),
+        adapter_param(b, (*slot_axes, expert_axis, None, output_axis)),
+    )
+
+
+class SavedCopies(nnx.Module):
+    """For serving: weights that replace the base's for the adapters that have them, PEFT's
+    modules_to_save. lora_weight [k, *shape]; lora_copy [n + 1] is the copy of each adapter, counted
+    from 1; 0: none."""
+
+    def __init__(self, count: int, slots: int, shape: Sequence[int], dtype: Any):
+        axes = (None,) * (len(shape) + 1)
+        self.lora_weight = adapter_param(jnp.zeros((count, *shape), dtype), axes)
+        self.lora_copy = adapter_param(jnp.zeros(slots + 1, jnp.int32), (None,))
+
+    @classmethod
+    def of(
+        cls, spec: AdapterSpec | None, module: str, shape: Sequence[int], dtype: Any
+    ) -> "SavedCopies | None":
+        if spec is None or not spec.slots or not spec.saves(module):
+            return None
+        return cls(spec.saved.count(module), spec.slots, shape, dtype)
+
+    def select(
+        self, y: jax.Array, ids: jax.Array | None, compute: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """y [B, S, ...], with compute(weight) in the rows whose adapter has a copy."""
+        if ids is None:
+            return y
+        weights, copy = self.lora_weight[...], jnp.take(self.lora_copy[...], ids)
+        for number in range(weights.shape[0]):
+            y = jnp.where(align(copy == number + 1, y.ndim), compute(weights[number]), y)
+        return y
+
+
+def adapter_param(value: jax.Array, axes: Sequence[str | None]) -> nnx.Param:
+    return nnx.Param(value, axes=tuple(axes), trained=True, fixed_dtype=True)
+
+
+def initial_a(
+    initializer: Initializer, shape: Sequence[int], spec: AdapterSpec, inputs: int | None = None
+) -> jax.Array:
+    """[*in_shape, R], or more dimensions before the inputs."""
+    normal = initializer.standard_normal("lora_a", tuple(shape))
+    if spec.init == GAUSSIAN:
+        return (normal / shape[-1]).astype(spec.dtype)
+    uniform = 2 * jax.scipy.special.ndtr(normal) - 1
+    return (uniform / math.sqrt(inputs or math.prod(shape[:-1]))).astype(spec.dtype)
+
+
+def weight_norm(weight: jax.Array, in_dims: int) -> jax.Array:
+    """The Euclidean norm over the inputs, [*out_shape]."""
+    return jnp.sqrt(jnp.sum(jnp.square(weight), axis=tuple(range(in_dims))))
+
+
+def align(ids: jax.Array, batch_dims: int) -> jax.Array:
+    """ids [B] or [B, S] with dimensions of size 1 up to `batch_dims`."""
+    return ids.reshape(*ids.shape, *[1] * (batch_dims - ids.ndim))
+
+
+def freeze_base(model: nnx.Module, spec: AdapterSpec) -> None:
+    """Mark all parameters but those of adapters, and of modules that are saved in full, as not
+    trained."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable):
+            trained = is_adapter(path) or spec.saves("/".join(map(str, path)))
+            node.set_metadata(trained=trained)
+
+
+def is_adapter(path: Sequence[Any]) -> bool:
+    """Whether the parameter at a path belongs to an adapter."""
+    return str(path[-1]).startswith(PREFIX)
+
+
+def split_adapter(tree: Tree) -> tuple[Tree, Tree]:
+    """(base, adapter): a tree of weights without and with only the parameters of adapters."""
+    base: dict = {}
+    adapter: dict = {}
+    for name, branch in tree.items():
+        if not isinstance(branch, dict):
+            (adapter if is_adapter((name,)) else base)[name] = branch
+            continue
+        base_branch, adapter_branch = split_adapter(branch)
+        if base_branch:
+            base[name] = base_branch
+        if adapter_branch:
+            adapter[name] = adapter_branch
+    return base, adapter
+
+
+def join_trees(base: Tree, adapter: Tree) -> Tree:
+    """The inverse of `split_adapter`."""
+    joined = dict(base)
+    for name, branch in adapter.items():
+        joined[name] = (
+            join_trees(joined.get(name, {}), branch) if isinstance(branch, dict) else branch
+        )
+    return joined
+
+
+def init_magnitudes(template: Template, weights: Tree) -> Tree:
+    """The weights with each `lora_magnitude` set to the norms of its weight, as a new DoRA adapter
+    starts. To be called under jit."""
+
+    def visit(branch: Tree, contracted: Tree, axes: Tree) -> Tree:
+        if not isinstance(branch, dict):
+            return branch
+        result = {name: visit(branch[name], contracted[name], axes[name]) for name in branch}
+        if MAGNITUDE in branch:
+            weight = branch["weight"].astype(branch[MAGNITUDE].dtype)
+            norms = jnp.sqrt(jnp.sum(jnp.square(weight), axis=contracted["weight"]))
+            names = [name for i, name in enumerate(axes["weight"]) if i not in contracted["weight"]]
+            if "layers" in names:
+                target = axes[MAGNITUDE].index("layers")
+                norms = jnp.moveaxis(norms, names.index("layers"), target)
+            result[MAGNITUDE] = norms
+        return result
+
+    return visit(weights, template.contracted, template.axes)
+
+
+def map_adapters(function: Callable[[Sequence[str], Tree], Tree], tree: Tree) -> Tree:
+    """A tree with function(path, module) in place of each module that has an adapter."""
+
+    def visit(path: tuple[str, ...], branch: Tree) -> Tree:
+        if not isinstance(branch, dict):
+            return branch
+        if any(is_adapter((name,)) for name in branch):
+            return function(path, branch)
+        return {name: visit((*path, str(name)), child) for name, child in branch.items()}
+
+    return visit((), tree)
