@@ -5,11 +5,11 @@ TYPE_CHECKING = False  # type checkers assume True; importing typing itself woul
 if TYPE_CHECKING:
     from typing import Any
 
-    from maxtext import losses
+    from maxtext import losses, tune
     from maxtext.inference.llm import LLM
     from maxtext.models.configuration import config
 
-__all__ = ["LLM", "__version__", "config", "losses"]
+__all__ = ["LLM", "__version__", "config", "losses", "tune"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -22,10 +22,10 @@ def __getattr__(name: str) -> "Any":
         from maxtext.inference.llm import LLM
 
         return LLM
-    if name == "losses":
+    if name in ("losses", "tune"):
         import importlib
 
-        return importlib.import_module("maxtext.losses")
+        return importlib.import_module(f"maxtext.{name}")
     if name == "__version__":
         from importlib import metadata
 

@@ -153,7 +153,7 @@ def refuse_unread_keys(config: MaxTextConfig) -> None:
         f"{key}={_text(getattr(config, key))} has no effect with {reason}: leave it out"
         for keys, reason in unread
         for key in keys
-        if getattr(config, key) != defaults[key]
+        if getattr(config, key) != defaults[key] and not is_true_anyway(key, config)
     ]
     problems += [
         f"{key}={getattr(config, key)} would never forget the first gradient: it must be below 1"
@@ -162,6 +162,11 @@ def refuse_unread_keys(config: MaxTextConfig) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+def is_true_anyway(key: str, config: MaxTextConfig) -> bool:
+    """Whether a key asks for what an optimizer does without reading it: SGD has no weight decay."""
+    return key == "adam_weight_decay" and config.adam_weight_decay == 0
 
 
 def _text(value: Any) -> str:

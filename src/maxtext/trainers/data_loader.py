@@ -8,7 +8,7 @@ communication.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import STOP_FLAG, StopFlag
 
 PREFETCHED_BATCHES = 2  # on the host
+AddFields = Callable[[Batch], Batch]
 
 
 class DeviceBatch(NamedTuple):
@@ -51,6 +52,7 @@ class TrainDataLoader:
         self.source = prefetch(self.streams, PREFETCHED_BATCHES)
         self.stop_requested = False
         self.host_batch: Batch | None = None  # the last one
+        self.add_fields: AddFields = lambda batch: batch  # to each batch of the data
 
     def __iter__(self) -> Iterator[DeviceBatch]:
         return self
@@ -59,7 +61,7 @@ class TrainDataLoader:
         config = self.context.config
         flag = StopFlag.STOP if self.stop_requested else StopFlag.CONTINUE
         try:
-            self.host_batch = next(self.source)
+            self.host_batch = self.add_fields(next(self.source))
         except StopIteration:
             if jax.process_count() == 1:
                 raise
@@ -67,7 +69,7 @@ class TrainDataLoader:
             # Other processes run this step, so this one must too. It changes nothing, so any batch
             # of the right size will do.
             self.host_batch = self.host_batch or padding_batch(
-                config, self.streams, batch_size_at(config, 0)
+                self.context, self.streams, batch_size_at(config, 0)
             )
         full_rows = config.global_batch_size_to_train_on
         fields = shard_batch(self.context, self.host_batch, self.streams, full_rows)
@@ -86,11 +88,13 @@ class TrainDataLoader:
 
 
 class EvalDataLoader:
-    """Each call returns all batches of one evaluation, from the first."""
+    """Each call returns all batches of one evaluation, from the first. `add_fields` is called with
+    each batch of the data."""
 
-    def __init__(self, context: RunContext, streams: DataStreams):
+    def __init__(self, context: RunContext, streams: DataStreams, add_fields: AddFields):
         self.context = context
         self.streams = streams
+        self.add_fields = add_fields
 
     def __call__(self) -> Iterator[dict[str, jax.Array]]:
         config = self.context.config
@@ -106,7 +110,9 @@ class EvalDataLoader:
             # An empty batch: another process reads the rows of this one.
             if not has_fixed_steps and not any_process(bool(batch)):
                 return
-            batch = batch or padding_batch(config, self.streams, rows)
+            if batch:
+                batch = self.add_fields(batch)
+            batch = batch or padding_batch(self.context, self.streams, rows)
             yield shard_batch(self.context, batch, self.streams, rows)
 
 
@@ -128,10 +134,16 @@ def any_process(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def padding_batch(config: MaxTextConfig, streams: DataStreams, rows: int) -> Batch:
+def padding_batch(context: RunContext, streams: DataStreams, rows: int) -> Batch:
     """The part of a padding batch of `rows` rows that this process holds."""
-    shape = (len(streams.local_rows(rows)), config.max_target_length)
-    return {field: np.zeros(shape, np.int32) for field in batch_fields(config)}
+    return padding_fields(context, len(streams.local_rows(rows)))
+
+
+def padding_fields(context: RunContext, rows: int) -> Batch:
+    config = context.config
+    tokens = np.zeros((rows, config.max_target_length), np.int32)
+    row_fields = dict.fromkeys(context.objective.row_fields, np.zeros(rows, np.float32))
+    return dict.fromkeys(batch_fields(config), tokens) | row_fields
 
 
 def open_train_streams(context: RunContext) -> DataStreams:
@@ -223,39 +235,40 @@ def to_devices(
     length = config.max_target_length
     # Only the first rows are read. With expansion_factor_real_data the array is so tall that the
     # first rows are those of the reading processes; the rest is padding and is cut off below.
-    tall = (rows * processes_per_reader(config), length)
+    num_rows = rows * processes_per_reader(config)
     order = token_order(config)
 
     def read_shard(field: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        start, stop, _ = index[0].indices(tall[0])
+        start, stop, _ = index[0].indices(num_rows)
         first, last = np.searchsorted(local_rows, (start, min(stop, rows)))
         shard = field[first:last]
         if stop > rows:
-            padding = np.zeros((stop - max(start, rows), length), np.int32)
+            padding = np.zeros((stop - max(start, rows), *field.shape[1:]), field.dtype)
             shard = np.concatenate([shard, padding])
         return shard[(slice(None), *index[1:])]
 
     def to_array(field: np.ndarray) -> jax.Array:
-        if order is not None:
+        if order is not None and field.ndim == 2:
             field = field[:, order.positions(length)]
-        sharding = context.shardings.batch(tall)
-        return jax.make_array_from_callback(tall, sharding, partial(read_shard, field))
+        shape = (num_rows, *field.shape[1:])
+        sharding = context.shardings.batch(shape)
+        return jax.make_array_from_callback(shape, sharding, partial(read_shard, field))
 
-    fields = batch or dict.fromkeys(batch_fields(config), np.zeros((0, length), np.int32))
+    fields = batch or padding_fields(context, 0)
     arrays = {name: to_array(field) for name, field in fields.items()}
-    if tall[0] == rows:
+    if num_rows == rows:
         return arrays
-    return redistribute(arrays, rows, context.shardings.batch((rows, length)))
+    return {
+        name: redistribute(array, rows, context.shardings.batch((rows, *array.shape[1:])))
+        for name, array in arrays.items()
+    }
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def redistribute(batch: dict[str, jax.Array], rows: int, sharding: Any) -> dict[str, jax.Array]:
+def redistribute(field: jax.Array, rows: int, sharding: Any) -> jax.Array:
     """The first `rows` rows, from the devices of the reading processes to all."""
-    return {
-        name: jax.lax.with_sharding_constraint(field[:rows], sharding)
-        for name, field in batch.items()
-    }
+    return jax.lax.with_sharding_constraint(field[:rows], sharding)
 
 
 def fill_per_device(context: RunContext, value: int) -> jax.Array:

@@ -59,6 +59,10 @@ class Objective(Protocol):
         """The tokens of a batch, for throughput."""
 
     @property
+    def row_fields(self) -> tuple[str, ...]:
+        """Fields of a batch that are float32 [rows], beside those of `batch_fields`."""
+
+    @property
     def abstract_reference(self) -> Any:
         """The weights of the reference as abstract arrays; None if there is no reference."""
 
@@ -97,6 +101,10 @@ class LanguageModel:
 
     def num_tokens(self, batch: Batch) -> jax.Array:
         return jnp.sum(token_weights(batch))
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def abstract_reference(self) -> Any:

@@ -58,10 +58,17 @@ class Preference:
         return replace(self, config=config)
 
     @property
+    def has_reference(self) -> bool:
+        return self.config.dpo_loss_type not in ("orpo", "simpo")
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether the loss has a reference that every step computes."""
-        is_free = self.config.dpo_loss_type in ("orpo", "simpo")
-        return not (is_free or self.config.precompute_reference_logps)
+        """Whether every step computes the reference."""
+        return self.has_reference and not self.config.precompute_reference_logps
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        return () if not self.has_reference or self.needs_reference else REFERENCE_LOGPS
 
     @property
     def abstract_reference(self) -> Any:
@@ -157,12 +164,16 @@ class Preference:
     def reference_logps(
         self, weights: Any, reference: Any, batch: Batch
     ) -> tuple[jax.Array, jax.Array] | None:
-        """Sums of log-probabilities of the chosen and of the rejected completions; None if the
-        loss has no reference."""
-        if self.config.precompute_reference_logps:
+        """Those of the batch, or those of `compute_reference`; None if the loss has no
+        reference."""
+        if self.row_fields:
             return batch[REFERENCE_LOGPS[0]], batch[REFERENCE_LOGPS[1]]
-        if not self.needs_reference:
-            return None
+        return self.compute_reference(weights, reference, batch) if self.needs_reference else None
+
+    def compute_reference(
+        self, weights: Any, reference: Any, batch: Batch
+    ) -> tuple[jax.Array, jax.Array]:
+        """Sums of log-probabilities of the chosen and of the rejected completions."""
         if not has_adapters(self.config):
             template, frozen = self.template, reference
         else:

@@ -30,16 +30,21 @@ from maxtext.diagnostics.plot import save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
-from maxtext.input_pipeline import DataStreams
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.compile import compile_eval_step
-from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
+from maxtext.trainers.data_loader import (
+    AddFields,
+    EvalDataLoader,
+    TrainDataLoader,
+    open_eval_streams,
+)
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
-from maxtext.trainers.init_state import with_reference
+from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.memory import state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.reference_logps import load_or_compute
 from maxtext.trainers.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.save import Save
@@ -91,6 +96,7 @@ def train_locked(
         state, key = start.result()
         state = with_reference(context, state, start.step, checkpoint)
     checksum = frozen_checksum(context, state, start)
+    data_loader.add_fields = reference_fields(context, state, start.step, checkpoint)
     if jax.process_index() == 0:
         start_banner(banner(context, first_step, run_folder(config), start.origin))
     writers = make_writers(
@@ -104,7 +110,10 @@ def train_locked(
     # A signal after the last step must not interrupt the last save or the summary.
     with contextlib.ExitStack() as signal_handlers:
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
-            hooks = build_hooks(context, recorder, profiler, peak_flops, eval_streams)
+            hooks = build_hooks(context, recorder, profiler, peak_flops)
+            if eval_streams is not None:
+                eval_loader = EvalDataLoader(context, eval_streams, data_loader.add_fields)
+                hooks.append(evaluate_hook(context, recorder, eval_loader))
             hooks += more_hooks
             save = None
             if config.enable_checkpointing:
@@ -142,12 +151,21 @@ def train_locked(
     return Result(context, loop.state, summary=summary, signal=stop_signal(loop))
 
 
+def reference_fields(
+    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
+) -> AddFields:
+    """Adds the fields of a batch that are computed before training; see reference_logps.py."""
+    if not context.objective.row_fields:
+        return lambda batch: batch
+    weights = state.weights if step == 0 else initial_weights(context, checkpoint)
+    return load_or_compute(context, run_folder(context.config), weights).add_fields
+
+
 def build_hooks(
     context: RunContext,
     recorder: Recorder,
     profiler: Profiler,
     peak_flops: float | None,
-    eval_streams: DataStreams | None,
 ) -> list[Hook]:
     config = context.config
     record = Record(
@@ -157,17 +175,17 @@ def build_hooks(
         peak_flops=peak_flops,
         profiler=profiler,
     )
-    hooks: list[Hook] = [Profile(profiler), record]
-    if eval_streams is not None:
-        evaluate = Evaluate(
-            config,
-            recorder,
-            data_loader=EvalDataLoader(context, eval_streams),
-            eval_step=compile_eval_step(context, config.global_batch_size_to_eval_on),
-            objective=context.objective,
-        )
-        hooks.append(evaluate)
-    return hooks
+    return [Profile(profiler), record]
+
+
+def evaluate_hook(context: RunContext, recorder: Recorder, data_loader: EvalDataLoader) -> Evaluate:
+    return Evaluate(
+        context.config,
+        recorder,
+        data_loader=data_loader,
+        eval_step=compile_eval_step(context, context.config.global_batch_size_to_eval_on),
+        objective=context.objective,
+    )
 
 
 def stop_reason(loop: Loop) -> str:

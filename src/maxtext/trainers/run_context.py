@@ -97,7 +97,10 @@ class RunContext:
     def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (rows, self.config.max_target_length)
         field = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.shardings.batch(shape))
-        return dict.fromkeys(batch_fields(self.config), field)
+        sharding = self.shardings.batch((rows,))
+        row_field = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=sharding)
+        row_fields = dict.fromkeys(self.objective.row_fields, row_field)
+        return dict.fromkeys(batch_fields(self.config), field) | row_fields
 
     @cached_property
     def key(self) -> jax.Array:

@@ -106,7 +106,8 @@ class Shardings:
             for axes in self.config.data_sharding
             for axis in ([axes] if isinstance(axes, str) else axes)
         }
-        return self.rules.sharding(self.config.input_data_sharding_logical_axes, shape, allowed)
+        axes = self.config.input_data_sharding_logical_axes[: len(shape)]
+        return self.rules.sharding(axes, shape, allowed)
 
     def constrain_gradients(self, gradients: Any) -> Any:
         """Under jit: with ZeRO-1, reduce-scatter gradients to the shards that a device updates."""

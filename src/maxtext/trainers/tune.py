@@ -23,7 +23,10 @@ from maxtext.configs.provenance import Layer
 from maxtext.configs.sources import HERE, from_python
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.llm import LLM
+from maxtext.input_pipeline import encode_rows
 from maxtext.models.configuration import load
+from maxtext.tokenizers import Tokenizer
+from maxtext.tokenizers.load import open_tokenizer
 from maxtext.trainers.export import trained_llm
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.pretrain import Result, run_folder, train
@@ -60,6 +63,32 @@ def dpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
 def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
     """Odds-ratio preference optimization; arguments as of `sft`."""
     return fine_tune("orpo", model, data, keys)
+
+
+def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
+    """The token ids of a row and the mask of those that `sft` learns. `tokenizer`: a path, as of
+    tokenizer_path."""
+    config, loaded = tokenizer_config("sft", tokenizer, keys)
+    encoded = encode_rows.encode_row(dict(row), config, loaded)
+    return {"ids": encoded.ids.tolist(), "mask": encoded.mask.astype(int).tolist()}
+
+
+def encode_pair(
+    row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any
+) -> dict[str, list[int]]:
+    """The token ids of the prompt, and of the completions that `dpo` and `orpo` compare."""
+    config, loaded = tokenizer_config("dpo", tokenizer, keys)
+    pair = encode_rows.encode_pair(dict(row), config, loaded)
+    return {name: getattr(pair, name).tolist() for name in ("prompt", "chosen", "rejected")}
+
+
+def tokenizer_config(
+    method: str, tokenizer: str | os.PathLike, keys: Mapping[str, Any]
+) -> tuple[MaxTextConfig, Tokenizer]:
+    """A configuration without a model, and the tokenizer at a path."""
+    overrides = from_python({"tokenizer_path": str(tokenizer), **keys})
+    config = load(HERE / f"{method}.yml", overrides)
+    return config, open_tokenizer(str(tokenizer), None, config.hf_access_token)
 
 
 def fine_tune(
