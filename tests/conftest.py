@@ -1,7 +1,6 @@
 """Fixtures for all tests."""
 
 import gc
-import importlib
 import logging
 import signal
 import time
@@ -9,10 +8,12 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src.core import trace_state_clean
 
-from tests.compiling import FAST_COMPILE
+from tests.compiling import compile_fast
 
+compile_fast()
+
+TESTS = Path(__file__).parent
 MAPPINGS = Path("/proc/self/maps")
 MAX_MAPPINGS = 20_000  # Linux allows a process 65,530
 # beginnings of the names of files that take minutes
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(items):
     seen = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in seen and item.path.parent.name in COMPILING:
+        if test in seen and item.path.relative_to(TESTS).parts[0] in COMPILING:
             item.add_marker(pytest.mark.slow)
         if not item.get_closest_marker("slow"):
             seen.add(test)
@@ -108,19 +109,3 @@ def limit_memory_mappings():
             jax.clear_caches()
             gc.collect()
         last_check = time.monotonic()
-
-
-@pytest.fixture(scope="module")
-def fast_compilation():
-    """Compile with few optimizations: compiling takes most of the time of these tests."""
-    # imported here, so that it is not imported while jit is patched
-    importlib.import_module("maxtext.kernels.grouped_matmul_hopper")
-
-    def fast_jit(*args, jit=jax.jit, **options):
-        if trace_state_clean():  # options apply to whole programs only
-            options |= {"compiler_options": FAST_COMPILE}
-        return jit(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", fast_jit)
-        yield

@@ -78,15 +78,6 @@ SETTINGS = dict(
 TOLERANCE = 5e-5  # of the scores' standard deviation
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """Compiling is most of the time here."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def stirred(module):
     """Random weights large enough that each of them shows in the scores."""
     generator = torch.Generator().manual_seed(1)

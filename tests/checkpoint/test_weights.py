@@ -21,6 +21,7 @@ from maxtext.common.errors import UserError
 from maxtext.layers.parameters import Template
 from maxtext.layers.specs import Segment
 from maxtext.models.registry import segments
+from tests.compiling import cpu_devices
 
 FORMS = [
     ["scan_layers=true"],
@@ -287,7 +288,7 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
         "host_bytes": host_bytes,
         "file": file,
     }
-    result = run_job(job, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    result = run_job(job, XLA_FLAGS=cpu_devices(8)["XLA_FLAGS"])
     assert result["devices"] == 8
     loaded = np.load(file)
     _, template, param_infos = llama.model(*[word for word in words if word.startswith("scan")])

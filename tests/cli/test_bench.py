@@ -6,8 +6,6 @@ import pytest
 
 from maxtext.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 TINY = [
     "model_name=llama2-7b",
     "override_model_config=true",

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from maxtext.cli.main import main
-from tests.compiling import FAST_COMPILE_FLAGS
+from tests.compiling import cpu_devices
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
@@ -37,14 +37,12 @@ def test_no_slices(capsys):
 
 
 def run(*words, devices=2, folder):
-    flags = f"--xla_force_host_platform_device_count={devices} {FAST_COMPILE_FLAGS}"
-    environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
         [sys.executable, "-m", *words],
         capture_output=True,
         text=True,
         cwd=folder,
-        env=os.environ | environment,
+        env=os.environ | cpu_devices(devices),
     )
 
 

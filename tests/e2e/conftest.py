@@ -15,8 +15,6 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.cli.main import main
 from maxtext.common.log import LOGGER
-from maxtext.trainers.compile import COMPILER_OPTIONS
-from tests.compiling import FAST_COMPILE
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
@@ -79,9 +77,6 @@ def train(cache, tmp_path_factory):
     """
     before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_disable_most_optimizations", True)
-    options = COMPILER_OPTIONS["cpu"]
-    COMPILER_OPTIONS["cpu"] = FAST_COMPILE
 
     def run(*overrides, base=None, file=None):
         base = base or tmp_path_factory.mktemp("run")
@@ -92,8 +87,6 @@ def train(cache, tmp_path_factory):
         return Outcome(code, out.getvalue(), err.getvalue(), folder, metrics)
 
     yield run
-    COMPILER_OPTIONS["cpu"] = options
-    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     compilation_cache.reset_cache()

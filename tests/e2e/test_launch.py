@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.compiling import FAST_COMPILE_FLAGS
+from tests.compiling import cpu_devices
 
 # One layer and few tokens: what these tests wait for is the start of their processes.
 SMALL = [
@@ -98,7 +98,6 @@ def begin(cache, tmp_path_factory):
         ]
         environ = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": FAST_COMPILE_FLAGS,
             **(environment or {}),
         }
         run = Run(
@@ -136,9 +135,7 @@ def train(begin):
     """One process with `devices` devices."""
 
     def start(*overrides, devices=1, **keywords):
-        environment = {
-            "XLA_FLAGS": f"{FAST_COMPILE_FLAGS} --xla_force_host_platform_device_count={devices}"
-        }
+        environment = cpu_devices(devices)
         return begin(
             ["train"], overrides, environment | keywords.pop("environment", {}), **keywords
         )

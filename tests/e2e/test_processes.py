@@ -12,6 +12,8 @@ import pytest
 from maxtext.checkpoint.steps import all_steps
 
 # Two matmuls: steps are so short that a signal arrives among thousands of them.
+from tests.compiling import cpu_devices
+
 QUICK = (
     "decoder_block=simple",
     "base_num_decoder_layers=1",
@@ -73,7 +75,7 @@ print(json.dumps({
     "eval_tokens": count(evaluation),
 }))
 """
-TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+TWO_DEVICES = cpu_devices(2)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import pytest
 
 from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
-from tests.compiling import FAST_COMPILE_FLAGS
+from tests.compiling import cpu_devices
 
 pytestmark = pytest.mark.slow
 
@@ -77,8 +77,7 @@ class Job:
         self.alive = []
 
     def start(self):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILE_FLAGS}"
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -249,7 +248,7 @@ def test_kills_of_two_processes_change_nothing(make_job, kills):
 
 def test_a_run_resumes_on_another_mesh(make_job, monkeypatch):
     """Eight devices: parameters and moments sharded over all of them, then over tensor x data."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("XLA_FLAGS", cpu_devices(8)["XLA_FLAGS"])
     more = ("dropout_rate=0", "enable_dropout=false", "per_device_batch_size=1", "vocab_size=264")
     uninterrupted = make_job(
         "uninterrupted", "steps=8", "checkpoint_period=4", "ici_fsdp_parallelism=8", *more

@@ -4,13 +4,11 @@ JSON on the last line.
 
 import json
 import sys
-from functools import partial
 
 import jax
 import pytest
 
 from maxtext.inference.engine import InferenceEngine
-from tests.compiling import FAST_COMPILE
 from tests.inference import few_shapes
 from tests.inference.test_scheduler import (
     KINDS,
@@ -71,7 +69,6 @@ def tokens(kind, overrides, devices):
 
 
 if __name__ == "__main__":
-    jax.jit = partial(jax.jit, compiler_options=FAST_COMPILE)
     few_shapes.patch(pytest.MonkeyPatch())
     print(
         json.dumps(

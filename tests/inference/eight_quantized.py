@@ -34,7 +34,6 @@ SMALL = (
     "vocab_size=96",
     f"max_target_length={LENGTH}",
     "base_num_query_heads=8",
-    "base_num_decoder_layers=2",
     "dtype=float32",
     "matmul_precision=highest",
     "attention=dot_product",

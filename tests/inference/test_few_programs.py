@@ -14,8 +14,6 @@ from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, configuration, programs_of, random_request
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 WORDS = [
     "decoder_block=llama2",
     "base_num_decoder_layers=2",

@@ -15,8 +15,6 @@ from maxtext.kernels.decode import gemv
 from maxtext.layers.weight_layout import flatten, leaf_layouts
 from tests.layers.gpu_context import interpreted_kernels
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 TINY = {
     "base_emb_dim": 32,
     "base_num_query_heads": 4,

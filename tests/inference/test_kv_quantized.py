@@ -14,8 +14,6 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, compiled, new_request, random_weights
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 LARGEST = {"int8": 127, "int4": 7}
 
 

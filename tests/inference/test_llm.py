@@ -17,10 +17,9 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.executor import Executor
 from maxtext.layers.context import REFERENCE
-from tests.compiling import FAST_COMPILE_FLAGS
+from tests.compiling import cpu_devices
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 FEW = pytest.mark.usefixtures("few_programs")
 
 EXACT = {
@@ -385,14 +384,9 @@ def test_on_several_devices(llm, folder, ids):
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
     )
-    quick = FAST_COMPILE_FLAGS
-    environment = {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {quick}",
-        "JAX_PLATFORMS": "cpu",
-    }
     command = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environment, check=False
+        command, capture_output=True, text=True, env=os.environ | cpu_devices(8), check=False
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

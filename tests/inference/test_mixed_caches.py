@@ -27,7 +27,7 @@ from tests.inference.test_scheduler import (
     reference,
 )
 
-pytestmark = [pytest.mark.usefixtures("fast_compilation", "few_programs"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("few_programs"), pytest.mark.slow]
 
 KIND = "mixed"
 POOL = [

@@ -17,10 +17,9 @@ from maxtext.common.errors import ConfigError
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.models.configuration import load
 from maxtext.trainers.run_context import RunContext
-from tests.compiling import FAST_COMPILE_FLAGS
+from tests.compiling import cpu_devices
 from tests.inference.eight_quantized import CASES
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 FLOAT32 = {
     "dtype": "float32",
     "weight_dtype": "float32",
@@ -161,16 +160,13 @@ def test_training_refuses_quantized_weights():
 @pytest.fixture(scope="module")
 def eight():
     """The output of the script, with programs scheduled to save memory, as on accelerators."""
-    flags = (
-        "--xla_force_host_platform_device_count=8"
-        f" --xla_cpu_enable_concurrency_optimized_scheduler=false {FAST_COMPILE_FLAGS}"
-    )
+    saving_memory = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_quantized.py")],
         capture_output=True,
         text=True,
         timeout=1800,
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=os.environ | cpu_devices(8, saving_memory),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

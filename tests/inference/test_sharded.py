@@ -8,19 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import cpu_devices
 from tests.inference import eight_engines
 
-pytestmark = pytest.mark.usefixtures("fast_compilation", "few_programs")
+pytestmark = pytest.mark.usefixtures("few_programs")
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_eight_devices_give_the_tokens_of_one():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = os.environ | cpu_devices(8) | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.inference.eight_engines"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False

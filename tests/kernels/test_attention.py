@@ -5,7 +5,6 @@ dim of values.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.export
@@ -17,7 +16,6 @@ import torch
 from maxtext.kernels.attention import AttentionInputs, AttentionMask, BlockSizes, attend, cudnn
 from maxtext.kernels.attention import flash as flash_module
 from maxtext.kernels.attention.flash import computed_mask, fit_block
-from tests.compiling import FAST_COMPILE
 
 SCALE = 0.3
 # Two segments and padding in the first row, three segments in the second: [B=2, 12].
@@ -111,7 +109,7 @@ def attend_with_vjp(q, k, v, dout, sinks=None, run=None, dtype=jnp.float32, **op
             return run(AttentionInputs(q, k, v, scale=SCALE, sinks=sinks, **options))
         return attend(q, k, v, backend="dot_product", scale=SCALE, sinks=sinks, **options)
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def output_and_gradients(arrays, dout):
         output, vjp = jax.vjp(compute, *arrays)
         return [output, *vjp(dout)]

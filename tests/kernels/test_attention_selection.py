@@ -4,8 +4,6 @@ blocks of queries.
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +18,6 @@ from maxtext.kernels.attention import (
     mean_weights,
 )
 from maxtext.kernels.attention.topk import topk_mask
-from tests.compiling import FAST_COMPILE
 
 SCALE = 0.3
 SEGMENTS = np.array([[1] * 5 + [2] * 4 + [0] * 3, [3] * 2 + [1] * 6 + [2] * 4], np.int32)
@@ -105,7 +102,7 @@ def test_selected_keys(k_heads, by_head, window, segments):
             selected=jnp.asarray(selected),
         )
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def run(*arrays):
         output, vjp = jax.vjp(attend_selected, *arrays)
         return output, vjp(jnp.ones_like(output))
@@ -151,7 +148,7 @@ def test_max_logits_and_mean_weights_match_numpy(length, by_head, packed):
         soft_cap=2.0,
     )
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def run(*arrays):
         inputs = AttentionInputs(*arrays, AttentionMask(window=5), SCALE, **options)
         return max_logits(inputs), mean_weights(inputs)

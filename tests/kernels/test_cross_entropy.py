@@ -10,7 +10,6 @@ import torch
 
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
 from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
-from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, EMBED_DIM, VOCABULARY = 3, 12, 8, 37
 
@@ -52,9 +51,7 @@ def test_losses_and_gradients_match_torch(tiles):
             partition,
         )
 
-    evaluate = jax.jit(
-        jax.value_and_grad(total, argnums=(0, 1), has_aux=True), compiler_options=FAST_COMPILE
-    )
+    evaluate = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
     (_, values), gradients = evaluate(hidden, head)
     for actual, expected in zip([*values, *gradients], torch_reference(), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-5)
@@ -131,7 +128,7 @@ def test_triton_matches_xla(triton, vocabulary, dtype):
     targets = jnp.asarray(random.integers(0, vocabulary, (2, 64)))
     cotangents = tuple(jnp.asarray(random.normal(size=(2, 64)), jnp.float32) for _ in range(2))
 
-    @partial(jax.jit, static_argnums=1, compiler_options={} if ON_GPU else FAST_COMPILE)
+    @partial(jax.jit, static_argnums=1)
     def losses_and_gradient(logits, platform):
         values, vjp = jax.vjp(lambda logits: cross_entropy(logits, targets, platform), logits)
         return *values, *vjp(cotangents)

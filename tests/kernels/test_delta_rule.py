@@ -22,12 +22,11 @@ from maxtext.kernels.delta_rule import (
     recurrent_gated_delta_rule,
     unit_lower_inverse,
 )
-from tests.compiling import FAST_COMPILE
 
 BATCH, HEADS, KEY_DIM, VALUE_DIM = 2, 3, 8, 6
 TOLERANCE = dict(rtol=2e-5, atol=2e-5)
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
-jit = partial(jax.jit, compiler_options=FAST_COMPILE)
+jit = jax.jit
 chunked = jit(gated_delta_rule, static_argnames="chunk")
 recurrent = jit(recurrent_gated_delta_rule)
 convolution = jit(causal_convolution)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.moba import moba_selection
-from tests.compiling import FAST_COMPILE
 
-select = jax.jit(moba_selection, static_argnums=(2, 3), compiler_options=FAST_COMPILE)
+select = jax.jit(moba_selection, static_argnums=(2, 3))
 
 
 def problem(length, batch=2, q_heads=4, k_heads=2, head_dim=6, seed=0):

@@ -21,9 +21,6 @@ from maxtext.kernels.quantized_matmul import quantized_matmul
 E4M3, E5M2 = (3, 2.0**-9, 448.0), (2, 2.0**-16, 57344.0)  # mantissa bits, smallest number, largest
 SUM_ERROR = 2.0**-20  # of a float32 sum, relative to the sum of magnitudes
 PLATFORM = "gpu" if jax.default_backend() == "gpu" else None
-QUICK = (
-    {} if PLATFORM else {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-)
 # (outer dimensions, inputs, outputs of each weight): not multiples of a tile, one row, one column,
 # an odd vocabulary
 SHAPES = [
@@ -88,7 +85,7 @@ def draw(outer, inputs, outputs, seed):
 def run_matmuls(precision, outer, x, weights, dys):
     """ys, dx and dws in float64."""
 
-    @functools.partial(jax.jit, static_argnums=3, compiler_options=QUICK)
+    @functools.partial(jax.jit, static_argnums=3)
     def run(x, weights, dys, outer):
         x = x.reshape(*outer, -1)
         ys, vjp = jax.vjp(
@@ -177,7 +174,7 @@ def test_grouped_fp8_gradients_are_within_the_error_bound(tokens, sizes):
     dy = np.float64(np.float32(random.normal(size=(tokens, outputs)) * 1e-6))
     x[used:], dy[used:] = np.nan, np.inf  # rows of no expert have no effect
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def run(x, w, dy):
         y, vjp = jax.vjp(
             lambda x, w: grouped_matmul_fp8(x, w, jnp.array(sizes, jnp.int32), PLATFORM), x, w

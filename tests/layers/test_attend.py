@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiling import cpu_devices
+
 CASES = {
     "rows and heads": {"mesh": {"fsdp": 2, "tensor": 2}, "heads": 4, "kv_heads": 2},
     "more devices than key heads": {"mesh": {"fsdp": 1, "tensor": 4}, "heads": 4, "kv_heads": 1},
@@ -31,8 +33,7 @@ def errors():
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ
-        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | cpu_devices(8),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))

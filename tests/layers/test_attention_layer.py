@@ -2,8 +2,6 @@
 transformers' layers.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +17,6 @@ from maxtext.layers.attention import Attention
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import AttentionSpec, NormSpec, RopeSpec
-from tests.compiling import FAST_COMPILE
 from tests.tolerance import assert_within_rounding
 
 SIZE, LENGTH, HEAD = 24, 9, 8
@@ -77,9 +74,7 @@ def inputs(batch=2):
 
 
 def output(template, tree, x, layer_inputs):
-    return jax.jit(
-        lambda tree, x: template.bind(tree)(x, layer_inputs)[0], compiler_options=FAST_COMPILE
-    )(tree, x)
+    return jax.jit(lambda tree, x: template.bind(tree)(x, layer_inputs)[0])(tree, x)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -90,7 +85,7 @@ def test_fused_is_separate(heads, groups, bias):
     separate = template(heads, groups, rope=RopeSpec(), bias=bias, out_bias=bias)
     fused = template(heads, groups, rope=RopeSpec(), bias=bias, out_bias=bias, fused=True)
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def run(tree, fused_tree, x):
         one, other = separate.bind(tree), fused.bind(fused_tree)
         return other.project(x), one(x, layer_inputs)[0], other(x, layer_inputs)[0]

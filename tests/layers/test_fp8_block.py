@@ -1,6 +1,7 @@
 """fp8 blocks as on one GPU, with interpreted kernels, against the plain blocks in fp8."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,6 @@ from maxtext.models.transformer import (
 )
 from maxtext.trainers.model_losses import language_model_losses
 from tests.layers.gpu_context import interpreted_kernels
-
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 
 OVERRIDES = ["base_emb_dim=128", "base_num_decoder_layers=1", "base_num_query_heads=4",
              "base_num_kv_heads=4",
@@ -37,9 +36,16 @@ FAMILIES = {
     "scanned": (["base_num_decoder_layers=2", "scan_layers=true"], ALL),
     "rematerialized": (["remat_policy=full"], ALL),
     "QK norm": (["decoder_block=qwen3", "use_qk_norm=true"], ALL),
-    "post-norms, gelu": (["decoder_block=gemma2", *POST_NORMS], ALL - {"add_rms_norm_rows"}),
+    "post-norms, gelu, bfloat16 head": (
+        ["decoder_block=gemma2", *POST_NORMS, "quantization=fp8"],
+        ALL - {"add_rms_norm_rows"},
+    ),
     "gelu_exact": (["mlp_activations=[gelu_exact, linear]"], ALL - GATED),
     "one branch, biases": (["decoder_block=gpt3"], MATMULS | LOSSES),
+    "one branch, soft-capped logits": (
+        ["decoder_block=gpt3", "final_logits_soft_cap=5.0"],
+        MATMULS,
+    ),
     "fused weights": (["fused_qkv=true", "fused_mlp=true"], MATMULS | LOSSES),
     "experts": (
         # megablox=false: the grouped matmul for Hopper GPUs cannot be interpreted
@@ -85,7 +91,18 @@ def value_and_grads(overrides, platform, capability=""):
         losses = language_model_losses(config, template, weights, batch, None)
         return sum(losses.sums.values()) / 100
 
-    return jax.jit(jax.value_and_grad(loss))(jax.jit(lambda: initial_weights(config))())
+    return jax.jit(jax.value_and_grad(loss))(weights_of(config, template))
+
+
+WEIGHTS: dict[str, Any] = {}
+
+
+def weights_of(config, template):
+    """Random weights, which depend on their shapes only: cases share them."""
+    shapes = str(template.weights)
+    if shapes not in WEIGHTS:
+        WEIGHTS[shapes] = initial_weights(config)
+    return WEIGHTS[shapes]
 
 
 QUICK = ("llama", "fused weights", "dimensions without tiles")
@@ -95,6 +112,10 @@ EXHAUSTIVE = (
     "float32",
     "gelu_exact",
     "scanned",
+    "rematerialized",
+    "one branch, biases",
+    "bfloat16 head",
+    "soft-capped logits",
 )  # parts of other cases
 
 

@@ -2,8 +2,6 @@
 decoding, precision.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,12 +19,11 @@ from maxtext.layers.gated_delta_net import l2_normalise
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import GatedDeltaNetSpec
-from tests.compiling import FAST_COMPILE
 from tests.tolerance import assert_within_rounding, dtype_of, in_both_precisions
 
 EMBED_DIM, HEADS, KEY_DIM, VALUE_DIM, CONV_WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
 LENGTH = 21
-jit = partial(jax.jit, compiler_options=FAST_COMPILE)
+jit = jax.jit
 FAMILIES = {
     "next": (Qwen3NextConfig, Qwen3NextGatedDeltaNet),
     "3.5": (Qwen3_5TextConfig, Qwen3_5GatedDeltaNet),

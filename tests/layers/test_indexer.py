@@ -4,8 +4,6 @@ numpy.
 Shapes: B batch, S sequence, T keys, E embed_dim, H heads.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +20,6 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import IndexerSpec, MlaSpec, NormSpec, RopeSpec
-from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, EMBED_DIM, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = (
     2,
@@ -85,9 +82,7 @@ def visible(packed):
 
 def run(spec, tree, x, packed=False):
     model = template(spec)
-    return jax.jit(
-        lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE
-    )(tree, x)
+    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)))(tree, x)
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +292,7 @@ def test_gradients_of_the_indexer_come_from_its_loss_alone(weights, sparse):
     """And those of all other weights from the output alone."""
     model = template(mla_spec(sparse_training=sparse, loss_factor=1.0))
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def gradients(tree, x):
         def parts(tree, x):
             output, aux = model.bind(tree)(x, layer_inputs(True))
@@ -343,9 +338,7 @@ def test_gradient_of_the_loss_matches_finite_differences(weights):
         return loss(scores, logits, visible(True), SEGMENTS != 0)
 
     expected = (value(1e-6) - value(-1e-6)) / 2e-6
-    np.testing.assert_allclose(
-        jax.jit(slope_of, compiler_options=FAST_COMPILE)(weights), expected, rtol=1e-3
-    )
+    np.testing.assert_allclose(jax.jit(slope_of)(weights), expected, rtol=1e-3)
 
 
 def test_a_row_of_padding_has_a_finite_loss(weights):
@@ -356,7 +349,7 @@ def test_a_row_of_padding_has_a_finite_loss(weights):
         output, aux = model.bind(tree)(hidden(), padding)
         return aux["indexer_loss"] + output.sum()
 
-    value, gradient = jax.jit(jax.value_and_grad(total), compiler_options=FAST_COMPILE)(weights)
+    value, gradient = jax.jit(jax.value_and_grad(total))(weights)
     assert value == 0
     assert not any(jnp.abs(leaf).any() for leaf in jax.tree.leaves(gradient))
 
@@ -366,7 +359,7 @@ def test_long_rows_are_scored_in_blocks(weights):
     model = template(mla_spec(sparse_training=True, loss_factor=1.0))
     x = np.random.default_rng(9).normal(size=(1, 300, EMBED_DIM)).astype(np.float32)
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def run_row(tree, x):
         positions = jnp.arange(x.shape[1])[None]
         return model.bind(tree)(x, LayerInputs(positions, jnp.ones_like(positions)))

@@ -19,8 +19,6 @@ from maxtext.layers.specs import MoeSpec, RouterSpec
 from maxtext.models.configuration import load
 from maxtext.models.transformer import Transformer, build_context, initial_weights, make_template
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 TINY = dict(
     decoder_block="llama2", base_emb_dim=32, base_mlp_dim=48, base_num_decoder_layers=3,
     base_num_query_heads=4, base_num_kv_heads=2, head_dim=8, vocab_size=64, dtype="float32",

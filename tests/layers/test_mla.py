@@ -27,7 +27,6 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import IndexerSpec, MlaSpec, NormSpec, RopeSpec
-from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH, EMBED_DIM, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = (
     2,
@@ -171,9 +170,7 @@ def run_hf(layer, rotary, x, packed, gradient=None):
 
 def run(spec, tree, x, packed=False):
     model = template(spec)
-    return jax.jit(
-        lambda tree, x: model.bind(tree)(x, layer_inputs(packed)), compiler_options=FAST_COMPILE
-    )(tree, x)
+    return jax.jit(lambda tree, x: model.bind(tree)(x, layer_inputs(packed)))(tree, x)
 
 
 def version_2(yarn, query_rank, bias):
@@ -230,7 +227,7 @@ def test_gradients_match_transformers(latent):
     tree = from_hf({name: tensor.numpy() for name, tensor in layer.state_dict().items()})
     model = template(mla_spec(yarn=True, bias=True, latent=latent))
 
-    @partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def output_and_gradients(tree, x):
         output, vjp = jax.vjp(lambda tree, x: model.bind(tree)(x, layer_inputs())[0], tree, x)
         return output, *vjp(gradient)
@@ -248,7 +245,7 @@ def test_weight_absorption_matches_the_plain_form(query_rank):
     tree = random_weights(mla_spec(query_rank))
     x, gradient = hidden(), hidden(5)
 
-    @partial(jax.jit, static_argnums=0, compiler_options=FAST_COMPILE)
+    @partial(jax.jit, static_argnums=0)
     def output_and_gradients(latent, tree, x):
         model = template(mla_spec(query_rank, latent=latent))
         output, vjp = jax.vjp(

@@ -20,8 +20,6 @@ from maxtext.layers.moe import expert_capacity
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import MlpSpec, MoeSpec, RouterSpec
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 BATCH, LENGTH, EMBED_DIM, EXPERTS, HIDDEN_DIM = 2, 9, 8, 6, 10
 ROUTER = RouterSpec(EXPERTS, 2, normalise=True)
 PLAIN = MoeSpec(ROUTER, HIDDEN_DIM)

@@ -18,10 +18,9 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec, Segment
 from maxtext.layers.stack import RematPolicy, Stack
-from tests.compiling import FAST_COMPILE
 
 SIZE, LENGTH, HEAD = 16, 6, 4
-jit = partial(jax.jit, compiler_options=FAST_COMPILE)
+jit = jax.jit
 
 LOCAL = LayerSpec(
     SIZE, AttentionSpec(4, 2, HEAD, HEAD**-0.5, AttentionMask(window=3), RopeSpec()), MlpSpec(24),

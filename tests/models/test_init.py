@@ -7,7 +7,6 @@ import pytest
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
-from tests.compiling import FAST_COMPILE
 
 WORDS = [
     "vocab_size=512", "base_emb_dim=128", "base_num_query_heads=8", "base_num_kv_heads=4",
@@ -17,9 +16,7 @@ WORDS = [
 
 def weights(*extra, loop=False):
     config = load(None, [*WORDS, *extra], environ={}, devices=Devices(1))
-    return jax.tree.map(
-        np.asarray, jax.jit(lambda: initial_weights(config, loop), compiler_options=FAST_COMPILE)()
-    )
+    return jax.tree.map(np.asarray, jax.jit(lambda: initial_weights(config, loop))())
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from maxtext.configs.remat import SAVED_ON_DEVICE
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.model_losses import language_model_losses
-from tests.compiling import FAST_COMPILE
 
 BATCH, LENGTH = 2, 32
 WORDS = [
@@ -95,17 +94,13 @@ class Runs:
 
     def __init__(self):
         plain = configuration("base_num_decoder_layers=6")
-        self.weights = jax.jit(lambda: initial_weights(plain), compiler_options=FAST_COMPILE)()
+        self.weights = jax.jit(lambda: initial_weights(plain))()
         self.done = {}
 
     def __call__(self, *extra):
         if extra not in self.done:
             loss = loss_of(configuration("base_num_decoder_layers=6", *extra))
-            compiled = (
-                jax.jit(jax.value_and_grad(loss), compiler_options=FAST_COMPILE)
-                .lower(self.weights)
-                .compile()
-            )
+            compiled = jax.jit(jax.value_and_grad(loss)).lower(self.weights).compile()
             self.done[extra] = (
                 *compiled(self.weights),
                 compiled.memory_analysis().temp_size_in_bytes,

@@ -18,8 +18,6 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.models.transformer import empty_caches, make_template
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 SIZES = [
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
     "base_mlp_dim=32", "vocab_size=41", "max_target_length=32", "dtype=float32",
@@ -49,7 +47,7 @@ MODELS = {
         "mlp_activations=[sigmoid, linear]",
     ],
     "chunks": [
-        "decoder_block=llama4", "base_num_decoder_layers=4", "num_experts=4",
+        "decoder_block=llama4", "base_num_decoder_layers=2", "num_experts=4",
         "num_experts_per_tok=1", "nope_layer_interval=2", "interleave_moe_layer_step=2",
         "chunk_attn_window_size=5", "shared_experts=1",
     ],

@@ -10,7 +10,6 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.models.registry import segments
 from maxtext.models.transformer import make_template
-from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, SIZE = 32, 16, 12
 WORDS = [
@@ -88,9 +87,7 @@ def packed(request):
         real = (numbers != 0)[..., None]
         return jnp.sum(jnp.where(real, jax.nn.log_softmax(logits), 0.0)), logits
 
-    (_, logits), gradients = jax.jit(
-        jax.value_and_grad(loss, has_aux=True), compiler_options=FAST_COMPILE
-    )(weights)
+    (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
     return np.asarray(logits), gradients
 
 

@@ -20,8 +20,6 @@ from maxtext.models.hf_registry import MAPPINGS, hf_config, mapping_of, model_la
 from maxtext.models.registry import FAMILIES, layers
 from maxtext.models.transformer import make_template
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 TINY = {
     "override_model_config": True,
     "vocab_size": zoo.VOCABULARY,

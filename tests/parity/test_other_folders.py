@@ -16,8 +16,6 @@ from maxtext.checkpoint.convert import command as convert
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 EYES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
 SQUARES = EYES | dict(image_size=28, patch_size=14)
 # Classes, the text model, and what is beside it.

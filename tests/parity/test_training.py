@@ -15,8 +15,6 @@ import zoo
 from maxtext import LLM
 from maxtext.trainers.model_losses import language_model_losses
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 LENGTH = 24  # tokens that are learned from
 FAST = {"llama tied with biases", "mixtral sliding", "qwen3-next one to one"}
 CASES = [

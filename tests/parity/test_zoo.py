@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from maxtext import LLM
 from maxtext.models.registry import layers
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 NEW_TOKENS = 6
 
 

@@ -7,7 +7,6 @@ COMMON = (
     f"max_target_length={LENGTH}",
     "base_emb_dim=40",
     "base_num_query_heads=8",
-    "base_num_decoder_layers=2",
     "dtype=float32",
     "matmul_precision=highest",
     "attention=dot_product",
@@ -27,15 +26,23 @@ EXPERTS = (
     "base_moe_mlp_dim=24",
     "load_balance_loss_weight=0.1",
 )
+TWO_LAYERS = "base_num_decoder_layers=2"
 HEADS = ("base_num_kv_heads=4", "head_dim=8")
 # Halves the program. The dense model (with a scan over its layers) and the MoE model test remat.
 NO_REMAT = ("remat_policy=none", "scan_layers=false")
 MODELS = {
-    "dense": ("decoder_block=llama2", "base_mlp_dim=48", *HEADS),
-    # two equal layers
-    "moe": ("decoder_block=mixtral", *EXPERTS, *HEADS, "scan_layers=false"),
+    "dense": ("decoder_block=llama2", TWO_LAYERS, "base_mlp_dim=48", *HEADS),
+    # one layer; the MLA model has a layer before its experts
+    "moe": (
+        "decoder_block=mixtral",
+        *EXPERTS,
+        *HEADS,
+        "base_num_decoder_layers=1",
+        "scan_layers=false",
+    ),
     "mla": (
         "decoder_block=deepseek",
+        TWO_LAYERS,
         *EXPERTS,
         "attention_type=mla",
         "q_lora_rank=24",
@@ -55,6 +62,7 @@ MODELS = {
     ),
     "delta": (
         "decoder_block=qwen3_5",
+        TWO_LAYERS,
         *HEADS,
         "base_mlp_dim=72",
         "gdn_num_key_heads=4",

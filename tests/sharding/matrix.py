@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.compiling import cpu_devices
 from tests.sharding.layouts import LAYOUTS, PLAIN, REFUSED
 from tests.tolerance import FACTOR, ULP
 
@@ -41,16 +42,33 @@ FURTHER = {
 }
 
 
-# MLA and Gated DeltaNet differ from the other models in the sharding of heads, sequences and their
-# own weights: the axes that shard one of these, and a product of three.
-REPRESENTATIVE = (
-    "fsdp",
-    "tensor",
-    "context",
-    "expert",
-    "context x tensor, balanced",
-    "data x fsdp x tensor",
-)
+# Every axis, every named rule and every way to place the state, in products of axes where one
+# program can test several; the other layouts are exhaustive. MLA and Gated DeltaNet differ from the
+# other models in the sharding of heads, sequences and their own weights.
+PRODUCTS = ("data x fsdp x tensor", "fsdp x context x expert", "context x tensor, balanced")
+REPRESENTATIVE = {
+    "dense": (
+        "data",
+        "fsdp_transpose",
+        "fsdp x tensor_sequence",
+        *PRODUCTS,
+        "data x tensor, ZeRO-1",
+        "fsdp, optimizer on the host",
+        "fsdp, weights on the host",
+        "context, striped",
+        "fsdp x tensor, explicit",
+    ),
+    "moe": (
+        "expert",
+        "expert x tensor",
+        "fsdp x tensor_sequence",
+        *PRODUCTS,
+        *FURTHER["moe"],
+    ),
+    "mla": PRODUCTS,
+    # eight devices along tensor, for four key heads
+    "delta": ("tensor", *PRODUCTS),
+}
 
 
 def cases(model: str) -> list[str]:
@@ -58,11 +76,10 @@ def cases(model: str) -> list[str]:
 
 
 def parameters(model: str) -> list[Any]:
-    """For pytest.mark.parametrize: models that share most code with others run few layouts."""
+    """For pytest.mark.parametrize."""
+    representative = REPRESENTATIVE[model]
     return [
-        pytest.param(name, marks=pytest.mark.exhaustive)
-        if model in ("mla", "delta") and name not in REPRESENTATIVE
-        else name
+        pytest.param(name, marks=() if name in representative else pytest.mark.exhaustive)
         for name in cases(model)
     ]
 
@@ -75,8 +92,7 @@ def run(model: str, layouts: list[str]) -> dict[str, dict]:
         text=True,
         timeout=1800,
         cwd=ROOT,
-        env=os.environ
-        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | cpu_devices(8),
     )
     assert result.returncode == 0, result.stderr[-4000:]
     reports = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

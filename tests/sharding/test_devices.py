@@ -20,6 +20,7 @@ from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.objective import LanguageModel
 from maxtext.trainers.run_context import RunContext
+from tests.compiling import cpu_devices
 
 ROWS, LENGTH = 8, 16
 MODEL = [
@@ -82,8 +83,7 @@ def eight(tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ
-        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | cpu_devices(8),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])

@@ -24,11 +24,9 @@ from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.trainers import pretrain
-from maxtext.trainers.compile import COMPILER_OPTIONS
 from maxtext.trainers.model_losses import language_model_losses
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
-from tests.compiling import FAST_COMPILE
 
 VOCABULARY, LENGTH, ROWS = 41, 16, 8
 # config.json attributes that have no key, here given like an override
@@ -130,7 +128,7 @@ def make_bench(configure):
 
 
 def quick(function):
-    jitted = jax.jit(function, compiler_options=FAST_COMPILE)
+    jitted = jax.jit(function)
 
     def run(*arguments):
         with jax.default_matmul_precision("highest"):
@@ -271,16 +269,12 @@ def program():
 
 @pytest.fixture(scope="module")
 def light_compiler(tmp_path_factory):
-    """Runs compile without XLA's optimizations, and with a persistent cache."""
+    """Runs have a persistent cache of compiled programs."""
     cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
-    before, options = jax.config.jax_persistent_cache_min_compile_time_secs, COMPILER_OPTIONS["cpu"]
-    COMPILER_OPTIONS["cpu"] = FAST_COMPILE
-    jax.config.update("jax_disable_most_optimizations", True)
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     yield cache
-    COMPILER_OPTIONS["cpu"] = options
-    jax.config.update("jax_disable_most_optimizations", False)
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
     compilation_cache.reset_cache()

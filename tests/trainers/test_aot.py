@@ -205,6 +205,20 @@ def test_compile_xla_flags_reach_the_compiler(configure, monkeypatch):
     assert given[0] == {"xla_backend_optimization_level": "0", "xla_cpu_enable_fast_math": "true"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [("", {"xla_backend_optimization_level": 1}), ("--xla_backend_optimization_level=0", {})],
+)
+def test_xla_flags_override_default_options(configure, monkeypatch, flags, options):
+    given = []
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(
+        jax.stages.Lowered, "compile", lambda self, options=None: given.append(options)
+    )
+    train_step(configure())
+    assert given[0] == options
+
+
 def test_reports_a_flag_that_xla_rejects(configure):
     with pytest.raises(
         ConfigError, match="compile_xla_flags='--xla_no_such_thing=1': XLA refuses it: .*No such"

@@ -13,6 +13,7 @@ from maxtext.input_pipeline import ShardSpec, Split, pipeline
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.trainers.data_loader import TrainDataLoader
 from maxtext.trainers.run_context import RunContext
+from tests.compiling import cpu_devices
 from tests.trainers.conftest import TINY, with_defaults
 
 FIELD = "inputs"
@@ -77,11 +78,10 @@ np.savez(out, **batches)
 
 def on_eight_devices(out, layouts, overrides):
     """The batches of each layout; a layout is a string of overrides."""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(out), ";".join(layouts),
          *with_defaults(overrides, TINY)],
-        env=os.environ | flags, capture_output=True, text=True,
+        env=os.environ | cpu_devices(8), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return np.load(out)

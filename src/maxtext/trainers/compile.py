@@ -1,6 +1,7 @@
 """Lowering and compiling of the train step and the eval step."""
 
 import contextlib
+import os
 import re
 from typing import Any
 
@@ -16,7 +17,7 @@ from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import STOP_FLAG, make_eval_step, make_train_step
 
 # By platform. On CPUs, LLVM at optimization level 1 compiles a step in three quarters of the time,
-# and the step runs as fast.
+# and the step runs as fast. XLA_FLAGS override these options.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 # in the error message of the TPU compiler
 SHORTAGE = re.compile(r"Used \S+ of \S+ \w+\. Exceeded .*? by [\d.]+\w+")
@@ -58,7 +59,7 @@ def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
     state = with_shardings(context.abstract_state, shardings.state)
     batch = context.abstract_batch(rows)
     lowered = lower(context, step, state.weights, state.reference, batch)
-    return lowered.compile(COMPILER_OPTIONS.get(platform_of(context), {}))
+    return lowered.compile(default_options(context))
 
 
 def lower(context: RunContext, step: Any, *arguments: Any) -> jax.stages.Lowered:
@@ -80,7 +81,7 @@ def compile_lowered(context: RunContext, lowered: jax.stages.Lowered) -> jax.sta
     reports that it does not fit, and ConfigError if XLA rejects a flag."""
     flags = compiler_options(context.config.compile_xla_flags)
     try:
-        return lowered.compile({**COMPILER_OPTIONS.get(platform_of(context), {}), **flags})
+        return lowered.compile({**default_options(context), **flags})
     except jax.errors.JaxRuntimeError as error:
         message = " ".join(str(error).split())
         if message.startswith("RESOURCE_EXHAUSTED"):
@@ -94,6 +95,13 @@ def compile_lowered(context: RunContext, lowered: jax.stages.Lowered) -> jax.sta
                 f"compile_xla_flags={shown!r}: XLA refuses it: {message[:300]}"
             ) from error
         raise
+
+
+def default_options(context: RunContext) -> dict[str, Any]:
+    """COMPILER_OPTIONS of the platform, without those that XLA_FLAGS sets."""
+    given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    options = COMPILER_OPTIONS.get(platform_of(context), {})
+    return {name: value for name, value in options.items() if f"--{name}" not in given}
 
 
 def compiler_options(flags: str) -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Paged decode attention, interpreted unless there is a GPU, against dot_product over gathered
 pages; and its lowering for GPUs."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,8 +81,20 @@ def run(q, new, pool, table, **options):
     return np.asarray(context, np.float32), after
 
 
-@pytest.mark.parametrize("splits", [None, 1, 3])
-@pytest.mark.parametrize("block", [4, 8, 64])
+BLOCKS_AND_SPLITS = [(4, None), (8, 3), (64, 1)]  # each block size and each number of splits
+
+
+@pytest.mark.parametrize(
+    ("block", "splits"),
+    [
+        *BLOCKS_AND_SPLITS,
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in itertools.product((4, 8, 64), (None, 1, 3))
+            if case not in BLOCKS_AND_SPLITS
+        ),
+    ],
+)
 def test_rows_of_different_lengths(block, splits):
     q, new, pool, table = problem()
     context, after = run(q, new, pool, table, block=block, splits=splits)

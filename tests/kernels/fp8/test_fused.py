@@ -100,7 +100,7 @@ def random_rows(random, *shape):
 
 
 def output_and_gradients(function, cotangent, *arrays):
-    @partial(jax.jit, compiler_options={} if ON_GPU else {"xla_backend_optimization_level": 0})
+    @jax.jit
     def run(cotangent, *arrays):
         y, vjp = jax.vjp(function, *arrays)
         return y, vjp(cotangent)
