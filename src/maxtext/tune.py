@@ -1,5 +1,6 @@
-"""Fine-tuning from Python: `tune.sft(model, data, **keys)`, `tune.dpo`, `tune.orpo`."""
+"""Fine-tuning from Python: `tune.sft(model, data, **keys)`, `tune.dpo`, `tune.orpo`,
+`tune.distill`."""
 
-from maxtext.trainers.tune import TuningRun, dpo, encode, encode_pair, orpo, sft
+from maxtext.trainers.tune import TuningRun, distill, dpo, encode, encode_pair, orpo, sft
 
-__all__ = ["TuningRun", "dpo", "encode", "encode_pair", "orpo", "sft"]
+__all__ = ["TuningRun", "distill", "dpo", "encode", "encode_pair", "orpo", "sft"]

@@ -30,6 +30,26 @@ CASES = {
         ["expansion_factor_real_data=1.5 does not divide"],
     ),
     "less than no bad records": (["max_bad_records=-2"], ["max_bad_records"]),
+    "weight of a teacher that is not there": (
+        ["distill_alpha=0.3"],
+        ["distill_alpha=0.3 (command line) would do nothing: it needs a teacher"],
+    ),
+    "student without a teacher": (
+        ["student_overrides.dtype=float32"],
+        ["student_overrides={'dtype': 'float32'}", "set teacher_overrides"],
+    ),
+    "schedule without an end": (
+        ["teacher_overrides.model_name=llama2-7b", "distill_alpha_schedule=linear"],
+        ["distill_alpha_schedule=linear has no end: set distill_alpha_end"],
+    ),
+    "end without a schedule": (
+        ["teacher_overrides.model_name=llama2-7b", "distill_temperature_end=2"],
+        ["distill_temperature_end=2.0 is not reached", "distill_temperature_schedule=linear"],
+    ),
+    "distillation of preferences": (
+        ["teacher_overrides.model_name=llama2-7b", "use_dpo=true", "packing=false"],
+        ["use_dpo and teacher_overrides exclude each other"],
+    ),
     "unknown key": (["learning_rat=1"], ["unknown key 'learning_rat'", "learning_rate"]),
     "unknown key without a neighbour": (["zzzzzz=1"], ["unknown key 'zzzzzz'"]),
     "part of a key": (["capacity=1"], ["unknown key 'capacity'", "capacity_factor"]),

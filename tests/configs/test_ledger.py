@@ -27,6 +27,7 @@ LOADER_KEYS = {
     "tokenizer_path",
     "tokenizer_type",
     "logical_axis_rules",
+    "student_overrides",
     "custom_mesh_and_rule",
 }
 INPUTS_BY_PATTERN = {  # derive.py reads these through a name made from another key

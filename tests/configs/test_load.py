@@ -6,6 +6,7 @@ import maxtext
 from maxtext.common.errors import ConfigError
 from maxtext.configs import serialize, sources
 from maxtext.configs.derive import Devices
+from maxtext.configs.load import peek_setting
 from maxtext.models.configuration import load
 
 
@@ -147,3 +148,36 @@ def test_config_is_frozen_and_refuses_unknown_keys():
 
 def test_presets_are_found_by_name():
     assert resolved(["run_name=x"], "base").model_dump() == resolved(["run_name=x"]).model_dump()
+
+
+def test_mappings_of_keys_merge_over_layers(file):
+    path = file("teacher_overrides: {model_name: llama2-7b, dtype: float32}\n")
+    overrides = ["teacher_overrides.dtype=bfloat16", "teacher_overrides.scan_layers=false"]
+    assert resolved(overrides, path).teacher_overrides == {
+        "model_name": "llama2-7b",
+        "dtype": "bfloat16",
+        "scan_layers": False,
+    }
+    with pytest.raises(ConfigError, match="teacher_overrides.dtype is set twice"):
+        resolved(["teacher_overrides.dtype=bfloat16", "teacher_overrides.dtype=float32"])
+
+
+def test_student_overrides_replace_common_keys_which_the_teacher_keeps(file):
+    path = file(
+        "model_name: llama2-7b\ndtype: float32\n"
+        "student_overrides: {model_name: qwen3-0.6b, dtype: bfloat16}\n"
+        "teacher_overrides: {load_parameters_path: there}\n"
+    )
+    config = resolved(path=path)
+    assert (config.model_name, config.emb_dim, config.dtype.value) == (
+        "qwen3-0.6b",
+        1024,
+        "bfloat16",
+    )
+    assert str(config.source("dtype")) == "student_overrides"
+    assert config.teacher_overrides == {
+        "load_parameters_path": "there",
+        "model_name": "llama2-7b",
+        "dtype": "float32",
+    }
+    assert peek_setting("model_name", path, {}, {}) == "qwen3-0.6b"

@@ -40,6 +40,19 @@ COMMANDS = {
         "           grain_file_type=jsonl grain_train_files=pairs.jsonl steps=500",
         options=FINE_TUNING_OPTIONS,
     ),
+    "distill": Command(
+        summary="train a student on the outputs of a teacher",
+        example="maxtext distill load_parameters_path=~/models/Qwen3-0.6B \\\n"
+        "           teacher_overrides.load_parameters_path=~/models/Qwen3-8B \\\n"
+        "           dataset_type=grain grain_file_type=jsonl grain_train_files=texts.jsonl",
+        options="""\
+load_parameters_path=DIR                      the student
+teacher_overrides.load_parameters_path=DIR    the teacher, with the same tokenizer
+teacher_overrides.KEY=VALUE                   any other key of the teacher alone
+distill_alpha=A                               weight of the teacher's logits, 0 to 1
+distill_temperature=T                         of both softmaxes
+FILE                                          default: the preset distill""",
+    ),
     "launch": Command(
         summary="train with several processes on this machine, or write job files for a cluster",
         example="maxtext launch --local 2 --restarts 3 -- train quickstart",

@@ -1,4 +1,4 @@
-"""`maxtext train`, `sft`, `dpo` and `orpo`: training from a configuration."""
+"""`maxtext train`, `sft`, `dpo`, `orpo` and `distill`: training from a configuration."""
 
 import logging
 import os
@@ -25,12 +25,15 @@ METHOD_KEYS = {
     "sft": ["use_sft=true"],
     "dpo": ["use_dpo=true"],
     "orpo": ["use_dpo=true", "dpo_loss_type=orpo"],
+    "distill": [],
 }
 
 
 def run_method(method: str, args: list[str]) -> int:
-    """`maxtext sft`, `dpo` and `orpo`: `maxtext train` with a preset."""
+    """`maxtext sft`, `dpo`, `orpo` and `distill`: `maxtext train` with a preset."""
     path, overrides = arguments.split(args)
+    if method == "distill":
+        check_has_teacher(path, sources.from_overrides(overrides))
     preset = str(sources.HERE / f"{method}.yml")
     return run([preset, *overrides] if path is None else [*args, *METHOD_KEYS[method]])
 
@@ -66,6 +69,14 @@ def run(args: list[str]) -> int:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
             print(text)
     return 0 if result.signal is None else signals.exit_code(result.signal)
+
+
+def check_has_teacher(path: str | None, overrides: sources.Layer) -> None:
+    """Raise ConfigError if no key names a teacher."""
+    if not peek_setting("teacher_overrides", path, overrides, os.environ):
+        raise ConfigError(
+            "there is no teacher to learn from: set teacher_overrides.load_parameters_path=DIR"
+        )
 
 
 def check_has_data(config: MaxTextConfig) -> None:

@@ -88,6 +88,7 @@ def peek_setting(
         else []
     )
     layers = [*files, sources.from_environment(environ), overrides]
+    layers.append(merge.student_layer(sources.base_layer(), layers))
     value = next((layer[key].value for layer in reversed(layers) if key in layer), None)
     return (
         None if value is None or fields.is_none(value) or not fields.is_valid(key, value) else value
@@ -106,6 +107,7 @@ def resolve(
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
     base, files = chain[0][1], [layer for _, layer in chain[1:]]
     environment = sources.from_environment(environ)
+    overrides = overrides | merge.student_layer(base, [*files, environment, overrides])
     layout = str(
         merge.last_value("custom_mesh_and_rule", base, *files, environment, overrides) or ""
     )

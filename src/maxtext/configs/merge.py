@@ -7,7 +7,7 @@ from typing import Any
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields
 from maxtext.configs.provenance import Layer, Setting, Source
-from maxtext.configs.sources import suggest
+from maxtext.configs.sources import NESTED, suggest
 
 MERGED = "logical_axis_rules"
 
@@ -51,7 +51,34 @@ def merge_layers(
         order = [base, *files, environment, overrides, model]
     merged: Layer = {key: setting for layer in order for key, setting in layer.items()}
     merged[MERGED] = merge_axis_rules([base, *files, model, environment, overrides])
+    for key in NESTED:
+        merged[key] = merge_mappings(key, [base, *files, environment, overrides])
     return merged
+
+
+def merge_mappings(key: str, layers: list[Layer]) -> Setting:
+    """A mapping of keys, in which later layers replace single keys. A value that is no mapping is
+    returned as it is."""
+    settings = [layer[key] for layer in layers if key in layer]
+    if not all(isinstance(setting.value, dict) for setting in settings):
+        return settings[-1]
+    values = {name: value for setting in settings for name, value in setting.value.items()}
+    return Setting(values, settings[-1].source)
+
+
+def student_layer(base: Layer, layers: list[Layer]) -> Layer:
+    """The settings of student_overrides, which replace those of the user's layers. The teacher
+    keeps the values that they replace: teacher_overrides is returned with them."""
+    student, teacher = (merge_mappings(key, [base, *layers]) for key in NESTED)
+    if not (student.value and isinstance(student.value, dict) and isinstance(teacher.value, dict)):
+        return {}
+    source = Source(student.source.kind, "student_overrides")
+    settings = {key: Setting(value, source) for key, value in student.value.items()}
+    if teacher.value:
+        common = {key: setting.value for layer in layers for key, setting in layer.items()}
+        replaced = {key: common[key] for key in settings if key in common}
+        settings["teacher_overrides"] = Setting(replaced | teacher.value, teacher.source)
+    return settings
 
 
 def refuse_conflicts(base: Layer, model: Layer, user: Layer) -> None:

@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 BASE = HERE / "base.yml"
 MODELS = HERE / "models"
 LAYOUTS = HERE / "layouts"  # of custom_mesh_and_rule
+# Mappings of configuration keys. `key.inner=value` sets one of them on the command line.
+NESTED = ("student_overrides", "teacher_overrides")
 LONGEST_WORD = 100  # characters of a misspelt name that are compared with known names
 
 
@@ -155,6 +157,10 @@ def from_overrides(overrides: Iterable[str]) -> Layer:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"expected key=value, got {override!r}")
+        nested, dot, inner = key.partition(".")
+        if dot and nested in NESTED:
+            layer[nested] = with_nested_value(layer.get(nested), nested, inner, text)
+            continue
         setting = Setting(fields.from_text(key, text), Source("command line"))
         if key in layer and layer[key].value != setting.value:
             raise ConfigError(
@@ -163,6 +169,18 @@ def from_overrides(overrides: Iterable[str]) -> Layer:
             )
         layer[key] = setting
     return layer
+
+
+def with_nested_value(setting: Setting | None, key: str, inner: str, text: str) -> Setting:
+    """A mapping of configuration keys, with the value of `key.inner=text` added."""
+    values = {} if setting is None or not isinstance(setting.value, dict) else setting.value
+    value = fields.from_text(inner, text)
+    if inner in values and values[inner] != value:
+        raise ConfigError(
+            f"{key}.{inner} is set twice on the command line, to {values[inner]!r} and {value!r}: "
+            "keep one"
+        )
+    return Setting({**values, inner: value}, Source("command line"))
 
 
 def from_python(keywords: Mapping[str, Any]) -> Layer:

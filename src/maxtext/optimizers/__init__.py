@@ -8,7 +8,7 @@ raw norm, too.
 from maxtext.optimizers.build import build_optimizer, trainable_mask
 from maxtext.optimizers.clipping import clip_by_global_norm, global_norm
 from maxtext.optimizers.paths import parameter_paths
-from maxtext.optimizers.schedules import learning_rate_schedule
+from maxtext.optimizers.schedules import learning_rate_schedule, schedule_steps
 
 __all__ = [
     "build_optimizer",
@@ -16,5 +16,6 @@ __all__ = [
     "global_norm",
     "learning_rate_schedule",
     "parameter_paths",
+    "schedule_steps",
     "trainable_mask",
 ]

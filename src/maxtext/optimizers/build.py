@@ -135,7 +135,9 @@ def refuse_unread_keys(config: MaxTextConfig) -> None:
     unread: list[tuple[tuple[str, ...], str]] = []
     decay_keys = ["adam_b1", "adam_b2"]
     if config.opt_type == "sgd":
-        unread.append((ADAM_KEYS, "opt_type=sgd"))
+        decays = config.adam_weight_decay != 0  # SGD does not, as a decay of 0 asks
+        keys = tuple(key for key in ADAM_KEYS if decays or key != "adam_weight_decay")
+        unread.append((keys, "opt_type=sgd"))
         decay_keys = []
     if config.opt_type == "muon":
         decay_keys.append("muon_beta")

@@ -26,13 +26,15 @@ from maxtext.configs.types import MaxTextConfig
 Schedule = Callable[[Any], jax.Array]
 
 
+def schedule_steps(config: MaxTextConfig) -> int:
+    """The length of the schedules of a run: learning_rate_schedule_steps, or steps."""
+    steps = config.learning_rate_schedule_steps
+    return config.steps if steps == -1 else steps
+
+
 def learning_rate_schedule(config: MaxTextConfig) -> Schedule:
     """The learning rate as a function of the step, counted from 0."""
-    total = (
-        config.steps
-        if config.learning_rate_schedule_steps == -1
-        else config.learning_rate_schedule_steps
-    )
+    total = schedule_steps(config)
     if total < 1:
         raise ConfigError(
             f"the learning-rate schedule has {total} steps: "

@@ -17,7 +17,6 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
 from maxtext.sharding import use_rules
-from maxtext.trainers.preference import Preference
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
@@ -55,15 +54,18 @@ def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -
 def with_reference(
     context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
 ) -> TrainState:
-    """The state with the weights of the reference, which is the policy at step 0. `step`: the
-    number of steps done. `checkpoint`: load_parameters_path, if it is open already."""
+    """The state with the weights of the reference, if the objective has one. `step`: the number of
+    steps done. `checkpoint`: load_parameters_path, if it is open already."""
     objective = context.objective
-    if not isinstance(objective, Preference) or objective.abstract_reference is None:
+    if objective.abstract_reference is None:
         return state
-    weights = state.weights if step == 0 else initial_weights(context, checkpoint)
+
+    def weights() -> Any:
+        return state.weights if step == 0 else initial_weights(context, checkpoint)
+
     with use_rules(context.rules):
-        copy = jax.jit(objective.reference_weights, out_shardings=context.shardings.reference)
-        return replace(state, reference=copy(weights))
+        reference = objective.make_reference(weights, context.shardings.reference)
+    return replace(state, reference=reference)
 
 
 def read_weights(context: RunContext, checkpoint: Checkpoint) -> Any:

@@ -3,8 +3,10 @@
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
+from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.objective import LanguageModel, Objective
 from maxtext.trainers.preference import Preference
+from maxtext.trainers.teacher import teacher_config
 
 
 def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
@@ -12,4 +14,12 @@ def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
     template = make_template(config, context)
     if config.use_dpo:
         return Preference(config, template, base_template=make_template(config, context))
+    if config.teacher_overrides:
+        teacher = teacher_config(config, rules)
+        return Distillation(
+            config,
+            template,
+            teacher_config=teacher,
+            teacher_template=make_template(teacher, build_context(teacher, rules)),
+        )
     return LanguageModel(config, template)

@@ -6,6 +6,7 @@ sums of microbatches add up to the loss of the batch, whatever tokens each of th
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -70,6 +71,10 @@ class Objective(Protocol):
     def reference_axes(self) -> Any:
         """The logical axes of the reference, in the same tree."""
 
+    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+        """The reference in these shardings; called if `abstract_reference` is not None.
+        `initial_weights` returns the weights of the trained model before the first step."""
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -112,4 +117,7 @@ class LanguageModel:
 
     @property
     def reference_axes(self) -> Any:
+        return None
+
+    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
         return None

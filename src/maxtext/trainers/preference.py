@@ -8,6 +8,7 @@ The reference is the policy as it was at step 0: a frozen copy of its weights in
 with adapters the base, or the base and the adapter that training started from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +85,9 @@ class Preference:
             trained = optimized_mask(self.config, self.template)
             return select(self.template.axes, trained) if self.config.lora_restore_path else {}
         return self.template.axes
+
+    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+        return jax.jit(self.reference_weights, out_shardings=shardings)(initial_weights())
 
     def reference_weights(self, weights: Any) -> Any:
         """The reference of a policy that starts with these weights; under jit.

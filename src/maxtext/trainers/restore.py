@@ -345,8 +345,8 @@ def load_initial_weights(
 
 
 def frozen_checksum(context: RunContext, state: TrainState, start: Start) -> int | None:
-    """The checksum of what a run needs and does not save: the base of its adapters, or the
-    reference of its preferences. Raises ConfigError if the run began with other weights."""
+    """The checksum of what a run needs and does not save: the base of its adapters, the reference
+    of its preferences, or its teacher. Raises ConfigError if the run began with other weights."""
     frozen = state.reference
     if has_adapters(context.config):
         frozen = select(state.weights, context.trained, keep=False), frozen
@@ -355,9 +355,11 @@ def frozen_checksum(context: RunContext, state: TrainState, start: Start) -> int
     with use_rules(context.rules):
         value = int(checksum(frozen))
     if start.run.get("frozen_checksum", value) != value:
+        config = context.config
+        path = config.teacher_overrides.get("load_parameters_path") or config.load_parameters_path
         raise ConfigError(
             f"{start.origin} continues from other weights than those of load_parameters_path="
-            f"{context.config.load_parameters_path}: name the folder that the run began with"
+            f"{path}: name the folder that the run began with"
         )
     return value
 

@@ -65,6 +65,18 @@ def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
     return fine_tune("orpo", model, data, keys)
 
 
+def distill(
+    student: str | os.PathLike, teacher: str | os.PathLike, data: Any = None, **keys: Any
+) -> TuningRun:
+    """Distillation of a teacher into a student; `teacher` is a folder. Other arguments as of
+    `sft`."""
+    overrides = {
+        "load_parameters_path": str(local_path(teacher)),
+        **keys.get("teacher_overrides", {}),
+    }
+    return fine_tune("distill", student, data, keys | {"teacher_overrides": overrides})
+
+
 def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
     """The token ids of a row and the mask of those that `sft` learns. `tokenizer`: a path, as of
     tokenizer_path."""

@@ -6,6 +6,7 @@ from maxtext.configs.rules import (
     checkpointing,
     data,
     diagnostics,
+    distillation,
     fine_tuning,
     inference,
     model,

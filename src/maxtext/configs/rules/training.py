@@ -1,4 +1,4 @@
-"""Rules of the training, optimizer and fine-tuning keys."""
+"""Rules of the training and optimizer keys."""
 
 import re
 
@@ -8,24 +8,8 @@ from maxtext.configs.types import Settings
 in_range(1, None, "steps", "log_period", "skip_step_scaling_factor")
 in_range(1, None, "eval_interval", "eval_steps", "learning_rate_schedule_steps", special=(-1,))
 in_range(0, 1, "learning_rate_final_fraction", "warmup_steps_fraction", "wsd_decay_steps_fraction")
-in_range(
-    0,
-    1,
-    "adam_b1",
-    "adam_b2",
-    "muon_beta",
-    "distill_alpha",
-    "distill_alpha_end",
-)
-in_range(
-    0,
-    None,
-    "adam_eps",
-    "adam_eps_root",
-    "adam_weight_decay",
-    "muon_weight_decay",
-    "distill_beta",
-)
+in_range(0, 1, "adam_b1", "adam_b2", "muon_beta")
+in_range(0, None, "adam_eps", "adam_eps_root", "adam_weight_decay", "muon_weight_decay")
 in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
 in_range(0, 0.99, "dropout_rate")
 
@@ -52,15 +36,6 @@ def mu_dtype_is_a_float(settings: Settings) -> str | None:
             f"mu_dtype={settings.mu_dtype!r} is not known: use float32, bfloat16, float16, or "
             "empty for the dtype of the weights"
         )
-    return None
-
-
-@rule("distill_temperature")
-def temperature_is_positive(settings: Settings) -> str | None:
-    if settings.distill_temperature <= 0 or (
-        settings.distill_temperature_end is not None and settings.distill_temperature_end <= 0
-    ):
-        return "distill_temperature and distill_temperature_end must be above 0"
     return None
 
 

@@ -1,0 +1,169 @@
+"""Distillation: a student learns from the targets of its data and from the logits of a teacher.
+
+    loss = α·soft + (1−α)·hard,  soft = T²·KL(teacher_T ‖ student_T),  hard = cross-entropy
+
+The teacher is the reference of the training state: frozen, in the compute dtype, on the mesh of the
+student. Evaluation is that of the student alone. Shapes: B batch, S sequence, E embedding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.parameters import Template
+from maxtext.optimizers import schedule_steps
+from maxtext.sharding.explicit import auto_sharded
+from maxtext.trainers.losses.distill import anneal, distill
+from maxtext.trainers.model_losses import (
+    Batch,
+    Losses,
+    bind_model,
+    sum_aux_losses,
+    token_weights,
+    training_inputs,
+)
+from maxtext.trainers.objective import LanguageModel, Sums
+from maxtext.trainers.teacher import read_teacher_weights
+
+TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
+WEIGHTS = ("distill_alpha", "distill_temperature")
+
+
+@dataclass(frozen=True)
+class Distillation(LanguageModel):
+    teacher_config: MaxTextConfig
+    teacher_template: Template
+
+    def with_config(self, config: MaxTextConfig) -> "Distillation":
+        update = {"max_segments_per_seq": config.max_segments_per_seq}
+        return replace(
+            self, config=config, teacher_config=self.teacher_config.model_copy(update=update)
+        )
+
+    @property
+    def abstract_reference(self) -> Any:
+        return self.teacher_template.weights
+
+    @property
+    def reference_axes(self) -> Any:
+        return self.teacher_template.axes
+
+    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+        return read_teacher_weights(self.teacher_config, self.teacher_template, shardings)
+
+    def counts(self, batch: Batch) -> Sums:
+        tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+        microbatches = jnp.float32(self.config.gradient_accumulation_steps)
+        names = ("distillation_loss", *TOKEN_SUMS)
+        return dict.fromkeys(names, tokens) | dict.fromkeys(WEIGHTS, microbatches)
+
+    def loss_weights(self, step: jax.Array) -> Sums:
+        """α and T after `step` steps."""
+        config = self.config
+        schedules = (
+            (config.distill_alpha, config.distill_alpha_end, config.distill_alpha_schedule),
+            (
+                config.distill_temperature,
+                config.distill_temperature_end,
+                config.distill_temperature_schedule,
+            ),
+        )
+        steps = schedule_steps(config)
+        return {
+            name: anneal(step, steps, *schedule)
+            for name, schedule in zip(WEIGHTS, schedules, strict=True)
+        }
+
+    def losses(
+        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+    ) -> Losses:
+        student = bind_model(self.config, self.template, weights)
+        x, layer_aux = student.run(batch["inputs"], training_inputs(self.config, batch, key))
+        reference = jax.lax.stop_gradient(reference)
+        teacher_x = self.teacher_output(reference, batch)
+        loss_weights = self.loss_weights(step)
+        sums = self.head_sums(
+            weights, reference, x, teacher_x, batch, loss_weights["distill_temperature"]
+        )
+        alpha = loss_weights["distill_alpha"]
+        loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
+        return Losses(
+            sums={"distillation_loss": loss},
+            aux_losses=sum_aux_losses(layer_aux),
+            layer_aux=layer_aux,
+            metrics=sums | loss_weights,
+        )
+
+    def teacher_output(self, reference: Any, batch: Batch) -> jax.Array:
+        """The output of the teacher's last layer [B, S, E]."""
+        teacher = bind_model(self.teacher_config, self.teacher_template, reference)
+        x, _ = teacher.run(batch["inputs"], training_inputs(self.teacher_config, batch, None))
+        return jax.lax.stop_gradient(x)
+
+    def head_sums(
+        self,
+        weights: Any,
+        reference: Any,
+        x: jax.Array,
+        teacher_x: jax.Array,
+        batch: Batch,
+        temperature: jax.Array,
+    ) -> Sums:
+        """TOKEN_SUMS of the outputs of the last layers. The logits of both models exist for
+        S / num_vocab_tiling tokens of each row at a time; the backward pass recomputes them."""
+        tiles = self.config.num_vocab_tiling
+
+        def run(
+            outer: Any, teacher_outer: Any, x: jax.Array, teacher_x: jax.Array, *rest: jax.Array
+        ) -> Sums:
+            student = bind_model(self.config, self.template, weights | outer)
+            teacher = bind_model(
+                self.teacher_config, self.teacher_template, reference | teacher_outer
+            )
+            targets, mask, temperature = rest
+
+            def tile(part: tuple[jax.Array, ...]) -> Sums:
+                x, teacher_x, targets, mask = part
+                _, metrics = distill(
+                    student.logits(student.final_norm(x)),
+                    teacher.logits(teacher.final_norm(teacher_x)),
+                    targets,
+                    mask,
+                    temperature=temperature,
+                    tokens=1.0,  # sums instead of means
+                )
+                return {name: metrics[name] for name in TOKEN_SUMS}
+
+            parts = (x, teacher_x, targets, mask)
+            if tiles == 1:
+                return tile(parts)
+            sums = jax.lax.map(jax.checkpoint(tile), tuple(split_sequence(p, tiles) for p in parts))
+            return jax.tree.map(jnp.sum, sums)
+
+        # The weights of the heads are arguments: auto_sharded changes the sharding types of
+        # arguments.
+        return auto_sharded(
+            run,
+            outside_layers(weights),
+            outside_layers(reference),
+            x,
+            teacher_x,
+            batch["targets"],
+            token_weights(batch),
+            temperature,
+            out_axes=(),
+        )
+
+
+def outside_layers(weights: Any) -> Any:
+    return {name: tree for name, tree in weights.items() if name != "layers"}
+
+
+def split_sequence(x: jax.Array, tiles: int) -> jax.Array:
+    """[B, S, ...] to [tiles, B, S / tiles, ...]."""
+    batch, length, *rest = x.shape
+    return x.reshape(batch, tiles, length // tiles, *rest).swapaxes(0, 1)

@@ -1,0 +1,106 @@
+"""The teacher of distillation: its configuration, and its weights in their shards."""
+
+from typing import Any
+
+from maxtext.checkpoint.open import model_param_infos, open_checkpoint
+from maxtext.checkpoint.weights import load_weights
+from maxtext.common.errors import ConfigError
+from maxtext.configs import ledger, serialize, types
+from maxtext.configs.derive import Devices
+from maxtext.configs.load import base_values
+from maxtext.configs.provenance import Setting, Source
+from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.layers.parameters import Template
+from maxtext.models.configuration import load
+from maxtext.sharding import AxisRules
+from maxtext.tokenizers.load import open_tokenizer
+
+# Keys of a run that only its student has.
+STUDENT_KEYS = {
+    *types.Distillation.model_fields,
+    *types.Adapters.model_fields,
+    *DerivedValues.model_fields,
+    "model_name",
+    "load_parameters_path",
+    "load_full_state_path",
+    "tokenizer_path",
+    "tokenizer_type",
+    "trainable_parameters_mask",
+    "weight_dtype",
+}
+
+
+def teacher_config(config: MaxTextConfig, rules: AxisRules) -> MaxTextConfig:
+    """The configuration of the teacher: the keys that the user sets for the run, and over them
+    teacher_overrides. Its weights have the compute dtype. A folder at its load_parameters_path
+    defines its model, unless teacher_overrides sets model_name.
+
+    Raises ConfigError if the vocabularies of teacher and student differ.
+    """
+    overrides = config.teacher_overrides
+    common = {
+        key: Setting(serialize.plain(getattr(config, key)), config.source(key))
+        for key in serialize.KEYS_IN_ORDER
+        if key not in STUDENT_KEYS | config.student_overrides.keys() and config.source(key).is_user
+    }
+    source = Source(config.source("teacher_overrides").kind, "teacher_overrides")
+    dtype = overrides.get("dtype", config.dtype.value)
+    own = {
+        key: Setting(value, source) for key, value in ({"weight_dtype": dtype} | overrides).items()
+    }
+    path = overrides.get("load_parameters_path")
+    has_name = overrides.get("model_name", "default") != "default"
+    checkpoint = open_checkpoint(path) if path and not has_name else None
+    mesh = rules.mesh
+    teacher = load(
+        None,
+        common | own,
+        environ={},
+        devices=Devices(mesh.size, platform=mesh.devices.flat[0].platform),
+        model=checkpoint.model_layer if checkpoint else None,
+    )
+    ledger.refuse_unsupported_model(teacher, base_values())
+    check_same_vocabulary(config, teacher)
+    return teacher
+
+
+def check_same_vocabulary(config: MaxTextConfig, teacher: MaxTextConfig) -> None:
+    """Raise ConfigError if the two models give token ids different meanings. A model without a
+    tokenizer of its own is compared by vocab_size alone."""
+    if config.vocab_size != teacher.vocab_size:
+        raise ConfigError(
+            f"the teacher has vocab_size={teacher.vocab_size} and the student "
+            f"{config.vocab_size}: distillation compares probabilities of the same tokens, so "
+            "choose models with one tokenizer"
+        )
+    path, teacher_path = config.tokenizer_path, teacher.tokenizer_path
+    if not path or not teacher_path or path == teacher_path:
+        return
+    student_tokens, teacher_tokens = (
+        [tokenizer.id_to_token(token) for token in range(tokenizer.vocab_size)]
+        for tokenizer in (
+            open_tokenizer(path, access_token=config.hf_access_token),
+            open_tokenizer(teacher_path, access_token=config.hf_access_token),
+        )
+    )
+    pairs = zip(student_tokens, teacher_tokens, strict=False)
+    difference = next(((i, *pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), None)
+    if difference is not None:
+        index, token, teacher_token = difference
+        raise ConfigError(
+            f"the teacher has another tokenizer than the student: token {index} is "
+            f"{teacher_token!r} in {teacher_path} and {token!r} in {path}; distillation compares "
+            "probabilities of the same tokens, so choose models with one tokenizer"
+        )
+
+
+def read_teacher_weights(config: MaxTextConfig, template: Template, shardings: Any) -> Any:
+    """The weights of the teacher, read straight into their shards."""
+    path = config.load_parameters_path
+    if not path:
+        raise ConfigError(
+            "the teacher has no weights: set teacher_overrides.load_parameters_path to its folder"
+        )
+    param_infos = model_param_infos(template, config)
+    source = open_checkpoint(path).weights(config, param_infos)
+    return load_weights(source, param_infos, template, shardings)
