@@ -132,7 +132,7 @@ class ShardWriter:
             )
 
     def file_name(self, number: int) -> str:
-        if len(self.shards) == 1 and self.stem == HF_STEM:
+        if len(self.shards) == 1 and self.stem != NATIVE_STEM:
             return f"{self.stem}.safetensors"
         return f"{self.stem}-{number + 1:05d}-of-{len(self.shards):05d}.safetensors"
 
@@ -181,7 +181,7 @@ class ShardWriter:
 
     def write_index(self, total_bytes: int) -> None:
         """Written last, so that an index never exists without its shards."""
-        if len(self.shards) == 1 and self.stem == HF_STEM:
+        if len(self.shards) == 1 and self.stem != NATIVE_STEM:
             return
         files = {name: self.file_name(number) for name, number in self.shard_of.items()}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": files}

@@ -34,6 +34,7 @@ class PrefillBatch:
     block_tables: Any  # [R, P]
     is_complete: Any  # [R] bool, whether the prompt ends here, so that a token is sampled
     params: BatchedSamplingParams
+    adapter_ids: Any = None  # [R], the adapter of each prompt; None: the model has no adapters
     # Where one row holds all R prompts: the prompt of each token, counted from 1; 0 is padding.
     segments: Any = None
     from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
@@ -70,6 +71,7 @@ class BatchBuilder:
     few_programs: bool  # few shapes and static numbers of steps, since compilation is slow
     reads_in_place: bool  # decode reads blocks in place, as far as they are filled
     decode_rows: tuple[int, ...]  # how many slots a decode program may have, in increasing order
+    has_adapters: bool = False
 
     def prefill(
         self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
@@ -85,6 +87,7 @@ class BatchBuilder:
         shape = (1 if packed else rows, width)
         token_ids = np.zeros(shape, np.int32)
         positions = np.full(shape, -1, np.int32)
+        adapter_ids = np.zeros(rows, np.int32)
         segments = np.zeros(shape, np.int32)
         slots = np.full(rows, self.num_slots, np.int32)
         is_complete = np.zeros(rows, bool)
@@ -97,6 +100,7 @@ class BatchBuilder:
             segments[index] = row + 1
             offset += count
             slots[row] = seq.slot
+            adapter_ids[row] = seq.adapter_slot
             is_complete[row] = end >= seq.prefill_length
         padding = rows - len(chunks)
         params = [seq.params for seq in sequences]
@@ -111,6 +115,7 @@ class BatchBuilder:
                 params + [SamplingParams()] * padding,
                 [seq.last_position for seq in sequences] + [0] * padding,
             ),
+            adapter_ids=adapter_ids if self.has_adapters else None,
             segments=segments if packed else None,
             from_start=from_start,
             kv_len=0 if from_start else self.kv_len(seq.num_computed + n for seq, n in chunks),

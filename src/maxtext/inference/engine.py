@@ -17,6 +17,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.adapters import LoadedAdapter
 from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS
 from maxtext.inference.block_pool import BlockPool
 from maxtext.inference.cache_config import cache_size, fit_slots
@@ -120,10 +121,17 @@ class InferenceEngine:
             )
         return None
 
-    def add_request(self, request_id: int, request: GenerationRequest) -> None:
-        """Queue a request of token ids that `reject_reason` does not reject."""
+    def add_request(
+        self, request_id: int, request: GenerationRequest, adapter: LoadedAdapter | None = None
+    ) -> None:
+        """Queue a request of token ids that `reject_reason` does not reject. `adapter` is the one
+        that the request names, or None."""
         prompt_ids = tuple(int(token) for token in request.prompt)
-        self.scheduler.add(Sequence(request_id, prompt_ids, request.params))
+        sequence = Sequence(request_id, prompt_ids, request.params)
+        if adapter is not None:
+            sequence.adapter_slot = adapter.slot
+            sequence.adapter_version = adapter.version
+        self.scheduler.add(sequence)
 
     def abort(self, request_id: int) -> None:
         """Drop a request: the caller needs no more of its tokens."""
@@ -306,10 +314,14 @@ class InferenceEngine:
         length = num_full * self.batches.block_size
         blocks = sequence.blocks[:num_full]
         if not self.scheduler.snapshots:
-            self.prefix_cache.insert(sequence.token_ids[:length], blocks)
+            self.prefix_cache.insert(
+                sequence.token_ids[:length], blocks, adapter=sequence.adapter_version
+            )
         elif length == sequence.num_computed:
             snapshot = self.executor.read_slot(sequence.slot)
-            self.prefix_cache.insert(sequence.token_ids[:length], blocks, snapshot)
+            self.prefix_cache.insert(
+                sequence.token_ids[:length], blocks, snapshot, sequence.adapter_version
+            )
 
 
 def check_cache(programs: Programs, size: CacheSize) -> None:

@@ -61,6 +61,7 @@ class Executor:
             few_programs=self.few_programs,
             reads_in_place=self.reads_in_place,
             decode_rows=self.decode_rows,
+            has_adapters=self.programs.build.adapters is not None,
         )
 
     # Copies of cache contents, for the prefix cache.

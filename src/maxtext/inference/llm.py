@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.open import (
     Checkpoint,
     model_param_infos,
@@ -20,6 +21,7 @@ from maxtext.checkpoint.open import (
     save_hf_folder,
     save_native,
 )
+from maxtext.checkpoint.peft_folder import read_adapter, write_adapter
 from maxtext.checkpoint.quantized import PackedWeights
 from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ModelWeights, param_dtypes
@@ -28,13 +30,17 @@ from maxtext.common.files import local_path
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.adapters import AdapterSlots, serves
 from maxtext.inference.cache_config import fit_slots
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.loading import (
+    Folders,
     find_eos_ids,
     inference_context,
     load_weights,
+    merge_weights,
     random_weights,
+    read_adapters,
     resolve_config,
     split_caches,
 )
@@ -53,6 +59,7 @@ from maxtext.inference.sampling import SamplingParams
 from maxtext.inference.shapes import next_power_of_two
 from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
+from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template
 from maxtext.sharding import AxisRules, make_mesh
@@ -73,24 +80,37 @@ class LLM:
         weights: Any,
         checkpoint: Checkpoint | None = None,
         context: BuildContext | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ):
         """`template` and `weights` are as checkpoints have them; the LLM owns the weights from here
-        on. `context` overrides what the mesh says about the devices."""
+        on. `context` overrides what the mesh says about the devices. `adapters` by name."""
         self.config = config
         self.template = template
         self.checkpoint = checkpoint
         self.rules = AxisRules.from_config(config, make_mesh(config))
-        context = context or inference_context(config, self.rules)
-        self.model = InferenceModel(config, self.rules, context, template, weights)
+        self.context = context or inference_context(config, self.rules)
+        self.adapters = AdapterSlots(config.max_adapters)
+        for name, adapter in (adapters or {}).items():
+            self.adapters.add(name, adapter)
+        self.model = self.build_model(weights)
         self.param_infos = model_param_infos(template, config)
         self.disk_dtypes: dict[str, np.dtype] = {}  # of the weights in the checkpoint
         self.engine: InferenceEngine | None = None
         self.engines: weakref.WeakSet[InferenceEngine] = weakref.WeakSet()  # with these weights
 
     @classmethod
-    def load(cls, path: str | os.PathLike, progress: Progress | None = None, **keys: Any) -> "LLM":
+    def load(
+        cls,
+        path: str | os.PathLike,
+        progress: Progress | None = None,
+        adapters: Folders = None,
+        **keys: Any,
+    ) -> "LLM":
         """Open a Hugging Face folder, a native folder or a run's checkpoints; the name of a model
         gives random weights.
+
+        `adapters` are PEFT folders: a list, which gives them the names of their folders, or a dict
+        by name.
 
         Keywords are configuration keys: dtype, weight_dtype, attention, ici_tensor_parallelism …
         Layers are unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay so
@@ -100,13 +120,14 @@ class LLM:
         if local_path(path).is_dir():
             checkpoint = open_checkpoint(path)
             config = resolve_config(from_python(keys), checkpoint)
-            return cls.from_config(config, checkpoint, progress)
+            return cls.from_config(config, checkpoint, progress, adapters=adapters)
         if str(path) not in fields.choices("model_name"):
             raise ConfigError(
                 f"{str(path)!r} is neither a folder nor the name of a model; "
                 "`maxtext models` lists the names"
             )
-        return cls.from_config(resolve_config(from_python(keys | {"model_name": str(path)})))
+        config = resolve_config(from_python(keys | {"model_name": str(path)}))
+        return cls.from_config(config, adapters=adapters)
 
     @classmethod
     def from_config(
@@ -115,9 +136,11 @@ class LLM:
         checkpoint: Checkpoint | None = None,
         progress: Progress | None = None,
         context: BuildContext | None = None,
+        adapters: Folders = None,
     ) -> "LLM":
         """The model of a resolved configuration, with the weights of a checkpoint or random ones.
-        Saves and warms up the model if the keys say so. `context` is for tests of other devices.
+        Saves and warms up the model if the keys say so. `context` is for tests of other devices;
+        `adapters` are as in `load`, by default those at lora_input_adapters_path.
         """
         if config.parameter_memory_host_offload:
             raise ConfigError(
@@ -126,12 +149,13 @@ class LLM:
             )
         template = make_template(config)
         rules = AxisRules.from_config(config, make_mesh(config))
+        loaded = read_adapters(config, adapters)  # an error comes before the weights are loaded
         if checkpoint is None:
             weights = random_weights(config, template, rules)
-            llm = cls(config, template, weights, context=context)
+            llm = cls(config, template, weights, context=context, adapters=loaded)
         else:
             weights, dtypes = load_weights(config, template, rules, checkpoint, progress)
-            llm = cls(config, template, weights, checkpoint, context)
+            llm = cls(config, template, weights, checkpoint, context, loaded)
             llm.disk_dtypes = dtypes
         if config.save_quantized_params_path:
             llm.save(config.save_quantized_params_path)
@@ -139,9 +163,72 @@ class LLM:
             llm.warm_up()
         return llm
 
-    def logits(self, token_ids: Any) -> jax.Array:
+    def build_model(self, weights: Any) -> InferenceModel:
+        """The model for the adapters that are loaded."""
+        context, slots = self.context, None
+        if self.adapters.loaded:
+            slots = self.adapters
+            context = replace(context, adapters=slots.spec)
+        return InferenceModel(self.config, self.rules, context, self.template, weights, slots)
+
+    def load_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
+        """Load one more PEFT folder. Nothing is compiled again if it has no more than the adapters
+        that the model was built for: layers, ranks, DoRA, modules saved in full."""
+        adapter = read_adapter(folder, self.config)
+        self.adapters.add(name or local_path(folder).name, adapter)
+        self.update_adapters()
+
+    def drop_adapter(self, name: str) -> None:
+        """Free the slot of an adapter."""
+        self.adapters.remove(name)
+        self.update_adapters()
+
+    def update_adapters(self) -> None:
+        if any(engine.leased for engine in self.engines):
+            raise UserError("requests are running: load and drop adapters between them")
+        built = self.model.context.adapters
+        if serves(built, self.adapters.spec):
+            self.model.weights = self.model.with_adapters(self.model.weights, self.param_infos)
+            for engine in self.engines:
+                engine.executor.weights = self.model.weights
+            return
+        self.engine = None
+        weights, _ = split_adapter(self.model.checkpoint_weights)
+        self.model = self.build_model(jax.tree.map(jnp.asarray, weights))
+
+    def merge(self, name: str | None = None) -> "LLM":
+        """A new model with an adapter merged into its weights: W + scale · B A in float32, rounded
+        once. Raises ConfigError if the weights are quantized."""
+        loaded = self.adapters.find(name)
+        if loaded is None:
+            raise UserError("which adapter? none is loaded")
+        if self.context.quantized_weights:
+            raise ConfigError(
+                f"quantization={self.config.quantization} rounds the base: load it without, then "
+                "merge the adapter"
+            )
+        weights = merge_weights(
+            ModelWeights(split_adapter(self.model.checkpoint_weights)[0], self.param_infos),
+            loaded.adapter,
+            self.config,
+            self.template,
+            self.rules,
+        )
+        merged = LLM(self.config, self.template, weights, self.checkpoint, self.context)
+        merged.disk_dtypes = self.disk_dtypes
+        return merged
+
+    def save_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
+        """Write an adapter (by default the first) as a PEFT folder."""
+        loaded = self.adapters.find(name)
+        if loaded is None:
+            raise UserError("which adapter? none is loaded")
+        base = "" if self.checkpoint is None else str(self.checkpoint.path)
+        write_adapter(folder, loaded.adapter, self.config, base)
+
+    def logits(self, token_ids: Any, adapter: str | None = None) -> jax.Array:
         """Token ids [B, S], or [S] of one sequence -> the logits of the next token at every
-        position, [..., S, V].
+        position, [..., S, V]. `adapter` is as in `GenerationRequest`.
         """
         rows = np.asarray(token_ids)
         if rows.ndim not in (1, 2) or rows.size == 0 or not np.issubdtype(rows.dtype, np.integer):
@@ -150,10 +237,11 @@ class LLM:
                 f"not {rows.dtype}{rows.shape}"
             )
         self.check_token_ids(rows)
+        batch = jnp.atleast_2d(jnp.asarray(rows, jnp.int32))
+        ids = self.adapters.ids([adapter] * batch.shape[0])
         with self.programs.context():
-            logits = self.programs.forward(
-                self.weights, jnp.atleast_2d(jnp.asarray(rows, jnp.int32))
-            )
+            has_adapters = self.programs.build.adapters is not None
+            logits = self.programs.forward(self.weights, batch, ids if has_adapters else None)
         return logits if rows.ndim == 2 else logits[0]
 
     def generate(
@@ -166,6 +254,7 @@ class LLM:
         seed: int = 0,
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
+        adapter: str | None | Sequence[str | None] = None,
     ) -> Any:
         """Complete prompts: text for a text, a list for a list of texts; lists of ids for lists of
         ids; for an array of ids [B, S] the array of new ids [B, up to max_new_tokens], where a
@@ -173,7 +262,8 @@ class LLM:
         Prompt and completion have at most max_target_length tokens together.
 
         A completion ends with the model's end-of-sequence token, unless `ignore_eos`, and before
-        any of the texts in `stop`.
+        any of the texts in `stop`. `adapter` is one name for all prompts or a list with one for
+        each, as in `GenerationRequest`.
         """
         params = SamplingParams(
             temperature=temperature,
@@ -190,7 +280,7 @@ class LLM:
             or (is_list and len(prompts) > 0 and all(map(is_token_id, prompts)))
             or (not is_list and np.ndim(prompts) == 1)
         )
-        completions = self.complete_all([prompts] if is_single else prompts, params)
+        completions = self.complete_all([prompts] if is_single else prompts, params, adapter)
         if isinstance(prompts, str) or is_list:
             results = [
                 completion.text if isinstance(prompt, str) else list(completion.token_ids)
@@ -204,14 +294,23 @@ class LLM:
         padded = np.array([row + row[-1:] * (width - len(row)) for row in rows], np.int32)
         return padded[0] if is_single else padded
 
-    def complete_all(self, prompts: Iterable[Any], params: SamplingParams) -> list[Completion]:
+    def complete_all(
+        self,
+        prompts: Iterable[Any],
+        params: SamplingParams,
+        adapter: str | None | Sequence[str | None] = None,
+    ) -> list[Completion]:
         """The completion of each prompt, in order. Raises UserError if one cannot be served."""
         requests = []
+        prompts = list(prompts)
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
+        if len(names) != len(prompts):
+            raise UserError(f"give an adapter for each of {len(prompts)} prompts, not {len(names)}")
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, str):
                 prompt = [int(token) for token in np.atleast_1d(prompt)]
             seed = prompt_seed(params.seed, index)
-            requests.append(GenerationRequest(prompt, replace(params, seed=seed)))
+            requests.append(GenerationRequest(prompt, replace(params, seed=seed), names[index]))
         if not requests:
             raise UserError("there are no prompts: give at least one")
         completions = sorted(self.completions(requests), key=lambda completion: completion.index)
@@ -298,11 +397,12 @@ class LLM:
         self, engine: InferenceEngine, index: int, request: GenerationRequest
     ) -> OutputProcessor:
         """Add a request to the engine. Raises UserError if it cannot be served."""
+        adapter = self.adapters.find(request.adapter)
         request = prepare_request(request, self.config, self.tokenizer, self.eos_ids)
         if (reason := engine.reject_reason(request)) is not None:
             raise UserError(reason)
         processor = OutputProcessor(index, request, self.tokenizer)
-        engine.add_request(index, request)
+        engine.add_request(index, request, adapter)
         return processor
 
     def engine_for(self, slots: int, length: int) -> InferenceEngine:

@@ -1,19 +1,23 @@
 """The configuration of a model for inference, and its weights."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxtext.checkpoint.adapter_modules import ModelModules
+from maxtext.checkpoint.adapters import Adapter
+from maxtext.checkpoint.merge_adapter import MergedTensors
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
+from maxtext.checkpoint.peft_folder import adapter_folders, read_adapter
 from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype
 from maxtext.checkpoint.tensors import Progress, TensorSource
-from maxtext.checkpoint.weights import ParamInfo
+from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.errors import ConfigError
-from maxtext.common.files import read_json_object
+from maxtext.common.files import local_path, read_json_object
 from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
 from maxtext.configs.provenance import Layer, Setting
@@ -25,6 +29,9 @@ from maxtext.models.configuration import load
 from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.sharding import AxisRules
 from maxtext.tokenizers import Tokenizer
+
+# PEFT folders, which have the names of their folders, or by name
+Folders = Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike] | None
 
 
 def resolve_config(
@@ -101,6 +108,32 @@ def load_weights(
     source = checkpoint.weights(config, param_infos)
     weights = load_model(source, config, param_infos, template, rules, progress)
     return weights, {name: tensor.dtype for name, tensor in source.tensors.items()}
+
+
+def read_adapters(config: MaxTextConfig, folders: Folders) -> dict[str, Adapter]:
+    """The adapters of PEFT folders by name; by default those at lora_input_adapters_path."""
+    if folders is None:
+        path = config.lora_input_adapters_path
+        folders = adapter_folders(path) if path else {}
+    if not isinstance(folders, Mapping):
+        names = [local_path(folder).resolve().name for folder in folders]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"two adapters are called {twice}: name them in a dict")
+        folders = dict(zip(names, folders, strict=True))
+    return {name: read_adapter(folder, config) for name, folder in folders.items()}
+
+
+def merge_weights(
+    base: ModelWeights,
+    adapter: Adapter,
+    config: MaxTextConfig,
+    template: Template,
+    rules: AxisRules,
+) -> Any:
+    """New weights of a model, with an adapter merged into them."""
+    merged = MergedTensors(base, adapter, ModelModules.of(config).linears)
+    return load_model(merged, config, base.param_infos, template, rules)
 
 
 def find_eos_ids(hf_assets: Iterable[Path], tokenizer: Tokenizer | None) -> list[int]:

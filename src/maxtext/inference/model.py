@@ -2,13 +2,19 @@
 build.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from maxtext.checkpoint.adapter_modules import ModelModules
+from maxtext.checkpoint.open import model_param_infos
+from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.adapters import AdapterSlots, serving_weights
 from maxtext.inference.programs import Programs
 from maxtext.layers.context import BuildContext
+from maxtext.layers.lora import join_trees, split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import layout_for_decode
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
@@ -39,15 +45,34 @@ class InferenceModel:
         context: BuildContext,
         template: Template,
         weights: Any,
+        adapters: AdapterSlots | None = None,
     ):
+        """`adapters` are those that `context` builds the model for."""
         self.config = config
+        self.adapters = adapters
         self.rules = rules
         self.context = context
         self.builds: dict[int, Programs] = {}
         self.programs = self.build(decode_rows=0)
         weights = layout_for_decode(template, weights, context)
+        weights = self.with_adapters(weights, model_param_infos(template, config))
         self.weights = pack_weights(self.programs.template, weights)
         self.log_implementations()
+
+    def with_adapters(self, weights: Any, param_infos: Mapping[str, ParamInfo]) -> Any:
+        """The weights with the parameters of the adapters that are loaded now."""
+        if self.adapters is None:
+            return weights
+        base, _ = split_adapter(weights)
+        served = serving_weights(
+            self.adapters.loaded,
+            self.programs.template,
+            self.config,
+            base=ModelWeights(base, param_infos),
+            linears=ModelModules.of(self.config).linears,
+            rules=self.rules,
+        )
+        return join_trees(base, served)
 
     def build(self, decode_rows: int) -> Programs:
         """The programs for decode steps of one row, or of any number (0)."""

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.adapters import AdapterInputs, use_adapter_inputs
 from maxtext.layers.cache import CacheSize, PagedKVCache
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
@@ -85,14 +86,16 @@ class CachedModelRunner(ModelRunner):
             # `layers.cache`): the sequence that they belong to must not go on.
             nonfinite = max_by_segment(~jnp.isfinite(hidden[0]).all(axis=-1), inputs) > 0
             last_hidden = jnp.where(nonfinite[:, None], jnp.nan, last_hidden)
-        return model.logits(last_hidden[:, None])[:, 0], caches
+        with use_adapter_inputs(AdapterInputs(sequence_adapters(inputs))):
+            return model.logits(last_hidden[:, None])[:, 0], caches
 
     def decode(
         self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
         model = self.template.bind(weights)
         hidden, caches = model.step(token_ids, inputs, caches)
-        return model.logits(hidden)[:, 0], caches
+        with use_adapter_inputs(inputs):
+            return model.logits(hidden)[:, 0], caches
 
 
 class RecomputingModelRunner(ModelRunner):
@@ -115,7 +118,8 @@ class RecomputingModelRunner(ModelRunner):
         # Padding is out of bounds, so it is not written.
         columns = jnp.where(inputs.positions >= 0, inputs.positions, all_ids.shape[1])
         all_ids = all_ids.at[slots[:, None], columns].set(token_ids, mode="drop")
-        logits = self.last_logits(weights, all_ids[slots], inputs.positions.max(axis=1))
+        last = inputs.positions.max(axis=1)
+        logits = self.last_logits(weights, all_ids[slots], last, inputs.adapter_ids)
         return logits, [{"ids": all_ids}]
 
     def decode(
@@ -124,14 +128,22 @@ class RecomputingModelRunner(ModelRunner):
         slots = jnp.arange(token_ids.shape[0])
         return self.prefill(weights, caches, token_ids, inputs, slots)
 
-    def last_logits(self, weights: Any, token_ids: jax.Array, last: jax.Array) -> jax.Array:
+    def last_logits(
+        self,
+        weights: Any,
+        token_ids: jax.Array,
+        last: jax.Array,
+        adapter_ids: jax.Array | None = None,
+    ) -> jax.Array:
         """Logits [R, V] at position last [R] of token_ids [R, length]."""
         model = self.template.bind(weights)
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-        hidden, _ = model.hidden(token_ids, LayerInputs(positions, lengths=last + 1))
+        inputs = LayerInputs(positions, lengths=last + 1, adapter_ids=adapter_ids)
+        hidden, _ = model.hidden(token_ids, inputs)
         # Only one position of each row goes through the output head.
         last_hidden = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)
-        return model.logits(last_hidden)[:, 0]
+        with use_adapter_inputs(inputs):
+            return model.logits(last_hidden)[:, 0]
 
 
 def is_paged(cache: Any) -> bool:
@@ -150,6 +162,13 @@ def at_last_token(x: jax.Array, inputs: LayerInputs) -> jax.Array:
         last = jnp.maximum((inputs.positions >= 0).sum(axis=1) - 1, 0)
         return x[jnp.arange(x.shape[0]), last]
     return x[0, max_by_segment(jnp.arange(x.shape[1]), inputs)]
+
+
+def sequence_adapters(inputs: LayerInputs) -> jax.Array | None:
+    """The adapter of each sequence [R]."""
+    if inputs.adapter_ids is None or inputs.segments is None:
+        return inputs.adapter_ids
+    return at_last_token(inputs.adapter_ids, inputs)
 
 
 def max_by_segment(values: jax.Array, inputs: LayerInputs) -> jax.Array:

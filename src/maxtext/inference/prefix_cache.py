@@ -161,13 +161,13 @@ class PrefixCache:
         """How many blocks `allocate` could return."""
         return self.pool.num_free
 
-    def match(self, tokens: Sequence[int]) -> PrefixMatch:
+    def match(self, tokens: Sequence[int], adapter: int = 0) -> PrefixMatch:
         """The longest cached prefix in full blocks, with a reference for the caller. At least one
-        token is left to compute.
+        token is left to compute. Sequences share blocks only if they have the same adapter.
 
         Blocks in host memory are loaded to the device as long as blocks are free.
         """
-        common = self.longest_path(tokens)
+        common = self.longest_path(tokens, adapter)
         acquired: list[Node] = []
         for node in self.resumable(common):
             if not self.acquire(node):
@@ -223,7 +223,11 @@ class PrefixCache:
         return self.pool.only_referenced_once(blocks)
 
     def insert(
-        self, tokens: Sequence[int], blocks: Sequence[int], snapshot: Any | None = None
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        snapshot: Any | None = None,
+        adapter: int = 0,
     ) -> None:
         """Cache blocks[i], which the caller references, as the block of tokens[i * block_size :
         (i + 1) * block_size]. A partial last block is left out.
@@ -235,7 +239,7 @@ class PrefixCache:
         assert snapshot is None or self.snapshots, "this cache has no snapshots"
         if not self.enabled:
             return
-        node, keys = self.root, self.block_keys(tokens, len(tokens))
+        node, keys = self.root, self.block_keys(tokens, len(tokens), adapter)
         assert len(blocks) >= len(keys), f"{len(tokens)} tokens exceed {len(blocks)} blocks"
         for key, block in zip(keys, blocks, strict=False):
             assert self.pool.is_referenced(block), f"block {block} is inserted but not referenced"
@@ -283,17 +287,23 @@ class PrefixCache:
 
     # The tree.
 
-    def block_keys(self, tokens: Sequence[int], end: int) -> list[tuple[int, ...]]:
-        """The tokens of each full block before `end`."""
-        return [
+    def block_keys(
+        self, tokens: Sequence[int], end: int, adapter: int = 0
+    ) -> list[tuple[int, ...]]:
+        """The tokens of each full block before `end`; the first key also has the adapter, if there
+        is one."""
+        keys = [
             tuple(tokens[start : start + self.block_size])
             for start in range(0, end - self.block_size + 1, self.block_size)
         ]
+        if keys and adapter:
+            keys[0] = (adapter, *keys[0])
+        return keys
 
-    def longest_path(self, tokens: Sequence[int]) -> list[Node]:
+    def longest_path(self, tokens: Sequence[int], adapter: int = 0) -> list[Node]:
         """The nodes of the longest cached prefix that leaves a token to compute."""
         nodes, node = [], self.root
-        for key in self.block_keys(tokens, len(tokens) - 1):
+        for key in self.block_keys(tokens, len(tokens) - 1, adapter):
             child = node.children.get(key)
             if child is None:
                 break

@@ -51,6 +51,7 @@ class EngineState:
     token_ids: jax.Array  # [N], the newest token of each slot; not in the caches yet
     positions: jax.Array  # [N], of that token; INACTIVE if there is nothing to decode
     params: BatchedSamplingParams
+    adapter_ids: jax.Array  # [N], the adapter of each slot; 0: none
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,15 @@ class Programs:
 
     @cached_property
     def forward(self) -> Any:
-        """weights, token ids [B, S] -> logits [B, S, V], without a cache."""
+        """weights, token ids [B, S], adapter ids [B] or None -> logits [B, S, V], without a
+        cache."""
 
-        def forward(weights: Any, token_ids: jax.Array) -> jax.Array:
+        def forward(
+            weights: Any, token_ids: jax.Array, adapter_ids: jax.Array | None = None
+        ) -> jax.Array:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-            return self.template.bind(weights)(token_ids, positions)
+            inputs = LayerInputs(positions, adapter_ids=adapter_ids)
+            return self.template.bind(weights).run_logits(token_ids, inputs)
 
         return jax.jit(forward)
 
@@ -129,6 +134,7 @@ class Programs:
             token_ids=jnp.zeros(size.slots, jnp.int32),
             positions=jnp.full(size.slots, INACTIVE, jnp.int32),
             params=BatchedSamplingParams.zeros(size.slots),
+            adapter_ids=jnp.zeros(size.slots, jnp.int32),
         )
 
     def run_prefill(
@@ -146,6 +152,7 @@ class Programs:
             block_table=batch.block_tables,
             max_kv_len=batch.kv_len,
             max_segments=max_segments,
+            adapter_ids=token_adapters(batch),
         )
         logits, caches = self.runner.prefill(
             weights, state.caches, batch.token_ids, inputs, batch.slots
@@ -163,7 +170,12 @@ class Programs:
             (state.token_ids, state.positions, state.params),
             (sampled[0], jnp.where(active, next_positions, INACTIVE), batch.params),
         )
-        return EngineState(caches, token_ids, positions=positions, params=params), sampled
+        adapter_ids = state.adapter_ids
+        if batch.adapter_ids is not None:
+            adapter_ids = write(adapter_ids, batch.adapter_ids)
+        return EngineState(
+            caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
+        ), sampled
 
     def run_decode(
         self, weights: Any, state: EngineState, batch: DecodeBatch
@@ -174,11 +186,18 @@ class Programs:
         positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
         state = all_slots = replace(state, positions=positions)
         if batch.slots is not None:
-            token_ids, positions, params = jax.tree.map(
-                lambda x: x[batch.slots], (state.token_ids, state.positions, state.params)
+            token_ids, positions, params, adapter_ids = jax.tree.map(
+                lambda x: x[batch.slots],
+                (state.token_ids, state.positions, state.params, state.adapter_ids),
             )
             positions = jnp.where(batch.slots < all_slots.positions.shape[0], positions, INACTIVE)
-            state = EngineState(state.caches, token_ids, positions=positions, params=params)
+            state = EngineState(
+                state.caches,
+                token_ids,
+                positions=positions,
+                params=params,
+                adapter_ids=adapter_ids,
+            )
         shape = (MAX_DECODE_STEPS, state.token_ids.shape[0])
         sampled: Sampled = (
             jnp.full(shape, NO_TOKEN, jnp.int32),
@@ -205,8 +224,8 @@ class Programs:
         if batch.slots is not None:
             token_ids = all_slots.token_ids.at[batch.slots].set(state.token_ids, mode="drop")
             positions = all_slots.positions.at[batch.slots].set(state.positions, mode="drop")
-            state = EngineState(
-                state.caches, token_ids, positions=positions, params=all_slots.params
+            state = replace(
+                all_slots, caches=state.caches, token_ids=token_ids, positions=positions
             )
         return state, sampled
 
@@ -218,6 +237,7 @@ class Programs:
             block_table=batch.block_tables,
             contiguous=batch.contiguous,
             max_kv_len=batch.kv_len,
+            adapter_ids=None if self.build.adapters is None else state.adapter_ids,
         )
         token_ids = jnp.maximum(state.token_ids, 0)[:, None]
         logits, caches = self.runner.decode(weights, state.caches, token_ids, inputs)
@@ -231,6 +251,14 @@ class Programs:
         )
         positions = jnp.where(active, state.positions + 1, INACTIVE)
         return replace(state, caches=caches, token_ids=sampled[0], positions=positions), sampled
+
+
+def token_adapters(batch: PrefillBatch) -> jax.Array | None:
+    """The adapter of each row [R]; if the prompts share one row, of each token [1, C]."""
+    if batch.adapter_ids is None or batch.segments is None:
+        return batch.adapter_ids
+    padding = jnp.zeros(1, jnp.int32)
+    return jnp.concatenate([padding, batch.adapter_ids])[batch.segments]
 
 
 def sample_next(

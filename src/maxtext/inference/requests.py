@@ -12,6 +12,8 @@ class GenerationRequest:
 
     prompt: str | Sequence[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    # The name of an adapter; None: the first that is loaded, if any; "": the base model.
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,11 @@ class Scheduler:
             sequence = self.waiting[0]
             if self.cache.enabled and self.shares_first_block(sequence):
                 break  # once the other is prefilled, they share their common prefix
-            match = self.cache.match(sequence.token_ids) if self.cache.enabled else None
+            match = (
+                self.cache.match(sequence.token_ids, sequence.adapter_version)
+                if self.cache.enabled
+                else None
+            )
             matched = list(match.blocks) if match else []
             needed = -(-len(sequence.token_ids) // self.block_size) - len(matched)
             # Every running sequence keeps a spare block: otherwise a new one would soon be
@@ -122,6 +126,7 @@ class Scheduler:
         size = self.block_size
         return len(sequence.token_ids) > size and any(
             sequence.token_ids[:size] == other.token_ids[:size]
+            and sequence.adapter_version == other.adapter_version
             for other in self.running
             if not other.is_decoding
         )
@@ -231,7 +236,8 @@ class Scheduler:
         """
         if self.cache.enabled and not self.snapshots and sequence.is_decoding and cacheable:
             computed = sequence.token_ids[:-1]
-            self.cache.insert(computed, sequence.blocks[: len(computed) // self.block_size])
+            blocks = sequence.blocks[: len(computed) // self.block_size]
+            self.cache.insert(computed, blocks, adapter=sequence.adapter_version)
         self.cache.free(sequence.blocks)
         self.blocked = False
         self.free_slots.append(sequence.slot)

@@ -12,6 +12,8 @@ class Sequence:
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
+    adapter_slot: int = 0  # of the model's adapters, from 1; 0: none
+    adapter_version: int = 0  # unique to what a slot holds, for the prefix cache
     token_ids: list[int] = field(init=False)  # the prompt and the sampled tokens
     slot: int = -1
     blocks: list[int] = field(default_factory=list)  # its block table

@@ -1,0 +1,311 @@
+"""Modules of Hugging Face models and the native linear layers that they correspond to, and the
+factors A and B of an adapter on both sides.
+
+The tensor rules of a family say how the elements of a weight [out, in] are arranged natively, as
+[*in_shape, *out_shape]. The same rule, bound to a model whose outputs (or inputs) are replaced by
+the rank, arranges A [r, in] (or B [out, r]): rows and columns are copied, never computed.
+
+A module of one side may be several of the other:
+- one HF module, several native layers (qkv_proj -> query, key, value): each layer has a copy of A,
+  and its rows of B. Layers that were trained with different A are written as one adapter of their
+  total rank, in which B is zero outside the block of each layer.
+- several HF modules, one native layer (q_proj, k_proj, v_proj -> qkv): the other way around.
+- several HF modules, one for each expert: they are stacked.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from maxtext.checkpoint.open import model_param_infos
+from maxtext.checkpoint.tensors import Shape
+from maxtext.checkpoint.weights import ParamInfo, flatten
+from maxtext.common.errors import ConfigError
+from maxtext.configs.sources import suggest
+from maxtext.configs.types import MaxTextConfig
+from maxtext.hf import peft
+from maxtext.hf.bound_rule import BoundRule
+from maxtext.hf.rules import Rule, placeholders
+from maxtext.layers.adapters import EMBEDDER, HEAD
+from maxtext.layers.parameters import Template
+from maxtext.models import hf_registry
+from maxtext.models.transformer import make_template
+
+WEIGHT = "/weight"  # the end of a linear layer's weight in native names
+EMBEDDING, HEAD_WEIGHT = f"{EMBEDDER}/embedding", f"{HEAD}{WEIGHT}"
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """The shape of a native weight, [*batch, *inputs, *outputs]; experts are a batch."""
+
+    batch: Shape
+    inputs: Shape
+    outputs: Shape
+
+    def a(self, rank: int) -> Shape:
+        """Of A as a weight whose outputs are the rank."""
+        return (*self.batch, *self.inputs, *[1] * (len(self.outputs) - 1), rank)
+
+    def b(self, rank: int) -> Shape:
+        """Of B as a weight whose inputs are the rank."""
+        return (*self.batch, *[1] * (len(self.inputs) - 1), rank, *self.outputs)
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """A rule of one layer: HF modules and native layers that share their elements."""
+
+    rule: Rule
+    layer: int | None
+    hf: tuple[str, ...]
+    native: tuple[str, ...]
+    shapes: Mapping[str, LinearShape]  # by native layer
+
+    @property
+    def stacks_experts(self) -> bool:
+        return self.rule.join is None and bool(placeholders(self.rule.hf_names[0]))
+
+    def bind(self, shapes: Mapping[str, Shape]) -> BoundRule:
+        bound = self.rule.bind({path + WEIGHT: shape for path, shape in shapes.items()}, self.layer)
+        assert bound is not None, "the rule was bound to the shapes of the model before"
+        return bound
+
+    def bind_a(self, rank: int) -> BoundRule:
+        return self.bind({path: self.shapes[path].a(rank) for path in self.native})
+
+    def bind_b(self, rank: int) -> BoundRule:
+        return self.bind({path: self.shapes[path].b(rank) for path in self.native})
+
+    def rows_of_a(self, rank: int) -> np.ndarray:
+        """For each row of the HF tensor that A of all native layers form: layer · rank + row."""
+        arrays = [
+            np.broadcast_to(
+                np.arange(index * rank, (index + 1) * rank, dtype=np.int32),
+                self.shapes[path].a(rank),
+            )
+            for index, path in enumerate(self.native)
+        ]
+        (rows,) = self.bind_a(rank).to_hf([np.ascontiguousarray(array) for array in arrays])
+        return rows[:, 0]
+
+    # From HF to native.
+
+    def a_to_native(self, tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """A [r, in] of each HF module -> lora_a [*batch, *inputs, R] of each native layer."""
+        rank = tensors[0].shape[0]
+        if self.stacks_experts:
+            arrays = self.bind_a(rank).to_native(tensors)
+        elif len(self.hf) == 1:
+            arrays = self.bind_a(rank).to_native([tensors[0][self.rows_of_a(rank) % rank]])
+        else:
+            arrays = [self.bind_a(rank).to_native([tensor] * len(self.hf))[0] for tensor in tensors]
+        flat = [
+            array.reshape(*self.shapes[path].batch, *self.shapes[path].inputs, rank)
+            for array, path in zip(arrays, self.native * len(arrays), strict=False)
+        ]
+        joined = len(self.hf) > 1 and not self.stacks_experts
+        return [np.concatenate(flat, axis=-1)] if joined else flat
+
+    def b_to_native(self, tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """B [out, r] of each HF module -> lora_b [*batch, R, *outputs] of each native layer."""
+        rank = tensors[0].shape[1]
+        if len(self.hf) > 1 and not self.stacks_experts:
+            rank *= len(self.hf)
+            tensors = [
+                in_columns(tensor, index * tensor.shape[1], rank)
+                for index, tensor in enumerate(tensors)
+            ]
+        arrays = self.bind_b(rank).to_native(tensors)
+        return [
+            array.reshape(*self.shapes[path].batch, rank, *self.shapes[path].outputs)
+            for array, path in zip(arrays, self.native, strict=True)
+        ]
+
+    # From native to HF.
+
+    def to_hf(
+        self, factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(A [R, in], B [out, R]) of each HF module from (lora_a, lora_b) of the native layers that
+        have an adapter."""
+        dtype = next(iter(factors.values()))[0].dtype
+        rank = max(a.shape[-1] for a, _ in factors.values())
+        a_arrays, b_arrays = [], []
+        for path in self.native:
+            shape = self.shapes[path]
+            a, b = factors.get(path, (np.zeros(0, dtype), np.zeros(0, dtype)))
+            batch = len(shape.batch)
+            a_arrays.append(padded(a, (*shape.batch, *shape.inputs, rank), dtype))
+            b_arrays.append(padded(b, (*shape.batch, rank, *shape.outputs), dtype))
+            if batch and len(self.native) > 1:
+                raise ConfigError(f"experts of {self.hf[0]} cannot be written as PEFT tensors")
+        present = [a for a, path in zip(a_arrays, self.native, strict=True) if path in factors]
+        shared = all(np.array_equal(present[0], a) for a in present)
+        if shared:
+            a_arrays = [present[0]] * len(a_arrays)
+        a_tensors = list(
+            self.bind_a(rank).to_hf(
+                [
+                    a.reshape(self.shapes[p].a(rank))
+                    for a, p in zip(a_arrays, self.native, strict=True)
+                ]
+            )
+        )
+        total = rank
+        if len(self.native) > 1:
+            rows = np.argsort(self.rows_of_a(rank), kind="stable")
+            a_tensors = [a_tensors[0][rows[:rank] if shared else rows]]
+            if not shared:
+                total = rank * len(self.native)
+                b_arrays = [in_rows(b, index * rank, total) for index, b in enumerate(b_arrays)]
+        elif len(self.hf) > 1 and not self.stacks_experts:
+            a_tensors = [a_tensors[0][:rank]] * len(self.hf)
+        b_tensors = self.bind_b(total).to_hf(
+            [b.reshape(self.shapes[p].b(total)) for b, p in zip(b_arrays, self.native, strict=True)]
+        )
+        return list(zip(a_tensors, b_tensors, strict=True))
+
+    # DoRA's magnitudes [out] are B of rank 1.
+
+    def magnitude_to_native(self, tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        arrays = self.bind_b(1).to_native([tensor.reshape(-1, 1) for tensor in tensors])
+        return [
+            array.reshape(self.shapes[path].outputs)
+            for array, path in zip(arrays, self.native, strict=True)
+        ]
+
+    def magnitude_to_hf(self, magnitudes: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        missing = [path for path in self.native if path not in magnitudes]
+        if missing:
+            raise ConfigError(
+                f"DoRA of {self.hf[0]} needs adapters of all its parts, also of {missing[0]}"
+            )
+        arrays = [magnitudes[path].reshape(self.shapes[path].b(1)) for path in self.native]
+        return [tensor.reshape(-1) for tensor in self.bind_b(1).to_hf(arrays)]
+
+
+def in_columns(tensor: np.ndarray, start: int, total: int) -> np.ndarray:
+    """[out, total]: zeros but for the tensor from column `start` on."""
+    wide = np.zeros((tensor.shape[0], total), tensor.dtype)
+    wide[:, start : start + tensor.shape[1]] = tensor
+    return wide
+
+
+def in_rows(b: np.ndarray, start: int, total: int) -> np.ndarray:
+    """[total, *outputs]: zeros but for b from row `start` on."""
+    tall = np.zeros((total, *b.shape[1:]), b.dtype)
+    tall[start : start + b.shape[0]] = b
+    return tall
+
+
+def padded(array: np.ndarray, shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """The array with zeros at the end of each dimension; all zeros for an empty one."""
+    if array.shape == tuple(shape):
+        return array
+    full = np.zeros(shape, dtype)
+    if array.size:
+        full[tuple(slice(size) for size in array.shape)] = array
+    return full
+
+
+@dataclass(frozen=True)
+class ModelModules:
+    """The linear layers of a model, by native path, and the HF modules that they come from."""
+
+    config: MaxTextConfig
+    param_infos: Mapping[str, ParamInfo]
+    linears: Mapping[str, LinearShape]
+
+    @classmethod
+    def of(cls, config: MaxTextConfig) -> "ModelModules":
+        template = make_template(config)
+        param_infos = model_param_infos(template, config)
+        return cls(config, param_infos, linear_shapes(template, param_infos))
+
+    @cached_property
+    def rules(self) -> list[ModuleRule]:
+        """Those of all linear layers. Raises UserError if the family has no HF architecture."""
+        shapes = {name: info.shape for name, info in self.param_infos.items()}
+        mapping = hf_registry.mapping_for(self.config)
+        found = []
+        for rule in hf_registry.rules(mapping, self.config):
+            for layer in rule.layers(shapes):
+                bound = rule.bind(shapes, layer)
+                if bound is None or not all(name.endswith(peft.SAVED) for name in bound.hf_names):
+                    continue
+                native = tuple(name.removesuffix(WEIGHT) for name in bound.native_names)
+                if all(path in self.linears for path in native):
+                    hf = tuple(name.removesuffix(peft.SAVED) for name in bound.hf_names)
+                    linears = {path: self.linears[path] for path in native}
+                    found.append(ModuleRule(rule, layer, hf, native, linears))
+        return found
+
+    @cached_property
+    def by_hf(self) -> dict[str, ModuleRule]:
+        by_hf: dict[str, ModuleRule] = {}
+        for rule in self.rules:
+            for module in rule.hf:
+                by_hf.setdefault(module, rule)
+        return by_hf
+
+    @cached_property
+    def by_native(self) -> dict[str, ModuleRule]:
+        by_native: dict[str, ModuleRule] = {}
+        for rule in self.rules:
+            for path in rule.native:
+                by_native.setdefault(path, rule)
+        return by_native
+
+    @cached_property
+    def saved_rules(self) -> dict[str, BoundRule]:
+        """The rules of the head and the embedding, by HF module, for copies of them. A tied model
+        may have a copy of its head, too."""
+        shapes = {name: info.shape for name, info in self.param_infos.items()}
+        vocab_size, embed_dim = shapes[EMBEDDING]
+        shapes.setdefault(HEAD_WEIGHT, (embed_dim, vocab_size))
+        mapping = hf_registry.mapping_for(self.config)
+        found: dict[str, BoundRule] = {}
+        for rule in hf_registry.rules(mapping, self.config):
+            if rule.native in (EMBEDDING, HEAD_WEIGHT):
+                bound = rule.bind(shapes)
+                if bound is not None:
+                    found.setdefault(bound.hf_names[0].removesuffix(peft.SAVED), bound)
+        return found
+
+    def resolve_hf(self, selected: Iterable[str]) -> dict[str, ModuleRule]:
+        """The native layers of HF modules, which are all known."""
+        layers: dict[str, ModuleRule] = {}
+        for module in selected:
+            rule = self.by_hf[module]
+            layers |= dict.fromkeys(rule.native, rule)
+        return layers
+
+    def near_names(self, wanted: str | Sequence[str]) -> str:
+        """For an error: names that are similar to those that select nothing."""
+        modules = sorted({module.rpartition(".")[2] for module in self.by_hf})
+        text = wanted if isinstance(wanted, str) else ", ".join(wanted)
+        return suggest(text, modules) or f"; the modules are {', '.join(modules)}"
+
+
+def linear_shapes(
+    template: Template, param_infos: Mapping[str, ParamInfo]
+) -> dict[str, LinearShape]:
+    """The linear layers and experts of a model by native path: weights whose matmul contracts known
+    dimensions."""
+    contracted = flatten(template.contracted)
+    shapes = {}
+    for name, info in param_infos.items():
+        dims = contracted[info.path]
+        if not dims or not name.endswith(WEIGHT):
+            continue
+        if info.stack_index is not None:
+            dims = tuple(dim - (dim > info.stack_axis) for dim in dims)
+        first, last = min(dims), max(dims) + 1
+        shape = info.shape
+        shapes[name.removesuffix(WEIGHT)] = LinearShape(
+            shape[:first], shape[first:last], shape[last:]
+        )
+    return shapes

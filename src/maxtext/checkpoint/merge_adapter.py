@@ -1,0 +1,114 @@
+"""Adapters merged into the weights of their base, one tensor at a time.
+
+W' = W + scale · B A is computed in float32 and rounded once, to the dtype of W; DoRA's is
+m ⊙ W' / ‖W'‖. A module that the adapter saved in full replaces that of the base.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from maxtext.checkpoint.adapter_modules import EMBEDDING, WEIGHT, LinearShape, ModelModules
+from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
+from maxtext.checkpoint.convert.command import SHARD_BYTES, unrolled_model
+from maxtext.checkpoint.open import open_checkpoint, save_hf_folder, save_native
+from maxtext.checkpoint.peft_folder import read_adapter
+from maxtext.checkpoint.tensors import Progress, TensorInfo, TensorStream
+from maxtext.common.errors import ConfigError
+from maxtext.layers.adapters import EMBEDDER
+
+
+@dataclass(frozen=True)
+class MergedTensors:
+    """A source of native weights with an adapter merged into them."""
+
+    source: TensorStream
+    adapter: Adapter
+    linears: Mapping[str, LinearShape]
+
+    def __post_init__(self) -> None:
+        missing = [name for name in self.adapter.saved if name not in self.source.tensors]
+        if missing:
+            raise ConfigError(
+                f"the base has no {missing[0]} (its head is its embedding), so the adapter's own "
+                "cannot be merged into it: serve the adapter beside the base"
+            )
+
+    @property
+    def title(self) -> str:
+        return self.source.title
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.source.tensors
+
+    def read(self, name: str) -> np.ndarray:
+        return self.merge(name, self.source.read(name))
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, array in self.source:
+            yield name, self.merge(name, array)
+
+    def merge(self, name: str, weight: np.ndarray) -> np.ndarray:
+        if name in self.adapter.saved:
+            return self.adapter.saved[name].astype(weight.dtype)
+        path = EMBEDDER if name == EMBEDDING else name.removesuffix(WEIGHT)
+        if path not in self.adapter.spec.by_path:
+            return weight
+        merged = merged_weight(self.adapter, path, weight, self.linears.get(path))
+        return merged.astype(weight.dtype)
+
+
+def merged_weight(
+    adapter: Adapter, path: str, weight: np.ndarray, shape: LinearShape | None
+) -> np.ndarray:
+    """The weight of a layer with its adapter, in float32."""
+    merged = weight.astype(np.float32) + update(adapter, path, shape).reshape(weight.shape)
+    if not adapter.spec.dora:
+        return merged
+    return merged * magnitude_factor(adapter, path, merged, shape)
+
+
+def update(adapter: Adapter, path: str, shape: LinearShape | None) -> np.ndarray:
+    """scale · B A of a layer in float32; `shape` is None for the embedding."""
+    a, b = (adapter.tensors[f"{path}/{kind}"].astype(np.float32) for kind in (A, B))
+    batch = shape.batch if shape else ()
+    rank = a.shape[-1]
+    product = a.reshape(*batch, -1, rank) @ b.reshape(*batch, rank, -1)
+    return np.float32(adapter.spec.scale(adapter.spec.by_path[path])) * product
+
+
+def magnitude_factor(
+    adapter: Adapter, path: str, merged: np.ndarray, shape: LinearShape | None
+) -> np.ndarray:
+    """DoRA's m / ‖W'‖, [*outputs]."""
+    assert shape is not None
+    magnitude = adapter.tensors[f"{path}/{MAGNITUDE}"].astype(np.float32)
+    norms = np.sqrt(np.square(merged).sum(axis=tuple(range(len(shape.inputs)))))
+    return magnitude / norms
+
+
+def merge_folder(
+    base: str | os.PathLike,
+    folder: str | os.PathLike,
+    out: str | os.PathLike,
+    progress: Progress | None = None,
+) -> None:
+    """Write the base with an adapter merged into it, as a folder of the base's kind."""
+    checkpoint = open_checkpoint(base)
+    config, param_infos = unrolled_model(checkpoint)
+    weights = checkpoint.weights(config, param_infos)
+    if config.checkpoint_is_quantized:
+        raise ConfigError(
+            f"{base} has integer weights, which an adapter cannot be merged into: merge it into "
+            "the folder that they were made from"
+        )
+    merged = MergedTensors(weights, read_adapter(folder, config), ModelModules.of(config).linears)
+    assets, names = checkpoint.hf_assets, checkpoint.hf_tensor_names
+    if checkpoint.mapping is None:
+        save_native(out, config, merged, assets, names, progress, SHARD_BYTES)
+        return
+    save_hf_folder(out, config, param_infos, merged, assets, names, progress=progress)

@@ -1,0 +1,188 @@
+"""PEFT's adapter folders: adapter_config.json, which modules it selects, and the names of tensors.
+
+A folder has adapter_config.json and adapter_model.safetensors. The tensors of a module M are
+`base_model.model.M.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, with DoRA,
+`.lora_magnitude_vector` [out]; of an embedding `.lora_embedding_A` [r, V] and `.lora_embedding_B`
+[E, r]; of a module that is saved in full `base_model.model.M.weight`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxtext.common.errors import ConfigError
+
+CONFIG_FILE, TENSORS_STEM = "adapter_config.json", "adapter_model"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
+SAVED = ".weight"
+BASE_LAYER = ".base_layer.weight"  # a copy of the base that PEFT adds for embeddings
+ALL_LINEAR = "all-linear"
+# Fields that change what an adapter computes, with the only values that are supported.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "target_parameters": (None, [], ()),
+    "layer_replication": (None, [], ()),
+    "trainable_token_indices": (None, [], {}),
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+}
+# Initializations that also change the base weights: the folder alone does not say the adapter.
+CHANGE_BASE = ("pissa", "olora", "loftq", "corda")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """The settings of a LoRA adapter, under PEFT's names."""
+
+    r: int
+    lora_alpha: float
+    target_modules: str | Sequence[str]
+    exclude_modules: str | Sequence[str] = ()
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    layers_to_transform: int | Sequence[int] | None = None
+    layers_pattern: str | Sequence[str] | None = None
+    modules_to_save: Sequence[str] = ()
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_dropout: float = 0.0
+
+    @classmethod
+    def from_json(cls, settings: Mapping[str, Any], source: str) -> "LoraConfig":
+        """Raises ConfigError for adapters that cannot be represented."""
+        problems = []
+        for name, allowed in REQUIRED.items():
+            if name in settings and settings[name] not in allowed:
+                problems.append(
+                    f"{source}: {name}={settings[name]!r} is not supported, only {allowed[0]!r}"
+                )
+        init = settings.get("init_lora_weights")
+        if isinstance(init, str) and init.startswith(CHANGE_BASE):
+            problems.append(
+                f"{source}: init_lora_weights={init!r} changes the base weights; convert the "
+                "adapter to plain LoRA when it is saved with PEFT"
+            )
+        for name in ("r", "lora_alpha"):
+            value = settings.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                problems.append(f"{source}: {name}={value!r} must be a positive number")
+        targets = settings.get("target_modules")
+        if not isinstance(targets, str | list) or not targets:
+            problems.append(f"{source}: target_modules={targets!r} must be a text or a list")
+        if problems:
+            raise ConfigError(*problems)
+        names = cls.__dataclass_fields__
+        given = {
+            name: value for name, value in settings.items() if name in names and value is not None
+        }
+        return cls(**given)
+
+    def selects(self, module: str) -> bool:
+        """Whether a module has an adapter, by PEFT's rules."""
+        if self.exclude_modules and matches_names(self.exclude_modules, module):
+            return False
+        if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in self.modules_to_save or ()):
+            return False
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(self.target_modules, module) is not None
+        if module in self.target_modules:
+            return True
+        return matches_names(self.target_modules, module) and self.selects_layer(module)
+
+    def selects_layer(self, module: str) -> bool:
+        layers = self.layers_to_transform
+        if layers is None or layers == []:
+            return True
+        patterns = self.layers_pattern or [r"[^.]*"]
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            match = re.match(rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\.", module)
+            if match:
+                index = int(match["index"])
+                return index == layers if isinstance(layers, int) else index in layers
+        return False
+
+    def rank(self, module: str) -> int:
+        return int(by_pattern(self.rank_pattern, module, self.r))
+
+    def alpha(self, module: str) -> float:
+        return float(by_pattern(self.alpha_pattern, module, self.lora_alpha))
+
+
+def matches_names(names: str | Sequence[str], module: str) -> bool:
+    """Whether a module has one of the names, or is one by its last parts; or fully matches a
+    pattern."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def adapter_settings(
+    ranks: Mapping[str, int],
+    alphas: Mapping[str, float],
+    modules: Sequence[str],
+    base_name: str,
+    **options: Any,
+) -> dict[str, Any]:
+    """The adapter_config.json for adapters of these ranks and alphas by module; `modules` are all
+    linear modules of the model, among which the names that are written select no other."""
+    rank, alpha = most_common(ranks.values()), most_common(alphas.values())
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": rank,
+        "lora_alpha": whole(alpha),
+        "target_modules": shortest_names(list(ranks), modules),
+        "rank_pattern": exact_patterns({m: r for m, r in ranks.items() if r != rank}),
+        "alpha_pattern": exact_patterns({m: whole(a) for m, a in alphas.items() if a != alpha}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "modules_to_save": None,
+        **options,
+    }
+
+
+def shortest_names(selected: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Last names of the selected modules, if no other module has one; else their full names."""
+    names = sorted({module.rpartition(".")[2] for module in selected})
+    chosen = set(selected)
+    others = (module for module in modules if module not in chosen)
+    if any(matches_names(names, module) for module in others):
+        return sorted(selected)
+    return names
+
+
+def exact_patterns(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {re.escape(module): value for module, value in values.items()}
+
+
+def most_common(values: Any) -> Any:
+    values = list(values)
+    return max(values, key=values.count)
+
+
+def whole(value: float) -> float:
+    """An int for a whole number: PEFT writes them so."""
+    return int(value) if float(value).is_integer() else value
