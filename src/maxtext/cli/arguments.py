@@ -50,6 +50,12 @@ def take_value(args: list[str], option: str) -> str | None:
     return None
 
 
+def take_adapter(args: list[str]) -> list[str]:
+    """Remove `--adapter DIR` from the arguments and return the setting that it stands for."""
+    folder = take_value(args, "--adapter")
+    return [] if folder is None else [f"lora_input_adapters_path={folder}"]
+
+
 def take_option(args: list[str], option: str, choices: tuple[str, ...]) -> str | None:
     """The value of an option that takes one of `choices`."""
     value = take_value(args, option)

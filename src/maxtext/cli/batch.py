@@ -43,6 +43,7 @@ RESULT_KEYS = (
     "decode_sampling_nucleus_p",
     "init_weights_seed",
     "return_log_prob",
+    "lora_input_adapters_path",
     "quantization",
     "quantize_kvcache",
     "kv_quant_dtype",
@@ -62,14 +63,16 @@ USELESS = {
 def run(args: list[str]) -> int:
     path = arguments.take_value(args, "--model")
     overwrite = arguments.take_flag(args, "--overwrite")
+    adapter = arguments.take_adapter(args)
     if path is None or len(args) < 2 or any(arg.startswith("-") for arg in args):
         raise ConfigError(
             "name two files and a model: "
-            "maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]"
+            "maxtext batch IN.jsonl OUT.jsonl --model DIR [--adapter DIR] [--overwrite] "
+            "[key=value ...]"
         )
     requests, out = (local_path(arg) for arg in args[:2])
     check_files(requests, out)
-    model = resolve_model(newest_step(path), None, args[2:])
+    model = resolve_model(newest_step(path), None, args[2:] + adapter)
     refuse_useless(model.config, "batch", USELESS)
     results = ResultFile(out, result_settings(model.path, model.config), overwrite)
     num_before = len(results)

@@ -15,7 +15,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling import SamplingParams
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p")
-FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "stop")
+FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "stop", "adapter")
 MAX_DEPTH = 100  # of nested lists and objects: Python's JSON reader and writer have a limit, too
 MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
 
@@ -108,7 +108,10 @@ def build_request(
         seed=number(record, "seed", int, session.config.init_weights_seed + index),
         stop=stop_texts(record.get("stop", ())),
     )
-    return GenerationRequest(prompt_ids, params)
+    adapter = record.get("adapter")
+    if adapter is not None and not isinstance(adapter, str):
+        raise UserError(f"adapter={adapter!r} must be the name of an adapter, or empty for none")
+    return GenerationRequest(prompt_ids, params, adapter)
 
 
 def encode_record(record: Mapping[str, Any], session: GenerationSession) -> list[int]:

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from maxtext.cli import arguments
 from maxtext.cli.generation import (
     GenerationSession,
     load_session,
@@ -55,7 +56,9 @@ USELESS = {
 def run(args: list[str]) -> int:
     if not args or args[0].startswith("-") or "=" in args[0]:
         raise ConfigError("which model? maxtext chat DIR [key=value ...]")
+    adapter = arguments.take_adapter(args)
     path, *overrides = args
+    overrides += adapter
     model = resolve_model(path, None, overrides)
     refuse_useless(model.config, "chat", USELESS)
     session = load_session(model)

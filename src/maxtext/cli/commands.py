@@ -82,32 +82,37 @@ load_parameters_path=DIR          a Hugging Face folder, a converted checkpoint,
 prompt=TEXT                       with use_chat_template=true, a user message
 max_target_length=N               length of prompt and completion, in tokens
 decode_sampling_strategy=NAME     greedy, weighted, topk, nucleus or composite
+--adapter DIR                     a PEFT adapter of the model
 multi_sampling=true               per_device_batch_size completions
 return_log_prob=true              print the log probability of each token""",
     ),
     "chat": Command(
         summary="chat with a model",
         example="maxtext chat ~/models/Qwen3-0.6B decode_sampling_strategy=weighted",
-        usage="maxtext chat DIR [key=value ...]",
+        usage="maxtext chat DIR [--adapter DIR] [key=value ...]",
         options="""\
-DIR         a Hugging Face folder, a converted checkpoint, or a training run
-key=value   any key of base.yml, such as max_target_length, decode_sampling_strategy,
-            chat_template_path
-/help       inside the chat, lists the commands; Ctrl-C stops a reply""",
+DIR             a Hugging Face folder, a converted checkpoint, or a training run
+--adapter DIR   a PEFT adapter of the model
+key=value       any key of base.yml, such as max_target_length, decode_sampling_strategy,
+                chat_template_path
+/help           inside the chat, lists the commands; Ctrl-C stops a reply""",
         settings=False,
     ),
     "batch": Command(
         summary="run a file of generation requests; an interrupted job resumes",
         example="maxtext batch questions.jsonl answers.jsonl --model ~/models/Qwen3-0.6B",
-        usage="maxtext batch IN.jsonl OUT.jsonl --model DIR [--overwrite] [key=value ...]",
+        usage="maxtext batch IN.jsonl OUT.jsonl --model DIR [--adapter DIR] [--overwrite] "
+        "[key=value ...]",
         options="""\
-IN.jsonl      one request per line: {"prompt": "I love to"} or {"messages": [...]},
-              optionally with id, seed, stop, max_new_tokens, temperature, top_k, top_p
-OUT.jsonl     one completion per line, in the order in which they finish:
-              {"index": 0, "text": "...", "finished": "end", ...}
---model DIR   a Hugging Face folder, a converted checkpoint, or a training run
---overwrite   discard an existing OUT.jsonl
-key=value     any key of base.yml""",
+IN.jsonl        one request per line: {"prompt": "I love to"} or {"messages": [...]},
+                optionally with id, seed, stop, max_new_tokens, temperature, top_k, top_p,
+                adapter (a name; empty: the base)
+OUT.jsonl       one completion per line, in the order in which they finish:
+                {"index": 0, "text": "...", "finished": "end", ...}
+--model DIR     a Hugging Face folder, a converted checkpoint, or a training run
+--adapter DIR   a PEFT adapter of the model, or a folder of adapters
+--overwrite     discard an existing OUT.jsonl
+key=value       any key of base.yml""",
         settings=False,
     ),
     "bench": Command(
@@ -128,13 +133,15 @@ multi_sampling=true                                 also several samples of one 
         usage="""\
 maxtext convert from_hf DIR OUT [--dtype float32|bfloat16|float16]
 maxtext convert to_hf CHECKPOINT OUT [--dtype float32|bfloat16|float16] [--text-only]
-maxtext convert params-only CHECKPOINT OUT [--dtype float32|bfloat16|float16]""",
+maxtext convert params-only CHECKPOINT OUT [--dtype float32|bfloat16|float16]
+maxtext convert merge-adapter BASE ADAPTER OUT""",
         options="""\
 from_hf       safetensors, config.json and tokenizer of a supported family to native
               weights by layer, with config.yml
 to_hf         a checkpoint to a Hugging Face folder, with the assets that came with it
 params-only   the newest weights of a training checkpoint (a run's folder, its
               checkpoints, or one step) without the optimizer state, with config.yml
+merge-adapter a PEFT adapter merged into its base, as a folder of the base's kind
 --dtype       dtype of all floating-point weights; default: unchanged
 --text-only   write only the text model of a checkpoint with vision or audio tensors""",
         settings=False,
@@ -157,7 +164,8 @@ status               which keys act, which do not, and why""",
         example="maxtext inspect maxtext_output/my_run --verify",
         usage="maxtext inspect DIR [--verify] [--json]",
         options="""\
-DIR        a run's folder, its checkpoints, one step, or a folder of safetensors
+DIR        a run's folder, its checkpoints, one step, a folder of safetensors, or a PEFT
+           adapter
 --verify   read every file and compare it with the checksums written with it
 --json     machine-readable output""",
         settings=False,

@@ -1,5 +1,5 @@
-"""`maxtext convert`: converts checkpoints from and to Hugging Face, and extracts the weights of
-training checkpoints.
+"""`maxtext convert`: converts checkpoints from and to Hugging Face, extracts the weights of
+training checkpoints, and merges adapters.
 """
 
 import shlex
@@ -16,10 +16,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 def run(args: list[str]) -> int:
     dtype = arguments.take_option(args, "--dtype", DTYPES)
     text_only = arguments.take_flag(args, "--text-only")
+    if args[:1] == ["merge-adapter"]:
+        return merge_adapter(args[1:], dtype, text_only)
     if len(args) != 3 or args[0] not in ("from_hf", "to_hf", "params-only"):
         raise ConfigError(
             "give a direction and two folders: maxtext convert from_hf DIR OUT, to_hf CHECKPOINT "
-            "OUT, or params-only CHECKPOINT OUT"
+            "OUT, or params-only CHECKPOINT OUT; or three: merge-adapter BASE ADAPTER OUT"
         )
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
     from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
@@ -37,6 +39,22 @@ def run(args: list[str]) -> int:
                 source, out, dtype, progress
             )
     print(summary(out, HF_STEM if direction == "to_hf" else NATIVE_STEM))
+    return 0
+
+
+def merge_adapter(args: list[str], dtype: str | None, text_only: bool) -> int:
+    if len(args) != 3 or dtype or text_only:
+        raise ConfigError(
+            "give three folders and no option: maxtext convert merge-adapter BASE ADAPTER OUT"
+        )
+    from maxtext.checkpoint.merge_adapter import merge_folder
+    from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
+
+    base, adapter, out = args
+    with ProgressBar(f"{base} + {adapter} -> {out}") as progress:
+        merge_folder(base, adapter, out, progress)
+    is_native = any(local_path(out).glob(f"{NATIVE_STEM}*"))
+    print(summary(out, NATIVE_STEM if is_native else HF_STEM))
     return 0
 
 

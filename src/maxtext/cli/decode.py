@@ -30,7 +30,9 @@ USELESS = {"enable_model_warmup": "the one prompt warms it up"}
 
 
 def run(args: list[str]) -> int:
+    adapter = arguments.take_adapter(args)
     file, overrides = arguments.split(args)
+    overrides = overrides + adapter
     model = resolve_model(model_path(file, overrides), file, overrides)
     config = model.config
     refuse_useless(config, "decode", USELESS)

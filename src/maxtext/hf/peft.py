@@ -20,6 +20,21 @@ EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 SAVED = ".weight"
 BASE_LAYER = ".base_layer.weight"  # a copy of the base that PEFT adds for embeddings
 ALL_LINEAR = "all-linear"
+SHOWN = (  # what `maxtext inspect` shows of adapter_config.json
+    "peft_type",
+    "base_model_name_or_path",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "layers_to_transform",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+    "lora_dropout",
+    "bias",
+)
 # Fields that change what an adapter computes, with the only values that are supported.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
