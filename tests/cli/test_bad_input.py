@@ -554,6 +554,35 @@ CASES = {
         ["use_dpo=true", "use_sft=true"],
         ["use_dpo and use_sft exclude each other"],
     ),
+    "packed pairs": (["use_dpo=true"], ["set packing=false with use_dpo"]),
+    "split conversations": (
+        ["use_sft=true", "grain_packing_type=concat_then_split"],
+        ["concat_then_split splits conversations", "use first_fit or best_fit"],
+    ),
+    "conversations in pieces": (
+        ["use_sft=true", "use_truncation=false"],
+        ["use_truncation=false splits documents, but use_sft keeps rows whole"],
+    ),
+    "rows of token ids": (
+        ["use_sft=true", "tokenize_train_data=false"],
+        ["use_sft tokenizes conversations", "leave tokenize_train_data=true"],
+    ),
+    "rows without records": (
+        ["use_dpo=true", "packing=false", "dataset_type=olmo_grain"],
+        ["dataset_type=olmo_grain has no conversations or pairs for use_dpo"],
+    ),
+    "prompt without a completion": (
+        ["use_dpo=true", "packing=false", "max_prompt_length=65", "max_target_length=64"],
+        ["max_prompt_length=65 leaves no token of max_target_length=64 for a completion"],
+    ),
+    "mask without rows": (
+        ["sft_train_on_completion_only=true"],
+        ["sft_train_on_completion_only=True", "it needs use_sft=true"],
+    ),
+    "arguments without a function": (
+        ["use_sft=true", "formatting_func_kwargs={a: 1}"],
+        ["formatting_func_kwargs", "it needs formatting_func_path"],
+    ),
     "sparsity half set": (
         ["weight_sparsity_n=2"],
         ["weight_sparsity_n and weight_sparsity_m go together"],

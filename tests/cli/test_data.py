@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+from maxtext.cli.batch_segments import visible
 from maxtext.cli.data import fewest_devices, load_config
-from maxtext.cli.data_inspect import visible
 from maxtext.cli.main import main
 from maxtext.input_pipeline import make_train_iterator
 
@@ -142,6 +142,59 @@ def test_inspect_evaluation(files, capsys, tmp_path):
     assert "batch 0, row 1: 0 segments, 0 of 16 positions" in text  # the last batch is padded
     assert main(["data", "inspect", *SMALL, "--eval"]) == 2
     assert "has no evaluation data" in capsys.readouterr().err
+
+
+def written(tmp_path, rows):
+    """The words for rows of fine-tuning."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"grain_train_files={tmp_path}/rows.jsonl", "grain_file_type=jsonl"]
+    return replaced(SMALL, *files, "per_device_batch_size=1")
+
+
+def test_inspect_marks_learned_tokens_and_counts_dropped_rows(tmp_path, capsys):
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
+    template = "chat_template={% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    rows = [
+        {"prompt": "ab", "completion": "cd"},
+        {"messages": turns},
+        {"messages": turns[:1]},
+    ]
+    args = [*written(tmp_path, rows), "use_sft=true", "sft_train_on_completion_only=true"]
+    # Without a generation prompt, the header of a turn is the assistant's.
+    assert main(["data", "inspect", *args, template]) == 0
+    text = capsys.readouterr().out
+    assert "   1 │ <bos>ab⟦cd<eos>⟧\n   2 │ u:x;⟦a:yz;⟧\n" in text
+    numbers = table(text)
+    assert (numbers["rows"], numbers["tokens"], numbers["learned tokens"]) == ("1", "13", "8")
+    path = tmp_path / "rows.jsonl"
+    assert f"none of their tokens is learned: 1, first {path}, line 3\n" in text
+    assert f"not learn to stop: 1, first {path}, line 2\n" in text
+    assert main(["data", "inspect", *args, template, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [segment["learned"] for segment in shown["batches"][0][0]] == [
+        [0, 0, 1, 1, 1],
+        [0, 0, 0, 1, 1, 1, 1, 1],
+    ]
+    assert [report["rows"] for report in shown["summary"]["reports"]] == [1, 1]
+
+
+def test_inspect_shows_both_sides_of_pairs(tmp_path, capsys):
+    args = written(tmp_path, [{"prompt": "ab", "chosen": "c", "rejected": "de"}])
+    assert main(["data", "inspect", *args, "use_dpo=true", "packing=false"]) == 0
+    text = capsys.readouterr().out
+    assert "batch 0, row 0: a pair, 9 of 32 positions\n" in text
+    assert "  chosen │ <bos>ab⟦c<eos>⟧\nrejected │ <bos>ab⟦de<eos>⟧\n" in text
+    numbers = table(text)
+    assert (numbers["rows"], numbers["tokens"], numbers["learned tokens"]) == ("1", "9", "5")
+
+
+def test_inspect_colours_learned_tokens_in_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    args = [*written(tmp_path, [{"prompt": "ab", "completion": "cd"}]), "use_sft=true"]
+    assert main(["data", "inspect", *args, "sft_train_on_completion_only=true"]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b[90mab\x1b[0m\x1b[32mcd\x1b[0m" in text
+    assert "⟦" not in text
 
 
 def test_inspect_without_a_tokenizer_shows_ids(capsys):

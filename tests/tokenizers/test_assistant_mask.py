@@ -20,8 +20,8 @@ MARKED = (
 )
 # The text of a macro is written at once, when the macro ends.
 IN_MACRO = (
-    "{% macro turn(m) %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n"
-    "{% endmacro %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% macro turn(m) %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{{ '\n' }}{% endmacro %}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' %}{{ turn(m) }}{% else %}{{ m['content'] }}<|im_end|>"
     "{{ '\n' }}{% endif %}{% endfor %}"
 )
@@ -147,7 +147,8 @@ def test_only_the_last_turn_where_earlier_reasoning_is_dropped(tokenizer, caplog
         tokenizer.encode_with_specials("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
     )
     assert "assistant turn at message 1" in caplog.text
-    assert f"part at token {parts_at}, 'f'" in caplog.text
+    token = tokenizer.id_to_token(tokenizer.encode_with_specials("fox")[0])
+    assert f"part at token {parts_at}, {token!r}" in caplog.text
 
 
 def test_last_turn_starts_where_it_differs_from_the_generation_prompt(tokenizer):

@@ -178,8 +178,8 @@ maxtext data inspect [FILE] [key=value ...] [--batches N] [--rows N] [--eval] [-
 maxtext data prepare --out DIR [--workers N] [--shard-documents N] [FILE] [key=value ...]
 maxtext data throughput [FILE] [key=value ...]""",
         options="""\
-inspect      decoded batches, one colour per segment, and packing efficiency; needs no
-             device
+inspect      decoded batches, one colour per segment, or in fine-tuning one for learned
+             tokens, and packing efficiency; needs no device
   --batches N          number of batches (1)
   --rows N             rows of each batch to show (4)
   --eval               evaluation data

@@ -1,31 +1,28 @@
 """`maxtext data inspect`: shows the batches of training, decoded, and statistics of packing."""
 
 import json
-import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from maxtext.cli import arguments
+from maxtext.cli.batch_segments import (
+    IdPrinter,
+    Row,
+    TextDecoder,
+    segment_text,
+    segments,
+    sides,
+)
 from maxtext.cli.data import load_config, take_number
 from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 
 BATCHES, ROWS = 1, 4  # default number of batches, and of rows of each to show
-COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
-# Characters that move the cursor, change colours or the direction of a line; not newlines and tabs.
-CONTROL = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 TOKEN_SOURCES = ("synthetic", "olmo_grain")  # sources of token ids, which need no tokenizer
-
-Row = list[tuple[np.ndarray, np.ndarray]]  # (inputs, targets) of each segment
 
 
 @dataclass
@@ -43,18 +40,24 @@ class BatchStatistics:
     lengths: list[int] = field(default_factory=list)  # of each segment
     seconds: list[float] = field(default_factory=list)  # waited for each batch
     first_tokens: int = 0
+    learned: int = 0  # targets that the loss counts
 
     def add(self, batch: dict[str, np.ndarray], seconds: float) -> None:
+        self.batches += 1
+        self.rows += len(next(iter(batch.values())))
+        self.seconds.append(seconds)
+        for fields in sides(batch).values():
+            self.add_rows(fields)
+        if self.batches == 1:
+            self.first_tokens = sum(self.lengths)
+
+    def add_rows(self, batch: dict[str, np.ndarray]) -> None:
         segment_ids = batch["inputs_segmentation"]
         lengths = [np.bincount(row)[1:] for row in segment_ids]
-        self.batches += 1
-        self.rows += len(segment_ids)
         self.positions += segment_ids.size
         self.segments += [len(row) for row in lengths if len(row)]
         self.lengths += [int(length) for row in lengths for length in row]
-        self.seconds.append(seconds)
-        if self.batches == 1:
-            self.first_tokens = sum(self.lengths)
+        self.learned += int(np.count_nonzero(batch["targets_segmentation"]))
         if self.eos_id is not None:
             full = np.array([row.max(initial=0) == segment_ids.shape[1] for row in lengths])
             self.truncated += int((full & (batch["targets"][:, -1] != self.eos_id)).sum())
@@ -89,37 +92,6 @@ class BatchStatistics:
         return summary
 
 
-class TextDecoder:
-    """Decodes tokens to text; special tokens are shown by name."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        self.is_special = lru_cache(None)(self.is_special_token)
-
-    def is_special_token(self, token: int) -> bool:
-        if token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
-            return True
-        # Decoding drops a leading space, too, but a space is not a special token.
-        return not self.tokenizer.decode([token]) and bool(
-            self.tokenizer.id_to_token(token).strip("▁ ")
-        )
-
-    def spans(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
-        """(text, whether it is the name of a special token) of runs of tokens."""
-        for special, run in groupby(tokens.tolist(), self.is_special):
-            if special:
-                yield from ((self.tokenizer.id_to_token(token), True) for token in run)
-            else:
-                yield self.tokenizer.decode(list(run)), False
-
-
-class IdPrinter:
-    """Shows token ids, for tokenized data whose tokenizer is not set."""
-
-    def spans(self, tokens: np.ndarray) -> Iterator[tuple[str, bool]]:
-        yield " ".join(map(str, tokens.tolist())), False
-
-
 def run(args: list[str]) -> int:
     as_json = arguments.take_flag(args, "--json")
     evaluation = arguments.take_flag(args, "--eval")
@@ -135,8 +107,14 @@ def run(args: list[str]) -> int:
         eos_id = decoder.tokenizer.eos_id
     statistics = BatchStatistics(eos_id)
     num_rows = ROWS if rows is None else rows
-    shown, documents = read_batches(config, evaluation, batches, num_rows, statistics)
+    shown, documents, reports = read_batches(config, evaluation, batches, num_rows, statistics)
     summary = statistics.summary(documents)
+    if is_fine_tuning(config):
+        summary["learned_tokens"] = statistics.learned
+        summary["reports"] = [
+            {"rows_that": remark, "rows": count, "first": example}
+            for remark, (count, example) in reports.items()
+        ]
     if as_json:
         print(
             json.dumps(
@@ -164,7 +142,8 @@ def decoder_of(config: MaxTextConfig, tokenized: bool) -> TextDecoder | IdPrinte
 def detects_truncation(config: MaxTextConfig, tokenized: bool) -> bool:
     """Whether exactly the truncated documents fill a row and lack the end token."""
     splits_documents = config.packing and config.grain_packing_type == "concat_then_split"
-    has_eos = tokenized and config.add_eos and not config.use_chat_template
+    is_document = not (config.use_chat_template or config.use_sft or config.use_dpo)
+    has_eos = tokenized and config.add_eos and is_document
     return (
         config.use_truncation
         and has_eos
@@ -175,16 +154,22 @@ def detects_truncation(config: MaxTextConfig, tokenized: bool) -> bool:
 
 def read_batches(
     config: MaxTextConfig, evaluation: bool, batches: int, rows: int, statistics: BatchStatistics
-) -> tuple[list[list[Row]], int | None]:
-    """The first rows of each batch, and the number of documents in the data, if known."""
+) -> tuple[list[list[Row]], int | None, dict[str, tuple[int, str]]]:
+    """The first rows of each batch, the number of documents in the data if known, and the reports
+    on rows of fine-tuning.
+    """
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams
+    from maxtext.input_pipeline.encode import shared_encoder
+    from maxtext.input_pipeline.encode_rows import TextEncoder
     from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
     start = time.perf_counter()
     # Workers do not change the batches, and take longer to start than reading a few of them.
     config = config.model_copy(update={"grain_worker_count": 0, "grain_worker_count_eval": 0})
+    split = Split.EVAL if evaluation else Split.TRAIN
+    encoder = shared_encoder(config, split) if is_fine_tuning(config) else None
     if evaluation:
         size = config.global_batch_size_to_eval_on
         iterator = open_data_streams(config, Split.EVAL, lambda step: size, [size])
@@ -200,49 +185,38 @@ def read_batches(
     try:
         while statistics.batches < batches and (batch := next(iterator, None)) is not None:
             statistics.add(batch, time.perf_counter() - start)
-            shown.append([segments(batch, row) for row in range(min(rows, len(batch["inputs"])))])
+            count = min(rows, len(next(iter(batch.values()))))
+            masked = is_fine_tuning(config)
+            shown.append([segments(batch, row, masked) for row in range(count)])
             start = time.perf_counter()
         stream = next(iter(iterator.get_state()["streams"].values()))
         documents = stream["source"].get("made_by", {}).get("documents")
     finally:
         iterator.close()
-    return shown, documents
+    reports = encoder.reports.summary() if isinstance(encoder, TextEncoder) else {}
+    return shown, documents, reports
 
 
-def segments(batch: dict[str, np.ndarray], row: int) -> Row:
-    inputs, targets, segment_ids = (
-        batch[name][row] for name in ("inputs", "targets", "inputs_segmentation")
-    )
-    return [
-        (inputs[segment_ids == segment], targets[segment_ids == segment])
-        for segment in range(1, int(segment_ids.max()) + 1)
-    ]
-
-
-def sequence(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """All tokens of a segment: its inputs and the last target, since targets are inputs shifted by
-    one.
-    """
-    return np.append(inputs, targets[-1:])
+def is_fine_tuning(config: MaxTextConfig) -> bool:
+    """Whether the data has rows or pairs (and not random tokens in their place)."""
+    return (config.use_sft or config.use_dpo) and config.dataset_type.value not in TOKEN_SOURCES
 
 
 def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]:
     """A row as JSON data."""
     data: list[dict[str, Any]] = []
-    for inputs, targets in row:
-        data.append({"inputs": inputs.tolist(), "targets": targets.tolist()})
+    for segment in row:
+        data.append({"inputs": segment.inputs.tolist(), "targets": segment.targets.tolist()})
+        if segment.side:
+            data[-1]["side"] = segment.side
+        if segment.learned is not None:
+            data[-1]["learned"] = segment.learned.astype(int).tolist()
         if isinstance(decoder, TextDecoder):
-            spans = decoder.spans(sequence(inputs, targets))
-            data[-1]["text"] = "".join(text for text, _ in spans)
+            data[-1]["text"] = "".join(text for text, _, _ in decoder.spans(segment))
     return data
 
 
 # The terminal.
-
-
-def visible(text: str) -> str:
-    """The text with control characters escaped as in Python."""
-    return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def show(
@@ -254,26 +228,29 @@ def show(
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for batch_index, batch in enumerate(shown):
         for row_index, row in enumerate(batch):
-            used = sum(len(inputs) for inputs, _ in row)
+            used, positions = sum(len(segment.inputs) for segment in row), length
             count = f"{len(row)} segment{'s' if len(row) != 1 else ''}"
+            if any(segment.side for segment in row):
+                count, positions = "a pair", 2 * length
             console.print(
-                f"batch {batch_index}, row {row_index}: {count}, {used} of {length} positions",
+                f"batch {batch_index}, row {row_index}: {count}, {used} of {positions} positions",
                 style="bold",
             )
+            width = max((len(segment.side) for segment in row), default=0) or 4
             for index, segment in enumerate(row):
-                line = Text()
-                for text, special in decoder.spans(sequence(*segment)):
-                    colour = COLOURS[index % len(COLOURS)]
-                    line.append(
-                        visible(text), style=f"bold reverse {colour}" if special else colour
-                    )
+                label = segment.side or str(index + 1)
+                line = segment_text(segment, decoder, index, is_plain=not console.is_terminal)
                 for first, part in enumerate(line.split("\n", allow_blank=True)):
-                    console.print(
-                        Text(f"{index + 1 if not first else '':>4} │ ", style="dim"), part, sep=""
-                    )
-            if used < length:
-                console.print(f"     · {length - used} positions of padding", style="dim")
+                    margin = f"{label if not first else '':>{width}} │ "
+                    console.print(Text(margin, style="dim"), part, sep="")
+            if used < positions:
+                padding = f"{'':>{width}} · {positions - used} positions of padding"
+                console.print(padding, style="dim")
     console.print(format_table(table(summary), left=1), end="")
+    for report in summary.get("reports", ()):
+        console.print(
+            f"rows that {report['rows_that']}: {report['rows']:,}, first {report['first']}"
+        )
 
 
 def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -283,6 +260,10 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("batches", f"{summary['batches']:,}"),
         ("rows", f"{summary['rows']:,}"),
         ("tokens", f"{summary['tokens']:,}"),
+    ]
+    if "learned_tokens" in summary:
+        rows.append(("learned tokens", f"{summary['learned_tokens']:,}"))
+    rows += [
         ("packing efficiency", f"{summary['packing_efficiency']:.2%}"),
         ("segments per row, mean", f"{segments_per_row['mean']:.2f}"),
         ("segments per row, max", f"{segments_per_row['most']:,}"),

@@ -71,6 +71,7 @@ PATH_KEYS = {
     "dataset_path",
     "tokenizer_path",
     "chat_template_path",
+    "formatting_func_path",  # or a dotted path
 }
 # Paths that must stay inside another folder.
 INNER_PATHS = {

@@ -8,6 +8,7 @@ pair it keeps the end of the prompt and the start of the completions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from maxtext.input_pipeline.row_forms import (
     PromptCompletion,
     TextRow,
     has_form,
+    no_form,
     parse_pair,
     parse_row,
 )
@@ -82,16 +84,21 @@ def encode_pair(
 def check_columns(
     config: MaxTextConfig, split: Split, names: Sequence[str] | None, named_by: str
 ) -> None:
-    """Raise ConfigError if data with the columns `names` lacks one that the user set."""
-    columns = set_columns(config, split)
-    if names is None or columns is None or config.formatting_func_path:
+    """Raise ConfigError if data with the columns `names` lacks one that the user set, or fits no
+    form of rows. None are any columns.
+    """
+    if names is None or config.formatting_func_path:
         return
-    missing = [name for name in columns if name not in names and name not in OPTIONAL]
+    columns = set_columns(config, split)
+    forms = PAIR_FORMS if config.use_dpo else ROW_FORMS
+    missing = [name for name in columns or () if name not in names and name not in OPTIONAL]
     if missing:
         raise ConfigError(
             f"{split.value}_data_columns: {named_by} has no column {missing[0]!r}, only "
             f"{', '.join(names)}"
         )
+    if columns is None and not has_form(names, forms):
+        raise ConfigError(f"{named_by}: {no_form(names, forms)}")
 
 
 def set_columns(config: MaxTextConfig, split: Split) -> list[str] | None:
@@ -122,7 +129,7 @@ class TextEncoder:
         self.columns = set_columns(config, split)
         self.formatting = FormattingFunction.from_config(config)
         self.tokenizer = tokenizer or load_tokenizer(config)
-        self.template = chat_template(config, self.tokenizer)
+        self.config = config
         self.length = config.max_target_length
         self.add_bos = config.add_bos
         self.add_eos = config.add_eos
@@ -139,13 +146,18 @@ class TextEncoder:
     def format(self, record: Record) -> Record:
         return record if self.formatting is None else self.formatting(record)
 
-    def require_template(self) -> ChatTemplate:
-        if self.template is None:
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The template of conversations, which texts do not need. Raises ConfigError if there is
+        none.
+        """
+        template = chat_template(self.config, self.tokenizer)
+        if template is None:
             raise ConfigError(
                 f"the data has conversations, but the tokenizer {self.tokenizer.name} has no chat "
                 "template: set chat_template_path or chat_template"
             )
-        return self.template
+        return template
 
     def text_ids(self, text: str) -> list[int]:
         """The tokens of a text, which may contain special tokens, after those that start one."""
@@ -207,14 +219,13 @@ class RowEncoder(TextEncoder):
     def conversation(self, row: Conversation) -> tuple[np.ndarray, np.ndarray]:
         if not row.messages:
             raise UnusableRecord("it has no messages")
-        template = self.require_template()
         try:
             if self.completion_only:
                 chat = tokenize_chat(
-                    template, self.tokenizer, row.messages, row.variables, row.first_turn
+                    self.template, self.tokenizer, row.messages, row.variables, row.first_turn
                 )
                 return chat.ids, chat.mask
-            text = template.render(row.messages, variables=row.variables)
+            text = self.template.render(row.messages, variables=row.variables)
         except ConfigError:
             raise
         except UserError as error:
@@ -301,7 +312,7 @@ class PairEncoder(TextEncoder):
 
     def chats(self, row: PreferenceChats) -> tuple[list[int], list[int], list[int]]:
         """As `texts`, with the generation prompt after the prompt."""
-        template, prompt = self.require_template(), row.prompt
+        prompt, template = row.prompt, self.template
         try:
             texts = [
                 template.render(prompt, add_generation_prompt=True, variables=row.variables),

@@ -22,7 +22,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.encode_rows import check_columns
-from maxtext.input_pipeline.formats import RecordSource
+from maxtext.input_pipeline.formats import Documents, RecordSource
 from maxtext.input_pipeline.grain_batches import GrainBatches
 from maxtext.input_pipeline.interface import ShardSpec, Split, is_fine_tuning, keeps_last
 from maxtext.input_pipeline.load_documents import (
@@ -78,7 +78,8 @@ def document_batches(
     encoder, bad = shared_encoder(config, split), BadRecords(config.max_bad_records)
     if is_fine_tuning(config):
         for component in components:
-            check_columns(config, split, component.documents.columns(), named_by)
+            for documents in files_of(component.documents):
+                check_columns(config, split, documents.columns(), named_by)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     seed = shuffle_seed(config, split)
     few = [component for component in components if len(component.documents) < shard.count]
@@ -150,6 +151,11 @@ def record_batches(
     chunks = records.batch(MAX_CHUNK_DOCUMENTS, batch_fn=list).map(encode)
     settings = {"stream": shard.index, "streams": shard.count, **settings, **encoder.adds()}
     return to_token_batches(config, split, shard, chunks, settings, named_by)
+
+
+def files_of(documents: RecordSource) -> Sequence[RecordSource]:
+    """The files of documents, which may have different columns, or the documents themselves."""
+    return documents.files if isinstance(documents, Documents) else [documents]
 
 
 def to_token_batches(

@@ -15,7 +15,7 @@ hold only text.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,16 +186,20 @@ def other_names(
 def form_of(row: Record, forms: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     form = next((form for form in forms if all(name in row for name in form)), None)
     if form is None:
-        wanted = "; ".join(", ".join(form) for form in forms)
-        raise UnusableRecord(
-            f"its columns, {listed(row)}, are no form of a row: expected {wanted}, or set "
-            "train_data_columns or formatting_func_path"
-        )
+        raise UnusableRecord(no_form(row, forms))
     return form
 
 
-def listed(record: Record) -> str:
-    return ", ".join(map(str, record)) or "none"
+def no_form(columns: Iterable[str], forms: Sequence[tuple[str, ...]]) -> str:
+    wanted = "; or ".join(", ".join(form) for form in forms)
+    return (
+        f"the columns {listed(columns)} are no form of a row: expected {wanted}; name others in "
+        "train_data_columns, or convert rows with formatting_func_path"
+    )
+
+
+def listed(columns: Iterable[str]) -> str:
+    return ", ".join(map(str, columns)) or "none"
 
 
 def to_text(value: Any) -> Any:

@@ -12,6 +12,7 @@ starts at the first token that differs from the generation prompt.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.tokenizers.chat import ChatTemplate, Messages
 from maxtext.tokenizers.interface import Tokenizer
+from maxtext.tokenizers.templates import RenderedTemplate
 
 ASSISTANT = "assistant"
 REPORTED: set[str] = set()  # sources of templates whose turns differ, which are logged once
@@ -48,7 +50,8 @@ class Rendering:
     @classmethod
     def from_text(cls, text: str, tokenizer: Tokenizer) -> "Rendering":
         ids, offsets = tokenizer.encode_with_offsets(text)
-        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        flat = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets))
+        starts, ends = flat[::2], flat[1::2]
         special = np.array([token in tokenizer.special_ids for token in ids], bool)
         return cls(
             text=text,
@@ -66,6 +69,12 @@ class Rendering:
         while first < len(self.ids) and self.special[first] and self.starts[first] < start:
             first += 1
         return first, int(np.searchsorted(self.starts, end, side="left"))
+
+    def turn_span(self, before: str, through: str) -> tuple[int, int] | None:
+        """The tokens between two texts, or None if these are no prefixes of the whole."""
+        if not (self.text.startswith(before) and self.text.startswith(through)):
+            return None
+        return self.token_span(len(before), len(through))
 
     def end_of_turn(self, first: int, end: int) -> int:
         """The position after the last special token in [first, end), or `end` if there is none."""
@@ -86,24 +95,34 @@ def tokenize_chat(
     Raises UserError if the template fails.
     """
     if template.marks_generation:
-        rendered = template.run(messages, variables=variables, wants_spans=True)
-        whole = Rendering.from_text(rendered.text, tokenizer)
-        begin = 0
-        if first_turn:
-            prompt = template.render(messages[:first_turn], True, variables)
-            begin = common_prefix_length(prompt, rendered.text)
-        spans = [
-            whole.token_span(max(start, begin), end)
-            for start, end in rendered.spans
-            if max(start, begin) < end
-        ]
+        whole, spans = marked_spans(template, tokenizer, messages, variables, first_turn)
     else:
-        whole = Rendering.from_text(template.render(messages, variables=variables), tokenizer)
-        spans = prefix_spans(template, tokenizer, messages, variables, first_turn, whole)
+        whole, spans = prefix_spans(template, tokenizer, messages, variables, first_turn)
     mask = np.zeros(len(whole.ids), bool)
     for first, end in spans:
         mask[first:end] = True
     return TokenizedChat(np.array(whole.ids, np.int32), mask)
+
+
+def marked_spans(
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    messages: Messages,
+    variables: Mapping[str, Any] | None,
+    first_turn: int,
+) -> tuple[Rendering, list[tuple[int, int]]]:
+    """The (first, end) of the tokens that the template marks."""
+    conversations = [(messages, False), (messages[:first_turn], True)]
+    rendered, *prompts = template.run(conversations[: 2 if first_turn else 1], variables, True)
+    rendered = expect(rendered)
+    whole = Rendering.from_text(rendered.text, tokenizer)
+    begin = max((common_prefix_length(expect(p).text, rendered.text) for p in prompts), default=0)
+    spans = [
+        whole.token_span(max(start, begin), end)
+        for start, end in rendered.spans
+        if max(start, begin) < end
+    ]
+    return whole, spans
 
 
 def prefix_spans(
@@ -112,43 +131,50 @@ def prefix_spans(
     messages: Messages,
     variables: Mapping[str, Any] | None,
     first_turn: int,
-    whole: Rendering,
-) -> list[tuple[int, int]]:
+) -> tuple[Rendering, list[tuple[int, int]]]:
     """The (first, end) of the tokens of assistant turns, by two renderings for each."""
     turns = [
         index
         for index, message in enumerate(messages)
         if message.get("role") == ASSISTANT and index >= first_turn
     ]
-    spans = []
+    conversations = [(messages, False)]
     for turn in turns:
+        conversations += [(messages[:turn], True), (messages[: turn + 1], False)]
+    results = template.run(conversations, variables)
+    whole = Rendering.from_text(expect(results[0]).text, tokenizer)
+    spans = []
+    for turn, before, through in zip(turns, results[1::2], results[2::2], strict=True):
         is_last = turn == turns[-1]
-        try:
-            before = template.render(messages[:turn], True, variables)
-            through = whole.text
-            if turn + 1 < len(messages):
-                through = template.render(messages[: turn + 1], False, variables)
-        except UserError as error:
+        if isinstance(before, UserError) or isinstance(through, UserError):
+            error = before if isinstance(before, UserError) else through
             if is_last:
                 raise UserError(
                     f"the assistant turn at message {turn} cannot be told from its prompt: {error}"
-                ) from error
+                )
             report_difference(template, turn, str(error))
             continue
-        if whole.text.startswith(before) and whole.text.startswith(through):
-            first, end = whole.token_span(len(before), len(through))
-        else:
+        span = whole.turn_span(before.text, through.text)
+        if span is None:
             first, end = (
-                common_prefix_length(tokenizer.encode_with_specials(text), whole.ids)
-                for text in (before, through)
+                common_prefix_length(tokenizer.encode_with_specials(result.text), whole.ids)
+                for result in (before, through)
             )
-            parts_at = first if not whole.text.startswith(before) else end
+            parts_at = end if whole.text.startswith(before.text) else first
             token = tokenizer.id_to_token(whole.ids[parts_at]) if parts_at < len(whole.ids) else ""
-            report_difference(template, turn, f"the renderings part at token {parts_at}, {token!r}")
+            reason = f"the renderings part at token {parts_at}, {token!r}"
+            report_difference(template, turn, reason)
             if not is_last:
                 continue
-        spans.append((first, whole.end_of_turn(first, end)))
-    return spans
+            span = first, end
+        spans.append((span[0], whole.end_of_turn(*span)))
+    return whole, spans
+
+
+def expect(result: RenderedTemplate | UserError) -> RenderedTemplate:
+    if isinstance(result, UserError):
+        raise result
+    return result
 
 
 def report_difference(template: ChatTemplate, turn: int, reason: str) -> None:

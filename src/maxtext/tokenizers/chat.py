@@ -41,7 +41,7 @@ class ChatTemplate:
 
     def __post_init__(self) -> None:
         try:
-            run_template(self.source, None)
+            run_template(self.source, [])
         except TemplateFailure as error:
             line = f", line {error.line}" if error.line else ""
             raise ConfigError(
@@ -62,39 +62,45 @@ class ChatTemplate:
         """The conversation as text; with `add_generation_prompt`, followed by the header of the
         model's turn. `variables` (tools, enable_thinking …) are added to those of the template.
         """
-        return self.run(messages, add_generation_prompt, variables).text
+        (rendered,) = self.run([(messages, add_generation_prompt)], variables)
+        if isinstance(rendered, UserError):
+            raise rendered
+        return rendered.text
 
     def run(
         self,
-        messages: Messages,
-        add_generation_prompt: bool = False,
+        conversations: Sequence[tuple[Messages, bool]],
         variables: Mapping[str, Any] | None = None,
         wants_spans: bool = False,
-    ) -> RenderedTemplate:
-        """As `render`; with `wants_spans` also the spans of `{% generation %}` blocks.
+    ) -> list[RenderedTemplate | UserError]:
+        """Render several (messages, add_generation_prompt), with `wants_spans` also the spans of
+        `{% generation %}` blocks. A UserError stands for those that the template refuses.
 
-        Raises UserError if the template fails.
+        Raises UserError if the template cannot be run, or a conversation is not one.
         """
-        records = to_builtins(messages)
-        if not isinstance(records, list) or not all(isinstance(entry, dict) for entry in records):
-            raise UserError(
-                "a conversation is a list of records with role and content, "
-                f"not {short_repr(messages)}"
-            )
-        values: dict[str, Any] = {
+        common: dict[str, Any] = {
             "tools": None,
             "documents": None,
             **self.special_tokens,
             **to_builtins(variables or {}),
-            "messages": records,
-            "add_generation_prompt": add_generation_prompt,
         }
+        variable_sets = [
+            common | {"messages": to_records(messages), "add_generation_prompt": is_prompt}
+            for messages, is_prompt in conversations
+        ]
         try:
-            return run_template(self.source, values, wants_spans)
+            rendered = run_template(self.source, variable_sets, wants_spans)
         except TemplateFailure as error:
-            raise UserError(
-                f"the chat template of {self.origin} refuses {short_repr(messages)}: {error}"
-            ) from error
+            raise self.refusal(conversations[0][0], error) from error
+        return [
+            self.refusal(messages, result) if isinstance(result, TemplateFailure) else result
+            for (messages, _), result in zip(conversations, rendered, strict=True)
+        ]
+
+    def refusal(self, messages: Messages, error: TemplateFailure) -> UserError:
+        return UserError(
+            f"the chat template of {self.origin} refuses {short_repr(messages)}: {error}"
+        )
 
 
 def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -131,6 +137,16 @@ def read_template(path: Path) -> str:
     if template is None:
         raise ConfigError(f"chat_template_path={path} has no text under chat_template")
     return template
+
+
+def to_records(messages: Messages) -> list[dict[str, Any]]:
+    """The messages as builtin types. Raises UserError if they are no list of records."""
+    records = to_builtins(messages)
+    if not isinstance(records, list) or not all(isinstance(entry, dict) for entry in records):
+        raise UserError(
+            f"a conversation is a list of records with role and content, not {short_repr(messages)}"
+        )
+    return records
 
 
 def to_builtins(value: Any) -> Any:

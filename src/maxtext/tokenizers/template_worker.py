@@ -60,34 +60,40 @@ def compile_template(source: str) -> Any:
     return environment.from_string(source)
 
 
-def render(request: bytes) -> dict[str, Any]:
-    """Render a pickled (source, variables, wants_spans); if variables is None, only validate the
-    template.
+def respond(request: bytes) -> list[dict[str, Any]]:
+    """Render a template with each of several sets of variables; without any, only validate it.
 
-    Returns {"text", "spans"}, or {"error", "compiled", "line"} if the template fails. Never raises.
+    `request` is a pickled (source, sets of variables, wants_spans). A response is
+    {"text", "spans"}, or {"error", "compiled", "line"} if the template fails. Never raises.
     """
-    template = None
     try:
-        source, variables, wants_spans = pickle.loads(request)
+        source, variable_sets, wants_spans = pickle.loads(request)
         template = compile_template(source)
+    except BaseException as error:  # of the parser, or for lack of memory
+        line = getattr(error, "lineno", None)
+        return [{"error": describe(error), "line": line, "compiled": False}]
+    return [render(template, variables, wants_spans) for variables in variable_sets]
+
+
+def render(template: Any, variables: dict[str, Any], wants_spans: bool) -> dict[str, Any]:
+    try:
         marks = {mark: f"{mark}{secrets.token_hex(16)}" for mark in MARKS if wants_spans}
-        text = "" if variables is None else template.render(**variables, **marks)
+        text = template.render(**variables, **marks)
         text, spans = extract_spans(text, *marks.values()) if marks else (text, [])
         if len(text) > MAX_OUTPUT_CHARS:
-            return {
-                "error": f"it writes {len(text):,} characters; the limit is {MAX_OUTPUT_CHARS:,}",
-                "compiled": True,
-            }
+            reason = f"it writes {len(text):,} characters; the limit is {MAX_OUTPUT_CHARS:,}"
+            return {"error": reason, "compiled": True}
         return {"text": text, "spans": spans}
-    except MemoryError:
-        reason = "it needs too much memory"
-    except RecursionError:
-        reason = "it is nested too deeply or recurses endlessly"
     except BaseException as error:  # a template can raise any type
-        reason = " ".join(str(error).split()) or type(error).__name__
-        if template is None:
-            return {"error": reason, "line": getattr(error, "lineno", None), "compiled": False}
-    return {"error": reason, "compiled": template is not None}
+        return {"error": describe(error), "compiled": True}
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "it needs too much memory"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply or recurses endlessly"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def extract_spans(marked: str, start: str, end: str) -> tuple[str, list[tuple[int, int]]]:
@@ -124,7 +130,7 @@ def serve(requests: BinaryIO, responses: BinaryIO, seconds: float) -> None:
     while header := requests.read(HEADER_BYTES):
         request = requests.read(int.from_bytes(header, "big"))
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE_SECONDS)
-        data = json.dumps(render(request)).encode()
+        data = json.dumps(respond(request)).encode()
         signal.setitimer(signal.ITIMER_REAL, 0)
         responses.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
         responses.flush()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,14 @@ class TemplateRunner:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(
-        self, source: str, variables: dict[str, Any] | None, wants_spans: bool = False
-    ) -> RenderedTemplate:
-        """Render a template; if variables is None, validate it and return an empty text.
+        self, source: str, variable_sets: Sequence[dict[str, Any]], wants_spans: bool = False
+    ) -> list[RenderedTemplate | TemplateFailure]:
+        """Render a template with each of several sets of variables, all within one time limit.
 
-        Raises TemplateFailure.
+        Raises TemplateFailure if the template is not valid, or cannot be run.
         """
         try:
-            request = pickle.dumps((source, variables, wants_spans))
+            request = pickle.dumps((source, list(variable_sets), wants_spans))
         except Exception as error:  # a user's class can raise any type
             raise TemplateFailure(
                 f"its messages cannot be sent to the process that runs it ({error})"
@@ -65,12 +66,12 @@ class TemplateRunner:
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 self.start()
-                self.exchange(pickle.dumps(("", None, False)), START_SECONDS)
-            response = self.exchange(request, RENDER_SECONDS)
-        if "text" in response:
-            spans = [(start, end) for start, end in response["spans"]]
-            return RenderedTemplate(response["text"], spans)
-        raise TemplateFailure(response["error"], response["compiled"], response.get("line"))
+                self.exchange(pickle.dumps(("", [], False)), START_SECONDS)
+            responses = [parse(entry) for entry in self.exchange(request, RENDER_SECONDS)]
+        for response in responses:
+            if isinstance(response, TemplateFailure) and not response.compiled:
+                raise response
+        return responses
 
     def start(self) -> None:
         self.stop()
@@ -96,8 +97,8 @@ class TemplateRunner:
             start_new_session=True,  # Ctrl-C is for the main process
         )
 
-    def exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
-        """Send a request and return the worker's response."""
+    def exchange(self, request: bytes, seconds: float) -> list[dict[str, Any]]:
+        """Send a request and return the worker's responses."""
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -133,6 +134,13 @@ class TemplateRunner:
                     pipe.close()
 
 
+def parse(response: dict[str, Any]) -> RenderedTemplate | TemplateFailure:
+    if "text" in response:
+        spans = [(start, end) for start, end in response["spans"]]
+        return RenderedTemplate(response["text"], spans)
+    return TemplateFailure(response["error"], response["compiled"], response.get("line"))
+
+
 def read_exactly(handle: int, size: int, deadline: float) -> bytes:
     data = bytearray()
     with selectors.DefaultSelector() as selector:
@@ -157,9 +165,10 @@ def reset_runner() -> None:
 
 
 def run_template(
-    source: str, variables: dict[str, Any] | None, wants_spans: bool = False
-) -> RenderedTemplate:
-    return RUNNER.run(source, variables, wants_spans)
+    source: str, variable_sets: Sequence[dict[str, Any]], wants_spans: bool = False
+) -> list[RenderedTemplate | TemplateFailure]:
+    """As `TemplateRunner.run`, in the worker of this process."""
+    return RUNNER.run(source, variable_sets, wants_spans)
 
 
 atexit.register(lambda: RUNNER.stop())
