@@ -42,7 +42,13 @@ def test_logits(name, specimen, model):
     assert zoo.distance(model(name).logits(example.ids), example.logits) < example.tolerance
 
 
-@pytest.mark.parametrize("name", zoo.parameters(zoo.CASES))
+# The tensors of the other cases are written and read in `test_written_anew`.
+ROUND_TRIPS = zoo.FAST | set(zoo.ONE_EACH)
+
+
+@pytest.mark.parametrize(
+    "name", zoo.parameters(zoo.CASES, ROUND_TRIPS, further=pytest.mark.exhaustive)
+)
 def test_round_trips(name, specimen, model, tmp_path):
     """Through a Hugging Face folder, and through a native one, which describes the same layers."""
     example, loaded = specimen(name), model(name)

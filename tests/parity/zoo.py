@@ -725,9 +725,11 @@ FAST = {
 }
 
 
-def parameters(names: Iterable[str], fast: Collection[str] = FAST) -> list[Any]:
-    """For pytest.mark.parametrize: all but the fast ones are slow."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+def parameters(
+    names: Iterable[str], fast: Collection[str] = FAST, further: Any = pytest.mark.slow
+) -> list[Any]:
+    """For pytest.mark.parametrize: all but the fast ones have the mark `further`."""
+    return [pytest.param(name, marks=() if name in fast else further) for name in names]
 
 
 def make(case: Case, folder: Path) -> Specimen:
