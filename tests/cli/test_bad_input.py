@@ -46,6 +46,26 @@ CASES = {
         ["teacher_overrides.model_name=llama2-7b", "distill_temperature_end=2"],
         ["distill_temperature_end=2.0 is not reached", "distill_temperature_schedule=linear"],
     ),
+    "features that start from nothing": (
+        [
+            "teacher_overrides.model_name=llama2-7b",
+            "distill_beta_end=1",
+            "distill_beta_schedule=linear",
+        ],
+        ["distill_beta=0 turns features off", "start from a small distill_beta"],
+    ),
+    "layers of no features": (
+        ["teacher_overrides.model_name=llama2-7b", "distill_layer_indices=[0]"],
+        ["distill_layer_indices=[0]", "it needs distill_beta above 0"],
+    ),
+    "negative layer": (
+        ["teacher_overrides.model_name=llama2-7b", "distill_beta=1", "distill_layer_indices=[-1]"],
+        ["distill_layer_indices=[-1] must be a list of layer numbers from 0"],
+    ),
+    "no parameter to update": (
+        ["use_sft=true", "student_params_to_update=[]"],
+        ["student_params_to_update=[] must be a list of regular expressions"],
+    ),
     "distillation of preferences": (
         ["teacher_overrides.model_name=llama2-7b", "use_dpo=true", "packing=false"],
         ["use_dpo and teacher_overrides exclude each other"],

@@ -14,8 +14,9 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.models.configuration import load
-from maxtext.optimizers import learning_rate_schedule
+from maxtext.optimizers import learning_rate_schedule, parameter_paths
 from maxtext.sharding import use_rules
+from maxtext.trainers.distill_features import pop_features
 from maxtext.trainers.init_state import initial_state, with_reference
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -48,6 +49,13 @@ def save_llama(folder, layers, embed_dim, seed, vocab_size=VOCABULARY):
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder)
     return model
+
+
+@pytest.fixture(scope="module")
+def narrow_teacher(tmp_path_factory):
+    """The folder and the model of a teacher of the student's width, with two layers."""
+    folder = tmp_path_factory.mktemp("narrow")
+    return folder, save_llama(folder, layers=2, embed_dim=16, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +204,89 @@ def test_teacher_stays_as_it_was_and_has_the_compute_dtype(start, batch):
     assert jax.tree.all(
         jax.tree.map(lambda a, b: bool((a == b).all()), state.reference, after.reference)
     )
+
+
+def attention_outputs(model, layer, inputs):
+    outputs = []
+    projection = model.model.layers[layer].self_attn.o_proj
+    hook = projection.register_forward_hook(lambda module, args, out: outputs.append(out))
+    model(inputs)
+    hook.remove()
+    return outputs[0]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "l2"])
+def test_features_equal_torch(models, narrow_teacher, start, batch, kind):
+    student = transformers.LlamaForCausalLM.from_pretrained(models[0]["student"])
+    folder, teacher = narrow_teacher
+    expected = torch_losses(student, teacher, batch)
+    total, tokens = 0.0, 0
+    for inputs, _, mask in documents(batch):
+        a, b = (attention_outputs(model, 0, inputs) for model in (student, teacher))
+        if kind == "cosine":
+            distance = 1 - torch.cosine_similarity(a, b.detach(), dim=-1)
+        else:
+            distance = (a - b.detach()).square().mean(-1)
+        total, tokens = total + (distance * mask).sum(), tokens + int(mask.sum())
+    loss = expected["loss"] + 3.0 * total / tokens
+    loss.backward()
+    torch.optim.SGD(student.parameters(), lr=RATE).step()
+    run = start(
+        f"teacher_overrides.load_parameters_path={folder}", "distill_beta=3.0",
+        f"distill_feature_loss_type={kind}", "distill_layer_indices=[0]",
+    )  # fmt: skip
+    state, metrics = run.step(run.state(), batch)
+    assert metrics["feature_loss"] == pytest.approx((total / tokens).item(), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    with torch.no_grad():
+        logits = student(torch.tensor(PROBE)).logits
+    np.testing.assert_allclose(run.logits(state.weights, PROBE), logits, atol=2e-5)
+
+
+def test_features_are_in_the_order_of_the_layers():
+    """Two segments: one layer, then a pattern of two layers, repeated twice."""
+    feature = {number: np.full((1, 2, 3), number, np.float32) for number in range(5)}
+
+    def aux(*layers):
+        outputs = np.stack([feature[layer] for layer in layers])
+        return {"attention_output": outputs, "expert_load": np.ones(len(layers))}
+
+    blocks = {0: {"blocks": {0: aux(0)}}, 1: {"blocks": {0: aux(1, 3), 1: aux(2, 4)}}}
+    rest, features = pop_features({"layers": blocks}, [4, 1])
+    np.testing.assert_array_equal(features[:, 0, 0, 0], [4, 1])
+    _, features = pop_features({"layers": blocks}, None)
+    np.testing.assert_array_equal(features[:, 0, 0, 0], range(5))
+    assert rest["layers"][1]["blocks"][1].keys() == {"expert_load"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((), "16 features in the student and 24 in the teacher"),
+        (("narrow",), "the student has 1 layers and the teacher 2"),
+        (("narrow", "distill_layer_indices=[1]"), "and the student has layers 0 to 0"),
+    ],
+)
+def test_features_that_cannot_be_compared_are_refused(start, narrow_teacher, overrides, message):
+    path = f"teacher_overrides.load_parameters_path={narrow_teacher[0]}"
+    overrides = [path if override == "narrow" else override for override in overrides]
+    with pytest.raises(ConfigError, match=message):
+        start("distill_beta=1", *overrides)
+
+
+def test_only_matched_parameters_are_updated_and_have_optimizer_state(start, batch):
+    run = start("student_params_to_update=[attention/(query|key), final_norm]", "opt_type=adamw")
+    state = run.state()
+    after, _ = run.step(state, batch)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.weights, after.weights)
+    paths = jax.tree.leaves(parameter_paths(changed))
+    names = {
+        path for path, is_changed in zip(paths, jax.tree.leaves(changed), strict=True) if is_changed
+    }
+    attention = "layers/0/blocks/0/0/attention"
+    assert names == {f"{attention}/query/weight", f"{attention}/key/weight", "final_norm/scale"}
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert len(moments) == 2 * len(names)
 
 
 def test_evaluation_is_the_loss_of_the_student_alone(models, start, batch):

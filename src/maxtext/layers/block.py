@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext.layers.aux_names import ATTENTION_OUTPUT
 from maxtext.layers.context import BuildContext
 from maxtext.layers.dropout import dropout
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
@@ -83,6 +84,7 @@ class Block(Sublayer):
     ) -> tuple[jax.Array, Aux]:
         h, connect = self.connect(self.attention_streams, x)
         attn_out, aux = attention(gather_sequence(normalize(self.attention_norm, h)), inputs)
+        aux = report_attention(attn_out, aux, inputs)
         return connect(self.attention_output(attn_out, inputs)), aux
 
     def add_mlp(self, mlp: Forward, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -141,9 +143,15 @@ class ParallelBlock(Block):
         h, connect = self.connect(self.attention_streams, x)
         h = gather_sequence(normalize(self.attention_norm, h))
         attn_out, attention_aux = attention(h, inputs.fold(0))
+        attention_aux = report_attention(attn_out, attention_aux, inputs)
         mlp_out, mlp_aux = mlp(h, inputs.fold(1))
         x = connect(self.drop(gather_sequence(attn_out + mlp_out), inputs))
         return self.scale_residual(x), attention_aux | mlp_aux
+
+
+def report_attention(attn_out: jax.Array, aux: Aux, inputs: LayerInputs) -> Aux:
+    """The auxiliary outputs, with that of attention if the inputs ask for it."""
+    return aux | {ATTENTION_OUTPUT: attn_out} if inputs.reports_attention else aux
 
 
 def normalize(norm: Norm | None, x: jax.Array) -> jax.Array:

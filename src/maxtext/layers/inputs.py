@@ -37,6 +37,8 @@ class LayerInputs:
     lengths: jax.Array | None = None  # [B], tokens of each row, if padding follows them
     # The adapter of each row [B], or of each token [B, S]; 0: none. See adapters.py.
     adapter_ids: jax.Array | None = None
+    # Whether layers report the output of attention (aux_names.ATTENTION_OUTPUT).
+    reports_attention: bool = field(default=False, metadata={"static": True})
     repeat: jax.Array | int | None = None  # the index of the layer that is called in its stack
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":

@@ -7,7 +7,7 @@ raw norm, too.
 
 from maxtext.optimizers.build import build_optimizer, trainable_mask
 from maxtext.optimizers.clipping import clip_by_global_norm, global_norm
-from maxtext.optimizers.paths import parameter_paths
+from maxtext.optimizers.paths import match_patterns, parameter_paths
 from maxtext.optimizers.schedules import learning_rate_schedule, schedule_steps
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
     "learning_rate_schedule",
+    "match_patterns",
     "parameter_paths",
     "schedule_steps",
     "trainable_mask",

@@ -1,6 +1,8 @@
 """Distillation: a student learns from the targets of its data and from the logits of a teacher.
 
-    loss = α·soft + (1−α)·hard,  soft = T²·KL(teacher_T ‖ student_T),  hard = cross-entropy
+    loss = α·soft + (1−α)·hard + β·feature,  soft = T²·KL(teacher_T ‖ student_T)
+
+hard is the cross-entropy, feature the distance of the outputs of attention, layer by layer.
 
 The teacher is the reference of the training state: frozen, in the compute dtype, on the mesh of the
 student. Evaluation is that of the student alone. Shapes: B batch, S sequence, E embedding.
@@ -17,7 +19,9 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import schedule_steps
 from maxtext.sharding.explicit import auto_sharded
-from maxtext.trainers.losses.distill import anneal, distill
+from maxtext.trainers.distill_features import pop_features
+from maxtext.trainers.losses.common import masked_sum
+from maxtext.trainers.losses.distill import anneal, distill, feature_distances
 from maxtext.trainers.model_losses import (
     Batch,
     Losses,
@@ -30,7 +34,7 @@ from maxtext.trainers.objective import LanguageModel, Sums
 from maxtext.trainers.teacher import read_teacher_weights
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
-WEIGHTS = ("distill_alpha", "distill_temperature")
+WEIGHTS = ("distill_alpha", "distill_temperature", "distill_beta")
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,11 @@ class Distillation(LanguageModel):
     def counts(self, batch: Batch) -> Sums:
         tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
         microbatches = jnp.float32(self.config.gradient_accumulation_steps)
-        names = ("distillation_loss", *TOKEN_SUMS)
+        names = ("distillation_loss", "feature_loss", *TOKEN_SUMS)
         return dict.fromkeys(names, tokens) | dict.fromkeys(WEIGHTS, microbatches)
 
     def loss_weights(self, step: jax.Array) -> Sums:
-        """α and T after `step` steps."""
+        """α, T and β after `step` steps."""
         config = self.config
         schedules = (
             (config.distill_alpha, config.distill_alpha_end, config.distill_alpha_schedule),
@@ -71,6 +75,7 @@ class Distillation(LanguageModel):
                 config.distill_temperature_end,
                 config.distill_temperature_schedule,
             ),
+            (config.distill_beta, config.distill_beta_end, config.distill_beta_schedule),
         )
         steps = schedule_steps(config)
         return {
@@ -81,16 +86,27 @@ class Distillation(LanguageModel):
     def losses(
         self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
-        student = bind_model(self.config, self.template, weights)
-        x, layer_aux = student.run(batch["inputs"], training_inputs(self.config, batch, key))
+        x, layer_aux = self.run_layers(self.config, self.template, weights, batch, key)
         reference = jax.lax.stop_gradient(reference)
-        teacher_x = self.teacher_output(reference, batch)
+        teacher_x, teacher_aux = self.run_layers(
+            self.teacher_config, self.teacher_template, reference, batch, None
+        )
         loss_weights = self.loss_weights(step)
         sums = self.head_sums(
-            weights, reference, x, teacher_x, batch, loss_weights["distill_temperature"]
+            weights,
+            reference,
+            x,
+            jax.lax.stop_gradient(teacher_x),
+            batch,
+            loss_weights["distill_temperature"],
         )
         alpha = loss_weights["distill_alpha"]
         loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
+        if self.uses_features:
+            layer_aux, features = pop_features(layer_aux, self.config.distill_layer_indices)
+            _, teacher_features = pop_features(teacher_aux, self.config.distill_layer_indices)
+            sums["feature_loss"] = self.feature_sum(features, teacher_features, batch)
+            loss += loss_weights["distill_beta"] * sums["feature_loss"]
         return Losses(
             sums={"distillation_loss": loss},
             aux_losses=sum_aux_losses(layer_aux),
@@ -98,11 +114,31 @@ class Distillation(LanguageModel):
             metrics=sums | loss_weights,
         )
 
-    def teacher_output(self, reference: Any, batch: Batch) -> jax.Array:
-        """The output of the teacher's last layer [B, S, E]."""
-        teacher = bind_model(self.teacher_config, self.teacher_template, reference)
-        x, _ = teacher.run(batch["inputs"], training_inputs(self.teacher_config, batch, None))
-        return jax.lax.stop_gradient(x)
+    @property
+    def uses_features(self) -> bool:
+        return self.config.distill_beta > 0
+
+    def run_layers(
+        self,
+        config: MaxTextConfig,
+        template: Template,
+        weights: Any,
+        batch: Batch,
+        key: jax.Array | None,
+    ) -> tuple[jax.Array, dict]:
+        """The output of the last layer of a model [B, S, E], and what its layers report."""
+        inputs = training_inputs(config, batch, key)
+        inputs = replace(inputs, reports_attention=self.uses_features)
+        return bind_model(config, template, weights).run(batch["inputs"], inputs)
+
+    def feature_sum(self, features: jax.Array, teacher_features: jax.Array, batch: Batch) -> Any:
+        """The distance of features [L, B, S, E], averaged over layers, summed over tokens."""
+
+        def run(features: jax.Array, teacher_features: jax.Array, mask: jax.Array) -> jax.Array:
+            kind = self.config.distill_feature_loss_type
+            return masked_sum(feature_distances(features, teacher_features, mask, kind), mask)
+
+        return auto_sharded(run, features, teacher_features, token_weights(batch), out_axes=())
 
     def head_sums(
         self,

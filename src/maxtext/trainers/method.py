@@ -3,6 +3,7 @@
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
+from maxtext.trainers.distill_features import check_features
 from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.objective import LanguageModel, Objective
 from maxtext.trainers.preference import Preference
@@ -16,6 +17,8 @@ def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
         return Preference(config, template, base_template=make_template(config, context))
     if config.teacher_overrides:
         teacher = teacher_config(config, rules)
+        if config.distill_beta > 0:
+            check_features(config, teacher)
         return Distillation(
             config,
             template,

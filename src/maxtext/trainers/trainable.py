@@ -10,13 +10,20 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
-from maxtext.optimizers import trainable_mask
+from maxtext.optimizers import match_patterns, parameter_paths, trainable_mask
 
 
 def optimized_mask(config: MaxTextConfig, template: Template, warn: bool = False) -> Any:
     """Bools in the tree of the weights: what the optimizer has state for. `warn`: log patterns of
-    trainable_parameters_mask that match nothing."""
-    return trainable_mask(config, template.axes, template.trained, warn=warn)
+    trainable_parameters_mask and student_params_to_update that match nothing."""
+    mask = trainable_mask(config, template.axes, template.trained, warn=warn)
+    patterns = config.student_params_to_update
+    if patterns is None:
+        return mask
+    updated = match_patterns(
+        "student_params_to_update", patterns, parameter_paths(template.weights), warn
+    )
+    return jax.tree.map(lambda trainable, matched: trainable and matched, mask, updated)
 
 
 def has_adapters(config: MaxTextConfig) -> bool:

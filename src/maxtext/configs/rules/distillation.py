@@ -1,5 +1,7 @@
 """Rules of distillation."""
 
+import re
+
 from maxtext.configs.rules.rule import in_range, inert_unless, rule
 from maxtext.configs.types import Settings
 
@@ -24,6 +26,20 @@ inert_unless(
     "distill_temperature",
     "distill_temperature_end",
     "distill_temperature_schedule",
+    "distill_beta",
+    "distill_beta_end",
+    "distill_beta_schedule",
+)
+inert_unless(
+    lambda s: s.distill_beta > 0,
+    "distill_beta above 0",
+    "distill_feature_loss_type",
+    "distill_layer_indices",
+)
+inert_unless(
+    lambda s: s.use_sft or s.use_dpo or distills(s),
+    "use_sft, use_dpo or a teacher (trainable_parameters_mask acts in every training)",
+    "student_params_to_update",
 )
 
 
@@ -53,4 +69,38 @@ def schedules_have_ends(settings: Settings) -> str | None:
             return f"{key}_schedule={schedule} has no end: set {key}_end"
         if schedule == "constant" and end is not None:
             return f"{key}_end={end} is not reached: set {key}_schedule=linear or cosine"
+    return None
+
+
+@rule("distill_beta_end")
+def beta_starts_above_zero(settings: Settings) -> str | None:
+    end = settings.distill_beta_end
+    if settings.distill_beta == 0 and end is not None and end > 0:
+        return (
+            f"distill_beta=0 turns features off, so distill_beta_end={end} is not reached: start "
+            "from a small distill_beta"
+        )
+    return None
+
+
+@rule("distill_layer_indices")
+def layer_indices_are_numbers(settings: Settings) -> str | None:
+    indices = settings.distill_layer_indices
+    if indices is None or (indices and all(type(i) is int and i >= 0 for i in indices)):
+        return None
+    return f"distill_layer_indices={indices} must be a list of layer numbers from 0"
+
+
+@rule("student_params_to_update")
+def updated_parameters_are_patterns(settings: Settings) -> str | None:
+    patterns = settings.student_params_to_update
+    if patterns is None:
+        return None
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        return f"student_params_to_update={patterns} must be a list of regular expressions"
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return f"student_params_to_update: {pattern!r} is not a regular expression ({error})"
     return None
