@@ -5,11 +5,12 @@ Narrower ranges, which follow from the meaning of a key, are `in_range` rules.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from maxtext.common.files import UNPRINTABLE, path_problem
 from maxtext.configs.problems import Problem, ProblemKind
+from maxtext.configs.provenance import Source
 from maxtext.configs.types import Settings
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -80,22 +81,27 @@ INNER_PATHS = {
 }
 
 
-def problems(config: Settings) -> list[Problem]:
-    """A problem for each key whose value is beyond the limits of its type."""
+def problems(config: Settings, keys: Iterable[str] = Settings.model_fields) -> list[Problem]:
+    """A problem for each of the keys whose value is beyond the limits of its type."""
     problems = []
-    for key, value in config:
-        source = config.source(key)
-        reason = problem_of(key, value, chosen=source.is_user or source.kind == "derived")
+    for key in keys:
+        value = getattr(config, key)
+        reason = value_problem(key, value)
+        if not reason and key in PATH_KEYS and is_chosen(config.source(key)):
+            reason = local_path_problem(key, value)
         if reason:
-            message = f"{key}={abbreviated(value)} ({source}) {reason}"
+            message = f"{key}={abbreviated(value)} ({config.source(key)}) {reason}"
             problems.append(Problem(key, ProblemKind.OUT_OF_RANGE, message))
     return problems
 
 
-def problem_of(key: str, value: Any, chosen: bool) -> str | None:
-    """What is wrong with a value, as the end of a sentence. `chosen` is false for values of a
-    model's file and defaults, whose paths are not checked.
-    """
+def is_chosen(source: Source) -> bool:
+    """False for values of a model's file and defaults, whose paths are not checked."""
+    return source.is_user or source.kind == "derived"
+
+
+def value_problem(key: str, value: Any) -> str | None:
+    """What is wrong with the numbers and strings of a value, as the end of a sentence."""
     for leaf in leaves(value):
         if isinstance(leaf, str):
             if "\0" in leaf or has_surrogates(leaf):
@@ -106,9 +112,14 @@ def problem_of(key: str, value: Any, chosen: bool) -> str | None:
                 return f"is out of range: whole numbers are at most {limit:,} here"
         elif isinstance(leaf, float) and abs(leaf) > FLOAT32_MAX:
             return f"is out of range: numbers are at most {FLOAT32_MAX:.2g}, the largest float32"
-    if key in PATH_KEYS and chosen and isinstance(value, str):
-        return path_problem(value) or (outside_folder(key, value) if key in INNER_PATHS else None)
     return None
+
+
+def local_path_problem(key: str, value: Any) -> str | None:
+    """Why a value cannot be a path of this machine, as the end of a sentence."""
+    if not isinstance(value, str):
+        return None
+    return path_problem(value) or (outside_folder(key, value) if key in INNER_PATHS else None)
 
 
 def limit_of(key: str) -> int:
@@ -140,7 +151,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def abbreviated(value: Any) -> str:

@@ -59,7 +59,8 @@ def load(
     raise_if_any(limits.problems(checked) + rules.check_ranges(checked))
     problems = rules.check_settings(checked) + ledger.problems(checked, base_values())
     sized = derive.with_model_sizes(checked)
-    raise_if_any(problems + (limits.problems(sized) or check_layers(sized)))
+    beyond = limits.problems(sized, DerivedValues.model_fields)
+    raise_if_any(problems + (beyond or check_layers(sized)))
     devices = devices or derive.visible_devices()
     derived = derive.derive(checked, devices)
     scan_is_open = settings["scan_layers"].source.kind == "default" and not any(
@@ -71,7 +72,7 @@ def load(
     complete = MaxTextConfig.model_construct(**{**dict(checked), **derived})
     complete._architecture = hf_attributes
     complete._sources.update(checked._sources, **{key: Source("derived") for key in derived})
-    raise_if_any(limits.problems(complete))
+    raise_if_any(limits.problems(complete, derived))
     raise_if_any(check_computed_keys(settings, complete) + rules.check_derived(complete))
     return complete
 
