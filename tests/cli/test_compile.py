@@ -1,13 +1,10 @@
 """`maxtext compile`, and training with what it wrote."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from maxtext.cli.main import main
 from tests.compiling import cpu_devices
+from tests.e2e.forked import ForkedProcess
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
@@ -36,29 +33,26 @@ def test_no_slices(capsys):
     assert "needs compile_topology_num_slices" in capsys.readouterr().err
 
 
-def run(*words, devices=2, folder):
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | cpu_devices(devices),
-    )
+def run_with_two_devices(folder, *args):
+    """(exit code, output, errors) of a process."""
+    out, err = folder / f"{args[0]}.out", folder / f"{args[0]}.err"
+    process = ForkedProcess([*args], out, err, cpu_devices(2))
+    return process.wait(), *process.communicate()
 
 
 @pytest.mark.slow
-def test_a_run_of_the_compiled_step(tmp_path):
-    words = [*TINY, "compiled_trainstep_file=step.bin", "jax_cache_dir=none"]
-    made = run("maxtext.train_compile", *words, folder=tmp_path)
-    assert made.returncode == 0, made.stderr
-    assert "compiled for cpu (2 x cpu)" in made.stdout
+def test_a_run_of_the_compiled_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = [*TINY, "compiled_trainstep_file=step.bin", "jax_cache_dir=none"]
+    code, out, err = run_with_two_devices(tmp_path, "compile", *args)
+    assert code == 0, err
+    assert "compiled for cpu (2 x cpu)" in out
     before = (tmp_path / "step.bin").read_bytes()
-    trained = run("maxtext", "train", *words, folder=tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    assert "the train step comes from step.bin and is not compiled" in trained.stderr
-    assert "step 1/2" in trained.stdout
-    anew = [word.replace("run_name=it", "run_name=other") for word in words]
-    other = run("maxtext", "train", *anew, devices=1, folder=tmp_path)
-    assert other.returncode == 2
-    assert "devices 2 there, 1 here" in other.stderr
+    code, out, err = run_with_two_devices(tmp_path, "train", *args)
+    assert code == 0, err
+    assert "the train step comes from step.bin and is not compiled" in err
+    assert "step 1/2" in out
+    # this process has one device
+    assert main(["train", *(arg.replace("run_name=it", "run_name=other") for arg in args)]) == 2
+    assert "devices 2 there, 1 here" in capsys.readouterr().err
     assert (tmp_path / "step.bin").read_bytes() == before

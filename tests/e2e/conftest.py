@@ -3,9 +3,6 @@
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.cli.main import main
 from maxtext.common.log import LOGGER
+from tests.e2e.forked import ForkedProcess
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
@@ -102,18 +100,12 @@ def start(cache, tmp_path):
 
     def begin(*overrides, environment=None):
         args, folder, metrics = complete(overrides, tmp_path, cache)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "maxtext", "train", *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"} | (environment or {}),
-        )
+        out, err = tmp_path / "out", tmp_path / "err"
+        process = ForkedProcess(["train", *args], out, err, environment or {})
         processes.append(process)
         return process, Outcome(-1, "", "", folder, metrics)
 
     yield begin
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.kill()
+        process.wait()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.compiling import cpu_devices
+from tests.e2e.forked import ForkedProcess
 
 # One layer and few tokens: what these tests wait for is the start of their processes.
 SMALL = [
@@ -34,13 +35,17 @@ pytestmark = pytest.mark.slow
 class Run:
     """A running command, and the files of its run."""
 
-    def __init__(self, line, folder, environment):
+    def __init__(self, args, folder, environment):
         self.folder, self.metrics = folder / "it", folder / "metrics.jsonl"
         self.log = folder / f"log-{time.monotonic_ns()}"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                line, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
+        if args[0] == "launch":
+            with self.log.open("w") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "maxtext", *args],
+                    stdout=log, stderr=subprocess.STDOUT, env=os.environ | environment,
+                )  # fmt: skip
+        else:
+            self.process = ForkedProcess(args, self.log, self.log, environment)
 
     @property
     def records(self):
@@ -96,13 +101,11 @@ def begin(cache, tmp_path_factory):
             f"metrics_file={folder}/metrics.jsonl",
             f"jax_cache_dir={cache}",
         ]
-        environ = os.environ | {
+        environ = {
             "JAX_PLATFORMS": "cpu",
             **(environment or {}),
         }
-        run = Run(
-            [sys.executable, "-m", "maxtext", *verb, *SMALL, *paths, *overrides], folder, environ
-        )
+        run = Run([*verb, *SMALL, *paths, *overrides], folder, environ)
         started.append(run)
         return run
 
@@ -154,46 +157,54 @@ def text(tmp_path_factory):
 
 
 DATA = {
-    "workers": ["data_streams=4"],
-    # Two of the four processes have nothing to read.
+    "workers": ["data_streams=2"],
+    # One of the two processes has nothing to read.
     "few readers": ["expansion_factor_real_data=2", "grain_worker_count=0", "num_epoch=9"],
 }
 
 
+@pytest.fixture(scope="module")
+def run_both(launch, train, text):
+    """(data, further overrides) -> (a run of one process with 4 devices, one of 2 processes with 2
+    devices each).
+    """
+
+    def run(data, *more):
+        overrides = [
+            "per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS,
+            "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}",
+            "tokenizer_path=byte", "grain_num_threads=1",
+        ]  # fmt: skip
+        runs = train(*overrides, devices=4), launch(2, *overrides, *more, devices=2)
+        for run in runs:
+            assert run.end() == 0, run.text()
+        return runs
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def few_readers(run_both):
+    return run_both("few readers", "prompt=def ")
+
+
 @pytest.mark.parametrize("data", DATA)
-def test_four_processes_of_two_devices_equal_one_of_eight(launch, train, text, data):
-    overrides = [
-        "per_device_batch_size=1", "steps=3", *DATA[data], *WITHOUT_CHECKPOINTS,
-        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={text}",
-        "tokenizer_path=byte", "grain_num_threads=1",
-    ]  # fmt: skip
-    one = train(*overrides, devices=8)
-    assert one.end() == 0, one.text()
-    four = launch(4, *overrides, devices=2)
-    assert four.end() == 0, four.text()
-    assert "8 x cpu" in four.text()
+def test_processes_compute_what_one_process_does(run_both, request, data):
+    one, two = request.getfixturevalue("few_readers") if data == "few readers" else run_both(data)
+    assert "4 x cpu" in two.text()
     assert len(one.losses) == 3
     assert len(set(one.losses.values())) == 3
-    np.testing.assert_allclose(list(four.losses.values()), list(one.losses.values()), rtol=1e-5)
-    tokens = [[record["total_weights"] for record in run.records] for run in (one, four)]
+    np.testing.assert_allclose(list(two.losses.values()), list(one.losses.values()), rtol=1e-5)
+    tokens = [[record["total_weights"] for record in run.records] for run in (one, two)]
     assert tokens[0] == tokens[1]
-    # One voice: the others would say the same.
-    assert not re.findall(r"^\[[1-3]\] .*(?:INFO|step \d|Model).*$", four.text(), re.M)
+    # The first process speaks for all.
+    assert not re.findall(r"^\[1\] .*(?:INFO|step \d|Model).*$", two.text(), re.M)
 
 
-def test_processes_sample_text_together(launch):
-    overrides = [
-        *SIMPLE,
-        *WITHOUT_CHECKPOINTS,
-        "steps=2",
-        "tokenizer_path=byte",
-        "ici_fsdp_parallelism=2",
-        "prompt=def ",
-    ]
-    run = launch(2, *overrides)
-    assert run.end() == 0, run.text()
+def test_processes_sample_text_together(few_readers):
+    _, run = few_readers
     before, _, said = run.text().partition("what the model writes after 'def ':")
-    assert "fsdp 2" in before
+    assert "fsdp 4" in before
     assert re.match(r"\s+\[0\] \s*\[0\] def .", said), run.text()
 
 
@@ -360,9 +371,17 @@ def test_restarts_continue_to_the_same_loss(launch, undisturbed):
     assert_same(run, undisturbed, "starting all 2 processes again; restarts left: 0")
 
 
-def test_elastic_continues_with_fewer_processes_and_the_same_batch(launch, undisturbed):
-    run = launch(
-        4, *RESUMED, "elastic_enabled=true", "elastic_min_slice_count=2", "elastic_max_retries=1"
+@pytest.mark.parametrize(
+    ("count", "minimum"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.exhaustive)]
+)
+def test_elastic_continues_with_fewer_processes_and_the_same_batch(
+    launch, undisturbed, count, minimum
+):
+    elastic = (
+        "elastic_enabled=true",
+        f"elastic_min_slice_count={minimum}",
+        "elastic_max_retries=1",
     )
-    kill_after_a_checkpoint(run, 2)
-    assert_same(run, undisturbed, "going on with 2 of 4 processes; retries left: 0")
+    run = launch(count, *RESUMED, *elastic, devices=4 // count)
+    kill_after_a_checkpoint(run, count // 2)
+    assert_same(run, undisturbed, f"going on with {minimum} of {count} processes; retries left: 0")

@@ -35,6 +35,7 @@ def fox(train, tmp_path_factory):
     return result
 
 
+@pytest.mark.slow
 def test_overfits_one_batch(train):
     result = train(*ONE, "reuse_example_batch=1", "steps=150")
     assert result.code == 0, result.err
@@ -182,6 +183,7 @@ def test_the_same_seed_gives_the_same_losses_to_the_bit(train, six):
         )
 
 
+@pytest.mark.slow
 def test_dropout_changes_losses_and_repeats(train, six):
     first, second = (train(*ONE, "steps=6", "dropout_rate=0.5").losses for _ in range(2))
     assert first == second
