@@ -7,7 +7,6 @@ come during a save.
 """
 
 import json
-import os
 import random
 import signal
 import socket
@@ -28,9 +27,10 @@ pytestmark = pytest.mark.slow
 MODEL = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
     "base_mlp_dim=64", "base_num_decoder_layers=1", "scan_layers=false", "vocab_size=259",
-    "max_target_length=32", "per_device_batch_size=4", "dtype=float32", "learning_rate=0.01", "lr_schedule_type=wsd",
-    "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0", "learning_rate_schedule_steps=1000000",
-    "enable_tensorboard=false", "remat_policy=none", "run_name=it",
+    "max_target_length=32", "per_device_batch_size=4", "dtype=float32", "learning_rate=0.01",
+    "lr_schedule_type=wsd", "wsd_decay_steps_fraction=0", "warmup_steps_fraction=0",
+    "learning_rate_schedule_steps=1000000", "enable_tensorboard=false", "remat_policy=none",
+    "run_name=it",
 ]  # fmt: skip
 STEPS, PERIOD = 60, 3
 

@@ -325,9 +325,10 @@ def copied(tree):
 @pytest.fixture(scope="module")
 def run_training(configure, light_compiler, tmp_path_factory):
     """Trains and returns the Run. `batches` replace the data; `before_step(step, state)` may
-    replace the state."""
+    replace the state. Drawing loss.png takes a third of the time of a short run: only with
+    `plot`."""
 
-    def run(*overrides, batches=None, before_step=None):
+    def run(*overrides, batches=None, before_step=None, plot=False):
         folder = tmp_path_factory.mktemp("run")
         metrics = folder / "metrics.jsonl"
         paths = (f"base_output_directory={folder}", "run_name=it", f"metrics_file={metrics}")
@@ -350,6 +351,8 @@ def run_training(configure, light_compiler, tmp_path_factory):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pretrain, "Loop", Watched)
+            if not plot:
+                patch.setattr(pretrain, "save_loss_png", lambda *_, **__: None)
             if batches is not None:
                 patch.setattr(
                     loader,

@@ -63,6 +63,12 @@ FAMILIES = {
              "base_num_kv_heads=4"),
 }  # fmt: skip
 QUICK = {"llama2", "mixtral"}
+# Their layers consist of the parts of the others here. tests/parity/test_zoo.py compares their
+# scanned with their unrolled logits.
+REPEATED = {
+    "mistral", "gemma", "gemma3", "qwen2", "qwen3", "qwen3_moe", "qwen3_custom_moe", "qwen3_5",
+    "olmo3",
+}  # fmt: skip
 SGD = ("opt_type=sgd", "learning_rate=0.1", "gradient_clipping_threshold=0")
 
 
@@ -71,10 +77,13 @@ def named(bench, weights):
     return dict(ModelWeights(weights, model_param_infos(bench.context.template, bench.config)))
 
 
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES],
-)
+def marks(block):
+    if block in REPEATED:
+        return pytest.mark.exhaustive
+    return () if block in QUICK else pytest.mark.slow
+
+
+@pytest.mark.parametrize("block", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
 def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, block):
     overrides = (f"decoder_block={block}", *FAMILIES[block], *SGD)
     unrolled, scanned = make_bench(*overrides), make_bench(*overrides, "scan_layers=true")

@@ -32,7 +32,7 @@ def test_state_bytes(configure):
 def test_training_without_matplotlib_only_lacks_the_plot(run_training, monkeypatch, log_messages):
     LOGGER.setLevel("INFO")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    run = run_training("dataset_type=synthetic", "steps=1")
+    run = run_training("dataset_type=synthetic", "steps=1", plot=True)
     assert run.error is None
     folder = Path(run.config.base_output_directory) / "it"
     assert (folder / "summary.json").exists()

@@ -16,10 +16,11 @@ from maxtext.inference.llm import LLM
 from maxtext.models.configuration import load
 from maxtext.trainers.compile import compile_train_step, lower_train_step
 from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.run_context import RunContext
 
-ROWS, LENGTH, STEPS = 8, 32, 200
-OVERRIDES = ["base_emb_dim=32", "base_num_decoder_layers=2", "base_num_query_heads=2",
+LAYERS, ROWS, LENGTH, STEPS = 1, 8, 32, 100
+OVERRIDES = ["base_emb_dim=32", f"base_num_decoder_layers={LAYERS}", "base_num_query_heads=2",
              "base_num_kv_heads=1", "head_dim=16",
          "base_mlp_dim=64", "vocab_size=256", f"max_target_length={LENGTH}",
          f"per_device_batch_size={ROWS}", "remat_policy=none", "dataset_type=synthetic",
@@ -57,7 +58,7 @@ def trained(*overrides):
     """The mean loss of the last steps."""
     context = context_of(*overrides)
     step = compile_train_step(context, ROWS)
-    state = jax.jit(context.random_state, out_shardings=context.shardings.state)()
+    state = initial_state(context)
     losses = []
     for batch in batches():
         state, metrics = step(state, to_devices(context, batch), context.key)
@@ -124,11 +125,11 @@ def dot_inputs(jaxpr):
 @pytest.mark.parametrize(
     ("quantization", "right"),
     [
-        # Two layers of seven kernels: forward, and backward to the inputs.
-        ("int8", (2 * 7 * 2, 0, 0)),
-        ("fp8", (0, 2 * 7 * 3, 2 * 7 * 2)),
-        ("fp8_gpu", (0, 2 * 7 * 3, 2 * 7 * 2)),
-        ("fp8_full", (0, (2 * 7 + 1) * 3, (2 * 7 + 1) * 2)),
+        # Seven kernels a layer: forward, and backward to the inputs.
+        ("int8", (LAYERS * 7 * 2, 0, 0)),
+        ("fp8", (0, LAYERS * 7 * 3, LAYERS * 7 * 2)),
+        ("fp8_gpu", (0, LAYERS * 7 * 3, LAYERS * 7 * 2)),
+        ("fp8_full", (0, (LAYERS * 7 + 1) * 3, (LAYERS * 7 + 1) * 2)),
         ("none", (0, 0, 0)),
     ],
 )
