@@ -414,7 +414,7 @@ def test_paged_attention_kernel(monkeypatch):
         blocks.append(options["block"])
         return attend(*arrays, interpret=True, **options)
 
-    monkeypatch.setattr(decode, "supports", lambda *facts: None)
+    monkeypatch.setattr(decode, "unsupported_reason", lambda *facts: None)
     monkeypatch.setattr(decode, "paged_attention", interpreted)
     assert tokens(*ragged) == gathered
     assert set(blocks) == {8}

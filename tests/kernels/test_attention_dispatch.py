@@ -49,7 +49,7 @@ CPU = replace(TPU, platform="cpu")
 )
 def test_requests_that_cudnn_does_not_support_use_dot_product(change, word):
     request = replace(GPU, **change)
-    assert word in BACKENDS["cudnn_flash_jax"].supports(request)
+    assert word in BACKENDS["cudnn_flash_jax"].unsupported_reason(request)
     assert fastest_backend(request) == "dot_product"
 
 
@@ -85,7 +85,7 @@ def test_requests_that_cudnn_supports_use_it(change):
 )
 def test_requests_that_flash_does_not_support(change, word):
     request = replace(TPU, **change)
-    assert word in BACKENDS["flash"].supports(request)
+    assert word in BACKENDS["flash"].unsupported_reason(request)
     assert fastest_backend(request) != "flash"
 
 
@@ -119,7 +119,7 @@ def test_cpu_uses_dot_product_which_supports_everything():
         has_sinks=True,
         has_selection=True,
     )
-    assert BACKENDS["dot_product"].supports(anything) is None
+    assert BACKENDS["dot_product"].unsupported_reason(anything) is None
 
 
 def arrays(length=12, q_heads=4, k_heads=2, head_dim=8):

@@ -19,8 +19,8 @@ from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import layout_for_decode
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
 from maxtext.layers.weight_layout import (
-    cannot_merge,
-    cannot_use_gemv,
+    gemv_unsupported_reason,
+    merging_unsupported_reason,
     pack_weights,
     transpose_weights,
     unpack_weights,
@@ -96,7 +96,7 @@ class InferenceModel:
     @property
     def single_row_reason(self) -> str | None:
         """Why decode steps of a single row have no build of their own; None if they have."""
-        reason = cannot_merge(self.context)
+        reason = merging_unsupported_reason(self.context)
         if reason is not None:
             return reason
         for layer in layers(self.config):
@@ -105,7 +105,7 @@ class InferenceModel:
             for spec in (layer.attention, layer.mlp):
                 if not isinstance(spec, AttentionSpec | MlpSpec):
                     return f"{type(spec).__name__.removesuffix('Spec')} has no GEMV kernels"
-        return cannot_use_gemv(self.build(decode_rows=1).template, self.config.dtype.value)
+        return gemv_unsupported_reason(self.build(decode_rows=1).template, self.config.dtype.value)
 
     @property
     def checkpoint_weights(self) -> Any:

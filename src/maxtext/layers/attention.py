@@ -35,7 +35,7 @@ from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import apply_rope, rope_cos_sin
 from maxtext.layers.specs import AttentionSpec
-from maxtext.layers.weight_layout import cannot_merge
+from maxtext.layers.weight_layout import merging_unsupported_reason
 from maxtext.sharding import constrain
 
 KEY, VALUE = "key", "value"  # names of the arrays in a KV cache
@@ -57,13 +57,13 @@ def uses_paged_kernel(spec: AttentionSpec, size: CacheSize) -> bool:
     """Whether decode steps use the kernel for paged attention."""
     if not spec.ragged and spec.backend != AUTOSELECTED:
         return False
-    reason = cannot_attend_in_place(spec, size)
+    reason = paged_kernel_unsupported_reason(spec, size)
     if reason is not None and spec.ragged:
         raise ConfigError(f"use_ragged_attention=true is not supported here: {reason}")
     return reason is None
 
 
-def cannot_attend_in_place(spec: AttentionSpec, size: CacheSize) -> str | None:
+def paged_kernel_unsupported_reason(spec: AttentionSpec, size: CacheSize) -> str | None:
     """Why the kernel for paged attention cannot read this cache; None if it can."""
     context = size.context
     if context.num_devices > 1:
@@ -74,7 +74,7 @@ def cannot_attend_in_place(spec: AttentionSpec, size: CacheSize) -> str | None:
     num_bytes = num_pages * page * spec.kv_heads * spec.head_dim
     if dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
         return f"it cannot address {num_bytes} bytes of keys"
-    return paged_attention.supports(
+    return paged_attention.unsupported_reason(
         spec.head_dim, page, dtype.name, context.platform, context.capability
     )
 
@@ -84,7 +84,7 @@ class Attention(Sublayer):
     mode: str | None = None
 
     @classmethod
-    def supports(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
         return None
 
     def __init__(self, initializer: Initializer, spec: AttentionSpec, embed_dim: int, dtype: Any):
@@ -292,8 +292,10 @@ class MergedAttention(Attention):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
-        return "needs separate weights for q, k and v" if spec.fused else cannot_merge(context)
+    def unsupported_reason(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
+        if spec.fused:
+            return "needs separate weights for q, k and v"
+        return merging_unsupported_reason(context)
 
     def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
         spec = self.spec
@@ -312,7 +314,7 @@ class MergedAttention(Attention):
 
     def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         spec = self.spec
-        if spec.needs_only_rope is not None or not attends_in_place(inputs):
+        if spec.fused_rope_unsupported_reason is not None or not attends_in_place(inputs):
             return super().decode(x, inputs)
         assert spec.rope is not None
         cos_sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)

@@ -28,7 +28,7 @@ class Block(Sublayer):
     mode: str | None = None
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return None
 
     def __init__(self, initializer: Initializer, spec: LayerSpec, dtype: Any):
@@ -127,7 +127,7 @@ class ParallelBlock(Block):
     name = "parallel"
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return None if spec.parallel else "attention and MLP are sequential"
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:

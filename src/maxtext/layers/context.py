@@ -1,10 +1,10 @@
 """What a model is built for: the devices, the precision and the mode, from which each layer takes
 its implementation once.
 
-An implementation is a class with `name` and `supports(spec, context) -> reason | None`. A table
-lists them, the fastest first; `choose` takes the first that supports a spec, and keeps the reasons
-why the others do not, so that a run's banner can show them. Layers never ask at call time what
-hardware they run on.
+An implementation is a class with `name` and `unsupported_reason(spec, context)`, which returns None
+if it supports the spec. A table lists them, the fastest first; `choose` takes the first that
+supports a spec, and keeps the reasons of the others, so that a run's banner can show them. Layers
+never ask at call time what hardware they run on.
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,10 @@ class BuildContext:
         """The platform, if there is one device; kernels for single devices ask for it."""
         return self.platform if self.num_devices == 1 else None
 
-    def not_one_nvidia_gpu(self, minimum: tuple[int, int] = (8, 0)) -> str | None:
-        """None for one NVIDIA GPU of at least this compute capability, else the reason why not."""
+    def single_gpu_unsupported_reason(self, minimum: tuple[int, int] = (8, 0)) -> str | None:
+        """Why a kernel for one NVIDIA GPU of at least this compute capability does not run; None if
+        it does.
+        """
         if self.platform != "gpu":
             return f"needs an NVIDIA GPU, not a {self.platform.upper()}"
         if not is_nvidia(self.capability, minimum):
@@ -71,7 +73,7 @@ class Implementation(Protocol):
     mode: str | None  # the only mode that it is for
 
     @classmethod
-    def supports(cls, spec: Any, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: Any, context: BuildContext) -> str | None:
         """None if it can run `spec` in `context`, else a reason in words."""
 
 
@@ -87,7 +89,7 @@ def choose(table: Sequence[Any], spec: Any, context: BuildContext) -> Choice:
     for implementation in table:
         if implementation.mode not in (None, context.mode):
             continue
-        reason = implementation.supports(spec, context)
+        reason = implementation.unsupported_reason(spec, context)
         if reason is None:
             return Choice(implementation, tuple(rejected))
         rejected.append((implementation.name, reason))

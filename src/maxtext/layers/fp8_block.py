@@ -35,8 +35,8 @@ class Fp8AttentionBlock(Block):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
-        return cannot_fuse_attention(spec, context)
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+        return attention_unsupported_reason(spec, context)
 
     def attention_residual(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         x, context, aux = self.attend(x, inputs)
@@ -81,8 +81,8 @@ class Fp8MlpBlock(Block):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
-        return cannot_fuse_mlp(spec, context)
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+        return mlp_unsupported_reason(spec, context)
 
     def mlp_residual(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         mlp, norm = self.mlp, self.mlp_norm
@@ -115,8 +115,8 @@ class Fp8SublayersBlock(Fp8AttentionBlock, Fp8MlpBlock):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
-        return cannot_fuse_attention(spec, context) or cannot_fuse_mlp(spec, context)
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+        return attention_unsupported_reason(spec, context) or mlp_unsupported_reason(spec, context)
 
 
 class Fp8FusedBlock(Fp8SublayersBlock):
@@ -126,13 +126,13 @@ class Fp8FusedBlock(Fp8SublayersBlock):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return (
-            cannot_fuse_attention(spec, context)
-            or cannot_fuse_mlp(spec, context)
+            attention_unsupported_reason(spec, context)
+            or mlp_unsupported_reason(spec, context)
             or ("has a post-attention norm" if spec.post_attention_norm else None)
             or ("has dropout" if spec.dropout_rate else None)
-            or cannot_fuse_output(spec, context)
+            or output_unsupported_reason(spec, context)
         )
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -160,19 +160,19 @@ class Fp8FusedBlock(Fp8SublayersBlock):
         return self.scale_residual(x), aux
 
 
-def cannot_fuse_attention(spec: LayerSpec, context: BuildContext) -> str | None:
+def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     attention = spec.attention
     if not isinstance(attention, AttentionSpec):
         return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
     if attention.fused or attention.shared_kv or attention.gated or attention.bias:
         return "fuses separate q, k and v projections without biases and gates only"
     outputs = [math.prod(shape) for shape in attention.projections.values()]
-    return cannot_fuse(spec, spec.attention_norm, context) or cannot_multiply(
-        spec.embed_dim, outputs, context
-    )
+    return fusion_unsupported_reason(
+        spec, spec.attention_norm, context
+    ) or matmul_unsupported_reason(spec.embed_dim, outputs, context)
 
 
-def cannot_fuse_mlp(spec: LayerSpec, context: BuildContext) -> str | None:
+def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     mlp = spec.mlp
     if not isinstance(mlp, MlpSpec):
         return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
@@ -183,21 +183,21 @@ def cannot_fuse_mlp(spec: LayerSpec, context: BuildContext) -> str | None:
     if 2 * mlp.hidden_dim > MAX_COLUMNS:
         return f"2 x {mlp.hidden_dim} hidden features are more than {MAX_COLUMNS}"
     return (
-        cannot_fuse(spec, spec.mlp_norm, context)
-        or cannot_multiply(spec.embed_dim, [mlp.hidden_dim] * 2, context)
-        or cannot_multiply(mlp.hidden_dim, [spec.embed_dim], context)
+        fusion_unsupported_reason(spec, spec.mlp_norm, context)
+        or matmul_unsupported_reason(spec.embed_dim, [mlp.hidden_dim] * 2, context)
+        or matmul_unsupported_reason(mlp.hidden_dim, [spec.embed_dim], context)
     )
 
 
-def cannot_fuse_output(spec: LayerSpec, context: BuildContext) -> str | None:
+def output_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     attention: AttentionSpec = spec.attention
     if attention.out_bias or attention.output_dim not in (None, spec.embed_dim):
         return "fuses output projections to the residual's width without biases only"
     inputs = attention.query_heads * attention.head_dim
-    return cannot_multiply(inputs, [spec.embed_dim], context)
+    return matmul_unsupported_reason(inputs, [spec.embed_dim], context)
 
 
-def cannot_fuse(spec: LayerSpec, has_norm: bool, context: BuildContext) -> str | None:
+def fusion_unsupported_reason(spec: LayerSpec, has_norm: bool, context: BuildContext) -> str | None:
     """Why the norm and the residual of a sublayer cannot be fused with its matmuls."""
     if context.precision != "fp8":
         return "needs quantization=fp8_full or fp8"
@@ -209,10 +209,10 @@ def cannot_fuse(spec: LayerSpec, has_norm: bool, context: BuildContext) -> str |
         return "needs RMSNorm with a scale before the sublayer"
     if spec.embed_dim > MAX_COLUMNS:
         return f"{spec.embed_dim} features are more than {MAX_COLUMNS}"
-    return context.not_one_nvidia_gpu((8, 9))
+    return context.single_gpu_unsupported_reason((8, 9))
 
 
-def cannot_multiply(inputs: int, outputs: list[int], context: BuildContext) -> str | None:
+def matmul_unsupported_reason(inputs: int, outputs: list[int], context: BuildContext) -> str | None:
     shapes = [(inputs, size) for size in outputs]
     if matmul.supports((TILE, inputs), shapes, 1, context.only_platform):
         return None
@@ -223,7 +223,11 @@ def fuses_rope(spec: AttentionSpec) -> bool:
     """Whether RoPE is all that queries and keys need, in a form that the kernels compute."""
     dim = spec.head_dim
     columns = (spec.query_heads + 2 * spec.kv_heads) * dim
-    return spec.needs_only_rope is None and dim.bit_count() == 1 and columns <= MAX_COLUMNS
+    return (
+        spec.fused_rope_unsupported_reason is None
+        and dim.bit_count() == 1
+        and columns <= MAX_COLUMNS
+    )
 
 
 def cast_weight(linear: Linear) -> jax.Array:

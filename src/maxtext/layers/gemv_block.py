@@ -16,7 +16,7 @@ from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norms import Norm
 from maxtext.layers.rope import rope_cos_sin
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
-from maxtext.layers.weight_layout import cannot_merge
+from maxtext.layers.weight_layout import merging_unsupported_reason
 
 GATES = ("silu", "swish", "gelu", "relu")  # supported by the compiler of the kernels
 
@@ -28,8 +28,8 @@ class GemvAttentionBlock(Block):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
-        return cannot_fuse_attention(spec, context)
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+        return attention_unsupported_reason(spec, context)
 
     def decode_attention(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         attention, norm = self.attention, self.attention_norm
@@ -56,8 +56,8 @@ class GemvMlpBlock(Block):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
-        return cannot_fuse_mlp(spec, context)
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+        return mlp_unsupported_reason(spec, context)
 
     def decode_mlp(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         mlp, norm = self.mlp, self.mlp_norm
@@ -72,11 +72,11 @@ class GemvBlock(GemvAttentionBlock, GemvMlpBlock):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: LayerSpec, context: BuildContext) -> str | None:
-        return cannot_fuse_attention(spec, context) or cannot_fuse_mlp(spec, context)
+    def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
+        return attention_unsupported_reason(spec, context) or mlp_unsupported_reason(spec, context)
 
 
-def cannot_fuse_attention(spec: LayerSpec, context: BuildContext) -> str | None:
+def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     attention = spec.attention
     if not isinstance(attention, AttentionSpec):
         return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
@@ -87,14 +87,14 @@ def cannot_fuse_attention(spec: LayerSpec, context: BuildContext) -> str | None:
     inputs, dim = attention.query_heads * attention.head_dim, attention.output_dim
     outputs = [math.prod(shape) for shape in attention.projections.values()]
     return (
-        attention.needs_only_rope
-        or cannot_fuse(spec, context)
-        or cannot_multiply(spec.embed_dim, outputs)
-        or cannot_multiply(inputs, [dim or spec.embed_dim])
+        attention.fused_rope_unsupported_reason
+        or fusion_unsupported_reason(spec, context)
+        or matmul_unsupported_reason(spec.embed_dim, outputs)
+        or matmul_unsupported_reason(inputs, [dim or spec.embed_dim])
     )
 
 
-def cannot_fuse_mlp(spec: LayerSpec, context: BuildContext) -> str | None:
+def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     mlp = spec.mlp
     if not isinstance(mlp, MlpSpec):
         return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
@@ -103,13 +103,13 @@ def cannot_fuse_mlp(spec: LayerSpec, context: BuildContext) -> str | None:
     if spec.post_mlp_norm or not spec.mlp_norm:
         return "fuses a norm before the MLP and none after it"
     return (
-        cannot_fuse(spec, context)
-        or cannot_multiply(spec.embed_dim, [mlp.hidden_dim] * 2)
-        or cannot_multiply(mlp.hidden_dim, [spec.embed_dim])
+        fusion_unsupported_reason(spec, context)
+        or matmul_unsupported_reason(spec.embed_dim, [mlp.hidden_dim] * 2)
+        or matmul_unsupported_reason(mlp.hidden_dim, [spec.embed_dim])
     )
 
 
-def cannot_fuse(spec: LayerSpec, context: BuildContext) -> str | None:
+def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     if context.decode_rows != 1:
         return "decodes a single sequence"
     if context.dtype != "bfloat16" or context.weight_dtype != "bfloat16":
@@ -118,10 +118,10 @@ def cannot_fuse(spec: LayerSpec, context: BuildContext) -> str | None:
         return "fuses sequential blocks with one residual stream only"
     if spec.norm.kind != "rms" or not spec.norm.scaled:
         return "fuses RMSNorm with a scale only"
-    return cannot_merge(context)
+    return merging_unsupported_reason(context)
 
 
-def cannot_multiply(inputs: int, outputs: list[int]) -> str | None:
+def matmul_unsupported_reason(inputs: int, outputs: list[int]) -> str | None:
     if all(gemv.supports(inputs, size, "bfloat16") for size in outputs):
         return None
     return f"the GEMV kernel does not take {inputs} x {outputs}"

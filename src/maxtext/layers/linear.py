@@ -22,7 +22,7 @@ from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.lora import LowRank
 from maxtext.layers.parameters import Initializer
-from maxtext.layers.weight_layout import WeightLayout, cannot_merge
+from maxtext.layers.weight_layout import WeightLayout, merging_unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Linear(nnx.Module):
     mode: str | None = None
 
     @classmethod
-    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
         return None
 
     def __init__(self, initializer: Initializer, spec: LinearSpec):
@@ -121,7 +121,7 @@ class QuantizedMatmulLinear(Linear):
     name = "quantized matmul"
 
     @classmethod
-    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
         if not context.precision:
             return "quantization is not set"
         return "computed exactly" if spec.exact else None
@@ -148,10 +148,10 @@ class TransposedLinear(Linear):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
         if context.decode_rows != 1:
             return "several rows are decoded at a time"
-        return cannot_merge(context)
+        return merging_unsupported_reason(context)
 
     def __init__(self, initializer: Initializer, spec: LinearSpec):
         super().__init__(initializer, spec)

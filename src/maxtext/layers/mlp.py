@@ -15,7 +15,7 @@ from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import MergedLinear, build_linear, project
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import MlpSpec
-from maxtext.layers.weight_layout import cannot_merge
+from maxtext.layers.weight_layout import merging_unsupported_reason
 from maxtext.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -64,7 +64,7 @@ class Mlp(Sublayer):
     mode: str | None = None
 
     @classmethod
-    def supports(cls, spec: MlpSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: MlpSpec, context: BuildContext) -> str | None:
         return None
 
     def __init__(self, initializer: Initializer, spec: MlpSpec, embed_dim: int, dtype: Any):
@@ -126,10 +126,10 @@ class MergedMlp(Mlp):
     mode = INFERENCE
 
     @classmethod
-    def supports(cls, spec: MlpSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: MlpSpec, context: BuildContext) -> str | None:
         if spec.fused or len(spec.activations) != 2:
             return "needs two branches with weights of their own"
-        return cannot_merge(context)
+        return merging_unsupported_reason(context)
 
     def build_branches(self, initializer: Initializer, embed_dim: int) -> None:
         spec = self.spec

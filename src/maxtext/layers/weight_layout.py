@@ -60,7 +60,7 @@ class WeightLayout:
         return self.transposed and supported and jnp.dtype(weight_dtype) == jnp.dtype(dtype)
 
 
-def cannot_merge(context: BuildContext) -> str | None:
+def merging_unsupported_reason(context: BuildContext) -> str | None:
     """Why weights are not merged; None if they are."""
     if context.adapters is not None:
         return "has adapters"
@@ -68,7 +68,7 @@ def cannot_merge(context: BuildContext) -> str | None:
         return "merges weights of floats only"
     if context.scanned:
         return "layers are stacked (scan_layers=true)"
-    return context.not_one_nvidia_gpu()
+    return context.single_gpu_unsupported_reason()
 
 
 def leaf_layouts(template: Template) -> dict[Path, WeightLayout | None]:
@@ -177,7 +177,7 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
     return unflatten(unpacked)
 
 
-def cannot_use_gemv(template: Template, dtype: Any) -> str | None:
+def gemv_unsupported_reason(template: Template, dtype: Any) -> str | None:
     """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`;
     None if it does. Embeddings are looked up, not multiplied."""
     for path, variable in nnx.to_flat_state(template.state):

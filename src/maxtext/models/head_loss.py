@@ -36,7 +36,7 @@ class HeadLoss:
     mode: str | None = None
 
     @classmethod
-    def supports(cls, spec: HeadSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: HeadSpec, context: BuildContext) -> str | None:
         return None
 
     @staticmethod
@@ -58,14 +58,17 @@ class Fp8HeadLoss(HeadLoss):
     mode = TRAIN
 
     @classmethod
-    def supports(cls, spec: HeadSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: HeadSpec, context: BuildContext) -> str | None:
         if context.precision != "fp8" or spec.exact:
             return "needs quantization=fp8_full"
         if spec.tied or spec.capped or spec.scaled:
             return "needs a weight of its own, no soft cap and no logit scale"
         shapes = [(spec.embed_dim, spec.vocab_size)]
         if not matmul.supports((TILE, spec.embed_dim), shapes, 1, context.only_platform):
-            return context.not_one_nvidia_gpu((8, 9)) or f"needs dimensions in tiles of {TILE}"
+            return (
+                context.single_gpu_unsupported_reason((8, 9))
+                or f"needs dimensions in tiles of {TILE}"
+            )
         return None
 
     @staticmethod

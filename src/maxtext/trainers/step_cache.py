@@ -102,7 +102,7 @@ def largest_segment_bucket(context: RunContext) -> int:
     limits = [
         cudnn.max_packed_segments(request.q_length, max(request.head_dim, request.v_head_dim))
         for request in requests
-        if cudnn.supports(request) is None
+        if cudnn.unsupported_reason(request) is None
     ]
     largest = max(limits, default=1) - 1  # the padding takes one segment
     return largest if largest >= SMALLEST_BUCKET else 0

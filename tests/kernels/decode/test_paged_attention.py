@@ -211,7 +211,7 @@ def test_kernel_lowers_for_gpus(dtype):
     ],
 )
 def test_supports(arguments, reason):
-    answer = decode.supports(*arguments)
+    answer = decode.unsupported_reason(*arguments)
     assert answer is None if reason is None else reason in answer
 
 

@@ -54,7 +54,7 @@ MAX_OFFSET = 2**31  # JAX computes the element offset of a segment in 32 bits
 FIXED_GQA_OFFSETS = (0, 11, 2)  # the JAX that fixed offsets with GQA, jax-ml/jax#39521
 
 
-def supports(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """None, or why cuDNN does not support the request."""
     capability = request.capability or "9.0"  # unknown in ahead-of-time compilation
     if request.platform != "gpu":

@@ -4,7 +4,7 @@ once.
 Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim, Dv head
 dim of values.
 
-A back end is two functions: `supports(request)` returns None or the reason why not, `run(inputs)`
+A back end is two functions: `unsupported_reason(request)` returns None or a reason, `run(inputs)`
 the output. A named back end that does not support the request raises ConfigError: nothing falls
 back silently.
 """
@@ -33,7 +33,7 @@ from maxtext.kernels.attention.request import (
 @dataclass(frozen=True)
 class Backend:
     name: str
-    supports: Callable[[AttentionRequest], str | None]
+    unsupported_reason: Callable[[AttentionRequest], str | None]
     run: Callable[[AttentionInputs], Array]
     platform: str | None = None  # the only platform that it runs on
     opaque: bool = False  # the compiler cannot partition it over devices
@@ -42,9 +42,9 @@ class Backend:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("dot_product", dot_product.supports, dot_product.run),
-        Backend("flash", flash.supports, flash.run, platform="tpu", opaque=True),
-        Backend("cudnn_flash_jax", cudnn.supports, cudnn.run, platform="gpu"),
+        Backend("dot_product", dot_product.unsupported_reason, dot_product.run),
+        Backend("flash", flash.unsupported_reason, flash.run, platform="tpu", opaque=True),
+        Backend("cudnn_flash_jax", cudnn.unsupported_reason, cudnn.run, platform="gpu"),
     )
 }
 AUTOSELECTED = "autoselected"
@@ -130,7 +130,7 @@ def select_backend(inputs: AttentionInputs, backend: str, platform: str | None =
 def fastest_backend(request: AttentionRequest) -> str:
     """The fastest back end of the platform that supports the request; dot_product supports all."""
     names = FASTEST_FIRST.get(request.platform, ANYWHERE)
-    return next(name for name in names if BACKENDS[name].supports(request) is None)
+    return next(name for name in names if BACKENDS[name].unsupported_reason(request) is None)
 
 
 @functools.cache  # logs once for each distinct request, however many layers make it
@@ -141,7 +141,7 @@ def autoselect(request: AttentionRequest) -> str:
     for name in FASTEST_FIRST.get(request.platform, ANYWHERE):
         if name == chosen:
             break
-        message += f"; not {name}: {BACKENDS[name].supports(request)}"
+        message += f"; not {name}: {BACKENDS[name].unsupported_reason(request)}"
     LOGGER.info(message)
     return chosen
 
@@ -153,7 +153,7 @@ def require(name: str, request: AttentionRequest) -> Backend:
         raise ConfigError(
             f"There is no attention back end {name}; use {AUTOSELECTED}, {', '.join(BACKENDS)}."
         )
-    reason = BACKENDS[name].supports(request)
+    reason = BACKENDS[name].unsupported_reason(request)
     if reason is not None:
         raise ConfigError(
             f"Attention back end {name} cannot do this: {reason}; "

@@ -22,7 +22,7 @@ from maxtext.kernels.attention.request import AttentionInputs, AttentionRequest
 MASK_VALUE = -1e30  # finite, so that fully masked rows have a finite softmax and gradient
 
 
-def supports(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     del request
     return None
 

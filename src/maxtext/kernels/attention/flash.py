@@ -36,7 +36,7 @@ from maxtext.kernels.attention.request import (
 from maxtext.kernels.attention_options import TILE
 
 
-def supports(request: AttentionRequest) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """None, or why the kernel does not support the request."""
     if request.platform != "tpu":
         return f"it needs a TPU, and this is a {request.platform.upper()}"

@@ -36,7 +36,7 @@ COMBINED_ELEMENTS = 4096  # elements of spans that are combined at a time
 SHARED_BYTES = 96 * 1024  # shared memory for all stages, which every supported GPU has
 
 
-def supports(
+def unsupported_reason(
     head_dim: int, page: int, dtype: str, platform: str, capability: str = "9.0"
 ) -> str | None:
     """None, or why the kernel is not supported."""

@@ -76,9 +76,9 @@ class AttentionSpec(MixerSpec):
         return shapes if self.shared_kv else shapes | {"value": shapes["key"]}
 
     @property
-    def needs_only_rope(self) -> str | None:
-        """None if the projections need RoPE over whole heads and nothing else, else the reason why
-        not; fused kernels compute just that."""
+    def fused_rope_unsupported_reason(self) -> str | None:
+        """Why kernels that fuse RoPE into the projections do not support this attention: they apply
+        it to whole heads, and nothing else. None if they do."""
         rope = self.rope
         if rope is None or rope.interleave or rope.rotated(self.head_dim) != self.head_dim:
             return "needs RoPE over whole heads, not interleaved"
